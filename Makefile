@@ -1,0 +1,50 @@
+# Every target prepares what it needs: on a fresh checkout `make run` or `make test` works alone.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+# Tests run one thread each, so that two workers share two cores without spinning against each other.
+ONE_THREAD := OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1
+PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest -q
+FAST := tests/test_architecture.py tests/unit
+
+.PHONY: run check lint types unit test campaign bench clean
+.DEFAULT_GOAL := check
+
+# torch goes first: the constraint picks the build meant for this machine before anything else asks for one.
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt torch
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	touch $@
+
+# The main job: text from the model in the box, ending with a line of figures.
+run: $(READY)
+	$(BIN)/metronome generate --max-tokens 64 "A list comprehension"
+
+# What to run before every commit; under two minutes.
+check: lint types unit
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+unit: $(READY)
+	$(PYTEST) $(FAST)
+
+# Everything continuous integration runs; under 20 minutes on two cores.
+test: check
+	$(PYTEST) -n 2 tests $(addprefix --ignore=,$(FAST))
+
+# The long forms: more seeds, larger shapes, budgets on time. Wants a quiet machine.
+campaign: $(READY)
+	$(PYTEST) -m "slow or perf" tests
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks.step_overhead
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
