@@ -1,0 +1,41 @@
+"""What every test may rely on: a printed seed, no device needed, nothing left running."""
+
+import multiprocessing
+import os
+import zlib
+from collections.abc import Iterator
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a device where there is none; only then is torch asked."""
+    wants_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if not wants_gpu:
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    for item in wants_gpu:
+        item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """A seed of its own for each test; METRONOME_SEED chooses another, a failure prints it."""
+    chosen = os.environ.get("METRONOME_SEED")
+    value = int(chosen) if chosen else zlib.crc32(request.node.nodeid.encode()) % 100_000
+    print(f"seed {value} (METRONOME_SEED={value} repeats this run)")
+    return value
+
+
+@pytest.fixture(autouse=True)
+def _no_process_left_behind() -> Iterator[None]:
+    """A child process that outlives its test holds cores, memory and locks of the next one."""
+    yield
+    children = multiprocessing.active_children()
+    for child in children:
+        child.kill()
+        child.join(5)
+    assert not children, f"left running: {children}"

@@ -1,0 +1,363 @@
+"""The rules of the house, held by reading the source rather than by intent.
+
+Direction of imports, what stays free of torch, sizes, public names. See docs/structures.md.
+"""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import source_tree as tree
+
+GOLDEN = Path(__file__).parent / "golden" / "api.txt"
+
+# Imports go to lower layers only. Every layer may use errors, which use nothing.
+LAYERS = (
+    ("engine.errors",),
+    ("engine.config", "engine.messages"),
+    ("engine.ipc", "kernels"),
+    ("engine.kv", "engine.parallel", "engine.observe"),
+    ("engine.sched", "engine.layers"),
+    ("engine.models", "engine.sample"),
+    ("engine.spec", "engine.structured", "engine.lora", "engine.mm", "engine.pooling"),
+    ("engine.worker",),
+    ("engine.core",),
+    ("engine.frontend",),
+    ("engine.llm", "engine.llm_engine", "engine.async_engine"),
+    ("engine.server", "engine.sim"),
+    ("engine.cli",),
+)
+LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
+
+# Modules that may import inside functions, and why.
+LAZY_IMPORTS = {
+    "engine": "public names resolve when first used",
+    "engine.core.build": "the one place that names concrete classes",
+}
+
+HEAVY = ("torch", "zmq", "transformers")
+# Packages and modules that decide or travel: none of HEAVY may be loaded by importing them.
+LIGHT = (
+    "engine",
+    "engine.errors",
+    "engine.config",
+    "engine.messages",
+    "engine.kv",
+    "engine.sched",
+    "engine.sim",
+    "engine.core.engine_core",
+    "engine.spec.drafts",
+    "engine.lora.slots",
+    "engine.mm.encoder_budget",
+    "engine.structured.readiness",
+)
+LIGHT_INITS = tuple(f"engine.{name}" for name in ("worker", "structured", "spec", "mm", "lora"))
+DECISIONS = ("engine.kv", "engine.sched")
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 50
+MAX_PARAMETERS = 7
+MAX_ATTRIBUTES = 15
+# Records: many fields and no behaviour is what they are for.
+RECORDS: dict[str, str] = {
+    "SamplingParams": "what a user may ask of sampling",
+    "EngineArgs": "what a user may ask of an engine",
+}
+# A kernel's parameters are its tensors and their strides.
+LONG_SIGNATURES: dict[str, str] = {}
+
+IMPORT_ENGINE_SECONDS = 0.3
+
+
+def under(module: str, packages: tuple[str, ...]) -> str | None:
+    """The longest of `packages` that holds `module`."""
+    holders = [p for p in packages if module == p or module.startswith(p + ".")]
+    return max(holders, key=len, default=None)
+
+
+def light_modules() -> list[str]:
+    inits = [name for name in LIGHT_INITS if name in tree.modules()]
+    # `engine` itself is light, what lies under it need not be.
+    return inits + [
+        name
+        for name in tree.modules()
+        if name == "engine" or under(name, tuple(p for p in LIGHT if p != "engine"))
+    ]
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tree.ROOT, timeout=100
+    )
+
+
+def test_every_module_has_a_layer() -> None:
+    homeless = [
+        name for name in tree.modules() if name != "engine" and under(name, tuple(LAYER_OF)) is None
+    ]
+    assert not homeless, f"add to LAYERS: {homeless}"
+
+
+def test_imports_go_down() -> None:
+    wrong = []
+    for name, module in tree.modules().items():
+        home = under(name, tuple(LAYER_OF))
+        for imported in module.imports:
+            target = under(imported.module, tuple(LAYER_OF))
+            if home is None or target in (None, home):
+                continue
+            if LAYER_OF[target] >= LAYER_OF[home]:
+                wrong.append(f"{module.where}:{imported.line} imports {imported.module}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_module_imports_the_package_above_it() -> None:
+    """`import engine` from within would tie every module to all public names."""
+    wrong = [
+        f"{module.where}:{i.line}"
+        for module in tree.modules().values()
+        for i in module.imports
+        if i.module == "engine"
+    ]
+    assert not wrong, wrong
+
+
+def test_lazy_imports_only_where_named() -> None:
+    wrong = [
+        f"{module.where}:{i.line} imports {i.module} inside a function"
+        for name, module in tree.modules().items()
+        for i in module.imports
+        if i.is_lazy and name not in LAZY_IMPORTS
+    ]
+    assert not wrong, "\n".join(wrong)
+    unused = [name for name in LAZY_IMPORTS if (m := tree.at(name)) and "import" not in m.text]
+    assert not unused, f"drop from LAZY_IMPORTS: {unused}"
+
+
+def test_light_modules_cannot_reach_heavy_ones() -> None:
+    wrong = []
+    for name in light_modules():
+        found = tree.reachable(name)
+        wrong += [
+            f"{name} loads {heavy} through {found[heavy]}" for heavy in HEAVY if heavy in found
+        ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_light_modules_import_where_heavy_ones_are_missing() -> None:
+    names = light_modules()
+    if not names:
+        pytest.skip("no light module written yet")
+    done = run_python(
+        "import importlib, sys\n"
+        f"for heavy in {HEAVY!r}: sys.modules[heavy] = None\n"
+        f"for name in {names!r}: importlib.import_module(name)\n"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_import_engine_is_quick_and_light() -> None:
+    if tree.at("engine") is None:
+        pytest.skip("engine/__init__.py not written yet")
+    code = (
+        "import sys, time\n"
+        "start = time.perf_counter()\n"
+        "import engine\n"
+        "print(time.perf_counter() - start)\n"
+        f"print([name for name in {HEAVY!r} if name in sys.modules])\n"
+    )
+    seconds = []
+    for _ in range(3):  # the best of three: the machine may be busy
+        done = run_python(code)
+        assert done.returncode == 0, done.stderr
+        took, loaded = done.stdout.splitlines()
+        assert loaded == "[]", loaded
+        seconds.append(float(took))
+    assert min(seconds) < IMPORT_ENGINE_SECONDS, seconds
+
+
+def test_transformers_does_not_take_our_kernels_for_its_own() -> None:
+    """A distribution called `kernels` switches transformers to downloaded code; ours must not."""
+    kernels = tree.at("kernels")
+    if kernels is None:
+        pytest.skip("kernels not written yet")
+    assert not any("__version__" in ast.unparse(node) for node in kernels.tree.body[1:])
+    done = run_python(
+        "import kernels\n"
+        "from transformers.utils import is_kernels_available\n"
+        "print(is_kernels_available())\n"
+    )
+    assert done.stdout.strip() == "False", done.stdout + done.stderr
+
+
+def test_files_fit_their_budget() -> None:
+    wrong = [
+        f"{m.where}: {n} lines"
+        for m in tree.sources()
+        if (n := len(m.text.splitlines())) > MAX_FILE_LINES
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_functions_fit_on_a_screen() -> None:
+    wrong = [
+        f"{m.where}:{f.lineno} {name}: {lines} lines"
+        for m in tree.sources()
+        for name, f in m.functions()
+        if (lines := (f.end_lineno or f.lineno) - f.lineno + 1) > MAX_FUNCTION_LINES
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_signatures_are_short() -> None:
+    wrong = [
+        f"{m.where}:{f.lineno} {name}: {count} parameters"
+        for m in tree.modules().values()
+        for name, f in m.functions()
+        if (count := len(tree.parameters(f))) > MAX_PARAMETERS
+        and f"{m.name}.{name}" not in LONG_SIGNATURES
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_classes_own_little() -> None:
+    wrong = [
+        f"{m.where}:{cls.lineno} {cls.name}: {count} attributes"
+        for m in tree.modules().values()
+        for cls in m.classes()
+        if (count := len(tree.attributes(cls))) > MAX_ATTRIBUTES and cls.name not in RECORDS
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_decisions_read_no_clock_dice_or_environment() -> None:
+    """The same inputs give the same plans, here and on a virtual clock."""
+    wrong = []
+    for name, module in tree.modules().items():
+        if under(name, DECISIONS) is None:
+            continue
+        wrong += [
+            f"{module.where}:{i.line} imports {i.module}"
+            for i in module.imports
+            if i.module.split(".")[0] in ("time", "random", "secrets", "datetime", "uuid")
+            and not i.is_typing_only
+        ]
+        wrong += [
+            f"{module.where}:{node.lineno} {ast.unparse(node)}"
+            for node in ast.walk(module.tree)
+            if isinstance(node, ast.Attribute)
+            and ast.unparse(node) in ("os.environ", "os.getenv", "np.random", "numpy.random")
+        ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_only_one_module_reads_the_environment() -> None:
+    wrong = [
+        f"{m.where}:{node.lineno}"
+        for name, m in tree.modules().items()
+        for node in ast.walk(m.tree)
+        if isinstance(node, ast.Attribute)
+        and ast.unparse(node) in ("os.environ", "os.getenv")
+        and name != "engine.config.env"
+    ]
+    assert not wrong, wrong
+
+
+def test_no_global_statement_and_no_pickle() -> None:
+    wrong = []
+    for module in tree.sources():
+        wrong += [
+            f"{module.where}:{node.lineno} global {', '.join(node.names)}"
+            for node in ast.walk(module.tree)
+            if isinstance(node, ast.Global)
+        ]
+        wrong += [
+            f"{module.where}:{i.line} imports {i.module}"
+            for i in module.imports
+            if i.module.split(".")[0] in ("pickle", "cloudpickle", "dill", "shelve", "marshal")
+        ]
+    assert not wrong, "\n".join(wrong)
+
+
+def config_classes() -> list[tuple[tree.Module, ast.ClassDef]]:
+    return [
+        (module, cls)
+        for name, module in tree.modules().items()
+        if under(name, ("engine.config",))
+        for cls in module.classes()
+        if any("dataclass" in ast.unparse(mark) for mark in cls.decorator_list)
+    ]
+
+
+def fields_with_docs(cls: ast.ClassDef) -> dict[str, bool]:
+    """Fields of a class -> whether a docstring follows it."""
+    after = [*cls.body[1:], None]
+    return {
+        ast.unparse(node.target): isinstance(follower, ast.Expr)
+        and isinstance(follower.value, ast.Constant)
+        and isinstance(follower.value.value, str)
+        for node, follower in zip(cls.body, after, strict=True)
+        if isinstance(node, ast.AnnAssign) and "ClassVar" not in ast.unparse(node.annotation)
+    }
+
+
+def test_every_config_field_is_documented() -> None:
+    wrong = [
+        f"{module.where} {cls.name}.{field}"
+        for module, cls in config_classes()
+        for field, has_doc in fields_with_docs(cls).items()
+        if not has_doc
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_config_field_has_a_reader() -> None:
+    """An option nobody reads is a promise nobody keeps; a class's own check is no reader."""
+    if tree.at("engine.core.build") is None:
+        pytest.skip("nothing is assembled from the configuration yet")
+    read = {
+        node.attr
+        for module in tree.modules().values()
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Load)
+        and not (under(module.name, ("engine.config",)) and ast.unparse(node.value) == "self")
+    }
+    wrong = [
+        f"{module.where} {cls.name}.{field}"
+        for module, cls in config_classes()
+        for field in fields_with_docs(cls)
+        if field not in read
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def public_api() -> list[str]:
+    """The names and signatures that code outside may lean on, one a line."""
+    lines = []
+    engine = tree.at("engine")
+    for node in engine.tree.body if engine else ():
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            code = "import engine; print('\\n'.join(engine.__all__))"
+            done = run_python(code)
+            assert done.returncode == 0, done.stderr
+            lines += [f"engine.{name}" for name in done.stdout.split()]
+    lines += tree.public_signatures("engine.sched.interface", ("SchedulerInterface",))
+    lines += tree.public_signatures("engine.sched.policy", ("Policy",))
+    lines += tree.public_signatures("engine.sched.resource", ("Resource",))
+    lines += tree.public_signatures("engine.sched.scheduler", ("Scheduler",))
+    return lines
+
+
+def test_public_api_is_the_recorded_one() -> None:
+    """Changing it is allowed, by accident is not: METRONOME_UPDATE_GOLDEN=1 records it anew."""
+    lines = public_api()
+    if not lines:
+        pytest.skip("no public name written yet")
+    if os.environ.get("METRONOME_UPDATE_GOLDEN"):
+        GOLDEN.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    recorded = GOLDEN.read_text(encoding="utf-8").splitlines() if GOLDEN.exists() else []
+    assert lines == recorded
