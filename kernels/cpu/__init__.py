@@ -1,0 +1,1 @@
+"""Bodies for the CPU: Numba where torch alone is slow."""

@@ -1,0 +1,92 @@
+"""One signature an operation; the body is chosen by where the tensors lie.
+
+N tokens, H hidden size, Hq query heads, Hkv key and value heads, D head size. Arithmetic is in
+float32 whatever the dtype, rounded where Hugging Face's modules round, so that greedy tokens agree.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernels import reference
+from kernels.meta import AttentionMeta
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, add_one: bool = False
+) -> torch.Tensor:
+    """x / rms(x) * weight over the last axis; `add_one`: * (1 + weight), as Gemma stores it.
+
+    x: [..., H] with weight [H]. Returns a new tensor of x's shape and dtype.
+    """
+    return reference.rms_norm(x, weight, eps, add_one=add_one)
+
+
+def add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    add_one: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rms_norm(x + residual), x + residual). x, residual: [N, H], both left unchanged."""
+    return reference.add_rms_norm(x, residual, weight, eps, add_one=add_one)
+
+
+def act_mul(gate_up: torch.Tensor, act: str) -> torch.Tensor:
+    """act(first half of the last axis) * second half: [N, 2F] -> [N, F].
+
+    act: "silu", "gelu_tanh" or "gelu".
+    """
+    return reference.act_mul(gate_up, act)
+
+
+def qkv_rope_write(  # noqa: PLR0913
+    qkv: torch.Tensor,
+    kv_layer: torch.Tensor,
+    meta: AttentionMeta,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    cos_sin: torch.Tensor | None = None,
+    interleaved: bool = False,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_add_one: bool = False,
+) -> torch.Tensor:
+    """Normalise and rotate queries and keys, write K and V to the cache; returns q [N, Hq, D].
+
+    qkv: [N, (Hq + 2 Hkv) * D]. kv_layer: [num_blocks, 2, Hkv, block, D], written at meta.slots
+    (-1: padding, nothing is written). cos_sin: [max_pos, rot], cosines in the first half of a
+    row and sines in the second, rot <= D; None leaves positions out. interleaved: pairs are
+    neighbours (2i, 2i + 1) rather than (i, i + rot / 2). q_norm, k_norm: [D] normalises each
+    head, [Hq * D] and [Hkv * D] the whole width (OLMo-2).
+    """
+    rope = reference.Rope(cos_sin, interleaved)
+    norm = reference.HeadNorm(q_norm, k_norm, norm_eps, norm_add_one)
+    heads = (num_heads, num_kv_heads, head_dim)
+    return reference.qkv_rope_write(qkv, kv_layer, meta, heads, rope, norm)
+
+
+def paged_attention(
+    q: torch.Tensor,
+    kv_layer: torch.Tensor,
+    meta: AttentionMeta,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Causal attention of this step's tokens over the cache, which already holds their K and V.
+
+    q: [N, Hq, D]; returns [N, Hq * D]. Sequences may be decodes (one token) or chunks of any length
+    with any context. window: the query at position p sees keys p - window + 1 .. p; 0 sees all.
+    softcap: scores become cap * tanh(score / cap); 0 leaves them. sinks: [Hq] logits of a key
+    without a value, one a head. Rows past the last sequence come out as zeros.
+    """
+    variant = reference.Variant(scale, window, softcap, sinks)
+    return reference.paged_attention(q, kv_layer, meta, variant)

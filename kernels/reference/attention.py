@@ -1,0 +1,69 @@
+"""Causal attention over the paged cache, one sequence at a time."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from kernels.meta import AttentionMeta
+from kernels.reference.pointwise import wide
+
+
+class Variant(NamedTuple):
+    """What makes one layer's attention differ from another's. See kernels.ops.paged_attention."""
+
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+
+
+def paged_attention(
+    q: torch.Tensor, kv_layer: torch.Tensor, meta: AttentionMeta, variant: Variant
+) -> torch.Tensor:
+    """q: [N, Hq, D] -> [N, Hq * D]."""
+    out = torch.zeros_like(q)
+    starts = meta.query_start.tolist()
+    for s, seq_len in enumerate(meta.seq_lens.tolist()):
+        start, end = starts[s], starts[s + 1]
+        if end > start and seq_len > 0:
+            keys, values = gather(kv_layer, meta.block_tables[s], seq_len)
+            out[start:end] = attend(q[start:end], keys, values, variant).to(q.dtype)
+    return out.flatten(1)
+
+
+def gather(
+    kv_layer: torch.Tensor, blocks: torch.Tensor, seq_len: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of one sequence, each [Hkv, seq_len, D]."""
+    used = -(-seq_len // kv_layer.shape[3])
+    pages = kv_layer[blocks[:used].long()]  # [used, 2, Hkv, block, D]
+    keys, values = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :seq_len]
+    return keys, values
+
+
+def attend(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, variant: Variant
+) -> torch.Tensor:
+    """q: [T, Hq, D], the last T of L positions; keys, values: [Hkv, L, D] -> [T, Hq, D]."""
+    num_new, num_heads, _ = q.shape
+    length = keys.shape[1]
+    group = num_heads // keys.shape[0]
+    keys = wide(keys).repeat_interleave(group, dim=0)
+    values = wide(values).repeat_interleave(group, dim=0)
+    scores = wide(q).transpose(0, 1) @ keys.transpose(1, 2) * variant.scale  # [Hq, T, L]
+    if variant.softcap:
+        scores = torch.tanh(scores / variant.softcap) * variant.softcap
+    query_pos = torch.arange(length - num_new, length, device=q.device)[:, None]
+    key_pos = torch.arange(length, device=q.device)[None, :]
+    hidden = key_pos > query_pos
+    if variant.window:
+        hidden |= key_pos <= query_pos - variant.window
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if variant.sinks is not None:
+        sinks = variant.sinks.to(scores.dtype)[:, None, None].expand(num_heads, num_new, 1)
+        weights = torch.cat((scores, sinks), dim=-1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    return (weights @ values).transpose(0, 1)

@@ -1,0 +1,47 @@
+"""Norms and gated activations."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """x in the dtype arithmetic is done in."""
+    return x if x.dtype is torch.float64 else x.float()
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, add_one: bool = False
+) -> torch.Tensor:
+    """x: [..., H], weight: [H]. Llama rounds before the weight is applied, Gemma after."""
+    y = wide(x)
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    if add_one:
+        return (y * (1 + wide(weight))).to(x.dtype)
+    return y.to(x.dtype) * weight.to(x.dtype)
+
+
+def add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    add_one: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x, residual: [N, H]. The sum is rounded to their dtype before it is normalised."""
+    total = x + residual
+    return rms_norm(total, weight, eps, add_one=add_one), total
+
+
+def act_mul(gate_up: torch.Tensor, act: str) -> torch.Tensor:
+    """gate_up: [N, 2F] -> [N, F]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    if act == "silu":
+        return F.silu(gate) * up
+    if act == "gelu_tanh":
+        return F.gelu(gate, approximate="tanh") * up
+    if act == "gelu":
+        return F.gelu(gate) * up
+    raise ValueError(f"unknown activation {act!r}: one of 'silu', 'gelu_tanh', 'gelu'")
