@@ -67,7 +67,9 @@ RECORDS: dict[str, str] = {
     "EngineArgs": "what a user may ask of an engine",
 }
 # A kernel's parameters are its tensors and their strides.
-LONG_SIGNATURES: dict[str, str] = {}
+LONG_SIGNATURES: dict[str, str] = {
+    "kernels.ops.qkv_rope_write": "three fused operations, each with its variants",
+}
 
 IMPORT_ENGINE_SECONDS = 0.3
 
