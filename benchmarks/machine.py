@@ -1,0 +1,34 @@
+"""Describes the machine a figure was measured on; a figure without it says little."""
+
+import datetime
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+
+def describe() -> dict[str, Any]:
+    cores = sorted(os.sched_getaffinity(0))
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "cpu": _first_value("/proc/cpuinfo", "model name"),
+        "cpu_family_model": "{}/{}".format(
+            _first_value("/proc/cpuinfo", "cpu family"), _first_value("/proc/cpuinfo", "model\t")
+        ),
+        "features": [
+            name
+            for name in ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8")
+            if name in _first_value("/proc/cpuinfo", "flags").split()
+        ],
+        "cores": len(cores),
+        "memory_gib": round(int(_first_value("/proc/meminfo", "MemTotal").split()[0]) / 2**20, 1),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+    }
+
+
+def _first_value(path: str, label: str) -> str:
+    for line in Path(path).read_text().splitlines():
+        if line.startswith(label):
+            return line.partition(":")[2].strip()
+    return "unknown"

@@ -1,0 +1,101 @@
+"""Drives any engine through the workloads; an adapter says how to start it, add and step.
+
+    python -m peers.<adapter> '<json of Task>'        (working directory: benchmarks/)
+
+The last line printed is a JSON object; whatever else the engine prints comes before it.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import measure
+import workloads
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one fresh process is asked to run."""
+
+    model: str
+    workloads: list[str]
+    started: float  # wall clock when the process was started
+    repeat: int = 0
+    rate: float = 2.0
+    max_model_len: int = 2048
+    max_num_seqs: int = 256
+    kv_gib: float = 4.0
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+class Adapter(Protocol):
+    """An engine that has been started."""
+
+    def add(self, request_id: str, prompt: list[int], num_output: int) -> None: ...
+
+    def step(self) -> list[tuple[str, int]]:
+        """(request id, tokens it has so far) of every request that got tokens."""
+        ...
+
+    def is_busy(self) -> bool: ...
+
+    def describe(self) -> dict[str, Any]:
+        """Name, version and settings that decided how it ran."""
+        ...
+
+
+def run(engine: Adapter, arrivals: list[workloads.Arrival], tag: str) -> measure.Timeline:
+    """Add each request at its time, step while there is work, note when each token appears."""
+    timeline = measure.Timeline(arrivals, time.perf_counter())
+    waiting = 0
+    while waiting < len(arrivals) or engine.is_busy():
+        now = time.perf_counter() - timeline.start
+        while waiting < len(arrivals) and arrivals[waiting].seconds <= now:
+            arrival = arrivals[waiting]
+            engine.add(f"{tag}-{waiting}", arrival.prompt, arrival.num_output)
+            waiting += 1
+        if not engine.is_busy():
+            wake = timeline.start + arrivals[waiting].seconds
+            time.sleep(max(0.0, wake - time.perf_counter()))
+            continue
+        made = engine.step()
+        now = time.perf_counter()
+        for request_id, num_tokens in made:
+            timeline.note(int(request_id.rpartition("-")[2]), num_tokens, now)
+    return timeline
+
+
+def measured(engine: Adapter, task: Task, name: str) -> dict[str, float]:
+    arrivals = workloads.make(name, task.repeat, task.rate)
+    cpu, steal = measure.cpu_seconds(), measure.steal_seconds()
+    timeline = run(engine, arrivals, name)
+    spent = {
+        "cpu_s": round(measure.cpu_seconds() - cpu, 2),
+        "steal_s": round(measure.steal_seconds() - steal, 2),
+    }
+    return timeline.summary() | spent
+
+
+def main(start: Callable[[Task], Adapter]) -> None:
+    """Start an engine, time its first token, run the task's workloads, print one line."""
+    task = Task(**json.loads(sys.argv[1]))
+    engine = start(task)
+    constructed = time.time()
+    run(engine, [workloads.Arrival(0.0, list(range(10, 42)), 1)], "first")
+    first_token = time.time()
+    steal = measure.steal_seconds()
+    run(engine, workloads.warm_up(), "warm")
+    result = {
+        **engine.describe(),
+        "startup": {
+            "constructed_s": round(constructed - task.started, 3),
+            "first_token_s": round(first_token - task.started, 3),
+        },
+        "workloads": {name: measured(engine, task, name) for name in task.workloads},
+        "memory": measure.memory(),
+        "steal_s": round(measure.steal_seconds() - steal, 2),
+    }
+    print("\n" + json.dumps(result), flush=True)

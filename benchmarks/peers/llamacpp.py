@@ -1,0 +1,63 @@
+"""llama.cpp through llama-cpp-python: one sequence at a time, so W2 is its workload.
+
+Its own API serves one sequence; requests that come together are answered one after another.
+"""
+
+import importlib.metadata
+import os
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import llama_cpp
+
+from peers import driver
+
+
+class LlamaCpp:
+    def __init__(self, task: driver.Task) -> None:
+        cores = len(os.sched_getaffinity(0))
+        kv_type = llama_cpp.GGML_TYPE_F32 if "f32" in task.model else llama_cpp.GGML_TYPE_F16
+        self.settings = {"n_ctx": task.max_model_len, "n_threads": cores, "n_batch": 512}
+        self.model = llama_cpp.Llama(
+            task.model,
+            n_threads_batch=cores,
+            type_k=kv_type,
+            type_v=kv_type,
+            verbose=False,
+            **self.settings,
+        )
+        self.waiting: deque[tuple[str, list[int], int]] = deque()
+        self.tokens: Iterator[int] = iter(())
+        self.made = 0
+
+    def add(self, request_id: str, prompt: list[int], num_output: int) -> None:
+        self.waiting.append((request_id, prompt, num_output))
+
+    def step(self) -> list[tuple[str, int]]:
+        request_id, prompt, num_output = self.waiting[0]
+        if not self.made:
+            self.model.reset()
+            self.tokens = self.model.generate(prompt, temp=0.0, repeat_penalty=1.0, reset=True)
+        token = next(self.tokens)
+        self.model.detokenize([token])
+        self.made += 1
+        count = self.made
+        if count == num_output:
+            self.waiting.popleft()
+            self.made = 0
+        return [(request_id, count)]
+
+    def is_busy(self) -> bool:
+        return bool(self.waiting)
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "engine": "llama.cpp",
+            "version": importlib.metadata.version("llama-cpp-python"),
+            "settings": self.settings,
+        }
+
+
+if __name__ == "__main__":
+    driver.main(LlamaCpp)
