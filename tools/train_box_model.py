@@ -1,0 +1,217 @@
+"""Trains the model in the box and writes its directory.
+
+    python tools/train_box_model.py --output engine/assets/metronome-3m
+
+Needs torch, tokenizers and safetensors; reads no text but that of the running Python. The same
+Python, libraries, seed and thread count give the same model. Writes a usable model every
+`--save-every` steps and a checkpoint to go on from with `--resume`.
+"""
+
+import argparse
+import json
+import math
+import platform
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from box_batches import batches, held_out_batches
+from box_card import Facts, write_card
+from box_corpus import read_corpus
+from box_documents import Documents, conversations, split
+from box_network import Network, Shape, llama_config
+from box_tokenizer import (
+    END_OF_TEXT_ID,
+    TURN_END_ID,
+    render_chat,
+    save_tokenizer,
+    train_tokenizer,
+)
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from torch import Tensor
+
+TOKENS_PER_STEP = 4096
+SHORT_WINDOW, LONG_WINDOW = 256, 2048
+LONG_SHARE = 0.08
+WARMUP_STEPS = 100
+DECAY_SHARE = 0.35
+PEAK_LR = 3e-3
+
+
+def main() -> None:
+    args = parse_arguments()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    train_side, held_side = split(read_corpus())
+    tokenizer = train_tokenizer(_tokenizer_texts(train_side, args.seed))
+    shape = Shape()
+    _write_settings(args.output, shape, tokenizer)
+    if args.steps == 0:
+        return
+    held_out = held_out_batches(held_side, tokenizer)
+    trainer = Trainer(Network(shape), args)
+    if args.resume:
+        trainer.load()
+    stream = batches(train_side, tokenizer, args.seed, stages(args.steps))
+    trainer.run(stream, held_out)
+    write_card(args.output, _facts(trainer, tokenizer, train_side, held_out))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--output", type=Path, required=True, help="directory of the model")
+    parser.add_argument("--checkpoint", type=Path, default=Path("build/box_model.pt"))
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    parser.add_argument("--steps", type=int, default=2400, help="0 writes the tokenizer alone")
+    parser.add_argument("--save-every", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=2)
+    return parser.parse_args()
+
+
+def stages(steps: int) -> list[tuple[int, int, int]]:
+    """(steps, rows, length): short windows first, whole contexts at the end."""
+    long_steps = round(steps * LONG_SHARE)
+    return [
+        (steps - long_steps, TOKENS_PER_STEP // SHORT_WINDOW, SHORT_WINDOW),
+        (long_steps, TOKENS_PER_STEP // LONG_WINDOW, LONG_WINDOW),
+    ]
+
+
+def learning_rate(step: int, steps: int) -> float:
+    """Warm-up, constant, then down to nothing as 1 - sqrt.
+
+    Nothing but the last `DECAY_SHARE` depends on `steps`, so a run may be made longer or shorter
+    with `--resume` until it gets there.
+    """
+    decay_steps = round(steps * DECAY_SHARE)
+    into_decay = max(0, step + 1 - (steps - decay_steps)) / (decay_steps + 1)
+    return PEAK_LR * min(1.0, (step + 1) / WARMUP_STEPS) * (1.0 - math.sqrt(into_decay))
+
+
+class Trainer:
+    """Network, optimizer and progress of one run."""
+
+    def __init__(self, network: Network, args: argparse.Namespace) -> None:
+        self.network = network
+        self.args = args
+        self.step = 0
+        self.seconds = 0.0
+        matrices = [p for p in network.parameters() if p.dim() == 2]
+        vectors = [p for p in network.parameters() if p.dim() == 1]
+        groups = [
+            {"params": matrices, "weight_decay": 0.1},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=PEAK_LR, betas=(0.9, 0.95), fused=True)
+
+    def run(self, stream: Iterator[Tensor], held_out: dict[str, Tensor]) -> None:
+        """Trains to the last step; reports and saves on the way."""
+        for _ in range(self.step):
+            next(stream)
+        begun, losses = time.perf_counter() - self.seconds, []
+        for ids in stream:
+            losses.append(self._train_on(ids))
+            self.step += 1
+            self.seconds = time.perf_counter() - begun
+            if self.step % 20 == 0:
+                mean = sum(losses) / len(losses)
+                print(f"step {self.step} loss {mean:.4f} {self.seconds:.0f} s", flush=True)
+                losses = []
+            if self.step % self.args.save_every == 0 or self.step == self.args.steps:
+                print({name: round(self.loss_on(ids), 4) for name, ids in held_out.items()})
+                self.save()
+
+    def _train_on(self, ids: Tensor) -> float:
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.step, self.args.steps)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = self.network(ids)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+    @torch.no_grad()
+    def loss_on(self, ids: Tensor) -> float:
+        """Mean loss in float32 of the network as exported, its weights rounded to bfloat16."""
+        kept = {name: p.clone() for name, p in self.network.named_parameters()}
+        for p in self.network.parameters():
+            p.copy_(p.bfloat16())
+        losses = [self.network(row) for row in ids.split(1)]
+        for name, p in self.network.named_parameters():
+            p.copy_(kept[name])
+        return float(sum(losses)) / len(losses)
+
+    def save(self) -> None:
+        """Writes the weights in bfloat16, and the checkpoint."""
+        weights = {
+            name: weight.detach().to(torch.bfloat16).contiguous()
+            for name, weight in self.network.state_dict().items()
+        }
+        save_file(weights, self.args.output / "model.safetensors", metadata={"format": "pt"})
+        self.args.checkpoint.parent.mkdir(parents=True, exist_ok=True)
+        state = {
+            "step": self.step,
+            "seconds": self.seconds,
+            "network": self.network.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+        }
+        torch.save(state, self.args.checkpoint)
+
+    def load(self) -> None:
+        """Takes up the checkpoint's weights, moments, step and time."""
+        state = torch.load(self.args.checkpoint, weights_only=True)
+        self.step, self.seconds = state["step"], state["seconds"]
+        self.network.load_state_dict(state["network"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+def _tokenizer_texts(documents: Documents, seed: int) -> list[str]:
+    chats = conversations(documents.entries, random.Random(seed))
+    return documents.texts + [render_chat(chat) for chat in chats[::2]]
+
+
+def _write_settings(output: Path, shape: Shape, tokenizer: Tokenizer) -> None:
+    """Writes every file but the weights and the card."""
+    output.mkdir(parents=True, exist_ok=True)
+    save_tokenizer(tokenizer, output, shape.max_position)
+    config = llama_config(shape, eos_token_id=TURN_END_ID, pad_token_id=END_OF_TEXT_ID)
+    generation = {
+        "eos_token_id": [TURN_END_ID, END_OF_TEXT_ID],
+        "pad_token_id": END_OF_TEXT_ID,
+    }
+    for name, values in (("config", config), ("generation_config", generation)):
+        (output / f"{name}.json").write_text(json.dumps(values, indent=2) + "\n")
+
+
+def _facts(
+    trainer: Trainer, tokenizer: Tokenizer, train_side: Documents, held_out: dict[str, Tensor]
+) -> Facts:
+    args = trainer.args
+    texts = tokenizer.encode_batch(train_side.texts)
+    return Facts(
+        num_parameters=sum(p.numel() for p in trainer.network.parameters()),
+        num_texts=len(train_side.texts),
+        num_text_chars=sum(map(len, train_side.texts)),
+        num_text_tokens=sum(len(item.ids) for item in texts),
+        num_entries=len(train_side.entries),
+        held_out_tokens={name: ids.numel() for name, ids in held_out.items()},
+        held_out_loss={name: trainer.loss_on(ids) for name, ids in held_out.items()},
+        steps=trainer.step,
+        tokens_per_step=TOKENS_PER_STEP,
+        peak_lr=PEAK_LR,
+        seed=args.seed,
+        threads=args.threads,
+        minutes=trainer.seconds / 60,
+        python=platform.python_version(),
+        torch=torch.__version__.split("+")[0],
+    )
+
+
+if __name__ == "__main__":
+    main()
