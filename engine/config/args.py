@@ -1,0 +1,141 @@
+"""The flat options of an engine, as users write them; names are vLLM's where they mean the same."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from engine.assets import BOX_MODEL
+from engine.config.cache import CacheConfig
+from engine.config.engine import EngineConfig
+from engine.config.env import default_log_level
+from engine.config.model import ModelConfig
+from engine.config.sched import SchedulerConfig
+from engine.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineArgs:
+    """Options of an engine. ``create_config`` checks them and raises ``ConfigError``."""
+
+    model: str | None = None
+    """Directory of the model (Hugging Face layout); the one in the box if not given."""
+    tokenizer: str | None = None
+    """Directory of the tokenizer, if it is not the model's."""
+    skip_tokenizer_init: bool = False
+    """Token ids in, token ids out: load no tokenizer."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type to compute in; auto is float32 on the CPU and the checkpoint's type on a GPU."""
+    quantization: Literal["int8"] | None = None
+    """Quantise weights when they are loaded (CPU)."""
+    load_format: Literal["auto", "safetensors", "dummy"] = "auto"
+    """dummy: seeded random weights from config.json alone."""
+    trust_remote_code: bool = False
+    """Let transformers run code that lies in the model directory."""
+    seed: int = 0
+    """Keys dummy weights and the noise of requests without a seed of their own."""
+    max_model_len: int | None = None
+    """Longest prompt plus output in tokens; the model's own limit if not given."""
+    max_num_seqs: int = 256
+    """Requests that may run at once."""
+    max_num_batched_tokens: int | None = None
+    """Token budget of a step; 2048 if not given, or max_num_seqs if that is more."""
+    block_size: int = 16
+    """Tokens per KV block."""
+    num_kv_blocks: int | None = None
+    """Blocks in the KV pool; sized from free memory if not given."""
+    kv_cache_memory_bytes: int | None = None
+    """Size of the KV pool in bytes, if num_kv_blocks is not given."""
+    memory_utilization: float = 0.5
+    """Share of the free memory the KV pool may take when it is sized from it."""
+    enable_prefix_caching: bool = True
+    """Reuse the KV of prompts that begin alike."""
+    enable_chunked_prefill: bool = True
+    """Compute a long prompt in pieces beside decodes."""
+    long_prefill_token_threshold: int = 0
+    """Cap on one prompt's tokens in a step while others compete; 0 is no cap."""
+    scheduling_policy: str = "fcfs"
+    """Name of a shipped policy, a dotted path or an entry point."""
+    scheduler_cls: Any = None
+    """A SchedulerInterface class or its dotted path, in place of the shared mechanism."""
+    policy_options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the policy."""
+    max_policy_faults: int = 1
+    """Errors of a policy that are answered by the default order; one more ends the run."""
+    async_scheduling: bool | None = None
+    """Plan the next step while one runs; decided by device and scheduler if not given."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model runs; auto is a GPU if there is one."""
+    num_threads: int | None = None
+    """Threads of CPU kernels; the cores this process may use if not given."""
+    log_level: Literal["debug", "info", "warning", "error"] | None = None
+    """How much the engine logs; METRONOME_LOG_LEVEL or info if not given."""
+    disable_log_stats: bool = False
+    """Leave out the line of figures that is logged every few seconds while there is work."""
+    logits_processors: list[Any] = field(default_factory=list)
+    """Classes or dotted paths of custom logits processors, applied in this order."""
+
+    @classmethod
+    def from_options(cls, **options: Any) -> EngineArgs:
+        """``EngineArgs(**options)``; an unknown option is named with the nearest known one."""
+        known = [option.name for option in fields(cls)]
+        for name in options:
+            if name not in known:
+                raise ConfigError(_unknown_option(name, known))
+        return cls(**options)
+
+    def create_config(self) -> EngineConfig:
+        """The checked configuration. Raises ``ConfigError`` naming value, limit and way out."""
+        return EngineConfig(
+            model=self._model_config(),
+            cache=CacheConfig(
+                block_size=self.block_size,
+                num_kv_blocks=self.num_kv_blocks,
+                enable_prefix_caching=self.enable_prefix_caching,
+                kv_cache_memory_bytes=self.kv_cache_memory_bytes,
+                memory_utilization=self.memory_utilization,
+            ),
+            scheduler=self._scheduler_config(),
+            device=self.device,
+            async_scheduling=self.async_scheduling,
+            num_threads=self.num_threads,
+            log_level=self.log_level or default_log_level(),  # type: ignore[arg-type]  # checked there
+            disable_log_stats=self.disable_log_stats,
+            logits_processors=tuple(self.logits_processors),
+        )
+
+    def _model_config(self) -> ModelConfig:
+        return ModelConfig(
+            model=str(self.model) if self.model is not None else str(BOX_MODEL),
+            tokenizer=self.tokenizer,
+            skip_tokenizer_init=self.skip_tokenizer_init,
+            dtype=self.dtype,
+            quantization=self.quantization,
+            load_format=self.load_format,
+            max_model_len=self.max_model_len,
+            trust_remote_code=self.trust_remote_code,
+            seed=self.seed,
+        )
+
+    def _scheduler_config(self) -> SchedulerConfig:
+        budget = self.max_num_batched_tokens
+        return SchedulerConfig(
+            max_num_batched_tokens=max(2048, self.max_num_seqs) if budget is None else budget,
+            max_num_seqs=self.max_num_seqs,
+            # Unknown until the model is read: the least that passes every check stands in for it.
+            max_model_len=self.max_model_len or max(1, self.long_prefill_token_threshold),
+            enable_chunked_prefill=self.enable_chunked_prefill,
+            long_prefill_token_threshold=self.long_prefill_token_threshold,
+            scheduling_policy=self.scheduling_policy,
+            scheduler_cls=self.scheduler_cls,
+            num_steps_in_flight=2 if self.async_scheduling else 1,
+            max_policy_faults=self.max_policy_faults,
+            policy_options=dict(self.policy_options),
+        )
+
+
+def _unknown_option(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else "known are: " + ", ".join(known)
+    return f"unknown option {name!r}; {hint}"

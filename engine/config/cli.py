@@ -1,0 +1,81 @@
+"""Command-line options made from a dataclass: its fields are the flags, their docs the help."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import json
+import textwrap
+import types
+from dataclasses import MISSING, Field, fields
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+
+
+def add_options(parser: argparse.ArgumentParser, options: type[Any]) -> None:
+    """Add one ``--flag`` per field of the dataclass ``options``; what is not given stays out."""
+    hints, docs = get_type_hints(options), field_docs(options)
+    group = parser.add_argument_group(options.__name__)
+    for option in fields(options):
+        flag = "--" + option.name.replace("_", "-")
+        kind = argument_kind(hints[option.name])
+        shown = _shown_default(option)
+        help_text = (docs.get(option.name, "") + shown).replace("%", "%%")
+        group.add_argument(flag, default=argparse.SUPPRESS, help=help_text, **kind)
+
+
+def read_options(parsed: argparse.Namespace, options: type[T]) -> T:
+    """The dataclass, with what was given on the command line."""
+    names = {option.name for option in fields(options)}  # type: ignore[arg-type]
+    return options(**{name: value for name, value in vars(parsed).items() if name in names})
+
+
+def argument_kind(hint: Any) -> dict[str, Any]:
+    """How argparse reads a value of type ``hint``."""
+    if get_origin(hint) in (Union, types.UnionType):
+        hint = next(part for part in get_args(hint) if part is not type(None))
+    if hint is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if get_origin(hint) is Literal:
+        return {"choices": get_args(hint)}
+    if get_origin(hint) is dict:
+        return {"type": _json_object, "metavar": "JSON"}
+    if get_origin(hint) is list:
+        return {"action": "append", "metavar": "NAME"}
+    if hint in (int, float):
+        return {"type": hint, "metavar": "N"}
+    return {"type": str, "metavar": "NAME"}
+
+
+def field_docs(options: type[Any]) -> dict[str, str]:
+    """The string below each field of a class."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(options))).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    docs = {}
+    for node, below in zip(tree.body, tree.body[1:], strict=False):
+        if (
+            isinstance(node, ast.AnnAssign)
+            and isinstance(node.target, ast.Name)
+            and isinstance(below, ast.Expr)
+            and isinstance(below.value, ast.Constant)
+        ):
+            docs[node.target.id] = str(below.value.value)
+    return docs
+
+
+def _shown_default(option: Field[Any]) -> str:
+    if option.default is MISSING or option.default is None:
+        return ""
+    return f" (default: {option.default})"
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError("must be a JSON object")
+    return value

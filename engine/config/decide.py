@@ -1,0 +1,95 @@
+"""Asked options + model + memory -> decided sizes. Pure: reads no machine state itself."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+
+from engine.config.cache import CacheConfig
+from engine.config.model import ModelConfig, ModelInfo
+from engine.config.sched import SchedulerConfig
+from engine.errors import ConfigError
+
+logger = logging.getLogger("engine.config")
+
+GIB = 1 << 30
+MIN_BLOCKS = 2  # the null block and one to use
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decided:
+    """What the engine runs with."""
+
+    max_model_len: int
+    """Longest prompt plus output, in tokens."""
+    num_kv_blocks: int
+    """Blocks of the pool, the null block included."""
+    block_size: int
+    """Tokens per block."""
+    vocab_size: int
+    """Token ids are below this."""
+    eos_token_ids: tuple[int, ...]
+    """End-of-text ids of config and generation config."""
+    device: str
+    """cpu or cuda."""
+    scheduler: SchedulerConfig
+    """The scheduler's options, with the decided length."""
+
+
+def decide_max_model_len(config: ModelConfig, info: ModelInfo) -> int:
+    """Asked length, at most the model's own. Raises ``ConfigError`` naming both."""
+    own = info.max_position_embeddings
+    if config.max_model_len is None:
+        return own
+    if config.max_model_len > own:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}, but the model was made for {own} positions "
+            "(max_position_embeddings in config.json); ask for at most that"
+        )
+    return config.max_model_len
+
+
+def decide_num_blocks(
+    cache: CacheConfig,
+    *,
+    block_bytes: int,
+    free_bytes: int,
+    max_model_len: int,
+    max_num_seqs: int,
+) -> int:
+    """Blocks of the pool: asked, or from the asked bytes, or from the free memory.
+
+    Never more than all seats at full length could use. Raises ``ConfigError`` with the numbers if
+    the memory does not hold one request of full length.
+    """
+    per_request = -(-max_model_len // cache.block_size)
+    if cache.num_kv_blocks is not None:
+        return cache.num_kv_blocks
+    budget = cache.kv_cache_memory_bytes
+    if budget is None:
+        budget = int(free_bytes * cache.memory_utilization)
+    blocks = min(budget // block_bytes, per_request * max_num_seqs + 1)
+    if blocks < per_request + 1:
+        fitting = max(0, blocks - 1) * cache.block_size
+        raise ConfigError(
+            f"one request of max_model_len {max_model_len} needs "
+            f"{(per_request + 1) * block_bytes / GIB:.2f} GiB of KV cache, {budget / GIB:.2f} "
+            f"GiB are to be had; lower max_model_len to at most {fitting}, or give more memory "
+            "(kv_cache_memory_bytes, memory_utilization)"
+        )
+    return int(blocks)
+
+
+def cap_to_pool(sched: SchedulerConfig, cache: CacheConfig, num_blocks: int) -> SchedulerConfig:
+    """A pool asked for by number may be smaller than the longest request: then that is shorter."""
+    room = (num_blocks - 1) * cache.block_size + 1  # the last token needs no KV
+    if sched.max_model_len <= room:
+        return sched
+    logger.warning(
+        "max_model_len lowered from %d to %d: the KV pool has %d blocks of %d tokens",
+        sched.max_model_len,
+        room,
+        num_blocks - 1,
+        cache.block_size,
+    )
+    return replace(sched, max_model_len=room)

@@ -1,0 +1,45 @@
+"""Everything asked of one engine, in one frozen object."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from engine.config.cache import CacheConfig
+from engine.config.model import ModelConfig, check_choice
+from engine.config.sched import SchedulerConfig
+from engine.errors import ConfigError
+
+Device = Literal["auto", "cpu", "cuda"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What the user asked for. Sizes that depend on model and machine are decided from it later."""
+
+    model: ModelConfig
+    """Which model, and how it is loaded."""
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    """How KV memory is cut and shared."""
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    """Budgets and policy of the scheduler."""
+    device: Device = "auto"
+    """Where the model runs; auto is a GPU if there is one."""
+    async_scheduling: bool | None = None
+    """Plan the next step while one runs; None decides by device and scheduler."""
+    num_threads: int | None = None
+    """Threads of CPU kernels; None takes the cores this process may use."""
+    log_level: LogLevel = "info"
+    """How much the engine logs."""
+    disable_log_stats: bool = False
+    """Leave out the line of figures that is logged every few seconds while there is work."""
+    logits_processors: tuple[Any, ...] = ()
+    """Classes or dotted paths of custom logits processors, applied in this order."""
+
+    def __post_init__(self) -> None:
+        check_choice("device", self.device, ("auto", "cpu", "cuda"))
+        check_choice("log_level", self.log_level, LOG_LEVELS)
+        if self.num_threads is not None and self.num_threads < 1:
+            raise ConfigError(f"num_threads is {self.num_threads}, must be at least 1")

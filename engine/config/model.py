@@ -1,0 +1,133 @@
+"""Which model, and what its directory says about it. Reads JSON only: no torch, no transformers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from engine.errors import ConfigError, ModelError
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+LoadFormat = Literal["auto", "safetensors", "dummy"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The model a user asked for."""
+
+    model: str
+    """Directory with config.json and weights (Hugging Face layout)."""
+    tokenizer: str | None = None
+    """Directory of the tokenizer, if it is not the model's."""
+    skip_tokenizer_init: bool = False
+    """Serve token ids only: no tokenizer is loaded."""
+    dtype: DType = "auto"
+    """Type to compute in; auto is float32 on the CPU and the checkpoint's type on a GPU."""
+    quantization: Literal["int8"] | None = None
+    """int8: weights quantised when loaded, activations on the fly (CPU)."""
+    load_format: LoadFormat = "auto"
+    """dummy: seeded random weights from config.json alone."""
+    max_model_len: int | None = None
+    """Longest prompt plus output in tokens; None takes the model's own limit."""
+    trust_remote_code: bool = False
+    """Let transformers run code that lies in the model directory."""
+    seed: int = 0
+    """Keys dummy weights and the noise of requests without a seed of their own."""
+
+    def __post_init__(self) -> None:
+        check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        check_choice("load_format", self.load_format, ("auto", "safetensors", "dummy"))
+        check_choice("quantization", self.quantization, (None, "int8"))
+        if self.max_model_len is not None and self.max_model_len < 1:
+            raise ConfigError(f"max_model_len is {self.max_model_len}, must be at least 1")
+
+
+def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    """Raise ``ConfigError`` naming the legal values unless ``value`` is one of them."""
+    if value not in choices:
+        listed = ", ".join(str(choice) for choice in choices)
+        raise ConfigError(f"{name} is {value!r}, must be one of: {listed}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelInfo:
+    """What the files of a model directory say."""
+
+    path: Path
+    architecture: str
+    """First of config.json's ``architectures``."""
+    model_type: str
+    hf: dict[str, Any]
+    """config.json; of a multimodal model its text part."""
+    generation: dict[str, Any] = field(default_factory=dict)
+    """generation_config.json, empty if there is none."""
+    eos_token_ids: tuple[int, ...] = ()
+    """End-of-text ids from config and generation config together."""
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.hf["vocab_size"])
+
+    @property
+    def dtype(self) -> str:
+        """What the weights were saved in, empty if the file does not say."""
+        return str(self.hf.get("dtype") or self.hf.get("torch_dtype") or "")
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """Longest sequence the model was made for, in tokens."""
+        for key in ("max_position_embeddings", "max_sequence_length", "n_positions", "seq_length"):
+            if self.hf.get(key):
+                return int(self.hf[key])
+        return 2048
+
+
+def read_model_info(path: str | Path) -> ModelInfo:
+    """Read a model directory's JSON files.
+
+    Raises ``ModelError`` naming what is missing or damaged.
+    """
+    root = Path(path).expanduser()
+    if not root.is_dir():
+        raise ModelError(
+            f"model directory {str(path)!r} does not exist; give the path of a local directory with "
+            "config.json (models are never fetched from a hub)"
+        )
+    config = read_json(root / "config.json")
+    if config is None:
+        raise ModelError(f"{root} has no config.json; is it a Hugging Face model directory?")
+    text = {**config, **config.get("text_config", {})} if "text_config" in config else config
+    architectures = config.get("architectures") or []
+    if not architectures and not config.get("model_type"):
+        raise ModelError(f"{root / 'config.json'} names neither architectures nor model_type")
+    generation = read_json(root / "generation_config.json") or {}
+    eos = _ids(text.get("eos_token_id")) + _ids(generation.get("eos_token_id"))
+    return ModelInfo(
+        path=root,
+        architecture=architectures[0] if architectures else "",
+        model_type=text.get("model_type", ""),
+        hf=text,
+        generation=generation,
+        eos_token_ids=tuple(dict.fromkeys(eos)),
+    )
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file, ``None`` if there is no such file, ``ModelError`` if it is damaged."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ModelError(f"{path} is damaged: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} is damaged: expected an object, found {type(content).__name__}")
+    return content
+
+
+def _ids(value: int | list[int] | None) -> list[int]:
+    if value is None:
+        return []
+    return [value] if isinstance(value, int) else list(value)

@@ -1,0 +1,1 @@
+"""The assembly: scheduler and executor, step by step."""

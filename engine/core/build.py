@@ -1,0 +1,38 @@
+"""Config -> a wired core. The only place that knows every class; heavy imports happen here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from engine.config.engine import EngineConfig
+from engine.config.model import read_model_info
+from engine.core.client import InprocClient
+from engine.core.engine_core import EngineCore, Executor
+from engine.kv.manager import KVManager
+from engine.sched.find import make_scheduler
+
+
+def build_core(
+    config: EngineConfig, *, clock: Callable[[], float] = time.monotonic
+) -> InprocClient:
+    """Load the model and wire scheduler, KV manager and worker. Raises ``ConfigError``."""
+    info = read_model_info(config.model.model)
+    from engine.worker.worker import make_worker
+
+    executor, decided = make_worker(config, info)
+    return InprocClient(wire(config, decided, executor, clock=clock), decided)
+
+
+def wire(
+    config: EngineConfig, decided: Any, executor: Executor, *, clock: Callable[[], float]
+) -> EngineCore:
+    """A core around an executor, real or fake."""
+    kv = KVManager(
+        decided.num_kv_blocks,
+        decided.block_size,
+        enable_prefix_caching=config.cache.enable_prefix_caching,
+    )
+    scheduler = make_scheduler(decided.scheduler, kv, clock=clock, seed=config.model.seed)
+    return EngineCore(scheduler, executor, decided.scheduler.num_steps_in_flight)

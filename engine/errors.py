@@ -1,0 +1,41 @@
+"""Every error the engine raises on purpose.
+
+    EngineError
+    ├── ConfigError (ValueError)        an option, or a combination of options, that cannot work
+    │   └── ModelError                  a model directory that is missing, damaged or not supported
+    ├── RequestError (ValueError)       a request that can never be served as it was asked
+    ├── PolicyError (RuntimeError)      a scheduling policy or resource broke its contract
+    └── EngineDeadError (RuntimeError)  the core has died; carries the cause
+
+What a user can cause derives from ``ValueError``. Messages name the value, the limit and the way out.
+"""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class ConfigError(EngineError, ValueError):
+    """An option, or a combination of options, that cannot work."""
+
+
+class ModelError(ConfigError):
+    """A model directory that is missing, damaged or of an unsupported architecture."""
+
+
+class RequestError(EngineError, ValueError):
+    """A request that can never be served as it was asked."""
+
+
+class RequestTypeError(RequestError, TypeError):
+    """A request with an argument of the wrong type."""
+
+
+class PolicyError(EngineError, RuntimeError):
+    """A scheduling policy or resource broke its contract; names hook and request."""
+
+
+class EngineDeadError(EngineError, RuntimeError):
+    """The engine core has died; the cause is chained and quoted."""

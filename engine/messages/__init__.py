@@ -1,0 +1,1 @@
+"""What crosses a border: msgspec Structs without behaviour. Fields are only ever appended."""

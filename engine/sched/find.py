@@ -1,0 +1,63 @@
+"""Name, dotted path, class or object -> a scheduler with its policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from engine.config.sched import SchedulerConfig
+from engine.errors import ConfigError
+from engine.kv.manager import KVManager
+from engine.sched.interface import SchedulerInterface
+from engine.sched.policies import POLICIES
+from engine.sched.policy import Policy
+from engine.sched.scheduler import Scheduler
+
+
+def make_scheduler(
+    config: SchedulerConfig, kv: KVManager, *, clock: Callable[[], float], seed: int = 0
+) -> SchedulerInterface:
+    """The configured scheduler around the configured policy. Raises ``ConfigError``."""
+    cls = find_scheduler(config.scheduler_cls)
+    policy = find_policy(config.scheduling_policy, config.policy_options)
+    return cls(config, kv, policy, clock=clock, seed=seed)
+
+
+def find_policy(name: Any, options: dict[str, Any]) -> Policy:
+    """A shipped policy by name, any other by dotted path, class or object."""
+    if isinstance(name, Policy):
+        return name
+    if isinstance(name, str) and name not in POLICIES and "." not in name:
+        raise ConfigError(
+            f"scheduling_policy {name!r} is not known; there are: {', '.join(sorted(POLICIES))} "
+            "(or give the dotted path of a Policy class)"
+        )
+    cls = POLICIES.get(name) if isinstance(name, str) else name
+    cls = cls or load_dotted(name)
+    if not (isinstance(cls, type) and issubclass(cls, Policy)):
+        raise ConfigError(f"scheduling_policy {name!r} is no subclass of engine.Policy")
+    try:
+        return cls(**options)
+    except TypeError as error:
+        raise ConfigError(f"policy_options do not suit {cls.__name__}: {error}") from error
+
+
+def find_scheduler(cls: Any) -> type[Scheduler]:
+    """The shared mechanism, or a class (or its dotted path) in place of it."""
+    if cls is None:
+        return Scheduler
+    if isinstance(cls, str):
+        cls = load_dotted(cls)
+    if not (isinstance(cls, type) and issubclass(cls, SchedulerInterface)):
+        raise ConfigError(f"scheduler_cls {cls!r} is no subclass of engine.SchedulerInterface")
+    return cls  # type: ignore[return-value]
+
+
+def load_dotted(path: str) -> Any:
+    """The object at ``package.module.Name``. Raises ``ConfigError`` saying what is missing."""
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"cannot load {path!r}: {error}") from error

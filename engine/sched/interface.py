@@ -1,0 +1,85 @@
+"""What the core asks of a scheduler."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from engine.messages.outputs import CoreOutputs, FinishReason
+from engine.messages.requests import AddRequest
+from engine.messages.step import StepPlan, StepResult
+from engine.sched.request import Request
+
+StepOutputs = dict[int, CoreOutputs]  # by client index
+
+
+class RequestCounts(NamedTuple):
+    """Unfinished requests by status."""
+
+    running: int
+    waiting: int
+    parked: int = 0
+
+
+class SchedulerInterface(ABC):
+    """Decides, step by step, how many tokens of which requests the workers compute.
+
+    ``add_request`` and ``finish_requests`` may come between any two steps. Each plan that
+    ``schedule`` returns comes back once, in the same order, to ``update_from_output``; several may
+    be outstanding.
+    """
+
+    @abstractmethod
+    def add_request(self, add: AddRequest) -> Request:
+        """Queue a request. Raises ``RequestError`` for one that could never run or a live id."""
+
+    @abstractmethod
+    def schedule(self) -> StepPlan:
+        """Plan the next step; counts advance before its result is known."""
+
+    @abstractmethod
+    def update_from_output(self, plan: StepPlan, result: StepResult) -> StepOutputs:
+        """Settle a step: append tokens, finish what stopped; columns grouped by client."""
+
+    @abstractmethod
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, reason: FinishReason = "abort"
+    ) -> list[Request]:
+        """Finish these (None: all) and return those that were alive.
+
+        A plain string is one id; unknown ids do nothing.
+        """
+
+    @abstractmethod
+    def get_request_counts(self) -> RequestCounts:
+        """Running, waiting and parked requests."""
+
+    @abstractmethod
+    def has_finished_requests(self) -> bool:
+        """Are there finished requests of which the worker was not told yet?"""
+
+    def wake(self, request_id: str) -> None:
+        """What a parked request waited for has arrived."""
+        raise NotImplementedError(f"{type(self).__name__} parks no requests")
+
+    def get_num_unfinished_requests(self) -> int:
+        return sum(self.get_request_counts())
+
+    def has_unfinished_requests(self) -> bool:
+        return self.get_num_unfinished_requests() > 0
+
+    def has_requests(self) -> bool:
+        """Unfinished ones, or finished ones the worker must still hear of."""
+        return self.has_unfinished_requests() or self.has_finished_requests()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes; False (and nothing changed) while blocks are in use."""
+        return False
+
+    def make_stats(self) -> Any:
+        """Statistics of the moment, ``None`` when switched off."""
+        return None
+
+    def shutdown(self) -> None:
+        """Let go of what was opened."""

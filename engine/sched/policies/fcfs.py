@@ -1,0 +1,13 @@
+"""First come, first served."""
+
+from __future__ import annotations
+
+from engine.sched.policy import Policy, SchedView
+from engine.sched.request import Request
+
+
+class FCFS(Policy):
+    """In order of arrival."""
+
+    def rank(self, req: Request, view: SchedView) -> tuple[int]:
+        return (req.arrival,)

@@ -1,0 +1,25 @@
+"""Static priorities."""
+
+from __future__ import annotations
+
+from engine.sched.policy import Policy, SchedView
+from engine.sched.request import Request
+
+
+class Priority(Policy):
+    """Smaller ``priority`` first, then order of arrival.
+
+    With ``preempt_for_waiting`` a waiting request evicts running ones of a strictly lower class.
+    """
+
+    def __init__(self, preempt_for_waiting: bool = False) -> None:
+        self.waiting_may_preempt = preempt_for_waiting
+
+    def rank(self, req: Request, view: SchedView) -> tuple[float, ...]:
+        return (req.priority, req.arrival_time)
+
+    def outranks(self, req: Request, other: Request) -> bool:
+        """A waiting request evicts only a lower class: to have come earlier is no reason."""
+        if req.is_waiting:
+            return req.priority < other.priority
+        return super().outranks(req, other)

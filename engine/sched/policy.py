@@ -1,0 +1,117 @@
+"""Policy: what to prefer. The mechanism asks, checks the answer and acts."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from enum import Enum
+from random import Random
+from typing import TYPE_CHECKING, Any, Protocol
+
+from engine.config.sched import SchedulerConfig
+from engine.kv.manager import KVManager
+from engine.sched.request import Request
+
+if TYPE_CHECKING:
+    from engine.sched.builder import Step
+
+
+class Admission(Enum):
+    """Answer to: may this waiting request start?"""
+
+    YES = "yes"
+    SKIP = "skip"  # not this one; later ones may
+    CLOSE = "close"  # nobody else in this step
+
+
+class SchedView(Protocol):
+    """What a policy may look at. At run time these are the live objects: look, do not touch."""
+
+    now: float
+    rng: Random
+    step: Step
+    config: SchedulerConfig
+
+    @property
+    def running(self) -> Sequence[Request]: ...
+    @property
+    def waiting(self) -> Sequence[Request]: ...
+    @property
+    def kv(self) -> KVManager: ...
+    @property
+    def promised_blocks(self) -> int:
+        """Blocks that running prompts still need before they decode."""
+        ...
+
+
+class Policy(ABC):
+    """Reads views, changes nothing but its own fields. Every hook but ``rank`` has a default.
+
+    Decisions may depend on ``view.now`` and ``view.rng`` but on no other clock or dice, so that the
+    same inputs give the same plans anywhere. Ties of rank are broken by number of arrival.
+    """
+
+    dynamic = False  # ranks change while a request waits or runs
+    waiting_may_preempt = False  # a waiting request may evict running ones that it outranks
+
+    @abstractmethod
+    def rank(self, req: Request, view: SchedView) -> tuple[Any, ...]:
+        """Smaller goes first: for tokens, for admission, and last to be evicted."""
+
+    def evict(self, view: SchedView) -> Iterable[Request]:
+        """Running requests to preempt of its own accord, once, before the step."""
+        return ()
+
+    def order(self, view: SchedView) -> Iterator[Request]:
+        """In which order requests are offered tokens. A running one left out is paused.
+
+        Waiting ones that may take memory go before those they outrank: whoever was offered tokens
+        in a step is no victim of it.
+        """
+        running = list(view.running)
+        while self.waiting_may_preempt and running:
+            urgent = self.next_waiting(view)
+            if urgent is None or not self.outranks(urgent, running[-1]):
+                break
+            yield urgent
+        yield from (req for req in running if req.num_uncomputed == 1)
+        yield from (req for req in running if req.num_uncomputed != 1)
+        while (req := self.next_waiting(view)) is not None:
+            yield req
+
+    def next_waiting(self, view: SchedView) -> Request | None:
+        """The best waiting request not offered yet in this step; asked again after each answer."""
+        return view.step.next_waiting()
+
+    def admit(self, req: Request, view: SchedView) -> Admission:
+        """Admit if the whole known sequence fits beside what running prompts were promised."""
+        kv = view.kv
+        if self.waiting_may_preempt and any(self.outranks(req, other) for other in view.running):
+            return Admission.YES  # the mechanism finds out whether victims make room
+        running = len(view.running)
+        reserve = min(running, kv.pool.num_blocks // 100) if kv.pool.num_blocks >= 100 else 0
+        needed = kv.missing(req, req.num_tokens) + view.promised_blocks + reserve
+        return Admission.YES if needed <= kv.pool.num_free else Admission.CLOSE
+
+    def chunk(self, req: Request, num_tokens: int, view: SchedView) -> int:
+        """How many of these tokens to compute now; at most what is asked."""
+        return num_tokens
+
+    def outranks(self, req: Request, other: Request) -> bool:
+        """May ``req`` take memory from ``other``?"""
+        return (*req.rank, req.arrival) < (*other.rank, other.arrival)
+
+    def victim(
+        self, candidates: Sequence[Request], req: Request, view: SchedView
+    ) -> Request | None:
+        """Whom to preempt for ``req``: all candidates are outranked and were not offered yet."""
+        return candidates[-1]
+
+    def on_add(self, req: Request, view: SchedView) -> None:
+        """A request was added; its rank is asked afterwards."""
+
+    def on_grant(self, req: Request, num_tokens: int, view: SchedView) -> None:
+        """Tokens of the request will be computed in this step."""
+
+    def on_finish(self, req: Request, view: SchedView) -> None:
+        """The request has ended, for whatever reason."""

@@ -1,0 +1,166 @@
+"""Request: identity and constants. What moves lives in the table; status moves are in one place."""
+
+from __future__ import annotations
+
+from array import array
+from enum import Enum
+from typing import Any
+
+from engine.messages.params import SamplingParams
+from engine.messages.requests import AddRequest
+from engine.sched.table import Table
+
+
+class Status(Enum):
+    """Where a request is. Preempted is not a status: it waits, with ``num_preempted > 0``."""
+
+    WAITING = "waiting"
+    PARKED = "parked"  # out of the queue until somebody wakes it
+    RUNNING = "running"  # has a seat and blocks
+    FINISHED = "finished"
+
+
+LEGAL_MOVES = {
+    Status.WAITING: {Status.RUNNING, Status.PARKED, Status.FINISHED},
+    Status.PARKED: {Status.WAITING, Status.FINISHED},
+    Status.RUNNING: {Status.WAITING, Status.FINISHED},
+    Status.FINISHED: set(),
+}
+
+
+class Request:
+    """One sequence to generate, from the moment it is added until its last step has retired.
+
+    ``tokens`` holds the prompt and all settled outputs. Policies read; only the scheduler writes.
+    """
+
+    __slots__ = (
+        "add",
+        "arrival",
+        "cache_salt",
+        "num_cached",
+        "num_preempted",
+        "num_prompt",
+        "rank",
+        "reads_cache",
+        "row",
+        "scheduled_time",
+        "status",
+        "stop_ids",
+        "table",
+        "tokens",
+    )
+
+    def __init__(self, add: AddRequest, arrival: int, table: Table, *, max_model_len: int) -> None:
+        self.add = add
+        self.arrival = arrival  # number of arrival: breaks every tie
+        self.table = table
+        self.tokens = array("i", add.prompt_token_ids)
+        self.num_prompt = len(self.tokens)
+        self.cache_salt = add.cache_salt
+        self.reads_cache = add.params.prompt_logprobs is None
+        self.status = Status.WAITING
+        self.rank: tuple[Any, ...] = ()
+        self.num_preempted = 0
+        self.num_cached = 0  # tokens found in the cache when first admitted
+        self.scheduled_time: float | None = None
+        self.row = table.take()
+        table.num_tokens.at[self.row] = table.num_prompt.at[self.row] = self.num_prompt
+        table.limit.at[self.row] = min(self.num_prompt + add.max_tokens, max_model_len)
+        self.stop_ids = stops = list(dict.fromkeys(add.eos_token_ids + add.params.stop_token_ids))
+        table.stop_id.at[self.row] = stops[0] if len(stops) == 1 else (-2 if stops else -1)
+        if add.params.min_tokens and stops:
+            table.stop_id.at[self.row] = -2
+
+    # -- identity
+
+    @property
+    def request_id(self) -> str:
+        return self.add.request_id
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.add.params
+
+    @property
+    def priority(self) -> int:
+        """Smaller is more urgent."""
+        return self.add.priority
+
+    @property
+    def user(self) -> str:
+        return self.add.user
+
+    @property
+    def arrival_time(self) -> float:
+        """Seconds on the engine's clock."""
+        return self.add.arrival_time
+
+    @property
+    def deadline(self) -> float | None:
+        return self.add.deadline
+
+    @property
+    def hints(self) -> dict[str, Any]:
+        """What the caller wants the policy to know."""
+        return self.add.hints or {}
+
+    # -- counts
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens: prompt and settled outputs."""
+        return self.table.num_tokens.at[self.row]
+
+    @property
+    def num_output(self) -> int:
+        """Settled output tokens."""
+        return self.table.num_tokens.at[self.row] - self.num_prompt
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens whose KV is written or being written."""
+        return self.table.num_computed.at[self.row]
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens sampled in steps in flight."""
+        return self.table.num_pending.at[self.row]
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens that could be computed now; 0 once the last token is in flight."""
+        table, row = self.table, self.row
+        upto = table.num_tokens.at[row] + table.num_pending.at[row]
+        return 0 if upto >= table.limit.at[row] else upto - table.num_computed.at[row]
+
+    @property
+    def max_total(self) -> int:
+        """Length at which the request ends."""
+        return self.table.limit.at[self.row]
+
+    @property
+    def slot(self) -> int:
+        """Index in the worker's tables, -1 without a seat."""
+        return self.table.slot.at[self.row]
+
+    @property
+    def considered(self) -> int:
+        """The last step in which it was offered or evicted."""
+        return self.table.considered.at[self.row]
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.status is Status.WAITING
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is Status.FINISHED
+
+    def move(self, status: Status) -> None:
+        """Change status; only the scheduler may."""
+        assert status in LEGAL_MOVES[self.status], f"{self} cannot become {status.value}"
+        self.status = status
+
+    def __repr__(self) -> str:
+        return f"Request({self.request_id!r}, {self.status.value})"

@@ -1,0 +1,99 @@
+"""Who is where: the requests by id, by row and by status, and the seats."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.sched.queues import RankedQueue
+from engine.sched.request import Request, Status
+from engine.sched.table import Table
+
+Rows = NDArray[np.int32]
+
+
+class Roster:
+    """Owns membership and seats. A seat is a slot in the worker's tables."""
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self.table = Table()
+        self.by_id: dict[str, Request] = {}
+        self.by_row: list[Request | None] = [None] * self.table.num_rows
+        self.running = RankedQueue()
+        self.waiting = RankedQueue()
+        self.parked: dict[str, Request] = {}
+        self.freed_slots: list[int] = []  # the worker was not told yet
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._running_rows: Rows | None = None
+
+    @property
+    def num_free_seats(self) -> int:
+        return len(self._free_slots)
+
+    def running_rows(self) -> Rows:
+        """Rows of the running requests in ascending order."""
+        if self._running_rows is None:
+            rows = sorted(req.row for req in self.running)
+            self._running_rows = np.array(rows, dtype=np.int32)
+        return self._running_rows
+
+    def add(self, req: Request) -> None:
+        """A new request joins the queue; its rank is known."""
+        while len(self.by_row) < self.table.num_rows:
+            self.by_row.extend([None] * len(self.by_row))
+        self.by_row[req.row] = req
+        self.by_id[req.request_id] = req
+        self.waiting.add(req)
+
+    def seat(self, req: Request) -> None:
+        """From the queue to a seat."""
+        self.waiting.remove(req)
+        req.move(Status.RUNNING)
+        self.running.add(req)
+        self.table.slot.at[req.row] = self._free_slots.pop()
+        self._running_rows = None
+
+    def unseat(self, req: Request) -> None:
+        """From its seat back to the queue, at its rank."""
+        self._leave_seat(req)
+        req.move(Status.WAITING)
+        self.waiting.add(req)
+
+    def park(self, req: Request) -> None:
+        """Out of the queue until ``wake``."""
+        self.waiting.remove(req)
+        req.move(Status.PARKED)
+        self.parked[req.request_id] = req
+
+    def wake(self, req: Request) -> None:
+        """Back into the queue, at its rank."""
+        del self.parked[req.request_id]
+        req.move(Status.WAITING)
+        self.waiting.add(req)
+
+    def finish(self, req: Request) -> None:
+        """Out of everything but its row, which stays until its last step in flight has retired."""
+        if req.status is Status.RUNNING:
+            self._leave_seat(req)
+        elif req.status is Status.WAITING:
+            self.waiting.remove(req)
+        else:
+            del self.parked[req.request_id]
+        req.move(Status.FINISHED)
+        self.table.alive.at[req.row] = 0
+        del self.by_id[req.request_id]
+        if self.table.in_flight.at[req.row] == 0:
+            self.retire(req.row)
+
+    def retire(self, row: int) -> None:
+        """Nothing in flight names this row of a finished request any more."""
+        self.by_row[row] = None
+        self.table.give_back(row)
+
+    def _leave_seat(self, req: Request) -> None:
+        self.running.remove(req)
+        slot = self.table.slot.at[req.row]
+        self.table.slot.at[req.row] = -1
+        self._free_slots.append(slot)
+        self.freed_slots.append(slot)
+        self._running_rows = None

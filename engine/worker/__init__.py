@@ -1,0 +1,1 @@
+"""One device: weights, KV memory, and the computing of plans."""

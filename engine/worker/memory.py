@@ -1,0 +1,45 @@
+"""How much memory there is, and the KV cache in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from engine.errors import ConfigError
+from engine.kv.layout import KVSpec
+
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def free_host_bytes() -> int:
+    """Memory this process may still take: the machine's, or its control group's if that is less."""
+    available = 0
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    try:
+        limit = (CGROUP / "memory.max").read_text().strip()
+        used = int((CGROUP / "memory.current").read_text())
+    except (OSError, ValueError):
+        return available
+    return available if limit == "max" else min(available, max(0, int(limit) - used))
+
+
+def make_kv_cache(
+    spec: KVSpec, num_blocks: int, block_size: int, *, dtype: torch.dtype, device: str
+) -> list[torch.Tensor]:
+    """One zeroed tensor a layer, [num_blocks, 2, num_kv_heads, block_size, head_dim].
+
+    Zeroed, since what is masked is still multiplied and 0 * NaN is NaN. Raises ``ConfigError`` with
+    the numbers if the memory cannot be had.
+    """
+    shape = (num_blocks, 2, spec.num_kv_heads, block_size, spec.head_dim)
+    try:
+        return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
+    except RuntimeError as error:
+        gib = num_blocks * spec.block_bytes(block_size) / (1 << 30)
+        raise ConfigError(
+            f"no memory for {num_blocks} KV blocks of {block_size} tokens ({gib:.2f} GiB); "
+            "lower num_kv_blocks, kv_cache_memory_bytes or memory_utilization"
+        ) from error

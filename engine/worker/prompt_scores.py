@@ -1,0 +1,58 @@
+"""Log-probabilities of prompt tokens, gathered chunk by chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from engine.messages.outputs import TokenLogprobs
+from engine.sample.sampler import Sampler
+from engine.worker.batch import Columns
+from engine.worker.states import States
+
+ROWS_AT_ONCE = 256  # rows of logits in memory: 256 x 150k x 4 bytes is 150 MB
+
+
+class PromptScores:
+    """Hidden states of a prompt's chunks -> the scores of its tokens.
+
+    They are complete with the last chunk; a chunk that is run again replaces what it gave before.
+    """
+
+    def __init__(self, logits: Callable[[torch.Tensor], torch.Tensor], sampler: Sampler) -> None:
+        self._logits = logits
+        self._sampler = sampler
+        self._parts: dict[int, list[TokenLogprobs]] = {}
+
+    def collect(
+        self, columns: Columns, hidden: torch.Tensor, states: States
+    ) -> dict[int, list[TokenLogprobs]]:
+        """Scores by row of the requests whose last prompt chunk this was."""
+        complete: dict[int, list[TokenLogprobs]] = {}
+        first = 0
+        for row, (slot, start, count, samples) in enumerate(zip(*columns, strict=True)):
+            if int(slot) in states.prompt_scored:
+                chunk = hidden[first : first + int(count)]
+                self._score(int(slot), int(start), chunk, states)
+                if samples:
+                    complete[row] = self._parts.pop(int(slot), [])
+                    states.prompt_scored.discard(int(slot))
+            first += int(count)
+        return complete
+
+    def _score(self, slot: int, start: int, hidden: torch.Tensor, states: States) -> None:
+        """Row i of ``hidden`` predicts the token at ``start + i + 1``."""
+        seq = states.seqs[slot]
+        base = max(seq.params.prompt_logprobs_start - 1, 0)
+        begin = max(start, base)
+        scores = self._parts.setdefault(slot, [])
+        del scores[begin - base :]
+        end = min(start + len(hidden), seq.num_prompt - 1)
+        for at in range(begin, end, ROWS_AT_ONCE):
+            upto = min(at + ROWS_AT_ONCE, end)
+            logits = self._logits(hidden[at - start : upto - start])
+            targets = states.tokens[slot, at + 1 : upto + 1].astype(np.int64)
+            num = seq.params.prompt_logprobs or 0
+            scores += self._sampler.prompt_logprobs(logits, targets, num)

@@ -1,0 +1,76 @@
+"""Builds the worker of one device: threads, weights, KV memory, runner."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import torch
+
+from engine.config.decide import GIB, Decided, cap_to_pool, decide_max_model_len, decide_num_blocks
+from engine.config.engine import EngineConfig
+from engine.config.model import ModelInfo
+from engine.errors import ConfigError
+from engine.kv.layout import KVSpec
+from engine.models.load import load_model
+from engine.sample.sampler import Sampler
+from engine.worker.executor import InprocExecutor
+from engine.worker.memory import free_host_bytes, make_kv_cache
+from engine.worker.runner import ModelRunner
+from engine.worker.states import States
+from kernels.cpu.threads import set_threads
+
+logger = logging.getLogger("engine.worker")
+
+
+def resolve_device(asked: str) -> str:
+    """cpu or cuda. Raises ``ConfigError`` if a GPU is asked for and there is none."""
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is 'cuda', but torch sees no GPU; use device='cpu' or 'auto'")
+    return "cpu"
+
+
+def make_worker(config: EngineConfig, info: ModelInfo) -> tuple[InprocExecutor, Decided]:
+    """Load the model, size and make its KV pool, and decide what the engine runs with."""
+    device = resolve_device(config.device)
+    num_threads = set_threads(config.num_threads)
+    max_model_len = decide_max_model_len(config.model, info)
+    model = load_model(config.model, info, device=device, max_model_len=max_model_len)
+    spec: KVSpec = model.kv_spec
+    num_blocks = decide_num_blocks(
+        config.cache,
+        block_bytes=spec.block_bytes(config.cache.block_size),
+        free_bytes=free_host_bytes(),
+        max_model_len=max_model_len,
+        max_num_seqs=config.scheduler.max_num_seqs,
+    )
+    sched = cap_to_pool(
+        replace(config.scheduler, max_model_len=max_model_len), config.cache, num_blocks
+    )
+    block_size = config.cache.block_size
+    logger.info(
+        "KV pool: %d blocks of %d tokens = %d tokens, %.2f GiB; %d threads",
+        num_blocks - 1,
+        block_size,
+        (num_blocks - 1) * block_size,
+        num_blocks * spec.block_bytes(block_size) / GIB,
+        num_threads,
+    )
+    decided = Decided(
+        max_model_len=sched.max_model_len,
+        num_kv_blocks=num_blocks,
+        block_size=block_size,
+        vocab_size=model.vocab_size,
+        eos_token_ids=info.eos_token_ids,
+        device=device,
+        scheduler=sched,
+    )
+    sampler = Sampler(
+        vocab_size=model.vocab_size,
+        max_num_seqs=sched.max_num_seqs,
+        device=device,
+        logits_processors=config.logits_processors,
+    )
+    states = States(sched.max_num_seqs, max_model_len, block_size)
+    kv = make_kv_cache(spec, num_blocks, block_size, dtype=model.dtype, device=device)
+    return InprocExecutor(ModelRunner(model, sampler, states, kv)), decided

@@ -1,0 +1,130 @@
+"""Random workloads against the digest worker: a wrong block would be a wrong token."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from engine.errors import RequestError
+from engine.sched import scheduler as scheduler_module
+from simulate import expected, make_run, random_requests
+
+
+def random_run(rng: random.Random, depth: int, policy: str, **options):
+    seats = rng.randint(1, 24)
+    return make_run(
+        depth=depth,
+        policy=policy,
+        num_blocks=rng.randint(8, 40),
+        block_size=rng.choice([1, 2, 4, 8]),
+        caching=rng.random() < 0.8,
+        max_num_seqs=seats,
+        max_num_batched_tokens=max(seats, rng.randint(1, 64)),
+        max_model_len=64,
+        long_prefill_token_threshold=rng.choice([0, 0, 3]),
+        **options,
+    )
+
+
+def drive(run, rng: random.Random, requests, abort_rate: float = 0.0) -> set[str]:
+    """Add the requests over time, abort some; returns the ids aborted."""
+    todo, aborted = list(requests), set()
+    while todo or run.scheduler.has_unfinished_requests():
+        while todo and rng.random() < 0.4:
+            request = todo.pop(0)
+            try:
+                run.add(request)
+            except RequestError:
+                continue
+        if rng.random() < abort_rate and run.outputs:
+            victim = rng.choice(sorted(run.outputs))
+            for req in run.scheduler.finish_requests(victim, "abort"):
+                aborted.add(req.request_id)
+                run.finished[req.request_id] = ("abort", None)
+        run.step()
+    run.drain()
+    return aborted
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_everybody_gets_exactly_the_right_tokens(depth, policy):
+    for seed in range(40):
+        rng = random.Random(seed)
+        run = random_run(rng, depth, policy)
+        requests = random_requests(rng, 30)
+        aborted = drive(run, rng, requests, abort_rate=0.1 if seed % 2 else 0.0)
+        for request in requests:
+            if request.request_id not in run.outputs:
+                continue
+            out = run.outputs[request.request_id]
+            right = expected(request.prompt_token_ids, request.max_tokens)
+            if request.request_id in aborted:
+                assert out == right[: len(out)], f"seed {seed}"
+            else:
+                assert out == right, f"seed {seed}, request {request.request_id}"
+                assert run.finished[request.request_id] == ("length", None), f"seed {seed}"
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_granting_in_bulk_and_one_by_one_gives_the_same_plans(depth, monkeypatch):
+    for seed in range(30):
+        plans = []
+        for scalar_upto in (0, 10**9):
+            monkeypatch.setattr(scheduler_module, "SCALAR_UPTO", scalar_upto)
+            rng = random.Random(seed)
+            run = random_run(rng, depth, rng.choice(["fcfs", "priority"]))
+            seen = []
+            schedule = run.scheduler.schedule
+
+            def recorded(schedule=schedule, seen=seen):
+                plan = schedule()
+                seen.append(plan)
+                return plan
+
+            run.scheduler.schedule = recorded
+            drive(run, rng, random_requests(rng, 40))
+            plans.append(seen)
+        assert len(plans[0]) == len(plans[1]), f"seed {seed}"
+        for one, other in zip(*plans, strict=True):
+            for column in ("rows", "slots", "starts", "counts", "samples", "block_slots"):
+                same = np.array_equal(getattr(one, column), getattr(other, column))
+                assert same, f"seed {seed}, step {one.step}, {column}"
+
+
+def test_same_inputs_give_the_same_plans():
+    for seed in range(10):
+        runs = []
+        for _ in range(2):
+            rng = random.Random(seed)
+            run = random_run(rng, 2, "priority")
+            drive(run, rng, random_requests(rng, 30), abort_rate=0.1)
+            runs.append(run)
+        assert runs[0].plans == runs[1].plans, f"seed {seed}"
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_failing_row_fails_alone_and_leaves_the_cache(depth):
+    for seed in range(40):
+        rng = random.Random(seed)
+        bad = {str(rng.randrange(30)) for _ in range(4)}
+
+        def fail(seq, position, bad=bad):
+            return "poisoned" if seq.request_id in bad and position > 5 else None
+
+        run = random_run(rng, depth, "fcfs", fail=fail)
+        requests = random_requests(rng, 30)
+        drive(run, rng, requests)
+        for request in requests:
+            name = request.request_id
+            if name not in run.outputs:
+                continue
+            right = expected(request.prompt_token_ids, request.max_tokens)
+            longest = len(request.prompt_token_ids) + request.max_tokens - 1
+            if name in bad and longest > 5:
+                assert run.finished[name] == ("error", None), f"seed {seed}"
+                assert run.outputs[name] == right[: len(run.outputs[name])], f"seed {seed}"
+            else:
+                assert run.outputs[name] == right, f"seed {seed}, request {name}"

@@ -1,0 +1,148 @@
+"""A scheduler run against the digest worker, with every check on. Shared by several tests."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+from engine.config.sched import SchedulerConfig
+from engine.kv.manager import KVManager
+from engine.messages.params import SamplingParams
+from engine.messages.requests import AddRequest
+from engine.messages.step import StepPlan
+from engine.sched.policies import POLICIES
+from engine.sched.scheduler import Scheduler
+from engine.sched.verify.check import check_empty, check_plan, check_state
+from engine.sched.verify.fake import DigestWorker, token_after
+
+
+def make_request(request_id: str, prompt: list[int], max_tokens: int = 16, **fields) -> AddRequest:
+    """An AddRequest with defaults for what a test does not care about."""
+    params = fields.pop("params", None) or SamplingParams(max_tokens=max_tokens)
+    fields = {"seed": 0, "arrival_time": 0.0, **fields}
+    return AddRequest(request_id, prompt, params, max_tokens=max_tokens, **fields)
+
+
+def make_scheduler(
+    *,
+    num_blocks: int = 1000,
+    block_size: int = 16,
+    caching: bool = True,
+    policy: object = "fcfs",
+    resources=(),
+    scheduler_cls: type[Scheduler] = Scheduler,
+    **config,
+) -> Scheduler:
+    """A scheduler on a clock that stands still."""
+    config = {"max_num_batched_tokens": 1024, "max_num_seqs": 16, "max_model_len": 2048, **config}
+    kv = KVManager(num_blocks, block_size, enable_prefix_caching=caching)
+    chosen = POLICIES[policy]() if isinstance(policy, str) else policy
+    sched_config = SchedulerConfig(**config)
+    return scheduler_cls(sched_config, kv, chosen, clock=lambda: 0.0, resources=resources)
+
+
+def granted(scheduler: Scheduler, plan: StepPlan) -> dict[str, int]:
+    """Tokens by request id, in plan order."""
+    by_slot = {req.slot: req.request_id for req in scheduler.roster.running}
+    columns = zip(plan.slots.tolist(), plan.counts.tolist(), strict=True)
+    return {by_slot[slot]: count for slot, count in columns}
+
+
+@dataclass
+class Run:
+    """Scheduler and digest worker, ``depth`` steps in flight."""
+
+    scheduler: Scheduler
+    worker: DigestWorker
+    depth: int = 1
+    flight: deque = field(default_factory=deque)
+    outputs: dict[str, list[int]] = field(default_factory=dict)
+    finished: dict[str, tuple[str, object]] = field(default_factory=dict)
+    plans: list[dict[str, int]] = field(default_factory=list)
+    num_tokens: int = 0
+
+    def add(self, request: AddRequest) -> None:
+        self.scheduler.add_request(request)
+        self.outputs[request.request_id] = []
+        self.finished.pop(request.request_id, None)
+
+    def launch(self) -> bool:
+        """Plan and launch one step; False if there is nothing to do."""
+        plan = self.scheduler.schedule()
+        check_state(self.scheduler)
+        if plan.is_empty:
+            return False
+        check_plan(self.scheduler, plan)
+        self.plans.append(granted(self.scheduler, plan))
+        self.num_tokens += plan.num_tokens
+        self.flight.append((plan, self.worker.launch(plan)))
+        return True
+
+    def settle(self) -> None:
+        """Take the oldest result."""
+        plan, result = self.flight.popleft()
+        for out in self.scheduler.update_from_output(plan, self.worker.collect(result)).values():
+            counts = out.counts or [1] * len(out.request_ids)
+            tokens = iter(out.token_ids)
+            for request_id, count in zip(out.request_ids, counts, strict=True):
+                assert request_id not in self.finished, f"{request_id}: output after its end"
+                self.outputs[request_id] += [next(tokens) for _ in range(count)]
+            for end in out.finished:
+                self.finished[out.request_ids[end.index]] = (end.reason, end.stop_reason)
+        check_state(self.scheduler)
+
+    def step(self) -> bool:
+        """One step of a core: launch up to ``depth``, settle the oldest."""
+        while len(self.flight) < self.depth and self.launch():
+            pass
+        if self.flight:
+            self.settle()
+            return True
+        return False
+
+    def drain(self, limit: int = 5000) -> None:
+        """Step until nobody is left."""
+        for _ in range(limit):
+            if not self.step():
+                break
+        else:
+            raise AssertionError(f"no end after {limit} steps")
+        check_empty(self.scheduler)
+
+
+def make_run(*, depth: int = 1, fail=None, **options) -> Run:
+    """A run with its own pool."""
+    scheduler = make_scheduler(**options)
+    kv = scheduler.kv
+    extra = {} if fail is None else {"fail": fail}
+    return Run(scheduler, DigestWorker(kv.pool.num_blocks, kv.block_size, **extra), depth)
+
+
+def expected(prompt: list[int], num_tokens: int) -> list[int]:
+    """What the fake model says after this prompt."""
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(token_after(tokens))
+    return tokens[len(prompt) :]
+
+
+def random_requests(rng: random.Random, count: int, longest: int = 20) -> list[AddRequest]:
+    """Requests with shared beginnings, salts, priorities and lengths."""
+    shared = [rng.randrange(1000) for _ in range(2 * longest)]
+    requests = []
+    for index in range(count):
+        length = rng.randint(1, longest)
+        common = rng.randint(0, length)
+        prompt = shared[:common] + [rng.randrange(1000) for _ in range(length - common)]
+        requests.append(
+            make_request(
+                str(index),
+                prompt,
+                rng.randint(1, longest),
+                priority=rng.randint(-1, 2),
+                cache_salt=rng.choice([None, None, None, "a", "b"]),
+                client_index=rng.randint(0, 1),
+            )
+        )
+    return requests
