@@ -36,6 +36,7 @@ LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
 LAZY_IMPORTS = {
     "engine": "public names resolve when first used",
     "engine.core.build": "the one place that names concrete classes",
+    "engine.models.load": "transformers is imported only for what has no native family",
 }
 
 HEAVY = ("torch", "zmq", "transformers")

@@ -56,9 +56,11 @@ class ModelInfo:
     """What the files of a model directory say."""
 
     path: Path
+    """The model directory."""
     architecture: str
-    """First of config.json's ``architectures``."""
+    """First of config.json's ``architectures``, empty if it names none."""
     model_type: str
+    """config.json's ``model_type``; of a multimodal model that of its text part."""
     hf: dict[str, Any]
     """config.json; of a multimodal model its text part."""
     generation: dict[str, Any] = field(default_factory=dict)

@@ -1,0 +1,40 @@
+"""Token embeddings and the way back to scores."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from engine.layers.linear import Linear
+
+
+class Embedding:
+    """A table of vectors, scaled if the family says so."""
+
+    def __init__(self, table: torch.Tensor, multiplier: float = 1.0) -> None:
+        self.table = table  # [V, H]
+        # Gemma rounds the factor to the dtype computed with.
+        self.multiplier = torch.tensor(multiplier, dtype=table.dtype).item()
+
+    def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """input_ids: [N] -> [N, H]."""
+        x = F.embedding(input_ids, self.table)
+        return x if self.multiplier == 1.0 else x.mul_(self.multiplier)
+
+
+class OutputLayer:
+    """Scores of the vocabulary: scaled, then capped to cap * tanh(score / cap)."""
+
+    def __init__(self, linear: Linear, multiplier: float = 1.0, softcap: float = 0.0) -> None:
+        self.linear = linear
+        self.multiplier = multiplier
+        self.softcap = softcap
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: [R, H] -> [R, V] float32."""
+        scores = self.linear(hidden).float()
+        if self.multiplier != 1.0:
+            scores.mul_(self.multiplier)
+        if self.softcap:
+            scores.div_(self.softcap).tanh_().mul_(self.softcap)
+        return scores

@@ -1,0 +1,140 @@
+"""From a spec and its weights to a decoder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.kv.layout import KVSpec
+from engine.layers.attention import Attention
+from engine.layers.embedding import Embedding, OutputLayer
+from engine.layers.linear import Linear, make_linear
+from engine.layers.mlp import GatedMLP, MixtureOfExperts
+from engine.layers.norm import ResidualNorm, RMSNorm
+from engine.layers.rope import RopeSpec
+from engine.layers.rotary import cos_sin_table
+from engine.models.decoder import Block, Decoder, Sublayer
+from engine.models.spec import DecoderSpec
+from engine.models.weights import Weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where and in what form a decoder's tensors live."""
+
+    device: str
+    quantization: str | None
+    max_model_len: int
+
+
+def assemble(spec: DecoderSpec, weights: Weights, placement: Placement) -> Decoder:
+    """Take every tensor of ``targets(spec)`` from ``weights``, in that order."""
+    return Assembly(spec, weights, placement).decoder()
+
+
+class Assembly:
+    """Builds the layers of one decoder."""
+
+    def __init__(self, spec: DecoderSpec, weights: Weights, placement: Placement) -> None:
+        self.spec = spec
+        self.weights = weights
+        self.placement = placement
+        self.tables: dict[RopeSpec, torch.Tensor] = {}
+
+    def decoder(self) -> Decoder:
+        spec = self.spec
+        table = self.tensor("embed")
+        # A tied table is read in both directions; any other output layer owns its weights.
+        head = self.linear_of(table, keep_plain=True) if spec.tied else self.linear("head")
+        blocks = [self.block(index) for index in range(len(spec.layers))]
+        return Decoder(
+            Embedding(table, spec.embedding_multiplier),
+            blocks,
+            ResidualNorm(self.norm("norm")),
+            OutputLayer(head, spec.logit_multiplier, spec.logit_softcap),
+            self.kv_spec(table.dtype),
+        )
+
+    def block(self, index: int) -> Block:
+        norms = {
+            role: self.norm(f"{index}.{role}") if getattr(self.spec.norm, role) else None
+            for role in ("attention_in", "attention_out", "mlp_in", "mlp_out")
+        }
+        multiplier = self.spec.residual_multiplier
+        attention = self.attention(index)
+        mlp = self.experts(index) if self.spec.layers[index].is_moe else self.mlp(f"{index}.")
+        return Block(
+            attention,
+            Sublayer(ResidualNorm(norms["attention_in"]), norms["attention_out"], multiplier),
+            mlp,
+            Sublayer(ResidualNorm(norms["mlp_in"]), norms["mlp_out"], multiplier),
+        )
+
+    def attention(self, index: int) -> Attention:
+        spec, a, layer = self.spec, self.spec.attention, self.spec.layers[index]
+        qkv = self.linear(f"{index}.qkv", a.qkv_bias)
+        out = self.linear(f"{index}.out", a.out_bias)
+        normed = a.qk_norm != "none"
+        write = {
+            "num_heads": a.num_heads,
+            "num_kv_heads": a.num_kv_heads,
+            "head_dim": a.head_dim,
+            "cos_sin": None if layer.rope is None else self.rope_table(layer.rope),
+            "q_norm": self.tensor(f"{index}.q_norm") if normed else None,
+            "k_norm": self.tensor(f"{index}.k_norm") if normed else None,
+            "norm_eps": spec.norm.eps,
+            "norm_add_one": spec.norm.add_one,
+        }
+        attend = {"scale": a.scale, "window": layer.window, "softcap": a.softcap}
+        return Attention(qkv, out, write, attend)
+
+    def mlp(self, prefix: str) -> GatedMLP:
+        bias = self.spec.mlp.bias
+        gate_up = self.linear(f"{prefix}gate_up", bias)
+        return GatedMLP(gate_up, self.linear(f"{prefix}down", bias), self.spec.mlp.activation)
+
+    def experts(self, index: int) -> MixtureOfExperts:
+        moe = self.spec.moe
+        assert moe is not None
+        router = self.tensor(f"{index}.router")
+        experts = [self.mlp(f"{index}.{expert}.") for expert in range(moe.num_experts)]
+        return MixtureOfExperts(router, experts, moe.top_k, moe.renormalize)
+
+    def norm(self, name: str) -> RMSNorm:
+        return RMSNorm(self.tensor(name), self.spec.norm.eps, self.spec.norm.add_one)
+
+    def linear(self, name: str, has_bias: bool = False) -> Linear:
+        weight = self.weights.take(name)
+        bias = self.weights.take(f"{name}_bias") if has_bias else None
+        return self.linear_of(weight, bias)
+
+    def linear_of(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, keep_plain: bool = False
+    ) -> Linear:
+        return make_linear(
+            weight,
+            bias,
+            quantization=self.placement.quantization,
+            device=self.placement.device,
+            keep_plain=keep_plain,
+        )
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self.weights.take(name).to(self.placement.device)
+
+    def rope_table(self, rope: RopeSpec) -> torch.Tensor:
+        if rope not in self.tables:
+            table = cos_sin_table(rope, self.placement.max_model_len)
+            self.tables[rope] = table.to(self.placement.device)
+        return self.tables[rope]
+
+    def kv_spec(self, dtype: torch.dtype) -> KVSpec:
+        a = self.spec.attention
+        return KVSpec(
+            num_layers=len(self.spec.layers),
+            num_kv_heads=a.num_kv_heads,
+            head_dim=a.head_dim,
+            windows=tuple(layer.window for layer in self.spec.layers),
+            dtype_bytes=dtype.itemsize,
+        )

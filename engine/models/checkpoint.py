@@ -1,0 +1,179 @@
+"""Safetensors files, read straight to where the numbers are wanted.
+
+Files are read, not mapped: mapped pages would count as the process's memory beside the weights they
+were copied to. The format is an 8-byte length, a JSON header, then the data
+(https://github.com/huggingface/safetensors).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+
+from engine.config.model import read_json
+from engine.errors import ModelError
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+STAGING_BYTES = 4 << 20
+INDEX = "model.safetensors.index.json"
+
+
+class StoredTensor(NamedTuple):
+    """Where one tensor lies."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int  # of its first byte in the file
+    num_bytes: int
+
+
+class Checkpoint:
+    """The tensors of a model directory, by name."""
+
+    def __init__(self, root: Path) -> None:
+        """Read all headers. Raises ``ModelError`` for files that are missing or damaged."""
+        self.root = root
+        self.tensors: dict[str, StoredTensor] = {}
+        self._files: dict[Path, int] = {}
+        for file in find_files(root):
+            self._files[file] = os.open(file, os.O_RDONLY)
+            self.tensors.update(read_header(file))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for descriptor in self._files.values():
+            os.close(descriptor)
+        self._files.clear()
+
+    def read(self, name: str, start: int, out: torch.Tensor) -> None:
+        """Fill ``out``, contiguous and on the CPU, with elements from ``start`` on."""
+        stored = self.tensors[name]
+        if stored.dtype not in DTYPES:
+            raise ModelError(
+                f"{name} in {stored.file} is of type {stored.dtype}; weights must be one of "
+                f"{', '.join(DTYPES)} (quantized checkpoints are not read)"
+            )
+        dtype, flat = DTYPES[stored.dtype], out.view(-1)
+        offset = stored.offset + start * dtype.itemsize
+        if dtype == out.dtype:
+            self._fill(stored.file, offset, flat)
+            return
+        step = STAGING_BYTES // dtype.itemsize
+        staging = torch.empty(min(step, flat.numel()), dtype=dtype)
+        for begin in range(0, flat.numel(), step):
+            piece = flat[begin : begin + step]
+            converted = staging[: piece.numel()]
+            self._fill(stored.file, offset + begin * dtype.itemsize, converted)
+            piece.copy_(converted)
+
+    def same(self, one: str, other: str) -> bool:
+        """Whether two tensors hold the same numbers."""
+        a, b = self.tensors[one], self.tensors[other]
+        if (a.dtype, a.shape) != (b.dtype, b.shape):
+            return False
+        for begin in range(0, a.num_bytes, STAGING_BYTES):
+            size = min(STAGING_BYTES, a.num_bytes - begin)
+            left, right = torch.empty(2, size, dtype=torch.uint8)
+            self._fill(a.file, a.offset + begin, left)
+            self._fill(b.file, b.offset + begin, right)
+            if not torch.equal(left, right):
+                return False
+        return True
+
+    def _fill(self, file: Path, offset: int, out: torch.Tensor) -> None:
+        memory = out.view(torch.uint8).numpy().data
+        done = 0
+        while done < len(memory):
+            count = os.preadv(self._files[file], [memory[done:]], offset + done)
+            if not count:
+                raise damaged(file, "it ended while being read")
+            done += count
+
+
+def find_files(root: Path) -> list[Path]:
+    """The safetensors files of a model directory, as its index tells, if it has one."""
+    index = read_json(root / INDEX)
+    if index is not None:
+        files = sorted({root / name for name in index.get("weight_map", {}).values()})
+        missing = [file.name for file in files if not file.is_file()]
+        if missing:
+            raise ModelError(
+                f"{root / INDEX} names {', '.join(missing)}, which {root} does not hold; "
+                "fetch the missing files"
+            )
+    elif (root / "model.safetensors").is_file():
+        files = [root / "model.safetensors"]
+    else:
+        # Mistral's own format lies beside the converted one in some directories.
+        found = sorted(root.glob("*.safetensors"))
+        files = [file for file in found if not file.name.startswith("consolidated")]
+    if not files:
+        raise no_weights(root)
+    return files
+
+
+def no_weights(root: Path) -> ModelError:
+    pickles = [f.name for kind in ("*.bin", "*.pt", "*.pth") for f in sorted(root.glob(kind))]
+    if pickles:
+        return ModelError(
+            f"{root} holds weights only as pickles ({pickles[0]}), which can run code when read; "
+            "convert them once with transformers: AutoModelForCausalLM.from_pretrained(path)"
+            ".save_pretrained(new_path, safe_serialization=True)"
+        )
+    return ModelError(
+        f"{root} holds no *.safetensors weights; give a complete model directory, or "
+        'load_format="dummy" for random weights'
+    )
+
+
+def damaged(file: Path, why: str) -> ModelError:
+    return ModelError(f"{file} is damaged or truncated: {why}; fetch the file again")
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """Name -> place of each tensor of a file. Raises ``ModelError`` if the file is damaged."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+            raise damaged(file, f"it has {size} bytes and no header that fits")
+        try:
+            header = json.loads(stream.read(length))
+        except ValueError as error:
+            raise damaged(file, f"its header is not JSON ({error})") from error
+    if not isinstance(header, dict):
+        raise damaged(file, "its header is not a JSON object")
+    header.pop("__metadata__", None)
+    return dict(_entries(file, header, 8 + length, size))
+
+
+def _entries(
+    file: Path, header: dict[str, Any], start: int, size: int
+) -> Iterator[tuple[str, StoredTensor]]:
+    for name, entry in header.items():
+        try:
+            dtype, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
+            begin, end = (int(n) for n in entry["data_offsets"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise damaged(file, f"its header does not describe {name}") from error
+        if not 0 <= begin <= end <= size - start:
+            raise damaged(file, f"{name} should end at byte {start + end}, the file ends at {size}")
+        if dtype in DTYPES and end - begin != torch.Size(shape).numel() * DTYPES[dtype].itemsize:
+            raise damaged(file, f"{name} has {end - begin} bytes, not those of its shape {shape}")
+        yield name, StoredTensor(file, dtype, shape, start + begin, end - begin)

@@ -1,0 +1,90 @@
+"""The forward pass of every native family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from engine.kv.layout import KVSpec
+from engine.layers.attention import Attention
+from engine.layers.batch import ForwardBatch
+from engine.layers.embedding import Embedding, OutputLayer
+from engine.layers.norm import ResidualNorm, RMSNorm
+from kernels.meta import AttentionMeta
+
+
+class Sublayer:
+    """What is done to the output of attention or MLP before it joins the residual stream."""
+
+    def __init__(self, norm_in: ResidualNorm, norm_out: RMSNorm | None, multiplier: float) -> None:
+        self.enter = norm_in
+        self.norm_out = norm_out
+        self.multiplier = multiplier
+
+    def leave(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [N, H], the sublayer's own tensor -> [N, H]."""
+        if self.norm_out is not None:
+            x = self.norm_out(x)
+        return x if self.multiplier == 1.0 else x.mul_(self.multiplier)
+
+
+class Block:
+    """One layer: attention, then MLP, each added to the residual stream."""
+
+    def __init__(
+        self,
+        attention: Attention,
+        around_attention: Sublayer,
+        mlp: Callable[[torch.Tensor], torch.Tensor],
+        around_mlp: Sublayer,
+    ) -> None:
+        self.attention = attention
+        self.around_attention = around_attention
+        self.mlp = mlp
+        self.around_mlp = around_mlp
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        meta: AttentionMeta,
+        kv_layer: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x: what the layer before adds to ``residual``; returns the same pair of this layer."""
+        x, residual = self.around_attention.enter(x, residual)
+        x = self.around_attention.leave(self.attention(x, meta, kv_layer))
+        x, residual = self.around_mlp.enter(x, residual)
+        return self.around_mlp.leave(self.mlp(x)), residual
+
+
+class Decoder:
+    """A decoder-only language model over a paged KV cache; see ``engine.models.model.Model``."""
+
+    def __init__(
+        self,
+        embedding: Embedding,
+        blocks: Sequence[Block],
+        final_norm: ResidualNorm,
+        output: OutputLayer,
+        kv_spec: KVSpec,
+    ) -> None:
+        self.embedding = embedding
+        self.blocks = blocks
+        self.final_norm = final_norm
+        self.output = output
+        self.kv_spec = kv_spec
+        self.vocab_size = embedding.table.shape[0]
+        self.dtype = embedding.table.dtype
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> torch.Tensor:
+        """Hidden states [N, H] after the final norm; writes this step's K and V."""
+        x, residual = self.embedding(batch.input_ids), None
+        for block, kv_layer in zip(self.blocks, kv, strict=True):
+            x, residual = block(x, residual, batch.attn, kv_layer)
+        return self.final_norm(x, residual)[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: [R, H] rows of what ``forward`` returned -> scores [R, V] in float32."""
+        return self.output(hidden)

@@ -1,0 +1,266 @@
+"""The families the native decoder computes: each a row of differences from Llama. No torch.
+
+To add one: a function from config.json to ``DecoderSpec`` and a line in ``FAMILIES``. Defaults
+named here are those of the family's configuration class in transformers, for keys a file leaves
+out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from engine.errors import ModelError
+from engine.models.hf_config import (
+    HF,
+    activation,
+    attention,
+    layer_types,
+    layers,
+    need,
+    rope,
+    windows,
+)
+from engine.models.spec import AttentionSpec, DecoderSpec, MLPSpec, MoESpec, NormSpec
+
+
+def decoder(hf: HF, **differences: Any) -> DecoderSpec:
+    """A Llama without biases; ``differences`` are fields of ``DecoderSpec``."""
+    fields: dict[str, Any] = {
+        "attention": attention(hf),
+        "mlp": mlp(hf),
+        "norm": NormSpec(eps=hf.get("rms_norm_eps", 1e-6)),
+        "tied": bool(hf.get("tie_word_embeddings", False)),
+        **differences,
+    }
+    if "layers" not in fields:
+        fields["layers"] = layers(hf, rope(hf))
+    return DecoderSpec(
+        vocab_size=int(need(hf, "vocab_size")), hidden_size=int(need(hf, "hidden_size")), **fields
+    )
+
+
+def mlp(hf: HF, **differences: Any) -> MLPSpec:
+    fields = {"activation": activation(hf), **differences}
+    return MLPSpec(intermediate_size=int(need(hf, "intermediate_size")), **fields)
+
+
+def biased(hf: HF, **differences: Any) -> AttentionSpec:
+    """``attention_bias`` puts biases on all four projections."""
+    bias = bool(hf.get("attention_bias", False))
+    return attention(hf, qkv_bias=bias, out_bias=bias, **differences)
+
+
+def llama(hf: HF) -> DecoderSpec:
+    return decoder(hf, attention=biased(hf), mlp=mlp(hf, bias=bool(hf.get("mlp_bias", False))))
+
+
+def mistral(hf: HF) -> DecoderSpec:
+    hf = {"num_key_value_heads": 8, "sliding_window": 4096, **hf}
+    return decoder(hf, layers=layers(hf, rope(hf), hf["sliding_window"] or 0))
+
+
+def qwen2_windows(hf: HF) -> list[int]:
+    if not hf.get("use_sliding_window"):
+        return [0] * need(hf, "num_hidden_layers")
+    hf = {"sliding_window": 4096, "max_window_layers": 28, **hf}
+    kinds = [
+        "sliding_attention" if i >= hf["max_window_layers"] else "full_attention"
+        for i in range(need(hf, "num_hidden_layers"))
+    ]
+    return windows(hf, layer_types(hf, kinds))
+
+
+def qwen2(hf: HF) -> DecoderSpec:
+    return decoder(
+        hf,
+        attention=attention(hf, qkv_bias=True),
+        layers=layers(hf, rope(hf), qwen2_windows(hf)),
+    )
+
+
+def qwen3(hf: HF) -> DecoderSpec:
+    hf = {"head_dim": 128, **hf}
+    return decoder(
+        hf,
+        attention=biased(hf, qk_norm="head"),
+        layers=layers(hf, rope(hf), qwen2_windows(hf)),
+    )
+
+
+def qwen3_moe(hf: HF) -> DecoderSpec:
+    hf = {"num_key_value_heads": 4, "sliding_window": 4096, "decoder_sparse_step": 1, **hf}
+    num_experts = hf.get("num_experts", hf.get("num_local_experts", 128))
+    window = hf["sliding_window"] if hf.get("use_sliding_window") else 0
+    dense = set(hf.get("mlp_only_layers") or ())
+    sparse = [
+        num_experts > 0 and i not in dense and (i + 1) % hf["decoder_sparse_step"] == 0
+        for i in range(need(hf, "num_hidden_layers"))
+    ]
+    return decoder(
+        hf,
+        attention=biased(hf, qk_norm="head"),
+        layers=layers(hf, rope(hf), window or 0, sparse),
+        moe=MoESpec(
+            num_experts=num_experts,
+            top_k=hf.get("num_experts_per_tok", 8),
+            intermediate_size=hf.get("moe_intermediate_size", 768),
+            renormalize=bool(hf.get("norm_topk_prob", False)),
+        ),
+    )
+
+
+def mixtral(hf: HF) -> DecoderSpec:
+    hf = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, **hf}
+    return decoder(
+        hf,
+        layers=layers(hf, rope(hf, theta=1e6), hf.get("sliding_window") or 0, True),
+        moe=MoESpec(
+            num_experts=hf.get("num_local_experts", 8),
+            top_k=hf.get("num_experts_per_tok", 2),
+            intermediate_size=need(hf, "intermediate_size"),
+            renormalize=True,
+        ),
+    )
+
+
+def phi3(hf: HF) -> DecoderSpec:
+    hf = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, **hf}
+    partial = hf.get("partial_rotary_factor") or 1.0
+    table = rope(_phi3_rope_names(hf), partial=partial)
+    return decoder(hf, layers=layers(hf, table, hf.get("sliding_window") or 0))
+
+
+def _phi3_rope_names(hf: HF) -> HF:
+    """The first releases called longrope "su" or "yarn" and always had an original length."""
+    key = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
+    given = dict(hf.get(key) or {})
+    kind = given.get("rope_type") or given.get("type") or "default"
+    given["rope_type"] = "longrope" if kind in ("su", "yarn") else kind
+    return {"original_max_position_embeddings": 4096, **hf, key: given}
+
+
+GEMMA = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
+
+
+def gemma(hf: HF, **differences: Any) -> DecoderSpec:
+    """What Gemma 2 and 3 share: norms on both sides of attention and MLP, scaled embeddings."""
+    if hf.get("use_bidirectional_attention"):
+        raise ModelError(
+            "config.json sets use_bidirectional_attention: an encoder, which makes no text"
+        )
+    return decoder(
+        hf,
+        mlp=mlp(hf, activation=activation(hf, "hidden_activation")),
+        norm=NormSpec(
+            eps=hf.get("rms_norm_eps", 1e-6),
+            add_one=True,
+            attention_out="post_attention_layernorm",
+            mlp_in="pre_feedforward_layernorm",
+            mlp_out="post_feedforward_layernorm",
+        ),
+        embedding_multiplier=need(hf, "hidden_size") ** 0.5,
+        logit_softcap=hf.get("final_logit_softcapping") or 0.0,
+        **differences,
+    )
+
+
+def gemma_attention(hf: HF, **differences: Any) -> AttentionSpec:
+    return biased(
+        hf,
+        scale=hf["query_pre_attn_scalar"] ** -0.5,
+        softcap=hf.get("attn_logit_softcapping") or 0.0,
+        **differences,
+    )
+
+
+def gemma2(hf: HF) -> DecoderSpec:
+    hf = {**GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **hf}
+    sizes = windows(hf, layer_types(hf, alternating(hf, 2)))
+    return gemma(hf, attention=gemma_attention(hf), layers=layers(hf, rope(hf), sizes))
+
+
+def gemma3(hf: HF) -> DecoderSpec:
+    hf = {**GEMMA, "vocab_size": 262_208, "max_position_embeddings": 131_072, **hf}
+    # Layers with a window turn at a base of their own and are never rescaled.
+    local = {**hf, "rope_scaling": None, "rope_theta": hf.get("rope_local_base_freq")}
+    ropes = {
+        "full_attention": rope(hf, "full_attention", theta=1e6),
+        "sliding_attention": rope(local, "sliding_attention"),
+    }
+    kinds = layer_types(hf, alternating(hf, hf.get("sliding_window_pattern") or 6))
+    return gemma(
+        hf,
+        attention=gemma_attention(hf, qk_norm="head"),
+        layers=layers(hf, [ropes[kind] for kind in kinds], windows(hf, kinds)),
+    )
+
+
+def alternating(hf: HF, every: int) -> list[str]:
+    """Each ``every``-th layer sees everything, those between a window."""
+    return [
+        "full_attention" if (i + 1) % every == 0 else "sliding_attention"
+        for i in range(need(hf, "num_hidden_layers"))
+    ]
+
+
+def olmo2(hf: HF) -> DecoderSpec:
+    return decoder(
+        hf,
+        attention=biased(hf, qk_norm="full"),
+        norm=NormSpec(
+            eps=hf.get("rms_norm_eps", 1e-5),
+            attention_in=None,
+            attention_out="post_attention_layernorm",
+            mlp_in=None,
+            mlp_out="post_feedforward_layernorm",
+        ),
+    )
+
+
+def granite(hf: HF) -> DecoderSpec:
+    return replace(
+        llama(hf),
+        attention=biased(hf, scale=hf.get("attention_multiplier", 1.0)),
+        embedding_multiplier=hf.get("embedding_multiplier", 1.0),
+        residual_multiplier=hf.get("residual_multiplier", 1.0),
+        logit_multiplier=1.0 / hf.get("logits_scaling", 1.0),
+    )
+
+
+def smollm3(hf: HF) -> DecoderSpec:
+    hf = {"num_key_value_heads": 4, "tie_word_embeddings": True, **hf}
+    num_layers = need(hf, "num_hidden_layers")
+    every = hf.get("no_rope_layer_interval") or 4
+    turning = hf.get("no_rope_layers") or [(i + 1) % every != 0 for i in range(num_layers)]
+    kinds = ["full_attention" if on else "sliding_attention" for on in turning[:num_layers]]
+    windowed = hf.get("use_sliding_window") and hf.get("sliding_window")
+    sizes = windows(hf, layer_types(hf, kinds)) if windowed else 0
+    table = rope(hf, theta=2e6)
+    ropes = [table if on else None for on in turning[:num_layers]]
+    return replace(llama(hf), layers=layers(hf, ropes, sizes))
+
+
+FAMILIES: dict[str, Callable[[HF], DecoderSpec]] = {
+    "LlamaForCausalLM": llama,
+    "MistralForCausalLM": mistral,
+    "MixtralForCausalLM": mixtral,
+    "Qwen2ForCausalLM": qwen2,
+    "Qwen3ForCausalLM": qwen3,
+    "Qwen3MoeForCausalLM": qwen3_moe,
+    "Phi3ForCausalLM": phi3,
+    "Gemma2ForCausalLM": gemma2,
+    "Gemma3ForCausalLM": gemma3,
+    "Olmo2ForCausalLM": olmo2,
+    "GraniteForCausalLM": granite,
+    "SmolLM3ForCausalLM": smollm3,
+}

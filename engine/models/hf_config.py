@@ -1,0 +1,147 @@
+"""Reading config.json as transformers does, whichever version wrote it. No torch.
+
+Keys a file leaves out take the defaults a family names; a key that is there but null stays null.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from engine.errors import ModelError
+from engine.layers.rope import RopeSpec
+from engine.models.spec import AttentionSpec, LayerSpec
+
+HF = Mapping[str, Any]
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+
+# Parameters without which a kind of rotary embedding cannot be computed.
+ROPE_NEEDS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "proportional": (),
+    "yarn": (),
+    "longrope": ("short_factor", "long_factor"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+
+
+def need(hf: HF, key: str) -> Any:
+    """The value of a key config.json cannot do without."""
+    if hf.get(key) is None:
+        raise ModelError(f"config.json does not say {key!r}, which {hf.get('model_type')} needs")
+    return hf[key]
+
+
+def activation(hf: HF, key: str = "hidden_act") -> str:
+    """Our name of the MLP's activation."""
+    name = hf.get(key) or "silu"
+    if name not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise ModelError(f"config.json's {key} is {name!r}; gated MLPs are computed with: {known}")
+    return ACTIVATIONS[name]
+
+
+def head_dim(hf: HF) -> int:
+    return int(hf.get("head_dim") or need(hf, "hidden_size") // need(hf, "num_attention_heads"))
+
+
+def attention(hf: HF, **differences: Any) -> AttentionSpec:
+    """Heads and scale; ``differences`` are fields of ``AttentionSpec``."""
+    num_heads = int(need(hf, "num_attention_heads"))
+    num_kv_heads = int(hf.get("num_key_value_heads") or num_heads)
+    if num_heads % num_kv_heads:
+        raise ModelError(
+            f"config.json has {num_heads} attention heads, not a multiple of its {num_kv_heads} "
+            "key-value heads"
+        )
+    fields = {"scale": head_dim(hf) ** -0.5, **differences}
+    return AttentionSpec(
+        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim(hf), **fields
+    )
+
+
+def rope(
+    hf: HF, layer_type: str | None = None, *, theta: float = 10_000.0, partial: float = 1.0
+) -> RopeSpec:
+    """The rotary embedding, of one layer type if the file tells them apart.
+
+    Newer files say ``rope_parameters``, older ones ``rope_theta`` and ``rope_scaling``.
+    theta, partial: base and share of a head that turns, for what the file leaves out.
+    """
+    given = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    if layer_type is not None and layer_type in given:
+        given = given[layer_type] or {}
+    scaling = {key: value for key, value in given.items() if value is not None}
+    rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
+    scaling["original_max_position_embeddings"] = (
+        hf.get("original_max_position_embeddings")
+        or scaling.get("original_max_position_embeddings")
+        or max_position(hf)
+    )
+    _check_rope(rope_type, scaling)
+    share = scaling.get("partial_rotary_factor", partial)
+    return RopeSpec(
+        rope_type=rope_type,
+        theta=float(scaling.get("rope_theta") or hf.get("rope_theta") or theta),
+        head_dim=head_dim(hf),
+        rotary_dim=head_dim(hf) if rope_type == "proportional" else int(head_dim(hf) * share),
+        max_position=max_position(hf),
+        scaling=scaling,
+    )
+
+
+def _check_rope(rope_type: str, scaling: Mapping[str, Any]) -> None:
+    if rope_type not in ROPE_NEEDS:
+        raise ModelError(
+            f"config.json asks for rotary embeddings of type {rope_type!r}; "
+            f"known are: {', '.join(ROPE_NEEDS)}"
+        )
+    missing = [key for key in ROPE_NEEDS[rope_type] if scaling.get(key) is None]
+    if missing:
+        raise ModelError(f"config.json's {rope_type} rotary embedding lacks {', '.join(missing)}")
+
+
+def max_position(hf: HF) -> int:
+    return int(hf.get("max_position_embeddings") or 2048)
+
+
+def layer_types(hf: HF, default: list[str]) -> list[str]:
+    """full_attention or sliding_attention for each layer."""
+    types = hf.get("layer_types") or default
+    unknown = set(types) - {"full_attention", "sliding_attention"}
+    if unknown or len(types) != need(hf, "num_hidden_layers"):
+        raise ModelError(
+            f"config.json's layer_types {types} must name full_attention or sliding_attention "
+            f"for each of its {hf['num_hidden_layers']} layers"
+        )
+    return types
+
+
+def windows(hf: HF, types: list[str]) -> list[int]:
+    """Sliding window of each layer, 0 for full attention."""
+    size = int(hf.get("sliding_window") or 0)
+    return [size if kind == "sliding_attention" else 0 for kind in types]
+
+
+def layers(
+    hf: HF,
+    rope: RopeSpec | list[RopeSpec | None],
+    window: int | list[int] = 0,
+    is_moe: bool | list[bool] = False,
+) -> tuple[LayerSpec, ...]:
+    """Each argument is one value for all layers, or a list with one for each."""
+    count = int(need(hf, "num_hidden_layers"))
+    columns = [v if isinstance(v, list) else [v] * count for v in (rope, window, is_moe)]
+    return tuple(
+        LayerSpec(rope=rope, window=window, is_moe=is_moe)
+        for rope, window, is_moe in zip(*columns, strict=True)
+    )

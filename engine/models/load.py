@@ -1,0 +1,93 @@
+"""From a model directory to a model: natively if its family is known, else through transformers."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+
+import torch
+
+from engine.config.model import ModelConfig, ModelInfo
+from engine.errors import ModelError
+from engine.models.assemble import Placement, assemble
+from engine.models.checkpoint import Checkpoint
+from engine.models.decoder import Decoder
+from engine.models.families import FAMILIES
+from engine.models.model import Model
+from engine.models.spec import DecoderSpec
+from engine.models.targets import targets
+from engine.models.weights import RandomWeights, Source, StoredWeights, Weights
+
+logger = logging.getLogger("engine.models")
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def load_model(config: ModelConfig, info: ModelInfo, *, device: str, max_model_len: int) -> Model:
+    """The model of a directory, ready to run. Raises ``ModelError`` naming what stands against it.
+
+    device: "cpu", "cuda" or "cuda:N". max_model_len: longest sequence there will be, in tokens.
+    """
+    if info.hf.get("quantization_config"):
+        method = info.hf["quantization_config"].get("quant_method", "unknown")
+        raise ModelError(
+            f"{info.path} holds weights quantized by {method!r}, which are not read; "
+            'give the original model, with quantization="int8" for less memory'
+        )
+    if info.architecture in FAMILIES:
+        return load_decoder(config, info, device=device, max_model_len=max_model_len)
+    logger.info(
+        "%s is no native family: running transformers' own module with paged attention",
+        info.architecture or info.model_type,
+    )
+    # Only here, so that native families never pay for importing transformers.
+    from engine.models.general import load_general
+
+    return load_general(config, info, device=device, max_model_len=max_model_len)
+
+
+def load_decoder(
+    config: ModelConfig, info: ModelInfo, *, device: str, max_model_len: int
+) -> Decoder:
+    """A native family's decoder."""
+    started = time.perf_counter()
+    spec = FAMILIES[info.architecture](info.hf)
+    dtype = compute_dtype(config, info, device)
+    placement = Placement(
+        device=device, quantization=config.quantization, max_model_len=max_model_len
+    )
+    if config.load_format == "dummy":
+        made_up = RandomWeights(config.seed, 0.0 if spec.norm.add_one else 1.0)
+        decoder = _build(spec, made_up, dtype, placement)
+    else:
+        with Checkpoint(info.path) as checkpoint:
+            spec = really_tied(spec, checkpoint)
+            decoder = _build(spec, StoredWeights(checkpoint, targets(spec)), dtype, placement)
+    seconds = time.perf_counter() - started
+    logger.info("%s loaded in %.2f s (%s)", info.architecture, seconds, dtype)
+    return decoder
+
+
+def _build(spec: DecoderSpec, source: Source, dtype: torch.dtype, placement: Placement) -> Decoder:
+    with Weights(targets(spec), source, dtype) as weights:
+        return assemble(spec, weights, placement)
+
+
+def really_tied(spec: DecoderSpec, checkpoint: Checkpoint) -> DecoderSpec:
+    """Some files say tied but hold two tables that differ; then the tensors are believed."""
+    stored = checkpoint.tensors
+    if not (spec.tied and TABLE in stored and HEAD in stored) or checkpoint.same(TABLE, HEAD):
+        return spec
+    logger.warning("%s: embedding and output layer differ, so they are not tied", checkpoint.root)
+    return replace(spec, tied=False)
+
+
+def compute_dtype(config: ModelConfig, info: ModelInfo, device: str) -> torch.dtype:
+    """The dtype asked for; auto is float32 on the CPU and the checkpoint's elsewhere."""
+    if config.dtype != "auto":
+        return DTYPES[config.dtype]
+    if torch.device(device).type == "cpu":
+        return torch.float32
+    return DTYPES.get(info.dtype, torch.bfloat16)

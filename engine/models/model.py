@@ -1,0 +1,31 @@
+"""What the worker may ask of a model, whoever computes it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from engine.kv.layout import KVSpec
+from engine.layers.batch import ForwardBatch
+
+
+class Model(Protocol):
+    """A decoder over a paged KV cache. N tokens, H hidden size, V vocabulary."""
+
+    kv_spec: KVSpec
+    """What each layer keeps per token."""
+    vocab_size: int
+    dtype: torch.dtype
+    """Type of activations and of the KV cache."""
+
+    def forward(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> torch.Tensor:
+        """Hidden states [N, H] after the final norm; writes this step's K and V.
+
+        kv: one tensor a layer, [num_blocks, 2, num_kv_heads, block_size, head_dim] of ``dtype``.
+        """
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: [R, H] rows of what ``forward`` returned -> scores [R, V] in float32."""
+        ...

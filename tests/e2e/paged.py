@@ -1,0 +1,83 @@
+"""Drives a model over a paged KV cache by hand: scattered blocks, mixed steps, every logit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from engine.layers.batch import ForwardBatch
+from engine.models.model import Model
+from kernels import AttentionMeta
+
+
+class PagedRun:
+    """Some sequences of one model. Blocks are handed out in random order; unused ones hold junk."""
+
+    def __init__(
+        self, model: Model, *, num_blocks: int = 64, block_size: int = 16, seed: int = 0
+    ) -> None:
+        spec = model.kv_spec
+        shape = (num_blocks, 2, spec.num_kv_heads, block_size, spec.head_dim)
+        self.model = model
+        self.block_size = block_size
+        # What was never written must never be read, so it may as well poison what reads it.
+        self.kv = [torch.full(shape, 1e4, dtype=model.dtype) for _ in range(spec.num_layers)]
+        self.free = list(range(1, num_blocks))
+        random.Random(seed).shuffle(self.free)
+        self.blocks: dict[str, list[int]] = {}
+        self.lengths: dict[str, int] = {}
+
+    def step(self, chunks: Mapping[str, Sequence[int]]) -> dict[str, torch.Tensor]:
+        """Run the next tokens of some sequences; sequence -> logits [len(tokens), V]."""
+        order = sorted(chunks, key=lambda name: len(chunks[name]) > 1)  # decodes first, stable
+        for name in order:
+            self._grow(name, len(chunks[name]))
+        batch = self._batch(order, chunks)
+        hidden = self.model.forward(batch, self.kv)
+        logits = self.model.logits(hidden[batch.sample_rows])
+        parts = logits.split([len(chunks[name]) for name in order])
+        return dict(zip(order, parts, strict=True))
+
+    def prefill(self, name: str, tokens: Sequence[int], chunk: int | None = None) -> torch.Tensor:
+        """All of a sequence in chunks of one size: logits [len(tokens), V]."""
+        size = chunk or len(tokens)
+        starts = range(0, len(tokens), size)
+        return torch.cat([self.step({name: tokens[at : at + size]})[name] for at in starts])
+
+    def _grow(self, name: str, count: int) -> None:
+        self.lengths[name] = self.lengths.get(name, 0) + count
+        blocks = self.blocks.setdefault(name, [])
+        while len(blocks) * self.block_size < self.lengths[name]:
+            blocks.append(self.free.pop())
+
+    def _batch(self, order: list[str], chunks: Mapping[str, Sequence[int]]) -> ForwardBatch:
+        counts = [len(chunks[name]) for name in order]
+        positions = [
+            range(self.lengths[name] - count, self.lengths[name])
+            for name, count in zip(order, counts, strict=True)
+        ]
+        slots = [
+            self.blocks[name][p // self.block_size] * self.block_size + p % self.block_size
+            for name, span in zip(order, positions, strict=True)
+            for p in span
+        ]
+        width = max(len(self.blocks[name]) for name in order)
+        flat = torch.tensor([p for span in positions for p in span])
+        meta = AttentionMeta(
+            query_start=torch.tensor([0, *torch.tensor(counts).cumsum(0)], dtype=torch.int32),
+            seq_lens=torch.tensor([self.lengths[name] for name in order], dtype=torch.int32),
+            block_tables=torch.tensor(
+                [self.blocks[n] + [0] * (width - len(self.blocks[n])) for n in order],
+                dtype=torch.int32,
+            ),
+            positions=flat,
+            slots=torch.tensor(slots),
+            block_size=self.block_size,
+            num_decodes=sum(count == 1 for count in counts),
+            max_query_len=max(counts),
+            max_seq_len=max(self.lengths[name] for name in order),
+        )
+        ids = torch.tensor([token for name in order for token in chunks[name]])
+        return ForwardBatch(ids, flat, meta, torch.arange(len(ids)))

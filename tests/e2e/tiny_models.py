@@ -1,0 +1,300 @@
+"""Random tiny models of every native family, in several shapes, made by transformers itself."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from transformers import PreTrainedConfig, PreTrainedModel
+
+VOCAB = 300
+
+BASE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+SLIDING, FULL = "sliding_attention", "full_attention"
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+# Long: 512 positions exceed 32, as do all sequences tested, so both sides take the long factors.
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "short_factor": [1.0 + 0.1 * i for i in range(8)],
+    "long_factor": [1.5 + 0.4 * i for i in range(8)],
+}
+
+
+class Case(NamedTuple):
+    """A family (the prefix of its classes' names) and what this model sets beside ``BASE``."""
+
+    family: str
+    options: dict[str, Any]
+    dtype: torch.dtype = torch.float32
+
+
+CASES: dict[str, Case] = {
+    "llama": Case("Llama", {}),
+    "llama-mha-tied-biased": Case(
+        "Llama",
+        {
+            "num_key_value_heads": 4,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "llama-mqa-head-dim": Case("Llama", {"num_key_value_heads": 1, "head_dim": 24}),
+    "llama-llama3": Case("Llama", {"rope_parameters": LLAMA3}),
+    "llama-linear": Case(
+        "Llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0}},
+    ),
+    "llama-dynamic": Case(
+        "Llama",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0}},
+    ),
+    "llama-yarn": Case("Llama", {"rope_parameters": YARN}),
+    "llama-yarn-mscale": Case(
+        "Llama",
+        {
+            "rope_parameters": {
+                **YARN,
+                "mscale": 1.2,
+                "mscale_all_dim": 0.7,
+                "beta_fast": 16,
+                "beta_slow": 2,
+                "truncate": False,
+            }
+        },
+    ),
+    "llama-longrope": Case(
+        "Llama", {"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 8}}
+    ),
+    "llama-gelu": Case("Llama", {"hidden_act": "gelu"}),
+    "llama-bf16": Case("Llama", {}, torch.bfloat16),
+    "mistral": Case("Mistral", {"sliding_window": None}),
+    "mistral-window": Case("Mistral", {"sliding_window": 9, "head_dim": 32}),
+    "qwen2": Case("Qwen2", {}),
+    "qwen2-window": Case(
+        "Qwen2",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "max_window_layers": 1,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3": Case("Qwen3", {"head_dim": 32}),
+    "qwen3-window-biased": Case(
+        "Qwen3",
+        {
+            "head_dim": 16,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "layer_types": [SLIDING, FULL, SLIDING],
+            "num_key_value_heads": 4,
+            "rope_parameters": YARN,
+        },
+    ),
+    "gemma2": Case("Gemma2", {"head_dim": 16, "sliding_window": 10, "query_pre_attn_scalar": 24}),
+    "gemma2-no-caps": Case(
+        "Gemma2",
+        {
+            "head_dim": 32,
+            "num_key_value_heads": 1,
+            "sliding_window": 6,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": 5.0,
+            "layer_types": [FULL, SLIDING, SLIDING],
+        },
+    ),
+    "gemma2-caps": Case(
+        "Gemma2",
+        {
+            "head_dim": 16,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gemma3": Case(
+        "Gemma3",
+        {
+            "head_dim": 16,
+            "sliding_window": 7,
+            "layer_types": [SLIDING, FULL, SLIDING],
+            "query_pre_attn_scalar": 16,
+        },
+    ),
+    "gemma3-linear": Case(
+        "Gemma3",
+        {
+            "head_dim": 32,
+            "num_key_value_heads": 4,
+            "sliding_window": 12,
+            "layer_types": [SLIDING, SLIDING, FULL],
+            "rope_parameters": {
+                FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
+                SLIDING: {"rope_type": "default", "rope_theta": 500.0},
+            },
+            "final_logit_softcapping": 4.0,
+        },
+    ),
+    "phi3": Case("Phi3", {}),
+    "phi3-partial-window": Case(
+        "Phi3",
+        {
+            "sliding_window": 11,
+            "rope_parameters": {"rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "phi3-longrope": Case(
+        "Phi3",
+        {
+            "num_key_value_heads": 4,
+            "original_max_position_embeddings": 8,
+            "rope_parameters": LONGROPE,
+        },
+    ),
+    "olmo2": Case("Olmo2", {}),
+    "olmo2-mqa": Case("Olmo2", {"num_key_value_heads": 1, "attention_bias": True}),
+    "granite": Case(
+        "Granite",
+        {
+            "embedding_multiplier": 6.0,
+            "residual_multiplier": 0.35,
+            "attention_multiplier": 0.11,
+            "logits_scaling": 4.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "granite-biased": Case(
+        "Granite",
+        {"attention_bias": True, "mlp_bias": True, "attention_multiplier": 0.2},
+    ),
+    "smollm3": Case("SmolLM3", {"no_rope_layer_interval": 2, "num_hidden_layers": 4}),
+    "smollm3-window": Case(
+        "SmolLM3",
+        {
+            "no_rope_layers": [1, 0, 1],
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "mixtral": Case("Mixtral", {"num_local_experts": 4}),
+    "mixtral-window": Case(
+        "Mixtral",
+        {"num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 9, "head_dim": 24},
+    ),
+    "qwen3-moe": Case(
+        "Qwen3Moe",
+        {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+    ),
+    "qwen3-moe-mixed": Case(
+        "Qwen3Moe",
+        {
+            "num_hidden_layers": 4,
+            "num_experts": 5,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "use_sliding_window": True,
+            "sliding_window": 10,
+            "head_dim": 32,
+        },
+    ),
+}
+
+
+class TinyModels:
+    """Model directories under one root, each made when first asked for and then shared."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._references: dict[str, PreTrainedModel] = {}
+
+    def path(self, name: str) -> Path:
+        """Directory of a case of ``CASES``."""
+        path = self.root / name
+        if not path.exists():
+            case = CASES[name]
+            save(random_model(config_of(case), seed=zlib.crc32(name.encode())), path, case.dtype)
+        return path
+
+    def reference(self, name: str) -> PreTrainedModel:
+        """What transformers makes of that directory, in float32 with its plainest attention."""
+        if name not in self._references:
+            self._references[name] = transformers.AutoModelForCausalLM.from_pretrained(
+                self.path(name), dtype=torch.float32, attn_implementation="eager"
+            ).eval()
+        return self._references[name]
+
+
+def config_of(case: Case) -> PreTrainedConfig:
+    family = "Gemma3Text" if case.family == "Gemma3" else case.family
+    options = {**BASE, **case.options}
+    # Nested tables are changed in place by the classes that take them.
+    return getattr(transformers, f"{family}Config")(**_copied(options))
+
+
+def _copied(value: Any) -> Any:
+    return {k: _copied(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def random_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
+    """A causal model whose every parameter matters: no unit norms, no zero biases."""
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() == 1 and "norm" in name:
+                parameter.add_(0.3 * noise)
+            else:
+                parameter.copy_(noise * (0.2 if parameter.dim() > 1 else 0.3))
+    model.tie_weights()
+    return model
+
+
+def save(model: PreTrainedModel, path: Path, dtype: torch.dtype = torch.float32) -> None:
+    model.to(dtype).save_pretrained(path)
+
+
+class Prompt:
+    """Random token ids."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def tokens(self, count: int) -> list[int]:
+        return torch.randint(3, VOCAB, (count,), generator=self._generator).tolist()
