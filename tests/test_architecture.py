@@ -37,7 +37,6 @@ LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
 LAZY_IMPORTS = {
     "engine": "public names resolve when first used",
     "engine.core.build": "the one place that names concrete classes",
-    "engine.models.load": "transformers is loaded only for a model without a native family",
     "engine.llm": "rich is loaded only to draw a progress bar",
     "engine.models.load": "transformers is imported only for what has no native family",
 }
