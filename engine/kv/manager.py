@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -157,13 +157,10 @@ class KVManager:
             self._extend(row, holding, self.pool.take(wanted))
         return True
 
-    def reserve_next(self, rows: Iterable[int], num_rows: int) -> bool:
-        """One more block for each of these rows: all or nothing."""
-        if num_rows > self.pool.num_free:
-            return False
-        for row, block in zip(rows, self.pool.take(num_rows), strict=True):
+    def reserve_next(self, rows: Sequence[int]) -> None:
+        """One more block for each of these rows; the caller has seen that there are as many."""
+        for row, block in zip(rows, self.pool.take(len(rows)), strict=True):
             self._extend(row, self._holdings[row], [block])
-        return True
 
     def commit(self, req: Holder, upto: int) -> None:
         """The tokens before ``upto`` are known and written: their full blocks may be shared."""

@@ -22,12 +22,12 @@ from engine.kv.manager import KVManager
 from engine.messages.outputs import FinishReason
 from engine.messages.requests import AddRequest
 from engine.messages.step import StepPlan, StepResult
-from engine.sched import builder
+from engine.sched import builder, queues
 from engine.sched.interface import RequestCounts, SchedulerInterface, StepOutputs
 from engine.sched.policy import Policy
 from engine.sched.request import Request
 from engine.sched.resource import Fit, Resource
-from engine.sched.roster import Roster
+from engine.sched.roster import Roster, Rows
 from engine.sched.settle import Settler
 from engine.sched.stats import SchedulerStats
 from engine.sched.view import View
@@ -152,9 +152,8 @@ class Scheduler(SchedulerInterface):
             yield from self.policy.order(self.view)
             return
         rows = self.roster.running_rows()
-        rest = rows[self.roster.table.considered.all[rows] != step.index]
-        reqs = [req for row in rest.tolist() if (req := self.roster.by_row[row]) is not None]
-        yield from sorted(reqs, key=lambda req: (req.num_uncomputed != 1, *req.rank, req.arrival))
+        rest = self._by_rank(rows[self.roster.table.considered.all[rows] != step.index])
+        yield from sorted(rest, key=lambda req: req.num_uncomputed != 1)
         while (req := self.policy.next_waiting(self.view)) is not None:
             yield req
 
@@ -174,8 +173,8 @@ class Scheduler(SchedulerInterface):
         if num_decodes > step.tokens_left or int(needs_block.sum()) > kv.pool.num_free:
             return False
         plain = decode & (table.watched.all[rows] == 0)
-        growing = rows[plain & needs_block].tolist()
-        kv.reserve_next(growing, len(growing))
+        growing = self._by_rank(rows[plain & needs_block])
+        kv.reserve_next([req.row for req in growing])
         rows = rows[plain]
         table.num_computed.all[rows] += 1
         table.num_pending.all[rows] += 1
@@ -329,6 +328,11 @@ class Scheduler(SchedulerInterface):
                 if answer.num_tokens < fit.num_tokens:
                     fit, settled = answer, False
         return fit
+
+    def _by_rank(self, rows: Rows) -> list[Request]:
+        by_row = self.roster.by_row
+        reqs = [req for row in rows.tolist() if (req := by_row[row]) is not None]
+        return sorted(reqs, key=queues.by_rank)
 
     def _check_fits_pool(self, add: AddRequest) -> None:
         num_prompt = len(add.prompt_token_ids)

@@ -89,7 +89,7 @@ def test_granting_in_bulk_and_one_by_one_gives_the_same_plans(depth, monkeypatch
             plans.append(seen)
         assert len(plans[0]) == len(plans[1]), f"seed {seed}"
         for one, other in zip(*plans, strict=True):
-            for column in ("rows", "slots", "starts", "counts", "samples", "block_slots"):
+            for column in ("rows", "slots", "starts", "counts", "samples", "block_ids"):
                 same = np.array_equal(getattr(one, column), getattr(other, column))
                 assert same, f"seed {seed}, step {one.step}, {column}"
 
