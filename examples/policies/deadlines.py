@@ -2,7 +2,7 @@
 
 import math
 
-from engine.sched.policy import Policy
+from engine import Policy
 
 
 class EarliestDeadline(Policy):

@@ -5,7 +5,7 @@ metronome generate --scheduling-policy examples.policies.fair_share.FairShare ..
 
 from collections import defaultdict
 
-from engine.sched.policy import Policy
+from engine import Policy
 
 
 class FairShare(Policy):

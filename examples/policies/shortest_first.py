@@ -1,6 +1,6 @@
 """Least remaining work first, by the longest a request may become."""
 
-from engine.sched.policy import Policy
+from engine import Policy
 
 
 class ShortestFirst(Policy):
