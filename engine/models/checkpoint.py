@@ -47,10 +47,10 @@ class Checkpoint:
         """Read all headers. Raises ``ModelError`` for files that are missing or damaged."""
         self.root = root
         self.tensors: dict[str, StoredTensor] = {}
-        self._files: dict[Path, int] = {}
-        for file in find_files(root):
-            self._files[file] = os.open(file, os.O_RDONLY)
+        files = find_files(root)
+        for file in files:
             self.tensors.update(read_header(file))
+        self._files = {file: os.open(file, os.O_RDONLY) for file in files}
 
     def __enter__(self) -> Self:
         return self
@@ -109,7 +109,10 @@ def find_files(root: Path) -> list[Path]:
     """The safetensors files of a model directory, as its index tells, if it has one."""
     index = read_json(root / INDEX)
     if index is not None:
-        files = sorted({root / name for name in index.get("weight_map", {}).values()})
+        places = index.get("weight_map")
+        if not isinstance(places, dict) or not places:
+            raise damaged(root / INDEX, "its weight_map names no files")
+        files = sorted({root / str(name) for name in places.values()})
         missing = [file.name for file in files if not file.is_file()]
         if missing:
             raise ModelError(
