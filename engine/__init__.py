@@ -1,0 +1,70 @@
+"""Metronome: a step-based inference engine core for language models, with pluggable schedulers.
+
+Public names resolve when they are first used, so that a client or a scheduler never pays for torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine.async_engine import AsyncLLMEngine as AsyncLLMEngine
+    from engine.config.args import EngineArgs as EngineArgs
+    from engine.errors import ConfigError as ConfigError
+    from engine.errors import EngineDeadError as EngineDeadError
+    from engine.errors import EngineError as EngineError
+    from engine.errors import ModelError as ModelError
+    from engine.errors import PolicyError as PolicyError
+    from engine.errors import RequestError as RequestError
+    from engine.errors import RequestTypeError as RequestTypeError
+    from engine.llm import LLM as LLM
+    from engine.llm_engine import LLMEngine as LLMEngine
+    from engine.messages.outputs import CompletionOutput as CompletionOutput
+    from engine.messages.outputs import Logprob as Logprob
+    from engine.messages.outputs import RequestMetrics as RequestMetrics
+    from engine.messages.outputs import RequestOutput as RequestOutput
+    from engine.messages.params import SamplingParams as SamplingParams
+    from engine.sched.interface import SchedulerInterface as SchedulerInterface
+    from engine.sched.policy import Policy as Policy
+    from engine.sched.request import Request as Request
+    from engine.sched.scheduler import Scheduler as Scheduler
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "AsyncLLMEngine": "engine.async_engine",
+    "CompletionOutput": "engine.messages.outputs",
+    "ConfigError": "engine.errors",
+    "EngineArgs": "engine.config.args",
+    "EngineDeadError": "engine.errors",
+    "EngineError": "engine.errors",
+    "LLM": "engine.llm",
+    "LLMEngine": "engine.llm_engine",
+    "Logprob": "engine.messages.outputs",
+    "ModelError": "engine.errors",
+    "Policy": "engine.sched.policy",
+    "PolicyError": "engine.errors",
+    "Request": "engine.sched.request",
+    "RequestError": "engine.errors",
+    "RequestMetrics": "engine.messages.outputs",
+    "RequestOutput": "engine.messages.outputs",
+    "RequestTypeError": "engine.errors",
+    "SamplingParams": "engine.messages.params",
+    "Scheduler": "engine.sched.scheduler",
+    "SchedulerInterface": "engine.sched.interface",
+}
+
+__all__ = [*_HOMES, "__version__"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'engine' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

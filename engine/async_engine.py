@@ -1,0 +1,234 @@
+"""AsyncLLMEngine: many tasks, one core that a thread of its own steps.
+
+    task ── generate() ── checks the prompt, opens a Stream ──┐
+    task ── ...                                               ├─> commands ─> thread: core, Session
+    task <── Stream, merged if its reader is slow <───────────┴── one wake-up per step
+
+Commands (add, abort, utility calls) are taken in order between steps. The thread sleeps on a
+condition while there is nothing to do. It alone touches the session; streams belong to their loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, Unpack
+
+from engine.config.args import EngineArgs
+from engine.core.build import build_core
+from engine.errors import ConfigError, EngineDeadError, RequestError
+from engine.frontend.prompt import Prompt, RequestOptions, Submission
+from engine.frontend.session import Session
+from engine.frontend.stream import Stream
+from engine.frontend.tokenizer import Tokenizer
+from engine.messages.outputs import RequestOutput
+from engine.messages.params import SamplingParams
+
+JOIN_SECONDS = 60.0  # longest step a shutdown waits for
+Deliveries = dict[asyncio.AbstractEventLoop, list[tuple[Stream, RequestOutput]]]
+
+
+class AsyncLLMEngine:
+    """The engine for servers: ``generate`` from as many tasks as you like.
+
+    Times in outputs, ``arrival_time`` and ``deadline`` are seconds of ``time.monotonic``.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._changed = threading.Condition()
+        # Guarded by the condition: what tasks and the thread share.
+        self._commands: list[Callable[[], None]] = []
+        self._open: dict[str, Stream] = {}
+        self._death: EngineDeadError | None = None
+        self._is_closing = False
+        # Of the thread alone.
+        self._live: dict[str, Stream] = {}
+        self._thread = threading.Thread(target=self._run, name="engine-core", daemon=True)
+        self._thread.start()
+        atexit.register(self.shutdown)
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> AsyncLLMEngine:
+        """Load model and tokenizer. Raises ``ConfigError`` for what cannot work."""
+        return cls(Session.open(args.create_config(), build_core, time.monotonic))
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None,
+        request_id: str,
+        **options: Unpack[RequestOptions],
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Outputs of one request as they come; a slow reader gets several steps at once.
+
+        Leaving the loop early, or being cancelled, aborts the request, and its id is free again.
+        Raises ``RequestError`` for what is wrong with the request, ``EngineDeadError`` if the core
+        has died. Options are those of ``LLMEngine.add_request``.
+        """
+        submission = self._session.inputs.process(request_id, prompt, sampling_params, options)
+        stream = Stream(asyncio.get_running_loop(), submission.params.output_kind)
+        self._open_stream(submission, stream)
+        try:
+            while True:
+                output = await stream.next()
+                yield output
+                if output.finished:
+                    return
+        finally:
+            self._close_stream(request_id, stream)
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """Stop one request or several; unknown ids do nothing.
+
+        Whoever reads them gets a last output with finish reason ``"abort"``.
+        """
+        ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        await self._call(partial(self._abort, ids))
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes. False, and nothing happens, while requests use them."""
+        return bool(await self._call(partial(self._session.client.call, "reset_prefix_cache")))
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises ``ConfigError`` if none was loaded."""
+        if self._session.tokenizer is None:
+            raise ConfigError("no tokenizer: the engine was started with skip_tokenizer_init")
+        return self._session.tokenizer
+
+    @property
+    def is_running(self) -> bool:
+        """False once the core has died or was shut down."""
+        return self._death is None and not self._is_closing
+
+    def shutdown(self) -> None:
+        """Stop after the step that runs and let go of the model; harmless when repeated.
+
+        Requests that are still read raise ``EngineDeadError``.
+        """
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(JOIN_SECONDS)
+        atexit.unregister(self.shutdown)
+
+    # In tasks.
+
+    def _open_stream(self, submission: Submission, stream: Stream) -> None:
+        with self._changed:
+            self._check_alive()
+            if submission.request_id in self._open:
+                raise RequestError(
+                    f"request id {submission.request_id!r} is in use by an unfinished request; "
+                    "choose another, or abort that one first"
+                )
+            self._open[submission.request_id] = stream
+            self._command(partial(self._submit, submission, stream))
+
+    def _close_stream(self, request_id: str, stream: Stream) -> None:
+        with self._changed:
+            del self._open[request_id]
+            if not stream.is_finished and self._death is None:
+                self._command(partial(self._abort, [request_id]))
+
+    async def _call(self, function: Callable[[], Any]) -> Any:
+        """Run ``function`` in the thread, between two steps."""
+        future: Future[Any] = Future()
+        with self._changed:
+            self._check_alive()
+            self._command(partial(_run_for, future, function))
+        return await asyncio.wrap_future(future)
+
+    def _command(self, command: Callable[[], None]) -> None:
+        self._commands.append(command)
+        self._changed.notify()
+
+    def _check_alive(self) -> None:
+        if self._death is not None:
+            raise EngineDeadError(str(self._death)) from self._death.__cause__
+        if self._is_closing:
+            raise EngineDeadError("the engine was shut down")
+
+    # In the thread.
+
+    def _run(self) -> None:
+        cause: BaseException | None = None
+        try:
+            while self._take_commands():
+                if self._session.has_unfinished:
+                    self._deliver(self._session.step())
+        except BaseException as error:  # whatever it is, those who wait must hear of it
+            cause = error
+        self._die(cause)
+
+    def _take_commands(self) -> bool:
+        """Carry out what was asked; sleep if there is no other work. False: time to stop."""
+        with self._changed:
+            while not (self._commands or self._is_closing or self._session.has_unfinished):
+                self._changed.wait()
+            commands, self._commands = self._commands, []
+            if self._is_closing:
+                return False
+        for command in commands:
+            command()
+        return True
+
+    def _submit(self, submission: Submission, stream: Stream) -> None:
+        try:
+            self._session.submit(submission)
+        except RequestError as error:
+            stream.post(partial(stream.fail, error))
+        else:
+            self._live[submission.request_id] = stream
+
+    def _abort(self, request_ids: list[str]) -> None:
+        self._deliver(self._session.abort(request_ids))
+
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        """Hand each output to its reader, with one wake-up for each event loop."""
+        batches: Deliveries = {}
+        for output in outputs:
+            stream = self._live[output.request_id]
+            if output.finished:
+                del self._live[output.request_id]
+            batches.setdefault(stream.loop, []).append((stream, output))
+        for batch in batches.values():
+            batch[0][0].post(partial(_put_all, batch))
+
+    def _die(self, cause: BaseException | None) -> None:
+        if cause is None:
+            death = EngineDeadError("the engine was shut down")
+        else:
+            death = EngineDeadError(f"the engine core has died: {type(cause).__name__}: {cause}")
+            death.__cause__ = cause
+        with self._changed:
+            self._death = death
+            streams, commands = list(self._open.values()), self._commands
+            self._commands = []
+        for stream in streams:
+            stream.post(partial(stream.fail, death))
+        self._session.client.shutdown()
+        for command in commands:  # the core refuses them now, and who waits for one is told so
+            with contextlib.suppress(EngineDeadError):
+                command()
+
+
+def _put_all(batch: list[tuple[Stream, RequestOutput]]) -> None:
+    for stream, output in batch:
+        stream.put(output)
+
+
+def _run_for(future: Future[Any], function: Callable[[], Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(function())
+    except Exception as error:
+        future.set_exception(error)

@@ -1,0 +1,132 @@
+"""Chat templates: Jinja in a sandbox, with the filters and names that templates expect.
+
+Renders what transformers' ``apply_chat_template`` renders. Templates are files of strangers: they
+see plain data only and cannot reach Python behind it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from engine.errors import ModelError, RequestError
+
+Messages = Sequence[Mapping[str, Any]]
+"""One conversation: ``{"role": ..., "content": ...}`` and whatever else the template reads."""
+
+REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+
+
+def read_templates(root: Path, options: dict[str, Any]) -> dict[str, str]:
+    """The chat templates of a model directory by name; ``"default"`` is the one used unasked.
+
+    Files win over ``chat_template`` in tokenizer_config.json.
+    """
+    files = {path.stem: path for path in sorted((root / "additional_chat_templates").glob("*.jinja"))}
+    files["default"] = root / "chat_template.jinja"
+    found = {name: path.read_text("utf-8") for name, path in files.items() if path.is_file()}
+    return found or _templates_in(options.get("chat_template"), root)
+
+
+def _templates_in(value: Any, root: Path) -> dict[str, str]:
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        return {"default": value}
+    if isinstance(value, dict):
+        return dict(value)
+    try:
+        return {entry["name"]: entry["template"] for entry in value}
+    except (TypeError, KeyError) as error:
+        raise ModelError(
+            f"chat_template in {root / 'tokenizer_config.json'} is neither a template nor a list "
+            "of named ones"
+        ) from error
+
+
+def render_chat(template: str, messages: Messages, values: dict[str, Any]) -> str:
+    """The text ``template`` makes of ``messages``. Raises ``RequestError`` if it refuses them."""
+    chat = [_plain_message(message) for message in messages]
+    try:
+        return str(compile_template(template).render(messages=chat, **plain(values)))
+    except TemplateError as error:
+        raise RequestError(f"the chat template refuses this conversation: {error}") from error
+
+
+def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or "role" not in message:
+        raise RequestError(
+            f'a message must be {{"role": ..., "content": ...}}, got {message!r:.100}'
+        )
+    copy: dict[str, Any] = plain(message)
+    reasoning = next((copy[n] for n in REASONING_NAMES if copy.get(n) is not None), None)
+    if reasoning is not None:  # templates read one of two names
+        copy = {"thinking": reasoning, **copy, "reasoning_content": reasoning}
+    return copy
+
+
+def plain(value: Any) -> Any:
+    """``value`` rebuilt of JSON's types, so that a template meets no method of ours."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, Mapping):
+        return {plain(key): plain(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(plain(item) for item in value)
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    return f"<{type(value).__name__}>"
+
+
+@lru_cache(maxsize=16)
+def compile_template(source: str) -> Any:
+    """A compiled chat template. Raises ``TemplateError`` if it is no valid Jinja."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment.from_string(source)
+
+
+class Generation(Extension):
+    """``{% generation %}`` marks the model's own words for training; here it changes nothing."""
+
+    tags = {"generation"}  # noqa: RUF012  (declared so by Jinja)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter would escape HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _strftime_now(layout: str) -> str:
+    return datetime.now().strftime(layout)

@@ -1,0 +1,163 @@
+"""Columns from the core to objects for the user, a few microseconds a row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from engine.errors import RequestError
+from engine.frontend.logprobs import prompt_positions
+from engine.frontend.parent import LiveRequest
+from engine.frontend.prompt import Submission
+from engine.frontend.sequence import Sequence
+from engine.frontend.tokenizer import Tokenizer
+from engine.messages.outputs import CoreOutputs, Finished, RequestOutput, Started
+from engine.observe.stats_log import TokenCounts
+
+
+class Row(NamedTuple):
+    """Whom a row of the core's columns belongs to."""
+
+    request: LiveRequest
+    sequence: Sequence
+
+
+class Aborted(NamedTuple):
+    """Ids the core must stop, and the last outputs of the requests they belonged to."""
+
+    core_ids: list[str]
+    outputs: list[RequestOutput]
+
+
+class OutputProcessor:
+    """Owns text, stop strings and log-probabilities of all unfinished requests.
+
+    What the core still sends for requests that ended here is ignored.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self.counts = TokenCounts()
+        self._tokenizer = tokenizer
+        self._requests: dict[str, LiveRequest] = {}
+        self._rows: dict[str, Row] = {}  # by the core's request id
+        self._stopped: list[str] = []  # ended by a stop string; the core does not know yet
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests whose last output is still to come."""
+        return len(self._requests)
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._requests
+
+    def register(self, submission: Submission) -> None:
+        """Expect outputs for these sequences. Raises ``RequestError`` if an id is in use."""
+        core_ids = [request.request_id for request in submission.requests]
+        taken = [core_id for core_id in core_ids if core_id in self._rows]
+        if submission.request_id in self._requests or taken:
+            raise RequestError(
+                f"request id {(taken or [submission.request_id])[0]!r} is in use by an unfinished "
+                "request; choose another, or abort that one first"
+            )
+        live = LiveRequest(submission, self._tokenizer)
+        self._requests[submission.request_id] = live
+        for core_id, sequence in zip(core_ids, live.sequences, strict=True):
+            self._rows[core_id] = Row(live, sequence)
+
+    def process(self, batch: CoreOutputs) -> list[RequestOutput]:
+        """What users get of one step."""
+        for started in batch.started:
+            self._start(batch.request_ids[started.index], started)
+        ends = {end.index: end for end in batch.finished}
+        moved: dict[LiveRequest, list[Sequence]] = {}
+        for index, (core_id, token_ids) in enumerate(_rows(batch)):
+            row = self._rows.get(core_id)
+            if row is None:
+                continue
+            if index in batch.prompt_logprobs:
+                self._take_prompt_logprobs(row.request, batch, index)
+            end = ends.get(index)
+            if token_ids or end is not None:
+                self._advance(core_id, row, token_ids, batch, index, end)
+                moved.setdefault(row.request, []).append(row.sequence)
+        outputs = (request.output(sequences) for request, sequences in moved.items())
+        return [output for output in outputs if output is not None]
+
+    def abort(self, request_ids: Iterable[str], time: float) -> Aborted:
+        """End these requests now; unknown ids do nothing. Their last outputs say ``"abort"``."""
+        live = [self._requests[i] for i in dict.fromkeys(request_ids) if i in self._requests]
+        core_ids = [core_id for core_id, row in self._rows.items() if row.request in live]
+        moved: dict[LiveRequest, list[Sequence]] = {request: [] for request in live}
+        for core_id in core_ids:
+            row = self._rows[core_id]
+            end = Finished(0, "abort", num_preemptions=row.request.metrics.num_preemptions)
+            row.sequence.advance([], None, end)
+            self._finish(core_id, row, time)
+            moved[row.request].append(row.sequence)
+        outputs = (request.output(sequences) for request, sequences in moved.items())
+        return Aborted(core_ids, [output for output in outputs if output is not None])
+
+    def take_stopped(self) -> list[str]:
+        """The core's ids of sequences that ended here since the last call: it must stop them."""
+        stopped, self._stopped = self._stopped, []
+        return stopped
+
+    def _start(self, core_id: str, started: Started) -> None:
+        row = self._rows.get(core_id)
+        if row is None:
+            return
+        metrics = row.request.metrics
+        if metrics.scheduled_time is None:
+            metrics.scheduled_time = started.scheduled_time
+            row.request.num_cached_tokens = started.num_cached_tokens
+
+    def _take_prompt_logprobs(self, request: LiveRequest, batch: CoreOutputs, index: int) -> None:
+        request.prompt_logprobs = prompt_positions(
+            batch.prompt_logprobs[index], len(request.prompt_token_ids), self._tokenizer
+        )
+
+    def _advance(
+        self,
+        core_id: str,
+        row: Row,
+        token_ids: list[int],
+        batch: CoreOutputs,
+        index: int,
+        end: Finished | None,
+    ) -> None:
+        request, sequence = row
+        metrics = request.metrics
+        if token_ids:
+            if metrics.first_token_time is None:
+                metrics.first_token_time = batch.time
+                self.counts.prompt_tokens += len(request.prompt_token_ids)
+            metrics.last_token_time = batch.time
+            self.counts.generation_tokens += len(token_ids)
+        sequence.advance(token_ids, batch.logprobs.get(index), end)
+        if end is not None:
+            metrics.num_preemptions += end.num_preemptions
+        if sequence.end is not None:
+            if end is None:
+                self._stopped.append(core_id)
+            self._finish(core_id, row, batch.time)
+
+    def _finish(self, core_id: str, row: Row, time: float) -> None:
+        request, sequence = row
+        del self._rows[core_id]
+        if request.is_finished:
+            assert sequence.end is not None
+            request.metrics.finished_time = time
+            self.counts.finished[sequence.end.reason] += 1
+            del self._requests[request.request_id]
+
+
+def _rows(batch: CoreOutputs) -> Iterator[tuple[str, list[int]]]:
+    """Each request id with its new tokens."""
+    if batch.counts is None:
+        for core_id, token_id in zip(batch.request_ids, batch.token_ids, strict=True):
+            yield core_id, [token_id]
+        return
+    start = 0
+    for core_id, count in zip(batch.request_ids, batch.counts, strict=True):
+        yield core_id, batch.token_ids[start : start + count]
+        start += count

@@ -1,0 +1,59 @@
+"""A request as its user sees it: one sequence, or n of them sampled side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from engine.frontend.logprobs import Position
+from engine.frontend.prompt import Submission
+from engine.frontend.sequence import Sequence
+from engine.frontend.tokenizer import Tokenizer
+from engine.messages.outputs import RequestMetrics, RequestOutput
+
+
+class LiveRequest:
+    """Gathers the sequences of one request into outputs of the kind its user asked for.
+
+    cumulative: all n sequences so far · delta: what is new in those that moved · final: all n,
+    once, when the last has finished. Sequences stand in the order of their index.
+    """
+
+    def __init__(self, submission: Submission, tokenizer: Tokenizer | None) -> None:
+        self.request_id = submission.request_id
+        self.prompt = submission.prompt
+        self.prompt_token_ids = submission.prompt_token_ids
+        self.kind = submission.params.output_kind
+        self.sequences = [
+            Sequence(index, submission.params, submission.prompt_token_ids, tokenizer)
+            for index in range(submission.params.n)
+        ]
+        self.metrics = RequestMetrics(submission.arrival_time)
+        self.num_cached_tokens = 0
+        self.prompt_logprobs: list[Position | None] | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        return all(sequence.end is not None for sequence in self.sequences)
+
+    def output(self, moved: Iterable[Sequence]) -> RequestOutput | None:
+        """What the user gets now that these sequences have moved; ``None``: nothing yet."""
+        finished = self.is_finished
+        if self.kind == "delta":
+            completions = [sequence.delta() for sequence in moved]
+        elif self.kind == "final" and not finished:
+            return None
+        else:
+            completions = [sequence.output() for sequence in self.sequences]
+        output = RequestOutput(
+            self.request_id,
+            self.prompt,
+            self.prompt_token_ids,
+            completions,
+            finished,
+            self.prompt_logprobs,
+            self.num_cached_tokens,
+            self.metrics,
+        )
+        if self.kind == "delta":
+            self.prompt_logprobs = None  # sent once
+        return output

@@ -1,0 +1,251 @@
+"""From what a user writes to ``AddRequest``. All that can be wrong with a request is said here."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from array import array
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, NamedTuple, TypedDict
+
+from engine.errors import RequestError, RequestTypeError
+from engine.frontend.tokenizer import Tokenizer
+from engine.messages.params import SamplingParams
+from engine.messages.requests import AddRequest
+from engine.messages.validate import check_params_for_vocab
+
+logger = logging.getLogger(__name__)
+
+
+class TextPrompt(TypedDict, total=False):
+    """A prompt as text or as token ids (``prompt`` is then only shown), with its own options."""
+
+    prompt: str
+    prompt_token_ids: list[int]
+    cache_salt: str
+
+
+Prompt = str | list[int] | TextPrompt
+PROMPT_KEYS = frozenset(TextPrompt.__annotations__)
+
+
+class RequestOptions(TypedDict, total=False):
+    """What may be said about a request besides prompt and sampling."""
+
+    priority: int
+    """Lower is more urgent; read by the priority policy."""
+    user: str
+    """Whom fair policies account the request to."""
+    arrival_time: float
+    """Seconds on the engine's clock; now, if not given."""
+    deadline: float
+    """Seconds on the engine's clock; read by deadline policies."""
+    hints: dict[str, Any]
+    """Handed to the policy untouched."""
+
+
+class Submission(NamedTuple):
+    """A checked request: what the user sees of it, and what the core gets, one for each of n."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    arrival_time: float
+    requests: list[AddRequest]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a request must fit, decided when the model was loaded."""
+
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    """Ids that end text: of config, generation config and tokenizer together."""
+    scheduling_policy: str
+    seed: int
+
+
+class InputProcessor:
+    """Checks prompts and parameters and turns them into messages for the core."""
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, limits: Limits, clock: Callable[[], float]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._clock = clock
+        self._counter = itertools.count()
+        self._warned_of_priority = False
+
+    def process(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        options: RequestOptions,
+    ) -> Submission:
+        """A request ready to be added. Raises ``RequestError`` naming value, limit and way out."""
+        if not isinstance(request_id, str):
+            raise RequestTypeError(
+                f"request_id must be a str, got {type(request_id).__name__}: {request_id!r}"
+            )
+        self._check_options(options)
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise RequestTypeError(f"params must be SamplingParams, got {type(params).__name__}")
+        parts = self._parts(prompt)
+        token_ids = self._checked_ids(parts)
+        self._check_params(params)
+        arrival_time = options.get("arrival_time")
+        first = AddRequest(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            params=params,
+            seed=self._seed(params),
+            arrival_time=self._clock() if arrival_time is None else arrival_time,
+            max_tokens=self._max_tokens(params, len(token_ids)),
+            eos_token_ids=[] if params.ignore_eos else list(self._limits.eos_token_ids),
+            priority=options.get("priority", 0),
+            user=options.get("user", ""),
+            deadline=options.get("deadline"),
+            cache_salt=parts.get("cache_salt"),
+            bad_words_ids=self._bad_words_ids(params),
+            hints=options.get("hints"),
+        )
+        return Submission(
+            request_id, parts.get("prompt"), token_ids, params, first.arrival_time, children(first)
+        )
+
+    def _parts(self, prompt: Prompt) -> TextPrompt:
+        if isinstance(prompt, str):
+            return {"prompt": prompt}
+        if isinstance(prompt, list):
+            return {"prompt_token_ids": prompt}
+        if not isinstance(prompt, Mapping):
+            raise RequestTypeError(
+                "a prompt is a str, a list of token ids or a dict with one of them, got "
+                f"{type(prompt).__name__}"
+            )
+        unknown = prompt.keys() - PROMPT_KEYS
+        if unknown or not prompt.keys() & {"prompt", "prompt_token_ids"}:
+            raise RequestError(
+                f"a prompt dict has 'prompt' or 'prompt_token_ids' and may have 'cache_salt', got "
+                f"the keys {sorted(prompt)}"
+            )
+        return prompt
+
+    def _checked_ids(self, parts: TextPrompt) -> list[int]:
+        ids = parts.get("prompt_token_ids")
+        token_ids = self._encode(parts["prompt"]) if ids is None else _whole_numbers(ids)
+        limit, vocab_size = self._limits.max_model_len, self._limits.vocab_size
+        if not token_ids:
+            raise RequestError("the prompt is empty; it must have at least one token")
+        if not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+            wrong = next(i for i in token_ids if not 0 <= i < vocab_size)
+            raise RequestError(
+                f"token id {wrong} is out of the model's vocabulary; ids are 0..{vocab_size - 1}"
+            )
+        if len(token_ids) >= limit:
+            raise RequestError(
+                f"the prompt has {len(token_ids)} tokens, but max_model_len is {limit}, prompt and "
+                "at least one output token together; shorten the prompt or raise max_model_len"
+            )
+        return token_ids
+
+    def _encode(self, text: str) -> list[int]:
+        if self._tokenizer is None:
+            raise RequestError(
+                "the engine has no tokenizer (skip_tokenizer_init): pass token ids, as "
+                '{"prompt_token_ids": [...]}'
+            )
+        if not isinstance(text, str):
+            raise RequestTypeError(f"prompt must be a str, got {type(text).__name__}")
+        return self._tokenizer.encode(text)
+
+    def _check_params(self, params: SamplingParams) -> None:
+        check_params_for_vocab(params, self._limits.vocab_size)
+        if self._tokenizer is not None:
+            return
+        for name in ("stop", "bad_words"):
+            if getattr(params, name):
+                raise RequestError(
+                    f"{name}={getattr(params, name)!r} needs a tokenizer, and the engine has none "
+                    "(skip_tokenizer_init); use stop_token_ids or logit_bias with ids"
+                )
+
+    def _check_options(self, options: RequestOptions) -> None:
+        unknown = options.keys() - RequestOptions.__annotations__.keys()
+        if unknown:
+            known = ", ".join(RequestOptions.__annotations__)
+            raise RequestError(f"unknown option {min(unknown)!r} of a request; known are: {known}")
+        is_ignored = options.get("priority") and self._limits.scheduling_policy == "fcfs"
+        if is_ignored and not self._warned_of_priority:
+            self._warned_of_priority = True
+            logger.warning(
+                "priority %s is ignored by policy 'fcfs'; scheduling_policy='priority' reads it",
+                options["priority"],
+            )
+
+    def _max_tokens(self, params: SamplingParams, num_prompt: int) -> int:
+        left = self._limits.max_model_len - num_prompt
+        return left if params.max_tokens is None else min(params.max_tokens, left)
+
+    def _seed(self, params: SamplingParams) -> int:
+        number = next(self._counter)
+        return derive_seed(self._limits.seed, number) if params.seed is None else params.seed
+
+    def _bad_words_ids(self, params: SamplingParams) -> list[list[int]]:
+        """Each word as ids, at the start of a text and behind a space."""
+        if self._tokenizer is None:
+            return []
+        found = []
+        for word in params.bad_words:
+            for text in (word.lstrip(), " " + word.lstrip()):
+                ids = self._tokenizer.encode(text, add_special_tokens=False)
+                if ids and ids not in found:
+                    found.append(ids)
+        return found
+
+
+def _whole_numbers(ids: list[int]) -> list[int]:
+    try:
+        return array("q", ids).tolist()
+    except (TypeError, OverflowError) as error:
+        wrong = next((i for i in ids if not isinstance(i, int)), ids)
+        raise RequestTypeError(f"prompt_token_ids must be integers, got {wrong!r:.80}") from error
+
+
+def children(request: AddRequest) -> list[AddRequest]:
+    """One request for each of ``params.n`` sequences, with ids and seeds of their own."""
+    n = request.params.n
+    if n == 1:
+        return [request]
+    return [_child(request, index) for index in range(n)]
+
+
+def _child(parent: AddRequest, index: int) -> AddRequest:
+    return AddRequest(
+        request_id=f"{index}_{parent.request_id}",
+        prompt_token_ids=parent.prompt_token_ids,
+        params=parent.params,
+        seed=derive_seed(parent.seed, index),
+        arrival_time=parent.arrival_time,
+        max_tokens=parent.max_tokens,
+        eos_token_ids=parent.eos_token_ids,
+        priority=parent.priority,
+        user=parent.user,
+        deadline=parent.deadline,
+        cache_salt=parent.cache_salt,
+        bad_words_ids=parent.bad_words_ids,
+        hints=parent.hints,
+    )
+
+
+def derive_seed(seed: int, number: int) -> int:
+    """A seed below 2**63 that looks unrelated to those of other numbers."""
+    digest = blake2b(f"{seed}/{number}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

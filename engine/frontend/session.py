@@ -1,0 +1,134 @@
+"""The front end around one core: checked requests in, outputs for users out.
+
+Synchronous and asynchronous engines are this, driven by the caller or by a thread. Not thread-safe:
+``submit``, ``step`` and ``abort`` belong to one thread, ``inputs`` may be used by another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from engine.config.engine import EngineConfig
+from engine.frontend.output import OutputProcessor
+from engine.frontend.prompt import InputProcessor, Limits, Submission
+from engine.frontend.tokenizer import Tokenizer, load_tokenizer
+from engine.messages.outputs import CoreOutputs, RequestOutput
+from engine.messages.requests import AddRequest
+from engine.observe.logs import set_up_logging
+from engine.observe.stats_log import CoreStats, StatsLog
+
+
+class Decided(Protocol):
+    """What was decided when the core was built."""
+
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+
+class CoreClient(Protocol):
+    """A core, wherever it runs. Every call raises ``EngineDeadError`` once it has died."""
+
+    @property
+    def decided(self) -> Decided: ...
+    def add(self, request: AddRequest) -> None:
+        """Queue a request. Raises ``RequestError`` for one that can never be served."""
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Stop these; unknown ids do nothing. No output follows."""
+
+    def step(self) -> list[CoreOutputs]:
+        """Run one step and return what it brought."""
+
+    def has_unfinished(self) -> bool: ...
+    def stats(self) -> CoreStats | None: ...
+    def call(self, name: str, *args: Any) -> Any: ...
+    def shutdown(self) -> None: ...
+
+
+class CoreBuilder(Protocol):
+    """Makes a core from a configuration. Raises ``ConfigError`` for what cannot work."""
+
+    def __call__(self, config: EngineConfig, *, clock: Callable[[], float]) -> CoreClient: ...
+
+
+class Session:
+    """Tokenizer, request checks, outputs and log line of one core."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        client: CoreClient,
+        tokenizer: Tokenizer | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self.client = client
+        self.tokenizer = tokenizer
+        self.inputs = InputProcessor(tokenizer, _limits(config, client.decided, tokenizer), clock)
+        self.outputs = OutputProcessor(tokenizer)
+        self._clock = clock
+        self._stats_log: StatsLog | None = None
+        if not config.disable_log_stats:
+            self._stats_log = StatsLog(self.outputs.counts, client.stats, clock)
+
+    @classmethod
+    def open(
+        cls,
+        config: EngineConfig,
+        build: CoreBuilder,
+        clock: Callable[[], float],
+    ) -> Session:
+        """Load what ``config`` asks for. The tokenizer comes first: it fails sooner."""
+        set_up_logging(config.log_level)
+        tokenizer = None if config.model.skip_tokenizer_init else load_tokenizer(config.model)
+        return cls(config, build(config, clock=clock), tokenizer, clock)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self.outputs.num_unfinished > 0
+
+    def submit(self, submission: Submission) -> None:
+        """Give a checked request to the core: all its sequences, or none and it raises."""
+        self.outputs.register(submission)
+        try:
+            for request in submission.requests:
+                self.client.add(request)
+        except BaseException:
+            self.abort([submission.request_id])
+            raise
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step of the core and return what it means for users."""
+        outputs = []
+        for batch in self.client.step():
+            outputs += self.outputs.process(batch)
+        stopped = self.outputs.take_stopped()
+        if stopped:
+            self.client.abort(stopped)
+        if self._stats_log is not None:
+            self._stats_log.after_step(is_idle=not self.has_unfinished)
+        return outputs
+
+    def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
+        """Stop these requests and return their last outputs; unknown ids do nothing."""
+        aborted = self.outputs.abort(request_ids, self._clock())
+        if aborted.core_ids:
+            self.client.abort(aborted.core_ids)
+        return aborted.outputs
+
+
+def _limits(config: EngineConfig, decided: Decided, tokenizer: Tokenizer | None) -> Limits:
+    eos = list(decided.eos_token_ids)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        eos.append(tokenizer.eos_token_id)
+    return Limits(
+        max_model_len=decided.max_model_len,
+        vocab_size=decided.vocab_size,
+        eos_token_ids=tuple(dict.fromkeys(eos)),
+        scheduling_policy=config.scheduler.scheduling_policy,
+        seed=config.model.seed,
+    )

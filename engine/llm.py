@@ -1,0 +1,172 @@
+"""LLM: whole lists of prompts at once, results in the order of the prompts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar, cast
+
+import msgspec
+
+from engine.config.args import EngineArgs
+from engine.errors import RequestError
+from engine.frontend.chat import Messages
+from engine.frontend.prompt import Prompt, Submission, TextPrompt
+from engine.frontend.tokenizer import Tokenizer
+from engine.llm_engine import LLMEngine
+from engine.messages.outputs import RequestOutput
+from engine.messages.params import SamplingParams
+
+T = TypeVar("T")
+
+
+class LLM:
+    """A model for offline use.
+
+    ``model`` is a local directory in the Hugging Face layout; the model in the box if not given.
+    Further options are those of ``EngineArgs``. Raises ``ConfigError`` for what cannot work.
+    """
+
+    def __init__(self, model: str | Path | None = None, **options: Any) -> None:
+        directory = None if model is None else str(model)
+        args = EngineArgs.from_options(model=directory, **options)
+        self.llm_engine = LLMEngine.from_engine_args(args)
+        self._counter = itertools.count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete every prompt; outputs stand in the order of the prompts.
+
+        A prompt is a text, a list of token ids, ``{"prompt": ...}`` or ``{"prompt_token_ids":
+        ...}`` with options of its own. ``sampling_params`` is one for all or one for each. Raises
+        ``RequestError`` before anything is computed if a prompt or its parameters are wrong. An
+        interrupt stops what was started.
+        """
+        todo = _as_prompts(prompts)
+        asked = SamplingParams() if sampling_params is None else sampling_params
+        params = _one_each("sampling_params", asked, len(todo), SamplingParams)
+        ranks = _one_each("priority", 0 if priority is None else priority, len(todo), int)
+        process = self.llm_engine.session.inputs.process
+        submissions = [
+            process(str(next(self._counter)), prompt, _only_final(own), {"priority": rank})
+            for prompt, own, rank in zip(todo, params, ranks, strict=True)
+        ]
+        return self._run(submissions, use_tqdm)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or a list of them, through the model's chat template.
+
+        ``chat_template_kwargs`` are variables of the template. Otherwise like ``generate``.
+        """
+        tokenizer = self.get_tokenizer()
+        prompts: list[TextPrompt] = []
+        for conversation in _as_conversations(messages):
+            text = tokenizer.apply_chat_template(
+                conversation,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                tools=tools,
+                **(chat_template_kwargs or {}),
+            )
+            ids = tokenizer.encode(text, add_special_tokens=False)  # the template has written them
+            prompts.append({"prompt": text, "prompt_token_ids": ids})
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises ``ConfigError`` if none was loaded."""
+        return self.llm_engine.get_tokenizer()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes."""
+        return self.llm_engine.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        """Let go of model and memory; harmless when repeated."""
+        self.llm_engine.shutdown()
+
+    def _run(self, submissions: list[Submission], use_tqdm: bool) -> list[RequestOutput]:
+        session = self.llm_engine.session
+        ids = [submission.request_id for submission in submissions]
+        finished: dict[str, RequestOutput] = {}
+        try:
+            for submission in submissions:
+                session.submit(submission)
+            with _progress(len(ids), use_tqdm) as bar:
+                while any(i not in finished for i in ids) and session.has_unfinished:
+                    for output in session.step():
+                        finished[output.request_id] = output
+                        if bar is not None:
+                            bar.advance(output)
+        except BaseException:  # an interrupt too: nothing of this call stays behind
+            session.abort(ids)
+            raise
+        return [finished[i] for i in ids]
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+
+def _progress(num_requests: int, is_shown: bool) -> Any:
+    if not is_shown:
+        return nullcontext()
+    from engine.frontend.progress import RequestProgress
+
+    return RequestProgress(num_requests)
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt, or many, as a list of prompts. A list of integers is one prompt."""
+    if isinstance(prompts, str | dict):
+        return [prompts]
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [cast(list[int], prompts)]
+    return list(cast(Sequence[Prompt], prompts))
+
+
+def _as_conversations(messages: Messages | Sequence[Messages]) -> list[Messages]:
+    if messages and isinstance(messages[0], dict):
+        return [cast(Messages, messages)]
+    return list(cast(Sequence[Messages], messages))
+
+
+def _one_each(name: str, value: T | Sequence[T], count: int, kind: type[T]) -> list[T]:
+    if isinstance(value, kind):
+        return [value] * count
+    values = list(cast(Sequence[T], value))
+    if len(values) != count:
+        raise RequestError(
+            f"{name} has {len(values)} entries for {count} prompts; give one each or one for all"
+        )
+    return values
+
+
+def _only_final(params: SamplingParams) -> SamplingParams:
+    """The same, asking for one output at the end: text nobody sees is not made step by step."""
+    return msgspec.structs.replace(params, output_kind="final")

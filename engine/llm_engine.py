@@ -1,0 +1,104 @@
+"""LLMEngine: add requests, step, read outputs, all in the caller's thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Unpack
+
+from engine.config.args import EngineArgs
+from engine.core.build import build_core
+from engine.errors import ConfigError
+from engine.frontend.prompt import Prompt, RequestOptions
+from engine.frontend.session import Session
+from engine.frontend.tokenizer import Tokenizer
+from engine.messages.outputs import RequestOutput
+from engine.messages.params import SamplingParams
+from engine.observe.stats_log import CoreStats, TokenCounts
+
+
+class LLMEngine:
+    """The engine at its own pace: every ``step`` computes one batch and returns its outputs.
+
+    Times in outputs, ``arrival_time`` and ``deadline`` are seconds of ``time.monotonic``.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self._aborted: list[RequestOutput] = []  # last outputs that no step has returned yet
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> LLMEngine:
+        """Load model and tokenizer. Raises ``ConfigError`` for what cannot work."""
+        return cls(Session.open(args.create_config(), build_core, time.monotonic))
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> None:
+        """Queue a request; its outputs come from ``step`` under this id.
+
+        Options: ``priority`` (lower is more urgent), ``user``, ``arrival_time``, ``deadline`` and
+        ``hints`` for the scheduling policy. Raises ``RequestError`` naming value, limit and way
+        out; other requests are not affected.
+        """
+        self.session.submit(self.session.inputs.process(request_id, prompt, params, options))
+
+    def abort_request(self, request_id: str | Iterable[str]) -> None:
+        """Stop one request or several; unknown ids do nothing.
+
+        The next ``step`` returns their last outputs, with finish reason ``"abort"``.
+        """
+        ids = [request_id] if isinstance(request_id, str) else request_id
+        self._aborted += self.session.abort(ids)
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one batch; outputs of the requests that moved, in no particular order."""
+        outputs, self._aborted = self._aborted, []
+        if self.session.has_unfinished:
+            outputs += self.session.step()
+        return outputs
+
+    def has_unfinished_requests(self) -> bool:
+        """Is an output still to come?"""
+        return self.session.has_unfinished or bool(self._aborted)
+
+    def get_num_unfinished_requests(self) -> int:
+        return self.session.outputs.num_unfinished
+
+    def stats(self) -> CoreStats | None:
+        """Gauges and counters of the scheduler: running, waiting, KV use, prefix hits."""
+        return self.session.client.stats()
+
+    def token_counts(self) -> TokenCounts:
+        """Tokens and finished requests since the engine started."""
+        return self.session.outputs.counts
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes. False, and nothing happens, while requests use them."""
+        return bool(self.session.client.call("reset_prefix_cache"))
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises ``ConfigError`` if none was loaded."""
+        if self.session.tokenizer is None:
+            raise ConfigError("no tokenizer: the engine was started with skip_tokenizer_init")
+        return self.session.tokenizer
+
+    def shutdown(self) -> None:
+        """Let go of model and memory; harmless when repeated."""
+        self.session.client.shutdown()
+
+    def __enter__(self) -> LLMEngine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.shutdown()

@@ -1,0 +1,128 @@
+"""Stand-ins that do exactly what a test says: a core without a model, a clock without time."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import EngineDeadError, RequestError
+from engine.messages.outputs import CoreOutputs, Finished, FinishReason, Started, TokenLogprobs
+from engine.messages.requests import AddRequest
+from engine.sched.stats import SchedulerStats
+
+
+class FakeClock:
+    def __init__(self, now: float = 100.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class FakeDecided:
+    max_model_len: int = 256
+    vocab_size: int = 1 << 20
+    eos_token_ids: tuple[int, ...] = ()
+
+
+@dataclass
+class Live:
+    request: AddRequest
+    num_output: int = 0
+
+
+class FakeClient:
+    """A core whose requests each get one scripted token a step; ``script`` says which."""
+
+    def __init__(
+        self,
+        script: Callable[[AddRequest, int], int],
+        decided: FakeDecided | None = None,
+        clock: FakeClock | None = None,
+        pace: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.decided = decided or FakeDecided()
+        self.clock = clock or FakeClock()
+        self.live: dict[str, Live] = {}
+        self.aborted: list[str] = []
+        self.num_steps = 0
+        self.fails_on: dict[str, Exception] = {}  # request id -> what add raises
+        self.dies_at: int | None = None  # step
+        self.is_shut_down = False
+        self._script = script
+        self._pace = pace  # called in every step: to wait for the test
+
+    def add(self, request: AddRequest) -> None:
+        if request.request_id in self.fails_on:
+            raise self.fails_on[request.request_id]
+        if request.request_id in self.live:
+            raise RequestError(f"duplicate id {request.request_id}")
+        self.live[request.request_id] = Live(request)
+
+    def abort(self, request_ids: list[str]) -> None:
+        self.aborted += request_ids
+        for request_id in request_ids:
+            self.live.pop(request_id, None)
+
+    def step(self) -> list[CoreOutputs]:
+        self._pace()
+        self.num_steps += 1
+        if self.num_steps == self.dies_at or self.is_shut_down:
+            raise EngineDeadError("the fake core died")
+        self.clock.now += 0.25
+        rows = list(self.live.values())
+        batch = CoreOutputs([r.request.request_id for r in rows], [], None, self.clock.now)
+        batch.started = [
+            Started(index, 0, self.clock.now - 0.125)
+            for index, row in enumerate(rows)
+            if not row.num_output
+        ]
+        for index, row in enumerate(rows):
+            self._advance(index, row, batch)
+        return [batch] if rows else []
+
+    def _advance(self, index: int, row: Live, batch: CoreOutputs) -> None:
+        request = row.request
+        token = self._script(request, row.num_output)
+        row.num_output += 1
+        batch.token_ids.append(token)
+        if request.params.logprobs is not None:
+            batch.logprobs[index] = [TokenLogprobs([token, 1], [-0.5, -0.25], 3)]
+        reason = end_of(request, token, row.num_output)
+        if reason is not None:
+            is_user_stop = token in request.params.stop_token_ids
+            batch.finished.append(Finished(index, reason, token if is_user_stop else None))
+            del self.live[request.request_id]
+
+    def has_unfinished(self) -> bool:
+        return bool(self.live)
+
+    def stats(self) -> SchedulerStats:
+        return SchedulerStats(len(self.live), 0, 0, 0.0, 0, 0, 0, 0, self.num_steps, 0)
+
+    def call(self, name: str, *args: Any) -> Any:
+        if self.is_shut_down:
+            raise EngineDeadError("the fake core was shut down")
+        return name == "reset_prefix_cache"
+
+    def shutdown(self) -> None:
+        self.is_shut_down = True
+
+
+def end_of(request: AddRequest, token: int, num_output: int) -> FinishReason | None:
+    stops = [*request.eos_token_ids, *request.params.stop_token_ids]
+    if token in stops and num_output > request.params.min_tokens:
+        return "stop"
+    return "length" if num_output >= request.max_tokens else None
+
+
+def counting(request: AddRequest, position: int) -> int:
+    """A script: 10, 11, 12, ..."""
+    return 10 + position
+
+
+def replay(token_ids: list[int]) -> Callable[[AddRequest, int], int]:
+    """A script: these tokens, from the beginning for every request, over and over."""
+    tokens = list(itertools.islice(itertools.cycle(token_ids), 10_000))
+    return lambda request, position: tokens[position]

@@ -1,0 +1,154 @@
+"""Text that grows token by token equals text decoded in one go, and never shows half a character."""
+
+import random
+import time
+
+import made_tokenizers as made
+import pytest
+from tokenizers import Tokenizer as RustTokenizer
+
+from engine.frontend.backends import REPLACEMENT, Backend, RustBackend, Step, WindowStream
+from engine.frontend.detokenizer import Detokenizer, StopStrings
+
+TEXTS = [
+    "Hello world, this is text.",
+    " starts with a space",
+    "café 日本語 😀😃 👍🏽 e\u0301 кириллица",
+    "tabs\t\tand\n\nnewlines   and spaces ",
+    "a\ufffdb",
+]
+PROMPTS = ["", "The quick", "The quick ", "日本", "😀", "<s>"]
+
+
+class WindowBackend(RustBackend):
+    """A tokenizer library without a decode stream of its own."""
+
+    def stream(self, context: list[int], skip_special_tokens: bool) -> Step:
+        return WindowStream(self, context, skip_special_tokens)
+
+
+def rust(kind: str) -> RustTokenizer:
+    return made.MAKERS[kind]()
+
+
+BACKENDS: dict[str, Backend] = {
+    f"{name}-{cls.__name__}": cls(rust(name))
+    for name in made.MAKERS
+    for cls in (RustBackend, WindowBackend)
+}
+each_backend = pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS.keys())
+
+
+def pieces_of(
+    backend: Backend, prompt: list[int], output: list[int], sizes: list[int]
+) -> list[str]:
+    detokenizer = Detokenizer(backend, prompt, True)
+    pieces, start = [], 0
+    for size in sizes:
+        pieces.append(detokenizer.feed(output[start : start + size]))
+        start += size
+    return [*pieces, detokenizer.feed(output[start:]), detokenizer.flush()]
+
+
+@each_backend
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_pieces_joined_are_the_decoded_output(backend: Backend, prompt: str) -> None:
+    prompt_ids = backend.encode(prompt, False) or [1]
+    for text in TEXTS:
+        output = backend.encode(text, False)
+        before = backend.decode(prompt_ids, True)
+        expected = backend.decode(prompt_ids + output, True).removeprefix(before)
+        assert REPLACEMENT in text or expected.strip() == text.strip()
+        for sizes in ([1] * len(output), [len(output)], [2, 3, 1, 5]):
+            assert "".join(pieces_of(backend, prompt_ids, output, sizes)) == expected
+
+
+@each_backend
+def test_half_a_character_is_withheld(backend: Backend) -> None:
+    """118: nothing before the last byte, then the whole character; at the end what there is."""
+    smile = backend.encode("😀", False)
+    for byte_ids in (smile, smile[-4:]):
+        detokenizer = Detokenizer(backend, backend.encode("a", False), True)
+        shown = [detokenizer.feed([i]) for i in byte_ids]
+        assert "".join(shown) == "😀" and all(REPLACEMENT not in piece for piece in shown)
+        assert detokenizer.flush() == ""
+    cut = Detokenizer(backend, backend.encode("a", False), True)
+    assert "".join(cut.feed([i]) for i in smile[:-1]) == ""
+    assert set(cut.flush()) == {REPLACEMENT}
+
+
+@each_backend
+def test_a_character_begun_in_the_prompt_appears_whole(backend: Backend) -> None:
+    ids = backend.encode("ab😀", False)
+    detokenizer = Detokenizer(backend, ids[:-1], True)
+    assert detokenizer.feed(ids[-1:]) == "😀"
+
+
+@each_backend
+def test_special_tokens_are_shown_only_if_asked(backend: Backend) -> None:
+    ids = [*backend.encode("a", False), 2]
+    for skip, expected in ((True, "a"), (False, "a</s>")):
+        detokenizer = Detokenizer(backend, [1], skip)
+        shown = "".join(detokenizer.feed([i]) for i in ids) + detokenizer.flush()
+        assert shown.strip().removeprefix("<s>") == expected
+
+
+@each_backend
+def test_any_ids_at_all(backend: Backend, seed: int) -> None:
+    """Random ids, as a random model makes them: no error, no text twice, none half, none lost."""
+    dice = random.Random(seed)
+    for _ in range(60):
+        ids = [dice.randrange(backend.vocab_size) for _ in range(40)]
+        prompt, output = ids[:10], ids[10:]
+        detokenizer = Detokenizer(backend, prompt, True)
+        text = "".join(detokenizer.feed([i]) for i in output) + detokenizer.flush()
+        clean = Detokenizer(backend, [1], True)
+        expected = clean.feed(output) + clean.flush()
+        # Bytes that are no text may be shown as one or several marks; all else is the same.
+        assert text.replace(REPLACEMENT, "").strip() == expected.replace(REPLACEMENT, "").strip()
+
+
+def test_text_that_would_have_to_change_is_continued() -> None:
+    """A run of byte tokens is text or it is not, as a whole; what is out stays out."""
+    backend = RustBackend(made.metaspace())
+    smile = backend.encode("a😀", False)[-4:]
+    letter = backend.encode("ab", False)[-1:]
+    detokenizer = Detokenizer(backend, backend.encode("a", False), True)
+    shown = [detokenizer.feed([i]) for i in (*smile, smile[1], *letter, *letter)]
+    assert "".join(shown[:4]) == "😀"
+    assert "".join(shown[4:]).count("b") == 2 and REPLACEMENT in "".join(shown[4:])
+
+
+def test_a_token_costs_a_few_microseconds() -> None:
+    backend = RustBackend(made.byte_level())
+    ids = backend.encode("The quick brown fox, café 😀. " * 100, False)
+    detokenizer = Detokenizer(backend, ids[:10], True)
+    start = time.perf_counter()
+    for token_id in ids:
+        detokenizer.feed([token_id])
+    micros = (time.perf_counter() - start) / len(ids) * 1e6
+    print(f"{micros:.2f} microseconds a token")
+    assert micros < 50  # 1.2 on a quiet machine
+
+
+@pytest.mark.parametrize(
+    ("text", "num_new", "strings", "include", "expected"),
+    [
+        ("one two STOP", 1, ["STOP"], False, ("STOP", 8)),
+        ("one two STOP", 1, ["STOP"], True, ("STOP", 12)),
+        ("one two STOP more", 5, ["STOP"], False, None),  # seen when it came
+        ("one two STOP more", 6, ["STOP"], False, ("STOP", 8)),
+        ("abc", 3, ["c", "bc"], False, ("bc", 1)),  # the earliest in the text
+        ("abc", 3, ["d"], False, None),
+        ("ab", 2, ["abc"], False, None),
+    ],
+)
+def test_stop_strings(
+    text: str, num_new: int, strings: list[str], include: bool, expected: tuple[str, int] | None
+) -> None:
+    assert StopStrings(strings, include).find(text, num_new) == expected
+
+
+def test_as_much_is_held_back_as_may_begin_a_stop_string() -> None:
+    assert StopStrings(["ab", "abcd"], False).num_held_back == 3
+    assert StopStrings(["ab", "abcd"], True).num_held_back == 0
