@@ -1,0 +1,184 @@
+"""Every decoder-only model of transformers that lets its attention be replaced.
+
+The module is transformers' own, weights and forward pass; only attention is ours, over the paged
+cache. Which models fit is found out by looking and by trying, not from a list of names:
+
+    general_support    what a config and a class tell before any weight is read
+    general_attention  the attention function, and the one that listens during a trial
+    general_trial      a few tokens through the loaded module: does our attention see all there is?
+    general_rope       rotary frequencies that do not move with the batch
+
+Importing this module imports transformers, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as hf_logging
+
+from engine.config.model import ModelConfig, ModelInfo
+from engine.errors import ModelError
+from engine.kv.layout import KVSpec
+from engine.layers.batch import ForwardBatch
+from engine.models.general_attention import PAGED, STATE, TRIAL, PagedState
+from engine.models.general_rope import fix_frequencies
+from engine.models.general_support import (
+    Misfit,
+    check_class,
+    check_support,
+    read_hf_config,
+    refusal,
+)
+from engine.models.general_trial import Findings, is_close, run_trial
+from engine.models.load import compute_dtype
+
+logger = logging.getLogger("engine.models")
+
+
+class GeneralModel:
+    """A causal model of transformers over our paged cache. See ``engine.models.model.Model``."""
+
+    def __init__(self, causal: PreTrainedModel, findings: Findings) -> None:
+        self.dtype = causal.dtype
+        self.vocab_size = findings.logits.shape[-1]
+        self.kv_spec = KVSpec(
+            num_layers=len(findings.layers),
+            num_kv_heads=findings.num_kv_heads,
+            head_dim=findings.head_dim,
+            windows=tuple(layer.window for layer in findings.layers),
+            dtype_bytes=self.dtype.itemsize,
+        )
+        self._causal = causal
+        self._backbone = findings.backbone
+        self._output_type = findings.output_type
+        self._state = PagedState(findings.layers, findings.head_dim)
+        causal.set_attn_implementation(PAGED)
+        for layer in findings.layers:
+            setattr(layer.module, STATE, self._state)
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> torch.Tensor:
+        """Hidden states [N, H] as the module's backbone returns them."""
+        with self._state.during(batch.attn, kv):
+            output = self._backbone(
+                input_ids=batch.input_ids[None], position_ids=batch.positions[None], use_cache=False
+            )
+        return output[0][0]
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [R, H] -> [R, V] float32, with whatever the module does after its backbone."""
+        ids = torch.zeros(1, hidden.shape[0], dtype=torch.int64, device=hidden.device)
+        with self._backbone_answers(self._output_type(last_hidden_state=hidden[None])):
+            return self._causal(input_ids=ids, use_cache=False).logits[0].float()
+
+    @contextmanager
+    def _backbone_answers(self, output: Any) -> Iterator[None]:
+        """Skip the backbone: an attribute of the instance hides the method of its class."""
+        self._backbone.forward = lambda *_, **__: output
+        try:
+            yield
+        finally:
+            del self._backbone.forward
+
+
+def load_general(
+    config: ModelConfig, info: ModelInfo, *, device: str, max_model_len: int
+) -> GeneralModel:
+    """Load a model through transformers, with our attention in it.
+
+    Raises ``ModelError`` naming the architecture and the reason if it cannot be served that way.
+    """
+    hf = read_hf_config(config, info)
+    check_support(config, info, hf)
+    dtype = compute_dtype(config, info, device)
+    try:
+        read = _random if config.load_format == "dummy" else _stored
+        causal = read(config, info, hf, dtype)
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(f"transformers cannot load {info.path}: {error}") from error
+    causal.eval().requires_grad_(False).to(device)
+    try:
+        check_class(type(causal), hf)
+        fix_frequencies(causal, max_model_len)
+        model = _fitted(causal, max_model_len)
+    except Misfit as reason:
+        raise refusal(info, reason) from reason.__cause__
+    logger.info("%s runs through transformers (%s)", type(causal).__name__, dtype)
+    return model
+
+
+def _random(
+    config: ModelConfig, info: ModelInfo, hf: PreTrainedConfig, dtype: torch.dtype
+) -> PreTrainedModel:
+    """With seeded random weights, as the class initialises them."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        return AutoModelForCausalLM.from_config(
+            hf,
+            dtype=dtype,
+            attn_implementation=TRIAL,
+            trust_remote_code=config.trust_remote_code,
+        )
+
+
+def _stored(
+    config: ModelConfig, info: ModelInfo, hf: PreTrainedConfig, dtype: torch.dtype
+) -> PreTrainedModel:
+    """With the weights of the directory. Raises ``ModelError`` if some are missing."""
+    with _no_progress_bar():
+        causal, report = AutoModelForCausalLM.from_pretrained(
+            info.path,
+            config=hf,
+            dtype=dtype,
+            attn_implementation=TRIAL,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
+        )
+    missing = sorted(report["missing_keys"]) + sorted(map(str, report["mismatched_keys"]))
+    if missing:
+        raise ModelError(
+            f"{info.path} lacks weights of {type(causal).__name__}: {', '.join(missing[:5])}"
+            f"{f' and {len(missing) - 5} more' if len(missing) > 5 else ''}"
+        )
+    return causal
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()
+
+
+@torch.inference_mode()
+def _fitted(causal: PreTrainedModel, max_model_len: int) -> GeneralModel:
+    """The model, once a trial has shown that it fits. Raises ``Misfit``."""
+    text = causal.config.get_text_config(decoder=True)
+    try:
+        findings = run_trial(causal, text.vocab_size, max_model_len)
+    except Misfit:
+        raise
+    except Exception as error:
+        raise Misfit(f"a trial of a few tokens failed with {error!r}") from error
+    num_layers = text.num_hidden_layers
+    if len(findings.layers) < num_layers:
+        raise Misfit(f"it calls attention {len(findings.layers)} times in {num_layers} layers")
+    model = GeneralModel(causal, findings)
+    if not is_close(model.logits(findings.hidden), findings.logits.float()):
+        raise Misfit("its logits depend on more than the output of its backbone")
+    return model

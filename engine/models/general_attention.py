@@ -1,0 +1,212 @@
+"""Our attention as transformers calls it: ``attention_interface(module, q, k, v, mask, ...)``.
+
+Two functions are registered under names of our own. ``TRIAL`` listens: it notes what each layer
+asks for. ``PAGED`` serves: it writes K and V to the paged cache and attends over it. No mask is
+registered for ``PAGED``, so transformers builds none; for ``TRIAL`` the mask is a blank that
+carries the rule it would have been built from.
+
+A module reaches its model's state through an attribute, so models may stand side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
+
+from engine.models.general_support import Misfit
+from kernels import AttentionMeta, paged_attention
+
+PAGED = "metronome_paged"
+TRIAL = "metronome_trial"
+STATE = "metronome_state"  # attribute of an attention module
+
+MaskRule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(batch, head, query position, key position) -> may the query see the key."""
+
+# Arguments that do not change the result: gradients, bookkeeping, what q and k already contain, and
+# the window, which is taken from the mask as transformers' own eager attention does.
+WITHOUT_EFFECT = frozenset(
+    {
+        "dropout",
+        "position_ids",
+        "position_embeddings",
+        "cache_position",
+        "sliding_window",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "use_cache",
+        "past_key_values",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a layer asks of attention besides q, k and v."""
+
+    scale: float
+    softcap: float
+    sinks: torch.Tensor | None  # [Hq]
+
+
+def read_options(scaling: float | None, head_dim: int, asked: dict[str, Any]) -> Options:
+    """Raises ``Misfit`` naming an argument that would change the result in a way not known here."""
+    softcap = sinks = None
+    for name, value in asked.items():
+        if value is None or name in WITHOUT_EFFECT:
+            continue
+        if name == "softcap":
+            softcap = value
+        elif name == "s_aux":
+            sinks = value.detach()
+        elif name == "is_causal":
+            if not value:
+                raise Misfit("it attends to later tokens (is_causal=False)")
+        elif value is not False:
+            raise Misfit(f"it passes {name!r} to attention, which is not supported")
+    scale = head_dim**-0.5 if scaling is None else float(scaling)
+    return Options(scale, float(softcap or 0.0), sinks)
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of attention during a trial."""
+
+    module: nn.Module
+    query: torch.Tensor  # [1, Hq, N, D]
+    key: torch.Tensor  # [1, Hkv, N, D]
+    value: torch.Tensor  # [1, Hkv, N, Dv]
+    mask: torch.Tensor | None
+    scaling: float | None
+    asked: dict[str, Any]
+
+
+def listen(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **asked: Any,
+) -> tuple[torch.Tensor, None]:
+    """Note the call. Each token is answered with its own value, so none knows of another."""
+    getattr(module, STATE).append(Call(module, query, key, value, attention_mask, scaling, asked))
+    group = query.shape[1] // value.shape[1]
+    return value.repeat_interleave(group, dim=1).transpose(1, 2).contiguous(), None
+
+
+def blank_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: MaskRule,
+    device: torch.device,
+    **_: Any,
+) -> torch.Tensor:
+    """A mask of the right shape whose ``rule`` says what it stands for."""
+    mask = torch.zeros(batch_size, 1, q_length, kv_length, device=device)
+    mask.rule = mask_function  # type: ignore[attr-defined]
+    return mask
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayer:
+    """One call of attention in a forward pass, as a trial found it."""
+
+    module: nn.Module
+    window: int
+    """Keys a query sees, itself included; 0 for all before it."""
+
+
+class Step:
+    """The step under way: where its K and V go, and which layer is next."""
+
+    def __init__(self, meta: AttentionMeta, kv: list[torch.Tensor]) -> None:
+        self.meta = meta
+        self.num_calls = 0
+        self._kv = kv
+        self._rows = (meta.slots >= 0).nonzero().squeeze(1)  # without padding
+        slots = meta.slots[self._rows]
+        self._blocks, self._offsets = slots // meta.block_size, slots % meta.block_size
+
+    def next_cache(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Write [N, Hkv, D] to the next layer's cache [blocks, 2, Hkv, block, D], and return it."""
+        kv_layer = self._kv[self.num_calls]
+        self.num_calls += 1
+        for half, new in enumerate((keys, values)):
+            rows = new[self._rows].to(kv_layer.dtype)
+            kv_layer[self._blocks, half, :, self._offsets] = rows
+        return kv_layer
+
+
+@dataclass(slots=True)
+class PagedState:
+    """What the attention modules of one model share."""
+
+    layers: tuple[AttentionLayer, ...]
+    """In the order of their calls."""
+    head_dim: int
+    """Head size of the cache: the largest of any key or value."""
+    step: Step | None = None
+
+    @contextmanager
+    def during(self, meta: AttentionMeta, kv: list[torch.Tensor]) -> Iterator[None]:
+        """A forward pass, in which every layer has its turn."""
+        self.step = Step(meta, kv)
+        try:
+            yield
+            assert self.step.num_calls == len(self.layers), "the module left out attention layers"
+        finally:
+            self.step = None
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **asked: Any,
+) -> tuple[torch.Tensor, None]:
+    """query: [1, Hq, N, D]; key, value: [1, Hkv, N, D] -> ([1, N, Hq, D of value], None)."""
+    state: PagedState = getattr(module, STATE)
+    assert state.step is not None, "the module is called outside a step"
+    layer = state.layers[state.step.num_calls]
+    assert layer.module is module, "the module calls its attention layers in another order"
+    options = read_options(scaling, query.shape[-1], asked)
+    kv_layer = state.step.next_cache(_rows(key, state.head_dim), _rows(value, state.head_dim))
+    queries = _rows(query, state.head_dim).to(kv_layer.dtype)
+    out = paged_attention(
+        queries.contiguous(),
+        kv_layer,
+        state.step.meta,
+        scale=options.scale,
+        window=layer.window,
+        softcap=options.softcap,
+        sinks=options.sinks,
+    )
+    out = out.view(queries.shape)[None, ..., : value.shape[-1]]
+    return out.to(value.dtype).contiguous(), None
+
+
+def _rows(heads: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """[1, H, N, D] -> [N, H, head_dim], filled up with zeros, which change no score and no sum."""
+    rows = heads[0].transpose(0, 1)
+    missing = head_dim - rows.shape[-1]
+    return nn.functional.pad(rows, (0, missing)) if missing else rows
+
+
+AttentionInterface.register(PAGED, attend)
+AttentionInterface.register(TRIAL, listen)
+AttentionMaskInterface.register(TRIAL, blank_mask)

@@ -1,0 +1,102 @@
+"""What a config and its class tell before any weight is read: can this model be served?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from engine.config.model import ModelConfig, ModelInfo
+from engine.errors import ModelError
+
+# Kinds of layers whose only memory is a key and a value per token.
+ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+
+
+class Misfit(ValueError):
+    """Why a model cannot be served; ``refusal`` adds its name."""
+
+
+def name_of(info: ModelInfo) -> str:
+    return info.architecture or info.model_type
+
+
+def refusal(info: ModelInfo, reason: object) -> ModelError:
+    return ModelError(
+        f"{name_of(info)} in {info.path} is not supported: {reason}. Supported are the native "
+        "families and decoder-only models of transformers whose attention can be replaced"
+    )
+
+
+def read_hf_config(config: ModelConfig, info: ModelInfo) -> PreTrainedConfig:
+    """transformers' own view of config.json. Raises ``ModelError``."""
+    try:
+        return AutoConfig.from_pretrained(
+            info.path, local_files_only=True, trust_remote_code=config.trust_remote_code
+        )
+    except Exception as error:
+        raise ModelError(
+            f"transformers cannot read {info.path / 'config.json'} "
+            f"({name_of(info)}): {_first_line(error)}"
+        ) from error
+
+
+def check_support(config: ModelConfig, info: ModelInfo, hf: PreTrainedConfig) -> None:
+    """Raise ``ModelError`` with the reason if it is plain that the model cannot be served."""
+    if config.quantization is not None:
+        raise ModelError(
+            f"quantization={config.quantization!r} works with native families only, and "
+            f"{name_of(info)} runs through transformers; leave it out"
+        )
+    try:
+        _check_config(hf)
+        if not _is_remote(config, hf):
+            check_class(_causal_class(hf), hf)
+    except Misfit as reason:
+        raise refusal(info, reason) from None
+
+
+def _is_remote(config: ModelConfig, hf: PreTrainedConfig) -> bool:
+    return config.trust_remote_code and "AutoModelForCausalLM" in (
+        getattr(hf, "auto_map", {}) or {}
+    )
+
+
+def _check_config(hf: PreTrainedConfig) -> None:
+    if getattr(hf, "is_encoder_decoder", False):
+        raise Misfit("it is an encoder-decoder model")
+    if getattr(hf, "add_cross_attention", False):
+        raise Misfit("it attends to the output of an encoder")
+    others = layer_types(hf) - ATTENTION_LAYERS
+    if others:
+        raise Misfit(f"it has layers that are no plain attention ({', '.join(sorted(others))})")
+
+
+def layer_types(hf: PreTrainedConfig) -> set[str]:
+    """Kinds of layers a config names, empty if it names none."""
+    return set(getattr(hf.get_text_config(decoder=True), "layer_types", None) or ())
+
+
+def _causal_class(hf: PreTrainedConfig) -> type[Any]:
+    """The class transformers makes of a config, read without making it."""
+    known = AutoModelForCausalLM._model_mapping
+    if type(hf) not in known:
+        raise Misfit("transformers has no causal language model for it")
+    found = known[type(hf)]
+    if not isinstance(found, tuple):
+        return found
+    named = [cls for cls in found if cls.__name__ in (hf.architectures or ())]
+    return named[0] if named else found[0]
+
+
+def check_class(cls: type[Any], hf: PreTrainedConfig) -> None:
+    """Raise ``Misfit`` if the source of a class says that its attention cannot be ours."""
+    if getattr(cls, "_is_stateful", False) and not layer_types(hf):
+        raise Misfit("it keeps a recurrent state, not keys and values")
+    if not cls._can_set_attn_implementation():
+        raise Misfit("its attention does not go through transformers' attention interface")
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

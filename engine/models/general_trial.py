@@ -1,0 +1,198 @@
+"""A few tokens through a loaded module: is our attention all that ties its tokens together?
+
+A step hands a module the tokens of many sequences in one row. That works if a token learns of the
+others through attention alone and of its place through ``position_ids`` alone. So the same tokens
+are sent through twice, first as they are, then in another order with their positions beside them
+and one of them moved to the end of the longest sequence. With attention that answers each token
+with its own value, all but the moved one must come out the same. A convolution, a token shift,
+positions counted from the row, frequencies that follow the longest sequence of a batch: each shows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from engine.models.general_attention import STATE, AttentionLayer, Call, MaskRule, read_options
+from engine.models.general_support import Misfit
+
+NUM_TOKENS = 6
+ORDER = (3, 0, 4, 1, 5, 2)  # of the second run
+MOVED = NUM_TOKENS - 1
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a trial found out about a module."""
+
+    layers: tuple[AttentionLayer, ...]
+    num_kv_heads: int
+    head_dim: int
+    """The largest of any key or value."""
+    backbone: nn.Module
+    """The part that computes hidden states."""
+    output_type: type
+    """What the backbone returns."""
+    hidden: torch.Tensor  # [N, H] of the trial's tokens
+    logits: torch.Tensor  # [N, V] of the same
+
+
+@dataclass(slots=True)
+class Run:
+    """What came of one pass."""
+
+    calls: list[Call]
+    output: Any  # of the module called
+    backbone: nn.Module
+    backbone_output: Any
+
+    @property
+    def hidden(self) -> torch.Tensor:
+        return self.backbone_output[0][0]  # [N, H]
+
+
+def run_trial(causal: PreTrainedModel, vocab_size: int, max_model_len: int) -> Findings:
+    """Try a module whose attention is ``TRIAL``. Raises ``Misfit``."""
+    tokens = (torch.arange(NUM_TOKENS) * 7 + 3) % vocab_size
+    places = torch.arange(NUM_TOKENS)
+    first = _run(causal, _backbones(causal), tokens, None)
+    layers = _read_layers(first.calls, max_model_len)
+    num_kv_heads, head_dim = _cache_shape(first.calls)
+    order = torch.tensor(ORDER)
+    places[MOVED] = max_model_len - 1
+    try:
+        second = _run(first.backbone, [first.backbone], tokens[order], places[order])
+    except IndexError as error:
+        raise Misfit(
+            f"it has no position {places[MOVED]}; give a max_model_len that it was made for"
+        ) from error
+    _compare(first, second, order)
+    return Findings(
+        layers,
+        num_kv_heads,
+        head_dim,
+        first.backbone,
+        type(first.backbone_output),
+        first.hidden,
+        first.output.logits[0],
+    )
+
+
+def _backbones(causal: PreTrainedModel) -> list[nn.Module]:
+    """What may be a class's backbone, best first; some pass it by and call its decoder."""
+    named = [causal.base_model, causal.get_decoder()]
+    children = [part for part in causal.children() if isinstance(part, PreTrainedModel)]
+    return [part for part in dict.fromkeys(named + children) if part is not causal]
+
+
+def _run(
+    module: nn.Module,
+    backbones: list[nn.Module],
+    tokens: torch.Tensor,
+    positions: torch.Tensor | None,
+) -> Run:
+    """Call a module and keep what the first of its backbones to be called returned.
+
+    positions: ``None`` leaves them to the module, which must count from zero.
+    """
+    calls: list[Call] = []
+    outputs: dict[nn.Module, Any] = {}
+    device = next(module.parameters()).device
+    handles = [
+        part.register_forward_hook(lambda part, _args, out: outputs.setdefault(part, out))
+        for part in backbones
+    ]
+    for part in module.modules():
+        setattr(part, STATE, calls)
+    try:
+        output = module(
+            input_ids=tokens[None].to(device),
+            position_ids=None if positions is None else positions[None].to(device),
+            use_cache=False,
+        )
+    finally:
+        for handle in handles:
+            handle.remove()
+        for part in module.modules():
+            delattr(part, STATE)
+    backbone = next((part for part in backbones if part in outputs), None)
+    if backbone is None:
+        raise Misfit("which part of it computes the hidden states cannot be told")
+    return Run(calls, output, backbone, outputs[backbone])
+
+
+def _read_layers(calls: list[Call], max_model_len: int) -> tuple[AttentionLayer, ...]:
+    layers = []
+    windows: dict[MaskRule, int] = {}
+    for call in calls:
+        shape = (1, call.query.shape[1], NUM_TOKENS)
+        if call.query.shape[:3] != shape or call.key.shape[2] != NUM_TOKENS:
+            raise Misfit("its attention does not see each token once")
+        read_options(call.scaling, call.query.shape[-1], call.asked)
+        rule = getattr(call.mask, "rule", None)
+        if rule is None:
+            raise Misfit("it builds attention masks of its own")
+        if rule not in windows:
+            windows[rule] = window_of(rule, max_model_len)
+        layers.append(AttentionLayer(call.module, windows[rule]))
+    return tuple(layers)
+
+
+def window_of(rule: MaskRule, max_model_len: int) -> int:
+    """The sliding window a mask stands for, 0 for a causal one without. Raises ``Misfit``."""
+    zero = torch.tensor(0)
+    keys = torch.arange(max_model_len)
+    last = max_model_len - 1
+    seen = [_ask(rule, zero, torch.tensor(q), keys) for q in sorted({0, last // 2, last})]
+    width = int(seen[-1].sum())
+    for query, allowed in zip(sorted({0, last // 2, last}), seen, strict=True):
+        if not torch.equal(allowed, (keys <= query) & (keys > query - width)):
+            raise Misfit("its attention mask is neither causal nor a sliding window")
+    return width if width < max_model_len else 0
+
+
+def _ask(
+    rule: MaskRule, zero: torch.Tensor, query: torch.Tensor, keys: torch.Tensor
+) -> torch.Tensor:
+    try:
+        return rule(zero, zero, query, keys).expand(keys.shape)
+    except (IndexError, RuntimeError) as error:
+        raise Misfit("its attention mask depends on more than positions") from error
+
+
+def _cache_shape(calls: list[Call]) -> tuple[int, int]:
+    heads = sorted({call.key.shape[1] for call in calls})
+    if len(heads) > 1:
+        raise Misfit(f"its layers differ in their number of key-value heads ({heads})")
+    dims = {dim for call in calls for dim in (call.key.shape[-1], call.value.shape[-1])}
+    return heads[0], max(dims)
+
+
+def _compare(first: Run, second: Run, order: torch.Tensor) -> None:
+    """order: the token in each row of the second run."""
+    if [call.module for call in first.calls] != [call.module for call in second.calls]:
+        raise Misfit("the number of its attention calls depends on its input")
+    pairs = [(first.hidden, second.hidden)]
+    for before, after in zip(first.calls, second.calls, strict=True):
+        pairs.append((_by_token(before.query), _by_token(after.query)))
+        pairs.append((_by_token(before.key), _by_token(after.key)))
+    stays = order != MOVED
+    if not all(is_close(after[stays], before[order][stays]) for before, after in pairs):
+        raise Misfit(
+            "a token's result depends on other tokens or their order, not by attention alone"
+        )
+
+
+def _by_token(heads: torch.Tensor) -> torch.Tensor:
+    return heads[0].transpose(0, 1)  # [1, H, N, D] -> [N, H, D]
+
+
+def is_close(value: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Equal but for rounding. What this is asked about goes wrong by the size of the values."""
+    allowed = 1e-4 if expected.dtype == torch.float32 else 5e-2
+    difference = (value.float() - expected.float()).norm()
+    return bool(difference <= allowed * expected.float().norm())
