@@ -1,12 +1,15 @@
 """The native decoder against transformers: every logit of every family, however a step is cut."""
 
+import json
 import os
 import random
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from e2e.paged import PagedRun
-from e2e.tiny_models import CASES, VOCAB, TinyModels
+from e2e.tiny_models import CASES, FULL, VOCAB, Case, TinyModels, config_of, random_model, reference
 
 from engine.config.model import ModelConfig, read_model_info
 from engine.models.decoder import Decoder
@@ -74,3 +77,119 @@ def test_logits_equal_transformers(tiny_models: TinyModels, name: str, seed: int
 
 def test_every_family_has_a_case() -> None:
     assert {f"{case.family}ForCausalLM" for case in CASES.values()} == set(FAMILIES)
+
+
+# Files as transformers 4 wrote them, and what became of their keys since.
+OLDER = ["llama-llama3", "llama-yarn", "phi3-partial-window", "phi3-longrope", "gemma3-linear"]
+
+
+def in_older_words(hf: dict[str, Any]) -> dict[str, Any]:
+    given = hf.pop("rope_parameters")
+    if FULL in given:
+        hf["rope_local_base_freq"] = given["sliding_attention"]["rope_theta"]
+        given = given[FULL]
+    hf["rope_theta"] = given.pop("rope_theta")
+    hf["partial_rotary_factor"] = given.pop("partial_rotary_factor", 1.0)
+    hf["rope_scaling"] = None if given["rope_type"] == "default" else given
+    hf["torch_dtype"] = hf.pop("dtype")
+    return hf
+
+
+@pytest.mark.parametrize("name", OLDER)
+def test_older_configurations_compute_the_same(
+    tiny_models: TinyModels, tmp_path: Path, name: str, seed: int
+) -> None:
+    path = tiny_models.path(name)
+    hf = in_older_words(json.loads((path / "config.json").read_text()))
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    (tmp_path / "model.safetensors").symlink_to(path / "model.safetensors")
+    tokens = tokens_of(seed)
+    logits = PagedRun(load(tmp_path)).prefill("a", tokens)
+    assert_same(logits, reference_logits(tiny_models.reference(name), tokens), name)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe-mixed"])
+def test_stacked_experts_compute_the_same(
+    tiny_models: TinyModels, tmp_path: Path, name: str, seed: int
+) -> None:
+    model = tiny_models.reference(name)
+    model.save_pretrained(tmp_path, save_original_format=False)
+    tokens = tokens_of(seed)
+    logits = PagedRun(load(tmp_path)).prefill("a", tokens)
+    assert_same(logits, reference_logits(model, tokens), name)
+
+
+def test_sharded_checkpoints_compute_the_same(
+    tiny_models: TinyModels, tmp_path: Path, seed: int
+) -> None:
+    model = tiny_models.reference("qwen3")
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    tokens = tokens_of(seed)
+    logits = PagedRun(load(tmp_path)).prefill("a", tokens)
+    assert_same(logits, reference_logits(model, tokens), "shards")
+
+
+def test_length_dependent_positions_agree_on_their_side_of_the_border(
+    tmp_path: Path, seed: int
+) -> None:
+    """With ``max_model_len`` beyond the border, short sequences are where we differ: transformers
+    turns them by the short factors until one call is long. See engine.layers.rotary."""
+    scaling = {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8,
+        "original_max_position_embeddings": 32,
+    }
+    case = Case("Llama", {"rope_parameters": {**scaling, "rope_theta": 10_000.0}})
+    random_model(config_of(case), seed).save_pretrained(tmp_path)
+    short, long = tokens_of(seed, 30), tokens_of(seed, 50)
+    for_short, for_long = load(tmp_path, max_model_len=32), load(tmp_path, max_model_len=64)
+    theirs = {
+        len(tokens): reference_logits(reference(tmp_path), tokens) for tokens in (short, long)
+    }
+    assert_same(PagedRun(for_short).prefill("a", short), theirs[30], "short factors")
+    assert_same(PagedRun(for_long).prefill("a", long), theirs[50], "long factors")
+    with pytest.raises(AssertionError, match="off by"):
+        assert_same(PagedRun(for_long).prefill("a", short), theirs[30], "short, long factors")
+
+
+def test_dynamic_positions_are_those_of_the_longest_sequence(tmp_path: Path, seed: int) -> None:
+    scaling = {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 10_000.0}
+    case = Case("Llama", {"rope_parameters": scaling, "max_position_embeddings": 24})
+    random_model(config_of(case), seed).save_pretrained(tmp_path)
+    tokens = tokens_of(seed)
+    model = load(tmp_path, max_model_len=len(tokens))
+    logits = PagedRun(model).prefill("a", tokens, chunk=7)
+    assert_same(logits, reference_logits(reference(tmp_path), tokens), "dynamic")
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "olmo2", "mixtral"])
+@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"quantization": "int8"}], ids=str)
+def test_narrow_numbers_stay_near(
+    tiny_models: TinyModels, name: str, options: dict[str, str], seed: int
+) -> None:
+    tokens = tokens_of(seed)
+    logits = PagedRun(load(tiny_models.path(name), **options)).prefill("a", tokens, chunk=16)
+    expected = reference_logits(tiny_models.reference(name), tokens)
+    cosine = torch.nn.functional.cosine_similarity(logits, expected, dim=-1)
+    print(f"{name} {options}: cosine {cosine.mean():.5f}, lowest {cosine.min():.5f}")
+    assert logits.dtype == torch.float32
+    assert cosine.mean() > 0.98
+
+
+def test_made_up_weights_run_from_a_configuration_alone(
+    tiny_models: TinyModels, tmp_path: Path, seed: int
+) -> None:
+    for name in ("llama", "gemma3", "mixtral"):
+        directory = tmp_path / name
+        directory.mkdir()
+        (directory / "config.json").write_text((tiny_models.path(name) / "config.json").read_text())
+        tokens = tokens_of(seed)
+        one, same, other = (
+            PagedRun(load(directory, load_format="dummy", seed=s)).prefill("a", tokens)
+            for s in (1, 1, 2)
+        )
+        assert torch.isfinite(one).all()
+        assert torch.equal(one, same) and not torch.equal(one, other)
+        assert len(one.argmax(-1).unique()) > 5, "made-up models should answer to their input"

@@ -254,10 +254,16 @@ class TinyModels:
     def reference(self, name: str) -> PreTrainedModel:
         """What transformers makes of that directory, in float32 with its plainest attention."""
         if name not in self._references:
-            self._references[name] = transformers.AutoModelForCausalLM.from_pretrained(
-                self.path(name), dtype=torch.float32, attn_implementation="eager"
-            ).eval()
+            self._references[name] = reference(self.path(name))
         return self._references[name]
+
+
+def reference(path: Path) -> PreTrainedModel:
+    """What transformers makes of a directory, in float32 with its plainest attention."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    )
+    return model.eval()
 
 
 def config_of(case: Case) -> PreTrainedConfig:
@@ -288,13 +294,3 @@ def random_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
 
 def save(model: PreTrainedModel, path: Path, dtype: torch.dtype = torch.float32) -> None:
     model.to(dtype).save_pretrained(path)
-
-
-class Prompt:
-    """Random token ids."""
-
-    def __init__(self, seed: int) -> None:
-        self._generator = torch.Generator().manual_seed(seed)
-
-    def tokens(self, count: int) -> list[int]:
-        return torch.randint(3, VOCAB, (count,), generator=self._generator).tolist()
