@@ -175,18 +175,17 @@ def gemma(hf: HF, **differences: Any) -> DecoderSpec:
 
 
 def gemma_attention(hf: HF, **differences: Any) -> AttentionSpec:
-    return biased(
-        hf,
-        scale=hf["query_pre_attn_scalar"] ** -0.5,
-        softcap=hf.get("attn_logit_softcapping") or 0.0,
-        **differences,
-    )
+    return biased(hf, scale=hf["query_pre_attn_scalar"] ** -0.5, **differences)
 
 
 def gemma2(hf: HF) -> DecoderSpec:
     hf = {**GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **hf}
     sizes = windows(hf, layer_types(hf, alternating(hf, 2)))
-    return gemma(hf, attention=gemma_attention(hf), layers=layers(hf, rope(hf), sizes))
+    return gemma(
+        hf,
+        attention=gemma_attention(hf, softcap=hf["attn_logit_softcapping"] or 0.0),
+        layers=layers(hf, rope(hf), sizes),
+    )
 
 
 def gemma3(hf: HF) -> DecoderSpec:
@@ -200,6 +199,7 @@ def gemma3(hf: HF) -> DecoderSpec:
     kinds = layer_types(hf, alternating(hf, hf.get("sliding_window_pattern") or 6))
     return gemma(
         hf,
+        # Its files may carry Gemma 2's cap on scores; transformers does not apply it, nor do we.
         attention=gemma_attention(hf, qk_norm="head"),
         layers=layers(hf, [ropes[kind] for kind in kinds], windows(hf, kinds)),
     )

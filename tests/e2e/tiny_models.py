@@ -259,9 +259,9 @@ class TinyModels:
 
 
 def reference(path: Path) -> PreTrainedModel:
-    """What transformers makes of a directory, in float32 with its plainest attention."""
+    """What transformers makes of a directory, in float32 with its plainest code."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager"
+        path, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     )
     return model.eval()
 
