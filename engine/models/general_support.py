@@ -37,7 +37,7 @@ def read_hf_config(config: ModelConfig, info: ModelInfo) -> PreTrainedConfig:
     except Exception as error:
         raise ModelError(
             f"transformers cannot read {info.path / 'config.json'} "
-            f"({name_of(info)}): {_first_line(error)}"
+            f"({name_of(info)}): {_reason(error)}"
         ) from error
 
 
@@ -97,6 +97,10 @@ def check_class(cls: type[Any], hf: PreTrainedConfig) -> None:
         raise Misfit("its attention does not go through transformers' attention interface")
 
 
-def _first_line(error: Exception) -> str:
+def _reason(error: Exception) -> str:
+    if "trust_remote_code" in str(error):
+        return (
+            "the directory brings code of its own; trust_remote_code=True runs it, if you trust it"
+        )
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

@@ -134,32 +134,30 @@ def _read_layers(calls: list[Call], max_model_len: int) -> tuple[AttentionLayer,
             raise Misfit("its attention does not see each token once")
         read_options(call.scaling, call.query.shape[-1], call.asked)
         rule = getattr(call.mask, "rule", None)
-        if rule is None:
+        if call.mask is None or rule is None:
             raise Misfit("it builds attention masks of its own")
         if rule not in windows:
-            windows[rule] = window_of(rule, max_model_len)
+            windows[rule] = window_of(rule, max_model_len, call.mask.device)
         layers.append(AttentionLayer(call.module, windows[rule]))
     return tuple(layers)
 
 
-def window_of(rule: MaskRule, max_model_len: int) -> int:
+def window_of(rule: MaskRule, max_model_len: int, device: torch.device) -> int:
     """The sliding window a mask stands for, 0 for a causal one without. Raises ``Misfit``."""
-    zero = torch.tensor(0)
-    keys = torch.arange(max_model_len)
+    keys = torch.arange(max_model_len, device=device)
     last = max_model_len - 1
-    seen = [_ask(rule, zero, torch.tensor(q), keys) for q in sorted({0, last // 2, last})]
-    width = int(seen[-1].sum())
-    for query, allowed in zip(sorted({0, last // 2, last}), seen, strict=True):
-        if not torch.equal(allowed, (keys <= query) & (keys > query - width)):
+    width = int(_seen(rule, last, keys).sum())
+    for query in (0, last // 2, last):
+        if not torch.equal(_seen(rule, query, keys), (keys <= query) & (keys > query - width)):
             raise Misfit("its attention mask is neither causal nor a sliding window")
     return width if width < max_model_len else 0
 
 
-def _ask(
-    rule: MaskRule, zero: torch.Tensor, query: torch.Tensor, keys: torch.Tensor
-) -> torch.Tensor:
+def _seen(rule: MaskRule, query: int, keys: torch.Tensor) -> torch.Tensor:
+    """Which keys [max_model_len] a query sees."""
+    zero, position = keys.new_tensor(0), keys.new_tensor(query)
     try:
-        return rule(zero, zero, query, keys).expand(keys.shape)
+        return rule(zero, zero, position, keys).expand(keys.shape)
     except (IndexError, RuntimeError) as error:
         raise Misfit("its attention mask depends on more than positions") from error
 
