@@ -1,0 +1,1 @@
+"""From logits to tokens: edits a request asks for, the choice, log-probabilities."""

@@ -1,0 +1,422 @@
+"""Choosing tokens on the CPU: no sort, no pass of noise over the vocabulary.
+
+A row is cut into blocks of 64 tokens whose largest logits are found first. They tell which blocks
+can hold one of the top k, or a token of the nucleus, and which can still win the race of noise:
+
+* min-p, top-k and top-p gather the few tokens that can remain, then find the exact cut by bisection
+  on the bits of a float;
+* in the race, a block's best logit and the best score so far give the smallest Gumbel value that
+  would win, hence the largest hash. Blocks are hashed eight tokens at a time, and only where a hash
+  lies below that limit are logarithms taken.
+
+Numbers and noise are those of `kernels.reference.sampling`.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import numpy as np
+import torch
+from numba import njit, prange
+from numpy.typing import NDArray
+
+from kernels.reference import sampling as reference
+
+BLOCK = 64
+SERIAL_SIZE = 2**18  # logits: fewer are done before other threads have woken up
+GOLDEN = np.uint64(reference.GOLDEN)
+MIX_1 = np.uint64(reference.MIX_1)
+MIX_2 = np.uint64(reference.MIX_2)
+SHIFT_1, SHIFT_2, SHIFT_3 = np.uint64(30), np.uint64(27), np.uint64(31)
+ONE = np.uint64(1)
+UNUSED_BITS = np.uint64(64 - reference.UNIFORM_BITS)
+UNIFORM_STEPS = 2.0**reference.UNIFORM_BITS
+MAX_GUMBEL = -math.log(-math.log1p(-0.5 / UNIFORM_STEPS)) + 1e-6
+
+ZERO, INFINITY = np.float32(0), np.float32(np.inf)
+MAGNITUDE = np.int32(0x7FFFFFFF)
+INFINITY_BITS = np.int32(0x7F800000)
+SIGN = np.int32(31)
+LOWEST = np.int32(-(2**31))
+LOWEST_FINITE = np.float32(np.finfo(np.float32).min)
+
+LOG2_E = 1.0 / math.log(2.0)
+MIN_EXPONENT = np.float32(-126.0)
+HALF = np.float32(0.5)
+BIAS, MANTISSA = np.int32(127), np.int32(23)
+C = tuple(np.float32(math.log(2.0) ** n / math.factorial(n)) for n in range(8))
+
+
+def choose_tokens(
+    logits: torch.Tensor,
+    temperature: NDArray[np.float64],
+    top_k: NDArray[np.int32],
+    top_p: NDArray[np.float64],
+    min_p: NDArray[np.float64],
+    seeds: NDArray[np.uint64],
+    positions: NDArray[np.int32],
+) -> NDArray[np.int32]:
+    """See `kernels.sampling.choose_tokens`. logits: [R, V] contiguous float32."""
+    x = logits.numpy()
+    if not temperature.any():
+        return _argmax(x)
+    chosen = np.empty(len(x), dtype=np.int32)
+    truncations = np.stack((top_k.astype(np.float64), top_p, min_p), axis=1)
+    noise_of = (seeds, positions.astype(np.uint64))
+    choose = _choose_rows_in_parallel if x.size > SERIAL_SIZE else _choose_rows
+    choose(x, _every_id(x.shape[1]), temperature, truncations, noise_of, chosen)
+    return chosen
+
+
+def penalise(
+    logits: torch.Tensor,
+    history: NDArray[np.int32],
+    num_prompt: int,
+    penalties: tuple[float, float, float],
+) -> None:
+    """See `kernels.sampling.penalise`. logits: [V] contiguous float32."""
+    counts = np.zeros(logits.shape[0], dtype=np.int32)
+    _penalise(logits.numpy(), history, num_prompt, penalties, counts)
+
+
+def _argmax(x: NDArray[np.float32]) -> NDArray[np.int32]:
+    """NumPy's argmax takes NaN for the largest: one look at each winner checks its whole row."""
+    chosen = x.argmax(axis=1).astype(np.int32)
+    chosen[~np.isfinite(x[np.arange(len(x)), chosen])] = -1
+    return chosen
+
+
+@cache
+def _every_id(vocab_size: int) -> NDArray[np.int32]:
+    return np.arange(vocab_size, dtype=np.int32)
+
+
+@njit(cache=True)
+def _penalise(x, history, num_prompt, penalties, counts):
+    repetition, presence, frequency = penalties
+    for i in range(num_prompt, len(history)):
+        counts[history[i]] += 1
+    for i in range(len(history)):
+        token = history[i]
+        count = counts[token]
+        if count < 0:  # done when it was met before
+            continue
+        value = np.float64(x[token])
+        value = value / repetition if value > 0 else value * repetition
+        if count > 0:
+            value -= presence + frequency * count
+        x[token] = np.float32(value)
+        counts[token] = -1
+
+
+@njit(cache=True)
+def _choose_rows(x, every_id, temperature, truncations, noise_of, chosen):
+    for row in range(len(x)):
+        key = _row_key(noise_of[0][row], noise_of[1][row])
+        chosen[row] = _choose(x[row], every_id, temperature[row], truncations[row], key)
+
+
+@njit(cache=True, parallel=True)
+def _choose_rows_in_parallel(x, every_id, temperature, truncations, noise_of, chosen):
+    for row in prange(len(x)):
+        one = slice(row, row + 1)
+        noise = (noise_of[0][one], noise_of[1][one])
+        _choose_rows(x[one], every_id, temperature[one], truncations[one], noise, chosen[one])
+
+
+@njit(cache=True)
+def _choose(x, every_id, temperature, truncation, key):
+    """One row: truncation is (top_k, top_p, min_p). -1 if the row is not sound."""
+    block_max = _block_maxima(x)
+    peak = _largest(block_max)
+    if _has_nan(x) or not LOWEST_FINITE <= peak < INFINITY:
+        return -1
+    if temperature == 0:
+        return _first_at(x, block_max, peak)
+    top_k, top_p, min_p = int(truncation[0]), truncation[1], truncation[2]
+    if top_k < 1 or top_k > len(x):
+        top_k = len(x)
+    if top_k == len(x) and top_p == 1 and min_p == 0:
+        return _race(x, every_id, block_max, temperature, key)
+    floor = _at_least(peak + temperature * math.log(min_p)) if min_p > 0 else LOWEST_FINITE
+    if top_k < len(x):
+        values, ids = _gather(x, block_max, max(floor, _kth_largest(block_max, top_k)))
+        values, ids = _keep_top_k(values, ids, top_k)
+        total = _weight(values, floor, peak, temperature)
+    else:
+        # Tokens further down weigh less than 1 - top_p altogether: outside any nucleus.
+        reach = math.log(len(x) / (1 - top_p)) if top_p < 1 else np.inf
+        values, ids = _gather(x, block_max, max(floor, _at_least(peak - temperature * reach)))
+        total = _weight(x, floor, peak, temperature) if top_p < 1 else 0.0
+    if top_p < 1:
+        values, ids = _keep_top_p(values, ids, _weights(values, peak, temperature), top_p * total)
+    return _race(values, ids, _block_maxima(values), temperature, key)
+
+
+# Cutting a row down. `values` are logits in the order of their `ids`, which ascend.
+
+
+@njit(cache=True)
+def _keep_top_k(values, ids, top_k):
+    """The top_k largest; of equal ones at the cut those with lower ids."""
+    if len(values) <= top_k:
+        return values, ids
+    cut = _kth_largest(values, top_k)
+    return _keep(values, ids, cut, top_k - _count_from(values, _above(cut)))
+
+
+@njit(cache=True)
+def _keep_top_p(values, ids, weights, target):
+    """The fewest largest whose weights reach target; of equal ones those with lower ids."""
+    low, high = _key(LOWEST_FINITE), _key(INFINITY)
+    while low < high:
+        middle = (low + high + 1) >> 1
+        if _weight_from(values, weights, _from_key(middle)) >= target:
+            low = middle
+        else:
+            high = middle - 1
+    cut = _from_key(low)
+    reached = _weight_from(values, weights, _above(cut))
+    num_ties = 0
+    for i in range(len(values)):
+        if values[i] == cut and reached < target:
+            reached += weights[i]
+            num_ties += 1
+    return _keep(values, ids, cut, num_ties)
+
+
+@njit(cache=True)
+def _keep(values, ids, cut, num_ties):
+    """What lies above cut, and the first num_ties of what lies on it."""
+    kept_values = np.empty(len(values), dtype=np.float32)
+    kept_ids = np.empty(len(values), dtype=np.int32)
+    size = 0
+    for i in range(len(values)):
+        kept_values[size], kept_ids[size] = values[i], ids[i]
+        is_tie = values[i] == cut
+        size += (values[i] > cut) | (is_tie & (num_ties > 0))
+        num_ties -= is_tie
+    return kept_values[:size], kept_ids[:size]
+
+
+@njit(cache=True)
+def _kth_largest(values, k):
+    """The k-th largest of values, or the lowest finite number if fewer than k are finite."""
+    low, high = _key(LOWEST_FINITE), _key(INFINITY)
+    while low < high:
+        middle = (low + high + 1) >> 1
+        if _count_from(values, _from_key(middle)) >= k:
+            low = middle
+        else:
+            high = middle - 1
+    return _from_key(low)
+
+
+@njit(cache=True)
+def _gather(x, block_max, floor):
+    """Values and ids of all tokens not below floor."""
+    size = _count_from(x, floor)
+    values = np.empty(size, dtype=np.float32)
+    ids = np.empty(size, dtype=np.int32)
+    size = 0
+    for block in range(len(block_max)):
+        if block_max[block] < floor:
+            continue
+        for i in range(block * BLOCK, min((block + 1) * BLOCK, len(x))):
+            if x[i] >= floor:
+                values[size] = x[i] + ZERO  # -0 would have another key than 0
+                ids[size] = i
+                size += 1
+    return values, ids
+
+
+# The race: the best of logit + temperature * noise.
+
+
+@njit(cache=True)
+def _race(values, ids, block_max, temperature, key):
+    """The id that wins. The largest logit runs first: few others then have a chance."""
+    first = _first_at(values, block_max, _largest(block_max))
+    winner = ids[first]
+    best = values[first] + temperature * _gumbel(_steps(key, winner))
+    for block in range(len(block_max)):
+        gap = (best - block_max[block]) / temperature
+        if gap > MAX_GUMBEL:
+            continue
+        start, end = block * BLOCK, min((block + 1) * BLOCK, len(values))
+        # Noise beats the gap where the uniform number is below this; one step more for rounding.
+        limit = -math.expm1(-math.exp(-gap)) * UNIFORM_STEPS * (1 + 1e-9) + 1
+        if _lowest_steps(ids[start:end], key) > limit:
+            continue
+        for i in range(start, end):
+            steps = _steps(key, ids[i])
+            if steps > limit:
+                continue
+            score = values[i] + temperature * _gumbel(steps)
+            if score > best or (score == best and ids[i] < winner):
+                best, winner = score, ids[i]
+    return winner
+
+
+@njit(cache=True)
+def _gumbel(steps):
+    return -math.log(-math.log1p(-(steps + 0.5) / UNIFORM_STEPS))
+
+
+@njit(cache=True)
+def _steps(key, token):
+    """The uniform number of a token, in whole steps."""
+    return np.float64(_hash(key, token) >> UNUSED_BITS)
+
+
+@njit(cache=True)
+def _lowest_steps(ids, key):
+    lowest = _hash(key, ids[0])
+    for i in range(1, len(ids)):
+        lowest = min(lowest, _hash(key, ids[i]))
+    return np.float64(lowest >> UNUSED_BITS)
+
+
+@njit(cache=True)
+def _row_key(seed, position):
+    return _mix(_mix(seed + GOLDEN) + (position + ONE) * GOLDEN)
+
+
+@njit(cache=True)
+def _hash(key, token):
+    return _mix(key + (np.uint64(token) + ONE) * GOLDEN)
+
+
+@njit(cache=True)
+def _mix(z):
+    z = (z ^ (z >> SHIFT_1)) * MIX_1
+    z = (z ^ (z >> SHIFT_2)) * MIX_2
+    return z ^ (z >> SHIFT_3)
+
+
+# Sweeps over logits, written so that they compile to vector instructions.
+
+
+@njit(cache=True)
+def _block_maxima(x):
+    """The largest of each block [ceil(len / BLOCK)]. Integer keys: a float maximum stays scalar."""
+    bits = x.view(np.int32)
+    maxima = np.empty((len(x) + BLOCK - 1) // BLOCK, dtype=np.float32)
+    for block in range(len(maxima)):
+        highest = LOWEST
+        part = bits[block * BLOCK : (block + 1) * BLOCK]
+        for i in range(len(part)):
+            highest = max(highest, part[i] ^ ((part[i] >> SIGN) & MAGNITUDE))
+        maxima[block] = _from_key(highest)
+    return maxima
+
+
+@njit(cache=True)
+def _largest(values):
+    largest = values[0]
+    for i in range(1, len(values)):
+        largest = max(largest, values[i])
+    return largest
+
+
+@njit(cache=True)
+def _has_nan(x):
+    highest = np.int32(0)
+    bits = x.view(np.int32)
+    for i in range(len(bits)):
+        highest = max(highest, bits[i] & MAGNITUDE)
+    return highest > INFINITY_BITS
+
+
+@njit(cache=True)
+def _first_at(x, block_max, value):
+    """Index of the first of x equal to value, which is the largest of some block."""
+    for block in range(len(block_max)):
+        if block_max[block] == value:
+            for i in range(block * BLOCK, min((block + 1) * BLOCK, len(x))):
+                if x[i] == value:
+                    return i
+    return -1
+
+
+@njit(cache=True)
+def _count_from(values, floor):
+    """How many are not below floor."""
+    count = 0
+    for i in range(len(values)):
+        count += values[i] >= floor
+    return count
+
+
+@njit(cache=True, fastmath={"reassoc"})
+def _weight_from(values, weights, floor):
+    """What those not below floor weigh together."""
+    total = 0.0
+    for i in range(len(values)):
+        total += np.float64(weights[i]) if values[i] >= floor else 0.0
+    return total
+
+
+@njit(cache=True, fastmath={"reassoc"})
+def _weight(x, floor, peak, temperature):
+    scale = np.float32(LOG2_E / temperature)
+    total = 0.0
+    for i in range(len(x)):
+        weight = _exp2((x[i] - peak) * scale)
+        total += np.float64(weight) if x[i] >= floor else 0.0
+    return total
+
+
+@njit(cache=True)
+def _weights(values, peak, temperature):
+    """Probabilities relative to the peak's."""
+    scale = np.float32(LOG2_E / temperature)
+    weights = np.empty(len(values), dtype=np.float32)
+    for i in range(len(values)):
+        weights[i] = _exp2((values[i] - peak) * scale)
+    return weights
+
+
+@njit(cache=True)
+def _exp2(y):
+    """2 ** y for y <= 0, to float32's precision; exact at whole numbers, tiny below 2 ** -126."""
+    y = max(y, MIN_EXPONENT)
+    whole = np.float32(math.floor(y + HALF))
+    f = y - whole
+    series = C[6] + f * C[7]
+    for c in (C[5], C[4], C[3], C[2], C[1], C[0]):
+        series = c + f * series
+    bits = (np.int32(whole) + BIAS) << MANTISSA
+    return series * np.int32(bits).view(np.float32)
+
+
+# Floats in the order of integers: the key of a smaller number is smaller.
+
+
+@njit(cache=True)
+def _key(value):
+    bits = np.float32(value).view(np.int32)
+    return np.int64(bits ^ ((bits >> SIGN) & MAGNITUDE))
+
+
+@njit(cache=True)
+def _from_key(key):
+    bits = np.int32(key)
+    return np.int32(bits ^ ((bits >> SIGN) & MAGNITUDE)).view(np.float32)
+
+
+@njit(cache=True)
+def _above(value):
+    """The next float."""
+    return _from_key(_key(value) + 1)
+
+
+@njit(cache=True)
+def _at_least(limit):
+    """The lowest finite float32 that is not below a float64."""
+    if limit < LOWEST_FINITE:
+        return LOWEST_FINITE
+    rounded = np.float32(limit)
+    return rounded if rounded >= limit else _above(rounded)

@@ -1,0 +1,116 @@
+"""Choosing tokens: temperature, min-p, top-k, top-p, then Gumbel noise. And penalties.
+
+The noise of a token is a function of (seed, position, token id) alone. Seed and position are mixed
+into a key, the key and the token id into 64 bits (the finaliser of splitmix64 on its Weyl
+sequence; Steele, Lea, Flood 2014), of which the upper 52 make a uniform number v strictly inside
+(0, 1). Then -log(-log1p(-v)) is Gumbel distributed and grows as v falls to 0, where the steps
+of v are as fine as they come: large values, which decide, are never cut off short of 36.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+GOLDEN = 0x9E3779B97F4A7C15
+MIX_1 = 0xBF58476D1CE4E5B9
+MIX_2 = 0x94D049BB133111EB
+UNIFORM_BITS = 52  # as many as leave (k + 1/2) / 2**bits exact in float64
+
+
+def choose_tokens(
+    logits: torch.Tensor,
+    temperature: NDArray[np.float64],
+    top_k: NDArray[np.int32],
+    top_p: NDArray[np.float64],
+    min_p: NDArray[np.float64],
+    seeds: NDArray[np.uint64],
+    positions: NDArray[np.int32],
+) -> NDArray[np.int32]:
+    """See `kernels.sampling.choose_tokens`. logits: [R, V] on any device."""
+    device = logits.device
+    x = logits.double()
+    sound = torch.isfinite(x.amax(dim=1))
+    greedy = x.argmax(dim=1)
+    column = {
+        name: torch.from_numpy(np.ascontiguousarray(values)).to(device)[:, None]
+        for name, values in (("t", temperature), ("k", top_k), ("p", top_p), ("m", min_p))
+    }
+    x = truncate(x / column["t"].where(column["t"] > 0, 1.0), *(column[name] for name in "kpm"))
+    noise = gumbel_noise(seeds, positions, logits.shape[1], device)
+    chosen = torch.where(column["t"][:, 0] > 0, (x + noise).argmax(dim=1), greedy)
+    return torch.where(sound, chosen, -1).int().cpu().numpy()
+
+
+def truncate(
+    x: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> torch.Tensor:
+    """x [R, V] float64 with -inf where min-p, top-k or top-p, columns [R, 1], leave a token out."""
+    x = x.masked_fill(x - x.amax(dim=1, keepdim=True) < min_p.log(), -torch.inf)
+    values, ids = x.sort(dim=1, descending=True, stable=True)
+    ranks = torch.arange(x.shape[1], device=x.device)
+    values = values.masked_fill((top_k > 0) & (ranks >= top_k), -torch.inf)
+    weights = (values - values[:, :1]).exp()
+    before = weights.cumsum(dim=1) - weights
+    values = values.masked_fill(
+        (top_p < 1) & (before >= top_p * weights.sum(dim=1, keepdim=True)), -torch.inf
+    )
+    return torch.empty_like(x).scatter_(1, ids, values)
+
+
+def gumbel_noise(
+    seeds: NDArray[np.uint64],
+    positions: NDArray[np.int32],
+    vocab_size: int,
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
+    """The noise of every token: [R, V] float64, Gumbel distributed."""
+    keys = row_keys(seeds, positions, device)
+    ids = torch.arange(1, vocab_size + 1, device=device)
+    steps = shifted(mix(keys[:, None] + ids * signed(GOLDEN)), 64 - UNIFORM_BITS)
+    uniform = (steps.double() + 0.5) * 2.0**-UNIFORM_BITS
+    return -torch.log(-torch.log1p(-uniform))
+
+
+def row_keys(
+    seeds: NDArray[np.uint64], positions: NDArray[np.int32], device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """Seed and position of each row in 64 bits; neighbouring ones have nothing in common."""
+    seed = torch.from_numpy(seeds.view(np.int64)).to(device)
+    position = torch.from_numpy(positions.astype(np.int64)).to(device)
+    return mix(mix(seed + signed(GOLDEN)) + (position + 1) * signed(GOLDEN))
+
+
+def mix(z: torch.Tensor) -> torch.Tensor:
+    """The finaliser of splitmix64: every bit of z moves about half of the result's."""
+    z = (z ^ shifted(z, 30)) * signed(MIX_1)
+    z = (z ^ shifted(z, 27)) * signed(MIX_2)
+    return z ^ shifted(z, 31)
+
+
+def shifted(z: torch.Tensor, bits: int) -> torch.Tensor:
+    """z >> bits, with zeros coming in: torch's shift copies the sign."""
+    return (z >> bits) & (2 ** (64 - bits) - 1)
+
+
+def signed(word: int) -> int:
+    """64 bits as torch holds them; its arithmetic wraps around like that of unsigned numbers."""
+    return word - 2**64 if word >= 2**63 else word
+
+
+def penalise(
+    logits: torch.Tensor,
+    history: NDArray[np.int32],
+    num_prompt: int,
+    penalties: tuple[float, float, float],
+) -> None:
+    """See `kernels.sampling.penalise`. logits: [V] on any device."""
+    repetition, presence, frequency = penalties
+    known = torch.from_numpy(history.astype(np.int64)).to(logits.device)
+    counts = torch.bincount(known[num_prompt:], minlength=logits.shape[0])
+    ids = known.unique()
+    values = logits[ids].double()
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    values -= presence * (counts[ids] > 0) + frequency * counts[ids]
+    logits[ids] = values.to(logits.dtype)
