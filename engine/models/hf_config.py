@@ -34,6 +34,10 @@ ROPE_NEEDS: dict[str, tuple[str, ...]] = {
 }
 
 
+class NotNative(ModelError):
+    """A member of a native family with something only transformers' own module computes."""
+
+
 def need(hf: HF, key: str) -> Any:
     """The value of a key config.json cannot do without."""
     if hf.get(key) is None:
@@ -46,7 +50,7 @@ def activation(hf: HF, key: str = "hidden_act") -> str:
     name = hf.get(key) or "silu"
     if name not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
-        raise ModelError(f"config.json's {key} is {name!r}; gated MLPs are computed with: {known}")
+        raise NotNative(f"config.json's {key} is {name!r}, native MLPs compute {known}")
     return ACTIVATIONS[name]
 
 

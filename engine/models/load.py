@@ -14,6 +14,7 @@ from engine.models.assemble import Placement, assemble
 from engine.models.checkpoint import Checkpoint
 from engine.models.decoder import Decoder
 from engine.models.families import FAMILIES
+from engine.models.hf_config import NotNative
 from engine.models.model import Model
 from engine.models.spec import DecoderSpec
 from engine.models.targets import targets
@@ -36,24 +37,33 @@ def load_model(config: ModelConfig, info: ModelInfo, *, device: str, max_model_l
             f"{info.path} holds weights quantized by {method!r}, which are not read; "
             'give the original model, with quantization="int8" for less memory'
         )
-    if info.architecture in FAMILIES:
-        return load_decoder(config, info, device=device, max_model_len=max_model_len)
-    logger.info(
-        "%s is no native family: running transformers' own module with paged attention",
-        info.architecture or info.model_type,
-    )
+    spec = native_spec(info)
+    if spec is not None:
+        return load_decoder(spec, config, info, device=device, max_model_len=max_model_len)
     # Only here, so that native families never pay for importing transformers.
     from engine.models.general import load_general
 
     return load_general(config, info, device=device, max_model_len=max_model_len)
 
 
+def native_spec(info: ModelInfo) -> DecoderSpec | None:
+    """What the native decoder needs to know, ``None`` if it does not compute this model."""
+    family = FAMILIES.get(info.architecture)
+    reason = f"{info.architecture or info.model_type} is no native family"
+    if family is not None:
+        try:
+            return family(info.hf)
+        except NotNative as error:
+            reason = str(error)
+    logger.info("%s: running transformers' own module with paged attention", reason)
+    return None
+
+
 def load_decoder(
-    config: ModelConfig, info: ModelInfo, *, device: str, max_model_len: int
+    spec: DecoderSpec, config: ModelConfig, info: ModelInfo, *, device: str, max_model_len: int
 ) -> Decoder:
     """A native family's decoder."""
     started = time.perf_counter()
-    spec = FAMILIES[info.architecture](info.hf)
     dtype = compute_dtype(config, info, device)
     placement = Placement(
         device=device, quantization=config.quantization, max_model_len=max_model_len

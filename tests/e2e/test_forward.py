@@ -75,6 +75,19 @@ def test_logits_equal_transformers(tiny_models: TinyModels, name: str, seed: int
         assert_same(torch.cat(parts), expected[key], f"{name}, two sequences mixed, {key}")
 
 
+def test_what_a_native_family_does_not_compute_runs_through_transformers(
+    tmp_path: Path, seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="engine.models")
+    random_model(config_of(Case("Llama", {"hidden_act": "relu"})), seed).save_pretrained(tmp_path)
+    model, tokens = load(tmp_path), tokens_of(seed)
+    assert not isinstance(model, Decoder)
+    assert "'relu'" in caplog.text and "transformers' own module" in caplog.text
+    assert_same(
+        PagedRun(model).prefill("a", tokens), reference_logits(reference(tmp_path), tokens), "relu"
+    )
+
+
 def test_every_family_has_a_case() -> None:
     assert {f"{case.family}ForCausalLM" for case in CASES.values()} == set(FAMILIES)
 
