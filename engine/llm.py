@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, cast
@@ -14,6 +14,8 @@ import msgspec
 from engine.config.args import EngineArgs
 from engine.errors import RequestError
 from engine.frontend.chat import Messages
+from engine.frontend.interrupts import HeldInterrupt
+from engine.frontend.progress import RequestProgress
 from engine.frontend.prompt import Prompt, Submission, TextPrompt
 from engine.frontend.tokenizer import Tokenizer
 from engine.llm_engine import LLMEngine
@@ -111,8 +113,10 @@ class LLM:
             for submission in submissions:
                 session.submit(submission)
             with _progress(len(ids), use_tqdm) as bar:
-                while any(i not in finished for i in ids) and session.has_unfinished:
-                    for output in session.step():
+                while len(finished) < len(ids):
+                    with HeldInterrupt():
+                        outputs = session.step()
+                    for output in outputs:
                         finished[output.request_id] = output
                         if bar is not None:
                             bar.advance(output)
@@ -133,12 +137,8 @@ class LLM:
         self.shutdown()
 
 
-def _progress(num_requests: int, is_shown: bool) -> Any:
-    if not is_shown:
-        return nullcontext()
-    from engine.frontend.progress import RequestProgress
-
-    return RequestProgress(num_requests)
+def _progress(num_requests: int, is_shown: bool) -> AbstractContextManager[Any]:
+    return RequestProgress(num_requests) if is_shown else nullcontext()
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

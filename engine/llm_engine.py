@@ -10,6 +10,7 @@ from typing import Unpack
 from engine.config.args import EngineArgs
 from engine.core.build import build_core
 from engine.errors import ConfigError
+from engine.frontend.interrupts import HeldInterrupt
 from engine.frontend.prompt import Prompt, RequestOptions
 from engine.frontend.session import Session
 from engine.frontend.tokenizer import Tokenizer
@@ -26,7 +27,7 @@ class LLMEngine:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self._aborted: list[RequestOutput] = []  # last outputs that no step has returned yet
+        self._ready: list[RequestOutput] = []  # outputs that no step has returned yet
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> LLMEngine:
@@ -54,18 +55,22 @@ class LLMEngine:
         The next ``step`` returns their last outputs, with finish reason ``"abort"``.
         """
         ids = [request_id] if isinstance(request_id, str) else request_id
-        self._aborted += self.session.abort(ids)
+        self._ready += self.session.abort(ids)
 
     def step(self) -> list[RequestOutput]:
-        """Compute one batch; outputs of the requests that moved, in no particular order."""
-        outputs, self._aborted = self._aborted, []
+        """Compute one batch; outputs of the requests that moved, in no particular order.
+
+        An interrupt is raised when the batch is done; the next call returns its outputs.
+        """
         if self.session.has_unfinished:
-            outputs += self.session.step()
+            with HeldInterrupt():
+                self._ready += self.session.step()
+        outputs, self._ready = self._ready, []
         return outputs
 
     def has_unfinished_requests(self) -> bool:
         """Is an output still to come?"""
-        return self.session.has_unfinished or bool(self._aborted)
+        return self.session.has_unfinished or bool(self._ready)
 
     def get_num_unfinished_requests(self) -> int:
         return self.session.outputs.num_unfinished

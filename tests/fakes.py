@@ -5,7 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from engine.config.engine import EngineConfig
+from engine.config.model import ModelConfig
 from engine.errors import EngineDeadError, RequestError
+from engine.frontend.session import Session
+from engine.frontend.tokenizer import Tokenizer
 from engine.messages.outputs import CoreOutputs, Finished, FinishReason, Started, TokenLogprobs
 from engine.messages.requests import AddRequest
 from engine.sched.stats import SchedulerStats
@@ -108,6 +112,12 @@ class FakeClient:
 
     def shutdown(self) -> None:
         self.is_shut_down = True
+
+
+def fake_session(client: FakeClient, tokenizer: Tokenizer | None = None, **model: Any) -> Session:
+    """The front end around ``client``; without a tokenizer ids go in and out."""
+    config = EngineConfig(model=ModelConfig(model="fake", **model), disable_log_stats=True)
+    return Session(config, client, tokenizer, client.clock)
 
 
 def end_of(request: AddRequest, token: int, num_output: int) -> FinishReason | None:

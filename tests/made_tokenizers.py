@@ -4,7 +4,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 from tokenizers.processors import TemplateProcessing
 
 SPECIAL = ["<unk>", "<s>", "</s>"]
@@ -83,7 +91,7 @@ MAKERS = {"byte_level": byte_level, "metaspace": metaspace, "replaced_spaces": r
 
 
 def save(root: Path, tokenizer: Tokenizer, files: dict[str, Any] | None = None) -> Path:
-    """A directory with tokenizer.json, a config, and ``files``: objects as JSON, strings as text."""
+    """A directory with tokenizer.json, a config, and ``files``: objects as JSON, or texts."""
     root.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(root / "tokenizer.json"))
     defaults = {

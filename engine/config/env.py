@@ -8,6 +8,6 @@ LOG_LEVEL = "METRONOME_LOG_LEVEL"
 """Log level of engines that were not given one."""
 
 
-def default_log_level() -> str:
-    """What ``METRONOME_LOG_LEVEL`` says, ``"info"`` if it is not set."""
-    return os.environ.get(LOG_LEVEL, "info").lower()
+def default_log_level(fallback: str = "info") -> str:
+    """What ``METRONOME_LOG_LEVEL`` says, ``fallback`` if it is not set."""
+    return os.environ.get(LOG_LEVEL, fallback).lower()

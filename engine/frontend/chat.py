@@ -31,7 +31,9 @@ def read_templates(root: Path, options: dict[str, Any]) -> dict[str, str]:
 
     Files win over ``chat_template`` in tokenizer_config.json.
     """
-    files = {path.stem: path for path in sorted((root / "additional_chat_templates").glob("*.jinja"))}
+    files = {
+        path.stem: path for path in sorted((root / "additional_chat_templates").glob("*.jinja"))
+    }
     files["default"] = root / "chat_template.jinja"
     found = {name: path.read_text("utf-8") for name, path in files.items() if path.is_file()}
     return found or _templates_in(options.get("chat_template"), root)

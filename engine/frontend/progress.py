@@ -13,8 +13,8 @@ from engine.messages.outputs import RequestOutput
 class RequestProgress:
     """Counts finished requests. ``tokens_per_second`` of output is shown beside the bar."""
 
-    def __init__(self, num_requests: int) -> None:
-        console = Console(stderr=True)
+    def __init__(self, num_requests: int, console: Console | None = None) -> None:
+        console = Console(stderr=True) if console is None else console
         self._bar = Progress(
             TextColumn("requests"),
             BarColumn(),

@@ -1,7 +1,7 @@
 """The tokenizer of a model directory, without transformers unless there is no other way.
 
-Reads tokenizer.json with ``tokenizers``; it says what is put around a prompt, too. Special tokens and
-chat templates come from tokenizer_config.json, special_tokens_map.json, chat_template.jinja and
+Reads tokenizer.json with ``tokenizers``; it says what is put around a prompt, too. Special tokens
+and chat templates come from tokenizer_config.json, special_tokens_map.json, chat_template.jinja and
 additional_chat_templates/. Ids and rendered chats equal those of transformers' ``AutoTokenizer``.
 """
 

@@ -1,0 +1,141 @@
+"""What ``metronome bench`` measures. One run warms up and is not counted."""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, fields
+
+from engine.cli.streaming import times_of
+from engine.config.args import EngineArgs
+from engine.errors import ConfigError
+from engine.frontend.prompt import Prompt
+from engine.llm_engine import LLMEngine
+from engine.messages.outputs import RequestOutput
+from engine.messages.params import SamplingParams
+
+PROMPT_SEED = 0  # of random prompts: every run of a benchmark has the same ones
+PROBE_SECONDS = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What the engine is given to do; random token ids unless there are texts."""
+
+    num_prompts: int
+    input_len: int
+    output_len: int
+    num_iters: int
+    texts: tuple[str, ...] = ()
+
+    def prompts(self, vocab_size: int) -> list[Prompt]:
+        """``num_prompts`` random prompts of ``input_len`` tokens, or the texts."""
+        if self.texts:
+            return list(self.texts)
+        dice = random.Random(PROMPT_SEED)
+        return [
+            [dice.randrange(vocab_size) for _ in range(self.input_len)]
+            for _ in range(self.num_prompts)
+        ]
+
+
+def measure_throughput(args: EngineArgs, workload: Workload) -> dict[str, float | int]:
+    """The best of ``num_iters`` runs of all prompts at once."""
+    with LLMEngine.from_engine_args(args) as engine:
+        prompts = workload.prompts(engine.session.client.decided.vocab_size)
+        _run(engine, prompts, workload.output_len)
+        runs = [_timed(engine, prompts, workload.output_len) for _ in range(workload.num_iters)]
+    seconds, outputs = min(runs, key=lambda run: run[0])
+    num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    num_output = sum(len(output.outputs[0].token_ids) for output in outputs)
+    return {
+        "requests": len(outputs),
+        "prompt_tokens": num_prompt,
+        "output_tokens": num_output,
+        "seconds": seconds,
+        "requests_per_second": len(outputs) / seconds,
+        "output_tokens_per_second": num_output / seconds,
+        "total_tokens_per_second": (num_prompt + num_output) / seconds,
+    }
+
+
+def measure_latency(args: EngineArgs, workload: Workload) -> dict[str, float | int]:
+    """Times of requests over ``num_iters`` batches, in milliseconds."""
+    with LLMEngine.from_engine_args(args) as engine:
+        prompts = workload.prompts(engine.session.client.decided.vocab_size)
+        _run(engine, prompts, workload.output_len)
+        outputs: list[RequestOutput] = []
+        for _ in range(workload.num_iters):
+            engine.reset_prefix_cache()  # or all but the first would find their prompt computed
+            outputs += _run(engine, prompts, workload.output_len)
+    result: dict[str, float | int] = {"batches": workload.num_iters, "batch_size": len(prompts)}
+    for name, values in _milliseconds(outputs).items():
+        values.sort()
+        result[f"{name}_ms_mean"] = statistics.fmean(values)
+        result[f"{name}_ms_p50"] = statistics.median(values)
+        result[f"{name}_ms_p99"] = values[min(len(values) - 1, int(0.99 * len(values)))]
+    return result
+
+
+def _milliseconds(outputs: list[RequestOutput]) -> dict[str, list[float]]:
+    """Of each request: time to its first token, to its end, and between two tokens."""
+    times: dict[str, list[float]] = {"first_token": [], "next_token": [], "whole_request": []}
+    for output in outputs:
+        figures = times_of(output)
+        assert figures.first_token_seconds is not None
+        num_next = len(output.outputs[0].token_ids) - 1
+        between = (figures.seconds - figures.first_token_seconds) / max(1, num_next)
+        times["first_token"].append(1e3 * figures.first_token_seconds)
+        times["next_token"].append(1e3 * between)
+        times["whole_request"].append(1e3 * figures.seconds)
+    return times
+
+
+def measure_startup(args: EngineArgs, workload: Workload) -> dict[str, float | int]:
+    """Seconds in fresh processes to import, to load and to the first token; medians of runs."""
+    asked = json.dumps(_given(args))
+    _probe(asked, workload)
+    runs = [_probe(asked, workload) for _ in range(workload.num_iters)]
+    return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+
+
+def _probe(asked: str, workload: Workload) -> dict[str, float]:
+    command = [sys.executable, "-m", "engine.cli.startup_probe", asked, str(workload.input_len)]
+    start = time.perf_counter()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS)
+    seconds = time.perf_counter() - start
+    if done.returncode:
+        raise ConfigError(f"the engine did not start: {done.stderr.strip().splitlines()[-1]}")
+    phases: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return {**phases, "process_seconds": seconds}
+
+
+def _given(args: EngineArgs) -> dict[str, object]:
+    defaults = EngineArgs()
+    values = {field.name: getattr(args, field.name) for field in fields(args)}
+    return {name: value for name, value in values.items() if value != getattr(defaults, name)}
+
+
+def _timed(
+    engine: LLMEngine, prompts: list[Prompt], output_len: int
+) -> tuple[float, list[RequestOutput]]:
+    engine.reset_prefix_cache()  # or all but the first run would find their prompts computed
+    start = time.perf_counter()
+    outputs = _run(engine, prompts, output_len)
+    return time.perf_counter() - start, outputs
+
+
+def _run(engine: LLMEngine, prompts: list[Prompt], output_len: int) -> list[RequestOutput]:
+    params = SamplingParams(
+        temperature=0.0, max_tokens=output_len, ignore_eos=True, output_kind="final"
+    )
+    for number, prompt in enumerate(prompts):
+        engine.add_request(str(number), prompt, params)
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    return outputs

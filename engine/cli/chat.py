@@ -1,0 +1,60 @@
+"""Talk with a model; answers are streamed, the conversation is remembered."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Iterator
+
+from engine.cli.options import (
+    add_engine_options,
+    add_sampling_options,
+    engine_args,
+    sampling_params,
+)
+from engine.cli.streaming import stream
+from engine.llm_engine import LLMEngine
+
+RESET = "/reset"
+HINT = f"Ctrl-C ends an answer, Ctrl-D the chat; {RESET} forgets what was said."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--system", metavar="TEXT", help="what the model is told before you speak")
+    add_sampling_options(parser, max_tokens=512)
+    add_engine_options(parser)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    params = sampling_params(parsed)
+    opening = [{"role": "system", "content": parsed.system}] if parsed.system else []
+    messages = list(opening)
+    with LLMEngine.from_engine_args(engine_args(parsed)) as engine:
+        tokenizer = engine.get_tokenizer()
+        tokenizer.apply_chat_template([{"role": "user", "content": "?"}])  # is there one at all?
+        print(HINT)
+        for number, line in zip(itertools.count(), _lines()):
+            if line == RESET:
+                messages = list(opening)
+                continue
+            messages.append({"role": "user", "content": line})
+            text = tokenizer.apply_chat_template(messages)
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            engine.add_request(str(number), ids, params)
+            answer = stream(engine, str(number))
+            messages.append({"role": "assistant", "content": answer.text})
+            print(f"\n[{answer.figures}]")
+    return 0
+
+
+def _lines() -> Iterator[str]:
+    """What the user types, or standard input line by line."""
+    prompt = "> " if sys.stdin.isatty() else ""
+    while True:
+        try:
+            line = input(prompt).strip()
+        except EOFError:
+            return
+        if line:
+            yield line

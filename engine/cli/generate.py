@@ -1,0 +1,66 @@
+"""Complete prompts; one prompt is streamed, several run side by side."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from engine.cli.options import (
+    add_engine_options,
+    add_sampling_options,
+    engine_args,
+    sampling_params,
+)
+from engine.cli.streaming import Figures, stream, write_out
+from engine.config.args import EngineArgs
+from engine.errors import RequestError
+from engine.llm import LLM
+from engine.llm_engine import LLMEngine
+from engine.messages.params import SamplingParams
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "prompts", nargs="*", metavar="PROMPT", help="standard input, if none is given"
+    )
+    add_sampling_options(parser, max_tokens=128)
+    add_engine_options(parser)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    prompts, params = parsed.prompts or [_standard_input()], sampling_params(parsed)
+    complete = _stream_one if len(prompts) == 1 else _complete_many
+    figures = complete(prompts, params, engine_args(parsed))
+    print(f"\n[{figures}]")
+    return 0
+
+
+def _stream_one(prompts: list[str], params: SamplingParams, args: EngineArgs) -> Figures:
+    with LLMEngine.from_engine_args(args) as engine:
+        engine.add_request("0", prompts[0], params)
+        write_out(prompts[0])
+        figures = stream(engine, "0").figures
+    print()
+    return figures
+
+
+def _complete_many(prompts: list[str], params: SamplingParams, args: EngineArgs) -> Figures:
+    with LLM(**vars(args)) as llm:
+        start = time.perf_counter()
+        outputs = llm.generate(prompts, params)
+        seconds = time.perf_counter() - start
+    for output in outputs:
+        print(f"{output.prompt}{output.outputs[0].text}\n")
+    return Figures(
+        num_prompt_tokens=sum(len(output.prompt_token_ids) for output in outputs),
+        num_output_tokens=sum(len(output.outputs[0].token_ids) for output in outputs),
+        seconds=seconds,
+    )
+
+
+def _standard_input() -> str:
+    text = "" if sys.stdin.isatty() else sys.stdin.read()
+    if not text:
+        raise RequestError('no prompt: give one, as in metronome generate "Once upon a time"')
+    return text.rstrip("\n")

@@ -1,0 +1,48 @@
+"""The command ``metronome``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from engine import __version__
+from engine.cli import bench, chat, generate
+from engine.errors import EngineError
+
+COMMANDS = {"generate": generate, "chat": chat, "bench": bench}
+USAGE_ERROR = 2  # as argparse has it
+INTERRUPTED = 130  # as shells have it
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="metronome",
+        description="Language model inference with pluggable schedulers. Without --model every "
+        "command uses the small model that ships with the package.",
+    )
+    parser.add_argument("--version", action="version", version=f"metronome {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, module in COMMANDS.items():
+        summary = (module.__doc__ or "").splitlines()[0]
+        command = commands.add_parser(name, help=summary, description=summary)
+        module.add_arguments(command)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status. A user's mistake is one line, not a trace."""
+    parsed = make_parser().parse_args(argv)
+    try:
+        status: int = COMMANDS[parsed.command].run(parsed)
+    except EngineError as error:
+        print(f"metronome: error: {error}", file=sys.stderr)
+        return USAGE_ERROR if isinstance(error, ValueError) else 1
+    except KeyboardInterrupt:
+        print("metronome: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""Text on its way to the terminal, and a line of figures behind it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from engine.errors import RequestError
+from engine.llm_engine import LLMEngine
+from engine.messages.outputs import RequestOutput
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a run of requests came to. Times in seconds."""
+
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    seconds: float = 0.0
+    first_token_seconds: float | None = None
+
+    def __str__(self) -> str:
+        speed = self.num_output_tokens / self.seconds if self.seconds else 0.0
+        line = (
+            f"{self.num_prompt_tokens} prompt tokens, {self.num_output_tokens} output tokens, "
+            f"{speed:.1f} tokens/s"
+        )
+        if self.first_token_seconds is not None:
+            line += f", first token after {self.first_token_seconds * 1e3:.0f} ms"
+        return line
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A request that was read to its end."""
+
+    text: str
+    figures: Figures
+
+
+def stream(
+    engine: LLMEngine, request_id: str, write: Callable[[str], None] | None = None
+) -> Answer:
+    """Step until this request is finished, writing its text as it comes.
+
+    An interrupt ends the request; what there is of it then is the answer. Raises ``RequestError``
+    if the request failed.
+    """
+    write = write_out if write is None else write
+    pieces: list[str] = []
+    num_output = 0
+    last: RequestOutput | None = None
+    while engine.has_unfinished_requests():
+        try:
+            outputs = engine.step()
+        except KeyboardInterrupt:
+            engine.abort_request(request_id)
+            continue
+        for output in outputs:
+            last = output
+            completion = output.outputs[0]
+            num_output += len(completion.token_ids)
+            pieces.append(completion.text)
+            write(completion.text)
+    assert last is not None
+    error = last.outputs[0].error
+    if error is not None:
+        raise RequestError(f"the request failed: {error}")
+    return Answer("".join(pieces), replace(times_of(last), num_output_tokens=num_output))
+
+
+def times_of(output: RequestOutput) -> Figures:
+    """Figures of one finished request; seconds count from its arrival to first and last token."""
+    metrics = output.metrics
+    assert metrics is not None
+    arrival, first, last = (
+        metrics.arrival_time,
+        metrics.first_token_time,
+        metrics.last_token_time,
+    )
+    return Figures(
+        num_prompt_tokens=len(output.prompt_token_ids),
+        num_output_tokens=len(output.outputs[0].token_ids),
+        seconds=0.0 if last is None else last - arrival,
+        first_token_seconds=None if first is None else first - arrival,
+    )
+
+
+def write_out(text: str) -> None:
+    """To standard output, at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()

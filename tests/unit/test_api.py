@@ -1,0 +1,392 @@
+"""LLMEngine, LLM and AsyncLLMEngine on a scripted core."""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import made_tokenizers as made
+import pytest
+from fakes import FakeClient, FakeClock, FakeDecided, counting, fake_session
+from rich.console import Console
+
+import engine
+from engine import LLM, AsyncLLMEngine, EngineArgs, LLMEngine, RequestOutput, SamplingParams
+from engine.config.engine import EngineConfig
+from engine.errors import ConfigError, EngineDeadError, RequestError
+from engine.frontend.progress import RequestProgress
+from engine.messages.outputs import CompletionOutput
+from engine.messages.requests import AddRequest
+from engine.observe.stats_log import StatsLog, TokenCounts
+
+PARAMS = SamplingParams(max_tokens=4)
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
+    """The core that every engine of the test gets."""
+    fake = FakeClient(counting, FakeDecided(vocab_size=400))
+
+    def build_core(config: EngineConfig, *, clock: Callable[[], float]) -> FakeClient:
+        return fake
+
+    monkeypatch.setattr("engine.llm_engine.build_core", build_core)
+    monkeypatch.setattr("engine.async_engine.build_core", build_core)
+    return fake
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    template = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}"
+    return str(made.save(tmp_path, made.metaspace(), {"chat_template.jinja": template}))
+
+
+# LLMEngine
+
+
+def test_engine_steps_until_all_is_answered(client: FakeClient, model: str) -> None:
+    with LLMEngine.from_engine_args(EngineArgs(model=model)) as llm_engine:
+        llm_engine.add_request("a", "Hello", PARAMS)
+        llm_engine.add_request("b", [5, 6], SamplingParams(max_tokens=2), priority=1, user="me")
+        assert llm_engine.get_num_unfinished_requests() == 2
+        finished = []
+        while llm_engine.has_unfinished_requests():
+            finished += [output for output in llm_engine.step() if output.finished]
+        assert [output.request_id for output in finished] == ["b", "a"]
+        assert finished[1].prompt == "Hello"
+        assert finished[1].outputs[0].token_ids == [10, 11, 12, 13]
+        assert llm_engine.step() == []
+        assert llm_engine.reset_prefix_cache()
+        stats, counts = llm_engine.stats(), llm_engine.token_counts()
+        assert stats is not None and stats.num_running == 0  # 125
+        assert counts.generation_tokens == 6 and counts.finished["length"] == 2
+    assert client.is_shut_down
+
+
+def test_engine_abort_is_answered_once(client: FakeClient, model: str) -> None:
+    llm_engine = LLMEngine.from_engine_args(EngineArgs(model=model))
+    for name in "abc":
+        llm_engine.add_request(name, "Hello", PARAMS)
+    llm_engine.step()
+    llm_engine.abort_request("a")
+    llm_engine.abort_request(["a", "c", "nobody"])
+    answers: list[RequestOutput] = []
+    while llm_engine.has_unfinished_requests():
+        answers += [output for output in llm_engine.step() if output.finished]
+    reasons = [(o.request_id, o.outputs[0].finish_reason) for o in answers]
+    assert reasons == [("a", "abort"), ("c", "abort"), ("b", "length")]
+
+
+def test_engine_refuses_a_live_id_and_lives_on(client: FakeClient, model: str) -> None:
+    llm_engine = LLMEngine.from_engine_args(EngineArgs(model=model))
+    llm_engine.add_request("a", "Hello", PARAMS)
+    with pytest.raises(RequestError, match="'a' is in use"):
+        llm_engine.add_request("a", "Hello", PARAMS)
+    with pytest.raises(RequestError, match="unknown option 'prio'"):
+        llm_engine.add_request("b", "Hello", PARAMS, prio=1)  # type: ignore[call-arg]
+    assert len(llm_engine.step()) == 1
+
+
+def test_tokenizer_can_be_left_out(client: FakeClient, model: str) -> None:
+    llm_engine = LLMEngine.from_engine_args(EngineArgs(model=model, skip_tokenizer_init=True))
+    llm_engine.add_request("a", {"prompt_token_ids": [5]}, PARAMS)
+    completion = llm_engine.step()[0].outputs[0]
+    assert (completion.text, completion.token_ids) == ("", [10])
+    with pytest.raises(ConfigError, match="skip_tokenizer_init"):
+        llm_engine.get_tokenizer()
+
+
+# LLM
+
+
+def test_results_stand_in_the_order_of_the_prompts(client: FakeClient, model: str) -> None:
+    llm = LLM(model)
+    params = [SamplingParams(max_tokens=n) for n in (5, 1, 3)]
+    for _ in range(2):
+        outputs = llm.generate(["one", [5, 6], {"prompt": "three"}], params, use_tqdm=False)
+        assert [len(output.outputs[0].token_ids) for output in outputs] == [5, 1, 3]
+        assert [output.prompt for output in outputs] == ["one", None, "three"]
+    assert params[0].output_kind == "cumulative"  # the caller's own are left as they are
+
+
+@pytest.mark.parametrize("prompt", ["one", [5, 6], {"prompt": "one"}])
+def test_one_prompt_alone(client: FakeClient, model: str, prompt: Any) -> None:
+    outputs = LLM(model).generate(prompt, PARAMS, use_tqdm=True)
+    assert len(outputs) == 1 and len(outputs[0].outputs[0].token_ids) == 4
+
+
+def test_no_prompts_no_results(client: FakeClient, model: str) -> None:
+    assert LLM(model).generate([]) == []
+
+
+def test_lists_of_the_wrong_length(client: FakeClient, model: str) -> None:
+    llm = LLM(model)
+    with pytest.raises(RequestError, match="sampling_params has 2 entries for 1 prompts"):
+        llm.generate(["one"], [PARAMS, PARAMS])
+    with pytest.raises(RequestError, match="priority has 1 entries for 2 prompts"):
+        llm.generate(["one", "two"], PARAMS, priority=[1])
+
+
+def test_one_bad_prompt_and_nothing_is_added(client: FakeClient, model: str) -> None:
+    llm = LLM(model)
+    with pytest.raises(RequestError, match="token id 9000"):
+        llm.generate(["fine", [9000], "fine"], PARAMS)
+    assert not client.live and client.aborted == []
+    client.fails_on["3"] = RequestError("can never fit")
+    with pytest.raises(RequestError, match="can never fit"):
+        llm.generate(["fine", "too large"], PARAMS)
+    assert not client.live and not llm.llm_engine.has_unfinished_requests()
+    assert len(llm.generate("fine", PARAMS)) == 1
+
+
+def test_interrupt_aborts(client: FakeClient, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(model)
+    steps = iter(range(100))
+
+    def interrupted() -> list[RequestOutput]:
+        if next(steps) == 2:
+            raise KeyboardInterrupt
+        return session_step()
+
+    session_step = llm.llm_engine.session.step
+    monkeypatch.setattr(llm.llm_engine.session, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["one", "two"], SamplingParams(max_tokens=50), use_tqdm=False)
+    assert not client.live and not llm.llm_engine.has_unfinished_requests()
+
+
+def test_chat(client: FakeClient, model: str) -> None:
+    llm = LLM(model)
+    hello = [{"role": "user", "content": "Hello"}]
+    (one,) = llm.chat(hello, PARAMS, use_tqdm=False)
+    assert one.prompt == "<s>user: Hello</s>"
+    assert one.prompt_token_ids[0] == 1 and one.prompt_token_ids.count(1) == 1
+    two = llm.chat([hello, hello], PARAMS, chat_template="{{ x }}", chat_template_kwargs={"x": 7})
+    assert [output.prompt for output in two] == ["7", "7"]
+
+
+def test_unknown_options_are_named(client: FakeClient) -> None:
+    with pytest.raises(ConfigError, match="unknown option 'max_num_seq'; did you mean 'max_num_s"):
+        LLM(max_num_seq=3)
+    with pytest.raises(ConfigError, match="max_num_seqs is 0"):
+        LLM(max_num_seqs=0)
+
+
+def test_progress_bar_is_drawn_on_terminals_only(capsys: pytest.CaptureFixture[str]) -> None:
+    completion = CompletionOutput(0, "", [1, 2, 3])
+    for is_terminal, drawn in ((True, True), (False, False)):
+        with RequestProgress(1, Console(stderr=True, force_terminal=is_terminal)) as bar:
+            bar.advance(RequestOutput("id", None, [1], [completion], True))
+        shown = capsys.readouterr().err
+        assert ("1/1" in shown) == drawn and ("tokens/s" in shown) == drawn
+
+
+# AsyncLLMEngine
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Semaphore]:
+    """Steps of the core, let through one by one; at the end all of them."""
+    steps = threading.Semaphore(0)
+    yield steps
+    steps.release(1_000_000)
+
+
+async def collect(
+    async_engine: AsyncLLMEngine, name: str, params: SamplingParams = PARAMS
+) -> list[RequestOutput]:
+    return [output async for output in async_engine.generate([5, 6], params, name)]
+
+
+def new_engine(fake: FakeClient) -> AsyncLLMEngine:
+    return AsyncLLMEngine(fake_session(fake))
+
+
+async def test_a_hundred_at_once() -> None:
+    """126: exact counts; cancelling some disturbs nobody; ids can be used again."""
+    async_engine = new_engine(FakeClient(counting))
+    params = [
+        SamplingParams(max_tokens=1 + i % 7, output_kind=("cumulative", "delta", "final")[i % 3])
+        for i in range(100)
+    ]
+    for _ in range(2):
+        tasks = [
+            asyncio.create_task(collect(async_engine, str(i), p)) for i, p in enumerate(params)
+        ]
+        await asyncio.sleep(0)
+        for task in tasks[::10]:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        for i, result in enumerate(results):
+            if i % 10 == 0:
+                assert isinstance(result, asyncio.CancelledError)
+                continue
+            assert isinstance(result, list)
+            if params[i].output_kind == "delta":
+                tokens = [t for output in result for t in output.outputs[0].token_ids]
+            else:
+                tokens = result[-1].outputs[0].token_ids
+            assert tokens == list(range(10, 11 + i % 7))
+            assert [output.finished for output in result].count(True) == 1
+    async_engine.shutdown()
+
+
+@pytest.mark.parametrize("kind", ["cumulative", "delta", "final"])
+async def test_slow_reader_gets_several_steps_at_once(kind: Any) -> None:
+    """122: merged, none lost, finished once."""
+    async_engine = new_engine(FakeClient(counting))
+    stream = async_engine.generate([5], SamplingParams(max_tokens=50, output_kind=kind), "id")
+    outputs = []
+    async for output in stream:
+        outputs.append(output)
+        await asyncio.sleep(0.01)
+    assert len(outputs) < 50
+    tokens = [t for o in outputs for t in o.outputs[0].token_ids]
+    if kind != "delta":
+        tokens = outputs[-1].outputs[0].token_ids
+    assert tokens == list(range(10, 60))
+    assert [o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True]
+    async_engine.shutdown()
+
+
+async def test_leaving_the_loop_aborts(gate: threading.Semaphore) -> None:
+    fake = FakeClient(counting, pace=gate.acquire)
+    async_engine = new_engine(fake)
+    gate.release(2)
+    stream = async_engine.generate([5], SamplingParams(max_tokens=50), "id")
+    await anext(stream)
+    await stream.aclose()
+    gate.release(1)
+    again = async_engine.generate([5], SamplingParams(max_tokens=1), "id")
+    gate.release(5)
+    assert (await anext(again)).outputs[0].token_ids == [10]
+    await again.aclose()
+    assert fake.aborted == ["id"] and not fake.live
+    async_engine.shutdown()
+
+
+async def test_abort_answers_the_reader(gate: threading.Semaphore) -> None:
+    async_engine = new_engine(FakeClient(counting, pace=gate.acquire))
+    task = asyncio.create_task(collect(async_engine, "id", SamplingParams(max_tokens=50)))
+    await asyncio.sleep(0)
+    gate.release(10)
+    await async_engine.abort(["id", "nobody"])
+    assert (await task)[-1].outputs[0].finish_reason == "abort"
+    async_engine.shutdown()
+
+
+async def test_bad_requests_are_refused_alone(gate: threading.Semaphore) -> None:
+    fake = FakeClient(counting, pace=gate.acquire)
+    fake.fails_on["large"] = RequestError("can never fit")
+    async_engine = new_engine(fake)
+    task = asyncio.create_task(collect(async_engine, "a"))
+    await asyncio.sleep(0)
+    with pytest.raises(RequestError, match="'a' is in use"):
+        await collect(async_engine, "a")
+    gate.release(100)
+    with pytest.raises(RequestError, match="can never fit"):
+        await collect(async_engine, "large")
+    with pytest.raises(RequestError, match="no tokenizer"):
+        await anext(async_engine.generate("text", PARAMS, "b"))
+    assert len((await task)[-1].outputs[0].token_ids) == 4
+    async_engine.shutdown()
+
+
+async def test_death_reaches_everybody(gate: threading.Semaphore) -> None:
+    """110: those who wait and those who come later, with the cause."""
+    fake = FakeClient(counting, pace=gate.acquire)
+    fake.dies_at = 2
+    async_engine = new_engine(fake)
+    tasks = [asyncio.create_task(collect(async_engine, str(i))) for i in range(3)]
+    await asyncio.sleep(0)
+    gate.release(10)
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        assert isinstance(result, EngineDeadError) and "the fake core died" in str(result)
+    for call in (collect(async_engine, "later"), async_engine.abort("0")):
+        with pytest.raises(EngineDeadError, match="the fake core died"):
+            await call
+    assert not async_engine.is_running and fake.is_shut_down
+    async_engine.shutdown()
+
+
+async def test_shutdown_ends_what_is_read(gate: threading.Semaphore) -> None:
+    fake = FakeClient(counting, pace=gate.acquire)
+    async_engine = new_engine(fake)
+    task = asyncio.create_task(collect(async_engine, "a"))
+    await asyncio.sleep(0)
+    gate.release(1)
+    for _ in range(2):
+        async_engine.shutdown()
+    with pytest.raises(EngineDeadError, match="shut down"):
+        await task
+    with pytest.raises(EngineDeadError, match="shut down"):
+        await collect(async_engine, "b")
+    assert fake.is_shut_down
+
+
+async def test_idle_engine_sleeps() -> None:
+    fake = FakeClient(counting)
+    async_engine = new_engine(fake)
+    await collect(async_engine, "a", SamplingParams(max_tokens=3))
+    await asyncio.sleep(0.05)
+    assert fake.num_steps == 3  # no step was asked of a core with nothing to do
+    assert await async_engine.reset_prefix_cache()
+    async_engine.shutdown()
+
+
+async def test_from_engine_args(client: FakeClient, model: str) -> None:
+    async_engine = AsyncLLMEngine.from_engine_args(EngineArgs(model=model))
+    outputs = [o async for o in async_engine.generate("Hello", PARAMS, "a", priority=2)]
+    assert outputs[-1].prompt == "Hello"
+    assert async_engine.get_tokenizer().encode("Hello")
+    async_engine.shutdown()
+
+
+# The rest
+
+
+def test_stats_log_speaks_while_there_is_work(caplog: pytest.LogCaptureFixture) -> None:
+    clock, counts = FakeClock(), TokenCounts()
+    log = StatsLog(counts, FakeClient(counting).stats, clock, seconds=5.0)
+    with caplog.at_level(logging.INFO, logger="engine"):
+        for _ in range(12):  # 11 seconds of work
+            log.after_step(is_idle=False)
+            clock.now += 1.0
+            counts.generation_tokens += 7
+        assert caplog.text.count("generation 7.0 tokens/s") == 2
+        log.after_step(is_idle=True)
+        clock.now += 1000.0  # silence, and no part of any rate
+        log.after_step(is_idle=False)
+        clock.now += 5.0
+        counts.generation_tokens += 10
+        log.after_step(is_idle=False)
+    assert caplog.text.count("generation") == 3
+    assert "generation 2.0 tokens/s" in caplog.text
+
+
+def test_seeds_follow_the_engine_seed() -> None:
+    def seeds(seed: int) -> list[int]:
+        found: list[int] = []
+
+        def script(request: AddRequest, position: int) -> int:
+            found.append(request.seed)
+            return 1
+
+        session = fake_session(FakeClient(script), seed=seed)
+        for name in "abc":
+            params = SamplingParams(max_tokens=1)
+            session.submit(session.inputs.process(name, [5], params, {}))
+        session.step()
+        return found
+
+    assert seeds(3) == seeds(3) != seeds(4)
+
+
+def test_public_names() -> None:
+    assert dir(engine) == sorted(engine.__all__)
+    for name in engine.__all__:
+        assert getattr(engine, name) is not None
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = engine.nothing
