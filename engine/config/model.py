@@ -70,7 +70,10 @@ class ModelInfo:
 
     @property
     def vocab_size(self) -> int:
-        return int(self.hf["vocab_size"])
+        value = self.hf.get("vocab_size")
+        if not isinstance(value, int):
+            raise ModelError(f"{self.path / 'config.json'} has vocab_size {value!r}, not a number")
+        return value
 
     @property
     def dtype(self) -> str:
@@ -94,22 +97,23 @@ def read_model_info(path: str | Path) -> ModelInfo:
     root = Path(path).expanduser()
     if not root.is_dir():
         raise ModelError(
-            f"model directory {str(path)!r} does not exist; give the path of a local directory with "
-            "config.json (models are never fetched from a hub)"
+            f"model directory {str(path)!r} does not exist; give the path of a local directory "
+            "with config.json (models are never fetched from a hub)"
         )
     config = read_json(root / "config.json")
     if config is None:
         raise ModelError(f"{root} has no config.json; is it a Hugging Face model directory?")
-    text = {**config, **config.get("text_config", {})} if "text_config" in config else config
-    architectures = config.get("architectures") or []
-    if not architectures and not config.get("model_type"):
+    part = config.get("text_config")
+    text = {**config, **part} if isinstance(part, dict) else config
+    architectures = config.get("architectures") or [""]
+    if not isinstance(architectures, list) or not any([*architectures, config.get("model_type")]):
         raise ModelError(f"{root / 'config.json'} names neither architectures nor model_type")
     generation = read_json(root / "generation_config.json") or {}
-    eos = _ids(text.get("eos_token_id")) + _ids(generation.get("eos_token_id"))
+    eos = _ids(root / "config.json", text) + _ids(root / "generation_config.json", generation)
     return ModelInfo(
         path=root,
-        architecture=architectures[0] if architectures else "",
-        model_type=text.get("model_type", ""),
+        architecture=str(architectures[0]),
+        model_type=str(text.get("model_type") or ""),
         hf=text,
         generation=generation,
         eos_token_ids=tuple(dict.fromkeys(eos)),
@@ -117,7 +121,7 @@ def read_model_info(path: str | Path) -> ModelInfo:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file, ``None`` if there is no such file, ``ModelError`` if it is damaged."""
+    """The object in a JSON file, ``None`` if there is none, ``ModelError`` if it is damaged."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -129,7 +133,10 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return content
 
 
-def _ids(value: int | list[int] | None) -> list[int]:
-    if value is None:
-        return []
-    return [value] if isinstance(value, int) else list(value)
+def _ids(file: Path, config: dict[str, Any]) -> list[int]:
+    """End-of-text ids, which may be one, several or none."""
+    value = config.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(token, int) for token in ids):
+        raise ModelError(f"{file} is damaged: eos_token_id is {value!r}, must be one or more ids")
+    return ids

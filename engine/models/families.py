@@ -16,9 +16,9 @@ from engine.models.hf_config import (
     HF,
     activation,
     attention,
+    count,
     layer_types,
     layers,
-    need,
     rope,
     windows,
 )
@@ -37,13 +37,13 @@ def decoder(hf: HF, **differences: Any) -> DecoderSpec:
     if "layers" not in fields:
         fields["layers"] = layers(hf, rope(hf))
     return DecoderSpec(
-        vocab_size=int(need(hf, "vocab_size")), hidden_size=int(need(hf, "hidden_size")), **fields
+        vocab_size=count(hf, "vocab_size"), hidden_size=count(hf, "hidden_size"), **fields
     )
 
 
 def mlp(hf: HF, **differences: Any) -> MLPSpec:
     fields = {"activation": activation(hf), **differences}
-    return MLPSpec(intermediate_size=int(need(hf, "intermediate_size")), **fields)
+    return MLPSpec(intermediate_size=count(hf, "intermediate_size"), **fields)
 
 
 def biased(hf: HF, **differences: Any) -> AttentionSpec:
@@ -63,11 +63,11 @@ def mistral(hf: HF) -> DecoderSpec:
 
 def qwen2_windows(hf: HF) -> list[int]:
     if not hf.get("use_sliding_window"):
-        return [0] * need(hf, "num_hidden_layers")
+        return [0] * count(hf, "num_hidden_layers")
     hf = {"sliding_window": 4096, "max_window_layers": 28, **hf}
     kinds = [
         "sliding_attention" if i >= hf["max_window_layers"] else "full_attention"
-        for i in range(need(hf, "num_hidden_layers"))
+        for i in range(count(hf, "num_hidden_layers"))
     ]
     return windows(hf, layer_types(hf, kinds))
 
@@ -96,7 +96,7 @@ def qwen3_moe(hf: HF) -> DecoderSpec:
     dense = set(hf.get("mlp_only_layers") or ())
     sparse = [
         num_experts > 0 and i not in dense and (i + 1) % hf["decoder_sparse_step"] == 0
-        for i in range(need(hf, "num_hidden_layers"))
+        for i in range(count(hf, "num_hidden_layers"))
     ]
     return decoder(
         hf,
@@ -119,7 +119,7 @@ def mixtral(hf: HF) -> DecoderSpec:
         moe=MoESpec(
             num_experts=hf.get("num_local_experts", 8),
             top_k=hf.get("num_experts_per_tok", 2),
-            intermediate_size=need(hf, "intermediate_size"),
+            intermediate_size=count(hf, "intermediate_size"),
             renormalize=True,
         ),
     )
@@ -168,7 +168,7 @@ def gemma(hf: HF, **differences: Any) -> DecoderSpec:
             mlp_in="pre_feedforward_layernorm",
             mlp_out="post_feedforward_layernorm",
         ),
-        embedding_multiplier=need(hf, "hidden_size") ** 0.5,
+        embedding_multiplier=count(hf, "hidden_size") ** 0.5,
         logit_softcap=hf.get("final_logit_softcapping") or 0.0,
         **differences,
     )
@@ -209,7 +209,7 @@ def alternating(hf: HF, every: int) -> list[str]:
     """Each ``every``-th layer sees everything, those between a window."""
     return [
         "full_attention" if (i + 1) % every == 0 else "sliding_attention"
-        for i in range(need(hf, "num_hidden_layers"))
+        for i in range(count(hf, "num_hidden_layers"))
     ]
 
 
@@ -239,7 +239,7 @@ def granite(hf: HF) -> DecoderSpec:
 
 def smollm3(hf: HF) -> DecoderSpec:
     hf = {"num_key_value_heads": 4, "tie_word_embeddings": True, **hf}
-    num_layers = need(hf, "num_hidden_layers")
+    num_layers = count(hf, "num_hidden_layers")
     every = hf.get("no_rope_layer_interval") or 4
     turning = hf.get("no_rope_layers") or [(i + 1) % every != 0 for i in range(num_layers)]
     kinds = ["full_attention" if on else "sliding_attention" for on in turning[:num_layers]]

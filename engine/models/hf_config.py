@@ -45,6 +45,14 @@ def need(hf: HF, key: str) -> Any:
     return hf[key]
 
 
+def count(hf: HF, key: str) -> int:
+    """A size config.json cannot do without."""
+    value = need(hf, key)
+    if not isinstance(value, int) or value < 1:
+        raise ModelError(f"config.json's {key} is {value!r}, must be a whole number of at least 1")
+    return value
+
+
 def activation(hf: HF, key: str = "hidden_act") -> str:
     """Our name of the MLP's activation."""
     name = hf.get(key) or "silu"
@@ -55,13 +63,15 @@ def activation(hf: HF, key: str = "hidden_act") -> str:
 
 
 def head_dim(hf: HF) -> int:
-    return int(hf.get("head_dim") or need(hf, "hidden_size") // need(hf, "num_attention_heads"))
+    if hf.get("head_dim") is not None:
+        return count(hf, "head_dim")
+    return count(hf, "hidden_size") // count(hf, "num_attention_heads")
 
 
 def attention(hf: HF, **differences: Any) -> AttentionSpec:
     """Heads and scale; ``differences`` are fields of ``AttentionSpec``."""
-    num_heads = int(need(hf, "num_attention_heads"))
-    num_kv_heads = int(hf.get("num_key_value_heads") or num_heads)
+    num_heads = count(hf, "num_attention_heads")
+    num_kv_heads = count({"num_key_value_heads": num_heads, **_said(hf)}, "num_key_value_heads")
     if num_heads % num_kv_heads:
         raise ModelError(
             f"config.json has {num_heads} attention heads, not a multiple of its {num_kv_heads} "
@@ -115,14 +125,19 @@ def _check_rope(rope_type: str, scaling: Mapping[str, Any]) -> None:
 
 
 def max_position(hf: HF) -> int:
-    return int(hf.get("max_position_embeddings") or 2048)
+    return count({"max_position_embeddings": 2048, **_said(hf)}, "max_position_embeddings")
+
+
+def _said(hf: HF) -> dict[str, Any]:
+    """What the file says, without its nulls."""
+    return {key: value for key, value in hf.items() if value is not None}
 
 
 def layer_types(hf: HF, default: list[str]) -> list[str]:
     """full_attention or sliding_attention for each layer."""
     types = hf.get("layer_types") or default
     unknown = set(types) - {"full_attention", "sliding_attention"}
-    if unknown or len(types) != need(hf, "num_hidden_layers"):
+    if unknown or len(types) != count(hf, "num_hidden_layers"):
         raise ModelError(
             f"config.json's layer_types {types} must name full_attention or sliding_attention "
             f"for each of its {hf['num_hidden_layers']} layers"
@@ -143,8 +158,8 @@ def layers(
     is_moe: bool | list[bool] = False,
 ) -> tuple[LayerSpec, ...]:
     """Each argument is one value for all layers, or a list with one for each."""
-    count = int(need(hf, "num_hidden_layers"))
-    columns = [v if isinstance(v, list) else [v] * count for v in (rope, window, is_moe)]
+    num = count(hf, "num_hidden_layers")
+    columns = [v if isinstance(v, list) else [v] * num for v in (rope, window, is_moe)]
     return tuple(
         LayerSpec(rope=rope, window=window, is_moe=is_moe)
         for rope, window, is_moe in zip(*columns, strict=True)
