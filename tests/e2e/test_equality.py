@@ -12,13 +12,16 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import transformers
+from e2e.general_models import make_general_model
 from e2e.tiny_models import TinyModels
 
 from engine import EngineArgs, LLMEngine, SamplingParams
 
 NUM_NEW = 14
 LENGTHS = (9, 1, 23, 40, 40, 61)
-FAMILIES = [
+LONG_ONLY = {"phi3-longrope", "olmo3-yarn"}  # transformers changes tables on the way from 1 token
+NATIVE = [
     "llama-llama3",
     "mistral-window",
     "qwen2",
@@ -32,6 +35,18 @@ FAMILIES = [
     "mixtral",
     "qwen3-moe-mixed",
     "llama-bf16",
+]
+GENERAL = [
+    "gpt2",
+    "gpt-neox",
+    "phi",
+    "starcoder2-window",
+    "cohere2-mixed",
+    "gemma",
+    "olmo3-yarn",
+    "gpt-oss-sinks",
+    "glm4",
+    "deepseek-v3",
 ]
 MODES = {
     "single": {"max_num_seqs": 1, "enable_prefix_caching": False},
@@ -68,9 +83,10 @@ def tally() -> Iterator[Tally]:
     assert counts.ties <= 0.001 * counts.compared
 
 
-def prompts(vocab_size: int) -> list[list[int]]:
+def prompts(shortest: int = 1) -> list[list[int]]:
     generator = torch.Generator().manual_seed(7)
-    made = [torch.randint(3, vocab_size, (n,), generator=generator).tolist() for n in LENGTHS]
+    lengths = [max(n, shortest) for n in LENGTHS]
+    made = [torch.randint(3, 290, (n,), generator=generator).tolist() for n in lengths]
     made[4][:30] = made[3][:30]  # a shared beginning
     return made
 
@@ -94,13 +110,20 @@ def generate(model, ids: list[int]) -> tuple[list[int], list[float]]:
     return out.sequences[0, len(ids) :].tolist(), margins
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def case(request, tiny_models: TinyModels) -> tuple[str, Reference]:
-    model = tiny_models.reference(request.param)
-    made = prompts(300)
+@pytest.fixture(scope="module", params=[*NATIVE, *GENERAL])
+def case(request, tiny_models: TinyModels, tmp_path_factory) -> tuple[str, Reference]:
+    name = request.param
+    if name in NATIVE:
+        path, model = tiny_models.path(name), tiny_models.reference(name)
+    else:
+        path = make_general_model(name, tmp_path_factory.mktemp("general"))
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+    made = prompts(shortest=12 if name in LONG_ONLY else 1)
     answers = [generate(model, ids) for ids in made]
     reference = Reference(made, [a[0] for a in answers], [a[1] for a in answers])
-    return str(tiny_models.path(request.param)), reference
+    return str(path), reference
 
 
 def engine_for(path: str, **options) -> LLMEngine:
