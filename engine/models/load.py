@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
+from math import prod
 
 import torch
 
@@ -75,8 +76,14 @@ def load_decoder(
         with Checkpoint(info.path) as checkpoint:
             spec = really_tied(spec, checkpoint)
             decoder = _build(spec, StoredWeights(checkpoint, targets(spec)), dtype, placement)
-    seconds = time.perf_counter() - started
-    logger.info("%s loaded in %.2f s (%s)", info.architecture, seconds, dtype)
+    millions = sum(prod(target.shape) for target in targets(spec)) / 1e6
+    logger.info(
+        "%s, %.1f M parameters, computed in %s: loaded in %.2f s",
+        info.architecture,
+        millions,
+        config.quantization or str(dtype).removeprefix("torch."),
+        time.perf_counter() - started,
+    )
     return decoder
 
 
