@@ -6,10 +6,10 @@ import random
 
 import numpy as np
 import pytest
+from simulate import expected, make_run, random_requests
 
 from engine.errors import RequestError
 from engine.sched import scheduler as scheduler_module
-from simulate import expected, make_run, random_requests
 
 
 def random_run(rng: random.Random, depth: int, policy: str, **options):

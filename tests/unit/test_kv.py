@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from simulate import make_request, make_run, make_scheduler
 
 from engine.kv.block_pool import BlockPool
-from simulate import make_request, make_run, make_scheduler
 
 
 def add(scheduler, name, prompt, **fields):

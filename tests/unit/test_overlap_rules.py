@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from simulate import expected, make_request, make_run
 
 from engine.messages.params import SamplingParams
-from simulate import expected, make_request, make_run
 
 PROMPT = list(range(100, 140))
 
