@@ -16,7 +16,7 @@ class Facts(NamedTuple):
     held_out_loss: dict[str, float]
     steps: int
     tokens_per_step: int
-    peak_lr: float
+    peak_lrs: tuple[float, float]
     seed: int
     threads: int
     minutes: float
@@ -50,13 +50,13 @@ often wrong.**
 
 ## Data
 
-Text that every Python installation carries, read from Python {python}: the language reference
-topics behind `help()`, docstrings and comments of the standard library's modules and docstrings of
-the C modules. Repeated texts count once: {num_texts} documents, {num_text_chars:,} characters,
-{num_text_tokens:,} tokens. Each of {num_entries:,} documented things also appears in conversations,
-with the question put in changing words and the docstring for an answer. A dozen greetings are the
-only text written for this model. The texts are the Python Software Foundation's and its
-contributors', under the PSF license.
+Text that every Python carries, read from Python {python}: the language reference topics behind
+`help()`, and docstrings of the public parts of the standard library's Python and C modules
+(without tkinter, turtle, test suites and tools). Repeated texts count once: {num_texts} documents,
+{num_text_chars:,} characters, {num_text_tokens:,} tokens. Each of {num_entries:,} documented things
+also appears in conversations, the question in changing words and the docstring for an answer. A
+dozen greetings are the only text written for this model. The texts are the Python Software
+Foundation's and its contributors', under the PSF license.
 
 One source in 25 (a module or a topic, chosen by a hash of its name) was kept out of training with
 all its documents and conversations.
@@ -68,8 +68,9 @@ all its documents and conversations.
 | Script | `tools/train_box_model.py` |
 | Steps | {steps} of {tokens_per_step} tokens ({million_tokens:.1f} M tokens) |
 | Windows | 256 tokens, packed; 2048 tokens in the last 8 % of the steps |
-| Optimizer | AdamW (0.9, 0.95), weight decay 0.1, gradient norm at most 1 |
-| Learning rate | 100 steps up to {peak_lr}, constant, down as `1 - sqrt` in the last 35 % |
+| Optimizer | Muon (weight decay 0.1) on matrices, AdamW (0.9, 0.95) on embeddings and norms |
+| Peak learning rates | {peak_lrs[0]} for Muon (scaled to AdamW's RMS), {peak_lrs[1]} for AdamW |
+| Schedule | 100 steps up, constant, down as `1 - sqrt` in the last 35 %; gradient norm at most 1 |
 | Precision | float32 weights, bfloat16 autocast |
 | Seed | {seed} |
 | Time | {minutes:.0f} minutes on {threads} CPU thread(s), other work on the machine |

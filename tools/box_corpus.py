@@ -1,20 +1,18 @@
 """Text for the model in the box: what every Python installation carries, as training documents.
 
-Sources: the language reference topics behind `help()`, docstrings and comments of the standard
-library's Python modules (read, never imported), docstrings of the interpreter's C modules, and a
-handful of greetings written here. Same Python version, same documents in the same order.
+Sources: the language reference topics behind `help()`, docstrings of the public parts of the
+standard library's Python modules (read, never imported) and of the interpreter's C modules. Same
+Python version, same entries in the same order.
 """
 
 import ast
 import importlib
 import importlib.machinery
 import inspect
-import io
 import pydoc_data.topics
 import re
 import sys
 import sysconfig
-import tokenize
 import types
 import warnings
 import zlib
@@ -28,7 +26,7 @@ _SKIPPED_FOLDERS = frozenset(
     {"distutils", "encodings", "idlelib", "lib2to3", "pydoc_data", "site-packages", "dist-packages"}
     | {"__pycache__", "_pyrepl", "test", "tests", "turtledemo"}
 )
-_SKIPPED_MODULES = frozenset({"_pydecimal", "_pyio", "_strptime", "antigravity", "this"})
+_SKIPPED_MODULES = frozenset({"antigravity", "pickletools", "this", "tkinter", "turtle"})
 _SKIPPED_C_MODULES = re.compile(r"^(_test|_xx|xx|_ctypes_test|_tkinter)")
 _PUBLIC_NAMES = {"posixpath": "os.path", "posix": "os", "_io": "io", "_pydatetime": "datetime"}
 _UNDERLINE = re.compile(r"^([*=\-~^\"])\1{2,}$")
@@ -44,34 +42,21 @@ class Entry(NamedTuple):
     text: str
 
 
-class Corpus(NamedTuple):
-    """Entries and comment texts by source, already free of repeated texts."""
-
-    entries: list[Entry]
-    comments: dict[str, list[str]]
-
-
 def is_held_out(source: str) -> bool:
     """Whether a source (a module or a topic) is kept from training; by name, so it never moves."""
     return zlib.crc32(source.encode()) % HELD_OUT_ONE_IN == 3
 
 
-def read_corpus() -> Corpus:
-    """Reads every source; a text that occurs twice counts for its first source only."""
+def read_corpus() -> list[Entry]:
+    """Every entry with a public name; a text that occurs twice counts the first time only."""
     seen: set[str] = set()
     entries = []
     for entry in _all_entries():
         key = " ".join(entry.text.split())
-        if len(key) >= 20 and key not in seen and _is_plain(entry.text):
+        if len(key) >= 20 and key not in seen and _is_public(entry) and _is_plain(entry.text):
             seen.add(key)
             entries.append(entry)
-    comments: dict[str, list[str]] = {}
-    for module, path in _python_modules():
-        for text in _comment_paragraphs(path):
-            if text not in seen and _is_plain(text):
-                seen.add(text)
-                comments.setdefault(module, []).append(text)
-    return Corpus(entries, comments)
+    return entries
 
 
 def _all_entries() -> Iterator[Entry]:
@@ -79,6 +64,11 @@ def _all_entries() -> Iterator[Entry]:
     yield from _c_entries()
     for module, path in _python_modules():
         yield from _python_entries(module, path)
+
+
+def _is_public(entry: Entry) -> bool:
+    parts = entry.name.split(".")
+    return entry.kind == "topic" or not any(part.startswith("_") for part in parts)
 
 
 def _is_plain(text: str) -> bool:
@@ -152,7 +142,7 @@ def _c_member(module: str, name: str, value: object) -> Iterator[Entry]:
 
 def _c_described(module: str, kind: str, name: str, value: object) -> Iterator[Entry]:
     doc = getattr(value, "__doc__", None)
-    if not isinstance(doc, str) or (name.endswith("__") and name != "__import__"):
+    if not isinstance(doc, str):
         return
     arguments = getattr(value, "__text_signature__", None)
     signature = name
@@ -209,28 +199,3 @@ def _definitions(module: str, owner: str, node: ast.AST) -> Iterator[Entry]:
 def _arguments(arguments: ast.arguments) -> str:
     written = ast.unparse(arguments)
     return re.sub(r"^(self|cls)(, /)?(, |$)", "", written)
-
-
-def _comment_paragraphs(path: Path) -> Iterator[str]:
-    """Comments of at least three lines that read as prose, without their number signs."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)
-        source = path.read_bytes()
-    block: list[str] = []
-    last_row = -1
-    for token in tokenize.tokenize(io.BytesIO(source).readline):
-        if token.type != tokenize.COMMENT:
-            continue
-        if token.start[0] != last_row + 1:
-            yield from _prose(block)
-            block = []
-        block.append(token.string)
-        last_row = token.start[0]
-    yield from _prose(block)
-
-
-def _prose(block: list[str]) -> Iterator[str]:
-    text = inspect.cleandoc("\n".join(line.lstrip("#!:") for line in block)).strip()
-    words = re.findall(r"\b[a-z]{2,}\b", text)
-    if len(block) >= 3 and len(words) * 8 >= len(text):
-        yield text

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from box_corpus import Corpus, Entry, is_held_out
+from box_corpus import Entry, is_held_out
 
 MAX_ANSWER_CHARS = 700
 
@@ -85,17 +85,15 @@ class Documents(NamedTuple):
     entries: list[Entry]
 
 
-def split(corpus: Corpus) -> tuple[Documents, Documents]:
+def split(entries: Sequence[Entry]) -> tuple[Documents, Documents]:
     """Training and held-out documents; no source has a part in both."""
     sides = (Documents([], []), Documents([], []))
     by_source: dict[str, list[str]] = {}
-    for entry in corpus.entries:
+    for entry in entries:
         sides[is_held_out(entry.source)].entries.append(entry)
         by_source.setdefault(entry.source, []).append(_as_reference(entry))
     for source, parts in by_source.items():
         sides[is_held_out(source)].texts.append("\n\n".join(parts))
-    for source, paragraphs in corpus.comments.items():
-        sides[is_held_out(source)].texts.append("\n\n".join(paragraphs))
     return sides
 
 

@@ -144,12 +144,14 @@ class Network(nn.Module):
         self._initialize(shape)
 
     def _initialize(self, shape: Shape) -> None:
-        """Normal weights; those that write to the residual stream shrink with depth."""
+        """Normal weights; those that write to the residual stream start small."""
         for name, weight in self.named_parameters():
-            if weight.dim() == 2:
+            if "embed_tokens" in name:
+                nn.init.normal_(weight, std=shape.initializer_range)
+            elif weight.dim() == 2:
                 residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-                scale = (2 * shape.num_layers) ** -0.5 if residual else 1.0
-                nn.init.normal_(weight, std=shape.initializer_range * scale)
+                scale = 0.5 * (2 * shape.num_layers) ** -0.5 if residual else 0.5
+                nn.init.normal_(weight, std=scale * weight.shape[1] ** -0.5)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Mean cross entropy of `ids[:, 1:]` given what precedes; `ids` is [batch, length + 1]."""

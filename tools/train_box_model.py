@@ -33,12 +33,12 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-TOKENS_PER_STEP = 4096
+TOKENS_PER_STEP = 2048
 SHORT_WINDOW, LONG_WINDOW = 256, 2048
 LONG_SHARE = 0.08
 WARMUP_STEPS = 100
 DECAY_SHARE = 0.35
-PEAK_LR = 3e-3
+PEAK_MUON_LR, PEAK_ADAMW_LR = 6e-3, 3e-3
 
 
 def main() -> None:
@@ -65,8 +65,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True, help="directory of the model")
     parser.add_argument("--checkpoint", type=Path, default=Path("build/box_model.pt"))
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
-    parser.add_argument("--steps", type=int, default=2400, help="0 writes the tokenizer alone")
-    parser.add_argument("--save-every", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=3000, help="0 writes the tokenizer alone")
+    parser.add_argument("--save-every", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     return parser.parse_args()
@@ -81,32 +81,32 @@ def stages(steps: int) -> list[tuple[int, int, int]]:
     ]
 
 
-def learning_rate(step: int, steps: int) -> float:
-    """Warm-up, constant, then down to nothing as 1 - sqrt.
+def lr_share(step: int, steps: int) -> float:
+    """Share of the peak learning rates: warm-up, constant, then down to nothing as 1 - sqrt.
 
     Nothing but the last `DECAY_SHARE` depends on `steps`, so a run may be made longer or shorter
     with `--resume` until it gets there.
     """
     decay_steps = round(steps * DECAY_SHARE)
     into_decay = max(0, step + 1 - (steps - decay_steps)) / (decay_steps + 1)
-    return PEAK_LR * min(1.0, (step + 1) / WARMUP_STEPS) * (1.0 - math.sqrt(into_decay))
+    return min(1.0, (step + 1) / WARMUP_STEPS) * (1.0 - math.sqrt(into_decay))
 
 
 class Trainer:
-    """Network, optimizer and progress of one run."""
+    """Network, optimizers and progress of one run."""
 
     def __init__(self, network: Network, args: argparse.Namespace) -> None:
         self.network = network
         self.args = args
         self.step = 0
         self.seconds = 0.0
-        matrices = [p for p in network.parameters() if p.dim() == 2]
-        vectors = [p for p in network.parameters() if p.dim() == 1]
-        groups = [
-            {"params": matrices, "weight_decay": 0.1},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
-        self.optimizer = torch.optim.AdamW(groups, lr=PEAK_LR, betas=(0.9, 0.95), fused=True)
+        named = list(network.named_parameters())
+        inner = [p for name, p in named if p.dim() == 2 and "embed" not in name]
+        outer = [p for name, p in named if p.dim() == 1 or "embed" in name]
+        self.optimizers: tuple[torch.optim.Optimizer, ...] = (
+            torch.optim.Muon(inner, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(outer, weight_decay=0.0, betas=(0.9, 0.95), fused=True),
+        )
 
     def run(self, stream: Iterator[Tensor], held_out: dict[str, Tensor]) -> None:
         """Trains to the last step; reports and saves on the way."""
@@ -126,14 +126,17 @@ class Trainer:
                 self.save()
 
     def _train_on(self, ids: Tensor) -> float:
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.step, self.args.steps)
+        share = lr_share(self.step, self.args.steps)
+        for optimizer, peak in zip(self.optimizers, (PEAK_MUON_LR, PEAK_ADAMW_LR), strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = share * peak
         with torch.autocast("cpu", torch.bfloat16):
             loss = self.network(ids)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         return loss.item()
 
     @torch.no_grad()
@@ -159,16 +162,17 @@ class Trainer:
             "step": self.step,
             "seconds": self.seconds,
             "network": self.network.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
         }
         torch.save(state, self.args.checkpoint)
 
     def load(self) -> None:
-        """Takes up the checkpoint's weights, moments, step and time."""
+        """Takes up the weights, moments, step and time of the checkpoint."""
         state = torch.load(self.args.checkpoint, weights_only=True)
         self.step, self.seconds = state["step"], state["seconds"]
         self.network.load_state_dict(state["network"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        for optimizer, moments in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(moments)
 
 
 def _tokenizer_texts(documents: Documents, seed: int) -> list[str]:
@@ -204,7 +208,7 @@ def _facts(
         held_out_loss={name: trainer.loss_on(ids) for name, ids in held_out.items()},
         steps=trainer.step,
         tokens_per_step=TOKENS_PER_STEP,
-        peak_lr=PEAK_LR,
+        peak_lrs=(PEAK_MUON_LR, PEAK_ADAMW_LR),
         seed=args.seed,
         threads=args.threads,
         minutes=trainer.seconds / 60,
