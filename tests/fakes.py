@@ -43,7 +43,7 @@ class FakeClient:
         self,
         script: Callable[[AddRequest, int], int],
         decided: FakeDecided | None = None,
-        clock: FakeClock | None = None,
+        clock: Callable[[], float] | None = None,
         pace: Callable[[], object] = lambda: None,
     ) -> None:
         self.decided = decided or FakeDecided()
@@ -74,13 +74,12 @@ class FakeClient:
         self.num_steps += 1
         if self.num_steps == self.dies_at or self.is_shut_down:
             raise EngineDeadError("the fake core died")
-        self.clock.now += 0.25
-        rows = list(self.live.values())
-        batch = CoreOutputs([r.request.request_id for r in rows], [], None, self.clock.now)
+        if isinstance(self.clock, FakeClock):
+            self.clock.now += 0.25
+        now, rows = self.clock(), list(self.live.values())
+        batch = CoreOutputs([r.request.request_id for r in rows], [], None, now)
         batch.started = [
-            Started(index, 0, self.clock.now - 0.125)
-            for index, row in enumerate(rows)
-            if not row.num_output
+            Started(index, 0, now - 0.125) for index, row in enumerate(rows) if not row.num_output
         ]
         for index, row in enumerate(rows):
             self._advance(index, row, batch)

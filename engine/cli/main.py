@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 
-from engine import __version__
 from engine.cli import bench, chat, generate
 from engine.errors import EngineError
 
@@ -21,7 +21,9 @@ def make_parser() -> argparse.ArgumentParser:
         description="Language model inference with pluggable schedulers. Without --model every "
         "command uses the small model that ships with the package.",
     )
-    parser.add_argument("--version", action="version", version=f"metronome {__version__}")
+    parser.add_argument(
+        "--version", action="version", version=f"metronome {version('metronome-engine')}"
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, module in COMMANDS.items():
         summary = (module.__doc__ or "").splitlines()[0]
