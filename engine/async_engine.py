@@ -205,6 +205,8 @@ class AsyncLLMEngine:
     def _die(self, cause: BaseException | None) -> None:
         if cause is None:
             death = EngineDeadError("the engine was shut down")
+        elif isinstance(cause, EngineDeadError):
+            death = cause
         else:
             death = EngineDeadError(f"the engine core has died: {type(cause).__name__}: {cause}")
             death.__cause__ = cause
