@@ -61,8 +61,6 @@ class EngineArgs:
     """A SchedulerInterface class or its dotted path, in place of the shared mechanism."""
     policy_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the policy."""
-    max_policy_faults: int = 1
-    """Errors of a policy that are answered by the default order; one more ends the run."""
     async_scheduling: bool | None = None
     """Plan the next step while one runs; decided by device and scheduler if not given."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -130,7 +128,6 @@ class EngineArgs:
             scheduling_policy=self.scheduling_policy,
             scheduler_cls=self.scheduler_cls,
             num_steps_in_flight=2 if self.async_scheduling else 1,
-            max_policy_faults=self.max_policy_faults,
             policy_options=dict(self.policy_options),
         )
 

@@ -28,8 +28,6 @@ class SchedulerConfig:
     """A SchedulerInterface class or its dotted path, in place of the shared mechanism."""
     num_steps_in_flight: int = 1
     """Steps launched before the oldest is settled: 1 synchronous, 2 overlapped."""
-    max_policy_faults: int = 1
-    """Errors of a policy that are answered by the default order; one more ends the run."""
     policy_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the policy."""
 

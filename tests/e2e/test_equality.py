@@ -92,7 +92,7 @@ def prompts(shortest: int = 1) -> list[list[int]]:
 
 
 def generate(model, ids: list[int]) -> tuple[list[int], list[float]]:
-    """Greedy tokens of transformers, and the margin of each choice relative to the largest logit."""
+    """Greedy tokens of transformers, and the margin of each choice (share of the largest)."""
     model.generation_config.eos_token_id = None
     out = model.generate(
         torch.tensor([ids]),

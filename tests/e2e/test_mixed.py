@@ -1,4 +1,4 @@
-"""Two hundred mixed requests on the model in the box: each is answered once, as if it were alone."""
+"""Two hundred mixed requests on the model in the box: each is answered as if it were alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import pytest
 from engine import EngineArgs, LLMEngine, SamplingParams
 
 SEED = 11
-WORDS = ["the", "class", "object", "returns", "a", "list", "of", "file", "names", "and", "import", "module", "if", "None", "self", "value"]
+WORDS = [
+    *("the", "class", "object", "returns", "a", "list", "of", "file", "names", "and"),
+    *("import", "module", "if", "None", "self", "value"),
+]
 STOPS = ["\n\n", ". ", "the ", " of a", "turn"]
 
 
