@@ -26,7 +26,7 @@ DTYPES = {
     "BF16": torch.bfloat16,
 }
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-STAGING_BYTES = 4 << 20
+STAGING_BYTES = 1 << 20  # fits a core's cache
 INDEX = "model.safetensors.index.json"
 
 
@@ -41,7 +41,7 @@ class StoredTensor(NamedTuple):
 
 
 class Checkpoint:
-    """The tensors of a model directory, by name."""
+    """The tensors of a model directory, by name. Read by one thread at a time."""
 
     def __init__(self, root: Path) -> None:
         """Read all headers. Raises ``ModelError`` for files that are missing or damaged."""
@@ -51,6 +51,7 @@ class Checkpoint:
         for file in files:
             self.tensors.update(read_header(file))
         self._files = {file: os.open(file, os.O_RDONLY) for file in files}
+        self._staging = torch.empty(STAGING_BYTES, dtype=torch.uint8)
 
     def __enter__(self) -> Self:
         return self
@@ -73,13 +74,12 @@ class Checkpoint:
         if dtype == out.dtype:
             self._fill(stored.file, offset, flat)
             return
-        step = STAGING_BYTES // dtype.itemsize
-        staging = torch.empty(min(step, flat.numel()), dtype=dtype)
-        for begin in range(0, flat.numel(), step):
-            piece = flat[begin : begin + step]
-            converted = staging[: piece.numel()]
-            self._fill(stored.file, offset + begin * dtype.itemsize, converted)
-            piece.copy_(converted)
+        staging = self._staging.view(dtype)
+        for begin in range(0, flat.numel(), staging.numel()):
+            piece = flat[begin : begin + staging.numel()]
+            unconverted = staging[: piece.numel()]
+            self._fill(stored.file, offset + begin * dtype.itemsize, unconverted)
+            piece.copy_(unconverted)
 
     def same(self, one: str, other: str) -> bool:
         """Whether two tensors hold the same numbers."""

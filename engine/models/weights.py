@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
 import re
 import zlib
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from math import prod
 from typing import Protocol, Self
 
 import torch
@@ -19,6 +21,7 @@ from engine.models.targets import Part, Target
 DERIVED = re.compile(r"\.rotary_emb\.inv_freq$|\.masked_bias$|\.attn\.bias$")
 # Targets read before they are asked for: hides reading behind packing, costs little memory.
 AHEAD = 2
+OWN_PAGES_BYTES = 1 << 20
 
 
 class Source(Protocol):
@@ -56,9 +59,23 @@ class Weights:
         return self._ready.pop(name).result()
 
     def _load(self, target: Target) -> torch.Tensor:
-        out = torch.empty(target.shape, dtype=self._dtype)
+        out = allocate(target.shape, self._dtype)
         self._source.load(target, out)
         return out
+
+
+def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """An empty tensor; a large one's memory goes back to the system the moment it is dropped.
+
+    What was packed for the device is dropped at once, and malloc would keep tens of megabytes.
+    """
+    num_bytes = prod(shape) * dtype.itemsize
+    if num_bytes < OWN_PAGES_BYTES:
+        return torch.empty(shape, dtype=dtype)
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)  # far fewer page faults while it is filled
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 class StoredWeights:
