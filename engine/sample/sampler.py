@@ -86,6 +86,7 @@ class Sampler:
         that have no token left, or whose custom processor fails are reported in `errors`.
         """
         assert logits.shape == (len(slots), self._vocab_size), logits.shape
+        assert logits.dtype is torch.float32, logits.dtype
         logits = logits.detach().contiguous()
         wanting = self._rows_in(self._num_logprobs, slots)
         raw = logits[wanting] if wanting else logits[:0]  # copies, before anything is edited

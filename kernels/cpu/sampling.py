@@ -22,9 +22,9 @@ import torch
 from numba import njit, prange
 from numpy.typing import NDArray
 
+from kernels.cpu import sweeps
 from kernels.reference import sampling as reference
 
-BLOCK = 64
 SERIAL_SIZE = 2**18  # logits: fewer are done before other threads have woken up
 GOLDEN = np.uint64(reference.GOLDEN)
 MIX_1 = np.uint64(reference.MIX_1)
@@ -35,18 +35,7 @@ UNUSED_BITS = np.uint64(64 - reference.UNIFORM_BITS)
 UNIFORM_STEPS = 2.0**reference.UNIFORM_BITS
 MAX_GUMBEL = -math.log(-math.log1p(-0.5 / UNIFORM_STEPS)) + 1e-6
 
-ZERO, INFINITY = np.float32(0), np.float32(np.inf)
-MAGNITUDE = np.int32(0x7FFFFFFF)
-INFINITY_BITS = np.int32(0x7F800000)
-SIGN = np.int32(31)
-LOWEST = np.int32(-(2**31))
-LOWEST_FINITE = np.float32(np.finfo(np.float32).min)
-
-LOG2_E = 1.0 / math.log(2.0)
-MIN_EXPONENT = np.float32(-126.0)
-HALF = np.float32(0.5)
-BIAS, MANTISSA = np.int32(127), np.int32(23)
-C = tuple(np.float32(math.log(2.0) ** n / math.factorial(n)) for n in range(8))
+ZERO = np.float32(0)
 
 
 def choose_tokens(
@@ -129,30 +118,33 @@ def _choose_rows_in_parallel(x, every_id, temperature, truncations, noise_of, ch
 @njit(cache=True)
 def _choose(x, every_id, temperature, truncation, key):
     """One row: truncation is (top_k, top_p, min_p). -1 if the row is not sound."""
-    block_max = _block_maxima(x)
-    peak = _largest(block_max)
-    if _has_nan(x) or not LOWEST_FINITE <= peak < INFINITY:
+    block_max = sweeps.block_maxima(x)
+    peak = sweeps.largest(block_max)
+    if sweeps.has_nan(x) or not sweeps.LOWEST_FINITE <= peak < sweeps.INFINITY:
         return -1
     if temperature == 0:
-        return _first_at(x, block_max, peak)
+        return sweeps.first_at(x, block_max, peak)
     top_k, top_p, min_p = int(truncation[0]), truncation[1], truncation[2]
     if top_k < 1 or top_k > len(x):
         top_k = len(x)
     if top_k == len(x) and top_p == 1 and min_p == 0:
         return _race(x, every_id, block_max, temperature, key)
-    floor = _at_least(peak + temperature * math.log(min_p)) if min_p > 0 else LOWEST_FINITE
+    floor = sweeps.LOWEST_FINITE
+    if min_p > 0:
+        floor = sweeps.at_least(peak + temperature * math.log(min_p))
     if top_k < len(x):
         values, ids = _gather(x, block_max, max(floor, _kth_largest(block_max, top_k)))
         values, ids = _keep_top_k(values, ids, top_k)
-        total = _weight(values, floor, peak, temperature)
+        total = sweeps.weight(values, floor, peak, temperature)
     else:
         # Tokens further down weigh less than 1 - top_p altogether: outside any nucleus.
         reach = math.log(len(x) / (1 - top_p)) if top_p < 1 else np.inf
-        values, ids = _gather(x, block_max, max(floor, _at_least(peak - temperature * reach)))
-        total = _weight(x, floor, peak, temperature) if top_p < 1 else 0.0
+        values, ids = _gather(x, block_max, max(floor, sweeps.at_least(peak - temperature * reach)))
+        total = sweeps.weight(x, floor, peak, temperature) if top_p < 1 else 0.0
     if top_p < 1:
-        values, ids = _keep_top_p(values, ids, _weights(values, peak, temperature), top_p * total)
-    return _race(values, ids, _block_maxima(values), temperature, key)
+        weights = sweeps.weights(values, peak, temperature)
+        values, ids = _keep_top_p(values, ids, weights, top_p * total)
+    return _race(values, ids, sweeps.block_maxima(values), temperature, key)
 
 
 # Cutting a row down. `values` are logits in the order of their `ids`, which ascend.
@@ -164,21 +156,21 @@ def _keep_top_k(values, ids, top_k):
     if len(values) <= top_k:
         return values, ids
     cut = _kth_largest(values, top_k)
-    return _keep(values, ids, cut, top_k - _count_from(values, _above(cut)))
+    return _keep(values, ids, cut, top_k - sweeps.count_from(values, sweeps.above(cut)))
 
 
 @njit(cache=True)
 def _keep_top_p(values, ids, weights, target):
     """The fewest largest whose weights reach target; of equal ones those with lower ids."""
-    low, high = _key(LOWEST_FINITE), _key(INFINITY)
+    low, high = sweeps.to_key(sweeps.LOWEST_FINITE), sweeps.to_key(sweeps.INFINITY)
     while low < high:
         middle = (low + high + 1) >> 1
-        if _weight_from(values, weights, _from_key(middle)) >= target:
+        if sweeps.weight_from(values, weights, sweeps.from_key(middle)) >= target:
             low = middle
         else:
             high = middle - 1
-    cut = _from_key(low)
-    reached = _weight_from(values, weights, _above(cut))
+    cut = sweeps.from_key(low)
+    reached = sweeps.weight_from(values, weights, sweeps.above(cut))
     num_ties = 0
     for i in range(len(values)):
         if values[i] == cut and reached < target:
@@ -204,27 +196,27 @@ def _keep(values, ids, cut, num_ties):
 @njit(cache=True)
 def _kth_largest(values, k):
     """The k-th largest of values, or the lowest finite number if fewer than k are finite."""
-    low, high = _key(LOWEST_FINITE), _key(INFINITY)
+    low, high = sweeps.to_key(sweeps.LOWEST_FINITE), sweeps.to_key(sweeps.INFINITY)
     while low < high:
         middle = (low + high + 1) >> 1
-        if _count_from(values, _from_key(middle)) >= k:
+        if sweeps.count_from(values, sweeps.from_key(middle)) >= k:
             low = middle
         else:
             high = middle - 1
-    return _from_key(low)
+    return sweeps.from_key(low)
 
 
 @njit(cache=True)
 def _gather(x, block_max, floor):
     """Values and ids of all tokens not below floor."""
-    size = _count_from(x, floor)
+    size = sweeps.count_from(x, floor)
     values = np.empty(size, dtype=np.float32)
     ids = np.empty(size, dtype=np.int32)
     size = 0
     for block in range(len(block_max)):
         if block_max[block] < floor:
             continue
-        for i in range(block * BLOCK, min((block + 1) * BLOCK, len(x))):
+        for i in range(block * sweeps.BLOCK, min((block + 1) * sweeps.BLOCK, len(x))):
             if x[i] >= floor:
                 values[size] = x[i] + ZERO  # -0 would have another key than 0
                 ids[size] = i
@@ -238,14 +230,14 @@ def _gather(x, block_max, floor):
 @njit(cache=True)
 def _race(values, ids, block_max, temperature, key):
     """The id that wins. The largest logit runs first: few others then have a chance."""
-    first = _first_at(values, block_max, _largest(block_max))
+    first = sweeps.first_at(values, block_max, sweeps.largest(block_max))
     winner = ids[first]
     best = values[first] + temperature * _gumbel(_steps(key, winner))
     for block in range(len(block_max)):
         gap = (best - block_max[block]) / temperature
         if gap > MAX_GUMBEL:
             continue
-        start, end = block * BLOCK, min((block + 1) * BLOCK, len(values))
+        start, end = block * sweeps.BLOCK, min((block + 1) * sweeps.BLOCK, len(values))
         # Noise beats the gap where the uniform number is below this; one step more for rounding.
         limit = -math.expm1(-math.exp(-gap)) * UNIFORM_STEPS * (1 + 1e-9) + 1
         if _lowest_steps(ids[start:end], key) > limit:
@@ -294,129 +286,3 @@ def _mix(z):
     z = (z ^ (z >> SHIFT_1)) * MIX_1
     z = (z ^ (z >> SHIFT_2)) * MIX_2
     return z ^ (z >> SHIFT_3)
-
-
-# Sweeps over logits, written so that they compile to vector instructions.
-
-
-@njit(cache=True)
-def _block_maxima(x):
-    """The largest of each block [ceil(len / BLOCK)]. Integer keys: a float maximum stays scalar."""
-    bits = x.view(np.int32)
-    maxima = np.empty((len(x) + BLOCK - 1) // BLOCK, dtype=np.float32)
-    for block in range(len(maxima)):
-        highest = LOWEST
-        part = bits[block * BLOCK : (block + 1) * BLOCK]
-        for i in range(len(part)):
-            highest = max(highest, part[i] ^ ((part[i] >> SIGN) & MAGNITUDE))
-        maxima[block] = _from_key(highest)
-    return maxima
-
-
-@njit(cache=True)
-def _largest(values):
-    largest = values[0]
-    for i in range(1, len(values)):
-        largest = max(largest, values[i])
-    return largest
-
-
-@njit(cache=True)
-def _has_nan(x):
-    highest = np.int32(0)
-    bits = x.view(np.int32)
-    for i in range(len(bits)):
-        highest = max(highest, bits[i] & MAGNITUDE)
-    return highest > INFINITY_BITS
-
-
-@njit(cache=True)
-def _first_at(x, block_max, value):
-    """Index of the first of x equal to value, which is the largest of some block."""
-    for block in range(len(block_max)):
-        if block_max[block] == value:
-            for i in range(block * BLOCK, min((block + 1) * BLOCK, len(x))):
-                if x[i] == value:
-                    return i
-    return -1
-
-
-@njit(cache=True)
-def _count_from(values, floor):
-    """How many are not below floor."""
-    count = 0
-    for i in range(len(values)):
-        count += values[i] >= floor
-    return count
-
-
-@njit(cache=True, fastmath={"reassoc"})
-def _weight_from(values, weights, floor):
-    """What those not below floor weigh together."""
-    total = 0.0
-    for i in range(len(values)):
-        total += np.float64(weights[i]) if values[i] >= floor else 0.0
-    return total
-
-
-@njit(cache=True, fastmath={"reassoc"})
-def _weight(x, floor, peak, temperature):
-    scale = np.float32(LOG2_E / temperature)
-    total = 0.0
-    for i in range(len(x)):
-        weight = _exp2((x[i] - peak) * scale)
-        total += np.float64(weight) if x[i] >= floor else 0.0
-    return total
-
-
-@njit(cache=True)
-def _weights(values, peak, temperature):
-    """Probabilities relative to the peak's."""
-    scale = np.float32(LOG2_E / temperature)
-    weights = np.empty(len(values), dtype=np.float32)
-    for i in range(len(values)):
-        weights[i] = _exp2((values[i] - peak) * scale)
-    return weights
-
-
-@njit(cache=True)
-def _exp2(y):
-    """2 ** y for y <= 0, to float32's precision; exact at whole numbers, tiny below 2 ** -126."""
-    y = max(y, MIN_EXPONENT)
-    whole = np.float32(math.floor(y + HALF))
-    f = y - whole
-    series = C[6] + f * C[7]
-    for c in (C[5], C[4], C[3], C[2], C[1], C[0]):
-        series = c + f * series
-    bits = (np.int32(whole) + BIAS) << MANTISSA
-    return series * np.int32(bits).view(np.float32)
-
-
-# Floats in the order of integers: the key of a smaller number is smaller.
-
-
-@njit(cache=True)
-def _key(value):
-    bits = np.float32(value).view(np.int32)
-    return np.int64(bits ^ ((bits >> SIGN) & MAGNITUDE))
-
-
-@njit(cache=True)
-def _from_key(key):
-    bits = np.int32(key)
-    return np.int32(bits ^ ((bits >> SIGN) & MAGNITUDE)).view(np.float32)
-
-
-@njit(cache=True)
-def _above(value):
-    """The next float."""
-    return _from_key(_key(value) + 1)
-
-
-@njit(cache=True)
-def _at_least(limit):
-    """The lowest finite float32 that is not below a float64."""
-    if limit < LOWEST_FINITE:
-        return LOWEST_FINITE
-    rounded = np.float32(limit)
-    return rounded if rounded >= limit else _above(rounded)

@@ -110,7 +110,7 @@ def test_neighbours_are_independent(neighbours: str) -> None:
 
 def test_unlikely_tokens_come_as_often_as_they_should() -> None:
     """One token in 4,096: noise with a coarse tail would never or always let it win."""
-    logits = torch.tensor([[0.0, -np.log(4095.0)]]).repeat(400_000, 1)
+    logits = torch.tensor([[0.0, -np.log(4095.0)]], dtype=torch.float32).repeat(400_000, 1)
     seeds = np.arange(len(logits), dtype=np.uint64)
     tokens = choose(compiled, logits, seeds=seeds)
     low, high = stats.binom.interval(1 - ALPHA, len(logits), 1 / 4096)

@@ -1,0 +1,146 @@
+"""Sweeps over logits that compile to vector instructions, and floats in the order of integers.
+
+A row is looked at in blocks of `BLOCK` logits; `block_max` holds the largest of each.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import njit
+
+BLOCK = 64
+
+INFINITY = np.float32(np.inf)
+MAGNITUDE = np.int32(0x7FFFFFFF)
+INFINITY_BITS = np.int32(0x7F800000)
+SIGN = np.int32(31)
+LOWEST = np.int32(-(2**31))
+LOWEST_FINITE = np.float32(np.finfo(np.float32).min)
+
+LOG2_E = 1.0 / math.log(2.0)
+MIN_EXPONENT = np.float32(-126.0)
+HALF = np.float32(0.5)
+BIAS, MANTISSA = np.int32(127), np.int32(23)
+C = tuple(np.float32(math.log(2.0) ** n / math.factorial(n)) for n in range(8))
+
+
+@njit(cache=True)
+def block_maxima(x):
+    """The largest of each block [ceil(len / BLOCK)]. Integer keys: a float maximum stays scalar."""
+    bits = x.view(np.int32)
+    maxima = np.empty((len(x) + BLOCK - 1) // BLOCK, dtype=np.float32)
+    for block in range(len(maxima)):
+        highest = LOWEST
+        part = bits[block * BLOCK : (block + 1) * BLOCK]
+        for i in range(len(part)):
+            highest = max(highest, part[i] ^ ((part[i] >> SIGN) & MAGNITUDE))
+        maxima[block] = from_key(highest)
+    return maxima
+
+
+@njit(cache=True)
+def largest(values):
+    largest = values[0]
+    for i in range(1, len(values)):
+        largest = max(largest, values[i])
+    return largest
+
+
+@njit(cache=True)
+def has_nan(x):
+    highest = np.int32(0)
+    bits = x.view(np.int32)
+    for i in range(len(bits)):
+        highest = max(highest, bits[i] & MAGNITUDE)
+    return highest > INFINITY_BITS
+
+
+@njit(cache=True)
+def first_at(x, block_max, value):
+    """Index of the first of x equal to value, which is the largest of some block."""
+    for block in range(len(block_max)):
+        if block_max[block] == value:
+            for i in range(block * BLOCK, min((block + 1) * BLOCK, len(x))):
+                if x[i] == value:
+                    return i
+    return -1
+
+
+@njit(cache=True)
+def count_from(values, floor):
+    """How many are not below floor."""
+    count = 0
+    for i in range(len(values)):
+        count += values[i] >= floor
+    return count
+
+
+@njit(cache=True, fastmath={"reassoc"})
+def weight_from(values, weights, floor):
+    """What those not below floor weigh together."""
+    total = 0.0
+    for i in range(len(values)):
+        total += np.float64(weights[i]) if values[i] >= floor else 0.0
+    return total
+
+
+@njit(cache=True, fastmath={"reassoc"})
+def weight(x, floor, peak, temperature):
+    scale = np.float32(LOG2_E / temperature)
+    total = 0.0
+    for i in range(len(x)):
+        weight = _exp2((x[i] - peak) * scale)
+        total += np.float64(weight) if x[i] >= floor else 0.0
+    return total
+
+
+@njit(cache=True)
+def weights(values, peak, temperature):
+    """Probabilities relative to the peak's."""
+    scale = np.float32(LOG2_E / temperature)
+    weights = np.empty(len(values), dtype=np.float32)
+    for i in range(len(values)):
+        weights[i] = _exp2((values[i] - peak) * scale)
+    return weights
+
+
+@njit(cache=True)
+def _exp2(y):
+    """2 ** y for y <= 0, to float32's precision; exact at whole numbers, tiny below 2 ** -126."""
+    y = max(y, MIN_EXPONENT)
+    whole = np.float32(math.floor(y + HALF))
+    f = y - whole
+    series = C[6] + f * C[7]
+    for c in (C[5], C[4], C[3], C[2], C[1], C[0]):
+        series = c + f * series
+    bits = (np.int32(whole) + BIAS) << MANTISSA
+    return series * np.int32(bits).view(np.float32)
+
+
+@njit(cache=True)
+def to_key(value):
+    bits = np.float32(value).view(np.int32)
+    return np.int64(bits ^ ((bits >> SIGN) & MAGNITUDE))
+
+
+@njit(cache=True)
+def from_key(key):
+    bits = np.int32(key)
+    return np.int32(bits ^ ((bits >> SIGN) & MAGNITUDE)).view(np.float32)
+
+
+@njit(cache=True)
+def above(value):
+    """The next float."""
+    return from_key(to_key(value) + 1)
+
+
+@njit(cache=True)
+def at_least(limit):
+    """The lowest finite float32 that is not below a float64."""
+    if limit < LOWEST_FINITE:
+        return LOWEST_FINITE
+    rounded = np.float32(limit)
+    return rounded if rounded >= limit else above(rounded)
