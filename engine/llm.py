@@ -109,14 +109,16 @@ class LLM:
         session = self.llm_engine.session
         ids = [submission.request_id for submission in submissions]
         finished: dict[str, RequestOutput] = {}
+        unfinished = set(ids)
         try:
             for submission in submissions:
                 session.submit(submission)
             with _progress(len(ids), use_tqdm) as bar:
-                while len(finished) < len(ids):
+                while unfinished:
                     with HeldInterrupt():
                         outputs = session.step()
                     for output in outputs:
+                        unfinished.discard(output.request_id)
                         finished[output.request_id] = output
                         if bar is not None:
                             bar.advance(output)

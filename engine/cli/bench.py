@@ -80,12 +80,14 @@ def _read_prompts(path: Path | None) -> tuple[str, ...]:
 
 
 def _print_table(name: str, summary: str, result: Result) -> None:
-    table = Table("figure", "value", title=f"{name}: {summary}", title_justify="left")
+    table = Table("figure", "value", title=name)
     table.columns[1].justify = "right"
     for key, value in result.items():
         shown = f"{value:,.3f}" if isinstance(value, float) else f"{value}"
         table.add_row(key.replace("_", " "), shown)
-    Console().print(table)
+    console = Console()
+    console.print(summary, highlight=False)
+    console.print(table)
 
 
 def _positive(text: str) -> int:

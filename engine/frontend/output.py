@@ -144,6 +144,7 @@ class OutputProcessor:
     def _finish(self, core_id: str, row: Row, time: float) -> None:
         request, sequence = row
         del self._rows[core_id]
+        request.finish_one()
         if request.is_finished:
             assert sequence.end is not None
             request.metrics.finished_time = time

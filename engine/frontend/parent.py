@@ -27,13 +27,18 @@ class LiveRequest:
             Sequence(index, submission.params, submission.prompt_token_ids, tokenizer)
             for index in range(submission.params.n)
         ]
+        self._num_running = len(self.sequences)
         self.metrics = RequestMetrics(submission.arrival_time)
         self.num_cached_tokens = 0
         self.prompt_logprobs: list[Position | None] | None = None
 
     @property
     def is_finished(self) -> bool:
-        return all(sequence.end is not None for sequence in self.sequences)
+        return self._num_running == 0
+
+    def finish_one(self) -> None:
+        """Another of its sequences has ended."""
+        self._num_running -= 1
 
     def output(self, moved: Iterable[Sequence]) -> RequestOutput | None:
         """What the user gets now that these sequences have moved; ``None``: nothing yet."""

@@ -1,0 +1,181 @@
+"""The whole engine with the model in the box: mixed loads, tasks, mistakes of users."""
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from e2e.box_engine import KINDS, PROMPTS, SIZES, greedy, joined
+
+from engine import (
+    LLM,
+    AsyncLLMEngine,
+    ConfigError,
+    EngineArgs,
+    EngineDeadError,
+    LLMEngine,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+)
+from engine.assets import BOX_MODEL
+from engine.messages.outputs import FinishReason
+
+
+def test_bad_input_harms_nobody(llm_engine: LLMEngine, answer: tuple[str, list[int]]) -> None:
+    llm_engine.add_request("good", PROMPTS[0], greedy())
+    llm_engine.step()
+    for prompt, message in (
+        ([], "empty"),
+        ([5] * 512, "max_model_len is 512"),
+        ([4096], "vocabulary"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            llm_engine.add_request("bad", prompt, greedy())
+    with pytest.raises(RequestError, match="'good' is in use"):
+        llm_engine.add_request("good", "x", greedy())
+    while llm_engine.has_unfinished_requests():
+        outputs = llm_engine.step()
+    assert outputs[0].outputs[0].text == answer[0]
+
+
+def test_llm_keeps_the_order_and_agrees_with_the_engine(answer: tuple[str, list[int]]) -> None:
+    with LLM(**SIZES) as llm:
+        params = [greedy(max_tokens=n) for n in (32, 1, 9, 20)]
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+        assert [output.prompt for output in outputs] == PROMPTS
+        assert [len(o.outputs[0].token_ids) for o in outputs] == [32, 1, 9, 20]
+        assert outputs[0].outputs[0].text == answer[0]
+        (reply,) = llm.chat([{"role": "user", "content": "Hello"}], greedy(), use_tqdm=False)
+        assert reply.prompt is not None and reply.prompt.endswith("<|im_start|>assistant\n")
+        assert reply.outputs[0].token_ids
+
+
+def test_200_mixed_requests_are_answered_once(llm_engine: LLMEngine, seed: int) -> None:
+    """Random lengths, parameters, aborts, stop strings; outputs equal those of runs alone."""
+    dice = random.Random(seed)
+    todo = {}
+    for i in range(200):
+        params = SamplingParams(
+            temperature=dice.choice([0.0, 1.0]),
+            seed=i,
+            top_k=dice.choice([0, 20]),
+            max_tokens=dice.randint(1, 24),
+            stop=dice.choice([[], [" the"], ["a ", "class "]]),
+            logprobs=dice.choice([None, 2]),
+            output_kind=dice.choice(KINDS),
+        )
+        prompt = [dice.randrange(4, 4000) for _ in range(dice.randint(1, 60))]
+        todo[f"mixed-{i}"] = (prompt, params)
+    aborted = set(dice.sample(sorted(todo), 20))
+    answers = _run_mixed(llm_engine, todo, aborted, dice)
+    assert answers.keys() == todo.keys()
+    for name in dice.sample(sorted(todo.keys() - aborted), 25):
+        assert _run_mixed(llm_engine, {name: todo[name]}, set(), dice)[name] == answers[name]
+
+
+Mixed = dict[str, tuple[list[int], SamplingParams]]
+
+
+def _run_mixed(
+    llm_engine: LLMEngine, todo: Mixed, aborted: set[str], dice: random.Random
+) -> dict[str, tuple[str, list[int], FinishReason | None]]:
+    waiting = list(todo)
+    texts = dict.fromkeys(todo, "")
+    tokens: dict[str, list[int]] = {name: [] for name in todo}
+    answers: dict[str, tuple[str, list[int], FinishReason | None]] = {}
+    while waiting or llm_engine.has_unfinished_requests():
+        for _ in range(min(len(waiting), dice.randint(0, 20))):
+            name = waiting.pop()
+            llm_engine.add_request(name, todo[name][0], todo[name][1])
+        for output in llm_engine.step():
+            completion, name = output.outputs[0], output.request_id
+            assert name not in answers
+            if todo[name][1].output_kind == "delta":
+                texts[name] += completion.text
+                tokens[name] += completion.token_ids
+            else:
+                texts[name], tokens[name] = completion.text, completion.token_ids
+            if output.finished:
+                answers[name] = (texts[name], tokens[name], completion.finish_reason)
+        for name in sorted(aborted - set(waiting)):
+            if dice.random() < 0.1:
+                llm_engine.abort_request(name)
+    return answers
+
+
+# The asynchronous engine
+
+
+async def collect(
+    async_engine: AsyncLLMEngine, name: str, params: SamplingParams
+) -> list[RequestOutput]:
+    return [output async for output in async_engine.generate(PROMPTS[0], params, name)]
+
+
+async def test_122_slow_reader(answer: tuple[str, list[int]]) -> None:
+    async_engine = AsyncLLMEngine.from_engine_args(EngineArgs(**SIZES))
+    try:
+        for kind in ("delta", "cumulative"):
+            outputs = []
+            async for output in async_engine.generate(PROMPTS[0], greedy(output_kind=kind), "slow"):
+                outputs.append(output)
+                await asyncio.sleep(0.1)
+            assert [output.finished for output in outputs].count(True) == 1
+            last = outputs[-1].outputs[0]
+            found = joined(outputs) if kind == "delta" else (last.text, last.token_ids)
+            assert found == answer
+    finally:
+        async_engine.shutdown()
+
+
+async def test_126_a_hundred_at_once() -> None:
+    async_engine = AsyncLLMEngine.from_engine_args(EngineArgs(**SIZES))
+    try:
+        for _ in range(2):  # ids are free again
+            params = [greedy(max_tokens=1 + i % 8, ignore_eos=True) for i in range(100)]
+            tasks = [
+                asyncio.create_task(collect(async_engine, str(i), own))
+                for i, own in enumerate(params)
+            ]
+            await asyncio.sleep(0.05)
+            for task in tasks[3::10]:
+                task.cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            for i, result in enumerate(results):
+                if isinstance(result, list):
+                    assert len(result[-1].outputs[0].token_ids) == 1 + i % 8
+                else:
+                    assert i % 10 == 3 and isinstance(result, asyncio.CancelledError)
+    finally:
+        async_engine.shutdown()
+    with pytest.raises(EngineDeadError):
+        await collect(async_engine, "late", greedy())
+
+
+# What is wrong with a model or an option is said before anything is loaded
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": "/nowhere"}, "'/nowhere' does not exist"),
+        ({"max_model_len": 1 << 20}, "max_model_len is 1048576"),
+        ({"scheduling_policy": "fastest"}, "fastest"),
+        ({"max_num_seq": 4}, "did you mean 'max_num_seqs'"),
+    ],
+)
+def test_what_cannot_work_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM(**options)
+
+
+def test_a_directory_without_a_tokenizer(tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(BOX_MODEL / name)
+    with pytest.raises(ConfigError, match="skip_tokenizer_init"):
+        LLM(tmp_path, **SIZES)
+    with LLM(tmp_path, **SIZES, skip_tokenizer_init=True) as llm:
+        (output,) = llm.generate([[5, 6]], greedy(max_tokens=3), use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 3
