@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 from collections import deque
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import llama_cpp
@@ -17,7 +18,8 @@ from peers import driver
 class LlamaCpp:
     def __init__(self, task: driver.Task) -> None:
         cores = len(os.sched_getaffinity(0))
-        kv_type = llama_cpp.GGML_TYPE_F32 if "f32" in task.model else llama_cpp.GGML_TYPE_F16
+        is_f32 = "f32" in Path(task.model).name
+        kv_type = llama_cpp.GGML_TYPE_F32 if is_f32 else llama_cpp.GGML_TYPE_F16
         self.settings = {"n_ctx": task.max_model_len, "n_threads": cores, "n_batch": 512}
         self.model = llama_cpp.Llama(
             task.model,
