@@ -7,7 +7,8 @@
     ├── PolicyError (RuntimeError)      a scheduling policy or resource broke its contract
     └── EngineDeadError (RuntimeError)  the core has died; carries the cause
 
-What a user can cause derives from ``ValueError``. Messages name the value, the limit and the way out.
+What a user can cause derives from ``ValueError``. Messages name the value, the limit and the way
+out.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class ModelError(ConfigError):
 
 
 class RequestError(EngineError, ValueError):
-    """A request that can never be served as it was asked."""
+    """A request that can never be served as asked."""
 
 
 class RequestTypeError(RequestError, TypeError):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import kernels
+from engine.layers.batch import Wanted
 from engine.layers.linear import Linear
 from kernels.meta import AttentionMeta
 
@@ -29,8 +30,14 @@ class Attention:
         self.attend = dict(attend)
 
     def __call__(
-        self, x: torch.Tensor, meta: AttentionMeta, kv_layer: torch.Tensor
+        self,
+        x: torch.Tensor,
+        meta: AttentionMeta,
+        kv_layer: torch.Tensor,
+        wanted: Wanted | None = None,
     ) -> torch.Tensor:
-        """x: [N, H] -> [N, H]; writes K and V of these tokens to ``kv_layer``."""
+        """x: [N, H] -> [N, H], or [R, H] of the wanted rows; writes all K and V to ``kv_layer``."""
         q = kernels.qkv_rope_write(self.qkv(x), kv_layer, meta, **self.write)
+        if wanted is not None:
+            q, meta = q[wanted.rows], wanted.attn
         return self.out(kernels.paged_attention(q, kv_layer, meta, **self.attend))

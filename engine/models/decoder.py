@@ -8,7 +8,7 @@ import torch
 
 from engine.kv.layout import KVSpec
 from engine.layers.attention import Attention
-from engine.layers.batch import ForwardBatch
+from engine.layers.batch import ForwardBatch, Wanted
 from engine.layers.embedding import Embedding, OutputLayer
 from engine.layers.norm import ResidualNorm, RMSNorm
 from kernels.meta import AttentionMeta
@@ -50,10 +50,16 @@ class Block:
         residual: torch.Tensor | None,
         meta: AttentionMeta,
         kv_layer: torch.Tensor,
+        wanted: Wanted | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x: what the layer before adds to ``residual``; returns the same pair of this layer."""
+        """x: what the layer before adds to ``residual``; returns the same pair of this layer.
+
+        With ``wanted``, of these rows only: [R, H].
+        """
         x, residual = self.around_attention.enter(x, residual)
-        x = self.around_attention.leave(self.attention(x, meta, kv_layer))
+        x = self.around_attention.leave(self.attention(x, meta, kv_layer, wanted))
+        if wanted is not None:
+            residual = residual[wanted.rows]
         x, residual = self.around_mlp.enter(x, residual)
         return self.around_mlp.leave(self.mlp(x)), residual
 
@@ -79,10 +85,11 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> torch.Tensor:
-        """Hidden states [N, H] after the final norm; writes this step's K and V."""
+        """Hidden states [R, H] of the wanted rows after the final norm; writes all K and V."""
         x, residual = self.embedding(batch.input_ids), None
-        for block, kv_layer in zip(self.blocks, kv, strict=True):
+        for block, kv_layer in zip(self.blocks[:-1], kv[:-1], strict=True):
             x, residual = block(x, residual, batch.attn, kv_layer)
+        x, residual = self.blocks[-1](x, residual, batch.attn, kv[-1], batch.wanted)
         return self.final_norm(x, residual)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

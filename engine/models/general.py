@@ -64,12 +64,13 @@ class GeneralModel:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> torch.Tensor:
-        """Hidden states [N, H] as the module's backbone returns them."""
+        """Hidden states [R, H] of the wanted rows as the module's backbone returns them."""
         with self._state.during(batch.attn, kv):
             output = self._backbone(
                 input_ids=batch.input_ids[None], position_ids=batch.positions[None], use_cache=False
             )
-        return output[0][0]
+        hidden = output[0][0]
+        return hidden if batch.wanted is None else hidden[batch.wanted.rows]
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

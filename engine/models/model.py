@@ -20,7 +20,9 @@ class Model(Protocol):
     """Type of activations and of the KV cache."""
 
     def forward(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> torch.Tensor:
-        """Hidden states [N, H] after the final norm; writes this step's K and V.
+        """Hidden states [R, H] of ``batch.wanted`` (all N if None) after the final norm.
+
+        Writes K and V of all tokens.
 
         kv: one tensor a layer, [num_blocks, 2, num_kv_heads, block_size, head_dim] of ``dtype``.
         """

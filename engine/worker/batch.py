@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.layers.batch import ForwardBatch
+from engine.layers.batch import ForwardBatch, last_tokens
 from engine.messages.step import Column, StepPlan
 from engine.worker.states import States
 from kernels import AttentionMeta
@@ -54,8 +54,12 @@ def locate(columns: Columns) -> Tokens:
     return Tokens(slots, np.repeat(columns.starts, counts) + offsets, query_start)
 
 
-def build_batch(columns: Columns, states: States) -> ForwardBatch:
-    """The forward pass of these rows. Rows of one token come first in every plan."""
+def build_batch(columns: Columns, states: States, *, every_row: bool = False) -> ForwardBatch:
+    """The forward pass of these rows. Rows of one token come first in every plan.
+
+    Hidden states are wanted of ``every_row``, or of those behind which a token is sampled (of the
+    last row, if there is none).
+    """
     tokens = locate(columns)
     seq_lens = columns.starts + columns.counts
     max_seq_len = int(seq_lens.max())
@@ -75,10 +79,9 @@ def build_batch(columns: Columns, states: States) -> ForwardBatch:
         max_seq_len=max_seq_len,
     )
     ids = states.tokens[tokens.slots, tokens.positions].astype(np.int64)
-    last = tokens.query_start[1:][columns.samples == 1] - 1
-    return ForwardBatch(
-        input_ids=torch.from_numpy(ids),
-        positions=meta.positions,
-        attn=meta,
-        sample_rows=torch.from_numpy(last.astype(np.int64)),
-    )
+    wanted = None
+    sampling = np.flatnonzero(columns.samples)
+    if not every_row and sampling.size < len(ids):
+        sequences = sampling if sampling.size else np.array([len(columns.counts) - 1])
+        wanted = last_tokens(meta, torch.from_numpy(sequences))
+    return ForwardBatch(torch.from_numpy(ids), meta.positions, meta, wanted)

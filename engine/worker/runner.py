@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from engine.layers.batch import last_tokens
 from engine.messages.outputs import TokenLogprobs
 from engine.messages.step import Column, StepPlan, StepResult
 from engine.models.model import Model
@@ -62,18 +63,18 @@ class ModelRunner:
 
     def _run(self, columns: Columns) -> Partial:
         """Forward, logits, sample."""
-        batch = build_batch(columns, self.states)
+        batch = build_batch(columns, self.states, every_row=bool(self.states.prompt_scored))
         hidden = self.model.forward(batch, self.kv)
+        rows = np.flatnonzero(columns.samples)
         scored = {}
         if self.states.prompt_scored:
             scored = self.prompt_scores.collect(columns, hidden, self.states)
-        rows = np.flatnonzero(columns.samples)
+            hidden = hidden[last_tokens(batch.attn, torch.from_numpy(rows)).rows]
         if not rows.size:
             return Partial(np.empty(0, dtype=np.int32), prompt_logprobs=scored)
-        sampling = hidden if rows.size == len(hidden) else hidden[batch.sample_rows]
         slots = columns.slots[rows]
         positions = (columns.starts + columns.counts)[rows]
-        out = self.sampler.sample(self.model.logits(sampling), slots, positions, self.states.tokens)
+        out = self.sampler.sample(self.model.logits(hidden), slots, positions, self.states.tokens)
         self.states.tokens[slots, positions] = out.token_ids
         return Partial(
             out.token_ids,

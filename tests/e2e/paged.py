@@ -36,7 +36,7 @@ class PagedRun:
             self._grow(name, len(chunks[name]))
         batch = self._batch(order, chunks)
         hidden = self.model.forward(batch, self.kv)
-        logits = self.model.logits(hidden[batch.sample_rows])
+        logits = self.model.logits(hidden)
         parts = logits.split([len(chunks[name]) for name in order])
         return dict(zip(order, parts, strict=True))
 
@@ -80,4 +80,4 @@ class PagedRun:
             max_seq_len=max(self.lengths[name] for name in order),
         )
         ids = torch.tensor([token for name in order for token in chunks[name]])
-        return ForwardBatch(ids, flat, meta, torch.arange(len(ids)))
+        return ForwardBatch(ids, flat, meta)

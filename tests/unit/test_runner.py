@@ -42,7 +42,8 @@ class SumModel:
             sums = tokens.cumsum(0)[len(tokens) - (last - first) :]
             sums[batch.input_ids[first:last] == NAN] = torch.nan
             rows.append(sums)
-        return torch.cat(rows)[:, None]
+        hidden = torch.cat(rows)[:, None]
+        return hidden if batch.wanted is None else hidden[batch.wanted.rows]
 
     def logits(self, hidden):
         logits = torch.zeros(len(hidden), VOCAB)

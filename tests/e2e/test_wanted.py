@@ -1,0 +1,30 @@
+"""The last layer computes only rows somebody reads, and they are the same rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from e2e.paged import PagedRun
+from e2e.tiny_models import TinyModels
+
+from engine.config.model import ModelConfig, read_model_info
+from engine.layers.batch import last_tokens
+from engine.models.load import load_model
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "olmo2", "mixtral", "granite"])
+def test_wanted_rows_are_the_rows_of_the_whole_pass(tiny_models: TinyModels, name):
+    path = tiny_models.path(name)
+    model = load_model(
+        ModelConfig(model=str(path)), read_model_info(path), device="cpu", max_model_len=128
+    )
+    run = PagedRun(model)
+    run.prefill("decode", list(range(5, 25)))
+    chunks = {"decode": [7], "long": list(range(3, 40)), "short": list(range(60, 65))}
+    for sequence, tokens in chunks.items():
+        run._grow(sequence, len(tokens))
+    batch = run._batch(list(chunks), chunks)
+    whole = model.forward(batch, run.kv)
+    batch.wanted = last_tokens(batch.attn, torch.tensor([0, 1]))
+    part = model.forward(batch, run.kv)
+    assert torch.allclose(part, whole[[0, 37]], atol=1e-5)
