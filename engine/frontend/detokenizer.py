@@ -31,6 +31,8 @@ class Detokenizer:
 
     def feed(self, token_ids: list[int]) -> str:
         """The text these next ids complete, often none."""
+        if not token_ids:
+            return ""
         try:
             text = self._step(token_ids)
         except Exception:  # the library names no type for "text given out has changed"

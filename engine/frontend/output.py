@@ -52,16 +52,15 @@ class OutputProcessor:
 
     def register(self, submission: Submission) -> None:
         """Expect outputs for these sequences. Raises ``RequestError`` if an id is in use."""
-        core_ids = [request.request_id for request in submission.requests]
-        taken = [core_id for core_id in core_ids if core_id in self._rows]
+        live = LiveRequest(submission, self._tokenizer)
+        taken = [core_id for core_id in live.core_ids if core_id in self._rows]
         if submission.request_id in self._requests or taken:
             raise RequestError(
                 f"request id {(taken or [submission.request_id])[0]!r} is in use by an unfinished "
                 "request; choose another, or abort that one first"
             )
-        live = LiveRequest(submission, self._tokenizer)
         self._requests[submission.request_id] = live
-        for core_id, sequence in zip(core_ids, live.sequences, strict=True):
+        for core_id, sequence in zip(live.core_ids, live.sequences, strict=True):
             self._rows[core_id] = Row(live, sequence)
 
     def process(self, batch: CoreOutputs) -> list[RequestOutput]:
@@ -85,22 +84,29 @@ class OutputProcessor:
 
     def abort(self, request_ids: Iterable[str], time: float) -> Aborted:
         """End these requests now; unknown ids do nothing. Their last outputs say ``"abort"``."""
-        live = [self._requests[i] for i in dict.fromkeys(request_ids) if i in self._requests]
-        core_ids = [core_id for core_id, row in self._rows.items() if row.request in live]
-        moved: dict[LiveRequest, list[Sequence]] = {request: [] for request in live}
-        for core_id in core_ids:
-            row = self._rows[core_id]
-            end = Finished(0, "abort", num_preemptions=row.request.metrics.num_preemptions)
-            row.sequence.advance([], None, end)
-            self._finish(core_id, row, time)
-            moved[row.request].append(row.sequence)
-        outputs = (request.output(sequences) for request, sequences in moved.items())
-        return Aborted(core_ids, [output for output in outputs if output is not None])
+        aborted = Aborted([], [])
+        for request_id in dict.fromkeys(request_ids):
+            request = self._requests.get(request_id)
+            if request is None:
+                continue
+            core_ids = [core_id for core_id in request.core_ids if core_id in self._rows]
+            moved = [self._end_by_abort(core_id, time) for core_id in core_ids]
+            output = request.output(moved)
+            assert output is not None  # the last one always comes
+            aborted.core_ids.extend(core_ids)
+            aborted.outputs.append(output)
+        return aborted
 
     def take_stopped(self) -> list[str]:
         """The core's ids of sequences that ended here since the last call: it must stop them."""
         stopped, self._stopped = self._stopped, []
         return stopped
+
+    def _end_by_abort(self, core_id: str, time: float) -> Sequence:
+        row = self._rows[core_id]
+        row.sequence.advance([], None, Finished(0, "abort"))
+        self._finish(core_id, row, time)
+        return row.sequence
 
     def _start(self, core_id: str, started: Started) -> None:
         row = self._rows.get(core_id)

@@ -20,6 +20,7 @@ class LiveRequest:
 
     def __init__(self, submission: Submission, tokenizer: Tokenizer | None) -> None:
         self.request_id = submission.request_id
+        self.core_ids = [request.request_id for request in submission.requests]
         self.prompt = submission.prompt
         self.prompt_token_ids = submission.prompt_token_ids
         self.kind = submission.params.output_kind

@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -364,6 +366,23 @@ def test_stats_log_speaks_while_there_is_work(caplog: pytest.LogCaptureFixture) 
         log.after_step(is_idle=False)
     assert caplog.text.count("generation") == 3
     assert "generation 2.0 tokens/s" in caplog.text
+
+
+def test_log_lines_have_somewhere_to_go() -> None:
+    """In a program that set up no logging of its own, they go to standard error, once."""
+    code = (
+        "import logging\n"
+        "from engine.observe.logs import set_up_logging\n"
+        "for _ in range(2): set_up_logging('info')\n"
+        "logging.getLogger('engine.x').info('hello')\n"
+        "logging.getLogger('engine.x').debug('too much')\n"
+        "logging.getLogger('other').info('not ours')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "" and len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("INFO") and done.stderr.endswith("engine.x: hello\n")
 
 
 def test_seeds_follow_the_engine_seed() -> None:

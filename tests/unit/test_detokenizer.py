@@ -7,7 +7,14 @@ import made_tokenizers as made
 import pytest
 from tokenizers import Tokenizer as RustTokenizer
 
-from engine.frontend.backends import REPLACEMENT, Backend, RustBackend, Step, WindowStream
+from engine.frontend.backends import (
+    REPLACEMENT,
+    Backend,
+    PythonBackend,
+    RustBackend,
+    Step,
+    WindowStream,
+)
 from engine.frontend.detokenizer import Detokenizer, StopStrings
 
 TEXTS = [
@@ -128,6 +135,18 @@ def test_text_that_would_have_to_change_is_continued() -> None:
     shown = [detokenizer.feed([i]) for i in (*smile, smile[1], *letter, *letter)]
     assert "".join(shown[:4]) == "😀"
     assert "".join(shown[4:]).count("b") == 2 and REPLACEMENT in "".join(shown[4:])
+
+
+def test_tokenizers_that_are_python_code() -> None:
+    """Through transformers, for those that have no other form."""
+    from transformers import ByT5Tokenizer
+
+    backend = PythonBackend(ByT5Tokenizer())
+    text = "café 😀 done"
+    prompt, output = backend.encode("Say: ", False), backend.encode(text, False)
+    assert max(output) < backend.vocab_size and backend.token_id("</s>") == 1
+    pieces = pieces_of(backend, prompt, output, [1] * len(output))
+    assert "".join(pieces) == text and REPLACEMENT not in "".join(pieces)
 
 
 def test_a_token_costs_a_few_microseconds() -> None:

@@ -196,6 +196,26 @@ def test_damaged_or_missing_files(tmp_path: Path) -> None:
         load_tokenizer(ModelConfig(model=str(root), tokenizer=str(tmp_path / "nowhere")))
 
 
+def test_sentencepiece_models(tmp_path: Path) -> None:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    pytest.importorskip("google.protobuf")  # transformers reads its models with it
+    (tmp_path / "text").write_text("\n".join(made.TEXT * 5), encoding="utf-8")
+    root = made.save(tmp_path / "model", made.metaspace())
+    (root / "tokenizer.json").unlink()
+    sentencepiece.SentencePieceTrainer.Train(
+        input=str(tmp_path / "text"),
+        model_prefix=str(root / "tokenizer"),
+        vocab_size=400,
+        model_type="bpe",
+        byte_fallback=True,
+        minloglevel=2,
+    )
+    ours, theirs = load(root), reference(root)
+    for text in TEXTS:
+        assert ours.encode(text) == theirs(text)["input_ids"]
+    assert ours.eos_token_id == theirs.eos_token_id is not None
+
+
 def test_transformers_converts_what_has_no_tokenizer_json(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

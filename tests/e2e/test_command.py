@@ -1,0 +1,41 @@
+"""The command ``metronome`` as a user runs it: a fresh process, the model in the box."""
+
+import json
+import re
+import subprocess
+import sys
+
+
+def metronome(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "engine.cli.main", *args],
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+
+
+def test_generate_ends_with_a_line_of_figures() -> None:
+    done = metronome("generate", "--max-tokens", "12", "--num-threads", "1", "A list comprehension")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("A list comprehension") and done.stderr == ""
+    figures = done.stdout.splitlines()[-1]
+    assert re.fullmatch(
+        r"\[\d+ prompt tokens, 12 output tokens, [\d.]+ tokens/s, first token after \d+ ms\]",
+        figures,
+    )
+
+
+def test_startup_is_measured_in_fresh_processes() -> None:
+    done = metronome("bench", "startup", "--num-iters", "1", "--num-threads", "1", "--json")
+    assert done.returncode == 0, done.stderr
+    seconds = json.loads(done.stdout)
+    phases = [seconds[f"{name}_seconds"] for name in ("import", "first_token", "process")]
+    assert 0 < phases[0] < phases[1] < phases[2]
+
+
+def test_errors_are_one_line() -> None:
+    done = metronome("generate", "--model", "/nowhere", "x")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("metronome: error: model directory '/nowhere' does not exist")
+    assert len(done.stderr.splitlines()) == 1
