@@ -4,8 +4,8 @@
 
 Each round starts every engine once, in turn, each in a process of its own. The medians over the
 rounds and their ratios are printed, and all runs are kept in benchmarks/results/. A run during
-which the host took processor time away (`steal_s`), or whose cpu_s is far under wall_s x cores,
-is not comparable.
+which others used more than a twentieth of a core (`others_s`, `steal_s`) says little: it counts
+only where there is no better one, and its figures are then marked with ~.
 """
 
 import argparse
@@ -27,6 +27,7 @@ from rich.table import Table
 HERE = Path(__file__).resolve().parent
 OURS = "metronome"
 RUN_SECONDS = 1800
+QUIET_CORES = 0.05
 # What is compared in each workload, and whether more is better.
 METRICS = {
     "W1": (("output_tok_s", True), ("ttft_ms_p50", False), ("itl_ms_p50", False)),
@@ -54,6 +55,40 @@ class Peer:
     workloads: list[str]
     environment: dict[str, str] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured quantity of one engine over the rounds."""
+
+    median: float
+    smallest: float
+    largest: float
+    is_quiet: bool = True
+
+    @classmethod
+    def of(cls, values: list[float], *, is_quiet: bool = True) -> "Figure":
+        return cls(statistics.median(values), min(values), max(values), is_quiet)
+
+    def __str__(self) -> str:
+        mark = "" if self.is_quiet else "~"
+        return f"{mark}{self.median:.5g} ({self.smallest:.4g} - {self.largest:.4g})"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One quantity of all engines."""
+
+    label: str
+    is_more_better: bool
+    figures: dict[str, Figure]
+
+    def ratio(self, other: str) -> str:
+        ours, theirs = self.figures.get(OURS), self.figures.get(other)
+        if ours is None or theirs is None or not ours.median or not theirs.median:
+            return ""
+        ratio = ours.median / theirs.median
+        return f"{ratio if self.is_more_better else 1 / ratio:.2f}"
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -156,55 +191,43 @@ def run_once(peer: Peer, repeat: int, asked: argparse.Namespace) -> dict[str, An
     return json.loads(lines[-1])
 
 
-def medians(runs: list[dict[str, Any]], workload: str, metric: str) -> tuple[float, float, float]:
-    """Median, smallest and largest over the rounds."""
-    values = [run["workloads"][workload][metric] for run in runs]
-    return statistics.median(values), min(values), max(values)
+def is_quiet(figures: dict[str, float]) -> bool:
+    return figures["others_s"] + figures["steal_s"] <= QUIET_CORES * figures["wall_s"]
 
 
-def rows(runs: dict[str, list[dict[str, Any]]], workloads: list[str]) -> list[list[Any]]:
-    """[label, is more better, {engine: (median, min, max)}] for all that is compared."""
+def figure(runs: list[dict[str, Any]], workload: str, metric: str) -> Figure:
+    """Over the rounds in which the machine was quiet, or over all if it never was."""
+    made = [run["workloads"][workload] for run in runs]
+    quiet = [figures for figures in made if is_quiet(figures)]
+    return Figure.of([figures[metric] for figures in quiet or made], is_quiet=bool(quiet))
+
+
+def rows(runs: dict[str, list[dict[str, Any]]], workloads: list[str]) -> list[Row]:
     table = []
     for workload in workloads:
         for metric, more in METRICS[workload if workload in METRICS else workload[0]]:
             figures = {
-                name: medians(made, workload, metric)
+                name: figure(made, workload, metric)
                 for name, made in runs.items()
                 if workload in made[0]["workloads"]
             }
-            table.append([f"{workload} {metric}", more, figures])
+            table.append(Row(f"{workload} {metric}", more, figures))
     for part, metric in (("startup", "first_token_s"), ("memory", "pss_mib")):
-        figures = {}
-        for name, made in runs.items():
-            values = [run[part][metric] for run in made]
-            figures[name] = (statistics.median(values), min(values), max(values))
-        table.append([metric, False, figures])
+        figures = {name: Figure.of([r[part][metric] for r in made]) for name, made in runs.items()}
+        table.append(Row(metric, False, figures))
     return table
 
 
-def show(table: list[list[Any]], engines: list[str]) -> None:
+def show(table: list[Row], engines: list[str]) -> None:
     """Ratios over 1 mean that ours is better."""
-    view = Table(title="median (smallest - largest); ratio > 1: ours is better")
+    view = Table(title="median (smallest - largest); ratio > 1: ours is better; ~ machine was busy")
     view.add_column("")
-    for name in engines:
-        view.add_column(name, justify="right")
     others = [name for name in engines if name != OURS]
-    for name in others:
-        view.add_column(f"ours / {name}", justify="right")
-    for label, more, figures in table:
-        cells = [
-            f"{f[0]:.5g} ({f[1]:.4g} - {f[2]:.4g})" if (f := figures.get(name)) else ""
-            for name in engines
-        ]
-        ratios = []
-        for name in others:
-            pair = figures.get(OURS), figures.get(name)
-            if pair[0] and pair[1] and pair[0][0] and pair[1][0]:
-                ratio = pair[0][0] / pair[1][0]
-                ratios.append(f"{ratio if more else 1 / ratio:.2f}")
-            else:
-                ratios.append("")
-        view.add_row(label, *cells, *ratios)
+    for name in (*engines, *(f"ours / {name}" for name in others)):
+        view.add_column(name, justify="right")
+    for row in table:
+        cells = [str(row.figures.get(name, "")) for name in engines]
+        view.add_row(row.label, *cells, *(row.ratio(name) for name in others))
     Console(width=140).print(view)
 
 
@@ -228,7 +251,7 @@ def main() -> None:
             made = run_once(peer, repeat, asked)
             runs[peer.name].append(made)
             print(f"round {repeat} {peer.name}: {json.dumps(made['workloads'])}", flush=True)
-            print(f"  {made['startup']} {made['memory']} steal {made['steal_s']} s", flush=True)
+            print(f"  {made['startup']} {made['memory']}", flush=True)
     show(rows(runs, asked.workloads.split(",")), [peer.name for peer in compared])
     print(f"kept in {keep(asked, runs).relative_to(HERE.parent)}")
 

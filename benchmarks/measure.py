@@ -38,9 +38,25 @@ def cpu_seconds() -> float:
     return total / HERTZ
 
 
-def steal_seconds() -> float:
-    """Processor time the host gave to others since this machine booted."""
-    return int(_read(Path("/proc/stat")).split("\n", 1)[0].split()[8]) / HERTZ
+@dataclass(frozen=True)
+class Usage:
+    """Processor seconds so far; the difference of two is what happened between them."""
+
+    own: float  # this process tree
+    machine: float  # everybody on this machine
+    steal: float  # the host gave away
+
+    @classmethod
+    def now(cls) -> "Usage":
+        user, nice, system, _, _, irq, softirq, steal = (
+            int(ticks) / HERTZ for ticks in _read(Path("/proc/stat")).split("\n", 1)[0].split()[1:9]
+        )
+        return cls(cpu_seconds(), user + nice + system + irq + softirq, steal)
+
+    def since(self, before: "Usage") -> dict[str, float]:
+        own, steal = self.own - before.own, self.steal - before.steal
+        others = max(0.0, self.machine - before.machine - own)
+        return {"cpu_s": round(own, 2), "others_s": round(others, 2), "steal_s": round(steal, 2)}
 
 
 def memory() -> dict[str, float]:

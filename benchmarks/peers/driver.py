@@ -70,13 +70,9 @@ def run(engine: Adapter, arrivals: list[workloads.Arrival], tag: str) -> measure
 
 def measured(engine: Adapter, task: Task, name: str) -> dict[str, float]:
     arrivals = workloads.make(name, task.repeat, task.rate)
-    cpu, steal = measure.cpu_seconds(), measure.steal_seconds()
+    before = measure.Usage.now()
     timeline = run(engine, arrivals, name)
-    spent = {
-        "cpu_s": round(measure.cpu_seconds() - cpu, 2),
-        "steal_s": round(measure.steal_seconds() - steal, 2),
-    }
-    return timeline.summary() | spent
+    return timeline.summary() | measure.Usage.now().since(before)
 
 
 def main(start: Callable[[Task], Adapter]) -> None:
@@ -86,7 +82,6 @@ def main(start: Callable[[Task], Adapter]) -> None:
     constructed = time.time()
     run(engine, [workloads.Arrival(0.0, list(range(10, 42)), 1)], "first")
     first_token = time.time()
-    steal = measure.steal_seconds()
     run(engine, workloads.warm_up(), "warm")
     result = {
         **engine.describe(),
@@ -96,6 +91,5 @@ def main(start: Callable[[Task], Adapter]) -> None:
         },
         "workloads": {name: measured(engine, task, name) for name in task.workloads},
         "memory": measure.memory(),
-        "steal_s": round(measure.steal_seconds() - steal, 2),
     }
     print("\n" + json.dumps(result), flush=True)

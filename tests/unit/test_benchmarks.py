@@ -58,9 +58,25 @@ def test_an_engine_that_stops_early_is_not_taken_for_a_fast_one() -> None:
         timeline.summary()
 
 
-def test_medians_over_rounds_keep_the_spread() -> None:
-    runs = [{"workloads": {"W2": {"output_tok_s": value}}} for value in (30.0, 10.0, 20.0)]
-    assert compare.medians(runs, "W2", "output_tok_s") == (20.0, 10.0, 30.0)
+def run_of(rate: float, others: float) -> dict:
+    figures = {"output_tok_s": rate, "wall_s": 10.0, "others_s": others, "steal_s": 0.0}
+    return {"workloads": {"W2": figures}}
+
+
+def test_figures_come_from_quiet_runs_if_there_are_any() -> None:
+    quiet = [run_of(rate, others=0.1) for rate in (30.0, 10.0, 20.0)]
+    busy = [run_of(rate, others=5.0) for rate in (1.0, 3.0)]
+    best = compare.figure(quiet + busy, "W2", "output_tok_s")
+    assert best == compare.Figure(20.0, 10.0, 30.0)
+    worst = compare.figure(busy, "W2", "output_tok_s")
+    assert str(worst).startswith("~2 ")
+
+
+def test_ratios_over_one_mean_ours_is_better() -> None:
+    figures = {compare.OURS: compare.Figure.of([4.0]), "peer": compare.Figure.of([2.0])}
+    assert compare.Row("tokens a second", True, figures).ratio("peer") == "2.00"
+    assert compare.Row("milliseconds", False, figures).ratio("peer") == "0.50"
+    assert compare.Row("milliseconds", False, figures).ratio("absent") == ""
 
 
 def test_process_accounting_sees_this_process() -> None:
