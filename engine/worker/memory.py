@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from engine.errors import ConfigError
@@ -31,15 +33,24 @@ def make_kv_cache(
 ) -> list[torch.Tensor]:
     """One zeroed tensor a layer, [num_blocks, 2, num_kv_heads, block_size, head_dim].
 
-    Zeroed, since what is masked is still multiplied and 0 * NaN is NaN. Raises ``ConfigError`` with
-    the numbers if the memory cannot be had.
+    Zeroed, since what is masked is still multiplied and 0 * NaN is NaN. On a CPU the pages are the
+    system's zero page until they are written, so a large pool costs nothing before it is used.
+    Raises ``ConfigError`` with the numbers if the memory cannot be had.
     """
     shape = (num_blocks, 2, spec.num_kv_heads, block_size, spec.head_dim)
     try:
-        return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
-    except RuntimeError as error:
+        return [_zeros(shape, dtype, device) for _ in range(spec.num_layers)]
+    except (RuntimeError, MemoryError) as error:
         gib = num_blocks * spec.block_bytes(block_size) / (1 << 30)
         raise ConfigError(
             f"no memory for {num_blocks} KV blocks of {block_size} tokens ({gib:.2f} GiB); "
             "lower num_kv_blocks, kv_cache_memory_bytes or memory_utilization"
         ) from error
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
+    if device != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = dtype.itemsize * math.prod(shape)
+    # torch.zeros would write every page; numpy asks the system for zeroed ones.
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
