@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from kernels import reference
+from kernels import cpu, reference
 from kernels.meta import AttentionMeta
+
+
+def _bodies(x: torch.Tensor):
+    return cpu if x.is_cpu else reference
 
 
 def rms_norm(
@@ -19,7 +23,7 @@ def rms_norm(
 
     x: [..., H] with weight [H]. Returns a new tensor of x's shape and dtype.
     """
-    return reference.rms_norm(x, weight, eps, add_one=add_one)
+    return _bodies(x).rms_norm(x, weight, eps, add_one=add_one)
 
 
 def add_rms_norm(
@@ -31,7 +35,7 @@ def add_rms_norm(
     add_one: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(rms_norm(x + residual), x + residual). x, residual: [N, H], both left unchanged."""
-    return reference.add_rms_norm(x, residual, weight, eps, add_one=add_one)
+    return _bodies(x).add_rms_norm(x, residual, weight, eps, add_one=add_one)
 
 
 def act_mul(gate_up: torch.Tensor, act: str) -> torch.Tensor:
@@ -39,7 +43,7 @@ def act_mul(gate_up: torch.Tensor, act: str) -> torch.Tensor:
 
     act: "silu", "gelu_tanh" or "gelu".
     """
-    return reference.act_mul(gate_up, act)
+    return _bodies(gate_up).act_mul(gate_up, act)
 
 
 def qkv_rope_write(  # noqa: PLR0913
@@ -68,7 +72,7 @@ def qkv_rope_write(  # noqa: PLR0913
     rope = reference.Rope(cos_sin, interleaved)
     norm = reference.HeadNorm(q_norm, k_norm, norm_eps, norm_add_one)
     heads = (num_heads, num_kv_heads, head_dim)
-    return reference.qkv_rope_write(qkv, kv_layer, meta, heads, rope, norm)
+    return _bodies(qkv).qkv_rope_write(qkv, kv_layer, meta, heads, rope, norm)
 
 
 def paged_attention(
@@ -89,4 +93,4 @@ def paged_attention(
     without a value, one a head. Rows past the last sequence come out as zeros.
     """
     variant = reference.Variant(scale, window, softcap, sinks)
-    return reference.paged_attention(q, kv_layer, meta, variant)
+    return _bodies(q).paged_attention(q, kv_layer, meta, variant)

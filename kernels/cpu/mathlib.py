@@ -1,0 +1,41 @@
+"""Elementary functions that loops can be vectorised over; Numba's own are calls, one by one."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import njit
+
+from kernels.cpu.native import FAST, float_of_bits
+
+LOG2_E = np.float32(1 / math.log(2))
+_SMALLEST, _LARGEST = np.float32(-126), np.float32(127.49)
+_BIAS, _BIAS_INT, _MANTISSA = np.float32(127), np.int32(127), np.int32(23)
+_HALF, _ONE, _TWO = np.float32(0.5), np.float32(1), np.float32(2)
+# Taylor terms of 2^r: on |r| <= 1/2 the next one is below float32's last bit.
+_C = tuple(np.float32(math.log(2) ** n / math.factorial(n)) for n in range(8))
+
+
+@njit(inline="always", fastmath=FAST, error_model="numpy")
+def exp2(x):
+    """2 ** x to about one unit in the last place; a NaN stays one, what is out of range is cut."""
+    bounded = _SMALLEST if x < _SMALLEST else x
+    bounded = _LARGEST if bounded > _LARGEST else bounded
+    exponent = np.int32(bounded + (_BIAS + _HALF))  # positive, so that cutting is rounding down
+    r = bounded - np.float32(np.int32(exponent - _BIAS_INT))  # in integers: not to be regrouped
+    low = ((_C[7] * r + _C[6]) * r + _C[5]) * r + _C[4]
+    mantissa = (((low * r + _C[3]) * r + _C[2]) * r + _C[1]) * r + _ONE
+    return mantissa * float_of_bits(exponent << _MANTISSA)
+
+
+@njit(inline="always", fastmath=FAST, error_model="numpy")
+def sigmoid(x):
+    """1 / (1 + e^-x)."""
+    return _ONE / (_ONE + exp2(-x * LOG2_E))
+
+
+@njit(inline="always", fastmath=FAST, error_model="numpy")
+def tanh(x):
+    """Hyperbolic tangent, to about 1e-7 of 1."""
+    return _ONE - _TWO / (exp2(x * (_TWO * LOG2_E)) + _ONE)

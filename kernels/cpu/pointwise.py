@@ -1,0 +1,119 @@
+"""Norms and gated activations of float32 rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from kernels.cpu.mathlib import sigmoid, tanh
+from kernels.cpu.native import Kernel, bits, f32, f64, i64, next_item
+
+# Elements a thread must have to be worth waking; a wake-up costs about what these take.
+_ENOUGH = 16384
+_ROWS = 4  # rows an item
+_CHUNK = 1024  # elements an item
+_ACTS = {"silu": 0, "gelu_tanh": 1}
+_GELU_INNER = np.float32(0.7978845608028654)  # sqrt(2 / pi)
+_GELU_CUBE = np.float32(0.044715)
+_HALF, _ONE, _ZERO = np.float32(0.5), np.float32(1), np.float32(0)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, add_one: bool) -> torch.Tensor:
+    """x: [..., H] contiguous, weight: [H]."""
+    y = torch.empty_like(x)
+    _norm(x, None, weight, (eps, add_one), (y, None))
+    return y
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, add_one: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x, residual: [N, H] contiguous."""
+    y, total = torch.empty_like(x), torch.empty_like(x)
+    _norm(x, residual, weight, (eps, add_one), (y, total))
+    return y, total
+
+
+def act_mul(gate_up: torch.Tensor, act: str) -> torch.Tensor:
+    """gate_up: [N, 2F] contiguous; act: a key of _ACTS."""
+    num, width = gate_up.shape
+    half = width // 2
+    out = gate_up.new_empty((num, half))
+    threads = torch.get_num_threads() if num * half >= _ENOUGH else 1
+    _ACT_MUL.run(threads, gate_up.data_ptr(), out.data_ptr(), num, half, _ACTS[act])
+    return out
+
+
+def _norm(x, residual, weight, how, out) -> None:
+    width = x.shape[-1]
+    num = x.numel() // width if width else 0
+    threads = torch.get_num_threads() if num * width >= _ENOUGH else 1
+    _NORM.run(
+        threads,
+        x.data_ptr(),
+        0 if residual is None else residual.data_ptr(),
+        weight.data_ptr(),
+        out[0].data_ptr(),
+        0 if residual is None else out[1].data_ptr(),
+        num,
+        width,
+        bits(how[0]),
+        int(how[1]),
+    )
+
+
+def _norm_body(row):
+    p = i64(row, (10,))
+    num, width = p[6], p[7]
+    eps, extra = f64(row, (10,))[8], np.float32(p[9])
+    x, weight, y = f32(p[1], (num, width)), f32(p[3], (width,)), f32(p[4], (num, width))
+    adds = p[2] != 0
+    residual, total = f32(p[2], (num, width)), f32(p[5], (num, width))
+    while True:
+        first = next_item(row) * _ROWS
+        if first >= num:
+            break
+        for n in range(first, min(first + _ROWS, num)):
+            squares = _ZERO
+            if adds:
+                for i in range(width):
+                    value = x[n, i] + residual[n, i]
+                    total[n, i] = value
+                    squares += value * value
+                scale = np.float32(1 / np.sqrt(squares / width + eps))
+                for i in range(width):
+                    y[n, i] = total[n, i] * scale * (weight[i] + extra)
+            else:
+                for i in range(width):
+                    squares += x[n, i] * x[n, i]
+                scale = np.float32(1 / np.sqrt(squares / width + eps))
+                for i in range(width):
+                    y[n, i] = x[n, i] * scale * (weight[i] + extra)
+
+
+def _act_mul_body(row):
+    p = i64(row, (6,))
+    num, half, act = p[3], p[4], p[5]
+    chunks = (half + _CHUNK - 1) // _CHUNK
+    while True:
+        item = next_item(row)
+        if item >= num * chunks:
+            break
+        n = item // chunks
+        first = (item - n * chunks) * _CHUNK
+        count = min(_CHUNK, half - first)
+        gates = f32(p[1] + (n * 2 * half + first) * 4, (count,))
+        ups = f32(p[1] + ((n * 2 + 1) * half + first) * 4, (count,))
+        out = f32(p[2] + (n * half + first) * 4, (count,))
+        if act == 0:
+            for i in range(count):
+                out[i] = gates[i] * sigmoid(gates[i]) * ups[i]
+        else:
+            for i in range(count):
+                gate = gates[i]
+                inner = _GELU_INNER * gate * (_ONE + _GELU_CUBE * gate * gate)
+                out[i] = _HALF * gate * (_ONE + tanh(inner)) * ups[i]
+
+
+_NORM = Kernel(_norm_body)
+_ACT_MUL = Kernel(_act_mul_body)

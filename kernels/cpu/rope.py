@@ -1,0 +1,143 @@
+"""QK-norm, rotary positions and the write of K and V to the cache, in one pass over a row."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import njit
+
+from kernels.cpu.native import FAST, Kernel, bits, f32, f64, i64, next_item
+from kernels.meta import AttentionMeta
+from kernels.reference import HeadNorm, Rope
+
+_NUM_PARAMETERS = 19
+_ENOUGH = 16384  # elements of qkv worth a second thread
+_TOKENS = 4  # tokens an item
+_INLINE = {"fastmath": FAST, "error_model": "numpy", "forceinline": True}
+_ZERO, _ONE = np.float32(0), np.float32(1)
+
+
+def qkv_rope_write(
+    qkv: torch.Tensor,
+    kv_layer: torch.Tensor,
+    meta: AttentionMeta,
+    heads: tuple[int, int, int],
+    rope: Rope,
+    norm: HeadNorm,
+) -> torch.Tensor:
+    """heads: (Hq, Hkv, D). All tensors: contiguous float32. See kernels.ops.qkv_rope_write."""
+    num, width = qkv.shape
+    q = qkv.new_empty((num, heads[0], heads[2]))
+    table = rope.cos_sin
+    _QKV.run(
+        torch.get_num_threads() if num * width >= _ENOUGH else 1,
+        qkv.data_ptr(),
+        q.data_ptr(),
+        kv_layer.data_ptr(),
+        meta.positions.data_ptr(),
+        meta.slots.data_ptr(),
+        0 if table is None else table.data_ptr(),
+        0 if table is None else table.shape[1],
+        int(rope.interleaved),
+        0 if norm.q is None else norm.q.data_ptr(),
+        0 if norm.q is None else norm.q.numel(),
+        0 if norm.k is None else norm.k.data_ptr(),
+        0 if norm.k is None else norm.k.numel(),
+        bits(norm.eps),
+        int(norm.add_one),
+        num,
+        *heads,
+        kv_layer.shape[3],
+    )
+    return q
+
+
+@njit(**_INLINE)
+def _inverse_rms(x, eps):
+    squares = _ZERO
+    for i in range(x.shape[0]):
+        squares += x[i] * x[i]
+    return np.float32(1 / np.sqrt(squares / x.shape[0] + eps))
+
+
+@njit(**_INLINE)
+def _normalise(x, weight, eps, extra):
+    """In place, in parts as long as the weight: each head, or all at once; no weight: not at all."""
+    size = weight.shape[0]
+    if size == 0:
+        return
+    for first in range(0, x.shape[0], size):
+        part = x[first : first + size]
+        scale = _inverse_rms(part, eps)
+        for i in range(size):
+            part[i] = part[i] * scale * (weight[i] + extra)
+
+
+@njit(**_INLINE)
+def _rotate(x, cos, sin, interleaved):
+    """One head in place; its first 2 * len(cos) dimensions turn."""
+    half = cos.shape[0]
+    if interleaved:
+        for i in range(half):
+            a, b = x[2 * i], x[2 * i + 1]
+            x[2 * i] = a * cos[i] - b * sin[i]
+            x[2 * i + 1] = b * cos[i] + a * sin[i]
+    else:
+        low, high = x[:half], x[half : 2 * half]
+        for i in range(half):
+            a, b = low[i], high[i]
+            low[i] = a * cos[i] - b * sin[i]
+            high[i] = b * cos[i] + a * sin[i]
+
+
+@njit(**_INLINE)
+def _copy(source, target):
+    for i in range(source.shape[0]):
+        target[i] = source[i]
+
+
+def _qkv_body(row):
+    p = i64(row, (_NUM_PARAMETERS + 1,))
+    eps, extra = f64(row, (_NUM_PARAMETERS + 1,))[13], np.float32(p[14])
+    rot, interleaved, num, heads, kv_heads, dim, block = (
+        p[7],
+        p[8],
+        p[15],
+        p[16],
+        p[17],
+        p[18],
+        p[19],
+    )
+    q_weight, k_weight = f32(p[9], (p[10],)), f32(p[11], (p[12],))
+    q_width, k_width = heads * dim, kv_heads * dim
+    positions, slots = i64(p[4], (num,)), i64(p[5], (num,))
+    keys = np.empty(k_width, np.float32)
+    while True:
+        first = next_item(row) * _TOKENS
+        if first >= num:
+            break
+        for n in range(first, min(first + _TOKENS, num)):
+            source = p[1] + n * (q_width + 2 * k_width) * 4
+            q = f32(p[2] + n * q_width * 4, (q_width,))
+            _copy(f32(source, (q_width,)), q)
+            _copy(f32(source + q_width * 4, (k_width,)), keys)
+            _normalise(q, q_weight, eps, extra)
+            _normalise(keys, k_weight, eps, extra)
+            if rot:
+                angles = f32(p[6] + positions[n] * rot * 4, (rot,))
+                cos, sin = angles[: rot // 2], angles[rot // 2 :]
+                for h in range(heads):
+                    _rotate(q[h * dim : (h + 1) * dim], cos, sin, interleaved)
+                for h in range(kv_heads):
+                    _rotate(keys[h * dim : (h + 1) * dim], cos, sin, interleaved)
+            if slots[n] >= 0:
+                values = f32(source + (q_width + k_width) * 4, (k_width,))
+                page, offset = slots[n] // block, slots[n] % block
+                for h in range(kv_heads):
+                    to_key = p[3] + (((page * 2) * kv_heads + h) * block + offset) * dim * 4
+                    to_value = to_key + kv_heads * block * dim * 4
+                    _copy(keys[h * dim : (h + 1) * dim], f32(to_key, (dim,)))
+                    _copy(values[h * dim : (h + 1) * dim], f32(to_value, (dim,)))
+
+
+_QKV = Kernel(_qkv_body)
