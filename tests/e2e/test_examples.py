@@ -1,0 +1,30 @@
+"""What README and examples/ show works as shown."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import source_tree as tree
+
+SCRIPTS = sorted(path.name for path in (tree.ROOT / "examples").glob("*.py"))
+BLOCKS = re.findall(r"```python\n(.*?)```", (tree.ROOT / "README.md").read_text(), re.DOTALL)
+
+
+def run(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, cwd=tree.ROOT, timeout=110
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_example_runs_and_says_something(script: str) -> None:
+    assert run(f"examples/{script}").strip()
+
+
+@pytest.mark.parametrize("number", range(len(BLOCKS)))
+def test_readme_block_runs(number: int) -> None:
+    assert len(BLOCKS) >= 3
+    run("-c", BLOCKS[number])
