@@ -1,0 +1,164 @@
+"""AsyncLLMEngine on a scripted core: many tasks, slow readers, cancellation, death."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fakes import FakeClient, counting, fake_session
+
+from engine import AsyncLLMEngine, RequestOutput, SamplingParams
+from engine.errors import EngineDeadError, RequestError
+
+PARAMS = SamplingParams(max_tokens=4)
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Semaphore]:
+    """Steps of the core, let through one by one; at the end all of them."""
+    steps = threading.Semaphore(0)
+    yield steps
+    steps.release(1_000_000)
+
+
+async def collect(
+    async_engine: AsyncLLMEngine, name: str, params: SamplingParams = PARAMS
+) -> list[RequestOutput]:
+    return [output async for output in async_engine.generate([5, 6], params, name)]
+
+
+def new_engine(fake: FakeClient) -> AsyncLLMEngine:
+    return AsyncLLMEngine(fake_session(fake))
+
+
+async def test_a_hundred_at_once() -> None:
+    """126: exact counts; cancelling some disturbs nobody; ids can be used again."""
+    async_engine = new_engine(FakeClient(counting))
+    params = [
+        SamplingParams(max_tokens=1 + i % 7, output_kind=("cumulative", "delta", "final")[i % 3])
+        for i in range(100)
+    ]
+    for _ in range(2):
+        tasks = [
+            asyncio.create_task(collect(async_engine, str(i), p)) for i, p in enumerate(params)
+        ]
+        await asyncio.sleep(0)
+        for task in tasks[::10]:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        for i, result in enumerate(results):
+            if i % 10 == 0:
+                assert isinstance(result, asyncio.CancelledError)
+                continue
+            assert isinstance(result, list)
+            if params[i].output_kind == "delta":
+                tokens = [t for output in result for t in output.outputs[0].token_ids]
+            else:
+                tokens = result[-1].outputs[0].token_ids
+            assert tokens == list(range(10, 11 + i % 7))
+            assert [output.finished for output in result].count(True) == 1
+    async_engine.shutdown()
+
+
+@pytest.mark.parametrize("kind", ["cumulative", "delta", "final"])
+async def test_slow_reader_gets_several_steps_at_once(kind: Any) -> None:
+    """122: merged, none lost, finished once."""
+    async_engine = new_engine(FakeClient(counting))
+    stream = async_engine.generate([5], SamplingParams(max_tokens=50, output_kind=kind), "id")
+    outputs = []
+    async for output in stream:
+        outputs.append(output)
+        await asyncio.sleep(0.01)
+    assert len(outputs) < 50
+    tokens = [t for o in outputs for t in o.outputs[0].token_ids]
+    if kind != "delta":
+        tokens = outputs[-1].outputs[0].token_ids
+    assert tokens == list(range(10, 60))
+    assert [o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True]
+    async_engine.shutdown()
+
+
+async def test_leaving_the_loop_aborts(gate: threading.Semaphore) -> None:
+    fake = FakeClient(counting, pace=gate.acquire)
+    async_engine = new_engine(fake)
+    gate.release(2)
+    stream = async_engine.generate([5], SamplingParams(max_tokens=50), "id")
+    await anext(stream)
+    await stream.aclose()
+    gate.release(1)
+    again = async_engine.generate([5], SamplingParams(max_tokens=1), "id")
+    gate.release(5)
+    assert (await anext(again)).outputs[0].token_ids == [10]
+    await again.aclose()
+    assert fake.aborted == ["id"] and not fake.live
+    async_engine.shutdown()
+
+
+async def test_abort_answers_the_reader(gate: threading.Semaphore) -> None:
+    async_engine = new_engine(FakeClient(counting, pace=gate.acquire))
+    task = asyncio.create_task(collect(async_engine, "id", SamplingParams(max_tokens=50)))
+    await asyncio.sleep(0)
+    gate.release(10)
+    await async_engine.abort(["id", "nobody"])
+    assert (await task)[-1].outputs[0].finish_reason == "abort"
+    async_engine.shutdown()
+
+
+async def test_bad_requests_are_refused_alone(gate: threading.Semaphore) -> None:
+    fake = FakeClient(counting, pace=gate.acquire)
+    fake.fails_on["large"] = RequestError("can never fit")
+    async_engine = new_engine(fake)
+    task = asyncio.create_task(collect(async_engine, "a"))
+    await asyncio.sleep(0)
+    with pytest.raises(RequestError, match="'a' is in use"):
+        await collect(async_engine, "a")
+    gate.release(100)
+    with pytest.raises(RequestError, match="can never fit"):
+        await collect(async_engine, "large")
+    with pytest.raises(RequestError, match="no tokenizer"):
+        await anext(async_engine.generate("text", PARAMS, "b"))
+    assert len((await task)[-1].outputs[0].token_ids) == 4
+    async_engine.shutdown()
+
+
+async def test_death_reaches_everybody(gate: threading.Semaphore) -> None:
+    """110: those who wait and those who come later, with the cause."""
+    fake = FakeClient(counting, pace=gate.acquire)
+    fake.dies_at = 2
+    async_engine = new_engine(fake)
+    tasks = [asyncio.create_task(collect(async_engine, str(i))) for i in range(3)]
+    await asyncio.sleep(0)
+    gate.release(10)
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        assert isinstance(result, EngineDeadError) and "the fake core died" in str(result)
+    for call in (collect(async_engine, "later"), async_engine.abort("0")):
+        with pytest.raises(EngineDeadError, match="the fake core died"):
+            await call
+    assert not async_engine.is_running and fake.is_shut_down
+    async_engine.shutdown()
+
+
+async def test_shutdown_ends_what_is_read(gate: threading.Semaphore) -> None:
+    fake = FakeClient(counting, pace=gate.acquire)
+    async_engine = new_engine(fake)
+    task = asyncio.create_task(collect(async_engine, "a"))
+    await asyncio.sleep(0)
+    gate.release(1)
+    for _ in range(2):
+        async_engine.shutdown()
+    with pytest.raises(EngineDeadError, match="shut down"):
+        await task
+    with pytest.raises(EngineDeadError, match="shut down"):
+        await collect(async_engine, "b")
+    assert fake.is_shut_down
+
+
+async def test_idle_engine_sleeps() -> None:
+    fake = FakeClient(counting)
+    async_engine = new_engine(fake)
+    await collect(async_engine, "a", SamplingParams(max_tokens=3))
+    await asyncio.sleep(0.05)
+    assert fake.num_steps == 3  # no step was asked of a core with nothing to do
+    assert await async_engine.reset_prefix_cache()
+    async_engine.shutdown()
