@@ -1,6 +1,5 @@
 """Behaviours 117 to 125 and 127 on the real core with the model in the box."""
 
-
 import pytest
 from e2e.box_engine import KINDS, PROMPTS, SIZES, greedy, joined, run, run_one
 
