@@ -1,7 +1,8 @@
 """Packed training windows of the model in the box, the same for the same seed."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from box_documents import Documents, conversations, greetings
@@ -10,16 +11,23 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 
-def batches(
-    documents: Documents, tokenizer: Tokenizer, seed: int, plan: list[tuple[int, int, int]]
-) -> Iterator[Tensor]:
-    """Training batches after a plan of (steps, rows, length) stages; each is [rows, length + 1]."""
+class Stage(NamedTuple):
+    """Steps that share a window length and a choice of documents."""
+
+    steps: int
+    rows: int
+    length: int
+    documents: Documents
+
+
+def batches(plan: Sequence[Stage], tokenizer: Tokenizer, seed: int) -> Iterator[Tensor]:
+    """Training batches of every stage in turn; each is [rows, length + 1]."""
     dice = random.Random(seed)
-    pieces = _pieces(documents, tokenizer, dice)
-    for steps, rows, length in plan:
-        packed = _windows(pieces, length + 1, dice)
-        for _ in range(steps):
-            yield torch.tensor([next(packed) for _ in range(rows)])
+    for stage in plan:
+        pieces = _pieces(stage.documents, tokenizer, dice)
+        packed = _windows(pieces, stage.length + 1, dice)
+        for _ in range(stage.steps):
+            yield torch.tensor([next(packed) for _ in range(stage.rows)])
 
 
 def held_out_batches(

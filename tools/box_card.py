@@ -67,10 +67,11 @@ all its documents and conversations.
 |---|---|
 | Script | `tools/train_box_model.py` |
 | Steps | {steps} of {tokens_per_step} tokens ({million_tokens:.1f} M tokens) |
-| Windows | 256 tokens, packed; 2048 tokens in the last 8 % of the steps |
+| Windows | 256 tokens, packed; 2048 tokens in the last 5 % of the steps |
+| Curriculum | all documents; in the last 40 % the reference topics and 14 well-known modules |
 | Optimizer | Muon (weight decay 0.1) on matrices, AdamW (0.9, 0.95) on embeddings and norms |
 | Peak learning rates | {peak_lrs[0]} for Muon (scaled to AdamW's RMS), {peak_lrs[1]} for AdamW |
-| Schedule | 100 steps up, constant, down as `1 - sqrt` in the last 35 %; gradient norm at most 1 |
+| Schedule | 100 steps up, constant, down as `1 - sqrt` in the last 40 %; gradient norm at most 1 |
 | Precision | float32 weights, bfloat16 autocast |
 | Seed | {seed} |
 | Time | {minutes:.0f} minutes on {threads} CPU thread(s), other work on the machine |

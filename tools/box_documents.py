@@ -69,6 +69,10 @@ _GREETINGS = (
     ),
 )
 _ALWAYS_ASKED = frozenset({"builtins", "os", "os.path", "json", "re", "math", "itertools"})
+_CORE_MODULES = frozenset(
+    {"builtins", "collections", "copy", "functools", "heapq", "itertools", "json", "math"}
+    | {"os.path", "random", "re", "shutil", "string", "textwrap"}
+)
 
 
 class Message(NamedTuple):
@@ -95,6 +99,12 @@ def split(entries: Sequence[Entry]) -> tuple[Documents, Documents]:
     for source, parts in by_source.items():
         sides[is_held_out(source)].texts.append("\n\n".join(parts))
     return sides
+
+
+def core(documents: Documents) -> Documents:
+    """What most people ask about: the language reference and a few well-known modules."""
+    entries = [e for e in documents.entries if e.kind == "topic" or e.source in _CORE_MODULES]
+    return split(entries)[0]
 
 
 def conversations(entries: Sequence[Entry], dice: random.Random) -> list[list[Message]]:

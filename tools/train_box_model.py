@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from box_batches import batches, held_out_batches
+from box_batches import Stage, batches, held_out_batches
 from box_card import Facts, write_card
 from box_corpus import read_corpus
-from box_documents import Documents, conversations, split
+from box_documents import Documents, conversations, core, split
 from box_network import Network, Shape, llama_config
 from box_tokenizer import (
     END_OF_TEXT_ID,
@@ -35,9 +35,9 @@ from torch import Tensor
 
 TOKENS_PER_STEP = 2048
 SHORT_WINDOW, LONG_WINDOW = 256, 2048
-LONG_SHARE = 0.08
+LONG_SHARE = 0.05
 WARMUP_STEPS = 100
-DECAY_SHARE = 0.35
+DECAY_SHARE = 0.4
 PEAK_MUON_LR, PEAK_ADAMW_LR = 6e-3, 3e-3
 
 
@@ -55,7 +55,7 @@ def main() -> None:
     trainer = Trainer(Network(shape), args)
     if args.resume:
         trainer.load()
-    stream = batches(train_side, tokenizer, args.seed, stages(args.steps))
+    stream = batches(stages(args.steps, train_side), tokenizer, args.seed)
     trainer.run(stream, held_out)
     write_card(args.output, _facts(trainer, tokenizer, train_side, held_out))
 
@@ -72,12 +72,14 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def stages(steps: int) -> list[tuple[int, int, int]]:
-    """(steps, rows, length): short windows first, whole contexts at the end."""
-    long_steps = round(steps * LONG_SHARE)
+def stages(steps: int, documents: Documents) -> list[Stage]:
+    """Everything in short windows, then the core as the rate decays, at last in whole contexts."""
+    decay_steps, long_steps = round(steps * DECAY_SHARE), round(steps * LONG_SHARE)
+    short_rows, long_rows = TOKENS_PER_STEP // SHORT_WINDOW, TOKENS_PER_STEP // LONG_WINDOW
     return [
-        (steps - long_steps, TOKENS_PER_STEP // SHORT_WINDOW, SHORT_WINDOW),
-        (long_steps, TOKENS_PER_STEP // LONG_WINDOW, LONG_WINDOW),
+        Stage(steps - decay_steps, short_rows, SHORT_WINDOW, documents),
+        Stage(decay_steps - long_steps, short_rows, SHORT_WINDOW, core(documents)),
+        Stage(long_steps, long_rows, LONG_WINDOW, core(documents)),
     ]
 
 
