@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from engine.config.engine import EngineConfig
@@ -11,18 +13,28 @@ from engine.config.model import read_model_info
 from engine.core.client import InprocClient
 from engine.core.engine_core import EngineCore, Executor
 from engine.kv.manager import KVManager
-from engine.sched.find import make_scheduler
+from engine.sched.find import check_scheduler, make_scheduler
 
 
 def build_core(
     config: EngineConfig, *, clock: Callable[[], float] = time.monotonic
 ) -> InprocClient:
     """Load the model and wire scheduler, KV manager and worker. Raises ``ConfigError``."""
+    check_scheduler(config.scheduler)  # before minutes of loading
     info = read_model_info(config.model.model)
+    if config.model.load_format != "dummy":
+        read_ahead(info.path)
     from engine.worker.worker import make_worker
 
     executor, decided = make_worker(config, info)
     return InprocClient(wire(config, decided, executor, clock=clock), decided)
+
+
+def read_ahead(path: Path) -> None:
+    """Let the system fetch the weights from disk while Python still imports."""
+    for file in path.glob("*.safetensors"):
+        with file.open("rb") as handle:
+            os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
 
 def wire(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from engine.config.decide import Decided
@@ -14,31 +13,29 @@ from engine.sched.stats import SchedulerStats
 
 
 class InprocClient:
-    """Calls the core directly; ``step`` runs one engine step in the caller's thread."""
+    """Calls the core directly; ``step`` runs one engine step in the caller's thread.
 
-    def __init__(
-        self, core: EngineCore, decided: Decided, on_shutdown: Callable[[], None] = lambda: None
-    ) -> None:
+    Once a step has raised, or after ``shutdown``, every call raises ``EngineDeadError``.
+    """
+
+    def __init__(self, core: EngineCore, decided: Decided) -> None:
         self.decided = decided
-        self._core = core
-        self._on_shutdown = on_shutdown
+        self._core: EngineCore | None = core
         self._cause: BaseException | None = None
 
     def add(self, request: AddRequest) -> None:
         """Queue a request. Raises ``RequestError`` for a live id or one that can never fit."""
-        self._check_alive()
-        self._core.scheduler.add_request(request)
+        self._live().scheduler.add_request(request)
 
     def abort(self, request_ids: list[str]) -> None:
         """Finish these; unknown ids do nothing. No output follows."""
-        self._check_alive()
-        self._core.scheduler.finish_requests(request_ids, "abort")
+        self._live().scheduler.finish_requests(request_ids, "abort")
 
     def step(self) -> list[CoreOutputs]:
         """One engine step; [] when it brought nothing."""
-        self._check_alive()
+        core = self._live()
         try:
-            return list(self._core.step().values())
+            return list(core.step().values())
         except Exception as error:
             self._cause = error
             raise EngineDeadError(
@@ -46,20 +43,19 @@ class InprocClient:
             ) from error
 
     def has_unfinished(self) -> bool:
-        return self._core.scheduler.has_unfinished_requests()
+        return self._core is not None and self._core.scheduler.has_unfinished_requests()
 
     def num_unfinished(self) -> int:
-        return self._core.scheduler.get_num_unfinished_requests()
+        return 0 if self._core is None else self._core.scheduler.get_num_unfinished_requests()
 
     def stats(self) -> SchedulerStats | None:
-        """Gauges and counters of the scheduler, ``None`` when statistics are off."""
-        stats: SchedulerStats | None = self._core.scheduler.make_stats()
+        """Gauges and counters of the scheduler, ``None`` if it keeps none."""
+        stats: SchedulerStats | None = self._live().scheduler.make_stats()
         return stats
 
     def call(self, name: str, *args: Any) -> Any:
         """A utility by name. Raises ``ConfigError`` for one that does not exist."""
-        self._check_alive()
-        utilities = {"reset_prefix_cache": self._core.scheduler.reset_prefix_cache}
+        utilities = {"reset_prefix_cache": self._live().scheduler.reset_prefix_cache}
         if name not in utilities:
             raise ConfigError(
                 f"utility {name!r} is not available; there are: {', '.join(utilities)}"
@@ -68,12 +64,13 @@ class InprocClient:
 
     def shutdown(self) -> None:
         """Let go of model and memory; harmless when repeated."""
-        if self._cause is None:
+        if self._core is not None:
             self._core.scheduler.shutdown()
-            self._on_shutdown()
-            self._cause = RuntimeError("it was shut down")
+            self._core = None
 
-    def _check_alive(self) -> None:
+    def _live(self) -> EngineCore:
         if self._cause is not None:
-            cause = self._cause
-            raise EngineDeadError(f"the engine core is gone: {cause}") from cause
+            raise EngineDeadError(f"the engine core died: {self._cause}") from self._cause
+        if self._core is None:
+            raise EngineDeadError("the engine was shut down")
+        return self._core

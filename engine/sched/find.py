@@ -24,6 +24,12 @@ def make_scheduler(
     return cls(config, kv, policy, clock=clock, seed=seed)
 
 
+def check_scheduler(config: SchedulerConfig) -> None:
+    """Raise what ``make_scheduler`` would raise for unknown names or unsuitable options."""
+    find_scheduler(config.scheduler_cls)
+    find_policy(config.scheduling_policy, config.policy_options)
+
+
 def find_policy(name: Any, options: dict[str, Any]) -> Policy:
     """A shipped policy by name, any other by dotted path, class or object."""
     if isinstance(name, Policy):
