@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-from torch.nn import functional as F
 
 from engine.layers.linear import Linear
 
@@ -11,14 +12,20 @@ from engine.layers.linear import Linear
 class Embedding:
     """A table of vectors, scaled if the family says so."""
 
-    def __init__(self, table: torch.Tensor, multiplier: float = 1.0) -> None:
-        self.table = table  # [V, H]
+    def __init__(
+        self,
+        rows: Callable[[torch.Tensor], torch.Tensor],
+        dtype: torch.dtype,
+        multiplier: float = 1.0,
+    ) -> None:
+        self.rows = rows  # [N] -> a new [N, H]; a tied table belongs to the output layer
+        self.dtype = dtype
         # Gemma rounds the factor to the dtype computed with.
-        self.multiplier = torch.tensor(multiplier, dtype=table.dtype).item()
+        self.multiplier = torch.tensor(multiplier, dtype=dtype).item()
 
     def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids: [N] -> [N, H]."""
-        x = F.embedding(input_ids, self.table)
+        x = self.rows(input_ids).to(self.dtype)
         return x if self.multiplier == 1.0 else x.mul_(self.multiplier)
 
 

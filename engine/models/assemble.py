@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+from torch.nn import functional as F
 
 from engine.kv.layout import KVSpec
 from engine.layers.attention import Attention
@@ -44,17 +46,25 @@ class Assembly:
 
     def decoder(self) -> Decoder:
         spec = self.spec
-        table = self.tensor("embed")
-        # A tied table is read in both directions; any other output layer owns its weights.
-        head = self.linear_of(table, keep_plain=True) if spec.tied else self.linear("head")
+        embedding, head = self.embedding_and_head()
         blocks = [self.block(index) for index in range(len(spec.layers))]
         return Decoder(
-            Embedding(table, spec.embedding_multiplier),
+            embedding,
             blocks,
             ResidualNorm(self.norm("norm")),
             OutputLayer(head, spec.logit_multiplier, spec.logit_softcap),
-            self.kv_spec(table.dtype),
+            self.kv_spec(embedding.dtype),
         )
+
+    def embedding_and_head(self) -> tuple[Embedding, Linear]:
+        """A tied table is read in both directions, by the layer that owns it."""
+        spec, table = self.spec, self.tensor("embed")
+        dtype = table.dtype
+        if spec.tied:
+            head = self.linear_of(table)
+            return Embedding(head.rows, dtype, spec.embedding_multiplier), head
+        rows = partial(F.embedding, weight=table)
+        return Embedding(rows, dtype, spec.embedding_multiplier), self.linear("head")
 
     def block(self, index: int) -> Block:
         norms = {
@@ -109,15 +119,12 @@ class Assembly:
         bias = self.weights.take(f"{name}_bias") if has_bias else None
         return self.linear_of(weight, bias)
 
-    def linear_of(
-        self, weight: torch.Tensor, bias: torch.Tensor | None = None, keep_plain: bool = False
-    ) -> Linear:
+    def linear_of(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         return make_linear(
             weight,
             bias,
             quantization=self.placement.quantization,
             device=self.placement.device,
-            keep_plain=keep_plain,
         )
 
     def tensor(self, name: str) -> torch.Tensor:

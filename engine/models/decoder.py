@@ -80,8 +80,8 @@ class Decoder:
         self.final_norm = final_norm
         self.output = output
         self.kv_spec = kv_spec
-        self.vocab_size = embedding.table.shape[0]
-        self.dtype = embedding.table.dtype
+        self.vocab_size = output.linear.out_features
+        self.dtype = embedding.dtype
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> torch.Tensor:

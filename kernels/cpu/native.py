@@ -49,6 +49,7 @@ _f32_pointer = _pointer_to(types.float32)
 _f64_pointer = _pointer_to(types.float64)
 _i32_pointer = _pointer_to(types.int32)
 _i64_pointer = _pointer_to(types.int64)
+_u8_pointer = _pointer_to(types.uint8)
 
 
 @njit(inline="always")
@@ -67,6 +68,12 @@ def i32(address, shape):
 def i64(address, shape):
     """The int64 array of `shape` that starts at `address`."""
     return carray(_i64_pointer(address), shape)
+
+
+@njit(inline="always")
+def u8(address, shape):
+    """The uint8 array of `shape` that starts at `address`."""
+    return carray(_u8_pointer(address), shape)
 
 
 @njit(inline="always")

@@ -1,0 +1,294 @@
+"""Small products held in vector registers, written as LLVM vector code.
+
+Loops over arrays leave it to the compiler what stays in registers, and it guesses wrong for sums of
+several rows at once. Here the tile is a literal: its sums are values, not memory. Vectors of 16
+floats become one, two or four machine registers. Addresses and strides are in bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from llvmlite import binding, ir
+from numba import types
+from numba.extending import intrinsic
+
+LANES = 16
+
+_F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+_FLAGS = ("reassoc", "contract", "nsz")
+# Sums a tile may hold, in vectors: AVX-512 has 32 registers, AVX2 16 of half the size.
+_FEATURES = binding.get_host_cpu_features()
+_MAX_SUMS = 24 if _FEATURES.get("avx512f") else 6
+_MAX_VECTORS = 4 if _MAX_SUMS == 24 else 2
+
+
+def lanes_of(width: int) -> int:
+    """The widest vector, up to LANES, that `width` floats are a whole number of."""
+    return min(LANES, width & -width)
+
+
+def _load(builder, base, offset, kind):
+    place = builder.inttoptr(builder.add(base, offset), kind.as_pointer())
+    return builder.load(place, align=4)
+
+
+def _store(builder, value, base, offset):
+    place = builder.inttoptr(builder.add(base, offset), value.type.as_pointer())
+    builder.store(value, place, align=4)
+
+
+def _splat(builder, scalar, lanes):
+    vector = ir.VectorType(scalar.type, lanes)
+    first = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, _I32(0))
+    zeros = ir.Constant(ir.VectorType(_I32, lanes), [0] * lanes)
+    return builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), zeros)
+
+
+def _fma(builder, a, b, c):
+    kind = a.type
+    name = f"llvm.fma.v{kind.count}f32"
+    function = builder.module.globals.get(name)
+    if function is None:
+        function = ir.Function(builder.module, ir.FunctionType(kind, [kind] * 3), name)
+    return builder.call(function, [a, b, c])
+
+
+def _sum(builder, vector):
+    """The sum of a vector's lanes."""
+    name = f"llvm.vector.reduce.fadd.v{vector.type.count}f32"
+    function = builder.module.globals.get(name)
+    if function is None:
+        kind = ir.FunctionType(_F32, [_F32, vector.type])
+        function = ir.Function(builder.module, kind, name)
+    return builder.call(function, [_F32(0.0), vector], fastmath=_FLAGS)
+
+
+def _chunks(total: int, size: int) -> list[range]:
+    return [range(first, min(first + size, total)) for first in range(0, total, size)]
+
+
+class _FloatTile:
+    """sums[row][vector] += a[row, k] * b[k, vector], one float of the depth a step."""
+
+    element = _F32
+    zero = 0.0
+
+    @staticmethod
+    def multiply(builder, scalar, vector, total):
+        return _fma(builder, scalar, vector, total)
+
+
+class _ByteTile:
+    """The same over four bytes of the depth a step: unsigned a, signed b, 32-bit sums."""
+
+    element = _I32
+    zero = 0
+
+    @staticmethod
+    def multiply(builder, scalar, vector, total):
+        kind = total.type
+        name = "llvm.x86.avx512.vpdpbusd.512"
+        function = builder.module.globals.get(name)
+        if function is None:
+            function = ir.Function(builder.module, ir.FunctionType(kind, [kind] * 3), name)
+        return builder.call(function, [total, scalar, vector])
+
+
+class _Tile(NamedTuple):
+    """The places of one tile's operands, and the loop over its depth."""
+
+    builder: ir.IRBuilder
+    kind: Any  # _FloatTile or _ByteTile
+    a: tuple[Any, Any]  # address and stride of a row, in bytes
+    b: tuple[Any, Any]
+    c: tuple[Any, Any]
+    rows: range
+    vectors: range
+    lanes: int
+
+    def emit(self, depth: Any, is_fresh: bool) -> None:
+        builder, vector = self.builder, ir.VectorType(self.kind.element, self.lanes)
+        zero = ir.Constant(vector, [self.kind.zero] * self.lanes)
+        places = [self._place(self.c, row, v) for row in self.rows for v in self.vectors]
+        initial = [zero if is_fresh else _load(builder, *place, vector) for place in places]
+        before = builder.block
+        loop, done = (builder.append_basic_block(name) for name in ("depth", "stored"))
+        builder.cbranch(builder.icmp_signed(">", depth, _I64(0)), loop, done)
+        builder.position_at_end(loop)
+        k, *sums = (builder.phi(kind) for kind in [_I64] + [vector] * len(places))
+        following = builder.add(k, _I64(1))
+        added = self._step(k, sums)
+        for phi, first, last in zip(
+            (k, *sums), (_I64(0), *initial), (following, *added), strict=True
+        ):
+            phi.add_incoming(first, before)
+            phi.add_incoming(last, loop)
+        builder.cbranch(builder.icmp_signed("<", following, depth), loop, done)
+        builder.position_at_end(done)
+        results = [builder.phi(vector) for _ in places]
+        for phi, first, last in zip(results, initial, added, strict=True):
+            phi.add_incoming(first, before)
+            phi.add_incoming(last, loop)
+        for place, result in zip(places, results, strict=True):
+            _store(builder, result, *place)
+
+    def _place(self, matrix, row, vector) -> tuple[Any, Any]:
+        """Address, and offset of a vector in a row of the matrix."""
+        address, stride = matrix
+        start = self.builder.mul(stride, row if isinstance(row, ir.Value) else _I64(row))
+        return address, self.builder.add(start, _I64(vector * self.lanes * 4))
+
+    def _step(self, k, sums):
+        builder, vector = self.builder, ir.VectorType(self.kind.element, self.lanes)
+        right = [_load(builder, *self._place(self.b, k, v), vector) for v in self.vectors]
+        column = builder.mul(k, _I64(4))
+        added = []
+        for i, row in enumerate(self.rows):
+            offset = builder.add(builder.mul(self.a[1], _I64(row)), column)
+            scalar = _splat(
+                builder, _load(builder, self.a[0], offset, self.kind.element), self.lanes
+            )
+            for j, value in enumerate(right):
+                total = sums[i * len(right) + j]
+                added.append(self.kind.multiply(builder, scalar, value, total))
+        return added
+
+
+def _product_intrinsic(kind):
+    @intrinsic(prefer_literal=True)
+    def product(  # noqa: PLR0913
+        typing_context, a, lda, b, ldb, c, ldc, depth, rows, vectors, lanes, is_fresh
+    ):
+        literals = (rows, vectors, lanes, is_fresh)
+        if not all(isinstance(given, types.Literal) for given in literals):
+            return None
+        num_rows, num_vectors, width, fresh = (given.literal_value for given in literals)
+
+        def build(context, builder, signature, args):
+            a, lda, b, ldb, c, ldc, depth = args[:7]
+            per_row = min(num_vectors, _MAX_VECTORS)
+            for some_rows in _chunks(num_rows, max(1, _MAX_SUMS // per_row)):
+                for some_vectors in _chunks(num_vectors, per_row):
+                    tile = _Tile(
+                        builder, kind, (a, lda), (b, ldb), (c, ldc), some_rows, some_vectors, width
+                    )
+                    tile.emit(depth, bool(fresh))
+            return context.get_dummy_value()
+
+        return types.void(*[types.intp] * 7, *literals), build
+
+    return product
+
+
+# product(a, lda, b, ldb, c, ldc, depth, rows, vectors, lanes, is_fresh):
+# c[rows, vectors * lanes] (+)= a[rows, depth] @ b[depth, vectors * lanes]. The last four are
+# literals; is_fresh: c is written rather than added to.
+tile_product = _product_intrinsic(_FloatTile)
+byte_tile_product = _product_intrinsic(_ByteTile)
+HAS_BYTE_PRODUCT = bool(_FEATURES.get("avx512vnni"))
+
+
+@intrinsic(prefer_literal=True)
+def dots(  # noqa: PLR0913
+    typing_context, a, lda, b, out, ldo, rows, vectors, lanes
+):
+    """out[row] = a[row] . b over vectors * lanes floats; rows, vectors and lanes are literals."""
+    literals = (rows, vectors, lanes)
+    if not all(isinstance(given, types.Literal) for given in literals):
+        return None
+    num_rows, num_vectors, width = (given.literal_value for given in literals)
+
+    def build(context, builder, signature, args):
+        a, lda, b, out, ldo = args[:5]
+        vector = ir.VectorType(_F32, width)
+        right = [_load(builder, b, _I64(v * width * 4), vector) for v in range(num_vectors)]
+        for row in range(num_rows):
+            start = builder.mul(lda, _I64(row))
+            total = ir.Constant(vector, [0.0] * width)
+            for v, value in enumerate(right):
+                left = _load(builder, a, builder.add(start, _I64(v * width * 4)), vector)
+                total = _fma(builder, left, value, total)
+            _store(builder, _sum(builder, total), out, builder.mul(ldo, _I64(row)))
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 5, *literals), build
+
+
+@intrinsic(prefer_literal=True)
+def row_products(  # noqa: PLR0913
+    typing_context, a, lda, b, ldb, c, ldc, depth, rows, columns
+):
+    """c[i, j] = a[i] . b[j] over depth vectors of LANES floats; rows and columns are literals."""
+    literals = (rows, columns)
+    if not all(isinstance(given, types.Literal) for given in literals):
+        return None
+    num_rows, num_columns = (given.literal_value for given in literals)
+
+    def build(context, builder, signature, args):
+        a, lda, b, ldb, c, ldc, depth = args[:7]
+        vector = ir.VectorType(_F32, LANES)
+        before = builder.block
+        loop, done = (builder.append_basic_block(name) for name in ("depth", "summed"))
+        builder.branch(loop)
+        builder.position_at_end(loop)
+        k, *sums = (builder.phi(kind) for kind in [_I64] + [vector] * (num_rows * num_columns))
+        along = builder.mul(k, _I64(4 * LANES))
+        left = [
+            _load(builder, a, builder.add(builder.mul(lda, _I64(i)), along), vector)
+            for i in range(num_rows)
+        ]
+        right = [
+            _load(builder, b, builder.add(builder.mul(ldb, _I64(j)), along), vector)
+            for j in range(num_columns)
+        ]
+        pairs = [(x, y) for x in left for y in right]
+        added = [_fma(builder, x, y, total) for (x, y), total in zip(pairs, sums, strict=True)]
+        following = builder.add(k, _I64(1))
+        zero = ir.Constant(vector, [0.0] * LANES)
+        for phi, last in zip((k, *sums), (following, *added), strict=True):
+            phi.add_incoming(_I64(0) if phi is k else zero, before)
+            phi.add_incoming(last, loop)
+        builder.cbranch(builder.icmp_signed("<", following, depth), loop, done)
+        builder.position_at_end(done)
+        for index, total in enumerate(added):
+            row, column = divmod(index, num_columns)
+            offset = builder.add(builder.mul(ldc, _I64(row)), _I64(4 * column))
+            _store(builder, _sum(builder, total), c, offset)
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 7, *literals), build
+
+
+@intrinsic
+def transpose16(typing_context, source, ld_source, target, ld_target):
+    """target[j, i] = source[i, j] for 16 x 16 floats."""
+
+    def build(context, builder, signature, args):
+        source, ld_source, target, ld_target = args
+        kind = ir.VectorType(_F32, LANES)
+        rows = [_load(builder, source, builder.mul(ld_source, _I64(i)), kind) for i in range(LANES)]
+        step = LANES // 2
+        while step:
+            turned = list(rows)
+            for i in range(LANES):
+                if not i & step:
+                    turned[i], turned[i + step] = _exchange(builder, rows[i], rows[i + step], step)
+            rows = turned
+            step //= 2
+        for i, row in enumerate(rows):
+            _store(builder, row, target, builder.mul(ld_target, _I64(i)))
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 4), build
+
+
+def _exchange(builder, low, high, step):
+    """Swap the off-diagonal blocks of `step` lanes of two rows."""
+    first = [j if not j & step else LANES + j - step for j in range(LANES)]
+    second = [j + step if not j & step else LANES + j for j in range(LANES)]
+    kind = ir.VectorType(_I32, LANES)
+    return (
+        builder.shuffle_vector(low, high, ir.Constant(kind, first)),
+        builder.shuffle_vector(low, high, ir.Constant(kind, second)),
+    )
