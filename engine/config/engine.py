@@ -30,7 +30,7 @@ class EngineConfig:
     async_scheduling: bool | None = None
     """Plan the next step while one runs; None decides by device and scheduler."""
     num_threads: int | None = None
-    """Threads of CPU kernels; None takes the cores this process may use."""
+    """Threads of CPU kernels; None takes OMP_NUM_THREADS, or the cores this process may use."""
     log_level: LogLevel = "info"
     """How much the engine logs."""
     disable_log_stats: bool = False

@@ -7,7 +7,16 @@ import os
 LOG_LEVEL = "METRONOME_LOG_LEVEL"
 """Log level of engines that were not given one."""
 
+NUM_THREADS = "OMP_NUM_THREADS"
+"""Threads of CPU kernels, for engines that were not told how many; OpenMP's own name for it."""
+
 
 def default_log_level(fallback: str = "info") -> str:
     """What ``METRONOME_LOG_LEVEL`` says, ``fallback`` if it is not set."""
     return os.environ.get(LOG_LEVEL, fallback).lower()
+
+
+def default_num_threads() -> int | None:
+    """What ``OMP_NUM_THREADS`` says, ``None`` if it is not set to a positive number."""
+    value = os.environ.get(NUM_THREADS, "").split(",")[0]
+    return int(value) if value.isdecimal() and int(value) else None

@@ -9,6 +9,7 @@ import torch
 
 from engine.config.decide import GIB, Decided, cap_to_pool, decide_max_model_len, decide_num_blocks
 from engine.config.engine import EngineConfig
+from engine.config.env import default_num_threads
 from engine.config.model import ModelInfo
 from engine.errors import ConfigError
 from engine.kv.layout import KVSpec
@@ -33,7 +34,7 @@ def resolve_device(asked: str) -> str:
 def make_worker(config: EngineConfig, info: ModelInfo) -> tuple[InprocExecutor, Decided]:
     """Load the model, size and make its KV pool, and decide what the engine runs with."""
     device = resolve_device(config.device)
-    num_threads = set_threads(config.num_threads)
+    num_threads = set_threads(config.num_threads or default_num_threads())
     max_model_len = decide_max_model_len(config.model, info)
     model = load_model(config.model, info, device=device, max_model_len=max_model_len)
     spec: KVSpec = model.kv_spec
