@@ -6,8 +6,9 @@ from functools import cache
 
 import torch
 
-from kernels.cpu.attention_body import attention_body
+from kernels.cpu.attention_chunk import chunk_body, tokens_an_item
 from kernels.cpu.attention_plan import Plan, make_plan
+from kernels.cpu.attention_single import single_body
 from kernels.cpu.native import Kernel, bits
 from kernels.meta import AttentionMeta
 from kernels.reference import Variant
@@ -17,8 +18,13 @@ _ENOUGH = 512
 
 
 @cache
-def _kernel(head_dim: int, group: int) -> Kernel:
-    return Kernel(attention_body(head_dim, group), heavy=True)
+def _single(head_dim: int, group: int) -> Kernel:
+    return Kernel(single_body(head_dim, group), heavy=True)
+
+
+@cache
+def _chunk(head_dim: int, group: int) -> Kernel:
+    return Kernel(chunk_body(head_dim, group), heavy=True)
 
 
 def paged_attention(
@@ -27,41 +33,46 @@ def paged_attention(
     """See kernels.ops.paged_attention. q, kv_layer and sinks: contiguous float32."""
     num_tokens, num_heads, head_dim = q.shape
     _, _, kv_heads, block, _ = kv_layer.shape
-    threads = torch.get_num_threads()
-    key = ("attention", variant.window)
+    group, threads = num_heads // kv_heads, torch.get_num_threads()
+    key = ("attention", variant.window, group)
     plan = meta.scratch.get(key)
     if plan is None:
-        plan = meta.scratch[key] = make_plan(meta, variant.window, threads)
+        plan = make_plan(meta, variant.window, threads, tokens_an_item(group))
+        meta.scratch[key] = plan
     out = q.new_empty((num_tokens, num_heads * head_dim))
     if num_tokens > plan.num_rows:
         out.zero_()
-    _kernel(head_dim, num_heads // kv_heads).run(
-        threads if plan.work * num_heads >= _ENOUGH else 1,
-        q.data_ptr(),
-        kv_layer.data_ptr(),
-        meta.block_tables.data_ptr(),
-        meta.seq_lens.data_ptr(),
-        meta.query_start.data_ptr(),
-        out.data_ptr(),
-        kv_heads,
-        meta.block_tables.stride(0),
-        block,
-        plan.items,
-        plan.num_items,
-        bits(variant.scale),
-        variant.window,
-        bits(variant.softcap),
-        0 if variant.sinks is None else variant.sinks.data_ptr(),
-        _partials(meta, plan, num_heads * (head_dim + 2)) if plan.is_cut else 0,
-        plan.arrivals,
-        plan.first_items,
-    )
+    tensors = (q.data_ptr(), kv_layer.data_ptr(), meta.block_tables.data_ptr(), out.data_ptr())
+    shape = (kv_heads, meta.block_tables.stride(0), block)
+    sinks = 0 if variant.sinks is None else variant.sinks.data_ptr()
+    numbers = (bits(variant.scale), bits(variant.softcap), sinks)
+    if plan.singles.num:
+        room = _partials(meta, plan, num_heads * (head_dim + 2)) if plan.is_cut else 0
+        _single(head_dim, group).run(
+            threads if plan.singles.work * num_heads >= _ENOUGH else 1,
+            *tensors,
+            *shape,
+            *plan.singles[:2],
+            *numbers,
+            room,
+            plan.arrivals,
+            plan.first_items,
+        )
+    if plan.chunks.num:
+        _chunk(head_dim, group).run(
+            threads if plan.chunks.work * num_heads >= _ENOUGH else 1,
+            *tensors,
+            *shape,
+            *plan.chunks[:2],
+            *numbers,
+            variant.window,
+        )
     return out
 
 
 def _partials(meta: AttentionMeta, plan: Plan, size: int) -> int:
     """Address of room for the partial sums of cut sequences, shared by the step's layers."""
     room = meta.scratch.get("attention partials")
-    if room is None or room.numel() < plan.num_items * size:
-        room = meta.scratch["attention partials"] = torch.empty(plan.num_items * size)
+    if room is None or room.numel() < plan.singles.num * size:
+        room = meta.scratch["attention partials"] = torch.empty(plan.singles.num * size)
     return room.data_ptr()

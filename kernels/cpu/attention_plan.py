@@ -10,43 +10,54 @@ from numpy.typing import NDArray
 from kernels.meta import AttentionMeta
 
 ITEM_FIELDS = 6  # sequence, first row, rows, first key, end of keys, items that share the row
-MAX_TOKENS = 8  # query tokens an item
 
 _MIN_KEYS = 256  # keys an item keeps to itself before its sequence is cut
 _ITEMS_A_THREAD = 4
 
 
-class Plan(NamedTuple):
-    """Addresses of what a body reads; `owned` keeps the memory."""
+class Items(NamedTuple):
+    """Rows of ITEM_FIELDS int32 at an address."""
 
-    items: int  # [num_items, ITEM_FIELDS] int32
-    num_items: int
-    arrivals: int  # [S] int64, zero between operations: items of a sequence that are done
-    first_items: int  # [S] int64: where a sequence's items start
-    is_cut: bool  # whether items share rows
-    num_rows: int  # rows of the output that are written
+    address: int
+    num: int
     work: int  # query tokens times keys
+    owned: NDArray[np.int32]  # keeps the memory
+
+
+class Plan(NamedTuple):
+    """What a step's attention is cut into; sequences of one query token apart from the others."""
+
+    singles: Items
+    chunks: Items
+    arrivals: int  # address of [S] int64, zero between operations: items of a sequence done
+    first_items: int  # address of [S] int64: where a sequence's items start among the singles
+    is_cut: bool  # whether singles share rows
+    num_rows: int  # rows of the output that are written
     owned: tuple[NDArray, ...]
 
 
-def make_plan(meta: AttentionMeta, window: int, threads: int) -> Plan:
-    """One token against many keys is cut by keys, many tokens are cut by tokens."""
+def make_plan(meta: AttentionMeta, window: int, threads: int, tokens: int) -> Plan:
+    """One token against many keys is cut by keys, many tokens into items of `tokens`."""
     starts, lens = meta.query_start.numpy(), meta.seq_lens.numpy()
     counts = np.where(lens > 0, np.diff(starts), 0)
     cut = _Cutter(starts, counts, lens, window, meta.block_size)
-    items = np.concatenate((cut.chunks(), cut.singles(threads)))
+    singles = cut.singles(threads)
     arrivals, first_items = np.zeros(len(lens), np.int64), np.zeros(len(lens), np.int64)
-    first_items[items[::-1, 0]] = np.arange(len(items) - 1, -1, -1)
+    first_items[singles[::-1, 0]] = np.arange(len(singles) - 1, -1, -1)
     return Plan(
-        items.ctypes.data,
-        len(items),
+        _items(singles),
+        _items(cut.chunks(tokens) if meta.max_query_len > 1 else singles[:0]),
         arrivals.ctypes.data,
         first_items.ctypes.data,
-        bool((items[:, 5] > 1).any()),
+        bool((singles[:, 5] > 1).any()),
         int(counts.sum()),
-        int((items[:, 2] * (items[:, 4] - items[:, 3])).sum()),
-        (items, arrivals, first_items),
+        (arrivals, first_items),
     )
+
+
+def _items(rows: NDArray[np.int32]) -> Items:
+    work = int((rows[:, 2] * (rows[:, 4] - rows[:, 3])).sum())
+    return Items(rows.ctypes.data, len(rows), work, rows)
 
 
 class _Cutter(NamedTuple):
@@ -76,20 +87,20 @@ class _Cutter(NamedTuple):
         items[:, 5] = parts[each]
         return items
 
-    def chunks(self) -> NDArray[np.int32]:
+    def chunks(self, tokens: int) -> NDArray[np.int32]:
         """Items of the sequences with several query tokens, the longest first."""
         who = np.flatnonzero(self.counts > 1)
-        each, part = _repeat(-(-self.counts[who] // MAX_TOKENS))
-        first = part * MAX_TOKENS
+        each, part = _repeat(-(-self.counts[who] // tokens))
+        first = part * tokens
         items = np.empty((len(each), ITEM_FIELDS), np.int32)
         items[:, 0] = who[each]
         items[:, 1] = self.starts[who][each] + first
-        items[:, 2] = np.minimum(self.counts[who][each] - first, MAX_TOKENS)
+        items[:, 2] = np.minimum(self.counts[who][each] - first, tokens)
         before = (self.lens - self.counts)[who][each] + first
         items[:, 3] = np.maximum(before + 1 - self.window, 0) if self.window else 0
         items[:, 4] = before + items[:, 2]
         items[:, 5] = 1
-        return items[::-1]
+        return np.ascontiguousarray(items[np.argsort(items[:, 3] - items[:, 4], kind="stable")])
 
 
 def _repeat(parts: NDArray[np.int32]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:

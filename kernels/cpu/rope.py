@@ -62,7 +62,7 @@ def _inverse_rms(x, eps):
 
 @njit(**_INLINE)
 def _normalise(x, weight, eps, extra):
-    """In place, in parts as long as the weight: each head, or all at once; no weight: not at all."""
+    """In place, in parts as long as the weight: each head, or the whole width. None: not at all."""
     size = weight.shape[0]
     if size == 0:
         return

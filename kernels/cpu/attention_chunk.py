@@ -1,0 +1,188 @@
+"""Attention of several query tokens of a sequence: bound by arithmetic.
+
+An item is up to `tokens` of them, times the query heads of one key head: the rows of two matrix
+products against 64 keys at a time, which are copied together from their blocks, keys turned so that
+they lie side by side.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from kernels.cpu.attention_plan import ITEM_FIELDS
+from kernels.cpu.mathlib import LOG2_E
+from kernels.cpu.native import f32, f64, i32, i64, next_item
+from kernels.cpu.softmax import EMPTY, INLINE, cap, fill, scaled_copy, sink_weight, soften
+from kernels.cpu.vectors import LANES, lanes_of, tile_product, transpose16
+
+NUM_PARAMETERS = 13
+
+_KEYS = 64  # keys at a time
+_ROWS = 48  # query rows an item
+_STEP = 12  # rows are a multiple of this: of both tiles' rows
+_ZERO, _ONE = np.float32(0), np.float32(1)
+
+
+def tokens_an_item(group: int) -> int:
+    """Query tokens an item takes if `group` query heads share a key head."""
+    return max(1, _ROWS // group)
+
+
+def chunk_body(head_dim: int, group: int):
+    """A body for one head size and number of query heads per key head; all else is parameters."""
+    lanes = lanes_of(head_dim)
+    vectors = head_dim // lanes
+    rows = -(-tokens_an_item(group) * group // _STEP) * _STEP
+
+    def body(row):
+        p, real = i64(row, (NUM_PARAMETERS + 1,)), f64(row, (NUM_PARAMETERS + 1,))
+        kv_heads, num_items, softcap = p[5], p[9] * p[5], np.float32(real[11])
+        scale = np.float32(real[10]) * (LOG2_E if softcap == 0 else _ONE)
+        q, acc = np.zeros((rows, head_dim), np.float32), np.empty((rows, head_dim), np.float32)
+        scores = np.zeros((rows, _KEYS), np.float32)
+        total, largest = np.empty((rows, 1), np.float32), np.empty(rows, np.float32)
+        keys, values = (
+            np.empty((head_dim, _KEYS), np.float32),
+            np.empty((_KEYS, head_dim), np.float32),
+        )
+        size = head_dim * 4
+        while True:
+            index = next_item(row)
+            if index >= num_items:
+                break
+            item = i32(p[8] + (index // kv_heads) * (ITEM_FIELDS * 4), (ITEM_FIELDS,))
+            head, num = index % kv_heads, item[2] * group
+            _begin(p, item, head, group, scale, q)
+            fill(acc.reshape(-1), _ZERO)
+            fill(total.reshape(-1), _ZERO)
+            fill(largest, EMPTY)
+            for base in range(item[3], item[4], _KEYS):
+                count = min(_KEYS, item[4] - base)
+                _gather(p, item[0], head, base, count, keys, values)
+                k, v, s, a = (
+                    keys.ctypes.data,
+                    values.ctypes.data,
+                    scores.ctypes.data,
+                    acc.ctypes.data,
+                )
+                if count > LANES:
+                    for r in range(0, num, 6):
+                        place = s + r * (_KEYS * 4)
+                        tile_product(
+                            q[r].ctypes.data,
+                            size,
+                            k,
+                            _KEYS * 4,
+                            place,
+                            _KEYS * 4,
+                            head_dim,
+                            6,
+                            4,
+                            16,
+                            1,
+                        )
+                else:
+                    for r in range(0, num, _STEP):
+                        place = s + r * (_KEYS * 4)
+                        tile_product(
+                            q[r].ctypes.data,
+                            size,
+                            k,
+                            _KEYS * 4,
+                            place,
+                            _KEYS * 4,
+                            head_dim,
+                            12,
+                            1,
+                            16,
+                            1,
+                        )
+                _weigh(p, item, group, (base, count), softcap, scores, (largest, total, acc))
+                for r in range(0, num, 6):
+                    place = s + r * (_KEYS * 4)
+                    tile_product(
+                        place, _KEYS * 4, v, size, a + r * size, size, count, 6, vectors, lanes, 0
+                    )
+            _finish(p, item, head, group, acc, total, largest)
+
+    return body
+
+
+@njit(**INLINE)
+def _row_address(start, token, head, p, group, head_dim):
+    """Bytes from the start of q, or of the output, to the first query head of `head`."""
+    return ((np.int64(start) + token) * p[5] + head) * (group * head_dim * 4)
+
+
+@njit(**INLINE)
+def _begin(p, item, head, group, scale, q):
+    width = group * q.shape[1]
+    flat = q.reshape(-1)
+    for token in range(item[2]):
+        source = p[1] + _row_address(item[1], token, head, p, group, q.shape[1])
+        scaled_copy(f32(source, (width,)), flat[token * width : (token + 1) * width], scale)
+
+
+@njit(**INLINE)
+def _gather(p, seq, head, base, count, keys, values):
+    """Keys [head_dim, _KEYS] and values [_KEYS, head_dim] of one head from position `base` on."""
+    head_dim, block, kv_heads = keys.shape[0], p[7], p[5]
+    table = i32(p[3] + seq * p[6] * 4, (p[6],))
+    size = head_dim * 4
+    aligned = block % LANES == 0 and head_dim % LANES == 0 and base % LANES == 0
+    done = 0
+    while done < count:
+        place, offset = (base + done) // block, (base + done) % block
+        page = p[2] + np.int64(table[place]) * (2 * kv_heads * block * size)
+        source = page + (head * block + offset) * size
+        num = min(block - offset, count - done)
+        if aligned:
+            for j in range(0, num, LANES):
+                for d in range(0, head_dim, LANES):
+                    target = keys[d].ctypes.data + (done + j) * 4
+                    transpose16(source + j * size + d * 4, size, target, _KEYS * 4)
+        else:
+            _turn(f32(source, (num, head_dim)), keys, done)
+        v = f32(source + kv_heads * block * size, (num * head_dim,))
+        scaled_copy(v, values.reshape(-1)[done * head_dim : (done + num) * head_dim], _ONE)
+        done += num
+
+
+@njit(**INLINE)
+def _turn(k, keys, first):
+    for j in range(k.shape[0]):
+        for d in range(k.shape[1]):
+            keys[d, first + j] = k[j, d]
+
+
+@njit(**INLINE)
+def _weigh(p, item, group, keys, softcap, scores, sums):
+    """Scores become weights, zero where the row's token does not see the key."""
+    window, before = p[13], item[4] - item[2]
+    base, count = keys
+    largest, total, acc = sums
+    for r in range(item[2] * group):
+        position = before + r // group
+        first, end = 0, min(position + 1 - base, count)
+        if window:
+            first = max(position + 1 - window - base, 0)
+        row = scores[r]
+        if first < end:
+            if softcap > 0:
+                cap(row[first:end], softcap)
+            largest[r] = soften(row, first, end, largest[r], total[r], acc[r])
+        fill(row[: min(first, count)], _ZERO)
+        fill(row[max(end, 0) : count], _ZERO)
+
+
+@njit(**INLINE)
+def _finish(p, item, head, group, acc, total, largest):
+    head_dim = acc.shape[1]
+    sinks = f32(p[12], (p[5] * group if p[12] else 0,))
+    for token in range(item[2]):
+        out = p[4] + _row_address(item[1], token, head, p, group, head_dim)
+        for g in range(group):
+            r = token * group + g
+            below = total[r, 0] + sink_weight(sinks, head * group + g, largest[r])
+            scaled_copy(acc[r], f32(out + g * (head_dim * 4), (head_dim,)), _ONE / below)

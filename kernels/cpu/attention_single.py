@@ -1,0 +1,133 @@
+"""Attention of single query tokens: bound by reading the cache.
+
+An item is one token against a range of its sequence's keys. It walks the blocks in order and,
+within one, the keys of all heads and then their values, as they lie in memory: that keeps the
+hardware's prefetching alive, which scattered pieces of one head do not.
+
+A long sequence is cut into several items. Each leaves its sums, and whoever comes last merges them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from kernels.cpu.attention_plan import ITEM_FIELDS
+from kernels.cpu.mathlib import LOG2_E, exp2
+from kernels.cpu.native import f32, f64, i32, i64, next_item
+from kernels.cpu.softmax import EMPTY, INLINE, cap, fill, scaled_copy, sink_weight, soften
+from kernels.cpu.vectors import dots, lanes_of, tile_product
+
+NUM_PARAMETERS = 15
+_ZERO, _ONE = np.float32(0), np.float32(1)
+
+
+def single_body(head_dim: int, group: int):
+    """A body for one head size and number of query heads per key head; all else is parameters."""
+    lanes = lanes_of(head_dim)
+    vectors = head_dim // lanes
+
+    def body(row):
+        p, real = i64(row, (NUM_PARAMETERS + 1,)), f64(row, (NUM_PARAMETERS + 1,))
+        kv_heads, block, num_items, softcap = p[5], p[7], p[9], np.float32(real[11])
+        heads, size = kv_heads * group, head_dim * 4
+        sinks = f32(p[12], (heads if p[12] else 0,))
+        scale = np.float32(real[10]) * (LOG2_E if softcap == 0 else _ONE)
+        q, acc = np.empty((heads, head_dim), np.float32), np.empty((heads, head_dim), np.float32)
+        scores = np.empty((heads, block), np.float32)
+        total, largest = np.empty((heads, 1), np.float32), np.empty(heads, np.float32)
+        while True:
+            index = next_item(row)
+            if index >= num_items:
+                break
+            item = i32(p[8] + index * (ITEM_FIELDS * 4), (ITEM_FIELDS,))
+            scaled_copy(
+                f32(p[1] + item[1] * (heads * size), (heads * head_dim,)), q.reshape(-1), scale
+            )
+            fill(acc.reshape(-1), _ZERO)
+            fill(total.reshape(-1), _ZERO)
+            fill(largest, EMPTY)
+            table, low, high = i32(p[3] + item[0] * p[6] * 4, (p[6],)), item[3], item[4]
+            for i in range(low // block, (high + block - 1) // block):
+                first, end = max(low - i * block, 0), min(high - i * block, block)
+                page = p[2] + np.int64(table[i]) * (2 * kv_heads * block * size)
+                for h in range(kv_heads):
+                    s = scores[h * group : (h + 1) * group]
+                    key = page + (h * block + first) * size
+                    for t in range(first, end):
+                        place = s.ctypes.data + t * 4
+                        dots(
+                            q[h * group].ctypes.data,
+                            size,
+                            key,
+                            place,
+                            block * 4,
+                            group,
+                            vectors,
+                            lanes,
+                        )
+                        key += size
+                for h in range(heads):
+                    if softcap > 0:
+                        cap(scores[h, first:end], softcap)
+                    largest[h] = soften(scores[h], first, end, largest[h], total[h], acc[h])
+                for h in range(kv_heads):
+                    weights = scores[h * group].ctypes.data + first * 4
+                    values = page + ((kv_heads + h) * block + first) * size
+                    sums = acc[h * group].ctypes.data
+                    tile_product(
+                        weights,
+                        block * 4,
+                        values,
+                        size,
+                        sums,
+                        size,
+                        end - first,
+                        group,
+                        vectors,
+                        lanes,
+                        0,
+                    )
+            _finish(p, item, index, acc, total, largest, sinks)
+
+    return body
+
+
+@njit(**INLINE)
+def _finish(p, item, index, acc, total, largest, sinks):
+    """Write the row, or leave partial sums and merge them if this item is the last of its row."""
+    seq, shared = item[0], item[5]
+    heads, head_dim = acc.shape
+    out = f32(p[4] + np.int64(item[1]) * (heads * head_dim * 4), (heads, head_dim))
+    if shared == 1:
+        for h in range(heads):
+            below = total[h, 0] + sink_weight(sinks, h, largest[h])
+            scaled_copy(acc[h], out[h], _ONE / below)
+        return
+    size = heads * (head_dim + 2)
+    mine = f32(p[13] + index * (size * 4), (heads, head_dim + 2))
+    for h in range(heads):
+        scaled_copy(acc[h], mine[h], _ONE)
+        mine[h, head_dim] = total[h, 0]
+        mine[h, head_dim + 1] = largest[h]
+    arrived = p[14] + np.int64(seq) * 8
+    if next_item(arrived) + 1 == shared:
+        i64(arrived, (1,))[0] = 0
+        first = i64(p[15], (seq + 1,))[seq]
+        _merge(f32(p[13] + first * (size * 4), (shared, heads, head_dim + 2)), sinks, out)
+
+
+@njit(**INLINE)
+def _merge(partials, sinks, out):
+    """partials: [items, heads, head_dim + 2], the last two the sum of weights and the largest."""
+    for h in range(out.shape[0]):
+        head_dim, best, below = out.shape[1], EMPTY, _ZERO
+        for part in range(partials.shape[0]):
+            best = max(best, partials[part, h, head_dim + 1])
+        fill(out[h], _ZERO)
+        for part in range(partials.shape[0]):
+            shrink = exp2(partials[part, h, head_dim + 1] - best)
+            below += partials[part, h, head_dim] * shrink
+            for d in range(head_dim):
+                out[h, d] += partials[part, h, d] * shrink
+        scaled_copy(out[h], out[h], _ONE / (below + sink_weight(sinks, h, best)))
