@@ -37,19 +37,16 @@ def chunk_body(head_dim: int, group: int):
 
     def body(row):
         p, real = i64(row, (NUM_PARAMETERS + 1,)), f64(row, (NUM_PARAMETERS + 1,))
-        kv_heads, num_items, softcap = p[5], p[9] * p[5], np.float32(real[11])
+        kv_heads, softcap = p[5], np.float32(real[11])
         scale = np.float32(real[10]) * (LOG2_E if softcap == 0 else _ONE)
         q, acc = np.zeros((rows, head_dim), np.float32), np.empty((rows, head_dim), np.float32)
         scores = np.zeros((rows, _KEYS), np.float32)
         total, largest = np.empty((rows, 1), np.float32), np.empty(rows, np.float32)
-        keys, values = (
-            np.empty((head_dim, _KEYS), np.float32),
-            np.empty((_KEYS, head_dim), np.float32),
-        )
-        size = head_dim * 4
+        keys = np.empty((head_dim, _KEYS), np.float32)
+        values = np.empty((_KEYS, head_dim), np.float32)
         while True:
             index = next_item(row)
-            if index >= num_items:
+            if index >= p[9] * kv_heads:
                 break
             item = i32(p[8] + (index // kv_heads) * (ITEM_FIELDS * 4), (ITEM_FIELDS,))
             head, num = index % kv_heads, item[2] * group
@@ -59,54 +56,39 @@ def chunk_body(head_dim: int, group: int):
             fill(largest, EMPTY)
             for base in range(item[3], item[4], _KEYS):
                 count = min(_KEYS, item[4] - base)
-                _gather(p, item[0], head, base, count, keys, values)
-                k, v, s, a = (
-                    keys.ctypes.data,
-                    values.ctypes.data,
-                    scores.ctypes.data,
-                    acc.ctypes.data,
-                )
-                if count > LANES:
-                    for r in range(0, num, 6):
-                        place = s + r * (_KEYS * 4)
-                        tile_product(
-                            q[r].ctypes.data,
-                            size,
-                            k,
-                            _KEYS * 4,
-                            place,
-                            _KEYS * 4,
-                            head_dim,
-                            6,
-                            4,
-                            16,
-                            1,
-                        )
-                else:
-                    for r in range(0, num, _STEP):
-                        place = s + r * (_KEYS * 4)
-                        tile_product(
-                            q[r].ctypes.data,
-                            size,
-                            k,
-                            _KEYS * 4,
-                            place,
-                            _KEYS * 4,
-                            head_dim,
-                            12,
-                            1,
-                            16,
-                            1,
-                        )
+                _gather(p, item[0], head, (base, count), keys, values)
+                _score(q, keys, scores, num, count)
                 _weigh(p, item, group, (base, count), softcap, scores, (largest, total, acc))
-                for r in range(0, num, 6):
-                    place = s + r * (_KEYS * 4)
-                    tile_product(
-                        place, _KEYS * 4, v, size, a + r * size, size, count, 6, vectors, lanes, 0
-                    )
+                _add(scores, values, acc, num, count, vectors, lanes)
             _finish(p, item, head, group, acc, total, largest)
 
     return body
+
+
+@njit(**INLINE)
+def _score(q, keys, scores, num, count):
+    """scores[num, count] = q[num] @ keys; whole tiles, whatever count."""
+    size, width = q.shape[1] * 4, _KEYS * 4
+    a, b, c = q.ctypes.data, keys.ctypes.data, scores.ctypes.data
+    if count > LANES:
+        for r in range(0, num, 6):
+            tile_product(
+                a + r * size, size, b, width, c + r * width, width, q.shape[1], 6, 4, 16, 1
+            )
+    else:
+        for r in range(0, num, _STEP):
+            tile_product(
+                a + r * size, size, b, width, c + r * width, width, q.shape[1], 12, 1, 16, 1
+            )
+
+
+@njit(inline="always")
+def _add(scores, values, acc, num, count, vectors, lanes):
+    """acc[num] += scores[num, count] @ values; the last two are literals."""
+    size, width = acc.shape[1] * 4, _KEYS * 4
+    a, b, c = scores.ctypes.data, values.ctypes.data, acc.ctypes.data
+    for r in range(0, num, 6):
+        tile_product(a + r * width, width, b, size, c + r * size, size, count, 6, vectors, lanes, 0)
 
 
 @njit(**INLINE)
@@ -125,9 +107,10 @@ def _begin(p, item, head, group, scale, q):
 
 
 @njit(**INLINE)
-def _gather(p, seq, head, base, count, keys, values):
-    """Keys [head_dim, _KEYS] and values [_KEYS, head_dim] of one head from position `base` on."""
+def _gather(p, seq, head, span, keys, values):
+    """Keys [head_dim, _KEYS] and values [_KEYS, head_dim] of one head from position span[0] on."""
     head_dim, block, kv_heads = keys.shape[0], p[7], p[5]
+    base, count = span
     table = i32(p[3] + seq * p[6] * 4, (p[6],))
     size = head_dim * 4
     aligned = block % LANES == 0 and head_dim % LANES == 0 and base % LANES == 0

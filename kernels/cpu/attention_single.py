@@ -29,75 +29,66 @@ def single_body(head_dim: int, group: int):
 
     def body(row):
         p, real = i64(row, (NUM_PARAMETERS + 1,)), f64(row, (NUM_PARAMETERS + 1,))
-        kv_heads, block, num_items, softcap = p[5], p[7], p[9], np.float32(real[11])
-        heads, size = kv_heads * group, head_dim * 4
-        sinks = f32(p[12], (heads if p[12] else 0,))
+        kv_heads, block, softcap = p[5], p[7], np.float32(real[11])
+        heads, page_size = kv_heads * group, 2 * kv_heads * block * head_dim * 4
         scale = np.float32(real[10]) * (LOG2_E if softcap == 0 else _ONE)
         q, acc = np.empty((heads, head_dim), np.float32), np.empty((heads, head_dim), np.float32)
         scores = np.empty((heads, block), np.float32)
         total, largest = np.empty((heads, 1), np.float32), np.empty(heads, np.float32)
         while True:
             index = next_item(row)
-            if index >= num_items:
+            if index >= p[9]:
                 break
             item = i32(p[8] + index * (ITEM_FIELDS * 4), (ITEM_FIELDS,))
-            scaled_copy(
-                f32(p[1] + item[1] * (heads * size), (heads * head_dim,)), q.reshape(-1), scale
-            )
+            source = f32(p[1] + np.int64(item[1]) * (heads * head_dim * 4), (heads * head_dim,))
+            scaled_copy(source, q.reshape(-1), scale)
             fill(acc.reshape(-1), _ZERO)
             fill(total.reshape(-1), _ZERO)
             fill(largest, EMPTY)
-            table, low, high = i32(p[3] + item[0] * p[6] * 4, (p[6],)), item[3], item[4]
-            for i in range(low // block, (high + block - 1) // block):
-                first, end = max(low - i * block, 0), min(high - i * block, block)
-                page = p[2] + np.int64(table[i]) * (2 * kv_heads * block * size)
-                for h in range(kv_heads):
-                    s = scores[h * group : (h + 1) * group]
-                    key = page + (h * block + first) * size
-                    for t in range(first, end):
-                        place = s.ctypes.data + t * 4
-                        dots(
-                            q[h * group].ctypes.data,
-                            size,
-                            key,
-                            place,
-                            block * 4,
-                            group,
-                            vectors,
-                            lanes,
-                        )
-                        key += size
+            table = i32(p[3] + item[0] * p[6] * 4, (p[6],))
+            for i in range(item[3] // block, (item[4] + block - 1) // block):
+                first, end = max(item[3] - i * block, 0), min(item[4] - i * block, block)
+                page = p[2] + np.int64(table[i]) * page_size
+                _score(q, page, scores, (first, end), group, vectors, lanes)
                 for h in range(heads):
                     if softcap > 0:
                         cap(scores[h, first:end], softcap)
                     largest[h] = soften(scores[h], first, end, largest[h], total[h], acc[h])
-                for h in range(kv_heads):
-                    weights = scores[h * group].ctypes.data + first * 4
-                    values = page + ((kv_heads + h) * block + first) * size
-                    sums = acc[h * group].ctypes.data
-                    tile_product(
-                        weights,
-                        block * 4,
-                        values,
-                        size,
-                        sums,
-                        size,
-                        end - first,
-                        group,
-                        vectors,
-                        lanes,
-                        0,
-                    )
-            _finish(p, item, index, acc, total, largest, sinks)
+                _add(scores, page, acc, (first, end), group, vectors, lanes)
+            _finish(p, item, index, acc, total, largest)
 
     return body
 
 
+@njit(inline="always")
+def _score(q, page, scores, span, group, vectors, lanes):
+    """scores[h, t] = q[h] . key t of the page; the last three are literals."""
+    size, block = q.shape[1] * 4, scores.shape[1]
+    for head in range(q.shape[0] // group):
+        key = page + (head * block + span[0]) * size
+        rows, out = q[head * group].ctypes.data, scores[head * group].ctypes.data
+        for t in range(span[0], span[1]):
+            dots(rows, size, key, out + t * 4, block * 4, group, vectors, lanes)
+            key += size
+
+
+@njit(inline="always")
+def _add(scores, page, acc, span, group, vectors, lanes):
+    """acc[h] += scores[h] @ values of the page; the last three are literals."""
+    size, block, kv_heads = acc.shape[1] * 4, scores.shape[1], acc.shape[0] // group
+    num = span[1] - span[0]
+    for head in range(kv_heads):
+        value = page + ((kv_heads + head) * block + span[0]) * size
+        weights, out = scores[head * group].ctypes.data + span[0] * 4, acc[head * group].ctypes.data
+        tile_product(weights, block * 4, value, size, out, size, num, group, vectors, lanes, 0)
+
+
 @njit(**INLINE)
-def _finish(p, item, index, acc, total, largest, sinks):
+def _finish(p, item, index, acc, total, largest):
     """Write the row, or leave partial sums and merge them if this item is the last of its row."""
     seq, shared = item[0], item[5]
     heads, head_dim = acc.shape
+    sinks = f32(p[12], (heads if p[12] else 0,))
     out = f32(p[4] + np.int64(item[1]) * (heads * head_dim * 4), (heads, head_dim))
     if shared == 1:
         for h in range(heads):
