@@ -35,7 +35,7 @@ from torch import Tensor
 
 TOKENS_PER_STEP = 2048
 SHORT_WINDOW, LONG_WINDOW = 256, 2048
-LONG_SHARE = 0.05
+LONG_SHARE = 1 / 24
 WARMUP_STEPS = 100
 DECAY_SHARE = 0.4
 PEAK_MUON_LR, PEAK_ADAMW_LR = 6e-3, 3e-3
@@ -65,7 +65,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True, help="directory of the model")
     parser.add_argument("--checkpoint", type=Path, default=Path("build/box_model.pt"))
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
-    parser.add_argument("--steps", type=int, default=3000, help="0 writes the tokenizer alone")
+    parser.add_argument("--steps", type=int, default=2400, help="0 writes the tokenizer alone")
     parser.add_argument("--save-every", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
@@ -73,13 +73,13 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def stages(steps: int, documents: Documents) -> list[Stage]:
-    """Everything in short windows, then the core as the rate decays, at last in whole contexts."""
+    """Everything, then the core as the rate decays, at last everything in whole contexts."""
     decay_steps, long_steps = round(steps * DECAY_SHARE), round(steps * LONG_SHARE)
     short_rows, long_rows = TOKENS_PER_STEP // SHORT_WINDOW, TOKENS_PER_STEP // LONG_WINDOW
     return [
         Stage(steps - decay_steps, short_rows, SHORT_WINDOW, documents),
         Stage(decay_steps - long_steps, short_rows, SHORT_WINDOW, core(documents)),
-        Stage(long_steps, long_rows, LONG_WINDOW, core(documents)),
+        Stage(long_steps, long_rows, LONG_WINDOW, documents),
     ]
 
 
@@ -102,6 +102,7 @@ class Trainer:
         self.args = args
         self.step = 0
         self.seconds = 0.0
+        self.lowest: dict[str, float] = {}
         named = list(network.named_parameters())
         inner = [p for name, p in named if p.dim() == 2 and "embed" not in name]
         outer = [p for name, p in named if p.dim() == 1 or "embed" in name]
@@ -124,8 +125,17 @@ class Trainer:
                 print(f"step {self.step} loss {mean:.4f} {self.seconds:.0f} s", flush=True)
                 losses = []
             if self.step % self.args.save_every == 0 or self.step == self.args.steps:
-                print({name: round(self.loss_on(ids), 4) for name, ids in held_out.items()})
+                self.judge(held_out)
                 self.save()
+
+    def judge(self, held_out: dict[str, Tensor]) -> dict[str, float]:
+        """Held-out losses now; the lowest so far are kept."""
+        losses = {name: self.loss_on(ids) for name, ids in held_out.items()}
+        self.lowest = {
+            name: min(loss, self.lowest.get(name, loss)) for name, loss in losses.items()
+        }
+        print({name: round(loss, 4) for name, loss in losses.items()}, flush=True)
+        return losses
 
     def _train_on(self, ids: Tensor) -> float:
         share = lr_share(self.step, self.args.steps)
@@ -163,15 +173,16 @@ class Trainer:
         state = {
             "step": self.step,
             "seconds": self.seconds,
+            "lowest": self.lowest,
             "network": self.network.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
         }
         torch.save(state, self.args.checkpoint)
 
     def load(self) -> None:
-        """Takes up the weights, moments, step and time of the checkpoint."""
+        """Takes up where the checkpoint was written."""
         state = torch.load(self.args.checkpoint, weights_only=True)
-        self.step, self.seconds = state["step"], state["seconds"]
+        self.step, self.seconds, self.lowest = state["step"], state["seconds"], state["lowest"]
         self.network.load_state_dict(state["network"])
         for optimizer, moments in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(moments)
@@ -207,7 +218,8 @@ def _facts(
         num_text_tokens=sum(len(item.ids) for item in texts),
         num_entries=len(train_side.entries),
         held_out_tokens={name: ids.numel() for name, ids in held_out.items()},
-        held_out_loss={name: trainer.loss_on(ids) for name, ids in held_out.items()},
+        held_out_loss=trainer.judge(held_out),
+        lowest_held_out_loss=trainer.lowest,
         steps=trainer.step,
         tokens_per_step=TOKENS_PER_STEP,
         peak_lrs=(PEAK_MUON_LR, PEAK_ADAMW_LR),
