@@ -80,8 +80,8 @@ all its documents and conversations.
 | Held-out loss, text | {text_loss:.3f} nats per token, {text_low:.3f} at its lowest |
 | Held-out loss, chat | {chat_loss:.3f} nats per token, {chat_low:.3f} at its lowest |
 
-Held-out losses are those of weights rounded as stored, in windows of 1024 tokens, over {text_tokens:,} tokens
-of text and {chat_tokens:,} of conversations. They are lowest before the middle stage, in which the
+Held-out losses are those of weights rounded as stored, in windows of 1024 tokens, over
+{text_tokens:,} tokens of text and {chat_tokens:,} of conversations. They are lowest before the middle stage, in which the
 model learns the core by heart and forgets the rest: the price of fluent text at this size.
 
 To make it again, in under an hour on two cores:

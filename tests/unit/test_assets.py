@@ -1,6 +1,7 @@
 """The model in the box: fits its size, loads in plain transformers, writes documentation."""
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -120,19 +121,13 @@ def test_it_predicts_documentation_over_its_whole_context(model, tokenizer):
 
 def test_the_card_states_how_it_was_made(model):
     card = (BOX_MODEL / "README.md").read_text()
-    for fact in (
-        "tools/train_box_model.py",
-        "Seed",
-        "Time",
-        "Steps",
-        "PSF license",
-        "often\nwrong",
-    ):
+    card = " ".join(card.split())
+    for fact in ("tools/train_box_model.py", "Seed", "Time", "Steps", "PSF license", "often wrong"):
         assert fact in card
     assert f"{model.num_parameters():,}" in card
     losses = [float(found) for found in re.findall(r"Held-out loss, \w+ \| ([\d.]+) nats", card)]
     assert len(losses) == 2
-    assert all(0.5 < loss < 6.0 for loss in losses)
+    assert all(0 < loss < math.log(model.config.vocab_size) for loss in losses)
 
 
 def test_files_are_plain_json():
