@@ -23,7 +23,7 @@ from typing import Any, Unpack
 from engine.config.args import EngineArgs
 from engine.core.build import build_core
 from engine.errors import ConfigError, EngineDeadError, RequestError
-from engine.frontend.prompt import Prompt, RequestOptions, Submission
+from engine.frontend.prompt import Prompt, RequestOptions, Submission, as_request_ids
 from engine.frontend.session import Session
 from engine.frontend.stream import Stream
 from engine.frontend.tokenizer import Tokenizer
@@ -89,8 +89,7 @@ class AsyncLLMEngine:
 
         Whoever reads them gets a last output with finish reason ``"abort"``.
         """
-        ids = [request_id] if isinstance(request_id, str) else list(request_id)
-        await self._call(partial(self._abort, ids))
+        await self._call(partial(self._abort, as_request_ids(request_id)))
 
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. False, and nothing happens, while requests use them."""

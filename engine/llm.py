@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, cast
@@ -12,7 +13,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from engine.config.args import EngineArgs
-from engine.errors import RequestError
+from engine.errors import RequestError, RequestTypeError
 from engine.frontend.chat import Messages
 from engine.frontend.interrupts import HeldInterrupt
 from engine.frontend.progress import RequestProgress
@@ -147,25 +148,37 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt, or many, as a list of prompts. A list of integers is one prompt."""
     if isinstance(prompts, str | dict):
         return [prompts]
-    if prompts and all(isinstance(item, int) for item in prompts):
-        return [cast(list[int], prompts)]
-    return list(cast(Sequence[Prompt], prompts))
+    items = _items("prompts", prompts)
+    if items and all(isinstance(item, Integral) for item in items):
+        return [cast(list[int], items)]
+    return items
 
 
 def _as_conversations(messages: Messages | Sequence[Messages]) -> list[Messages]:
-    if messages and isinstance(messages[0], dict):
-        return [cast(Messages, messages)]
-    return list(cast(Sequence[Messages], messages))
+    items = _items("messages", messages)
+    if items and isinstance(items[0], Mapping):
+        return [cast(Messages, items)]
+    return items
+
+
+def _items(name: str, value: object) -> list[Any]:
+    """What was given, as a list. Raises ``RequestTypeError`` if it is not several things."""
+    if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping):
+        raise RequestTypeError(f"{name} is {value!r:.80} ({type(value).__name__}), must be a list")
+    return list(value)
 
 
 def _one_each(name: str, value: T | Sequence[T], count: int, kind: type[T]) -> list[T]:
     if isinstance(value, kind):
         return [value] * count
-    values = list(cast(Sequence[T], value))
+    values = _items(name, value)
     if len(values) != count:
         raise RequestError(
             f"{name} has {len(values)} entries for {count} prompts; give one each or one for all"
         )
+    for item in values:
+        if not isinstance(item, kind):
+            raise RequestTypeError(f"{name} has {item!r:.80}, must have {kind.__name__} only")
     return values
 
 

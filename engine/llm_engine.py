@@ -11,7 +11,7 @@ from engine.config.args import EngineArgs
 from engine.core.build import build_core
 from engine.errors import ConfigError
 from engine.frontend.interrupts import HeldInterrupt
-from engine.frontend.prompt import Prompt, RequestOptions
+from engine.frontend.prompt import Prompt, RequestOptions, as_request_ids
 from engine.frontend.session import Session
 from engine.frontend.tokenizer import Tokenizer
 from engine.messages.outputs import RequestOutput
@@ -54,8 +54,7 @@ class LLMEngine:
 
         The next ``step`` returns their last outputs, with finish reason ``"abort"``.
         """
-        ids = [request_id] if isinstance(request_id, str) else request_id
-        self._ready += self.session.abort(ids)
+        self._ready += self.session.abort(as_request_ids(request_id))
 
     def step(self) -> list[RequestOutput]:
         """Compute one batch; outputs of the requests that moved, in no particular order.

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal
 
 from engine.assets import BOX_MODEL
 from engine.config.cache import CacheConfig
+from engine.config.check import check_types
+from engine.config.dotted import load_logits_processor
 from engine.config.engine import EngineConfig
 from engine.config.env import default_log_level
 from engine.config.model import ModelConfig
@@ -19,9 +22,9 @@ from engine.errors import ConfigError
 class EngineArgs:
     """Options of an engine. ``create_config`` checks them and raises ``ConfigError``."""
 
-    model: str | None = None
+    model: str | Path | None = None
     """Directory of the model (Hugging Face layout); the one in the box if not given."""
-    tokenizer: str | None = None
+    tokenizer: str | Path | None = None
     """Directory of the tokenizer, if it is not the model's."""
     skip_tokenizer_init: bool = False
     """Token ids in, token ids out: load no tokenizer."""
@@ -55,8 +58,8 @@ class EngineArgs:
     """Compute a long prompt in pieces beside decodes."""
     long_prefill_token_threshold: int = 0
     """Cap on one prompt's tokens in a step while others compete; 0 is no cap."""
-    scheduling_policy: str = "fcfs"
-    """Name of a shipped policy, a dotted path or an entry point."""
+    scheduling_policy: Any = "fcfs"
+    """Name of a shipped policy, or a Policy class, its dotted path or an object of one."""
     scheduler_cls: Any = None
     """A SchedulerInterface class or its dotted path, in place of the shared mechanism."""
     policy_options: dict[str, Any] = field(default_factory=dict)
@@ -72,7 +75,7 @@ class EngineArgs:
     disable_log_stats: bool = False
     """Leave out the line of figures that is logged every few seconds while there is work."""
     logits_processors: list[Any] = field(default_factory=list)
-    """Classes or dotted paths of custom logits processors, applied in this order."""
+    """Factories of custom logits processors, or their dotted paths, applied in this order."""
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineArgs:
@@ -85,6 +88,7 @@ class EngineArgs:
 
     def create_config(self) -> EngineConfig:
         """The checked configuration. Raises ``ConfigError`` naming value, limit and way out."""
+        check_types(self)
         return EngineConfig(
             model=self._model_config(),
             cache=CacheConfig(
@@ -100,13 +104,13 @@ class EngineArgs:
             num_threads=self.num_threads,
             log_level=self.log_level or default_log_level(),  # type: ignore[arg-type]  # checked there
             disable_log_stats=self.disable_log_stats,
-            logits_processors=tuple(self.logits_processors),
+            logits_processors=tuple(map(load_logits_processor, self.logits_processors)),
         )
 
     def _model_config(self) -> ModelConfig:
         return ModelConfig(
             model=str(self.model) if self.model is not None else str(BOX_MODEL),
-            tokenizer=self.tokenizer,
+            tokenizer=None if self.tokenizer is None else str(self.tokenizer),
             skip_tokenizer_init=self.skip_tokenizer_init,
             dtype=self.dtype,
             quantization=self.quantization,

@@ -29,5 +29,9 @@ class CacheConfig:
             raise ConfigError(
                 f"num_kv_blocks is {self.num_kv_blocks}, must be at least 2 (one is the null block)"
             )
+        if self.kv_cache_memory_bytes is not None and self.kv_cache_memory_bytes < 1:
+            raise ConfigError(
+                f"kv_cache_memory_bytes is {self.kv_cache_memory_bytes}, must be at least 1"
+            )
         if not 0.0 < self.memory_utilization <= 1.0:
             raise ConfigError(f"memory_utilization is {self.memory_utilization}, must be in (0, 1]")

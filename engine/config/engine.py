@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -36,10 +37,14 @@ class EngineConfig:
     disable_log_stats: bool = False
     """Leave out the line of figures that is logged every few seconds while there is work."""
     logits_processors: tuple[Any, ...] = ()
-    """Classes or dotted paths of custom logits processors, applied in this order."""
+    """Factories of custom logits processors, applied in this order."""
 
     def __post_init__(self) -> None:
         check_choice("device", self.device, ("auto", "cpu", "cuda"))
         check_choice("log_level", self.log_level, LOG_LEVELS)
-        if self.num_threads is not None and self.num_threads < 1:
-            raise ConfigError(f"num_threads is {self.num_threads}, must be at least 1")
+        cores = os.cpu_count() or 1
+        if self.num_threads is not None and not 1 <= self.num_threads <= cores:
+            raise ConfigError(
+                f"num_threads is {self.num_threads}, must be in 1..{cores}, the cores of this "
+                "machine (None takes those this process may use)"
+            )

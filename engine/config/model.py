@@ -42,6 +42,8 @@ class ModelConfig:
         check_choice("quantization", self.quantization, (None, "int8"))
         if self.max_model_len is not None and self.max_model_len < 1:
             raise ConfigError(f"max_model_len is {self.max_model_len}, must be at least 1")
+        if not -(2**63) <= self.seed < 2**63:
+            raise ConfigError(f"seed is {self.seed}, must be in [-2**63, 2**63 - 1] (64 bits)")
 
 
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
@@ -84,8 +86,11 @@ class ModelInfo:
     def max_position_embeddings(self) -> int:
         """Longest sequence the model was made for, in tokens."""
         for key in ("max_position_embeddings", "max_sequence_length", "n_positions", "seq_length"):
-            if self.hf.get(key):
-                return int(self.hf[key])
+            value = self.hf.get(key)
+            if value and not isinstance(value, int):
+                raise ModelError(f"{self.path / 'config.json'} has {key} {value!r}, not a number")
+            if value:
+                return int(value)
         return 2048
 
 
@@ -106,7 +111,11 @@ def read_model_info(path: str | Path) -> ModelInfo:
     part = config.get("text_config")
     text = {**config, **part} if isinstance(part, dict) else config
     architectures = config.get("architectures") or [""]
-    if not isinstance(architectures, list) or not any([*architectures, config.get("model_type")]):
+    if not isinstance(architectures, list):
+        raise ModelError(
+            f"{root / 'config.json'} is damaged: architectures is {architectures!r}, must be a list"
+        )
+    if not any([*architectures, config.get("model_type")]):
         raise ModelError(f"{root / 'config.json'} names neither architectures nor model_type")
     generation = read_json(root / "generation_config.json") or {}
     eos = _ids(root / "config.json", text) + _ids(root / "generation_config.json", generation)
@@ -126,7 +135,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} is damaged: {error}") from error
     if not isinstance(content, dict):
         raise ModelError(f"{path} is damaged: expected an object, found {type(content).__name__}")

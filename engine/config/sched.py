@@ -22,8 +22,8 @@ class SchedulerConfig:
     """Compute a long prompt in pieces beside decodes."""
     long_prefill_token_threshold: int = 0
     """Cap on one prompt's tokens in a step while others compete; 0 is no cap."""
-    scheduling_policy: str = "fcfs"
-    """Name of a shipped policy, a dotted path or an entry point."""
+    scheduling_policy: Any = "fcfs"
+    """Name of a shipped policy, or a Policy class, its dotted path or an object of one."""
     scheduler_cls: Any = None
     """A SchedulerInterface class or its dotted path, in place of the shared mechanism."""
     num_steps_in_flight: int = 1
@@ -32,6 +32,10 @@ class SchedulerConfig:
     """Keyword arguments of the policy."""
 
     def __post_init__(self) -> None:
+        if self.scheduling_policy is None:
+            raise ConfigError(
+                "scheduling_policy is None, must name a policy ('fcfs' is the default)"
+            )
         if self.max_num_seqs < 1:
             raise ConfigError(f"max_num_seqs is {self.max_num_seqs}, must be at least 1")
         if self.max_num_batched_tokens < self.max_num_seqs:

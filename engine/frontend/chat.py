@@ -35,8 +35,15 @@ def read_templates(root: Path, options: dict[str, Any]) -> dict[str, str]:
         path.stem: path for path in sorted((root / "additional_chat_templates").glob("*.jinja"))
     }
     files["default"] = root / "chat_template.jinja"
-    found = {name: path.read_text("utf-8") for name, path in files.items() if path.is_file()}
+    found = {name: _read_template(path) for name, path in files.items() if path.is_file()}
     return found or _templates_in(options.get("chat_template"), root)
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path} is damaged: {error}") from error
 
 
 def _templates_in(value: Any, root: Path) -> dict[str, str]:

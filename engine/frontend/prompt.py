@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
+import types
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, NamedTuple, TypedDict
+
+import msgspec
 
 from engine.errors import RequestError, RequestTypeError
 from engine.frontend.tokenizer import Tokenizer
@@ -94,9 +98,7 @@ class InputProcessor:
                 f"request_id must be a str, got {type(request_id).__name__}: {request_id!r}"
             )
         self._check_options(options)
-        params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise RequestTypeError(f"params must be SamplingParams, got {type(params).__name__}")
+        params = _own_params(params)
         parts = self._parts(prompt)
         token_ids = self._checked_ids(parts)
         self._check_params(params)
@@ -134,8 +136,11 @@ class InputProcessor:
         if unknown or not prompt.keys() & {"prompt", "prompt_token_ids"}:
             raise RequestError(
                 f"a prompt dict has 'prompt' or 'prompt_token_ids' and may have 'cache_salt', got "
-                f"the keys {sorted(prompt)}"
+                f"the keys {sorted(map(str, prompt))}"
             )
+        for key, value in prompt.items():
+            if key != "prompt_token_ids" and not isinstance(value, str | None):
+                raise RequestTypeError(f"{key} must be a str, got {value!r:.80}")
         return prompt
 
     def _checked_ids(self, parts: TextPrompt) -> list[int]:
@@ -182,6 +187,7 @@ class InputProcessor:
         if unknown:
             known = ", ".join(RequestOptions.__annotations__)
             raise RequestError(f"unknown option {min(unknown)!r} of a request; known are: {known}")
+        check_option_types(options)
         is_ignored = options.get("priority") and self._limits.scheduling_policy == "fcfs"
         if is_ignored and not self._warned_of_priority:
             self._warned_of_priority = True
@@ -211,11 +217,49 @@ class InputProcessor:
         return found
 
 
+OPTION_KINDS: dict[str, tuple[type | types.UnionType, str]] = {
+    "priority": (int, "a whole number"),
+    "user": (str, "a str"),
+    "arrival_time": (int | float | None, "a finite number of seconds"),
+    "deadline": (int | float | None, "a finite number of seconds"),
+    "hints": (dict | None, "a dict"),
+}
+
+
+def check_option_types(options: RequestOptions) -> None:
+    """Raise ``RequestTypeError`` for what would make a policy raise later, in the core."""
+    for name, value in options.items():
+        kind, wanted = OPTION_KINDS[name]
+        is_finite = not isinstance(value, float) or math.isfinite(value)
+        if not isinstance(value, kind) or not is_finite:
+            raise RequestTypeError(f"{name} is {value!r:.80}, must be {wanted}")
+
+
+def _own_params(params: SamplingParams | None) -> SamplingParams:
+    """A copy, checked again: its user may have changed it, and may go on to do so."""
+    if params is None:
+        return SamplingParams()
+    if not isinstance(params, SamplingParams):
+        raise RequestTypeError(f"params must be SamplingParams, got {type(params).__name__}")
+    return msgspec.structs.replace(params)
+
+
+def as_request_ids(request_id: object) -> list[str]:
+    """One id or several as a list. Raises ``RequestTypeError`` for anything else."""
+    several = isinstance(request_id, Iterable) and not isinstance(request_id, str)
+    ids: list[str] = list(request_id) if several else [request_id]  # type: ignore[list-item,call-overload]
+    for item in ids:
+        if not isinstance(item, str):
+            raise RequestTypeError(f"request_id must be a str or several, got {item!r:.80}")
+    return ids
+
+
 def _whole_numbers(ids: list[int]) -> list[int]:
     try:
         return array("q", ids).tolist()
     except (TypeError, OverflowError) as error:
-        wrong = next((i for i in ids if not isinstance(i, int)), ids)
+        items = ids if isinstance(ids, Iterable) else ()
+        wrong = next((i for i in items if not isinstance(i, int)), ids)
         raise RequestTypeError(f"prompt_token_ids must be integers, got {wrong!r:.80}") from error
 
 

@@ -128,7 +128,7 @@ def _limits(config: EngineConfig, decided: Decided, tokenizer: Tokenizer | None)
     return Limits(
         max_model_len=decided.max_model_len,
         vocab_size=decided.vocab_size,
-        eos_token_ids=tuple(dict.fromkeys(eos)),
+        eos_token_ids=tuple(i for i in dict.fromkeys(eos) if 0 <= i < decided.vocab_size),
         scheduling_policy=config.scheduler.scheduling_policy,
         seed=config.model.seed,
     )

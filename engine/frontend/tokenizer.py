@@ -17,7 +17,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as RustTokenizer
 
 from engine.config.model import ModelConfig, read_json, read_model_info
-from engine.errors import ModelError, RequestError
+from engine.errors import ModelError, RequestError, RequestTypeError
 from engine.frontend.backends import Backend, PythonBackend, RustBackend
 from engine.frontend.chat import Messages, read_templates, render_chat
 
@@ -53,8 +53,17 @@ class Tokenizer:
         return self._named_id("bos_token")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of ``text``, with what the model expects around it unless told otherwise."""
-        return self.backend.encode(text, add_special_tokens)
+        """Token ids of ``text``, with what the model expects around it unless told otherwise.
+
+        Raises ``RequestTypeError`` for what is no text, halves of characters included.
+        """
+        try:
+            return self.backend.encode(text, add_special_tokens)
+        except (TypeError, UnicodeError) as error:
+            raise RequestTypeError(
+                f"{text!r:.80} is no text that can be tokenised: it must be a str without lone "
+                "surrogates (half a character, as a wrongly decoded file has)"
+            ) from error
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """Text of ``token_ids``; bytes that are no whole character become U+FFFD."""
@@ -133,7 +142,13 @@ def _read_tokenizer(root: Path) -> Tokenizer:
     except Exception as error:  # the library raises plain Exception
         raise ModelError(f"{path} is damaged: {error}") from error
     named = _named_tokens(options)
-    _add_special_tokens(tokenizer, options, named)
+    try:
+        _add_special_tokens(tokenizer, options, named)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:  # fields of wrong types
+        raise ModelError(
+            f"{root / 'tokenizer_config.json'} is damaged: its special tokens are not as they "
+            f"should be ({type(error).__name__}: {error})"
+        ) from error
     tokenizer.encode_special_tokens = bool(options.get("split_special_tokens", False))
     return Tokenizer(RustBackend(tokenizer), named, read_templates(root, options))
 

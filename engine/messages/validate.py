@@ -100,12 +100,15 @@ def check_params_for_vocab(params: SamplingParams, vocab_size: int) -> None:
 
 
 def as_list(value: Any) -> Any:
-    """A list where a user wrote one string, nothing, or another sequence; else ``value`` itself."""
+    """A list of its own where a user wrote a list or another sequence, one string or nothing.
+
+    Anything else is returned as it is.
+    """
     if value is None:
         return []
     if isinstance(value, str):
         return [value]
-    if isinstance(value, Sequence | set | frozenset) and not isinstance(value, bytes | list):
+    if isinstance(value, Sequence | set | frozenset) and not isinstance(value, bytes):
         return list(value)
     return value
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
+from engine.config.dotted import load_dotted
 from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError
 from engine.kv.manager import KVManager
@@ -58,12 +58,3 @@ def find_scheduler(cls: Any) -> type[Scheduler]:
     if not (isinstance(cls, type) and issubclass(cls, SchedulerInterface)):
         raise ConfigError(f"scheduler_cls {cls!r} is no subclass of engine.SchedulerInterface")
     return cls  # type: ignore[return-value]
-
-
-def load_dotted(path: str) -> Any:
-    """The object at ``package.module.Name``. Raises ``ConfigError`` saying what is missing."""
-    module, _, name = path.rpartition(".")
-    try:
-        return getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"cannot load {path!r}: {error}") from error

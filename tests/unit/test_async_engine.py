@@ -135,8 +135,8 @@ async def test_death_reaches_everybody(gate: threading.Semaphore) -> None:
     for call in (collect(async_engine, "later"), async_engine.abort("0")):
         with pytest.raises(EngineDeadError, match="the fake core died"):
             await call
+    async_engine.shutdown()  # waits for the thread, which may still be letting go of the core
     assert not async_engine.is_running and fake.is_shut_down
-    async_engine.shutdown()
 
 
 async def test_shutdown_ends_what_is_read(gate: threading.Semaphore) -> None:

@@ -47,13 +47,21 @@ def test_the_longest_sequence_has_several_names(tmp_path: Path) -> None:
     [
         ("{", "config.json is damaged"),
         ("[]", "expected an object, found list"),
+        ("[" * 100_000, "config.json is damaged"),
         ({"vocab_size": 3}, "neither architectures nor model_type"),
+        ({**LLAMA, "architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM'"),
         ({**LLAMA, "eos_token_id": "end"}, "eos_token_id is 'end'"),
     ],
 )
 def test_a_damaged_configuration_is_named(tmp_path: Path, config: Any, says: str) -> None:
     with pytest.raises(ModelError, match=says):
         info(tmp_path, config)
+
+
+def test_a_length_that_is_no_number_is_named(tmp_path: Path) -> None:
+    found = info(tmp_path, {**LLAMA, "max_position_embeddings": "long"})
+    with pytest.raises(ModelError, match="max_position_embeddings 'long', not a number"):
+        _ = found.max_position_embeddings
 
 
 def test_a_missing_vocabulary_size_is_named(tmp_path: Path) -> None:

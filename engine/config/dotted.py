@@ -1,0 +1,27 @@
+"""Dotted paths of a user's own classes and functions."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from engine.errors import ConfigError
+
+
+def load_dotted(path: str) -> Any:
+    """The object at ``package.module.Name``. Raises ``ConfigError`` saying what is missing."""
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"cannot load {path!r}: {error}") from error
+
+
+def load_logits_processor(factory: Any) -> Any:
+    """A factory of logits processors, given as itself or by its dotted path."""
+    found = load_dotted(factory) if isinstance(factory, str) else factory
+    if not callable(found):
+        raise ConfigError(
+            f"logits_processors has {factory!r}, must be functions, classes or their dotted paths"
+        )
+    return found

@@ -1,0 +1,146 @@
+"""What users get wrong is refused where they stand, and leaves the engine as it was."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import made_tokenizers as made
+import numpy as np
+import pytest
+from fakes import FakeClient, FakeDecided, counting, fake_session
+
+from engine import LLMEngine, ModelError, RequestError, RequestTypeError, SamplingParams
+from engine.config.args import EngineArgs
+from engine.config.model import ModelConfig
+from engine.frontend.backends import RustBackend
+from engine.frontend.tokenizer import Tokenizer, load_tokenizer
+from engine.llm import LLM
+from engine.messages.params import SamplingParams as Params
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=2)
+
+
+@pytest.fixture
+def llm() -> LLM:
+    """``LLM`` around a scripted core."""
+    made_llm = LLM.__new__(LLM)
+    client = FakeClient(counting, FakeDecided(vocab_size=400))
+    tokenizer = Tokenizer(RustBackend(made.metaspace()), {}, {})
+    made_llm.llm_engine = LLMEngine(fake_session(client, tokenizer))
+    made_llm._counter = iter(range(1000))  # type: ignore[assignment]
+    return made_llm
+
+
+def pick_nothing(params: Params, prompt_token_ids: list[int]) -> None:
+    """A logits processor for nobody."""
+
+
+def test_logits_processors_are_found_by_dotted_path() -> None:
+    config = EngineArgs(model="m", logits_processors=[f"{__name__}.pick_nothing"]).create_config()
+    assert config.logits_processors == (pick_nothing,)
+
+
+@pytest.mark.parametrize(
+    "prompt", [None, 5, 1.5, b"ab", [None], ["a", 5], "half \ud800", [[1], {}]]
+)
+def test_prompts_of_wrong_types_are_refused(llm: LLM, prompt: Any) -> None:
+    with pytest.raises(RequestError):
+        llm.generate(prompt, GREEDY)
+    assert not llm.llm_engine.has_unfinished_requests()
+
+
+@pytest.mark.parametrize("ids", [(5, 6), np.array([5, 6]), [np.int64(5), 6], range(5, 7)])
+def test_ids_may_come_in_any_sequence(llm: LLM, ids: Any) -> None:
+    (output,) = llm.generate(ids, GREEDY, use_tqdm=False)
+    assert output.prompt_token_ids == [5, 6]
+
+
+@pytest.mark.parametrize("params", [5, "ab", SamplingParams, [GREEDY, 5], [GREEDY, None], {"n": 1}])
+def test_parameters_of_wrong_types_are_refused(llm: LLM, params: Any) -> None:
+    with pytest.raises(RequestTypeError, match="sampling_params"):
+        llm.generate(["a", "b"], params)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"priority": "high"},
+        {"priority": None},
+        {"priority": 1.5},
+        {"user": 5},
+        {"arrival_time": "now"},
+        {"arrival_time": math.nan},
+        {"deadline": math.inf},
+        {"hints": 5},
+    ],
+)
+def test_request_options_of_wrong_types_are_refused(llm: LLM, option: Any) -> None:
+    with pytest.raises(RequestTypeError, match=f"{next(iter(option))} is .*, must be"):
+        llm.llm_engine.add_request("a", "Hello", GREEDY, **option)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        {"prompt": "a", "cache_salt": 5},
+        {"prompt": 5, "prompt_token_ids": [1]},
+        {"prompt_token_ids": 5},
+        {1: 2, "a": 3},
+    ],
+)
+def test_prompt_dicts_with_wrong_values_are_refused(llm: LLM, prompt: Any) -> None:
+    with pytest.raises(RequestError):
+        llm.llm_engine.add_request("a", prompt, GREEDY)
+
+
+def test_parameters_changed_after_they_were_made_are_checked_again(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=2)
+    params.max_tokens = 0  # an engine that believed it would never end
+    with pytest.raises(RequestError, match="max_tokens is 0"):
+        llm.llm_engine.add_request("a", "Hello", params)
+
+
+def test_parameters_may_be_changed_while_a_request_runs(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=3, stop=["never"])
+    llm.llm_engine.add_request("a", "Hello", params)
+    params.stop.append(5)  # type: ignore[arg-type]
+    params.output_kind = "delta"
+    outputs = []
+    while llm.llm_engine.has_unfinished_requests():
+        outputs += llm.llm_engine.step()
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("ids", [5, None, ["a", 5]])
+def test_aborting_what_is_no_id_is_refused(llm: LLM, ids: Any) -> None:
+    with pytest.raises(RequestTypeError, match="request_id must be a str"):
+        llm.llm_engine.abort_request(ids)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"added_tokens_decoder": {"a": 5}},
+        {"added_tokens_decoder": [1]},
+        {"additional_special_tokens": [5]},
+    ],
+)
+def test_a_damaged_tokenizer_configuration_is_named(tmp_path: Path, options: Any) -> None:
+    made.save(tmp_path, made.metaspace())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(options))
+    with pytest.raises(ModelError, match=r"tokenizer_config\.json is damaged"):
+        load_tokenizer(ModelConfig(model=str(tmp_path)))
+
+
+def test_a_damaged_chat_template_is_named(tmp_path: Path) -> None:
+    made.save(tmp_path, made.metaspace())
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(ModelError, match=r"chat_template\.jinja is damaged"):
+        load_tokenizer(ModelConfig(model=str(tmp_path)))
+
+
+def test_end_of_text_ids_outside_the_vocabulary_are_left_out() -> None:
+    client = FakeClient(counting, FakeDecided(vocab_size=400, eos_token_ids=(3, 400, -1)))
+    submission = fake_session(client).inputs.process("a", [5], GREEDY, {})
+    assert submission.requests[0].eos_token_ids == [3]
