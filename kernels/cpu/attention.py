@@ -37,7 +37,7 @@ def paged_attention(
     key = ("attention", variant.window, group)
     plan = meta.scratch.get(key)
     if plan is None:
-        plan = make_plan(meta, variant.window, threads, tokens_an_item(group))
+        plan = make_plan(meta, variant.window, tokens_an_item(group))
         meta.scratch[key] = plan
     out = q.new_empty((num_tokens, num_heads * head_dim))
     if num_tokens > plan.num_rows:

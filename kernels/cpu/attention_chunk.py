@@ -2,7 +2,8 @@
 
 An item is up to `tokens` of them, times the query heads of one key head: the rows of two matrix
 products against 64 keys at a time, which are copied together from their blocks, keys turned so that
-they lie side by side.
+they lie side by side. The keys are cut at multiples of 64, whatever the chunk: a token computes the
+same numbers however its prompt was cut.
 """
 
 from __future__ import annotations
@@ -54,12 +55,14 @@ def chunk_body(head_dim: int, group: int):
             fill(acc.reshape(-1), _ZERO)
             fill(total.reshape(-1), _ZERO)
             fill(largest, EMPTY)
-            for base in range(item[3], item[4], _KEYS):
-                count = min(_KEYS, item[4] - base)
+            base = item[3]
+            while base < item[4]:
+                count = min(_KEYS - base % _KEYS, item[4] - base)
                 _gather(p, item[0], head, (base, count), keys, values)
                 _score(q, keys, scores, num, count)
                 _weigh(p, item, group, (base, count), softcap, scores, (largest, total, acc))
                 _add(scores, values, acc, num, count, vectors, lanes)
+                base += count
             _finish(p, item, head, group, acc, total, largest)
 
     return body

@@ -11,8 +11,9 @@ from kernels.meta import AttentionMeta
 
 ITEM_FIELDS = 6  # sequence, first row, rows, first key, end of keys, items that share the row
 
-_MIN_KEYS = 256  # keys an item keeps to itself before its sequence is cut
-_ITEMS_A_THREAD = 4
+# Keys of a single token's item. It does not depend on what else is in the step, nor on the threads,
+# so a request computes the same numbers in any company.
+_KEYS = 256
 
 
 class Items(NamedTuple):
@@ -36,12 +37,12 @@ class Plan(NamedTuple):
     owned: tuple[NDArray, ...]
 
 
-def make_plan(meta: AttentionMeta, window: int, threads: int, tokens: int) -> Plan:
+def make_plan(meta: AttentionMeta, window: int, tokens: int) -> Plan:
     """One token against many keys is cut by keys, many tokens into items of `tokens`."""
     starts, lens = meta.query_start.numpy(), meta.seq_lens.numpy()
     counts = np.where(lens > 0, np.diff(starts), 0)
     cut = _Cutter(starts, counts, lens, window, meta.block_size)
-    singles = cut.singles(threads)
+    singles = cut.singles()
     arrivals, first_items = np.zeros(len(lens), np.int64), np.zeros(len(lens), np.int64)
     first_items[singles[::-1, 0]] = np.arange(len(singles) - 1, -1, -1)
     return Plan(
@@ -67,14 +68,13 @@ class _Cutter(NamedTuple):
     window: int
     block: int
 
-    def singles(self, threads: int) -> NDArray[np.int32]:
+    def singles(self) -> NDArray[np.int32]:
         """Items of the sequences with one query token, each a whole number of blocks of keys."""
         who = np.flatnonzero(self.counts == 1)
         high = self.lens[who]
         low = np.maximum(high - self.window, 0) if self.window else np.zeros_like(high)
         aligned = low - low % self.block
-        most = max(_MIN_KEYS, int((high - aligned).sum()) // (threads * _ITEMS_A_THREAD))
-        most += -most % self.block
+        most = max(_KEYS // self.block, 1) * self.block
         parts = -((aligned - high) // most)
         each, part = _repeat(parts)
         items = np.empty((len(each), ITEM_FIELDS), np.int32)
@@ -97,7 +97,8 @@ class _Cutter(NamedTuple):
         items[:, 1] = self.starts[who][each] + first
         items[:, 2] = np.minimum(self.counts[who][each] - first, tokens)
         before = (self.lens - self.counts)[who][each] + first
-        items[:, 3] = np.maximum(before + 1 - self.window, 0) if self.window else 0
+        low = np.maximum(before + 1 - self.window, 0) if self.window else np.zeros_like(before)
+        items[:, 3] = low - low % self.block
         items[:, 4] = before + items[:, 2]
         items[:, 5] = 1
         return np.ascontiguousarray(items[np.argsort(items[:, 3] - items[:, 4], kind="stable")])

@@ -1,0 +1,290 @@
+"""Every operation against plain torch in float64: the body each device and dtype gets.
+
+Cache blocks lie scattered, and what no sequence owns is NaN: reading it would show.
+"""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+import kernels
+from kernels import AttentionMeta, reference
+
+BLOCK = 16
+# Head size and query heads per key head; 24 is no whole number of vectors of 16.
+SHAPES = ((32, 2), (64, 3), (80, 8), (96, 1), (128, 2), (256, 2), (24, 4))
+# Query tokens and context of each sequence, single tokens first.
+STEPS = {
+    "prefill": ((37, 0), (1, 0), (5, 0)),
+    "decode": ((1, 0), (1, 16), (1, 100), (1, 31)),
+    "mixed": ((1, 20), (1, 700), (5, 0), (17, 13), (64, 40), (70, 1)),
+}
+VARIANTS = {
+    "full": {},
+    "window": {"window": 7},
+    "wide window": {"window": 40},
+    "softcap": {"softcap": 20.0},
+    "sinks": {"sinks": True},
+    "all": {"window": 33, "softcap": 30.0, "sinks": True},
+}
+
+
+class Cache:
+    """One layer's cache that holds the context of some sequences, and the step's metadata."""
+
+    def __init__(
+        self,
+        step: Sequence[tuple[int, int]],
+        shape: tuple[int, int],
+        rng: torch.Generator,
+        block: int = BLOCK,
+    ) -> None:
+        heads, head_dim = shape
+        lens = [new + context for new, context in step]
+        blocks = [-(-length // block) for length in lens]
+        free = (torch.randperm(sum(blocks), generator=rng) + 1).tolist()
+        self.kv = torch.full((sum(blocks) + 2, 2, heads, block, head_dim), float("nan"))
+        tables = torch.zeros((len(step), max(blocks) + 1), dtype=torch.int32)
+        positions, slots = [], []
+        for s, (_, context) in enumerate(step):
+            tables[s, : blocks[s]] = torch.tensor([free.pop() for _ in range(blocks[s])])
+            place = torch.arange(lens[s])
+            where = tables[s].long()[place // block] * block + place % block
+            for slot in where.tolist():
+                written = torch.randn(2, heads, head_dim, generator=rng)
+                self.kv[slot // block, :, :, slot % block] = written
+            positions.append(place[context:])
+            slots.append(where[context:])
+        counts = [new for new, _ in step]
+        self.meta = AttentionMeta(
+            query_start=torch.tensor([0, *counts]).cumsum(0).to(torch.int32),
+            seq_lens=torch.tensor(lens, dtype=torch.int32),
+            block_tables=tables,
+            positions=torch.cat(positions),
+            slots=torch.cat(slots),
+            block_size=block,
+            num_decodes=sum(n == 1 for n in counts),
+            max_query_len=max(counts),
+            max_seq_len=max(lens),
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.meta.positions)
+
+
+@pytest.fixture
+def rng(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def close(got: torch.Tensor, wanted: torch.Tensor, tolerance: float = 2e-5) -> None:
+    assert not got.isnan().any()
+    torch.testing.assert_close(got.double(), wanted.double(), rtol=tolerance, atol=tolerance)
+
+
+def variant(name: str, num_heads: int, rng: torch.Generator) -> dict:
+    chosen = {"scale": 0.17, **VARIANTS[name]}
+    if chosen.get("sinks"):
+        chosen["sinks"] = torch.randn(num_heads, generator=rng)
+    return chosen
+
+
+def attend_both(q: torch.Tensor, cache: Cache, chosen: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    got = kernels.paged_attention(q, cache.kv.to(q.dtype), cache.meta, **chosen)
+    wanted = reference.paged_attention(
+        q.double(), cache.kv.to(q.dtype).double(), cache.meta, reference.Variant(**chosen)
+    )
+    return got, wanted
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("step", STEPS)
+def test_attention_variants(step: str, name: str, rng: torch.Generator) -> None:
+    cache = Cache(STEPS[step], (2, 64), rng)
+    q = torch.randn(cache.num_tokens, 6, 64, generator=rng)
+    close(*attend_both(q, cache, variant(name, 6, rng)))
+
+
+@pytest.mark.parametrize(("head_dim", "group"), SHAPES)
+def test_attention_shapes(head_dim: int, group: int, rng: torch.Generator) -> None:
+    cache = Cache(STEPS["mixed"], (2, head_dim), rng)
+    q = torch.randn(cache.num_tokens, 2 * group, head_dim, generator=rng)
+    close(*attend_both(q, cache, {"scale": head_dim**-0.5}))
+
+
+@pytest.mark.parametrize("block", [1, 4, 24, 64])
+def test_attention_block_sizes(block: int, rng: torch.Generator) -> None:
+    cache = Cache(STEPS["mixed"], (2, 32), rng, block)
+    q = torch.randn(cache.num_tokens, 4, 32, generator=rng)
+    close(*attend_both(q, cache, {"scale": 0.2, "window": 50}))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_attention_cuts_long_sequences_for_threads(threads: int, rng: torch.Generator) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        cache = Cache(((1, 4000), (1, 3), (1, 900)), (1, 64), rng)
+        q = torch.randn(3, 3, 64, generator=rng)
+        chosen = {"scale": 0.3, "sinks": torch.randn(3, generator=rng)}
+        got, wanted = attend_both(q, cache, chosen)
+        close(got, wanted)
+        # The counters of the cut are back at their start: the next layer may use them.
+        assert torch.equal(attend_both(q, cache, chosen)[0], got)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("window", [0, 40])
+def test_attention_does_not_depend_on_company_or_cut(window: int, rng: torch.Generator) -> None:
+    cache = Cache(STEPS["mixed"], (2, 64), rng)
+    q = torch.randn(cache.num_tokens, 6, 64, generator=rng)
+    together = kernels.paged_attention(q, cache.kv, cache.meta, scale=0.1, window=window)
+    starts, lens = cache.meta.query_start.tolist(), cache.meta.seq_lens.tolist()
+    for s in (1, 4):
+        # The same tokens alone, the chunk in two pieces of several tokens.
+        num = starts[s + 1] - starts[s]
+        for first, end in ((0, num),) if num == 1 else ((0, 23), (23, num)):
+            seen = lens[s] - num + end
+            alone = AttentionMeta(
+                query_start=torch.tensor([0, end - first], dtype=torch.int32),
+                seq_lens=torch.tensor([seen], dtype=torch.int32),
+                block_tables=cache.meta.block_tables[s : s + 1],
+                positions=torch.arange(seen - end + first, seen),
+                slots=torch.zeros(end - first, dtype=torch.int64),
+                block_size=BLOCK,
+                num_decodes=int(num == 1),
+                max_query_len=end - first,
+                max_seq_len=seen,
+            )
+            rows = slice(starts[s] + first, starts[s] + end)
+            got = kernels.paged_attention(
+                q[rows].contiguous(), cache.kv, alone, scale=0.1, window=window
+            )
+            assert torch.equal(got, together[rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_attention_half_precision(dtype: torch.dtype, rng: torch.Generator) -> None:
+    cache = Cache(STEPS["mixed"], (2, 64), rng)
+    q = torch.randn(cache.num_tokens, 6, 64, generator=rng).to(dtype)
+    close(*attend_both(q, cache, {"scale": 0.125, "window": 9}), tolerance=2e-2)
+
+
+def test_attention_leaves_rows_without_a_sequence_zero(rng: torch.Generator) -> None:
+    cache = Cache(STEPS["decode"], (2, 32), rng)
+    q = torch.randn(cache.num_tokens + 3, 4, 32, generator=rng)
+    got = kernels.paged_attention(q, cache.kv, cache.meta, scale=0.2)
+    assert torch.equal(got[cache.num_tokens :], torch.zeros(3, 4 * 32))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("step", STEPS)
+def test_attention_keeps_damage_to_its_row(step: str, bad: float, rng: torch.Generator) -> None:
+    cache = Cache(STEPS[step], (2, 64), rng)
+    q = torch.randn(cache.num_tokens, 6, 64, generator=rng)
+    sound = kernels.paged_attention(q, cache.kv, cache.meta, scale=0.1)
+    q[1, 0, 3] = bad
+    got = kernels.paged_attention(q, cache.kv, cache.meta, scale=0.1)
+    assert not got[1].isfinite().all()
+    kept = torch.arange(len(q)) != 1
+    assert torch.equal(got[kept], sound[kept])
+
+
+ROPES = {
+    "plain": {"rot": 64},
+    "no positions": {"rot": 0},
+    "partial, interleaved": {"rot": 32, "interleaved": True},
+    "norm per head": {"rot": 64, "norm": "head", "norm_add_one": True},
+    "norm over the width": {"rot": 48, "norm": "width"},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ROPES)
+def test_qkv_rope_write(name: str, dtype: torch.dtype, rng: torch.Generator) -> None:
+    cache, (heads, kv_heads, dim) = Cache(STEPS["mixed"], (2, 64), rng), (6, 2, 64)
+    chosen = dict(ROPES[name])
+    rot, norm = chosen.pop("rot"), chosen.pop("norm", None)
+    weights = {}
+    if norm:
+        sizes = (dim, dim) if norm == "head" else (heads * dim, kv_heads * dim)
+        names = ("q_norm", "k_norm")
+        weights = {
+            n: torch.randn(s, generator=rng).to(dtype) for n, s in zip(names, sizes, strict=True)
+        }
+    table = torch.randn(1000, rot, generator=rng) if rot else None
+    cache.meta.slots[2] = -1  # a row that is only there to fill up
+    qkv = torch.randn(cache.num_tokens, (heads + 2 * kv_heads) * dim, generator=rng).to(dtype)
+    shape = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim}
+
+    got_kv, wanted_kv = cache.kv.to(dtype), cache.kv.to(dtype).double()
+    got = kernels.qkv_rope_write(
+        qkv, got_kv, cache.meta, cos_sin=table, **weights, **shape, **chosen
+    )
+    wanted = reference.qkv_rope_write(
+        qkv.double(),
+        wanted_kv,
+        cache.meta,
+        (heads, kv_heads, dim),
+        reference.Rope(table, chosen.get("interleaved", False)),
+        reference.HeadNorm(
+            weights.get("q_norm"), weights.get("k_norm"), 1e-6, "norm_add_one" in chosen
+        ),
+    )
+    tolerance = 1e-5 if dtype is torch.float32 else 5e-2
+    close(got, wanted, tolerance)
+    assert torch.equal(got_kv.isnan(), wanted_kv.isnan())
+    close(got_kv.nan_to_num(), wanted_kv.nan_to_num(), tolerance)
+
+
+@pytest.mark.parametrize("size", [(1, 128), (7, 96), (300, 130)])
+@pytest.mark.parametrize("add_one", [False, True])
+def test_norms(size: tuple[int, int], add_one: bool, rng: torch.Generator) -> None:
+    x, residual = torch.randn(size, generator=rng) * 3, torch.randn(size, generator=rng)
+    weight = torch.randn(size[1], generator=rng)
+    kept = x.clone(), residual.clone()
+    close(
+        kernels.rms_norm(x, weight, 1e-5, add_one=add_one),
+        reference.rms_norm(x.double(), weight.double(), 1e-5, add_one=add_one),
+    )
+    got = kernels.add_rms_norm(x, residual, weight, 1e-5, add_one=add_one)
+    wanted = reference.add_rms_norm(
+        x.double(), residual.double(), weight.double(), 1e-5, add_one=add_one
+    )
+    for mine, theirs in zip(got, wanted, strict=True):
+        close(mine, theirs)
+    assert torch.equal(x, kept[0]) and torch.equal(residual, kept[1])
+
+
+def test_norm_of_heads_and_of_nothing(rng: torch.Generator) -> None:
+    x, weight = torch.randn(3, 4, 32, generator=rng), torch.randn(32, generator=rng)
+    wanted = reference.rms_norm(x.double(), weight.double(), 1e-6)
+    close(kernels.rms_norm(x, weight, 1e-6), wanted)
+    assert kernels.rms_norm(x[:0], weight, 1e-6).shape == (0, 4, 32)
+
+
+@pytest.mark.parametrize("act", ["silu", "gelu_tanh", "gelu"])
+@pytest.mark.parametrize("size", [(1, 6), (5, 768), (40, 3000)])
+def test_gated_activations(act: str, size: tuple[int, int], rng: torch.Generator) -> None:
+    gate_up = torch.randn(size, generator=rng) * 6
+    close(kernels.act_mul(gate_up, act), reference.act_mul(gate_up.double(), act))
+
+
+def test_unknown_activation_is_named() -> None:
+    with pytest.raises(ValueError, match="'swish'"):
+        kernels.act_mul(torch.zeros(1, 4), "swish")
+
+
+def test_what_is_not_finite_stays_so() -> None:
+    for bad in (float("nan"), float("inf"), float("-inf")):
+        x = torch.ones(2, 8)
+        x[0, 1] = bad
+        for act in ("silu", "gelu_tanh"):
+            got = kernels.act_mul(x, act)
+            assert got[1].isfinite().all()
+            assert not got[0, 1].isfinite() or bad < 0  # silu(-inf) may be a zero
+        got = kernels.rms_norm(x, torch.ones(8), 1e-6)
+        assert not got[0].isfinite().all() and got[1].isfinite().all()
