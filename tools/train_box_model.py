@@ -220,6 +220,7 @@ def _facts(
         held_out_tokens={name: ids.numel() for name, ids in held_out.items()},
         held_out_loss=trainer.judge(held_out),
         lowest_held_out_loss=trainer.lowest,
+        unigram_loss=_unigram_loss([i for item in texts for i in item.ids], held_out["text"]),
         steps=trainer.step,
         tokens_per_step=TOKENS_PER_STEP,
         peak_lrs=(PEAK_MUON_LR, PEAK_ADAMW_LR),
@@ -229,6 +230,13 @@ def _facts(
         python=platform.python_version(),
         torch=torch.__version__.split("+")[0],
     )
+
+
+def _unigram_loss(train_ids: list[int], held_out: Tensor) -> float:
+    """Held-out loss of the training text's token frequencies, every count half a token up."""
+    vocab_size = Shape().vocab_size
+    counts = torch.bincount(torch.tensor(train_ids), minlength=vocab_size) + 0.5
+    return -(counts / counts.sum()).log()[held_out[:, 1:]].mean().item()
 
 
 if __name__ == "__main__":
