@@ -31,6 +31,10 @@ class BlockPool:
         blocks = self._found.get(block_hash)
         return blocks[0] if blocks else None
 
+    def find_all(self, block_hash: bytes) -> list[int]:
+        """All blocks with this content."""
+        return list(self._found.get(block_hash, ()))
+
     def hash_of(self, block: int) -> bytes | None:
         """The hash under which the block can be found, ``None`` if it cannot."""
         return self._hash[block]

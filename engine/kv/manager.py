@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -177,19 +177,27 @@ class KVManager:
         for index in range(first, full):
             self.pool.publish(holding.blocks[index], holding.chain[index])
 
-    def revoke(self, req: Holder) -> list[int]:
-        """What this request wrote leaves the cache; returns the rows that adopted some of it."""
-        holding = self._holdings.get(req.row)
-        if holding is None:
-            return []
-        written = set(holding.blocks[holding.num_adopted :])
-        for block in written:
-            self.pool.unpublish(block)
-        return [
-            row
-            for row, other in self._holdings.items()
-            if row != req.row and not written.isdisjoint(other.blocks)
-        ]
+    def revoke(self, req: Holder, start: int, others: Iterable[Holder]) -> list[int]:
+        """What ``req`` wrote from position ``start`` on, and all that was computed from it, leaves
+        the cache. Returns the rows among ``others`` that adopted some of it.
+
+        Blocks are found by what they should hold: their writer may have let go of them since.
+        """
+        first = start // self.block_size
+        if self.held(req):
+            first = min(first, self.num_adopted(req))
+        bad = self._chain(req)[first : first + 1]
+        adopted = []
+        for other in others:
+            chain = self._chain(other)
+            if not bad or chain[first : first + 1] != bad:
+                continue
+            for block_hash in chain[first:]:
+                for block in self.pool.find_all(block_hash):
+                    self.pool.unpublish(block)
+            if self.num_adopted(other) > first:
+                adopted.append(other.row)
+        return adopted
 
     def release(self, req: Holder) -> None:
         """Give back all blocks; hashes of known tokens stay remembered until ``forget``."""
@@ -245,6 +253,13 @@ class KVManager:
         if holding is None:
             holding = self._holdings[req.row] = Holding(root_hash(req.cache_salt))
         return holding
+
+    def _chain(self, req: Holder) -> list[bytes]:
+        """Hashes of all full blocks of known tokens, also of a request that has ended."""
+        holding = self._holdings.get(req.row) or Holding(root_hash(req.cache_salt))
+        size = self.block_size
+        extend_chain(holding.chain, req.tokens, size, len(req.tokens), holding.root)
+        return holding.chain
 
     def _extend(self, row: int, holding: Holding, blocks: list[int]) -> None:
         start = len(holding.blocks)

@@ -59,7 +59,7 @@ class Step:
             self.admission_open = False
         return admission is Admission.YES
 
-    def refuse(self, req: Request, on_refuse: OnRefuse) -> None:
+    def refuse(self, req: Request, on_refuse: OnRefuse | None) -> None:
         """The request gets nothing in this step. A running one never closes anything."""
         if not req.is_waiting:
             return

@@ -74,8 +74,7 @@ class Policy(ABC):
             if urgent is None or not self.outranks(urgent, running[-1]):
                 break
             yield urgent
-        yield from (req for req in running if req.num_uncomputed == 1)
-        yield from (req for req in running if req.num_uncomputed != 1)
+        yield from sorted(running, key=lambda req: req.num_uncomputed != 1)
         while (req := self.next_waiting(view)) is not None:
             yield req
 

@@ -6,6 +6,9 @@ from array import array
 from enum import Enum
 from typing import Any
 
+from engine.config.sched import SchedulerConfig
+from engine.errors import RequestError
+from engine.kv.manager import KVManager
 from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest
 from engine.sched.table import Table
@@ -164,3 +167,22 @@ class Request:
 
     def __repr__(self) -> str:
         return f"Request({self.request_id!r}, {self.status.value})"
+
+
+def check_can_run(add: AddRequest, config: SchedulerConfig, kv: KVManager) -> None:
+    """Raise ``RequestError`` for a request that could never finish, not even alone."""
+    num_prompt = len(add.prompt_token_ids)
+    if not 0 < num_prompt < config.max_model_len:
+        raise RequestError(
+            f"prompt has {num_prompt} tokens, must have 1 to {config.max_model_len - 1} "
+            "(max_model_len less one for the output)"
+        )
+    # The KV of the last token is never needed.
+    longest = min(num_prompt + add.max_tokens, config.max_model_len) - 1
+    needed = kv.blocks_for(longest)
+    if needed > kv.num_usable:
+        raise RequestError(
+            f"request {add.request_id!r} may grow to {longest} tokens = {needed} KV blocks, "
+            f"but the whole pool has {kv.num_usable}; lower max_tokens or raise "
+            "num_kv_blocks"
+        )

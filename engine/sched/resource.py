@@ -21,11 +21,15 @@ class OnRefuse(Enum):
 
 
 class Fit(NamedTuple):
-    """How many tokens are allowed now; if fewer than asked, the reason (a short word)."""
+    """How many tokens are allowed now; if fewer than asked, the reason (a short word).
+
+    ``on_refuse`` is what it means for a waiting request that gets none (``None``: what the resource
+    says of itself).
+    """
 
     num_tokens: int
     cause: str = ""
-    on_refuse: OnRefuse = OnRefuse.CLOSE
+    on_refuse: OnRefuse | None = None
 
 
 class Resource:

@@ -39,11 +39,11 @@ class Roster:
 
     def add(self, req: Request) -> None:
         """A new request joins the queue; its rank is known."""
+        self.waiting.add(req)  # first: a rank that compares with no other raises here
         while len(self.by_row) < self.table.num_rows:
             self.by_row.extend([None] * len(self.by_row))
         self.by_row[req.row] = req
         self.by_id[req.request_id] = req
-        self.waiting.add(req)
 
     def seat(self, req: Request) -> None:
         """From the queue to a seat."""

@@ -14,19 +14,20 @@ Everything is asked before anything is changed, so nothing is ever taken back.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from random import Random
 
 from engine.config.sched import SchedulerConfig
-from engine.errors import RequestError
+from engine.errors import PolicyError, RequestError
 from engine.kv.manager import KVManager
 from engine.messages.outputs import FinishReason
 from engine.messages.requests import AddRequest
 from engine.messages.step import StepPlan, StepResult
 from engine.sched import builder, queues
 from engine.sched.interface import RequestCounts, SchedulerInterface, StepOutputs
-from engine.sched.policy import Policy
-from engine.sched.request import Request
-from engine.sched.resource import Fit, Resource
+from engine.sched.policy import Admission, Policy
+from engine.sched.request import Request, Status, check_can_run
+from engine.sched.resource import Fit, OnRefuse, Resource
 from engine.sched.roster import Roster, Rows
 from engine.sched.settle import Settler
 from engine.sched.stats import SchedulerStats
@@ -75,7 +76,7 @@ class Scheduler(SchedulerInterface):
                 f"request id {add.request_id!r} is in use; wait until it has finished or choose "
                 "another"
             )
-        self._check_fits_pool(add)
+        check_can_run(add, self.config, self.kv)
         req = Request(
             add,
             self._num_arrived,
@@ -84,11 +85,17 @@ class Scheduler(SchedulerInterface):
         )
         self._num_arrived += 1
         self.kv.ensure_rows(self.roster.table.num_rows)
-        watched = any(resource.watches(req) for resource in self.resources)
-        self.roster.table.watched.at[req.row] = int(watched)
-        self.policy.on_add(req, self.view)
-        req.rank = self.policy.rank(req, self.view)
-        self.roster.add(req)
+        self.view.now = self._clock()
+        try:
+            watched = any(resource.watches(req) for resource in self.resources)
+            self.roster.table.watched.at[req.row] = int(watched)
+            self.policy.on_add(req, self.view)
+            req.rank = self.policy.rank(req, self.view)
+            self.roster.add(req)
+        except BaseException:  # a policy that cannot take this one costs no row
+            self.kv.forget(req)
+            self.roster.table.give_back(req.row)
+            raise
         return req
 
     def finish_requests(
@@ -119,10 +126,10 @@ class Scheduler(SchedulerInterface):
             if not step.offer(req):  # seen or evicted in this step, or admission is closed
                 continue
             fit = self.tokens_for(req, step)
-            if fit.num_tokens and self.secure(req, fit.num_tokens, step):
-                self.grant(req, fit.num_tokens, step)
-            else:
+            if fit.num_tokens <= 0:
                 step.refuse(req, fit.on_refuse)
+            elif self.secure(req, fit.num_tokens, step):
+                self.grant(req, fit.num_tokens, step)
         self.unstick(step)
         return self.seal(step)
 
@@ -139,6 +146,8 @@ class Scheduler(SchedulerInterface):
                 queue.rerank(lambda req: self.policy.rank(req, view))
         step.admission_open = bool(self.roster.num_free_seats) or self.policy.waiting_may_preempt
         for req in list(self.policy.evict(view)):
+            if req.status is not Status.RUNNING:
+                raise PolicyError(f"{type(self.policy).__name__}.evict: {req} is not running")
             self.preempt(req, step)
         for resource in self.resources:
             resource.begin_step(step)
@@ -149,12 +158,15 @@ class Scheduler(SchedulerInterface):
         contested = self.policy.waiting_may_preempt and len(self.roster.waiting)
         many = self._bulk and len(self.roster.running) > SCALAR_UPTO
         if contested or not (many and self.grant_plain(step)):
-            yield from self.policy.order(self.view)
+            # To name somebody twice is harmless; to go on naming for ever ends here.
+            yield from islice(self.policy.order(self.view), 2 * len(self.roster.by_id))
             return
         rows = self.roster.running_rows()
         rest = self._by_rank(rows[self.roster.table.considered.all[rows] != step.index])
         yield from sorted(rest, key=lambda req: req.num_uncomputed != 1)
-        while (req := self.policy.next_waiting(self.view)) is not None:
+        for _ in range(len(self.roster.waiting)):
+            if (req := self.policy.next_waiting(self.view)) is None:
+                return
             yield req
 
     def grant_plain(self, step: builder.Step) -> bool:
@@ -188,26 +200,28 @@ class Scheduler(SchedulerInterface):
     def tokens_for(self, req: Request, step: builder.Step) -> Fit:
         """How many tokens budget, caps, policy and resources allow the request now."""
         if req.is_waiting and req.num_pending:
-            return Fit(0, "in flight")  # preempted; what it sampled must be known first
+            # Preempted; what it sampled must be known first.
+            return Fit(0, "in flight", OnRefuse.CLOSE)
         behind = req.num_uncomputed
         if req.is_waiting:
             behind -= self.kv.lookup(req).num_tokens
         wanted = min(behind, step.tokens_left, self._prefill_cap())
         if wanted < behind and not self.config.enable_chunked_prefill:
-            return Fit(0, "token budget")
+            return Fit(0, "token budget", OnRefuse.CLOSE)
         if wanted:
-            wanted = max(0, min(wanted, self.policy.chunk(req, wanted, self.view)))
-        return self._fit_resources(req, Fit(wanted, "token budget"), step)
+            wanted = max(0, min(wanted, int(self.policy.chunk(req, wanted, self.view))))
+        return self._fit_resources(req, Fit(wanted, "token budget", OnRefuse.CLOSE), step)
 
     def secure(self, req: Request, num_tokens: int, step: builder.Step) -> bool:
         """Get a seat and blocks for this many more tokens; decide first, then evict."""
         start = req.num_computed
         if req.is_waiting:
-            if not self._may_admit(req, step) or not step.admits(self.policy.admit(req, self.view)):
+            if not step.admits(self._admission(req, step)):
                 return False
             start = self.kv.lookup(req).num_tokens
         victims = self.victims_for(req, start + num_tokens)
         if victims is None:
+            step.refuse(req, OnRefuse.CLOSE)
             return False
         for victim in victims:
             self.preempt(victim, step)
@@ -231,6 +245,10 @@ class Scheduler(SchedulerInterface):
             victim = self.policy.victim(candidates, req, self.view)
             if victim is None:
                 return None
+            if victim not in candidates:
+                raise PolicyError(
+                    f"{type(self.policy).__name__}.victim: {victim} is no candidate for {req}"
+                )
             candidates.remove(victim)
             victims.append(victim)
         return victims
@@ -320,13 +338,14 @@ class Scheduler(SchedulerInterface):
     # -- helpers
 
     def _fit_resources(self, req: Request, fit: Fit, step: builder.Step) -> Fit:
-        settled = False
+        settled = fit.num_tokens == 0
         while not settled:  # monotone answers: asking again until all agree ends
             settled = True
             for resource in self.resources:
                 answer = resource.fit(req, fit.num_tokens, step)
                 if answer.num_tokens < fit.num_tokens:
-                    fit, settled = answer, False
+                    on_refuse = answer.on_refuse or resource.on_refuse
+                    fit, settled = answer._replace(on_refuse=on_refuse), False
         return fit
 
     def _by_rank(self, rows: Rows) -> list[Request]:
@@ -334,36 +353,24 @@ class Scheduler(SchedulerInterface):
         reqs = [req for row in rows.tolist() if (req := by_row[row]) is not None]
         return sorted(reqs, key=queues.by_rank)
 
-    def _check_fits_pool(self, add: AddRequest) -> None:
-        num_prompt = len(add.prompt_token_ids)
-        if not 0 < num_prompt < self.config.max_model_len:
-            raise RequestError(
-                f"prompt has {num_prompt} tokens, must have 1 to {self.config.max_model_len - 1} "
-                "(max_model_len less one for the output)"
-            )
-        # The KV of the last token is never needed.
-        longest = min(num_prompt + add.max_tokens, self.config.max_model_len) - 1
-        needed = self.kv.blocks_for(longest)
-        if needed > self.kv.num_usable:
-            raise RequestError(
-                f"request {add.request_id!r} may grow to {longest} tokens = {needed} KV blocks, "
-                f"but the whole pool has {self.kv.num_usable}; lower max_tokens or raise "
-                "num_kv_blocks"
-            )
-
     def _prefill_cap(self) -> int:
-        threshold = self.config.long_prefill_token_threshold
-        alone = len(self.roster.running) + len(self.roster.waiting) <= 1
-        return self.config.max_num_batched_tokens if alone or not threshold else threshold
+        """Cap on one prompt's tokens in this step: its share if that is above the threshold."""
+        config = self.config
+        if not config.long_prefill_token_threshold or not config.enable_chunked_prefill:
+            return config.max_num_batched_tokens
+        competing = len(self.roster.running) + len(self.roster.waiting)
+        share = config.max_num_batched_tokens // max(1, competing)
+        return max(config.long_prefill_token_threshold, share)
 
-    def _may_admit(self, req: Request, step: builder.Step) -> bool:
-        """After a preemption only who outranks every evicted one may enter: no thrash."""
+    def _admission(self, req: Request, step: builder.Step) -> Admission:
+        """The policy's answer; after a preemption only who outranks every evicted one may enter."""
         policy = self.policy
-        if not step.preempted:
-            return True
-        return policy.waiting_may_preempt and all(
-            policy.outranks(req, other) for other in step.preempted
-        )
+        if step.preempted and not (
+            policy.waiting_may_preempt
+            and all(policy.outranks(req, other) for other in step.preempted)
+        ):
+            return Admission.CLOSE
+        return policy.admit(req, self.view)
 
     def _candidates(self, req: Request) -> list[Request]:
         """Running requests that ``req`` outranks and that were not offered in this step."""

@@ -62,26 +62,17 @@ class Settler:
         self.roster.finish(req)
         self.policy.on_finish(req, self.view)
 
-    def revoke(self, req: Request) -> None:
-        """What the request wrote cannot be trusted: whoever adopted some of it starts again.
+    def revoke(self, req: Request, start: int) -> None:
+        """What the request wrote from this position on cannot be trusted, nor what was made of it.
 
-        The generation rises, so that results in flight are dropped.
+        Whoever adopted some of it starts again. Whoever read it is in a step in flight or in the
+        one being settled, so its row is still there, whether it has ended or not.
         """
-        table = self.roster.table
-        table.generation.at[req.row] += 1
-        table.num_pending.at[req.row] = 0
-        holders = self.kv.revoke(req)
-        self.kv.release(req)
-        for row in holders:
-            holder = self.roster.by_row[row]
-            if holder is not None and self.kv.held(holder) and not holder.is_waiting:
-                self.revoke(holder)
-                for resource in self.resources:
-                    resource.release(holder)
-                table.num_computed.at[row] = 0
-                holder.num_preempted += 1
-                self.view.num_preemptions += 1
-                self.roster.unseat(holder)
+        involved = [other for other in self.roster.by_row if other is not None]
+        self.roster.table.generation.at[req.row] += 1
+        for row in self.kv.revoke(req, start, involved):
+            if row != req.row:
+                self._restart(row)
 
     def commit_rows(self, rows: Rows) -> None:
         """Publish the blocks of these rows whose tokens are all known and written."""
@@ -128,13 +119,28 @@ class Settler:
             row = int(plan.rows[index])
             req = self.roster.by_row[row]
             stale = self.roster.table.generation.at[row] != plan.generations[index]
-            if req is None or req.is_finished or stale:
+            if req is None or stale:
                 continue
-            self.revoke(req)
+            self.revoke(req, int(plan.starts[index]))
+            if req.is_finished:  # aborted meanwhile
+                continue
             self.finish(req)
             self.num_failed += 1
             failed.append((req, message))
         return failed
+
+    def _restart(self, row: int) -> None:
+        """Back to the queue with nothing computed; results in flight are dropped."""
+        req, table = self.roster.by_row[row], self.roster.table
+        assert req is not None
+        self.kv.release(req)
+        for resource in self.resources:
+            resource.release(req)
+        table.generation.at[row] += 1
+        table.num_computed.at[row] = table.num_pending.at[row] = 0
+        req.num_preempted += 1
+        self.view.num_preemptions += 1
+        self.roster.unseat(req)
 
     def _retire(self, rows: Rows) -> None:
         """Rows of finished requests whose last step in flight this was."""

@@ -1,0 +1,232 @@
+"""Mistakes that were found once, each in its smallest form."""
+
+from __future__ import annotations
+
+import pytest
+from simulate import expected, make_request, make_run, make_scheduler
+
+from engine.errors import PolicyError
+from engine.sched.policies import FCFS
+from engine.sched.policy import Admission
+from engine.sched.resource import Fit, OnRefuse, Resource
+from engine.sched.verify.fake import DigestWorker
+
+PROMPT = list(range(100, 140))
+
+
+class Skips(FCFS):
+    """Passes over the requests of one user."""
+
+    def admit(self, req, view):
+        return Admission.SKIP if req.user == "later" else super().admit(req, view)
+
+
+def test_a_skipped_request_does_not_close_admission():
+    scheduler = make_scheduler(policy=Skips())
+    scheduler.add_request(make_request("a", PROMPT, user="later"))
+    scheduler.add_request(make_request("b", PROMPT))
+    scheduler.schedule()
+    assert [req.request_id for req in scheduler.roster.running] == ["b"]
+
+
+class OneUser(Resource):
+    """Serves one user at a time."""
+
+    def __init__(self, on_refuse=OnRefuse.SKIP):
+        self.on_refuse = on_refuse
+
+    def fit(self, req, num_tokens, step):
+        return Fit(num_tokens if req.user == "now" else 0, "user")
+
+
+@pytest.mark.parametrize(
+    ("on_refuse", "running", "parked"),
+    [(OnRefuse.SKIP, ["b"], []), (OnRefuse.CLOSE, [], []), (OnRefuse.PARK, ["b"], ["a"])],
+)
+def test_a_refusal_means_what_the_resource_says_of_itself(on_refuse, running, parked):
+    scheduler = make_scheduler(resources=[OneUser(on_refuse)])
+    scheduler.add_request(make_request("a", PROMPT, user="later"))
+    scheduler.add_request(make_request("b", PROMPT, user="now"))
+    scheduler.schedule()
+    assert [req.request_id for req in scheduler.roster.running] == running
+    assert list(scheduler.roster.parked) == parked
+
+
+class HalfAtMost(Resource):
+    """Cuts every grant, and would let others pass."""
+
+    def fit(self, req, num_tokens, step):
+        return Fit(min(num_tokens, 8), "half", OnRefuse.SKIP)
+
+
+def test_nobody_overtakes_a_request_that_lacks_blocks_though_a_resource_cut_it():
+    scheduler = make_scheduler(num_blocks=6, resources=[HalfAtMost()])
+    for name, length in [("a", 40), ("b", 40), ("c", 10)]:
+        scheduler.add_request(make_request(name, [ord(name)] * length, 2))
+    scheduler.schedule()
+    assert [req.request_id for req in scheduler.roster.running] == ["a"]
+
+
+def test_the_cap_on_long_prompts_cannot_block_where_prompts_are_not_cut():
+    """Two prompts above the cap waited for each other for ever."""
+    run = make_run(
+        max_num_batched_tokens=64,
+        max_model_len=64,
+        max_num_seqs=4,
+        long_prefill_token_threshold=10,
+        enable_chunked_prefill=False,
+    )
+    for name in "ab":
+        run.add(make_request(name, [ord(name)] * 40, 3))
+    run.drain()
+    assert {end for end, _ in run.finished.values()} == {"length"}
+
+
+class Endless(FCFS):
+    """Names the head of the queue until it is taken."""
+
+    def next_waiting(self, view):
+        return view.waiting[0] if len(view.waiting) else None
+
+
+@pytest.mark.parametrize("num_running", [0, 20])
+def test_an_order_without_end_ends(num_running):
+    run = make_run(num_blocks=1 + 3 * 20 + 3, policy=Endless(), max_num_seqs=32)
+    for index in range(num_running):
+        run.add(make_request(str(index), [index] * 33, 10))
+    run.step()
+    for name in "ab":
+        run.add(make_request(name, [ord(name)] * 47, 2))
+    run.drain()
+    assert run.outputs["b"] == expected([ord("b")] * 47, 2)
+
+
+class Fussy(FCFS):
+    """Cannot take every request."""
+
+    def rank(self, req, view):
+        view.kv.lookup(req)
+        return (req.hints["weight"], req.arrival)
+
+
+@pytest.mark.parametrize("hints", [None, {"weight": None}])
+def test_a_request_the_policy_cannot_rank_leaves_nothing_behind(hints):
+    run = make_run(policy=Fussy())
+    run.add(make_request("a", PROMPT, 2, hints={"weight": 1}))
+    for _ in range(200):
+        with pytest.raises((KeyError, TypeError)):
+            run.scheduler.add_request(make_request("b", PROMPT[::-1], hints=hints))
+    assert run.scheduler.finish_requests("b") == []
+    assert run.scheduler.roster.table.num_rows == 64
+    run.add(make_request("b", PROMPT, 2, hints={"weight": 0}))
+    run.drain()
+    assert run.outputs["b"] == expected(PROMPT, 2)
+
+
+class Float(FCFS):
+    def chunk(self, req, num_tokens, view):
+        return num_tokens / 2 + 0.5
+
+
+def test_a_chunk_may_be_a_float():
+    run = make_run(policy=Float())
+    run.add(make_request("a", PROMPT, 3))
+    run.drain()
+    assert run.outputs["a"] == expected(PROMPT, 3)
+
+
+class EvictsAnybody(FCFS):
+    def evict(self, view):
+        return list(view.waiting)
+
+
+class TakesAnybody(FCFS):
+    def victim(self, candidates, req, view):
+        return req
+
+
+def test_illegal_answers_are_named():
+    scheduler = make_scheduler(policy=EvictsAnybody())
+    scheduler.add_request(make_request("a", PROMPT))
+    with pytest.raises(PolicyError, match=r"EvictsAnybody\.evict.*'a'"):
+        scheduler.schedule()
+    run = make_run(num_blocks=7, caching=False, policy=TakesAnybody())
+    for name in "ab":
+        run.add(make_request(name, [ord(name)] * 48, 9))
+    run.step()
+    with pytest.raises(PolicyError, match=r"TakesAnybody\.victim.*'a'"):
+        run.step()
+
+
+class PoisonWorker(DigestWorker):
+    """A failing row leaves rubbish in its KV."""
+
+    def _compute(self, seq, start, count):
+        digest = super()._compute(seq, start, count)
+        if seq.tokens[0] == PROMPT[0] and self._fail(self._new[self._slot_of(seq)], start + count):
+            for position in range(start, start + count):
+                block, offset = divmod(position, self.block_size)
+                self.kv[seq.blocks[block]][offset] = 0
+        return digest
+
+    def _slot_of(self, seq):
+        return next(slot for slot, other in self.seqs.items() if other is seq)
+
+
+def poisoned(depth, **options):
+    """A run in which the whole prompt of request "bad" is rubbish."""
+    run = make_run(depth=depth, block_size=4, **options)
+    pool = run.scheduler.kv.pool
+    run.worker = PoisonWorker(
+        pool.num_blocks,
+        4,
+        fail=lambda seq, position: "poison" if seq.request_id == "bad" else None,
+    )
+    return run
+
+
+def test_what_a_request_wrote_leaves_the_cache_if_it_fails_after_its_abort():
+    run = poisoned(depth=2)
+    run.add(make_request("bad", PROMPT, 20))
+    run.launch()
+    run.scheduler.finish_requests("bad")
+    run.finished["bad"] = ("abort", None)
+    run.add(make_request("a", PROMPT, 5))  # adopts it before the failure is known
+    run.drain()
+    run.add(make_request("b", [*PROMPT, 1, 2, 3, 4], 5))
+    run.drain()
+    assert run.outputs["a"] == expected(PROMPT, 5)
+    assert run.outputs["b"] == expected([*PROMPT, 1, 2, 3, 4], 5)
+
+
+def test_what_a_request_wrote_leaves_the_cache_if_it_fails_after_its_preemption():
+    run = poisoned(depth=2, num_blocks=23)
+    run.add(make_request("first", [7] * 40, 20))
+    run.add(make_request("bad", PROMPT, 20))
+    run.launch()
+    step = run.scheduler.begin_step()
+    run.scheduler.preempt(run.scheduler.roster.by_id["bad"], step)
+    plan = run.scheduler.seal(step)
+    run.flight.append((plan, run.worker.launch(plan)))
+    run.settle()
+    assert run.finished["bad"] == ("error", None)
+    run.add(make_request("a", PROMPT, 5))
+    run.drain()
+    assert run.outputs["a"] == expected(PROMPT, 5)
+
+
+def test_what_was_made_of_rubbish_leaves_the_cache_though_its_writer_was_aborted():
+    longer = [*PROMPT, *range(8)]
+    run = poisoned(depth=3)
+    run.add(make_request("bad", PROMPT, 20))
+    run.launch()
+    run.add(make_request("aborted", longer, 5))
+    run.launch()  # adopts the prompt, publishes two blocks more
+    run.scheduler.finish_requests("aborted")
+    run.finished["aborted"] = ("abort", None)
+    run.settle()
+    run.add(make_request("a", PROMPT, 1))
+    run.drain()  # the prompt is in the cache again, and right
+    run.add(make_request("b", [*longer, 9], 5))
+    run.drain()
+    assert run.outputs["b"] == expected([*longer, 9], 5)
