@@ -15,6 +15,7 @@ import atexit
 import contextlib
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
@@ -44,7 +45,7 @@ class AsyncLLMEngine:
         self._session = session
         self._changed = threading.Condition()
         # Guarded by the condition: what tasks and the thread share.
-        self._commands: list[Callable[[], None]] = []
+        self._commands: deque[Callable[[], None]] = deque()
         self._open: dict[str, Stream] = {}
         self._death: EngineDeadError | None = None
         self._is_closing = False
@@ -172,17 +173,18 @@ class AsyncLLMEngine:
         with self._changed:
             while not (self._commands or self._is_closing or self._session.has_unfinished):
                 self._changed.wait()
-            commands, self._commands = self._commands, []
+        for _ in range(len(self._commands)):
             if self._is_closing:
-                return False
-        for command in commands:
-            command()
-        return True
+                break
+            self._commands.popleft()()  # one at a time: those behind one that raises are not lost
+        return not self._is_closing
 
     def _submit(self, submission: Submission, stream: Stream) -> None:
         try:
             self._session.submit(submission)
-        except RequestError as error:
+        except EngineDeadError:
+            raise
+        except Exception as error:  # a request the policy cannot rank is its own reader's trouble
             stream.post(partial(stream.fail, error))
         else:
             self._live[submission.request_id] = stream
@@ -212,12 +214,12 @@ class AsyncLLMEngine:
         with self._changed:
             self._death = death
             streams, commands = list(self._open.values()), self._commands
-            self._commands = []
+            self._commands = deque()
         for stream in streams:
             stream.post(partial(stream.fail, death))
         self._session.client.shutdown()
         for command in commands:  # the core refuses them now, and who waits for one is told so
-            with contextlib.suppress(EngineDeadError):
+            with contextlib.suppress(Exception):
                 command()
 
 

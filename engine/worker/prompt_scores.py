@@ -37,10 +37,13 @@ class PromptScores:
                 chunk = hidden[first : first + int(count)]
                 self._score(int(slot), int(start), chunk, states)
                 if samples:
-                    complete[row] = self._parts.pop(int(slot), [])
-                    states.prompt_scored.discard(int(slot))
+                    complete[row] = self._parts[int(slot)]
             first += int(count)
         return complete
+
+    def remove(self, slot: int) -> None:
+        """The scores of this slot were delivered, or nobody wants them any more."""
+        self._parts.pop(slot, None)
 
     def _score(self, slot: int, start: int, hidden: torch.Tensor, states: States) -> None:
         """Row i of ``hidden`` predicts the token at ``start + i + 1``."""

@@ -45,6 +45,7 @@ class ModelRunner:
         self.states.apply(plan)
         for slot in plan.freed_slots:
             self.sampler.remove(slot)
+            self.prompt_scores.remove(slot)
         for seq in plan.new:
             self.sampler.add(seq)
         columns = Columns.of(plan)
@@ -52,6 +53,9 @@ class ModelRunner:
         if not len(plan.rows):
             return StepResult(plan.step, np.empty(0, dtype=np.int32), counts)
         part = self._isolate(columns)
+        for row in part.prompt_logprobs:  # only now: the step may have been run again
+            self.prompt_scores.remove(int(plan.slots[row]))
+            self.states.prompt_scored.discard(int(plan.slots[row]))
         token_ids = part.token_ids
         if part.errors:
             failed = np.array(list(part.errors))

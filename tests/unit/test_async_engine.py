@@ -162,3 +162,47 @@ async def test_idle_engine_sleeps() -> None:
     assert fake.num_steps == 3  # no step was asked of a core with nothing to do
     assert await async_engine.reset_prefix_cache()
     async_engine.shutdown()
+
+
+async def test_who_waits_for_a_call_hears_of_a_shutdown(gate: threading.Semaphore) -> None:
+    """Asked while a step ran, during which the engine was shut down."""
+    async_engine = new_engine(FakeClient(counting, pace=gate.acquire))
+    reader = asyncio.create_task(collect(async_engine, "a"))
+    await asyncio.sleep(0.05)  # the thread is in its first step
+    call = asyncio.create_task(async_engine.reset_prefix_cache())
+    await asyncio.sleep(0)
+    closing = asyncio.create_task(asyncio.to_thread(async_engine.shutdown))
+    await asyncio.sleep(0.05)
+    gate.release()
+    for task in (call, reader):
+        with pytest.raises(EngineDeadError, match="shut down"):
+            await asyncio.wait_for(task, 5)
+    await closing
+
+
+async def test_who_waits_behind_the_command_that_kills_hears_of_it(
+    gate: threading.Semaphore,
+) -> None:
+    fake = FakeClient(counting, pace=gate.acquire)
+    fake.fails_on["b"] = EngineDeadError("gone")
+    async_engine = new_engine(fake)
+    tasks = [asyncio.create_task(collect(async_engine, "a"))]
+    await asyncio.sleep(0.05)
+    tasks.append(asyncio.create_task(collect(async_engine, "b")))
+    tasks.append(asyncio.create_task(async_engine.reset_prefix_cache()))
+    await asyncio.sleep(0)
+    gate.release()
+    for task in tasks:
+        with pytest.raises(EngineDeadError):
+            await asyncio.wait_for(task, 5)
+
+
+async def test_a_request_the_policy_chokes_on_fails_alone() -> None:
+    fake = FakeClient(counting)
+    fake.fails_on["bad"] = KeyError("weight")
+    async_engine = new_engine(fake)
+    other = asyncio.create_task(collect(async_engine, "a"))
+    with pytest.raises(KeyError, match="weight"):
+        await collect(async_engine, "bad")
+    assert (await other)[-1].finished
+    async_engine.shutdown()

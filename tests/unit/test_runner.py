@@ -128,3 +128,31 @@ def test_prompt_scores_come_once_and_whole(start, first, budget):
     assert [entry.token_ids[0] for entry in scores] == prompt[first:]
     for position, entry in enumerate(scores, start=first):
         assert (entry.rank == 1) == (sum(prompt[:position]) % 40 == prompt[position])
+
+
+class ForgetfulSampler(Sampler):
+    """Out of memory the first time more than one row samples."""
+
+    raised = False
+
+    def sample(self, logits, slots, positions, tokens):
+        if len(slots) > 1 and not self.raised:
+            self.raised = True
+            raise MemoryError("too many rows")
+        return super().sample(logits, slots, positions, tokens)
+
+
+def test_prompt_logprobs_survive_a_step_that_is_run_again():
+    run = make_runner_run(SumModel())
+    runner = run.worker._runner
+    runner.sampler.__class__ = ForgetfulSampler
+    results = []
+    execute = runner.execute
+    runner.execute = lambda plan: results.append(execute(plan)) or results[-1]
+    params = SamplingParams(max_tokens=2, temperature=0, prompt_logprobs=1)
+    for name in "ab":
+        run.add(make_request(name, [1, 2, 3], 2, params=params))
+    run.drain()
+    assert runner.sampler.raised
+    assert {row: len(scores) for row, scores in results[0].prompt_logprobs.items()} == {0: 2, 1: 2}
+    assert not any(result.prompt_logprobs for result in results[1:])
