@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from numbers import Integral
@@ -38,6 +39,7 @@ class LLM:
         args = EngineArgs.from_options(model=directory, **options)
         self.llm_engine = LLMEngine.from_engine_args(args)
         self._counter = itertools.count()
+        self._turn = threading.Lock()  # each call steps until its own requests are done
 
     def generate(
         self,
@@ -52,7 +54,7 @@ class LLM:
         A prompt is a text, a list of token ids, ``{"prompt": ...}`` or ``{"prompt_token_ids":
         ...}`` with options of its own. ``sampling_params`` is one for all or one for each. Raises
         ``RequestError`` before anything is computed if a prompt or its parameters are wrong. An
-        interrupt stops what was started.
+        interrupt stops what was started. Calls from several threads wait for each other.
         """
         todo = _as_prompts(prompts)
         asked = SamplingParams() if sampling_params is None else sampling_params
@@ -63,7 +65,8 @@ class LLM:
             process(str(next(self._counter)), prompt, _only_final(own), {"priority": rank})
             for prompt, own, rank in zip(todo, params, ranks, strict=True)
         ]
-        return self._run(submissions, use_tqdm)
+        with self._turn:
+            return self._run(submissions, use_tqdm)
 
     def chat(
         self,
@@ -81,6 +84,7 @@ class LLM:
         ``chat_template_kwargs`` are variables of the template. Otherwise like ``generate``.
         """
         tokenizer = self.get_tokenizer()
+        variables = _template_variables(chat_template_kwargs)
         prompts: list[TextPrompt] = []
         for conversation in _as_conversations(messages):
             text = tokenizer.apply_chat_template(
@@ -88,7 +92,7 @@ class LLM:
                 chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,
                 tools=tools,
-                **(chat_template_kwargs or {}),
+                **variables,
             )
             ids = tokenizer.encode(text, add_special_tokens=False)  # the template has written them
             prompts.append({"prompt": text, "prompt_token_ids": ids})
@@ -159,6 +163,17 @@ def _as_conversations(messages: Messages | Sequence[Messages]) -> list[Messages]
     if items and isinstance(items[0], Mapping):
         return [cast(Messages, items)]
     return items
+
+
+def _template_variables(values: object) -> dict[str, Any]:
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise RequestTypeError(f"chat_template_kwargs is {values!r:.80}, must be a dict")
+    for name in ("messages", "chat_template", "add_generation_prompt", "tools"):
+        if name in values:
+            raise RequestError(f"chat_template_kwargs has {name!r}, which chat() takes itself")
+    return values
 
 
 def _items(name: str, value: object) -> list[Any]:

@@ -18,7 +18,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from engine.errors import ModelError, RequestError
+from engine.errors import ModelError, RequestError, RequestTypeError
 
 Messages = Sequence[Mapping[str, Any]]
 """One conversation: ``{"role": ..., "content": ...}`` and whatever else the template reads."""
@@ -64,10 +64,12 @@ def _templates_in(value: Any, root: Path) -> dict[str, str]:
 
 def render_chat(template: str, messages: Messages, values: dict[str, Any]) -> str:
     """The text ``template`` makes of ``messages``. Raises ``RequestError`` if it refuses them."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        raise RequestTypeError(f"a conversation must be a list of messages, got {messages!r:.100}")
     chat = [_plain_message(message) for message in messages]
     try:
-        return str(compile_template(template).render(messages=chat, **plain(values)))
-    except TemplateError as error:
+        return str(compile_template(template).render({**plain(values), "messages": chat}))
+    except Exception as error:  # a stranger's program: it adds what a message lacks, and the like
         raise RequestError(f"the chat template refuses this conversation: {error}") from error
 
 

@@ -102,6 +102,8 @@ class Tokenizer:
 
     def _template(self, asked: str | None, has_tools: bool) -> str:
         if asked is not None:
+            if not isinstance(asked, str):
+                raise RequestTypeError(f"chat_template is {asked!r:.80}, must be a str")
             return self.templates.get(asked, asked)
         name = "tool_use" if has_tools and "tool_use" in self.templates else "default"
         if name not in self.templates:

@@ -1,7 +1,9 @@
 """What users get wrong is refused where they stand, and leaves the engine as it was."""
 
+import itertools
 import json
 import math
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,8 @@ def llm() -> LLM:
     client = FakeClient(counting, FakeDecided(vocab_size=400))
     tokenizer = Tokenizer(RustBackend(made.metaspace()), {}, {})
     made_llm.llm_engine = LLMEngine(fake_session(client, tokenizer))
-    made_llm._counter = iter(range(1000))  # type: ignore[assignment]
+    made_llm._counter = itertools.count()
+    made_llm._turn = threading.Lock()
     return made_llm
 
 
@@ -138,6 +141,44 @@ def test_a_damaged_chat_template_is_named(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
     with pytest.raises(ModelError, match=r"chat_template\.jinja is damaged"):
         load_tokenizer(ModelConfig(model=str(tmp_path)))
+
+
+TEMPLATE = "{% for m in messages %}{{ m.role + m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("messages", "options"),
+    [
+        ([{"role": "user", "content": None}], {}),
+        ([{"role": 5, "content": "x"}], {}),
+        ([[{"role": "user", "content": "x"}], 5], {}),
+        ("hello", {}),
+        ([{"role": "user", "content": "x"}], {"chat_template": "{{ 1 / 0 }}"}),
+        ([{"role": "user", "content": "x"}], {"chat_template": 5}),
+        ([{"role": "user", "content": "x"}], {"chat_template_kwargs": 5}),
+        ([{"role": "user", "content": "x"}], {"chat_template_kwargs": {"messages": []}}),
+    ],
+)
+def test_conversations_a_template_cannot_take_are_refused(
+    llm: LLM, messages: Any, options: Any
+) -> None:
+    with pytest.raises(RequestError):
+        llm.chat(messages, GREEDY, **{"chat_template": TEMPLATE, **options})
+
+
+def test_threads_that_share_an_llm_take_turns(llm: LLM) -> None:
+    results: list[int] = []
+
+    def ask() -> None:
+        for _ in range(5):
+            results.append(len(llm.generate(["a", "b", "c"], GREEDY, use_tqdm=False)))
+
+    threads = [threading.Thread(target=ask, daemon=True) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert results == [3] * 20
 
 
 def test_end_of_text_ids_outside_the_vocabulary_are_left_out() -> None:
