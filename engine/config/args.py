@@ -43,7 +43,8 @@ class EngineArgs:
     max_num_seqs: int = 256
     """Requests that may run at once."""
     max_num_batched_tokens: int | None = None
-    """Token budget of a step; 2048 if not given, or max_num_seqs if that is more."""
+    """Token budget of a step; 512 if not given (8192 without chunked prefill), or max_num_seqs if
+    that is more. On a CPU larger steps gain nothing and hold up those who decode."""
     block_size: int = 16
     """Tokens per KV block."""
     num_kv_blocks: int | None = None
@@ -122,8 +123,10 @@ class EngineArgs:
 
     def _scheduler_config(self) -> SchedulerConfig:
         budget = self.max_num_batched_tokens
+        if budget is None:
+            budget = max(512 if self.enable_chunked_prefill else 8192, self.max_num_seqs)
         return SchedulerConfig(
-            max_num_batched_tokens=max(2048, self.max_num_seqs) if budget is None else budget,
+            max_num_batched_tokens=budget,
             max_num_seqs=self.max_num_seqs,
             # Unknown until the model is read: the least that passes every check stands in for it.
             max_model_len=self.max_model_len or max(1, self.long_prefill_token_threshold),
