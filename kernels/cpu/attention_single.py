@@ -16,7 +16,7 @@ from kernels.cpu.attention_plan import ITEM_FIELDS
 from kernels.cpu.mathlib import LOG2_E, exp2
 from kernels.cpu.native import f32, f64, i32, i64, next_item
 from kernels.cpu.softmax import EMPTY, INLINE, cap, fill, scaled_copy, sink_weight, soften
-from kernels.cpu.vectors import dots, lanes_of, tile_product
+from kernels.cpu.vectors import LANES, LINE, dots, lanes_of, prefetch, tile_product
 
 NUM_PARAMETERS = 15
 _ZERO, _ONE = np.float32(0), np.float32(1)
@@ -49,8 +49,14 @@ def single_body(head_dim: int, group: int):
             for i in range(item[3] // block, (item[4] + block - 1) // block):
                 first, end = max(item[3] - i * block, 0), min(item[4] - i * block, block)
                 page = p[2] + np.int64(table[i]) * page_size
-                _score(q, page, scores, (first, end), group, vectors, lanes)
+                # Of the next block, keys are fetched ahead during these keys, values thereafter.
+                ahead = p[2] + np.int64(table[min(i + 1, (item[4] - 1) // block)]) * page_size
+                _score(q, (page, ahead), scores, (first, end), group, vectors, lanes)
+                ahead += page_size // 2
                 for h in range(heads):
+                    for offset in range(0, page_size // 2 // heads, LINE):
+                        prefetch(ahead + offset, 1, LANES)
+                    ahead += page_size // 2 // heads
                     if softcap > 0:
                         cap(scores[h, first:end], softcap)
                     largest[h] = soften(scores[h], first, end, largest[h], total[h], acc[h])
@@ -61,15 +67,18 @@ def single_body(head_dim: int, group: int):
 
 
 @njit(inline="always")
-def _score(q, page, scores, span, group, vectors, lanes):
+def _score(q, pages, scores, span, group, vectors, lanes):
     """scores[h, t] = q[h] . key t of the page; the last three are literals."""
     size, block = q.shape[1] * 4, scores.shape[1]
     for head in range(q.shape[0] // group):
-        key = page + (head * block + span[0]) * size
+        offset = (head * block + span[0]) * size
+        key, next_key = pages[0] + offset, pages[1] + offset
         rows, out = q[head * group].ctypes.data, scores[head * group].ctypes.data
         for t in range(span[0], span[1]):
             dots(rows, size, key, out + t * 4, block * 4, group, vectors, lanes)
+            prefetch(next_key, vectors, lanes)
             key += size
+            next_key += size
 
 
 @njit(inline="always")

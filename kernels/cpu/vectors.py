@@ -14,8 +14,10 @@ from numba import types
 from numba.extending import intrinsic
 
 LANES = 16
+LINE = 64  # bytes of a cache line
 
 _F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+_SECOND_LEVEL = 2  # of LLVM's four degrees of locality
 _FLAGS = ("reassoc", "contract", "nsz")
 # Sums a tile may hold, in vectors: AVX-512 has 32 registers, AVX2 16 of half the size.
 _FEATURES = binding.get_host_cpu_features()
@@ -258,6 +260,28 @@ def row_products(  # noqa: PLR0913
         return context.get_dummy_value()
 
     return types.void(*[types.intp] * 7, *literals), build
+
+
+@intrinsic(prefer_literal=True)
+def prefetch(typing_context, address, vectors, lanes):
+    """Start to bring vectors * lanes floats to the second-level cache; both are literals."""
+    literals = (vectors, lanes)
+    if not all(isinstance(given, types.Literal) for given in literals):
+        return None
+    num = -(-vectors.literal_value * lanes.literal_value * 4 // LINE)
+
+    def build(context, builder, signature, args):
+        byte = ir.IntType(8).as_pointer()
+        function = builder.module.globals.get("llvm.prefetch.p0")
+        if function is None:
+            kind = ir.FunctionType(ir.VoidType(), [byte, _I32, _I32, _I32])
+            function = ir.Function(builder.module, kind, "llvm.prefetch.p0")
+        for line in range(num):
+            place = builder.inttoptr(builder.add(args[0], _I64(LINE * line)), byte)
+            builder.call(function, [place, _I32(0), _I32(_SECOND_LEVEL), _I32(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.intp, *literals), build
 
 
 @intrinsic
