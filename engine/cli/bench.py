@@ -72,8 +72,8 @@ def _read_prompts(path: Path | None) -> tuple[str, ...]:
         return ()
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except OSError as error:
-        raise ConfigError(f"--prompts {path}: {error.strerror}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--prompts {path} cannot be read: {error}") from error
     if not lines:
         raise ConfigError(f"--prompts {path} has no prompt; it must have one a line")
     return tuple(lines)
@@ -91,7 +91,6 @@ def _print_table(name: str, summary: str, result: Result) -> None:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return int(text)

@@ -14,6 +14,7 @@ from engine.cli.options import (
     sampling_params,
 )
 from engine.cli.streaming import stream
+from engine.errors import RequestError
 from engine.llm_engine import LLMEngine
 
 RESET = "/reset"
@@ -39,9 +40,14 @@ def run(parsed: argparse.Namespace) -> int:
                 messages = list(opening)
                 continue
             messages.append({"role": "user", "content": line})
-            text = tokenizer.apply_chat_template(messages)
-            ids = tokenizer.encode(text, add_special_tokens=False)
-            engine.add_request(str(number), ids, params)
+            try:
+                text = tokenizer.apply_chat_template(messages)
+                ids = tokenizer.encode(text, add_special_tokens=False)
+                engine.add_request(str(number), ids, params)
+            except RequestError as error:  # too long, say: what was said before still stands
+                messages.pop()
+                print(f"[{error}; {RESET} forgets what was said]")
+                continue
             answer = stream(engine, str(number))
             messages.append({"role": "assistant", "content": answer.text})
             print(f"\n[{answer.figures}]")

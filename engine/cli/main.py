@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -13,6 +15,7 @@ from engine.errors import EngineError
 COMMANDS = {"generate": generate, "chat": chat, "bench": bench}
 USAGE_ERROR = 2  # as argparse has it
 INTERRUPTED = 130  # as shells have it
+BROKEN_PIPE = 141  # likewise
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -35,11 +38,17 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status. A user's mistake is one line, not a trace."""
     parsed = make_parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may not know a model's characters
+        sys.stdout.reconfigure(errors="replace")
     try:
         status: int = COMMANDS[parsed.command].run(parsed)
+        sys.stdout.flush()
     except EngineError as error:
         print(f"metronome: error: {error}", file=sys.stderr)
         return USAGE_ERROR if isinstance(error, ValueError) else 1
+    except BrokenPipeError:  # who reads has had enough, as in `metronome ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
     except KeyboardInterrupt:
         print("metronome: interrupted", file=sys.stderr)
         return INTERRUPTED

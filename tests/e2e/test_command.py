@@ -39,3 +39,13 @@ def test_errors_are_one_line() -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("metronome: error: model directory '/nowhere' does not exist")
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_reader_that_has_had_enough_is_no_error() -> None:
+    command = [sys.executable, "-m", "engine.cli.main", "generate", "--max-tokens", "50", "Hello"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+        assert running.stdout is not None and running.stderr is not None
+        assert running.stdout.read(1) == b"H"
+        running.stdout.close()
+        assert running.stderr.read() == b""
+        assert running.wait(timeout=110) == 141

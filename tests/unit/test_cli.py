@@ -88,13 +88,25 @@ def test_generate_passes_parameters(run: Run) -> None:
         (["generate", "x", "--temperature", "-1"], "temperature is -1.0, must be"),
         (["generate", "x", "--block-size", "0"], "block_size is 0, must be in 1..1024"),
         (["generate", "x", "--tokenizer", "/nowhere"], "'/nowhere' does not exist"),
-        (["bench", "latency", "--prompts", "/nowhere"], "--prompts /nowhere: No such file"),
+        (["bench", "latency", "--prompts", "/nowhere"], "--prompts /nowhere cannot be read"),
     ],
 )
 def test_errors_are_one_line(run: Run, args: list[str], message: str) -> None:
     status, _, err = run(" ".join(args[:1]), *args[1:])
     assert status == 2
     assert message in err and len(err.splitlines()) == 1 and "Traceback" not in err
+
+
+def test_prompts_that_are_no_text(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "prompts").write_bytes(b"\xff\xfe")
+    status, _, err = run("bench latency", "--prompts", str(tmp_path / "prompts"))
+    assert status == 2 and "cannot be read: 'utf-8' codec" in err
+
+
+@pytest.mark.parametrize("number", ["0", "x", "-1", "1.5"])
+def test_counts_of_a_benchmark_are_whole(run: Run, number: str) -> None:
+    with pytest.raises(SystemExit):
+        run("bench latency", "--num-prompts", number)
 
 
 def test_no_prompt_at_all(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,6 +139,16 @@ def test_chat_remembers(run: Run, client: FakeClient, monkeypatch: pytest.Monkey
         "system:Be kind;user:New;",
     ]
     assert out.count("and the dog.") == 3 and out.count("tokens/s") == 3
+
+
+def test_chat_goes_on_after_a_message_that_does_not_fit(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("word " * 500 + "\nHi\n"))
+    status, out, _ = run("chat")
+    assert status == 0
+    assert "max_model_len is 256" in out and "/reset forgets" in out
+    assert out.count("tokens/s") == 1
 
 
 def test_chat_without_a_template(
