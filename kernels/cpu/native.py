@@ -50,6 +50,7 @@ _f64_pointer = _pointer_to(types.float64)
 _i32_pointer = _pointer_to(types.int32)
 _i64_pointer = _pointer_to(types.int64)
 _u8_pointer = _pointer_to(types.uint8)
+_u64_pointer = _pointer_to(types.uint64)
 
 
 @njit(inline="always")
@@ -74,6 +75,12 @@ def i64(address, shape):
 def u8(address, shape):
     """The uint8 array of `shape` that starts at `address`."""
     return carray(_u8_pointer(address), shape)
+
+
+@njit(inline="always")
+def u64(address, shape):
+    """The uint64 array of `shape` that starts at `address`."""
+    return carray(_u64_pointer(address), shape)
 
 
 @njit(inline="always")

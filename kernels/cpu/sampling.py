@@ -19,10 +19,11 @@ from functools import cache
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import njit
 from numpy.typing import NDArray
 
 from kernels.cpu import sweeps
+from kernels.cpu.native import Kernel, f32, f64, i32, i64, next_item, u64
 from kernels.reference import sampling as reference
 
 SERIAL_SIZE = 2**18  # logits: fewer are done before other threads have woken up
@@ -53,9 +54,17 @@ def choose_tokens(
         return _argmax(x)
     chosen = np.empty(len(x), dtype=np.int32)
     truncations = np.stack((top_k.astype(np.float64), top_p, min_p), axis=1)
-    noise_of = (seeds, positions.astype(np.uint64))
-    choose = _choose_rows_in_parallel if x.size > SERIAL_SIZE else _choose_rows
-    choose(x, _every_id(x.shape[1]), temperature, truncations, noise_of, chosen)
+    columns = (
+        x,
+        _every_id(x.shape[1]),
+        np.ascontiguousarray(temperature, dtype=np.float64),
+        truncations,
+        np.ascontiguousarray(seeds, dtype=np.uint64),
+        positions.astype(np.uint64),
+        chosen,
+    )
+    threads = torch.get_num_threads() if x.size > SERIAL_SIZE else 1
+    _CHOOSE.run(threads, *(column.ctypes.data for column in columns), *x.shape)
     return chosen
 
 
@@ -100,19 +109,20 @@ def _penalise(x, history, num_prompt, penalties, counts):
         counts[token] = -1
 
 
-@njit(cache=True)
-def _choose_rows(x, every_id, temperature, truncations, noise_of, chosen):
-    for row in range(len(x)):
-        key = _row_key(noise_of[0][row], noise_of[1][row])
-        chosen[row] = _choose(x[row], every_id, temperature[row], truncations[row], key)
-
-
-@njit(cache=True, parallel=True)
-def _choose_rows_in_parallel(x, every_id, temperature, truncations, noise_of, chosen):
-    for row in prange(len(x)):
-        one = slice(row, row + 1)
-        noise = (noise_of[0][one], noise_of[1][one])
-        _choose_rows(x[one], every_id, temperature[one], truncations[one], noise, chosen[one])
+def _choose_body(row):
+    p = i64(row, (10,))
+    num, vocab_size = p[8], p[9]
+    every_id = i32(p[2], (vocab_size,))
+    temperature, truncations = f64(p[3], (num,)), f64(p[4], (num, 3))
+    seeds, positions = u64(p[5], (num,)), u64(p[6], (num,))
+    chosen = i32(p[7], (num,))
+    while True:
+        n = next_item(row)
+        if n >= num:
+            break
+        x = f32(p[1] + n * vocab_size * 4, (vocab_size,))
+        key = _row_key(seeds[n], positions[n])
+        chosen[n] = _choose(x, every_id, temperature[n], truncations[n], key)
 
 
 @njit(cache=True)
@@ -286,3 +296,6 @@ def _mix(z):
     z = (z ^ (z >> SHIFT_1)) * MIX_1
     z = (z ^ (z >> SHIFT_2)) * MIX_2
     return z ^ (z >> SHIFT_3)
+
+
+_CHOOSE = Kernel(_choose_body, heavy=True)
