@@ -179,7 +179,8 @@ class KVManager:
 
     def revoke(self, req: Holder, start: int, others: Iterable[Holder]) -> list[int]:
         """What ``req`` wrote from position ``start`` on, and all that was computed from it, leaves
-        the cache. Returns the rows among ``others`` that adopted some of it.
+        the cache. Returns the rows among ``others`` that adopted some of it, or may have before
+        they gave their blocks back.
 
         Blocks are found by what they should hold: their writer may have let go of them since.
         """
@@ -195,7 +196,7 @@ class KVManager:
             for block_hash in chain[first:]:
                 for block in self.pool.find_all(block_hash):
                     self.pool.unpublish(block)
-            if self.num_adopted(other) > first:
+            if self.num_adopted(other) > first or not self.held(other):
                 adopted.append(other.row)
         return adopted
 

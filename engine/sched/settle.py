@@ -12,7 +12,7 @@ from engine.messages.outputs import CoreOutputs
 from engine.messages.step import StepPlan, StepResult
 from engine.sched.columns import OutputColumns
 from engine.sched.policy import Policy
-from engine.sched.request import Request
+from engine.sched.request import Request, Status
 from engine.sched.resource import Resource
 from engine.sched.roster import Roster, Rows
 from engine.sched.stop import stopped_by
@@ -69,10 +69,8 @@ class Settler:
         one being settled, so its row is still there, whether it has ended or not.
         """
         involved = [other for other in self.roster.by_row if other is not None]
-        self.roster.table.generation.at[req.row] += 1
         for row in self.kv.revoke(req, start, involved):
-            if row != req.row:
-                self._restart(row)
+            self._restart(row)
 
     def commit_rows(self, rows: Rows) -> None:
         """Publish the blocks of these rows whose tokens are all known and written."""
@@ -119,10 +117,10 @@ class Settler:
             row = int(plan.rows[index])
             req = self.roster.by_row[row]
             stale = self.roster.table.generation.at[row] != plan.generations[index]
-            if req is None or stale:
+            if req is None:
                 continue
             self.revoke(req, int(plan.starts[index]))
-            if req.is_finished:  # aborted meanwhile
+            if stale or req.is_finished:  # sent back to start or aborted meanwhile
                 continue
             self.finish(req)
             self.num_failed += 1
@@ -133,11 +131,13 @@ class Settler:
         """Back to the queue with nothing computed; results in flight are dropped."""
         req, table = self.roster.by_row[row], self.roster.table
         assert req is not None
+        table.generation.at[row] += 1
+        table.num_computed.at[row] = table.num_pending.at[row] = 0
+        if req.status is not Status.RUNNING:
+            return
         self.kv.release(req)
         for resource in self.resources:
             resource.release(req)
-        table.generation.at[row] += 1
-        table.num_computed.at[row] = table.num_pending.at[row] = 0
         req.num_preempted += 1
         self.view.num_preemptions += 1
         self.roster.unseat(req)

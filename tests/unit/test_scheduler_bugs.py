@@ -9,6 +9,7 @@ from engine.errors import PolicyError
 from engine.sched.policies import FCFS
 from engine.sched.policy import Admission
 from engine.sched.resource import Fit, OnRefuse, Resource
+from engine.sched.scheduler import Scheduler
 from engine.sched.verify.fake import DigestWorker
 
 PROMPT = list(range(100, 140))
@@ -230,3 +231,36 @@ def test_what_was_made_of_rubbish_leaves_the_cache_though_its_writer_was_aborted
     run.add(make_request("b", [*longer, 9], 5))
     run.drain()
     assert run.outputs["b"] == expected([*longer, 9], 5)
+
+
+def test_a_late_token_made_of_rubbish_does_not_count():
+    """Its request adopted the rubbish and gave its blocks back before the failure was known."""
+    run = poisoned(depth=2)
+    run.add(make_request("bad", PROMPT, 20))
+    run.launch()
+    run.add(make_request("a", PROMPT, 5))
+    run.launch()
+    step = run.scheduler.begin_step()
+    run.scheduler.preempt(run.scheduler.roster.by_id["a"], step)
+    plan = run.scheduler.seal(step)
+    run.flight.append((plan, run.worker.launch(plan)))
+    run.drain()
+    assert run.finished["bad"] == ("error", None)
+    assert run.outputs["a"] == expected(PROMPT, 5)
+
+
+class AtMostOneEach(Scheduler):
+    """Every second step is for the others."""
+
+    def tokens_for(self, req, step):
+        fit = super().tokens_for(req, step)
+        return fit._replace(num_tokens=fit.num_tokens * ((req.arrival + step.index) % 2))
+
+
+def test_a_scheduler_with_parts_of_its_own_is_asked_about_everybody():
+    run = make_run(scheduler_cls=AtMostOneEach, max_num_seqs=32)
+    for index in range(32):
+        run.add(make_request(str(index), [index] * 4, 5))
+    run.drain()
+    assert max(len(plan) for plan in run.plans) == 16
+    assert run.outputs["31"] == expected([31] * 4, 5)
