@@ -27,13 +27,19 @@ def engine_args(parsed: argparse.Namespace) -> EngineArgs:
 def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
     """How text is sampled; greedy unless asked otherwise."""
     group = parser.add_argument_group("SamplingParams")
-    group.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N")
-    group.add_argument("--min-tokens", type=int, default=0, metavar="N")
+    group.add_argument(
+        "--max-tokens", type=int, default=max_tokens, metavar="N", help=f"default: {max_tokens}"
+    )
+    group.add_argument(
+        "--min-tokens", type=int, default=0, metavar="N", help="no end of text or stop before"
+    )
     group.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0: greedy")
-    group.add_argument("--top-p", type=float, default=1.0, metavar="X")
-    group.add_argument("--top-k", type=int, default=0, metavar="N")
-    group.add_argument("--min-p", type=float, default=0.0, metavar="X")
-    group.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X")
+    group.add_argument("--top-p", type=float, default=1.0, metavar="X", help="in (0, 1]; 1: off")
+    group.add_argument("--top-k", type=int, default=0, metavar="N", help="0: off")
+    group.add_argument("--min-p", type=float, default=0.0, metavar="X", help="in [0, 1]; 0: off")
+    group.add_argument(
+        "--repetition-penalty", type=float, default=1.0, metavar="X", help="above 0; 1: off"
+    )
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="repeatable")
     group.add_argument("--ignore-eos", action="store_true", help="go on behind the end of text")
 

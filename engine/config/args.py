@@ -72,7 +72,7 @@ class EngineArgs:
     num_threads: int | None = None
     """Threads of CPU kernels; the cores this process may use if not given."""
     log_level: Literal["debug", "info", "warning", "error"] | None = None
-    """How much the engine logs; METRONOME_LOG_LEVEL or info if not given."""
+    """How much the engine logs; METRONOME_LOG_LEVEL or info (commands: warning) if not given."""
     disable_log_stats: bool = False
     """Leave out the line of figures that is logged every few seconds while there is work."""
     logits_processors: list[Any] = field(default_factory=list)
