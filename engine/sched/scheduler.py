@@ -67,7 +67,7 @@ class Scheduler(SchedulerInterface):
         self._clock = clock
         self._num_steps = 0
         self._num_arrived = 0
-        asked = [(type(policy), Policy, hook) for hook in BULK_HOOKS]
+        asked: list[tuple[type, type, str]] = [(type(policy), Policy, hook) for hook in BULK_HOOKS]
         asked += [(type(self), Scheduler, part) for part in BULK_PARTS]
         self._bulk = all(getattr(cls, name) is getattr(base, name) for cls, base, name in asked)
 
