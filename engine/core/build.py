@@ -6,6 +6,7 @@ import gc
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ def build_core(
 def read_ahead(path: Path) -> None:
     """Let the system fetch the weights from disk while Python still imports."""
     for file in path.glob("*.safetensors"):
-        with file.open("rb") as handle:
+        # What cannot be opened is reported by the loader, with more to say about it.
+        with suppress(OSError), file.open("rb") as handle:
             os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
 

@@ -30,7 +30,7 @@ def decoder(hf: HF, **differences: Any) -> DecoderSpec:
     fields: dict[str, Any] = {
         "attention": attention(hf),
         "mlp": mlp(hf),
-        "norm": NormSpec(eps=hf.get("rms_norm_eps", 1e-6)),
+        "norm": NormSpec(eps=float(hf.get("rms_norm_eps", 1e-6))),
         "tied": bool(hf.get("tie_word_embeddings", False)),
         **differences,
     }
@@ -162,7 +162,7 @@ def gemma(hf: HF, **differences: Any) -> DecoderSpec:
         hf,
         mlp=mlp(hf, activation=activation(hf, "hidden_activation")),
         norm=NormSpec(
-            eps=hf.get("rms_norm_eps", 1e-6),
+            eps=float(hf.get("rms_norm_eps", 1e-6)),
             add_one=True,
             attention_out="post_attention_layernorm",
             mlp_in="pre_feedforward_layernorm",
@@ -218,7 +218,7 @@ def olmo2(hf: HF) -> DecoderSpec:
         hf,
         attention=biased(hf, qk_norm="full"),
         norm=NormSpec(
-            eps=hf.get("rms_norm_eps", 1e-5),
+            eps=float(hf.get("rms_norm_eps", 1e-5)),
             attention_in=None,
             attention_out="post_attention_layernorm",
             mlp_in=None,

@@ -51,7 +51,10 @@ def check_support(config: ModelConfig, info: ModelInfo, hf: PreTrainedConfig) ->
     try:
         _check_config(hf)
         if not _is_remote(config, hf):
-            check_class(_causal_class(hf), hf)
+            cls = _causal_class(hf)
+            if info.architecture not in ("", cls.__name__):
+                raise Misfit(f"of a {hf.model_type!r} config transformers makes a {cls.__name__}")
+            check_class(cls, hf)
     except Misfit as reason:
         raise refusal(info, reason) from None
 

@@ -63,9 +63,14 @@ def activation(hf: HF, key: str = "hidden_act") -> str:
 
 
 def head_dim(hf: HF) -> int:
+    """Size of a head. Even, since rotary embeddings turn pairs."""
     if hf.get("head_dim") is not None:
-        return count(hf, "head_dim")
-    return count(hf, "hidden_size") // count(hf, "num_attention_heads")
+        size = count(hf, "head_dim")
+    else:
+        size = count(hf, "hidden_size") // count(hf, "num_attention_heads")
+    if size % 2 or not size:
+        raise ModelError(f"config.json makes heads of size {size}, must be even and at least 2")
+    return size
 
 
 def attention(hf: HF, **differences: Any) -> AttentionSpec:

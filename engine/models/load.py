@@ -56,6 +56,13 @@ def native_spec(info: ModelInfo) -> DecoderSpec | None:
             return family(info.hf)
         except NotNative as error:
             reason = str(error)
+        except ModelError:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise ModelError(
+                f"{info.path / 'config.json'} cannot be understood as {info.architecture}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
     logger.info("%s: running transformers' own module with paged attention", reason)
     return None
 

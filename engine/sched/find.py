@@ -45,8 +45,11 @@ def find_policy(name: Any, options: dict[str, Any]) -> Policy:
         raise ConfigError(f"scheduling_policy {name!r} is no subclass of engine.Policy")
     try:
         return cls(**options)
-    except TypeError as error:
-        raise ConfigError(f"policy_options do not suit {cls.__name__}: {error}") from error
+    except Exception as error:  # whatever a stranger's constructor raises
+        raise ConfigError(
+            f"policy {cls.__name__} cannot be made with policy_options {options}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def find_scheduler(cls: Any) -> type[Scheduler]:
@@ -57,4 +60,6 @@ def find_scheduler(cls: Any) -> type[Scheduler]:
         cls = load_dotted(cls)
     if not (isinstance(cls, type) and issubclass(cls, SchedulerInterface)):
         raise ConfigError(f"scheduler_cls {cls!r} is no subclass of engine.SchedulerInterface")
+    if missing := getattr(cls, "__abstractmethods__", None):
+        raise ConfigError(f"scheduler_cls {cls.__name__} lacks {', '.join(sorted(missing))}")
     return cls  # type: ignore[return-value]
