@@ -75,7 +75,6 @@ LONG_SIGNATURES: dict[str, str] = {
     "kernels.ops.qkv_rope_write": "three fused operations, each with its variants",
     "kernels.cpu.vectors._product_intrinsic.product": "three matrices, each with its stride",
     "kernels.cpu.vectors.dots": "three matrices and the literal shape",
-    "kernels.cpu.vectors.row_products": "three matrices and the literal shape",
 }
 
 IMPORT_ENGINE_SECONDS = 0.3

@@ -100,7 +100,7 @@ class Int8Linear:
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         packed, scales, _ = self.weight
-        integers = packed[ids // matmul_int8.PANEL, :, ids % matmul_int8.PANEL]
+        integers = packed[ids // matmul.PANEL, :, ids % matmul.PANEL]
         return integers.flatten(1)[:, : self.in_features] * scales[ids, None]
 
 

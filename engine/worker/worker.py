@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from dataclasses import replace
 
 import torch
@@ -19,6 +20,7 @@ from engine.worker.executor import InprocExecutor
 from engine.worker.memory import free_host_bytes, make_kv_cache
 from engine.worker.runner import ModelRunner
 from engine.worker.states import States
+from kernels.cpu import prepare
 from kernels.cpu.threads import set_threads
 
 logger = logging.getLogger("engine.worker")
@@ -35,6 +37,8 @@ def make_worker(config: EngineConfig, info: ModelInfo) -> tuple[InprocExecutor, 
     """Load the model, size and make its KV pool, and decide what the engine runs with."""
     device = resolve_device(config.device)
     num_threads = set_threads(config.num_threads or default_num_threads())
+    if device == "cpu":
+        threading.Thread(target=prepare, name="prepare-kernels").start()
     max_model_len = decide_max_model_len(config.model, info)
     model = load_model(config.model, info, device=device, max_model_len=max_model_len)
     spec: KVSpec = model.kv_spec

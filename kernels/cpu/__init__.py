@@ -8,10 +8,19 @@ from __future__ import annotations
 import torch
 
 from kernels import reference
-from kernels.cpu import attention, pointwise, rope
+from kernels.cpu import attention, matmul, pointwise, rope, sampling
 from kernels.meta import AttentionMeta
 
 _COMPILED_ACTS = ("silu", "gelu_tanh")
+
+
+def prepare() -> None:
+    """Load what every float32 decoder needs; for a thread, while the weights are read.
+
+    The first operation of a process would pay for it otherwise: most of a second, Numba's own.
+    """
+    for kernel in (matmul.PACKED, rope.QKV, pointwise.NORM, pointwise.ACT_MUL, sampling.CHOOSE):
+        kernel.prepare()
 
 
 def _is_plain(*tensors: torch.Tensor | None) -> bool:

@@ -12,13 +12,12 @@ import torch
 from numba import njit
 
 from kernels.cpu.native import FAST, Kernel, f32, i64, next_item
-from kernels.cpu.vectors import LANES, row_products, tile_product
+from kernels.cpu.vectors import tile_product
 
 PANEL = 64  # outputs side by side
 
 _ROWS = 6  # rows a tile: with four vectors of outputs, what the registers hold
 _DEPTH = 3072  # inputs a pass: that much of a panel stays in the second-level cache
-_COLUMNS = 48  # outputs an item, where the weights are not packed
 _ENOUGH = 65536  # multiplications worth a second thread
 _ITEMS_A_THREAD = 4
 _INLINE = {"fastmath": FAST, "error_model": "numpy", "forceinline": True}
@@ -45,7 +44,7 @@ def packed_product(
     num, num_in = x.shape
     out = x.new_empty((num, num_out))
     threads = torch.get_num_threads() if num * num_in * num_out >= _ENOUGH else 1
-    _PACKED.run(
+    PACKED.run(
         threads,
         x.data_ptr(),
         packed.data_ptr(),
@@ -54,32 +53,12 @@ def packed_product(
         num,
         num_in,
         num_out,
-        _rows_an_item(num, packed.shape[0], threads),
+        rows_an_item(num, packed.shape[0], threads),
     )
     return out
 
 
-def plain_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [N, in], weight [out, in], both contiguous, in a multiple of LANES -> [N, out]."""
-    num, num_in = x.shape
-    num_out = weight.shape[0]
-    out = x.new_empty((num, num_out))
-    threads = torch.get_num_threads() if num * num_in * num_out >= _ENOUGH else 1
-    _PLAIN.run(
-        threads,
-        x.data_ptr(),
-        weight.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        out.data_ptr(),
-        num,
-        num_in,
-        num_out,
-        _rows_an_item(num, -(-num_out // _COLUMNS), threads),
-    )
-    return out
-
-
-def _rows_an_item(num: int, panels: int, threads: int) -> int:
+def rows_an_item(num: int, panels: int, threads: int) -> int:
     """All rows, unless that leaves too few items to share out."""
     if threads == 1 or panels >= threads * _ITEMS_A_THREAD:
         return max(num, 1)
@@ -150,54 +129,4 @@ def _packed_body(row):
                     values[j] = edge[i, j]
 
 
-@njit(**_INLINE)
-def _plain_rows(a, lda, b, c, ldc, num):
-    """c[num, 6] = a[num] . b[6], vectors of lda bytes."""
-    depth = lda // (LANES * 4)
-    row = 0
-    while row + 4 <= num:
-        row_products(a + row * lda, lda, b, lda, c + row * ldc, ldc, depth, 4, 6)
-        row += 4
-    while row < num:
-        row_products(a + row * lda, lda, b, lda, c + row * ldc, ldc, depth, 1, 6)
-        row += 1
-
-
-def _plain_body(row):
-    p = i64(row, (9,))
-    num, num_in, num_out, rows = p[5], p[6], p[7], p[8]
-    panels, blocks = (num_out + _COLUMNS - 1) // _COLUMNS, (num + rows - 1) // rows
-    stride, width = num_out * 4, num_in * 4
-    while True:
-        item = next_item(row)
-        if item >= panels * blocks:
-            break
-        panel = item // blocks
-        first = (item - panel * blocks) * rows
-        count = min(rows, num - first)
-        a, c = p[1] + first * width, p[4] + first * stride
-        end = min((panel + 1) * _COLUMNS, num_out)
-        column = panel * _COLUMNS
-        while column + 6 <= end:
-            _plain_rows(a, width, p[2] + column * width, c + column * 4, stride, count)
-            column += 6
-        while column < end:
-            b = p[2] + column * width
-            for i in range(count):
-                place = c + i * stride + column * 4
-                row_products(a + i * width, 0, b, 0, place, 0, num_in // LANES, 1, 1)
-            column += 1
-        if p[3]:
-            _add_bias(c, stride, count, p[3], panel * _COLUMNS, end)
-
-
-@njit(**_INLINE)
-def _add_bias(c, ldc, num, bias, first, end):
-    for row in range(num):
-        sums, values = f32(c + row * ldc, (end,)), f32(bias, (end,))
-        for i in range(first, end):
-            sums[i] += values[i]
-
-
-_PACKED = Kernel(_packed_body, heavy=True)
-_PLAIN = Kernel(_plain_body, heavy=True)
+PACKED = Kernel(_packed_body, heavy=True)

@@ -13,17 +13,16 @@ import numpy as np
 import torch
 from numba import njit
 
+from kernels.cpu.matmul import PANEL, rows_an_item
 from kernels.cpu.native import FAST, Kernel, f32, float_of_bits, i32, i64, next_item, u8
 from kernels.cpu.vectors import HAS_BYTE_PRODUCT, byte_tile_product
 
-PANEL = 64  # outputs side by side
 IS_SUPPORTED = HAS_BYTE_PRODUCT
 
 _ROWS = 6
 _DEEP = 4  # inputs a lane takes at once
 _ZERO_POINT = 128
 _ENOUGH = 262144  # multiplications worth a second thread
-_ITEMS_A_THREAD = 4
 _INLINE = {"fastmath": FAST, "error_model": "numpy", "forceinline": True}
 _ZERO, _LARGEST = np.float32(0), np.float32(127)
 _MAGNITUDE = np.int32(0x7FFFFFFF)
@@ -85,16 +84,9 @@ def int8_product(x: torch.Tensor, weight: Int8Weight, bias: torch.Tensor | None)
         num,
         depth,
         num_out,
-        _rows_an_item(num, weight.packed.shape[0], threads),
+        rows_an_item(num, weight.packed.shape[0], threads),
     )
     return out
-
-
-def _rows_an_item(num: int, panels: int, threads: int) -> int:
-    if threads == 1 or panels >= threads * _ITEMS_A_THREAD:
-        return max(num, 1)
-    pieces = -(-threads * _ITEMS_A_THREAD // panels)
-    return max(1, -(-num // (pieces * _ROWS))) * _ROWS
 
 
 def _quantize_body(row):

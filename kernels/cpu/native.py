@@ -222,6 +222,10 @@ class Kernel:
     def _address(self) -> int:
         return self._compiled.address
 
+    def prepare(self) -> None:
+        """Compile now, or load from the cache; the first of a process also starts Numba."""
+        _ = self._address
+
     def run(self, threads: int, *parameters: int) -> None:
         """Parameter i is at index i + 1 of the body's row."""
         self._launch(_FORK, self._address, threads if _FORK else 1, *parameters)

@@ -40,7 +40,7 @@ def act_mul(gate_up: torch.Tensor, act: str) -> torch.Tensor:
     half = width // 2
     out = gate_up.new_empty((num, half))
     threads = torch.get_num_threads() if num * half >= _ENOUGH else 1
-    _ACT_MUL.run(threads, gate_up.data_ptr(), out.data_ptr(), num, half, _ACTS[act])
+    ACT_MUL.run(threads, gate_up.data_ptr(), out.data_ptr(), num, half, _ACTS[act])
     return out
 
 
@@ -48,7 +48,7 @@ def _norm(x, residual, weight, how, out) -> None:
     width = x.shape[-1]
     num = x.numel() // width if width else 0
     threads = torch.get_num_threads() if num * width >= _ENOUGH else 1
-    _NORM.run(
+    NORM.run(
         threads,
         x.data_ptr(),
         0 if residual is None else residual.data_ptr(),
@@ -115,5 +115,5 @@ def _act_mul_body(row):
                 out[i] = _HALF * gate * (_ONE + tanh(inner)) * ups[i]
 
 
-_NORM = Kernel(_norm_body)
-_ACT_MUL = Kernel(_act_mul_body)
+NORM = Kernel(_norm_body)
+ACT_MUL = Kernel(_act_mul_body)

@@ -29,7 +29,7 @@ def qkv_rope_write(
     num, width = qkv.shape
     q = qkv.new_empty((num, heads[0], heads[2]))
     table = rope.cos_sin
-    _QKV.run(
+    QKV.run(
         torch.get_num_threads() if num * width >= _ENOUGH else 1,
         qkv.data_ptr(),
         q.data_ptr(),
@@ -140,4 +140,4 @@ def _qkv_body(row):
                     _copy(values[h * dim : (h + 1) * dim], f32(to_value, (dim,)))
 
 
-_QKV = Kernel(_qkv_body)
+QKV = Kernel(_qkv_body)

@@ -64,7 +64,7 @@ def choose_tokens(
         chosen,
     )
     threads = torch.get_num_threads() if x.size > SERIAL_SIZE else 1
-    _CHOOSE.run(threads, *(column.ctypes.data for column in columns), *x.shape)
+    CHOOSE.run(threads, *(column.ctypes.data for column in columns), *x.shape)
     return chosen
 
 
@@ -298,4 +298,4 @@ def _mix(z):
     return z ^ (z >> SHIFT_3)
 
 
-_CHOOSE = Kernel(_choose_body, heavy=True)
+CHOOSE = Kernel(_choose_body, heavy=True)

@@ -218,51 +218,6 @@ def dots(  # noqa: PLR0913
 
 
 @intrinsic(prefer_literal=True)
-def row_products(  # noqa: PLR0913
-    typing_context, a, lda, b, ldb, c, ldc, depth, rows, columns
-):
-    """c[i, j] = a[i] . b[j] over depth vectors of LANES floats; rows and columns are literals."""
-    literals = (rows, columns)
-    if not all(isinstance(given, types.Literal) for given in literals):
-        return None
-    num_rows, num_columns = (given.literal_value for given in literals)
-
-    def build(context, builder, signature, args):
-        a, lda, b, ldb, c, ldc, depth = args[:7]
-        vector = ir.VectorType(_F32, LANES)
-        before = builder.block
-        loop, done = (builder.append_basic_block(name) for name in ("depth", "summed"))
-        builder.branch(loop)
-        builder.position_at_end(loop)
-        k, *sums = (builder.phi(kind) for kind in [_I64] + [vector] * (num_rows * num_columns))
-        along = builder.mul(k, _I64(4 * LANES))
-        left = [
-            _load(builder, a, builder.add(builder.mul(lda, _I64(i)), along), vector)
-            for i in range(num_rows)
-        ]
-        right = [
-            _load(builder, b, builder.add(builder.mul(ldb, _I64(j)), along), vector)
-            for j in range(num_columns)
-        ]
-        pairs = [(x, y) for x in left for y in right]
-        added = [_fma(builder, x, y, total) for (x, y), total in zip(pairs, sums, strict=True)]
-        following = builder.add(k, _I64(1))
-        zero = ir.Constant(vector, [0.0] * LANES)
-        for phi, last in zip((k, *sums), (following, *added), strict=True):
-            phi.add_incoming(_I64(0) if phi is k else zero, before)
-            phi.add_incoming(last, loop)
-        builder.cbranch(builder.icmp_signed("<", following, depth), loop, done)
-        builder.position_at_end(done)
-        for index, total in enumerate(added):
-            row, column = divmod(index, num_columns)
-            offset = builder.add(builder.mul(ldc, _I64(row)), _I64(4 * column))
-            _store(builder, _sum(builder, total), c, offset)
-        return context.get_dummy_value()
-
-    return types.void(*[types.intp] * 7, *literals), build
-
-
-@intrinsic(prefer_literal=True)
 def prefetch(typing_context, address, vectors, lanes):
     """Start to bring vectors * lanes floats to the second-level cache; both are literals."""
     literals = (vectors, lanes)
