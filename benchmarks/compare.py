@@ -176,10 +176,13 @@ def run_once(peer: Peer, repeat: int, asked: argparse.Namespace) -> dict[str, An
         kv_gib=asked.kv_gib,
         options=peer.options,
     )
+    environment = dict(os.environ)
+    if peer.python != sys.executable:  # modules of this environment are no business of theirs
+        environment.pop("PYTHONPATH", None)
     done = subprocess.run(
         [str(Path(peer.python).absolute()), "-m", peer.module, json.dumps(asdict(task))],
         cwd=HERE,
-        env=os.environ | peer.environment,
+        env=environment | peer.environment,
         capture_output=True,
         text=True,
         timeout=RUN_SECONDS,
