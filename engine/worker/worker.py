@@ -20,6 +20,7 @@ from engine.worker.executor import InprocExecutor
 from engine.worker.memory import free_host_bytes, make_kv_cache
 from engine.worker.runner import ModelRunner
 from engine.worker.states import States
+from engine.worker.warmup import warm_up
 from kernels.cpu import prepare
 from kernels.cpu.threads import set_threads
 
@@ -78,4 +79,6 @@ def make_worker(config: EngineConfig, info: ModelInfo) -> tuple[InprocExecutor, 
     )
     states = States(sched.max_num_seqs, max_model_len, block_size)
     kv = make_kv_cache(spec, num_blocks, block_size, dtype=model.dtype, device=device)
-    return InprocExecutor(ModelRunner(model, sampler, states, kv)), decided
+    runner = ModelRunner(model, sampler, states, kv)
+    warm_up(runner, num_blocks)
+    return InprocExecutor(runner), decided

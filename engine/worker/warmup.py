@@ -1,0 +1,71 @@
+"""A few tokens before anybody waits for them."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import numpy as np
+
+from engine.messages.params import SamplingParams
+from engine.messages.step import EMPTY, Column, NewSeq, StepPlan
+from engine.worker.runner import ModelRunner
+
+logger = logging.getLogger("engine.worker")
+
+NUM_PROMPT, NUM_DECODES = 4, 2
+WORTH_SAYING = 2.0  # seconds
+
+
+def warm_up(runner: ModelRunner, num_blocks: int) -> None:
+    """Run a prompt and some decodes: kernels are compiled and loaded before the first request.
+
+    What was written is wiped; failures are left for the requests that meet them.
+    """
+    states = runner.states
+    longest = min(states.tokens.shape[1] - 1, (num_blocks - 1) * states.block_size)
+    num_prompt = min(NUM_PROMPT, longest - NUM_DECODES)
+    if num_prompt < 1:
+        return
+    started = time.perf_counter()
+    params = SamplingParams(temperature=1.0, max_tokens=NUM_DECODES + 1, ignore_eos=True)
+    seq = NewSeq("warm-up", 0, [0] * num_prompt, num_prompt, params, 0, [], [])
+    runner.execute(_plan(0, num_prompt, states.block_size, new=[seq]))
+    for position in range(num_prompt, num_prompt + NUM_DECODES):
+        runner.execute(_plan(position, 1, states.block_size))
+    runner.execute(_plan(0, 0, states.block_size, freed=[0]))
+    for layer in runner.kv:
+        layer[: 1 + -(-(num_prompt + NUM_DECODES) // states.block_size)] = 0
+    seconds = time.perf_counter() - started
+    if seconds > WORTH_SAYING:
+        logger.info("kernels compiled in %.0f s; the next start finds them", seconds)
+
+
+def _plan(
+    start: int,
+    count: int,
+    block_size: int,
+    *,
+    new: list[NewSeq] | None = None,
+    freed: list[int] | None = None,
+) -> StepPlan:
+    """A step of slot 0, whose table is blocks 1, 2, 3, ... in order."""
+    one = np.ones(min(count, 1), dtype=np.int32)
+    indices: Column = np.arange(-(-(start + count) // block_size), dtype=np.int32)
+    if not count:
+        indices = EMPTY
+    return StepPlan(
+        step=0,
+        rows=one * 0,
+        slots=one * 0,
+        generations=one,
+        starts=one * start,
+        counts=one * count,
+        samples=one,
+        new=new or [],
+        block_slots=indices * 0,
+        block_indices=indices,
+        block_ids=indices + 1,
+        freed_slots=freed or [],
+        num_tokens=count,
+    )
