@@ -1,0 +1,118 @@
+"""What compiled code needs beside other threads: atomic words, waiting, calls by address."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import sys
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+_I64 = ir.IntType(64)
+_WORD = _I64.as_pointer()
+_PAUSE: tuple[str, list[ir.Constant]] = ("llvm.x86.sse2.pause", [])
+if platform.machine() == "aarch64":
+    _PAUSE = ("llvm.aarch64.hint", [ir.IntType(32)(1)])
+
+# Numbers of system calls: (futex, sched_yield).
+_CALLS = {"x86_64": (202, 24), "aarch64": (98, 124)}
+FUTEX, YIELD = _CALLS.get(platform.machine(), (0, 0))
+FUTEX_WAIT, FUTEX_WAKE = 128, 129  # among threads of one process
+IS_SUPPORTED = sys.platform == "linux" and FUTEX != 0
+
+
+def syscall_address() -> int:
+    """Where libc's ``syscall`` lies."""
+    return ctypes.cast(ctypes.CDLL(None).syscall, ctypes.c_void_p).value or 0
+
+
+@intrinsic
+def add(typing_context, address, value):
+    """Add to the word and return what it was; orders all memory around it."""
+
+    def build(context, builder, signature, args):
+        place = builder.inttoptr(args[0], _WORD)
+        return builder.atomic_rmw("add", place, args[1], "seq_cst")
+
+    return types.int64(types.intp, types.int64), build
+
+
+@intrinsic
+def exchange(typing_context, address, value):
+    """Replace the word and return what it was."""
+
+    def build(context, builder, signature, args):
+        place = builder.inttoptr(args[0], _WORD)
+        return builder.atomic_rmw("xchg", place, args[1], "seq_cst")
+
+    return types.int64(types.intp, types.int64), build
+
+
+@intrinsic
+def load(typing_context, address):
+    """The word as another thread last wrote it."""
+
+    def build(context, builder, signature, args):
+        place = builder.inttoptr(args[0], _WORD)
+        return builder.load_atomic(place, "seq_cst", 8)
+
+    return types.int64(types.intp), build
+
+
+@intrinsic
+def pause(typing_context):
+    """Let a moment pass in a loop that waits."""
+
+    def build(context, builder, signature, args):
+        name, arguments = _PAUSE
+        kind = ir.FunctionType(ir.VoidType(), [a.type for a in arguments])
+        function = builder.module.globals.get(name)
+        if function is None:
+            function = ir.Function(builder.module, kind, name)
+        builder.call(function, arguments)
+        return context.get_dummy_value()
+
+    return types.void(), build
+
+
+@intrinsic
+def system_call(typing_context, function, number, first, second, third):
+    """libc's ``syscall`` with three arguments; a fourth, a time limit, is none."""
+
+    def build(context, builder, signature, args):
+        kind = ir.FunctionType(_I64, [_I64] * 5)
+        target = builder.inttoptr(args[0], kind.as_pointer())
+        return builder.call(target, [*args[1:], _I64(0)])
+
+    return types.int64(*[types.int64] * 5), build
+
+
+@intrinsic
+def call_body(typing_context, body, row):
+    """Run the body at the address on a row of parameters."""
+
+    def build(context, builder, signature, args):
+        kind = ir.FunctionType(ir.VoidType(), [_I64])
+        builder.call(builder.inttoptr(args[0], kind.as_pointer()), [args[1]])
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp), build
+
+
+@intrinsic
+def lay_out(typing_context, parameters):
+    """Address of a zero counter and the parameters, on the stack of the function that asks."""
+
+    def build(context, builder, signature, args):
+        with builder.goto_entry_block():
+            row = builder.alloca(ir.ArrayType(_I64, len(parameters) + 1))
+        zero = ir.IntType(32)(0)
+        builder.store(_I64(0), builder.gep(row, [zero, zero]))
+        for i in range(len(parameters)):
+            place = builder.gep(row, [zero, ir.IntType(32)(i + 1)])
+            builder.store(builder.extract_value(args[0], i), place)
+        return builder.ptrtoint(row, _I64)
+
+    return types.intp(parameters), build

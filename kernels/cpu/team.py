@@ -1,0 +1,139 @@
+"""Threads that help with a body, and are never waited for unless they took part of it.
+
+OpenMP ends a loop when *every* thread has arrived, also one that came too late to find work. Where
+another program holds a core, that is a scheduling quantum for each operation: a step of a few
+milliseconds takes some hundred. Here a job is open while its first thread works. Helpers that see
+it in time enter and take items; then it closes, and only those inside are waited for.
+
+Idle helpers watch for the next job for some hundred microseconds and then sleep.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import numpy as np
+from numba import carray, njit, types
+from numba.extending import intrinsic
+
+from kernels.cpu import atomics
+from kernels.cpu.atomics import FUTEX, FUTEX_WAIT, FUTEX_WAKE, YIELD
+from kernels.cpu.disk_cache import cache_of_these_sources
+
+# Words of the control block, each on a cache line of its own, in bytes.
+_EPOCH = 0  # number of jobs begun; sleepers wait on it
+_STATE = 64  # helpers inside the job, plus _CLOSED while it is closed
+_SLEEPERS = 128
+_BUSY = 192  # 1 while some thread leads a job
+_JOB = 256  # body, row of parameters, helpers wanted
+_BLOCK_BYTES = 320
+
+_CLOSED = 1 << 40
+_SPINS = 20_000  # looks at the epoch before a helper sleeps
+_PATIENCE = 2_000  # looks at who is inside before the core is offered to others
+_LOW_BITS = 0xFFFFFFFF
+
+
+@intrinsic
+def _words(typing_context, address):
+    kind = types.CPointer(types.int64)
+
+    def build(context, builder, signature, args):
+        return builder.inttoptr(args[0], context.get_value_type(kind))
+
+    return kind(types.intp), build
+
+
+def _serve(control, syscall):
+    """A helper's life."""
+    seen = atomics.load(control + _EPOCH)
+    job = carray(_words(control + _JOB), (3,))
+    while True:
+        spins = 0
+        while atomics.load(control + _EPOCH) == seen:
+            spins += 1
+            if spins < _SPINS:
+                atomics.pause()
+            else:
+                atomics.add(control + _SLEEPERS, 1)
+                atomics.system_call(syscall, FUTEX, control + _EPOCH, FUTEX_WAIT, seen & _LOW_BITS)
+                atomics.add(control + _SLEEPERS, -1)
+        seen = atomics.load(control + _EPOCH)
+        # Closed counts as more helpers than are ever wanted.
+        if atomics.add(control + _STATE, 1) < job[2]:
+            atomics.call_body(job[0], job[1])
+        atomics.add(control + _STATE, -1)
+
+
+@njit(inline="always")
+def _lead(control, syscall, body, row, helpers):
+    job = carray(_words(control + _JOB), (3,))
+    job[0], job[1], job[2] = body, row, helpers
+    atomics.add(control + _STATE, -_CLOSED)
+    atomics.add(control + _EPOCH, 1)
+    if atomics.load(control + _SLEEPERS) > 0:
+        atomics.system_call(syscall, FUTEX, control + _EPOCH, FUTEX_WAKE, helpers)
+    atomics.call_body(body, row)
+    atomics.add(control + _STATE, _CLOSED)
+    spins = 0
+    while atomics.load(control + _STATE) != _CLOSED:
+        spins += 1
+        if spins % _PATIENCE == 0:
+            atomics.system_call(syscall, YIELD, 0, 0, 0)
+        atomics.pause()
+
+
+@njit(inline="always")
+def _run(control, syscall, body, threads, parameters):
+    row = atomics.lay_out(parameters)
+    # Somebody else may lead a job at this moment: then this one is done alone.
+    if threads > 1 and atomics.exchange(control + _BUSY, 1) == 0:
+        _lead(control, syscall, body, row, threads - 1)
+        atomics.exchange(control + _BUSY, 0)
+    else:
+        atomics.call_body(body, row)
+
+
+def _launch(control, syscall, body, threads, *parameters):
+    """Run a body on the row of a zero and the parameters, with up to threads - 1 helpers."""
+    _run(control, syscall, body, threads, parameters)
+
+
+with cache_of_these_sources() as is_writable:
+    _serve_compiled = njit(cache=is_writable, nogil=True)(_serve)
+    launch = njit(cache=is_writable)(_launch)
+    # The same, while other Python threads run.
+    launch_nogil = njit(cache=is_writable, nogil=True)(_launch)
+
+
+class Team:
+    """The control block and the helpers of this process."""
+
+    def __init__(self) -> None:
+        self.syscall = atomics.syscall_address()
+        self._start()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._start)
+
+    def _start(self) -> None:
+        """No helpers yet, nor in a child process, which inherits memory but no threads."""
+        self._lock = threading.Lock()
+        self._block = np.zeros(_BLOCK_BYTES // 8 + 8, np.int64)
+        self.control = self._block.ctypes.data + -self._block.ctypes.data % 64
+        self._block[(self.control - self._block.ctypes.data + _STATE) // 8] = _CLOSED
+        self.size = 1
+
+    def grow(self, size: int) -> None:
+        """Have at least `size` threads, the caller counted."""
+        with self._lock:
+            while atomics.IS_SUPPORTED and self.size < size:
+                life = threading.Thread(
+                    target=_serve_compiled, args=(self.control, self.syscall), daemon=True
+                )
+                life.name = f"kernels-{self.size}"
+                life.start()
+                self.size += 1
+
+
+TEAM = Team()
