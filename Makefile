@@ -44,7 +44,7 @@ campaign: $(READY)
 	$(PYTEST) -m "slow or perf" tests
 
 bench: $(READY)
-	$(BIN)/python -m benchmarks.step_overhead
+	$(BIN)/python benchmarks/step_overhead.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
