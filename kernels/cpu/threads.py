@@ -10,7 +10,9 @@ import torch
 def set_threads(num: int | None = None) -> int:
     """Let torch and the compiled kernels use `num` threads; None: every core this process may use.
 
-    Call it once, before the first operation. Returns the number set.
+    Returns the number set. Torch's OpenMP threads and the helpers of kernels.cpu.team are two sets,
+    but a float32 decoder's step gives torch nothing large enough to wake its own, and helpers sleep
+    soon after work ends. Nobody is bound to a core: a helper that lost its core is not waited for.
     """
     count = num or len(os.sched_getaffinity(0))
     torch.set_num_threads(count)
