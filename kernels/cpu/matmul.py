@@ -17,6 +17,7 @@ from kernels.cpu.vectors import tile_product
 PANEL = 64  # outputs side by side
 
 _ROWS = 6  # rows a tile: with four vectors of outputs, what the registers hold
+_BLOCK = 72  # rows at most that go through all panels before the next: x is then read from cache
 _DEPTH = 3072  # inputs a pass: that much of a panel stays in the second-level cache
 _ENOUGH = 65536  # multiplications worth a second thread
 _ITEMS_A_THREAD = 4
@@ -59,11 +60,11 @@ def packed_product(
 
 
 def rows_an_item(num: int, panels: int, threads: int) -> int:
-    """All rows, unless that leaves too few items to share out."""
+    """A block that stays in the second-level cache, less if that leaves too few to share out."""
     if threads == 1 or panels >= threads * _ITEMS_A_THREAD:
-        return max(num, 1)
+        return max(1, min(num, _BLOCK))
     pieces = -(-threads * _ITEMS_A_THREAD // panels)
-    return max(1, -(-num // (pieces * _ROWS))) * _ROWS
+    return min(_BLOCK, max(1, -(-num // (pieces * _ROWS))) * _ROWS)
 
 
 @njit(**_INLINE)
@@ -109,8 +110,9 @@ def _packed_body(row):
         item = next_item(row)
         if item >= panels * blocks:
             break
-        panel = item // blocks
-        first = (item - panel * blocks) * rows
+        block = item // panels
+        panel = item - block * panels
+        first = block * rows
         count, width = min(rows, num - first), min(PANEL, num_out - panel * PANEL)
         out = p[4] + (first * num_out + panel * PANEL) * 4
         target, stride = out, num_out * 4
