@@ -18,7 +18,8 @@ KINDS: tuple[OutputKind, ...] = ("cumulative", "delta", "final")
 
 
 def greedy(**options: Any) -> SamplingParams:
-    return SamplingParams(**{"temperature": 0.0, "max_tokens": 32, **options})
+    """Of a length that does not hang on what the model says."""
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": 32, "ignore_eos": True, **options})
 
 
 def run(llm_engine: LLMEngine, params: dict[str, SamplingParams]) -> dict[str, list[RequestOutput]]:

@@ -83,7 +83,13 @@ def test_120_stop_token_ids(llm_engine: LLMEngine, answer: tuple[str, list[int]]
 @pytest.mark.parametrize("kind", KINDS)
 def test_121_logprobs(llm_engine: LLMEngine, kind: OutputKind) -> None:
     params = SamplingParams(
-        temperature=1.0, seed=3, max_tokens=12, logprobs=4, prompt_logprobs=2, output_kind=kind
+        temperature=1.0,
+        seed=3,
+        max_tokens=12,
+        ignore_eos=True,
+        logprobs=4,
+        prompt_logprobs=2,
+        output_kind=kind,
     )
     outputs = run_one(llm_engine, params)
     last = outputs[-1].outputs[0]
@@ -123,7 +129,9 @@ def test_121_prompt_logprobs_from_a_start(llm_engine: LLMEngine) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_123_n_samples(llm_engine: LLMEngine, kind: OutputKind) -> None:
-    params = SamplingParams(n=3, temperature=1.2, seed=7, max_tokens=10, output_kind=kind)
+    params = SamplingParams(
+        n=3, temperature=1.2, seed=7, max_tokens=10, ignore_eos=True, output_kind=kind
+    )
     runs = [run_one(llm_engine, params) for _ in range(2)]
     texts = []
     for outputs in runs:
@@ -144,7 +152,9 @@ def test_123_n_samples(llm_engine: LLMEngine, kind: OutputKind) -> None:
 
 
 def test_123_abort_of_the_parent_aborts_all(llm_engine: LLMEngine) -> None:
-    llm_engine.add_request("family", PROMPTS[0], SamplingParams(n=3, max_tokens=100))
+    llm_engine.add_request(
+        "family", PROMPTS[0], SamplingParams(n=3, max_tokens=100, ignore_eos=True)
+    )
     llm_engine.step()
     llm_engine.abort_request("family")
     (output,) = llm_engine.step()
