@@ -14,6 +14,7 @@ from engine.config.env import default_num_threads
 from engine.config.model import ModelInfo
 from engine.errors import ConfigError
 from engine.kv.layout import KVSpec
+from engine.models.decoder import Decoder
 from engine.models.load import load_model
 from engine.sample.sampler import Sampler
 from engine.worker.executor import InprocExecutor
@@ -22,7 +23,7 @@ from engine.worker.runner import ModelRunner
 from engine.worker.states import States
 from engine.worker.warmup import warm_up
 from kernels.cpu import prepare
-from kernels.cpu.threads import set_threads
+from kernels.cpu.threads import leave_threads_to_kernels, set_threads
 
 logger = logging.getLogger("engine.worker")
 
@@ -80,5 +81,7 @@ def make_worker(config: EngineConfig, info: ModelInfo) -> tuple[InprocExecutor, 
     states = States(sched.max_num_seqs, max_model_len, block_size)
     kv = make_kv_cache(spec, num_blocks, block_size, dtype=model.dtype, device=device)
     runner = ModelRunner(model, sampler, states, kv)
+    if device == "cpu" and isinstance(model, Decoder) and model.dtype is torch.float32:
+        leave_threads_to_kernels()
     warm_up(runner, num_blocks)
     return InprocExecutor(runner), decided

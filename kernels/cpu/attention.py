@@ -10,6 +10,7 @@ from kernels.cpu.attention_chunk import chunk_body, tokens_an_item
 from kernels.cpu.attention_plan import Plan, make_plan
 from kernels.cpu.attention_single import single_body
 from kernels.cpu.native import Kernel, bits
+from kernels.cpu.threads import num_threads
 from kernels.meta import AttentionMeta
 from kernels.reference import Variant
 
@@ -33,7 +34,7 @@ def paged_attention(
     """See kernels.ops.paged_attention. q, kv_layer and sinks: contiguous float32."""
     num_tokens, num_heads, head_dim = q.shape
     _, _, kv_heads, block, _ = kv_layer.shape
-    group, threads = num_heads // kv_heads, torch.get_num_threads()
+    group, threads = num_heads // kv_heads, num_threads()
     key = ("attention", variant.window, group)
     plan = meta.scratch.get(key)
     if plan is None:

@@ -12,6 +12,7 @@ import torch
 from numba import njit
 
 from kernels.cpu.native import FAST, Kernel, f32, i64, next_item
+from kernels.cpu.threads import num_threads
 from kernels.cpu.vectors import tile_product
 
 PANEL = 64  # outputs side by side
@@ -44,7 +45,7 @@ def packed_product(
     """x [N, in] contiguous -> [N, out]."""
     num, num_in = x.shape
     out = x.new_empty((num, num_out))
-    threads = torch.get_num_threads() if num * num_in * num_out >= _ENOUGH else 1
+    threads = num_threads() if num * num_in * num_out >= _ENOUGH else 1
     PACKED.run(
         threads,
         x.data_ptr(),

@@ -15,6 +15,7 @@ from numba import njit
 
 from kernels.cpu.matmul import PANEL, rows_an_item
 from kernels.cpu.native import FAST, Kernel, f32, float_of_bits, i32, i64, next_item, u8
+from kernels.cpu.threads import num_threads
 from kernels.cpu.vectors import HAS_BYTE_PRODUCT, byte_tile_product
 
 IS_SUPPORTED = HAS_BYTE_PRODUCT
@@ -59,7 +60,7 @@ def int8_product(x: torch.Tensor, weight: Int8Weight, bias: torch.Tensor | None)
     num, num_in = x.shape
     num_out = len(weight.scales)
     depth = weight.packed.shape[1]
-    threads = torch.get_num_threads() if num * num_in * num_out >= _ENOUGH else 1
+    threads = num_threads() if num * num_in * num_out >= _ENOUGH else 1
     rows = torch.empty((num, depth * _DEEP), dtype=torch.uint8)
     scales = torch.empty(num)
     _QUANTIZE.run(

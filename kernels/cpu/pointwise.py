@@ -7,6 +7,7 @@ import torch
 
 from kernels.cpu.mathlib import sigmoid, tanh
 from kernels.cpu.native import Kernel, bits, f32, f64, i64, next_item
+from kernels.cpu.threads import num_threads
 
 # Elements a thread must have to be worth waking; a wake-up costs about what these take.
 _ENOUGH = 16384
@@ -39,7 +40,7 @@ def act_mul(gate_up: torch.Tensor, act: str) -> torch.Tensor:
     num, width = gate_up.shape
     half = width // 2
     out = gate_up.new_empty((num, half))
-    threads = torch.get_num_threads() if num * half >= _ENOUGH else 1
+    threads = num_threads() if num * half >= _ENOUGH else 1
     ACT_MUL.run(threads, gate_up.data_ptr(), out.data_ptr(), num, half, _ACTS[act])
     return out
 
@@ -47,7 +48,7 @@ def act_mul(gate_up: torch.Tensor, act: str) -> torch.Tensor:
 def _norm(x, residual, weight, how, out) -> None:
     width = x.shape[-1]
     num = x.numel() // width if width else 0
-    threads = torch.get_num_threads() if num * width >= _ENOUGH else 1
+    threads = num_threads() if num * width >= _ENOUGH else 1
     NORM.run(
         threads,
         x.data_ptr(),

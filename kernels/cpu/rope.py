@@ -7,6 +7,7 @@ import torch
 from numba import njit
 
 from kernels.cpu.native import FAST, Kernel, bits, f32, f64, i64, next_item
+from kernels.cpu.threads import num_threads
 from kernels.meta import AttentionMeta
 from kernels.reference import HeadNorm, Rope
 
@@ -30,7 +31,7 @@ def qkv_rope_write(
     q = qkv.new_empty((num, heads[0], heads[2]))
     table = rope.cos_sin
     QKV.run(
-        torch.get_num_threads() if num * width >= _ENOUGH else 1,
+        num_threads() if num * width >= _ENOUGH else 1,
         qkv.data_ptr(),
         q.data_ptr(),
         kv_layer.data_ptr(),

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from kernels.cpu import sweeps
 from kernels.cpu.native import Kernel, f32, f64, i32, i64, next_item, u64
+from kernels.cpu.threads import num_threads
 from kernels.reference import sampling as reference
 
 SERIAL_SIZE = 2**18  # logits: fewer are done before other threads have woken up
@@ -63,7 +64,7 @@ def choose_tokens(
         positions.astype(np.uint64),
         chosen,
     )
-    threads = torch.get_num_threads() if x.size > SERIAL_SIZE else 1
+    threads = num_threads() if x.size > SERIAL_SIZE else 1
     CHOOSE.run(threads, *(column.ctypes.data for column in columns), *x.shape)
     return chosen
 

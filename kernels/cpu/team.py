@@ -116,6 +116,8 @@ class Team:
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._start)
 
+    wanted = 0  # threads of a kernel; 0: as many as torch uses
+
     def _start(self) -> None:
         """No helpers yet, nor in a child process, which inherits memory but no threads."""
         self._lock = threading.Lock()

@@ -6,14 +6,28 @@ import os
 
 import torch
 
+from kernels.cpu.team import TEAM
+
 
 def set_threads(num: int | None = None) -> int:
     """Let torch and the compiled kernels use `num` threads; None: every core this process may use.
 
-    Returns the number set. Torch's OpenMP threads and the helpers of kernels.cpu.team are two sets,
-    but a float32 decoder's step gives torch nothing large enough to wake its own, and helpers sleep
-    soon after work ends. Nobody is bound to a core: a helper that lost its core is not waited for.
+    Returns the number set. Torch's OpenMP threads and the helpers of kernels.cpu.team are two sets:
+    where all that is large is ours, ``leave_threads_to_kernels`` keeps torch to one. Nobody is
+    bound to a core: a helper that lost its core is not waited for.
     """
     count = num or len(os.sched_getaffinity(0))
     torch.set_num_threads(count)
+    TEAM.wanted = 0
     return count
+
+
+def num_threads() -> int:
+    """Threads of a compiled kernel that has work for all."""
+    return TEAM.wanted or torch.get_num_threads()
+
+
+def leave_threads_to_kernels() -> None:
+    """Torch computes nothing large from here on: its own threads would only spin beside ours."""
+    TEAM.wanted = num_threads()
+    torch.set_num_threads(1)
