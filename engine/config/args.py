@@ -66,9 +66,9 @@ class EngineArgs:
     policy_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the policy."""
     async_scheduling: bool | None = None
-    """Plan the next step while one runs; decided by device and scheduler if not given."""
+    """Plan the next step while one runs; off if not given, as a CPU has nothing to overlap with."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the model runs; auto is a GPU if there is one."""
+    """Where the model runs; auto is the CPU, for which alone there is a worker yet."""
     num_threads: int | None = None
     """Threads of CPU kernels; the cores this process may use if not given."""
     log_level: Literal["debug", "info", "warning", "error"] | None = None

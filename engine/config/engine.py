@@ -27,9 +27,9 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     """Budgets and policy of the scheduler."""
     device: Device = "auto"
-    """Where the model runs; auto is a GPU if there is one."""
+    """Where the model runs; auto is the CPU, for which alone there is a worker yet."""
     async_scheduling: bool | None = None
-    """Plan the next step while one runs; None decides by device and scheduler."""
+    """Plan the next step while one runs; None is off, as a CPU has nothing to overlap with."""
     num_threads: int | None = None
     """Threads of CPU kernels; None takes OMP_NUM_THREADS, or the cores this process may use."""
     log_level: LogLevel = "info"

@@ -15,21 +15,21 @@ from engine.config.model import read_model_info
 from engine.core.client import InprocClient
 from engine.core.engine_core import EngineCore, Executor
 from engine.kv.manager import KVManager
-from engine.sched.find import check_scheduler, make_scheduler
+from engine.sched.find import Chosen, choose, make_scheduler
 
 
 def build_core(
     config: EngineConfig, *, clock: Callable[[], float] = time.monotonic
 ) -> InprocClient:
     """Load the model and wire scheduler, KV manager and worker. Raises ``ConfigError``."""
-    check_scheduler(config.scheduler)  # before minutes of loading
+    chosen = choose(config.scheduler)  # or its ConfigError, before minutes of loading
     info = read_model_info(config.model.model)
     if config.model.load_format != "dummy":
         read_ahead(info.path)
     from engine.worker.worker import make_worker
 
     executor, decided = make_worker(config, info)
-    client = InprocClient(wire(config, decided, executor, clock=clock), decided)
+    client = InprocClient(wire(config, decided, executor, clock=clock, chosen=chosen), decided)
     gc.freeze()  # or each full collection walks all that imports made, a tenth of a second
     return client
 
@@ -43,7 +43,12 @@ def read_ahead(path: Path) -> None:
 
 
 def wire(
-    config: EngineConfig, decided: Any, executor: Executor, *, clock: Callable[[], float]
+    config: EngineConfig,
+    decided: Any,
+    executor: Executor,
+    *,
+    clock: Callable[[], float],
+    chosen: Chosen | None = None,
 ) -> EngineCore:
     """A core around an executor, real or fake."""
     kv = KVManager(
@@ -51,5 +56,7 @@ def wire(
         decided.block_size,
         enable_prefix_caching=config.cache.enable_prefix_caching,
     )
-    scheduler = make_scheduler(decided.scheduler, kv, clock=clock, seed=config.model.seed)
+    scheduler = make_scheduler(
+        decided.scheduler, kv, clock=clock, seed=config.model.seed, chosen=chosen
+    )
     return EngineCore(scheduler, executor, decided.scheduler.num_steps_in_flight)

@@ -52,8 +52,8 @@ class CacheCounts:
 
     queries: int = 0
     hits: int = 0
-    evicted_queries: int = 0  # lookups of requests that had been preempted
-    evicted_hits: int = 0
+    preempted_queries: int = 0  # lookups of requests that had been preempted
+    preempted_hits: int = 0
 
 
 class KVManager:
@@ -221,8 +221,8 @@ class KVManager:
         if not self.caching:
             return
         if preempted:
-            self.counts.evicted_queries += num_tokens
-            self.counts.evicted_hits += num_hit
+            self.counts.preempted_queries += num_tokens
+            self.counts.preempted_hits += num_hit
         else:
             self.counts.queries += num_tokens
             self.counts.hits += num_hit

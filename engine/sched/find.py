@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.config.dotted import load_dotted
 from engine.config.sched import SchedulerConfig
@@ -15,19 +15,35 @@ from engine.sched.policy import Policy
 from engine.sched.scheduler import Scheduler
 
 
+class Chosen(NamedTuple):
+    """A scheduler's class and the policy it will be given."""
+
+    cls: type[Scheduler]
+    policy: Policy
+
+
 def make_scheduler(
-    config: SchedulerConfig, kv: KVManager, *, clock: Callable[[], float], seed: int = 0
+    config: SchedulerConfig,
+    kv: KVManager,
+    *,
+    clock: Callable[[], float],
+    seed: int = 0,
+    chosen: Chosen | None = None,
 ) -> SchedulerInterface:
-    """The configured scheduler around the configured policy. Raises ``ConfigError``."""
-    cls = find_scheduler(config.scheduler_cls)
-    policy = find_policy(config.scheduling_policy, config.policy_options)
+    """The configured scheduler around the configured policy. Raises ``ConfigError``.
+
+    ``chosen``: what ``choose`` found before, since a policy is made once.
+    """
+    cls, policy = chosen or choose(config)
     return cls(config, kv, policy, clock=clock, seed=seed)
 
 
-def check_scheduler(config: SchedulerConfig) -> None:
-    """Raise what ``make_scheduler`` would raise for unknown names or unsuitable options."""
-    find_scheduler(config.scheduler_cls)
-    find_policy(config.scheduling_policy, config.policy_options)
+def choose(config: SchedulerConfig) -> Chosen:
+    """Find and make what the configuration names. Raises ``ConfigError``."""
+    return Chosen(
+        find_scheduler(config.scheduler_cls),
+        find_policy(config.scheduling_policy, config.policy_options),
+    )
 
 
 def find_policy(name: Any, options: dict[str, Any]) -> Policy:

@@ -60,8 +60,7 @@ class SchedulerInterface(ABC):
         """Are there finished requests of which the worker was not told yet?"""
 
     def wake(self, request_id: str) -> None:
-        """What a parked request waited for has arrived."""
-        raise NotImplementedError(f"{type(self).__name__} parks no requests")
+        """What a parked request waited for has arrived; unknown ids do nothing."""
 
     def get_num_unfinished_requests(self) -> int:
         return sum(self.get_request_counts())

@@ -29,9 +29,11 @@ logger = logging.getLogger("engine.worker")
 
 
 def resolve_device(asked: str) -> str:
-    """cpu or cuda. Raises ``ConfigError`` if a GPU is asked for and there is none."""
-    if asked == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device is 'cuda', but torch sees no GPU; use device='cpu' or 'auto'")
+    """Where the model runs. Raises ``ConfigError`` for a GPU: there is no worker for one yet."""
+    if asked == "cuda":
+        raise ConfigError(
+            "device is 'cuda', but this version computes on the CPU; use 'cpu' or 'auto'"
+        )
     return "cpu"
 
 

@@ -116,7 +116,7 @@ class Team:
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._start)
 
-    wanted = 0  # threads of a kernel; 0: as many as torch uses
+    num_threads = 0  # of a kernel with work for all; 0: as many as torch has
 
     def _start(self) -> None:
         """No helpers yet, nor in a child process, which inherits memory but no threads."""

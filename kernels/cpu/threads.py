@@ -18,16 +18,16 @@ def set_threads(num: int | None = None) -> int:
     """
     count = num or len(os.sched_getaffinity(0))
     torch.set_num_threads(count)
-    TEAM.wanted = 0
+    TEAM.num_threads = 0
     return count
 
 
 def num_threads() -> int:
     """Threads of a compiled kernel that has work for all."""
-    return TEAM.wanted or torch.get_num_threads()
+    return TEAM.num_threads or torch.get_num_threads()
 
 
 def leave_threads_to_kernels() -> None:
     """Torch computes nothing large from here on: its own threads would only spin beside ours."""
-    TEAM.wanted = num_threads()
+    TEAM.num_threads = num_threads()
     torch.set_num_threads(1)

@@ -10,6 +10,7 @@ import torch
 
 import kernels
 from kernels import AttentionMeta, reference
+from kernels.cpu.threads import num_threads, set_threads
 
 BLOCK = 16
 # Head size and query heads per key head; 24 is no whole number of vectors of 16.
@@ -123,8 +124,8 @@ def test_attention_block_sizes(block: int, rng: torch.Generator) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_attention_cuts_long_sequences_for_threads(threads: int, rng: torch.Generator) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
+    before = num_threads()
+    set_threads(threads)
     try:
         cache = Cache(((1, 4000), (1, 3), (1, 900)), (1, 64), rng)
         q = torch.randn(3, 3, 64, generator=rng)
@@ -134,7 +135,7 @@ def test_attention_cuts_long_sequences_for_threads(threads: int, rng: torch.Gene
         # The counters of the cut are back at their start: the next layer may use them.
         assert torch.equal(attend_both(q, cache, chosen)[0], got)
     finally:
-        torch.set_num_threads(before)
+        set_threads(before)
 
 
 @pytest.mark.parametrize("window", [0, 40])

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from engine.errors import ConfigError
 from engine.layers import linear
 from engine.layers.linear import make_linear
+from kernels.cpu.threads import num_threads, set_threads
 
 # [out, in]: whole panels, a part of one, several, more inputs than one pass takes.
 SHAPES = ((64, 32), (5, 7), (130, 96), (200, 4100))
@@ -20,10 +21,10 @@ def rng(seed: int) -> torch.Generator:
 
 @pytest.fixture(params=[1, 2])
 def threads(request: pytest.FixtureRequest):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
+    before = num_threads()
+    set_threads(request.param)
     yield request.param
-    torch.set_num_threads(before)
+    set_threads(before)
 
 
 @pytest.mark.usefixtures("threads")

@@ -266,11 +266,11 @@ def test_behaviour_32_lookups_are_counted_once_and_apart_after_a_preemption():
     run = make_run(num_blocks=11)
     add_all(run, [80, 80], 20)
     run.step()
-    assert (run.scheduler.kv.counts.queries, run.scheduler.kv.counts.evicted_queries) == (160, 0)
+    assert (run.scheduler.kv.counts.queries, run.scheduler.kv.counts.preempted_queries) == (160, 0)
     run.drain()
     counts = run.scheduler.kv.counts
     assert counts.queries == 160
-    assert counts.evicted_queries > 80 and counts.evicted_hits > 0
+    assert counts.preempted_queries > 80 and counts.preempted_hits > 0
 
 
 # -- priority

@@ -9,16 +9,17 @@ import torch
 
 from engine.layers.linear import make_linear
 from kernels.cpu.team import TEAM
+from kernels.cpu.threads import num_threads, set_threads
 
 ROUNDS = 200
 
 
 @pytest.fixture(autouse=True)
 def _four_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(4)
+    before = num_threads()
+    set_threads(4)
     yield
-    torch.set_num_threads(before)
+    set_threads(before)
 
 
 def problem(seed: int):
