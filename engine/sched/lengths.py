@@ -1,0 +1,163 @@
+"""How long outputs become: what was seen so far, and predictors built on it."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections import deque
+from itertools import accumulate
+from math import ceil
+from random import Random
+from typing import Any, Protocol, runtime_checkable
+
+from engine.config.dotted import load_dotted
+from engine.errors import ConfigError, RequestError
+from engine.sched.request import Request
+
+
+class LengthHistory:
+    """Output lengths, in tokens, of the requests that finished last.
+
+    Questions take ``above``: only lengths above it count, as for a request that has generated that
+    many already. They answer ``None`` if there is no such length.
+    """
+
+    def __init__(self, window: int = 1000) -> None:
+        self._recent: deque[int] = deque(maxlen=window)
+        self._sorted: list[int] = []
+        self._sums: list[int] | None = None  # of the shortest 0, 1, 2, ...; made when asked for
+
+    def __len__(self) -> int:
+        return len(self._recent)
+
+    def add(self, length: int) -> None:
+        """A request has finished after this many tokens; the oldest entry may drop out."""
+        if len(self._recent) == self._recent.maxlen:
+            del self._sorted[bisect_left(self._sorted, self._recent[0])]
+        self._recent.append(length)
+        insort(self._sorted, length)
+        self._sums = None
+
+    def sample(self, rng: Random, above: int = 0) -> int | None:
+        """One of the lengths, each as likely as it was frequent."""
+        first = bisect_right(self._sorted, above)
+        count = len(self._sorted) - first
+        return self._sorted[first + rng.randrange(count)] if count else None
+
+    def quantile(self, q: float, above: int = 0) -> int | None:
+        """The smallest length that at least the share ``q`` (0 to 1) does not exceed."""
+        first = bisect_right(self._sorted, above)
+        count = len(self._sorted) - first
+        if not count:
+            return None
+        return self._sorted[first + max(0, ceil(q * count) - 1)]
+
+    def mean(self, above: int = 0) -> float | None:
+        """Their mean."""
+        first = bisect_right(self._sorted, above)
+        count = len(self._sorted) - first
+        if not count:
+            return None
+        if self._sums is None:
+            self._sums = list(accumulate(self._sorted, initial=0))
+        return (self._sums[-1] - self._sums[first]) / count
+
+
+@runtime_checkable
+class Predictor(Protocol):
+    """Says how many output tokens a request will have in all.
+
+    A class of one's own is made with the engine's ``LengthHistory`` as its only argument. ``name``
+    stands beside every result that was obtained with it.
+    """
+
+    name: str
+
+    def predict(self, req: Request) -> int:
+        """Total output tokens, ``req.num_output + 1`` to ``req.max_total - req.num_prompt``."""
+        ...
+
+
+def bounded(req: Request, num_output: float) -> int:
+    """The estimate, within what the request can still become."""
+    longest = req.max_total - req.num_prompt
+    return min(longest, max(req.num_output + 1, round(num_output)))
+
+
+class NoPredictor:
+    """Expects of every request the longest output it may have."""
+
+    name = "none"
+
+    def __init__(self, lengths: LengthHistory) -> None:
+        pass
+
+    def predict(self, req: Request) -> int:
+        return req.max_total - req.num_prompt
+
+
+class HistoryPredictor:
+    """Expects the mean of what was seen, among outputs longer than this one is already.
+
+    A request that outlived them all, or came before any, is expected to become as long as it may.
+    """
+
+    name = "history"
+
+    def __init__(self, lengths: LengthHistory) -> None:
+        self.lengths = lengths
+
+    def predict(self, req: Request) -> int:
+        mean = self.lengths.mean(above=req.num_output)
+        return req.max_total - req.num_prompt if mean is None else bounded(req, mean)
+
+
+class OraclePredictor:
+    """Knows: ``hints["output_tokens"]`` says how long the output will be.
+
+    For experiments with recorded or generated workloads. Raises ``RequestError`` without the hint.
+    """
+
+    name = "oracle"
+
+    def __init__(self, lengths: LengthHistory) -> None:
+        pass
+
+    def predict(self, req: Request) -> int:
+        known = req.hints.get("output_tokens")
+        if not isinstance(known, int) or known < 1:
+            raise RequestError(
+                f"request {req.request_id!r} has hints['output_tokens'] = {known!r}, must be a "
+                "positive integer for the 'oracle' predictor; set it or choose another predictor"
+            )
+        return bounded(req, known)
+
+
+PREDICTORS: dict[str, type[Predictor]] = {
+    "none": NoPredictor,
+    "history": HistoryPredictor,
+    "oracle": OraclePredictor,
+}
+
+
+def find_predictor(chosen: Any, lengths: LengthHistory) -> Predictor:
+    """A shipped predictor by name, any other by dotted path, class or object.
+
+    Raises ``ConfigError``.
+    """
+    if isinstance(chosen, str) and chosen not in PREDICTORS and "." not in chosen:
+        raise ConfigError(
+            f"length_predictor {chosen!r} is not known; there are: {', '.join(sorted(PREDICTORS))} "
+            "(or give the dotted path of a class with predict(req))"
+        )
+    found = chosen
+    if isinstance(chosen, str):
+        found = PREDICTORS.get(chosen) or load_dotted(chosen)
+    try:
+        predictor = found(lengths) if isinstance(found, type) else found
+    except Exception as error:  # whatever a stranger's constructor raises
+        raise ConfigError(
+            f"length_predictor {chosen!r} cannot be made: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(predictor, Predictor):
+        raise ConfigError(f"length_predictor {chosen!r} lacks a name or a predict(req)")
+    return predictor
