@@ -4,6 +4,7 @@
     ├── ConfigError (ValueError)        an option, or a combination of options, that cannot work
     │   └── ModelError                  a model directory that is missing, damaged or not supported
     ├── RequestError (ValueError)       a request that can never be served as it was asked
+    │   └── RefusedError                a good request that is not taken now: try again later
     ├── PolicyError (RuntimeError)      a scheduling policy or resource broke its contract
     └── EngineDeadError (RuntimeError)  the core has died; carries the cause
 
@@ -32,6 +33,17 @@ class RequestError(EngineError, ValueError):
 
 class RequestTypeError(RequestError, TypeError):
     """A request with an argument of the wrong type."""
+
+
+class RefusedError(RequestError):
+    """A good request that is not taken now: the queue is full, or the policy says so.
+
+    ``retry_after`` estimates when to try again, in seconds; ``None`` if nothing is known.
+    """
+
+    def __init__(self, message: str, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class PolicyError(EngineError, RuntimeError):

@@ -12,7 +12,7 @@ from engine.frontend.session import Session
 from engine.frontend.tokenizer import Tokenizer
 from engine.messages.outputs import CoreOutputs, Finished, FinishReason, Started, TokenLogprobs
 from engine.messages.requests import AddRequest
-from engine.sched.stats import SchedulerStats
+from engine.messages.stats import SchedulerStats
 
 
 class FakeClock:

@@ -30,6 +30,24 @@ class SchedulerConfig:
     """Steps launched before the oldest is settled: 1 synchronous, 2 overlapped."""
     policy_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the policy."""
+    max_policy_faults: int = 3
+    """Faults of a policy or resource after which the default answers in its place."""
+    resources: tuple[Any, ...] = ()
+    """Names, classes, dotted paths or objects of resources beside those the model needs."""
+    length_predictor: Any = "none"
+    """How policies are told output lengths: none (max_tokens), history, oracle, or your own."""
+    user_weights: dict[str, float] = field(default_factory=dict)
+    """Shares of users for fair policies; who is not named has 1.0."""
+    max_waiting_requests: int | None = None
+    """Requests that may wait; more are refused with an estimate of the wait. None: no bound."""
+    max_waiting_tokens: int | None = None
+    """Prompt tokens that may wait in all. None: no bound."""
+    stalled_steps: int = 100
+    """Steps without any progress after which the blocked head of the queue is named in the log."""
+    log_stats: bool = True
+    """Keep statistics, request events and waits, and send them to clients."""
+    include_finished_ids: bool = False
+    """Tell each client the ids of all its requests that ended, aborted ones too."""
 
     def __post_init__(self) -> None:
         if self.scheduling_policy is None:
@@ -56,7 +74,16 @@ class SchedulerConfig:
             )
         if self.long_prefill_token_threshold < 0:
             raise ConfigError("long_prefill_token_threshold must not be negative (0: no cap)")
+        _at_least(self, 1, "max_waiting_requests", "max_waiting_tokens", "stalled_steps")
+        _at_least(self, 0, "max_policy_faults")
         if self.num_steps_in_flight < 1:
             raise ConfigError(
                 f"num_steps_in_flight is {self.num_steps_in_flight}, must be at least 1"
             )
+
+
+def _at_least(config: SchedulerConfig, least: int, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < least:
+            raise ConfigError(f"{name} is {value}, must be at least {least}")

@@ -57,6 +57,11 @@ def wire(
         enable_prefix_caching=config.cache.enable_prefix_caching,
     )
     scheduler = make_scheduler(
-        decided.scheduler, kv, clock=clock, seed=config.model.seed, chosen=chosen
+        decided.scheduler,
+        kv,
+        clock=clock,
+        timer=time.perf_counter,
+        seed=config.model.seed,
+        chosen=chosen,
     )
     return EngineCore(scheduler, executor, decided.scheduler.num_steps_in_flight)

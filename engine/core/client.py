@@ -9,7 +9,7 @@ from engine.core.engine_core import EngineCore
 from engine.errors import ConfigError, EngineDeadError
 from engine.messages.outputs import CoreOutputs
 from engine.messages.requests import AddRequest
-from engine.sched.stats import SchedulerStats
+from engine.messages.stats import SchedulerStats
 
 
 class InprocClient:

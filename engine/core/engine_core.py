@@ -36,7 +36,7 @@ class EngineCore:
                 break
             self.flight.append((plan, self.executor.launch(plan)))
         if not self.flight:
-            return {}
+            return self.scheduler.take_outputs()
         plan, ticket = self.flight.popleft()
         return self.scheduler.update_from_output(plan, self.executor.collect(ticket))
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+from engine.messages.stats import SchedulerStats
+
+FinishReason = Literal["stop", "length", "abort", "error", "deadline"]
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
@@ -35,8 +37,11 @@ class Finished(msgspec.Struct, array_like=True, gc=False):
     index: int  # row in CoreOutputs.request_ids
     reason: FinishReason
     stop_reason: int | str | None = None  # the stop token or string; None for end of text
-    message: str = ""  # what went wrong, for reason "error"
+    message: str = ""  # what went wrong, for reasons "error" and "deadline"
     num_preemptions: int = 0
+    waits: dict[str, float] = {}  # seconds in the queue by cause; they sum up to its queue time
+    events: list[tuple[str, float]] = []  # what happened to it, and when
+    kv_transfer_params: dict[str, Any] | None = None  # from the KV connector
 
 
 class CoreOutputs(msgspec.Struct, array_like=True, gc=False):
@@ -55,6 +60,8 @@ class CoreOutputs(msgspec.Struct, array_like=True, gc=False):
     finished: list[Finished] = []
     logprobs: dict[int, list[TokenLogprobs]] = {}
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+    finished_ids: list[str] = []  # aborted ones too; only with ``include_finished_ids``
+    stats: SchedulerStats | None = None  # to one client only
 
 
 class Logprob(msgspec.Struct, gc=False):

@@ -9,6 +9,17 @@ import msgspec
 from engine.messages.params import SamplingParams
 
 
+class MediaItem(msgspec.Struct, array_like=True, frozen=True):
+    """An image, sound or the like in a prompt: ``length`` placeholder tokens from ``offset`` on.
+
+    ``hash`` names its content: equal hashes mean equal encoder output.
+    """
+
+    offset: int
+    length: int
+    hash: str
+
+
 class AddRequest(msgspec.Struct, array_like=True, frozen=True, tag="add"):
     """One sequence to generate. ``n > 1`` was split into n of these before it came here.
 
@@ -30,6 +41,12 @@ class AddRequest(msgspec.Struct, array_like=True, frozen=True, tag="add"):
     client_index: int = 0
     bad_words_ids: list[list[int]] = []  # SamplingParams.bad_words, as token ids
     hints: dict[str, Any] | None = None  # for policies; untouched by the engine
+    adapter: str | None = None  # name of the LoRA adapter
+    media: list[MediaItem] = []  # in order of offset
+    grammar: str | None = None  # what the output must follow, in the form its backend knows
+    kv_transfer_params: dict[str, Any] | None = None  # for the KV connector
+    queue_deadline: float | None = None  # not started by then: it ends with reason "deadline"
+    end_deadline: float | None = None  # not finished by then: the same; ``deadline`` is only a wish
 
 
 class AbortRequests(msgspec.Struct, array_like=True, frozen=True, tag="abort"):

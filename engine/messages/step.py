@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -55,6 +57,10 @@ class StepPlan(msgspec.Struct, array_like=True):
     block_ids: Column
     freed_slots: list[int]
     num_tokens: int
+    draft_counts: Column | None = None  # drafts among counts[i]; None: there are none
+    draft_tokens: Column | None = None  # flat; -1 pads a row that has fewer drafts than slots
+    block_groups: Column | None = None  # KV group of each block-table delta; None: all of group 0
+    parts: dict[str, Any] = {}  # what else features tell the worker, by resource name
 
     @property
     def is_empty(self) -> bool:
@@ -65,7 +71,8 @@ class StepPlan(msgspec.Struct, array_like=True):
 class StepResult(msgspec.Struct, array_like=True):
     """What a step brought, in the plan's row order.
 
-    ``token_ids`` is flat, ``counts[i]`` of them (0 for a prompt chunk) belong to row i. ``errors``
+    ``token_ids`` is flat, ``counts[i]`` of them (0 for a prompt chunk; the accepted drafts and one
+    more for a row with drafts) belong to row i. ``errors``
     maps a row index to a message: that request failed alone and what it wrote must leave the
     prefix cache.
     """
@@ -77,3 +84,4 @@ class StepResult(msgspec.Struct, array_like=True):
     logprobs: dict[int, list[TokenLogprobs]] = {}
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
     seconds: float = 0.0
+    parts: dict[str, Any] = {}  # what else features learn from the worker, by resource name

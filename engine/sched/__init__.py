@@ -1,1 +1,51 @@
-"""Who computes how many tokens in each step. Torch-free, clock-free, dice-free."""
+"""Who computes how many tokens in each step. Torch-free, clock-free, dice-free.
+
+These names are all that a policy, a resource or a scheduler of one's own needs.
+"""
+
+from __future__ import annotations
+
+from engine.sched.cost import CostModel, LinearCost
+from engine.sched.interface import SchedulerInterface
+from engine.sched.ledger import Ledger
+from engine.sched.lengths import LengthHistory, Predictor
+from engine.sched.plugin import require_positive, wrong_hints
+from engine.sched.policy import (
+    API_VERSION,
+    Admission,
+    Defer,
+    Limits,
+    Policy,
+    Refuse,
+    SchedView,
+    Verdict,
+)
+from engine.sched.request import Request
+from engine.sched.resource import Fit, OnRefuse, Resource
+from engine.sched.scheduler import Scheduler
+from engine.sched.shape import StepShape
+
+__all__ = [
+    "API_VERSION",
+    "Admission",
+    "CostModel",
+    "Defer",
+    "Fit",
+    "Ledger",
+    "LengthHistory",
+    "Limits",
+    "LinearCost",
+    "OnRefuse",
+    "Policy",
+    "Predictor",
+    "Refuse",
+    "Request",
+    "Resource",
+    "SchedView",
+    "Scheduler",
+    "SchedulerInterface",
+    "StepShape",
+    "Verdict",
+    "require_positive",
+    "wrong_hints",
+]

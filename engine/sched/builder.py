@@ -6,9 +6,8 @@ import numpy as np
 
 from engine.kv.manager import KVManager
 from engine.messages.step import EMPTY, NewSeq, StepPlan
-from engine.sched.policy import Admission
-from engine.sched.request import Request
-from engine.sched.resource import OnRefuse
+from engine.sched import waits
+from engine.sched.request import Request, Status
 from engine.sched.roster import Roster, Rows
 from engine.sched.table import Table
 
@@ -19,22 +18,31 @@ class Step:
     def __init__(self, index: int, max_tokens: int, roster: Roster) -> None:
         self.index = index
         self.tokens_left = max_tokens
+        self.max_seqs = roster.num_seats
         self.admission_open = True
         self.grants: list[tuple[Request, int]] = []
         self.new: list[Request] = []
         self.preempted: list[Request] = []
         self.silent: set[int] = set()  # rows whose tokens end before a token is due
         self.plain_rows: Rows = EMPTY
+        self.closed_by = ""  # why admission was closed
+        self.refused: list[tuple[Request, str]] = []  # waiting ones refused by themselves
         self._roster = roster
         self._next = 0  # index in the queue from which to look for one not offered yet
 
     @property
     def is_full(self) -> bool:
-        return self.tokens_left == 0
+        return self.tokens_left <= 0
 
     @property
     def has_grants(self) -> bool:
         return bool(self.grants) or self.plain_rows.size > 0
+
+    @property
+    def num_free_seats(self) -> int:
+        """Seats that waiting requests may take in this step."""
+        free = self._roster.num_free_seats
+        return min(free, max(0, self.max_seqs - (self._roster.num_seats - free)))
 
     def next_waiting(self) -> Request | None:
         """The best waiting request that was not offered in this step, while admission is open."""
@@ -47,26 +55,41 @@ class Step:
         return None
 
     def offer(self, req: Request) -> bool:
-        """Mark as considered. False if it was before, or waits while admission is closed."""
-        if req.considered == self.index or (req.is_waiting and not self.admission_open):
+        """Mark as considered. False if it was before, is parked, or waits while admission is
+        closed."""
+        if req.considered == self.index or req.status is Status.PARKED:
+            return False
+        if req.is_waiting and not self.admission_open:
             return False
         req.table.considered.at[req.row] = self.index
         return True
 
-    def admits(self, admission: Admission) -> bool:
-        """Take the policy's answer for a waiting request."""
-        if admission is Admission.CLOSE:
-            self.admission_open = False
-        return admission is Admission.YES
+    def reopen(self, index: int, max_tokens: int) -> None:
+        """Begin again under a new index: everybody may be offered tokens once more."""
+        self.index, self.tokens_left, self._next = index, max_tokens, 0
+        self.max_seqs = self._roster.num_seats
+        self.admission_open, self.closed_by = True, ""
+        self.preempted.clear()
+        self.refused.clear()
 
-    def refuse(self, req: Request, on_refuse: OnRefuse | None) -> None:
-        """The request gets nothing in this step. A running one never closes anything."""
-        if not req.is_waiting:
-            return
-        if on_refuse is OnRefuse.CLOSE:
-            self.admission_open = False
-        elif on_refuse is OnRefuse.PARK:
-            self._roster.park(req)
+    def closing_cause(self) -> str:
+        """Why those who still wait were not admitted."""
+        if self.closed_by:
+            return self.closed_by
+        if self.is_full:
+            return waits.TOKENS
+        if len(self.refused) >= len(self._roster.waiting):  # each for a reason of its own
+            return waits.NEXT_STEP
+        return waits.POLICY if self.num_free_seats else waits.SEATS
+
+    def close(self, cause: str) -> None:
+        """Nobody else is admitted in this step."""
+        if self.admission_open:
+            self.admission_open, self.closed_by = False, cause
+
+    def skip(self, req: Request, cause: str) -> None:
+        """This waiting request alone is passed over."""
+        self.refused.append((req, cause))
 
     def record(self, req: Request, num_tokens: int, *, is_new: bool, samples: bool) -> None:
         """The request computes this many tokens."""

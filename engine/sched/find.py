@@ -1,8 +1,9 @@
-"""Name, dotted path, class or object -> a scheduler with its policy."""
+"""Name, entry point, dotted path, class or object -> a scheduler with its policy and resources."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
 from typing import Any, NamedTuple
 
 from engine.config.dotted import load_dotted
@@ -11,15 +12,20 @@ from engine.errors import ConfigError
 from engine.kv.manager import KVManager
 from engine.sched.interface import SchedulerInterface
 from engine.sched.policies import POLICIES
-from engine.sched.policy import Policy
+from engine.sched.policy import API_VERSION, Policy
+from engine.sched.resource import Resource
 from engine.sched.scheduler import Scheduler
+
+SCHEDULERS_GROUP = "engine.schedulers"  # entry points: Policy or SchedulerInterface classes
+RESOURCES_GROUP = "engine.resources"  # entry points: Resource classes
 
 
 class Chosen(NamedTuple):
-    """A scheduler's class and the policy it will be given."""
+    """A scheduler's class, the policy and the resources it will be given."""
 
     cls: type[Scheduler]
     policy: Policy
+    resources: tuple[Resource, ...] = ()
 
 
 def make_scheduler(
@@ -27,6 +33,7 @@ def make_scheduler(
     kv: KVManager,
     *,
     clock: Callable[[], float],
+    timer: Callable[[], float] = float,
     seed: int = 0,
     chosen: Chosen | None = None,
 ) -> SchedulerInterface:
@@ -34,8 +41,8 @@ def make_scheduler(
 
     ``chosen``: what ``choose`` found before, since a policy is made once.
     """
-    cls, policy = chosen or choose(config)
-    return cls(config, kv, policy, clock=clock, seed=seed)
+    cls, policy, resources = chosen or choose(config)
+    return cls(config, kv, policy, clock=clock, timer=timer, seed=seed, resources=resources)
 
 
 def choose(config: SchedulerConfig) -> Chosen:
@@ -43,39 +50,81 @@ def choose(config: SchedulerConfig) -> Chosen:
     return Chosen(
         find_scheduler(config.scheduler_cls),
         find_policy(config.scheduling_policy, config.policy_options),
+        tuple(find_resource(name) for name in config.resources),
     )
 
 
 def find_policy(name: Any, options: dict[str, Any]) -> Policy:
-    """A shipped policy by name, any other by dotted path, class or object."""
+    """A shipped policy or an installed one by name, any other by dotted path, class or object."""
     if isinstance(name, Policy):
-        return name
-    if isinstance(name, str) and name not in POLICIES and "." not in name:
-        raise ConfigError(
-            f"scheduling_policy {name!r} is not known; there are: {', '.join(sorted(POLICIES))} "
-            "(or give the dotted path of a Policy class)"
-        )
-    cls = POLICIES.get(name) if isinstance(name, str) else name
-    cls = cls or load_dotted(name)
+        return _checked(name, "scheduling_policy")
+    cls = _find("scheduling_policy", name, POLICIES, SCHEDULERS_GROUP)
     if not (isinstance(cls, type) and issubclass(cls, Policy)):
         raise ConfigError(f"scheduling_policy {name!r} is no subclass of engine.Policy")
-    try:
-        return cls(**options)
-    except Exception as error:  # whatever a stranger's constructor raises
-        raise ConfigError(
-            f"policy {cls.__name__} cannot be made with policy_options {options}: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+    return _checked(_make(cls, options, "policy", "policy_options"), "scheduling_policy")
+
+
+def find_resource(name: Any) -> Resource:
+    """A resource by the name it was installed under, by dotted path, class or object."""
+    if isinstance(name, Resource):
+        return _checked(name, "resources")
+    cls = _find("resources", name, {}, RESOURCES_GROUP)
+    if not (isinstance(cls, type) and issubclass(cls, Resource)):
+        raise ConfigError(f"resources: {name!r} is no subclass of engine.Resource")
+    return _checked(_make(cls, {}, "resource", "the options it was given"), "resources")
 
 
 def find_scheduler(cls: Any) -> type[Scheduler]:
-    """The shared mechanism, or a class (or its dotted path) in place of it."""
+    """The shared mechanism, or a class (its name or its dotted path) in place of it."""
     if cls is None:
         return Scheduler
-    if isinstance(cls, str):
-        cls = load_dotted(cls)
+    cls = _find("scheduler_cls", cls, {}, SCHEDULERS_GROUP)
     if not (isinstance(cls, type) and issubclass(cls, SchedulerInterface)):
         raise ConfigError(f"scheduler_cls {cls!r} is no subclass of engine.SchedulerInterface")
     if missing := getattr(cls, "__abstractmethods__", None):
         raise ConfigError(f"scheduler_cls {cls.__name__} lacks {', '.join(sorted(missing))}")
     return cls  # type: ignore[return-value]
+
+
+def _find(option: str, name: Any, shipped: Mapping[str, Any], group: str) -> Any:
+    """What a name stands for; anything but a string stands for itself."""
+    if not isinstance(name, str):
+        return name
+    if name in shipped:
+        return shipped[name]
+    installed = {entry.name: entry for entry in entry_points(group=group)}
+    if name in installed:
+        try:
+            return installed[name].load()
+        except Exception as error:  # whatever importing a stranger's package raises
+            raise ConfigError(
+                f"{option} {name!r} is installed ({installed[name].value}) but cannot be loaded: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+    if "." in name:
+        return load_dotted(name)
+    known = ", ".join(sorted({*shipped, *installed})) or "none"
+    raise ConfigError(
+        f"{option} {name!r} is not known; there are: {known} (or give the dotted path of a class)"
+    )
+
+
+def _make(cls: type[Any], options: dict[str, Any], kind: str, source: str) -> Any:
+    try:
+        return cls(**options)
+    except Exception as error:  # whatever a stranger's constructor raises
+        raise ConfigError(
+            f"{kind} {cls.__name__} cannot be made with {source} {options}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _checked(plugin: Any, option: str) -> Any:
+    """Refuse what was written for another version of the API."""
+    version = plugin.api_version
+    if version != API_VERSION:
+        raise ConfigError(
+            f"{option}: {type(plugin).__name__} was written for version {version} of the API, this "
+            f"engine has version {API_VERSION}; install the release that fits"
+        )
+    return plugin

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple
 
 from engine.messages.outputs import CoreOutputs, FinishReason
 from engine.messages.requests import AddRequest
+from engine.messages.stats import SchedulerStats
 from engine.messages.step import StepPlan, StepResult
 from engine.sched.request import Request
+
+if TYPE_CHECKING:
+    from engine.kv.connector import KVSource
 
 StepOutputs = dict[int, CoreOutputs]  # by client index
 
@@ -20,6 +25,14 @@ class RequestCounts(NamedTuple):
     running: int
     waiting: int
     parked: int = 0
+
+
+class PauseState(Enum):
+    """What a pause holds back."""
+
+    UNPAUSED = "unpaused"
+    PAUSED_NEW = "paused new"  # running requests go on, waiting ones are held
+    PAUSED_ALL = "paused all"  # nothing is scheduled
 
 
 class SchedulerInterface(ABC):
@@ -72,11 +85,26 @@ class SchedulerInterface(ABC):
         """Unfinished ones, or finished ones the worker must still hear of."""
         return self.has_unfinished_requests() or self.has_finished_requests()
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes; False (and nothing changed) while blocks are in use."""
+    def take_outputs(self) -> StepOutputs:
+        """Outputs that belong to no step: requests that met a deadline, or were ended."""
+        return {}
+
+    def reset_prefix_cache(self, reset_running: bool = False) -> bool:
+        """Forget cached prefixes; False (and nothing changed) while blocks are in use.
+
+        ``reset_running``: send all running requests back to the queue first, in their order.
+        """
         return False
 
-    def make_stats(self) -> Any:
+    def set_pause_state(self, state: PauseState) -> None:
+        """Hold back new requests, or everything, until ``UNPAUSED``."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be paused")
+
+    def get_kv_connector(self) -> KVSource | None:
+        """Where KV comes from and goes to beside the local pool, if anywhere."""
+        return None
+
+    def make_stats(self) -> SchedulerStats | None:
         """Statistics of the moment, ``None`` when switched off."""
         return None
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from enum import Enum
 from random import Random
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from engine.config.sched import SchedulerConfig
 from engine.kv.manager import KVManager
@@ -14,6 +14,14 @@ from engine.sched.request import Request
 
 if TYPE_CHECKING:
     from engine.sched.builder import Step
+    from engine.sched.cost import CostModel
+    from engine.sched.ledger import Ledger
+    from engine.sched.lengths import LengthHistory
+    from engine.sched.shape import StepShape
+
+API_VERSION = 1
+"""Version of ``Policy``, ``Resource`` and the public parts of ``Scheduler``. Raised when a plug-in
+written for the one before would break."""
 
 
 class Admission(Enum):
@@ -24,6 +32,29 @@ class Admission(Enum):
     CLOSE = "close"  # nobody else in this step
 
 
+class Limits(NamedTuple):
+    """Bounds of one step. They may only lower the configured ones; ``None`` leaves them."""
+
+    max_tokens: int | None = None
+    max_seqs: int | None = None
+    admission: bool = True  # may waiting requests start in this step?
+
+
+class Refuse(NamedTuple):
+    """Answer of ``on_add``: the caller gets a ``RequestError`` with this reason."""
+
+    reason: str
+
+
+class Defer(NamedTuple):
+    """Answer of ``on_add``: out of the queue until this time (seconds on ``view.now``'s clock)."""
+
+    until: float
+
+
+Verdict = Refuse | Defer | None
+
+
 class SchedView(Protocol):
     """What a policy may look at. At run time these are the live objects: look, do not touch."""
 
@@ -31,16 +62,54 @@ class SchedView(Protocol):
     rng: Random
     step: Step
     config: SchedulerConfig
+    ledger: Ledger
+    lengths: LengthHistory
 
     @property
-    def running(self) -> Sequence[Request]: ...
+    def cost(self) -> CostModel:
+        """Fitted to the steps measured so far."""
+        ...
+
     @property
-    def waiting(self) -> Sequence[Request]: ...
+    def last(self) -> StepShape:
+        """The step settled last."""
+        ...
+
+    @property
+    def running(self) -> Sequence[Request]:
+        """In rank order."""
+        ...
+
+    @property
+    def waiting(self) -> Sequence[Request]:
+        """In rank order."""
+        ...
+
+    @property
+    def unoffered(self) -> list[Request]:
+        """Waiting requests that may still be offered in this step, in rank order."""
+        ...
+
+    @property
+    def parked(self) -> Collection[Request]:
+        """Out of the queue until something they wait for has arrived."""
+        ...
+
+    @property
+    def unfinished(self) -> Collection[Request]:
+        """All of them, in order of arrival."""
+        ...
+
     @property
     def kv(self) -> KVManager: ...
+
     @property
     def promised_blocks(self) -> int:
         """Blocks that running prompts still need before they decode."""
+        ...
+
+    def predict(self, req: Request) -> int:
+        """Output tokens the request will have in all, by the configured predictor."""
         ...
 
 
@@ -51,12 +120,18 @@ class Policy(ABC):
     same inputs give the same plans anywhere. Ties of rank are broken by number of arrival.
     """
 
+    api_version = API_VERSION  # of the API it was written for; a plug-in may pin it as a number
     dynamic = False  # ranks change while a request waits or runs
     waiting_may_preempt = False  # a waiting request may evict running ones that it outranks
+    uses_ledger = False  # it reads ``view.ledger``, which is kept only then
 
     @abstractmethod
     def rank(self, req: Request, view: SchedView) -> tuple[Any, ...]:
         """Smaller goes first: for tokens, for admission, and last to be evicted."""
+
+    def limits(self, view: SchedView) -> Limits:
+        """Bounds of this step, asked first."""
+        return Limits()
 
     def evict(self, view: SchedView) -> Iterable[Request]:
         """Running requests to preempt of its own accord, once, before the step."""
@@ -106,11 +181,15 @@ class Policy(ABC):
         """Whom to preempt for ``req``: all candidates are outranked and were not offered yet."""
         return candidates[-1]
 
-    def on_add(self, req: Request, view: SchedView) -> None:
-        """A request was added; its rank is asked afterwards."""
+    def on_add(self, req: Request, view: SchedView) -> Verdict:
+        """A request comes; its rank is asked afterwards. ``None`` takes it."""
+        return None
 
     def on_grant(self, req: Request, num_tokens: int, view: SchedView) -> None:
         """Tokens of the request will be computed in this step."""
+
+    def on_step(self, shape: StepShape, view: SchedView) -> None:
+        """A step was settled: its shape and how long it took."""
 
     def on_finish(self, req: Request, view: SchedView) -> None:
         """The request has ended, for whatever reason."""

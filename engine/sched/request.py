@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from engine.config.sched import SchedulerConfig
-from engine.errors import RequestError
-from engine.kv.manager import KVManager
 from engine.messages.params import SamplingParams
-from engine.messages.requests import AddRequest
+from engine.messages.requests import AddRequest, MediaItem
 from engine.sched.table import Table
 
 
@@ -31,6 +29,21 @@ LEGAL_MOVES = {
 }
 
 
+@dataclass(slots=True)
+class Story:
+    """What has happened to a request. Times are seconds on the engine's clock."""
+
+    num_preempted: int = 0
+    num_cached: int = 0  # tokens found in the cache when first admitted
+    scheduled_time: float | None = None
+    events: list[tuple[str, float]] = field(default_factory=list)
+    waits: dict[str, float] = field(default_factory=dict)  # seconds by cause
+    queue_seconds: float = 0.0
+    wait_from: float = 0.0
+    own_cause: str | None = None  # what it alone waits for at the moment
+    totals_at_entry: dict[str, float] = field(default_factory=dict)
+
+
 class Request:
     """One sequence to generate, from the moment it is added until its last step has retired.
 
@@ -41,15 +54,13 @@ class Request:
         "add",
         "arrival",
         "cache_salt",
-        "num_cached",
-        "num_preempted",
         "num_prompt",
         "rank",
         "reads_cache",
         "row",
-        "scheduled_time",
         "status",
         "stop_ids",
+        "story",
         "table",
         "tokens",
     )
@@ -64,9 +75,7 @@ class Request:
         self.reads_cache = add.params.prompt_logprobs is None
         self.status = Status.WAITING
         self.rank: tuple[Any, ...] = ()
-        self.num_preempted = 0
-        self.num_cached = 0  # tokens found in the cache when first admitted
-        self.scheduled_time: float | None = None
+        self.story = Story()
         self.row = table.take()
         table.num_tokens.at[self.row] = table.num_prompt.at[self.row] = self.num_prompt
         table.limit.at[self.row] = min(self.num_prompt + add.max_tokens, max_model_len)
@@ -107,6 +116,20 @@ class Request:
     def hints(self) -> dict[str, Any]:
         """What the caller wants the policy to know."""
         return self.add.hints or {}
+
+    @property
+    def adapter(self) -> str | None:
+        """Name of its LoRA adapter."""
+        return self.add.adapter
+
+    @property
+    def media(self) -> list[MediaItem]:
+        """Images and the like in its prompt, in order of offset."""
+        return self.add.media
+
+    @property
+    def num_preempted(self) -> int:
+        return self.story.num_preempted
 
     # -- counts
 
@@ -167,22 +190,3 @@ class Request:
 
     def __repr__(self) -> str:
         return f"Request({self.request_id!r}, {self.status.value})"
-
-
-def check_can_run(add: AddRequest, config: SchedulerConfig, kv: KVManager) -> None:
-    """Raise ``RequestError`` for a request that could never finish, not even alone."""
-    num_prompt = len(add.prompt_token_ids)
-    if not 0 < num_prompt < config.max_model_len:
-        raise RequestError(
-            f"prompt has {num_prompt} tokens, must have 1 to {config.max_model_len - 1} "
-            "(max_model_len less one for the output)"
-        )
-    # The KV of the last token is never needed.
-    longest = min(num_prompt + add.max_tokens, config.max_model_len) - 1
-    needed = kv.blocks_for(longest)
-    if needed > kv.num_usable:
-        raise RequestError(
-            f"request {add.request_id!r} may grow to {longest} tokens = {needed} KV blocks, "
-            f"but the whole pool has {kv.num_usable}; lower max_tokens or raise "
-            "num_kv_blocks"
-        )

@@ -6,10 +6,12 @@ from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.messages.step import StepPlan, StepResult
+from engine.sched.policy import API_VERSION
 from engine.sched.request import Request
 
 if TYPE_CHECKING:
     from engine.sched.builder import Step
+    from engine.sched.interface import SchedulerInterface
 
 
 class OnRefuse(Enum):
@@ -18,18 +20,21 @@ class OnRefuse(Enum):
     SKIP = "skip"  # later requests may go first
     CLOSE = "close"  # admission ends for this step
     PARK = "park"  # out of the queue until somebody wakes it
+    FAIL = "fail"  # the request ends with an error, of which ``cause`` is the message
 
 
 class Fit(NamedTuple):
     """How many tokens are allowed now; if fewer than asked, the reason (a short word).
 
     ``on_refuse`` is what it means for a waiting request that gets none (``None``: what the resource
-    says of itself).
+    says of itself). ``hold``: a request that is parked keeps blocks for this many tokens meanwhile;
+    if they cannot be had it stays in the queue and admission closes.
     """
 
     num_tokens: int
     cause: str = ""
     on_refuse: OnRefuse | None = None
+    hold: int = 0
 
 
 class Resource:
@@ -39,8 +44,12 @@ class Resource:
     ``fit(n) <= fit(m)``), so the answers of several resources do not depend on their order.
     """
 
-    name = "resource"
+    api_version = API_VERSION
+    name = "resource"  # in statistics, and as the cause of a wait if ``Fit`` names none
     on_refuse = OnRefuse.SKIP
+
+    def attach(self, scheduler: SchedulerInterface) -> None:
+        """Called once. Keep it to ``wake`` what was parked."""
 
     def watches(self, req: Request) -> bool:
         """Must this request be asked about in every step? Others may be granted in bulk."""
@@ -49,12 +58,19 @@ class Resource:
     def begin_step(self, step: Step) -> None:
         """A step is about to be planned."""
 
+    def extra(self, req: Request, step: Step) -> int:
+        """Tokens to compute behind the known ones: drafts to verify, for a request that decodes."""
+        return 0
+
     def fit(self, req: Request, num_tokens: int, step: Step) -> Fit:
         """How many of these tokens it allows now, and why not more."""
         return Fit(num_tokens)
 
     def take(self, req: Request, num_tokens: int, step: Step) -> None:
         """Everybody agreed; called once per grant."""
+
+    def parked(self, req: Request) -> None:
+        """The request was parked for this resource; the blocks it asked to hold are its own."""
 
     def release(self, req: Request) -> None:
         """The request was preempted or has finished."""
@@ -63,4 +79,4 @@ class Resource:
         """Add this feature's part to the plan."""
 
     def settle(self, plan: StepPlan, result: StepResult) -> None:
-        """Read this feature's part of the result."""
+        """Read this feature's part of the result. An entry in ``result.errors`` ends that row."""

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from engine.sched.queues import RankedQueue
 from engine.sched.request import Request, Status
 from engine.sched.table import Table
+from engine.sched.waits import WaitLedger
 
 Rows = NDArray[np.int32]
 
@@ -16,12 +17,16 @@ class Roster:
     """Owns membership and seats. A seat is a slot in the worker's tables."""
 
     def __init__(self, max_num_seqs: int) -> None:
+        self.num_seats = max_num_seqs
         self.table = Table()
         self.by_id: dict[str, Request] = {}
         self.by_row: list[Request | None] = [None] * self.table.num_rows
         self.running = RankedQueue()
         self.waiting = RankedQueue()
         self.parked: dict[str, Request] = {}
+        self.holding: dict[str, Request] = {}  # not running, yet they hold blocks
+        self.waits = WaitLedger()
+        self.queued_tokens = 0  # prompt tokens of waiting and parked requests
         self.freed_slots: list[int] = []  # the worker was not told yet
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._running_rows: Rows | None = None
@@ -30,6 +35,21 @@ class Roster:
     def num_free_seats(self) -> int:
         return len(self._free_slots)
 
+    @property
+    def num_queued(self) -> int:
+        """Requests without a seat."""
+        return len(self.waiting) + len(self.parked)
+
+    def waiting_holders(self) -> list[Request]:
+        """Waiting requests that hold blocks; those of parked ones are being filled."""
+        return [req for req in self.holding.values() if req.is_waiting]
+
+    def lowest_holder(self) -> Request | None:
+        """Who loses its blocks first if there is no other way out."""
+        if holders := self.waiting_holders():
+            return holders[-1]
+        return self.running[len(self.running) - 1] if len(self.running) else None
+
     def running_rows(self) -> Rows:
         """Rows of the running requests in ascending order."""
         if self._running_rows is None:
@@ -37,48 +57,63 @@ class Roster:
             self._running_rows = np.array(rows, dtype=np.int32)
         return self._running_rows
 
-    def add(self, req: Request) -> None:
+    def add(self, req: Request, now: float) -> None:
         """A new request joins the queue; its rank is known."""
-        self.waiting.add(req)  # first: a rank that compares with no other raises here
+        self._enqueue(req)
+        self.waits.enter(req, now)
         while len(self.by_row) < self.table.num_rows:
             self.by_row.extend([None] * len(self.by_row))
         self.by_row[req.row] = req
         self.by_id[req.request_id] = req
 
-    def seat(self, req: Request) -> None:
+    def seat(self, req: Request, now: float) -> None:
         """From the queue to a seat."""
-        self.waiting.remove(req)
+        self.waits.leave(req, now)
+        self._dequeue(req)
+        self.holding.pop(req.request_id, None)
         req.move(Status.RUNNING)
         self.running.add(req)
         self.table.slot.at[req.row] = self._free_slots.pop()
         self._running_rows = None
 
-    def unseat(self, req: Request) -> None:
-        """From its seat back to the queue, at its rank."""
+    def unseat(self, req: Request, now: float, cause: str) -> None:
+        """From its seat back to the queue, at its rank. ``cause`` pays for the wait."""
+        self.waits.enter(req, now, own=cause)
         self._leave_seat(req)
         req.move(Status.WAITING)
-        self.waiting.add(req)
+        self._enqueue(req)
 
-    def park(self, req: Request) -> None:
-        """Out of the queue until ``wake``."""
+    def park(self, req: Request, now: float, cause: str, *, holds: bool = False) -> None:
+        """Out of the queue until ``wake``; ``holds``: it has blocks."""
+        self.waits.leave(req, now)
+        self.waits.enter(req, now, own=cause)
         self.waiting.remove(req)
         req.move(Status.PARKED)
         self.parked[req.request_id] = req
+        if holds:
+            self.holding[req.request_id] = req
 
-    def wake(self, req: Request) -> None:
+    def wake(self, req: Request, now: float) -> None:
         """Back into the queue, at its rank."""
+        self.waits.leave(req, now)
+        self.waits.enter(req, now)
         del self.parked[req.request_id]
         req.move(Status.WAITING)
         self.waiting.add(req)
 
-    def finish(self, req: Request) -> None:
+    def finish(self, req: Request, now: float) -> None:
         """Out of everything but its row, which stays until its last step in flight has retired."""
+        if req.status is not Status.RUNNING:
+            self.waits.leave(req, now)
+        self.waits.add_up(req.story.waits)
         if req.status is Status.RUNNING:
             self._leave_seat(req)
         elif req.status is Status.WAITING:
-            self.waiting.remove(req)
+            self._dequeue(req)
         else:
             del self.parked[req.request_id]
+            self.queued_tokens -= req.num_prompt
+        self.holding.pop(req.request_id, None)
         req.move(Status.FINISHED)
         self.table.alive.at[req.row] = 0
         del self.by_id[req.request_id]
@@ -89,6 +124,14 @@ class Roster:
         """Nothing in flight names this row of a finished request any more."""
         self.by_row[row] = None
         self.table.give_back(row)
+
+    def _enqueue(self, req: Request) -> None:
+        self.waiting.add(req)
+        self.queued_tokens += req.num_prompt
+
+    def _dequeue(self, req: Request) -> None:
+        self.waiting.remove(req)
+        self.queued_tokens -= req.num_prompt
 
     def _leave_seat(self, req: Request) -> None:
         self.running.remove(req)

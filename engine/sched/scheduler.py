@@ -18,20 +18,28 @@ from itertools import islice
 from random import Random
 
 from engine.config.sched import SchedulerConfig
-from engine.errors import PolicyError, RequestError
 from engine.kv.manager import KVManager
 from engine.messages.outputs import FinishReason
 from engine.messages.requests import AddRequest
+from engine.messages.stats import SchedulerStats
 from engine.messages.step import StepPlan, StepResult
-from engine.sched import builder, queues
-from engine.sched.interface import RequestCounts, SchedulerInterface, StepOutputs
+from engine.sched import builder, waits
+from engine.sched.agenda import Errand
+from engine.sched.bulk import Bulk
+from engine.sched.faults import FaultLog
+from engine.sched.guard import DECIDING, Guard
+from engine.sched.intake import Intake
+from engine.sched.interface import PauseState, RequestCounts, SchedulerInterface, StepOutputs
 from engine.sched.policy import Admission, Policy
-from engine.sched.request import Request, Status, check_can_run
+from engine.sched.request import Request
 from engine.sched.resource import Fit, OnRefuse, Resource
-from engine.sched.roster import Roster, Rows
+from engine.sched.resources import Resources
+from engine.sched.roster import Roster
 from engine.sched.settle import Settler
-from engine.sched.stats import SchedulerStats
+from engine.sched.tally import make_stats
+from engine.sched.victims import victims_for
 from engine.sched.view import View
+from engine.sched.watch import Watch
 
 SCALAR_UPTO = 16  # running requests up to which one by one is faster than in bulk
 # Whoever overrides one of these is asked about every request, one by one.
@@ -43,7 +51,8 @@ class Scheduler(SchedulerInterface):
     """The shared mechanism under every policy.
 
     Public parts for loops of one's own: ``begin_step``, ``tokens_for``, ``secure``, ``grant``,
-    ``preempt``, ``seal``. ``clock`` gives seconds; nothing here reads any other.
+    ``preempt``, ``seal``. ``clock`` gives seconds, and so does ``timer``, which only measures how
+    long hooks take; nothing here reads any other.
     """
 
     def __init__(
@@ -55,51 +64,34 @@ class Scheduler(SchedulerInterface):
         clock: Callable[[], float],
         resources: Sequence[Resource] = (),
         seed: int = 0,
+        timer: Callable[[], float] = float,
     ) -> None:
+        faults = FaultLog(config.max_policy_faults, timer)
         self.config = config
         self.kv = kv
         self.policy = policy
-        self.resources = list(resources)
+        self.resources = Resources(resources, faults)
         self.roster = Roster(config.max_num_seqs)
         self.view = View(config, kv, self.roster, Random(seed))
-        self.settler = Settler(self.roster, kv, policy, self.view, self.resources)
+        self.guard = Guard(policy, faults, self.view)
+        self.asked: Policy = self.guard  # who answers in this step
+        self.settler = Settler(config, self.roster, kv, self.guard, self.view, self.resources)
+        self.intake = Intake(config, self.settler)
+        self.pause_state = PauseState.UNPAUSED
         self.num_in_flight = 0
+        self._watch = Watch(config.stalled_steps, self.settler.tally)
         self._clock = clock
-        self._num_steps = 0
-        self._num_arrived = 0
-        asked: list[tuple[type, type, str]] = [(type(policy), Policy, hook) for hook in BULK_HOOKS]
-        asked += [(type(self), Scheduler, part) for part in BULK_PARTS]
-        self._bulk = all(getattr(cls, name) is getattr(base, name) for cls, base, name in asked)
+        own_parts = [getattr(type(self), p) is not getattr(Scheduler, p) for p in BULK_PARTS]
+        asks_everybody = self.guard.overrides(*BULK_HOOKS) or any(own_parts)
+        self._bulk = None if asks_everybody else Bulk(self.roster, kv, self.settler)
+        for resource in resources:
+            resource.attach(self)
 
     # -- requests come and go
 
     def add_request(self, add: AddRequest) -> Request:
-        if add.request_id in self.roster.by_id:
-            raise RequestError(
-                f"request id {add.request_id!r} is in use; wait until it has finished or choose "
-                "another"
-            )
-        check_can_run(add, self.config, self.kv)
-        req = Request(
-            add,
-            self._num_arrived,
-            self.roster.table,
-            max_model_len=self.config.max_model_len,
-        )
-        self._num_arrived += 1
-        self.kv.ensure_rows(self.roster.table.num_rows)
         self.view.now = self._clock()
-        try:
-            watched = any(resource.watches(req) for resource in self.resources)
-            self.roster.table.watched.at[req.row] = int(watched)
-            self.policy.on_add(req, self.view)
-            req.rank = self.policy.rank(req, self.view)
-            self.roster.add(req)
-        except BaseException:  # a policy that cannot take this one costs no row
-            self.kv.forget(req)
-            self.roster.table.give_back(req.row)
-            raise
-        return req
+        return self.intake.take(add)
 
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, reason: FinishReason = "abort"
@@ -110,151 +102,103 @@ class Scheduler(SchedulerInterface):
         elif isinstance(request_ids, str):
             request_ids = [request_ids]
         alive = [by_id[name] for name in dict.fromkeys(request_ids) if name in by_id]
+        self.view.now = self._clock()
         for req in alive:
             self.settler.finish(req)
         return alive
 
     def wake(self, request_id: str) -> None:
         if request_id in self.roster.parked:
-            self.roster.wake(self.roster.parked[request_id])
+            self.view.now = self._clock()
+            self.roster.wake(self.roster.parked[request_id], self.view.now)
 
     # -- the step
 
     def schedule(self) -> StepPlan:
         """Grant plain decodes at once, then offer what is left of the step, best first."""
         step = self.begin_step()
-        for req in self.offers(step):
+        self.serve(self.offers(step), step)
+        return self.seal(step)
+
+    def serve(self, offers: Iterable[Request], step: builder.Step) -> None:
+        """Give each what it can have, until the step is full."""
+        for req in offers:
             if step.is_full:
                 break
             if not step.offer(req):  # seen or evicted in this step, or admission is closed
                 continue
             fit = self.tokens_for(req, step)
             if fit.num_tokens <= 0:
-                step.refuse(req, fit.on_refuse)
+                self.refuse(req, fit, step)
             elif self.secure(req, fit.num_tokens, step):
                 self.grant(req, fit.num_tokens, step)
-        self.unstick(step)
-        return self.seal(step)
 
     def begin_step(self) -> builder.Step:
-        """Fresh budgets; ranks that move are asked again; the policy's own evictions happen."""
-        self._num_steps += 1
-        view = self.view
+        """What is due happens; fresh budgets; moving ranks are asked; the policy may evict."""
+        view, tally = self.view, self.settler.tally
         view.now = self._clock()
+        self._run_errands()
+        tally.num_steps += 1
         step = view.step = builder.Step(
-            self._num_steps, self.config.max_num_batched_tokens, self.roster
+            tally.num_steps, self.config.max_num_batched_tokens, self.roster
         )
-        if self.policy.dynamic:
+        self._limit(step)
+        if self.guard.dynamic or self.guard.take_rerank():
             for queue in (self.roster.running, self.roster.waiting):
-                queue.rerank(lambda req: self.policy.rank(req, view))
-        step.admission_open = bool(self.roster.num_free_seats) or self.policy.waiting_may_preempt
-        for req in list(self.policy.evict(view)):
-            if req.status is not Status.RUNNING:
-                raise PolicyError(f"{type(self.policy).__name__}.evict: {req} is not running")
+                queue.rerank(lambda req: self.guard.rank(req, view))
+        for req in list(self.guard.evict(view)):
             self.preempt(req, step)
-        for resource in self.resources:
-            resource.begin_step(step)
+        self.resources.begin_step(step)
         return step
 
     def offers(self, step: builder.Step) -> Iterator[Request]:
         """Whom to offer tokens: the policy's order, less what was granted in bulk."""
-        contested = self.policy.waiting_may_preempt and len(self.roster.waiting)
-        many = self._bulk and len(self.roster.running) > SCALAR_UPTO
-        if contested or not (many and self.grant_plain(step)):
+        asked, num_waiting = self.asked, len(self.roster.waiting)
+        contested = asked.waiting_may_preempt and num_waiting
+        many = self._bulk is not None and len(self.roster.running) > SCALAR_UPTO
+        if contested or self._bulk is None or not (many and self._bulk.grant_plain(step)):
             # To name somebody twice is harmless; to go on naming for ever ends here.
-            yield from islice(self.policy.order(self.view), 2 * len(self.roster.by_id))
+            yield from islice(asked.order(self.view), 2 * len(self.roster.by_id))
             return
-        rows = self.roster.running_rows()
-        rest = self._by_rank(rows[self.roster.table.considered.all[rows] != step.index])
-        yield from sorted(rest, key=lambda req: req.num_uncomputed != 1)
-        for _ in range(len(self.roster.waiting)):
-            if (req := self.policy.next_waiting(self.view)) is None:
+        yield from self._bulk.rest(step)
+        for _ in range(num_waiting):
+            if (req := asked.next_waiting(self.view)) is None:
                 return
             yield req
-
-    def grant_plain(self, step: builder.Step) -> bool:
-        """Grant all running requests that are one token behind and watched by no resource.
-
-        Done only if every running decode fits budget and free blocks; then the order among them
-        does not matter and the plan is the one that offering them one by one would give.
-        """
-        table, kv = self.roster.table, self.kv
-        rows = self.roster.running_rows()
-        upto = table.num_tokens.all[rows] + table.num_pending.all[rows]
-        computed = table.num_computed.all[rows]
-        decode = (upto - computed == 1) & (upto < table.limit.all[rows])
-        needs_block = decode & (computed >= kv.num_held[rows] * kv.block_size)
-        num_decodes = int(decode.sum())
-        if num_decodes > step.tokens_left or int(needs_block.sum()) > kv.pool.num_free:
-            return False
-        plain = decode & (table.watched.all[rows] == 0)
-        growing = self._by_rank(rows[plain & needs_block])
-        kv.reserve_next([req.row for req in growing])
-        rows = rows[plain]
-        table.num_computed.all[rows] += 1
-        table.num_pending.all[rows] += 1
-        table.in_flight.all[rows] += 1
-        table.considered.all[rows] = step.index
-        step.plain_rows = rows
-        step.tokens_left -= len(rows)
-        self.settler.commit_rows(rows)
-        return True
 
     def tokens_for(self, req: Request, step: builder.Step) -> Fit:
         """How many tokens budget, caps, policy and resources allow the request now."""
         if req.is_waiting and req.num_pending:
             # Preempted; what it sampled must be known first.
-            return Fit(0, "in flight", OnRefuse.CLOSE)
+            return Fit(0, waits.BLOCKS, OnRefuse.CLOSE)
         behind = req.num_uncomputed
         if req.is_waiting:
-            behind -= self.kv.lookup(req).num_tokens
+            behind -= self.kv.ready(req)
         wanted = min(behind, step.tokens_left, self._prefill_cap())
         if wanted < behind and not self.config.enable_chunked_prefill:
-            return Fit(0, "token budget", OnRefuse.CLOSE)
-        if wanted:
-            wanted = max(0, min(wanted, int(self.policy.chunk(req, wanted, self.view))))
-        return self._fit_resources(req, Fit(wanted, "token budget", OnRefuse.CLOSE), step)
+            return Fit(0, waits.TOKENS, OnRefuse.CLOSE)
+        if behind == 1:
+            room = min(step.tokens_left, req.max_total - req.num_tokens - req.num_pending)
+            wanted = min(1 + self.resources.extra(req, step), room)
+        if wanted > 0:
+            wanted = min(wanted, self.asked.chunk(req, wanted, self.view))
+        return self.resources.fit(req, Fit(wanted, waits.POLICY, OnRefuse.CLOSE), step)
 
     def secure(self, req: Request, num_tokens: int, step: builder.Step) -> bool:
         """Get a seat and blocks for this many more tokens; decide first, then evict."""
         start = req.num_computed
         if req.is_waiting:
-            if not step.admits(self._admission(req, step)):
+            if not self._admits(req, step):
                 return False
-            start = self.kv.lookup(req).num_tokens
-        victims = self.victims_for(req, start + num_tokens)
+            start = self.kv.ready(req)
+        victims = victims_for(req, start + num_tokens, self.asked, self.view)
         if victims is None:
-            step.refuse(req, OnRefuse.CLOSE)
+            if req.is_waiting:
+                step.close(waits.BLOCKS if step.num_free_seats else waits.SEATS)
             return False
         for victim in victims:
-            self.preempt(victim, step)
+            self.preempt(victim, step, by=req.request_id)
         return self.kv.reserve(req, start + num_tokens)
-
-    def victims_for(self, req: Request, upto: int) -> list[Request] | None:
-        """Whom to preempt so that there is a seat and room for ``req``; None: it cannot be had."""
-        victims: list[Request] = []
-        if req.is_waiting and not self.policy.waiting_may_preempt:
-            fits = self.roster.num_free_seats and self.kv.fits(req, upto)
-            return victims if fits else None
-        candidates: list[Request] | None = None
-        while not (
-            (not req.is_waiting or self.roster.num_free_seats + len(victims))
-            and self.kv.fits(req, upto, victims)
-        ):
-            if candidates is None:
-                candidates = self._candidates(req)
-            if not candidates:
-                return None
-            victim = self.policy.victim(candidates, req, self.view)
-            if victim is None:
-                return None
-            if victim not in candidates:
-                raise PolicyError(
-                    f"{type(self.policy).__name__}.victim: {victim} is no candidate for {req}"
-                )
-            candidates.remove(victim)
-            victims.append(victim)
-        return victims
 
     def grant(self, req: Request, num_tokens: int, step: builder.Step) -> None:
         """The request computes these tokens in this step; its blocks are reserved."""
@@ -270,38 +214,69 @@ class Scheduler(SchedulerInterface):
             table.num_pending.at[row] += 1
         self.kv.commit(req, min(upto, table.num_tokens.at[row]))
         step.record(req, num_tokens, is_new=is_new, samples=samples)
-        for resource in self.resources:
-            resource.take(req, num_tokens, step)
-        self.policy.on_grant(req, num_tokens, self.view)
+        self.resources.take(req, num_tokens, step)
+        if self.guard.uses_ledger:
+            self.view.ledger.on_grant(req, num_tokens)
+        self.asked.on_grant(req, num_tokens, self.view)
 
-    def preempt(self, req: Request, step: builder.Step) -> None:
+    def refuse(self, req: Request, fit: Fit, step: builder.Step) -> None:
+        """The request gets nothing in this step. A running one never closes anything."""
+        if fit.on_refuse is OnRefuse.FAIL:
+            self.settler.end(req, "error", fit.cause)
+        elif not req.is_waiting:
+            return
+        elif fit.on_refuse is OnRefuse.CLOSE:
+            step.close(fit.cause)
+        elif fit.on_refuse is OnRefuse.PARK:
+            self.park(req, fit, step)
+        else:
+            step.skip(req, fit.cause)
+
+    def park(self, req: Request, fit: Fit, step: builder.Step) -> None:
+        """Out of the queue until it is woken, with the blocks it is to hold meanwhile."""
+        if fit.hold and not (self._admits(req, step) and self.kv.reserve(req, fit.hold)):
+            step.close(waits.BLOCKS)
+            return
+        self.roster.park(req, self.view.now, fit.cause, holds=fit.hold > 0)
+        self.resources.parked(req)
+
+    def preempt(self, req: Request, step: builder.Step, by: str = "its policy") -> None:
         """Take blocks and seat; the request waits at its rank and will recompute.
 
         Steps in flight still bring it their tokens: they are on their way and they are right.
         """
-        self.kv.release(req)
-        self.roster.table.num_computed.at[req.row] = 0
+        self.settler.unseat(req, f"preempted by {by}")
         self.roster.table.considered.at[req.row] = step.index
-        req.num_preempted += 1
-        self.view.num_preemptions += 1
-        self.roster.unseat(req)
         step.preempted.append(req)
-        for resource in self.resources:
-            resource.release(req)
 
-    def unstick(self, step: builder.Step) -> None:
-        """Nobody got a token and nothing is in flight: the lowest holder makes room."""
-        if not step.has_grants and not self.num_in_flight and len(self.roster.running):
-            self.preempt(self.roster.running[len(self.roster.running) - 1], step)
+    def rescue(self, step: builder.Step) -> None:
+        """Nobody got a token and nothing is in flight: the default order; then room is made."""
+        stalls = self.guard.overrides(*DECIDING) or type(self).schedule is not Scheduler.schedule
+        if stalls and len(self.roster.running) + len(self.roster.waiting):
+            tally = self.settler.tally
+            tally.num_steps += 1
+            step.reopen(tally.num_steps, self.config.max_num_batched_tokens)
+            self.asked = self.guard.overrule()
+            self.serve(self.asked.order(self.view), step)
+            self.asked = self.guard
+            tally.num_rescued_steps += step.has_grants
+        if not step.has_grants and (holder := self.roster.lowest_holder()) is not None:
+            self.preempt(holder, step, by="the lack of KV blocks")
 
     def seal(self, step: builder.Step) -> StepPlan:
         """The plan; from here on the step is in flight, unless there is nothing in it."""
+        is_paused = self.pause_state is not PauseState.UNPAUSED
+        if not step.has_grants and not self.num_in_flight and not is_paused:
+            self.rescue(step)
+        cause = waits.PAUSED if is_paused else step.closing_cause()
+        self.roster.waits.close(self.view.now, cause, step.refused)
+        is_idle = not (step.has_grants or self.num_in_flight or is_paused)
+        self._watch.look(is_idle, self.roster.waiting, cause, step.refused)
         plan = builder.seal(step, self.roster, self.kv)
         if not plan.is_empty:
             self.num_in_flight += 1
-            for resource in self.resources:
-                resource.describe(plan)
-        self.view.num_scheduled_tokens += plan.num_tokens
+            self.resources.describe(plan)
+        self.settler.tally.num_scheduled_tokens += plan.num_tokens
         return plan
 
     # -- after the step
@@ -309,7 +284,18 @@ class Scheduler(SchedulerInterface):
     def update_from_output(self, plan: StepPlan, result: StepResult) -> StepOutputs:
         self.num_in_flight -= 1
         self.view.now = self._clock()
-        return self.settler.settle(plan, result)
+        self.view.note(plan, result.seconds)
+        outputs = self.settler.settle(plan, result)
+        if self.guard.overrides("on_step"):
+            self.guard.on_step(self.view.last, self.view)
+        if outputs and self.config.log_stats:
+            outputs[min(outputs)].stats = self.make_stats()
+        return outputs
+
+    def take_outputs(self) -> StepOutputs:
+        self.view.now = self._clock()
+        self._run_errands()
+        return self.settler.take_outputs()
 
     # -- questions
 
@@ -320,41 +306,46 @@ class Scheduler(SchedulerInterface):
     def has_finished_requests(self) -> bool:
         return bool(self.roster.freed_slots)
 
-    def reset_prefix_cache(self) -> bool:
+    def set_pause_state(self, state: PauseState) -> None:
+        self.pause_state = state
+
+    def reset_prefix_cache(self, reset_running: bool = False) -> bool:
+        if reset_running:
+            self.view.now = self._clock()
+            for req in [*self.roster.running, *self.roster.holding.values()]:
+                self.settler.restart(req.row)
         return self.kv.reset_prefix_cache()
 
-    def make_stats(self) -> SchedulerStats:
-        counts = self.get_request_counts()
-        return SchedulerStats(
-            num_running=counts.running,
-            num_waiting=counts.waiting,
-            num_parked=counts.parked,
-            kv_usage=self.kv.usage,
-            prefix_queries=self.kv.counts.queries,
-            prefix_hits=self.kv.counts.hits,
-            num_preemptions=self.view.num_preemptions,
-            num_failed=self.settler.num_failed,
-            num_steps=self._num_steps,
-            num_scheduled_tokens=self.view.num_scheduled_tokens,
-        )
+    def make_stats(self) -> SchedulerStats | None:
+        if not self.config.log_stats:
+            return None
+        return make_stats(self.settler.tally, self.roster, self.kv, self.guard.faults)
 
     # -- helpers
 
-    def _fit_resources(self, req: Request, fit: Fit, step: builder.Step) -> Fit:
-        settled = fit.num_tokens == 0
-        while not settled:  # monotone answers: asking again until all agree ends
-            settled = True
-            for resource in self.resources:
-                answer = resource.fit(req, fit.num_tokens, step)
-                if answer.num_tokens < fit.num_tokens:
-                    on_refuse = answer.on_refuse or resource.on_refuse
-                    fit, settled = answer._replace(on_refuse=on_refuse), False
-        return fit
+    def _run_errands(self) -> None:
+        """Wake or end those whose time has come."""
+        for errand, req in self.intake.agenda.due(self.view.now):
+            if errand is Errand.WAKE:
+                self.wake(req.request_id)
+            elif errand is Errand.END_BY or req.story.scheduled_time is None:
+                self.settler.expire(req, errand)
 
-    def _by_rank(self, rows: Rows) -> list[Request]:
-        by_row = self.roster.by_row
-        reqs = [req for row in rows.tolist() if (req := by_row[row]) is not None]
-        return sorted(reqs, key=queues.by_rank)
+    def _limit(self, step: builder.Step) -> None:
+        """Bounds of the policy and of a pause."""
+        limits = self.guard.limits(self.view)
+        if limits.max_tokens is not None:
+            step.tokens_left = min(step.tokens_left, limits.max_tokens)
+        if limits.max_seqs is not None:
+            step.max_seqs = min(step.max_seqs, limits.max_seqs)
+        if self.pause_state is PauseState.PAUSED_ALL:
+            step.tokens_left = 0
+        if self.pause_state is not PauseState.UNPAUSED:
+            step.close(waits.PAUSED)
+        elif not limits.admission:
+            step.close(waits.POLICY)
+        elif not (step.num_free_seats or self.guard.waiting_may_preempt):
+            step.close(waits.SEATS)
 
     def _prefill_cap(self) -> int:
         """Cap on one prompt's tokens in this step: its share if that is above the threshold."""
@@ -365,31 +356,30 @@ class Scheduler(SchedulerInterface):
         share = config.max_num_batched_tokens // max(1, competing)
         return max(config.long_prefill_token_threshold, share)
 
-    def _admission(self, req: Request, step: builder.Step) -> Admission:
-        """The policy's answer; after a preemption only who outranks every evicted one may enter."""
-        policy = self.policy
-        if step.preempted and not (
-            policy.waiting_may_preempt
-            and all(policy.outranks(req, other) for other in step.preempted)
-        ):
-            return Admission.CLOSE
-        return policy.admit(req, self.view)
-
-    def _candidates(self, req: Request) -> list[Request]:
-        """Running requests that ``req`` outranks and that were not offered in this step."""
-        index, outranks = self.view.step.index, self.policy.outranks
-        return [
-            other
-            for other in self.roster.running
-            if other.considered != index and other is not req and outranks(req, other)
-        ]
+    def _admits(self, req: Request, step: builder.Step) -> bool:
+        """May this waiting request start? After a preemption only who outranks every victim."""
+        asked, admission = self.asked, Admission.CLOSE
+        outranked = asked.waiting_may_preempt and all(
+            asked.outranks(req, other) for other in step.preempted
+        )
+        if not step.preempted or outranked:
+            admission = asked.admit(req, self.view)
+        cause = waits.POLICY if self.guard.overrides("admit") else waits.BLOCKS
+        if admission is Admission.CLOSE:
+            step.close(cause)
+        elif admission is Admission.SKIP:
+            step.skip(req, cause)
+        return admission is Admission.YES
 
     def _admit(self, req: Request) -> None:
-        hit = self.kv.num_adopted(req) * self.kv.block_size
-        resumed = req.num_preempted > 0
-        self.kv.count_lookup(req.num_tokens, hit, preempted=resumed)
-        if req.scheduled_time is None:
-            req.scheduled_time = self.view.now
-            req.num_cached = hit
+        """From the queue to a seat; what is ready of it need not be computed."""
+        hit, story, now = self.kv.ready(req), req.story, self.view.now
+        self.kv.count_lookup(req.num_tokens, hit, preempted=story.num_preempted > 0)
+        if story.scheduled_time is None:
+            story.scheduled_time = now
+            story.num_cached = hit
+            self.intake.on_started(now)
+        if self.config.log_stats:
+            story.events.append(("scheduled", now))
         self.roster.table.num_computed.at[req.row] = hit
-        self.roster.seat(req)
+        self.roster.seat(req, now)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Collection, Sequence
 from random import Random
 from typing import cast
 
 from engine.config.sched import SchedulerConfig
 from engine.kv.manager import KVManager
+from engine.messages.step import StepPlan
 from engine.sched.builder import Step
+from engine.sched.cost import CostModel, LinearCost
+from engine.sched.ledger import Ledger
+from engine.sched.lengths import LengthHistory, find_predictor
 from engine.sched.request import Request
 from engine.sched.roster import Roster
+from engine.sched.shape import NO_STEP, StepShape
 
 
 class View:
@@ -22,8 +28,12 @@ class View:
         self.rng = rng
         self.now = 0.0
         self.step = Step(0, 0, roster)
-        self.num_preemptions = 0
-        self.num_scheduled_tokens = 0
+        self.ledger = Ledger(config.user_weights)
+        self.lengths = LengthHistory()
+        self._cost: CostModel = LinearCost()
+        self._last = NO_STEP
+        self._unread: deque[tuple[StepPlan, float]] = deque(maxlen=64)
+        self.predictor = find_predictor(config.length_predictor, self.lengths)
         self._roster = roster
 
     @property
@@ -35,6 +45,58 @@ class View:
     def waiting(self) -> Sequence[Request]:
         """In rank order."""
         return cast(Sequence[Request], self._roster.waiting)
+
+    @property
+    def unoffered(self) -> list[Request]:
+        """Waiting requests that may still be offered in this step, in rank order."""
+        if not self.step.admission_open:
+            return []
+        index = self.step.index
+        return [req for req in self._roster.waiting if req.considered != index]
+
+    @property
+    def holders(self) -> list[Request]:
+        """Whoever holds blocks and may lose them: the running in rank order, then waiting ones."""
+        return [*self._roster.running, *self._roster.waiting_holders()]
+
+    @property
+    def parked(self) -> Collection[Request]:
+        return self._roster.parked.values()
+
+    @property
+    def unfinished(self) -> Collection[Request]:
+        """In order of arrival."""
+        return self._roster.by_id.values()
+
+    @property
+    def last(self) -> StepShape:
+        """The step settled last."""
+        self._read_steps()
+        return self._last
+
+    @property
+    def cost(self) -> CostModel:
+        """Fitted to the steps measured so far."""
+        self._read_steps()
+        return self._cost
+
+    def note(self, plan: StepPlan, seconds: float) -> None:
+        """A step was settled. Its shape is worked out when somebody asks."""
+        self._unread.append((plan, seconds))
+
+    def _read_steps(self) -> None:
+        while self._unread:
+            self._last = StepShape.of(*self._unread.popleft())
+            if self._last.seconds:
+                self._cost.observe(self._last)
+
+    def knows(self, req: Request) -> bool:
+        """Is this one of the unfinished requests?"""
+        return self._roster.by_id.get(req.request_id) is req
+
+    def predict(self, req: Request) -> int:
+        """Output tokens the request will have in all, by the configured predictor."""
+        return self.predictor.predict(req)
 
     @property
     def promised_blocks(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from simulate import expected, make_request, make_run, make_scheduler
 
-from engine.errors import PolicyError
 from engine.sched.policies import FCFS
 from engine.sched.policy import Admission
 from engine.sched.resource import Fit, OnRefuse, Resource
@@ -111,17 +110,16 @@ class Fussy(FCFS):
 
 
 @pytest.mark.parametrize("hints", [None, {"weight": None}])
-def test_a_request_the_policy_cannot_rank_leaves_nothing_behind(hints):
+def test_a_request_the_policy_cannot_rank_goes_last(hints):
     run = make_run(policy=Fussy())
     run.add(make_request("a", PROMPT, 2, hints={"weight": 1}))
-    for _ in range(200):
-        with pytest.raises((KeyError, TypeError)):
-            run.scheduler.add_request(make_request("b", PROMPT[::-1], hints=hints))
-    assert run.scheduler.finish_requests("b") == []
-    assert run.scheduler.roster.table.num_rows == 64
-    run.add(make_request("b", PROMPT, 2, hints={"weight": 0}))
+    run.add(make_request("b", PROMPT[::-1], 2, hints=hints))
+    run.add(make_request("c", PROMPT, 2, hints={"weight": 2}))
+    assert [req.request_id for req in run.scheduler.roster.waiting] == ["a", "c", "b"]
     run.drain()
-    assert run.outputs["b"] == expected(PROMPT, 2)
+    assert run.outputs["b"] == expected(PROMPT[::-1], 2)
+    (message,) = run.scheduler.guard.faults.messages
+    assert message.startswith("Fussy.rank, request b: ")
 
 
 class Float(FCFS):
@@ -146,17 +144,18 @@ class TakesAnybody(FCFS):
         return req
 
 
-def test_illegal_answers_are_named():
-    scheduler = make_scheduler(policy=EvictsAnybody())
-    scheduler.add_request(make_request("a", PROMPT))
-    with pytest.raises(PolicyError, match=r"EvictsAnybody\.evict.*'a'"):
-        scheduler.schedule()
+def test_illegal_answers_are_named_and_answered_by_default():
+    run = make_run(policy=EvictsAnybody())
+    run.add(make_request("a", PROMPT, 3))
+    run.drain()
+    assert run.outputs["a"] == expected(PROMPT, 3)
+    assert "EvictsAnybody.evict: names Request('a'" in run.scheduler.guard.faults.messages[0]
     run = make_run(num_blocks=7, caching=False, policy=TakesAnybody())
     for name in "ab":
         run.add(make_request(name, [ord(name)] * 48, 9))
-    run.step()
-    with pytest.raises(PolicyError, match=r"TakesAnybody\.victim.*'a'"):
-        run.step()
+    run.drain()
+    assert run.outputs["a"] == expected([ord("a")] * 48, 9)
+    assert "TakesAnybody.victim, request a: names Req" in run.scheduler.guard.faults.messages[0]
 
 
 class PoisonWorker(DigestWorker):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from engine.sched.policy import Policy, SchedView
-from engine.sched.request import Request
+from engine.sched import Policy, Request, SchedView
 
 
 class FCFS(Policy):

@@ -1,0 +1,49 @@
+"""What is to happen to a request at a certain time: wake it, or end it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import Enum
+from heapq import heappop, heappush
+
+from engine.sched.request import Request
+
+
+class Errand(Enum):
+    """What is due."""
+
+    WAKE = "wake"
+    START_BY = "start by"
+    END_BY = "end by"
+
+
+class Agenda:
+    """Errands by time, in seconds on the engine's clock. Those of ended requests are dropped."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, int, Errand, Request]] = []
+        self._num_added = 0  # breaks ties
+
+    def add(self, time: float, errand: Errand, req: Request) -> None:
+        heappush(self._heap, (time, req.arrival, self._num_added, errand, req))
+        self._num_added += 1
+
+    def add_deadlines(self, req: Request) -> None:
+        """Those that came with the request."""
+        if req.add.queue_deadline is not None:
+            self.add(req.add.queue_deadline, Errand.START_BY, req)
+        if req.add.end_deadline is not None:
+            self.add(req.add.end_deadline, Errand.END_BY, req)
+
+    def due(self, now: float) -> Iterator[tuple[Errand, Request]]:
+        """What is due by now, in order of time."""
+        while self._heap and self._heap[0][0] <= now:
+            *_, errand, req = heappop(self._heap)
+            if not req.is_finished:
+                yield errand, req
+
+    def next_time(self) -> float | None:
+        """When something is due next."""
+        while self._heap and self._heap[0][-1].is_finished:
+            heappop(self._heap)
+        return self._heap[0][0] if self._heap else None

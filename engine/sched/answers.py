@@ -1,0 +1,46 @@
+"""What a hook may answer: each check says what is wrong with an answer, ``None`` if nothing is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from numbers import Real
+
+from engine.sched.policy import Admission, Defer, Limits, Refuse
+
+
+def no_answer(answer: object) -> None:
+    return None
+
+
+def wrong_limits(answer: object) -> str | None:
+    if not isinstance(answer, Limits):
+        return f"returns {answer!r}, must be Limits"
+    for bound in answer[:2]:
+        if bound is not None and not (isinstance(bound, int) and bound >= 0):
+            return f"returns {answer!r}, whose bounds must be whole numbers from 0 on"
+    return None
+
+
+def wrong_iterable(answer: object) -> str | None:
+    return None if isinstance(answer, Iterable) else f"returns {answer!r}, must be iterable"
+
+
+def wrong_admission(answer: object) -> str | None:
+    return None if isinstance(answer, Admission) else f"returns {answer!r}, must be an Admission"
+
+
+def wrong_count(answer: object, most: int) -> str | None:
+    if isinstance(answer, Real) and 0 <= answer <= most:
+        return None
+    return f"returns {answer!r}, must be a number from 0 to {most}"
+
+
+def wrong_bool(answer: object) -> str | None:
+    known = isinstance(answer, Real | bool) and answer in (0, 1)
+    return None if known else f"returns {answer!r}, must be True or False"
+
+
+def wrong_verdict(answer: object) -> str | None:
+    if answer is None or isinstance(answer, Refuse | Defer):
+        return None
+    return f"returns {answer!r}, must be None, Refuse or Defer"

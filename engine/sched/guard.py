@@ -1,0 +1,274 @@
+"""Guard: asks a policy for the mechanism, checks each answer, and answers where the policy cannot.
+
+Hooks are written by strangers. They may raise, name requests that do not exist or return rubbish;
+whatever they do, budgets, seats and blocks are the mechanism's, and it asks before it changes
+anything. A fault is logged with its culprit and answered by default; after ``max_faults`` of them
+the policy is left out for good and requests run in order of arrival.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from numbers import Real
+from typing import Any
+
+from engine.sched import answers
+from engine.sched.faults import FaultLog
+from engine.sched.policy import Admission, Limits, Policy, SchedView, Verdict
+from engine.sched.request import Request, Status
+from engine.sched.shape import StepShape
+from engine.sched.view import View
+
+logger = logging.getLogger("engine.sched")
+
+HOOKS = (
+    *("rank", "limits", "evict", "order", "next_waiting", "admit", "chunk", "outranks", "victim"),
+    *("on_add", "on_grant", "on_step", "on_finish"),
+)
+# Hooks that decide who runs; without any of them the default order would decide the same.
+DECIDING = frozenset(("limits", "order", "next_waiting", "admit", "chunk", "victim"))
+
+
+class Last:
+    """Compares as greater than any value: rank of a request that its policy could not rank."""
+
+    def __lt__(self, other: object) -> bool:
+        return False
+
+    def __gt__(self, other: object) -> bool:
+        return not isinstance(other, Last)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Last)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+class Default(Policy):
+    """Order of arrival and the base answers."""
+
+    def rank(self, req: Request, view: SchedView) -> tuple[Any, ...]:
+        return (req.arrival,)
+
+
+class Guard(Policy):
+    """Stands in for ``inner`` towards the mechanism. Never raises."""
+
+    def __init__(self, inner: Policy, faults: FaultLog, view: View) -> None:
+        self.inner = inner
+        self.faults = faults
+        self.is_left_out = False
+        self._view = view
+        self._name = type(inner).__name__
+        self._asked = {
+            hook for hook in HOOKS if getattr(type(inner), hook) is not getattr(Policy, hook)
+        }
+        self._default = Default()
+        self._kinds: list[type] = []  # of the places of a rank: numbers or strings
+        self._num_faults = 0
+        self._rerank_due = False
+
+    # -- what the mechanism wants to know of the policy
+
+    @property
+    def dynamic(self) -> bool:  # type: ignore[override]
+        return bool(self.inner.dynamic) and not self.is_left_out
+
+    @property
+    def waiting_may_preempt(self) -> bool:  # type: ignore[override]
+        return bool(self.inner.waiting_may_preempt) and not self.is_left_out
+
+    @property
+    def uses_ledger(self) -> bool:  # type: ignore[override]
+        return bool(self.inner.uses_ledger)
+
+    def overrides(self, *hooks: str) -> bool:
+        """Has the policy any of these hooks of its own?"""
+        return not self._asked.isdisjoint(hooks)
+
+    def overrule(self) -> Policy:
+        """The default order with this policy's ranks: for a step in which the policy idles."""
+        return _Overruled(self)
+
+    def take_rerank(self) -> bool:
+        """Once after the policy was left out: all ranks must be asked again."""
+        due, self._rerank_due = self._rerank_due, False
+        return due
+
+    def leave_out(self, why: str) -> None:
+        """From now on the default answers; the caller asks for all ranks again."""
+        self.is_left_out = self._rerank_due = True
+        self._asked.clear()
+        logger.error(
+            "policy %s is left out after %s; requests run in order of arrival", self._name, why
+        )
+
+    # -- hooks
+
+    def rank(self, req: Request, view: SchedView) -> tuple[Any, ...]:
+        if self.is_left_out:
+            return (req.arrival,)
+        rank = self._ask("rank", self._wrong_rank, req, view)
+        return rank if rank is not None else req.rank or (Last(),)
+
+    def limits(self, view: SchedView) -> Limits:
+        return self._answer("limits", answers.wrong_limits, view)
+
+    def evict(self, view: SchedView) -> Iterable[Request]:
+        if "evict" not in self._asked:
+            return ()
+        named = self._ask("evict", lambda answer: None, view, collect=True)
+        return [req for req in named or () if self._is_running(req)]
+
+    def order(self, view: SchedView) -> Iterator[Request]:
+        if "order" not in self._asked:
+            yield from super().order(view)
+            return
+        named = self._ask("order", answers.wrong_iterable, view)
+        rest = iter(named) if named is not None else None
+        while rest is not None:
+            req = self._ask("order", self._wrong_offer, of=lambda: next(rest, None))
+            if req is None:
+                break
+            yield req
+        if rest is None or self._failed:
+            yield from self._default.order(view)
+
+    def next_waiting(self, view: SchedView) -> Request | None:
+        return self._answer("next_waiting", self._wrong_next, view)
+
+    def admit(self, req: Request, view: SchedView) -> Admission:
+        return self._answer("admit", answers.wrong_admission, req, view)
+
+    def chunk(self, req: Request, num_tokens: int, view: SchedView) -> int:
+        if "chunk" not in self._asked:
+            return num_tokens
+        answer = self._ask(
+            "chunk", lambda n: answers.wrong_count(n, num_tokens), req, num_tokens, view
+        )
+        return num_tokens if answer is None else int(answer)
+
+    def outranks(self, req: Request, other: Request) -> bool:
+        return bool(self._answer("outranks", answers.wrong_bool, req, other))
+
+    def victim(
+        self, candidates: Sequence[Request], req: Request, view: SchedView
+    ) -> Request | None:
+        if "victim" not in self._asked:
+            return candidates[-1]
+        given = tuple(candidates)
+
+        def wrong(answer: object) -> str | None:
+            known = answer is None or any(answer is other for other in given)
+            return None if known else f"names {answer!r}, which is no candidate"
+
+        self._failed = False
+        victim = self._ask("victim", wrong, given, req, view)
+        return candidates[-1] if self._failed else victim
+
+    def on_add(self, req: Request, view: SchedView) -> Verdict:
+        return self._answer("on_add", answers.wrong_verdict, req, view)
+
+    def on_grant(self, req: Request, num_tokens: int, view: SchedView) -> None:
+        self._answer("on_grant", answers.no_answer, req, num_tokens, view)
+
+    def on_step(self, shape: StepShape, view: SchedView) -> None:
+        self._answer("on_step", answers.no_answer, shape, view)
+
+    def on_finish(self, req: Request, view: SchedView) -> None:
+        self._answer("on_finish", answers.no_answer, req, view)
+
+    # -- asking
+
+    _failed = False  # did the last question fail?
+
+    def _answer(self, hook: str, wrong: Callable[[Any], str | None], *args: Any) -> Any:
+        """The policy's answer, or the default one if it has none or a wrong one."""
+        if hook in self._asked:
+            answer = self._ask(hook, wrong, *args)
+            if not self._failed:
+                return answer
+            return getattr(Policy, hook)(self._default, *args)
+        return getattr(Policy, hook)(self, *args)
+
+    def _ask(
+        self,
+        hook: str,
+        wrong: Callable[[Any], str | None],
+        *args: Any,
+        of: Callable[[], Any] | None = None,
+        collect: bool = False,
+    ) -> Any:
+        """What the hook says; ``None`` and ``_failed`` if it raises or its answer is wrong."""
+        begun = self.faults.timer()
+        answer, self._failed = None, False
+        try:
+            answer = of() if of else getattr(self.inner, hook)(*args)
+            if collect:
+                answer = list(answer)
+            fault = wrong(answer)
+        except Exception as error:  # a stranger's code
+            fault = f"{type(error).__name__}: {error}"
+        self.faults.spent(f"{self._name}.{hook}", begun)
+        if fault is None:
+            return answer
+        self._fault(hook, fault, next((arg for arg in args if isinstance(arg, Request)), None))
+        return None
+
+    def _fault(self, hook: str, what: str, request: Request | None = None) -> None:
+        self._failed = True
+        self._num_faults += 1
+        self.faults.note(f"{self._name}.{hook}", request, what)
+        if self._num_faults > self.faults.max_faults and not self.is_left_out:
+            self.leave_out(f"{self._num_faults} faults")
+
+    # -- checks
+
+    def _is_running(self, req: object) -> bool:
+        if isinstance(req, Request) and req.status is Status.RUNNING and self._view.knows(req):
+            return True
+        self._fault("evict", f"names {req!r}, which is not running")
+        return False
+
+    def _wrong_rank(self, rank: object) -> str | None:
+        """Ranks must be comparable with each other: numbers and strings, in the same places."""
+        if type(rank) is not tuple and not isinstance(rank, tuple):
+            return f"returns {rank!r}, must be a tuple"
+        kinds = []
+        for value in rank:
+            if value != value:
+                return f"returns {rank!r}, which holds a NaN"
+            if not isinstance(value, str | Real):
+                return f"returns {rank!r}, must hold numbers and strings"
+            kinds.append(str if isinstance(value, str) else Real)
+        for kind, known in zip(kinds, self._kinds, strict=False):
+            if kind is not known:
+                return f"returns {rank!r}, which cannot be compared with earlier ranks"
+        self._kinds += kinds[len(self._kinds) :]
+        return None
+
+    def _wrong_offer(self, req: object) -> str | None:
+        if req is None or (isinstance(req, Request) and self._view.knows(req)):
+            return None
+        return f"names {req!r}, which neither waits nor runs"
+
+    def _wrong_next(self, req: object) -> str | None:
+        if req is None:
+            return None
+        if not (isinstance(req, Request) and req.is_waiting and self._view.knows(req)):
+            return f"names {req!r}, which does not wait"
+        if req.considered == self._view.step.index:
+            return f"names {req!r}, which was offered in this step"
+        return None
+
+
+class _Overruled(Default):
+    """Base answers with the ranks that were given before."""
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+
+    def rank(self, req: Request, view: SchedView) -> tuple[Any, ...]:
+        return req.rank

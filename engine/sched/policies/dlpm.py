@@ -1,0 +1,52 @@
+"""Longest prefix match among users in credit (DLPM: Cao et al., 2025)."""
+
+from __future__ import annotations
+
+from engine.sched import Policy, Request, SchedView, require_positive
+
+
+class DLPM(Policy):
+    """Users spend credit on computed prompt tokens and on output; the best match in credit is next.
+
+    When nobody who waits has credit left, all of them get ``quantum`` more: two users who always
+    wait differ by about that, and within it the cache decides.
+
+    ``quantum``: tokens, in prices; ``input_price``, ``output_price``: of a token; tokens found in
+    the cache are free. ``max_wait``: seconds after which a request in credit goes first.
+    """
+
+    uses_ledger = True
+
+    def __init__(
+        self,
+        quantum: float = 4000.0,
+        input_price: float = 1.0,
+        output_price: float = 2.0,
+        max_wait: float = 30.0,
+    ) -> None:
+        require_positive(quantum=quantum, max_wait=max_wait)
+        self.quantum = quantum
+        self.prices = (input_price, output_price)
+        self.max_wait = max_wait
+        self.given: dict[str, float] = {}
+
+    def rank(self, req: Request, view: SchedView) -> tuple[int]:
+        return (req.arrival,)
+
+    def credit(self, user: str, view: SchedView) -> float:
+        service = view.ledger.service(user, *self.prices)
+        return self.given.setdefault(user, service + self.quantum) - service
+
+    def next_waiting(self, view: SchedView) -> Request | None:
+        waiting = view.unoffered
+        if not waiting:
+            return None
+        credit = {user: self.credit(user, view) for user in dict.fromkeys(r.user for r in waiting)}
+        lacking = max(0.0, -max(credit.values()))
+        refill = 0.0 if max(credit.values()) > 0 else self.quantum * (lacking // self.quantum + 1)
+        for user in credit:
+            self.given[user] += refill
+        able = [req for req in waiting if credit[req.user] + refill > 0]
+        if view.now - able[0].arrival_time >= self.max_wait:
+            return able[0]
+        return max(able, key=lambda req: (view.kv.cached_prefix(req), -req.arrival))

@@ -1,0 +1,47 @@
+"""Early rejection (Mooncake: Qin et al., FAST 2025)."""
+
+from __future__ import annotations
+
+from engine.sched import Policy, Refuse, Request, SchedView, require_positive, wrong_hints
+
+
+class EarlyRejection(Policy):
+    """Refuses what would get its first token too late, before any work was put into it.
+
+    The wait is predicted from the prompt tokens ahead of it, the decodes beside them and the cost
+    model. Order of arrival.
+
+    ``ttft``: seconds to the first token that are acceptable; ``hints["ttft"]`` overrides it.
+    """
+
+    def __init__(self, ttft: float = 5.0) -> None:
+        require_positive(ttft=ttft)
+        self.ttft = ttft
+
+    def rank(self, req: Request, view: SchedView) -> tuple[int]:
+        return (req.arrival,)
+
+    def on_add(self, req: Request, view: SchedView) -> Refuse | None:
+        if (wrong := wrong_hints(req, "ttft")) is not None:
+            return wrong
+        wanted = req.hints.get("ttft", self.ttft)
+        expected = self.predicted_ttft(req, view)
+        if expected <= wanted:
+            return None
+        return Refuse(f"the first token would take {expected:.2f} s, {wanted:.2f} s are acceptable")
+
+    def predicted_ttft(self, req: Request, view: SchedView) -> float:
+        """Seconds until all prompts that came before and this one are computed."""
+        decodes = [other for other in view.running if other.num_uncomputed <= 1]
+        ahead = sum(other.num_uncomputed for other in view.running) - len(decodes)
+        for other in (*view.waiting, req):
+            ahead += other.num_tokens - view.kv.cached_prefix(other)
+        context = sum(other.num_computed for other in view.running)
+        room = max(1, view.config.max_num_batched_tokens - len(decodes))
+        num_full, rest = divmod(max(0, ahead), room)
+
+        def seconds(num_prompt: int) -> float:
+            num_tokens = len(decodes) + num_prompt
+            return view.cost.step_seconds(len(decodes) + 1, num_tokens, context, context)
+
+        return num_full * seconds(room) + (seconds(rest) if rest else 0.0)

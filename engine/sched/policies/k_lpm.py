@@ -1,0 +1,34 @@
+"""Longest prefix match with every k-th turn for the oldest (k-LPM: Dexter et al., 2025)."""
+
+from __future__ import annotations
+
+from engine.sched import Admission, Policy, Request, SchedView, require_positive
+
+
+class KLPM(Policy):
+    """Of each ``k`` requests that start the first is the oldest, the others match best.
+
+    Keeps most of the reuse of longest-match order while bounding how many may overtake: a request
+    with n older ones starts after at most ``k * (n + 1)`` others.
+    """
+
+    def __init__(self, k: int = 4) -> None:
+        require_positive(k=k)
+        self.k = k
+        self.num_started = 0
+
+    def rank(self, req: Request, view: SchedView) -> tuple[int]:
+        return (req.arrival,)
+
+    def next_waiting(self, view: SchedView) -> Request | None:
+        waiting = view.unoffered
+        if self.num_started % self.k == 0:
+            return waiting[0] if waiting else None
+        return max(
+            waiting, key=lambda req: (view.kv.cached_prefix(req), -req.arrival), default=None
+        )
+
+    def admit(self, req: Request, view: SchedView) -> Admission:
+        answer = super().admit(req, view)
+        self.num_started += answer is Admission.YES
+        return answer

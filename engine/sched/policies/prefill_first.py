@@ -1,0 +1,26 @@
+"""Prompts before decodes (Orca: Yu et al., OSDI 2022, as the first vLLM batched)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from engine.sched import Policy, Request, SchedView
+
+
+class PrefillFirst(Policy):
+    """While a prompt can run, only prompts do; decodes pause and keep their KV.
+
+    The shortest time to first token and a poor time between tokens: the baseline that chunked
+    prefill improves upon. Order of arrival. Seats and KV bound how long decodes can be held up.
+    """
+
+    def rank(self, req: Request, view: SchedView) -> tuple[int]:
+        return (req.arrival,)
+
+    def order(self, view: SchedView) -> Iterator[Request]:
+        running = list(view.running)
+        yield from (req for req in running if req.num_uncomputed > 1)
+        while (req := self.next_waiting(view)) is not None:
+            yield req
+        if not view.step.has_grants:
+            yield from (req for req in running if req.num_uncomputed <= 1)

@@ -1,0 +1,54 @@
+"""Fair shares by token counters (VTC: Sheng et al., OSDI 2024)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from engine.sched import Policy, Request, SchedView
+
+
+class VTC(Policy):
+    """The waiting user who was served least goes next, asked anew after each admission.
+
+    The counters of two users who always have requests waiting differ by at most
+    ``2 * max(input_price * longest prompt, output_price * tokens of a full batch)``. Who comes back
+    starts level with the least served of those who wait: being away saves up nothing. The
+    configured ``user_weights`` are shares.
+
+    ``input_price``, ``output_price``: of a token; a prompt is charged as it is computed.
+    """
+
+    uses_ledger = True
+
+    def __init__(self, input_price: float = 1.0, output_price: float = 2.0) -> None:
+        self.input_price = input_price
+        self.output_price = output_price
+        self.lifts: defaultdict[str, float] = defaultdict(float)
+        self.last_user: str | None = None  # of the request that ended last
+
+    def counter(self, user: str, view: SchedView) -> float:
+        service = view.ledger.service(user, self.input_price, self.output_price)
+        return service + self.lifts[user]
+
+    def rank(self, req: Request, view: SchedView) -> tuple[int]:
+        return (req.arrival,)
+
+    def next_waiting(self, view: SchedView) -> Request | None:
+        heads: dict[str, Request] = {}
+        for req in view.unoffered:
+            heads.setdefault(req.user, req)
+        key = {user: (self.counter(user, view), req.arrival) for user, req in heads.items()}
+        return min(heads.values(), key=lambda req: key[req.user], default=None)
+
+    def on_add(self, req: Request, view: SchedView) -> None:
+        waiting = {other.user for other in view.waiting}
+        if req.user in waiting:
+            return
+        level = [self.counter(user, view) for user in waiting]
+        if not level and self.last_user is not None:
+            level = [self.counter(self.last_user, view)]
+        behind = min(level, default=0.0) - self.counter(req.user, view)
+        self.lifts[req.user] += max(0.0, behind)
+
+    def on_finish(self, req: Request, view: SchedView) -> None:
+        self.last_user = req.user

@@ -1,0 +1,44 @@
+"""Watch: names the head of a queue that does not move, and why."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+from engine.sched.request import Request
+from engine.sched.tally import Tally
+
+logger = logging.getLogger("engine.sched")
+
+
+class Watch:
+    """Counts steps in which nothing could be computed though somebody waited."""
+
+    def __init__(self, limit: int, tally: Tally) -> None:
+        self._limit = limit
+        self._tally = tally
+        self._num_idle = 0
+
+    def look(
+        self,
+        is_idle: bool,
+        waiting: Sequence[Request],
+        cause: str,
+        refused: Iterable[tuple[Request, str]],
+    ) -> None:
+        """After each plan. After ``limit`` idle ones in a row the log names head and cause."""
+        if not (is_idle and len(waiting)):
+            self._num_idle, self._tally.blocked = 0, ""
+            return
+        head = waiting[0]
+        why = next((own for req, own in refused if req is head), cause)
+        self._num_idle += 1
+        self._tally.blocked = f"{head.request_id}: {why}"
+        if self._num_idle == self._limit:
+            logger.warning(
+                "no progress in %d steps: request %s and %d behind it wait for: %s",
+                self._num_idle,
+                head.request_id,
+                len(waiting) - 1,
+                why,
+            )
