@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import NamedTuple
 
+from box_documents import CORE_COPIES
+
 
 class Facts(NamedTuple):
     """What a run used and reached; sizes and losses by kind of text where they are dicts."""
@@ -70,37 +72,34 @@ all its documents and conversations.
 | Script | `tools/train_box_model.py` |
 | Steps | {steps} of {tokens_per_step} tokens ({million_tokens:.1f} M tokens) |
 | Windows | 256 tokens, packed; 2048 tokens in the last 1/24 of the steps |
-| Curriculum | all; after 60 % the reference topics and 14 modules; all in the last 1/24 |
+| Curriculum | all; after 60 % the reference topics and 14 modules {core_copies} times more; all in the last 1/24 |
 | Optimizer | Muon (weight decay 0.1) on matrices, AdamW (0.9, 0.95) on embeddings and norms |
 | Peak learning rates | {peak_lrs[0]} for Muon (scaled to AdamW's RMS), {peak_lrs[1]} for AdamW |
 | Schedule | 100 steps up, constant, down as `1 - sqrt` in the last 40 %; gradient norm at most 1 |
 | Precision | float32 weights, bfloat16 autocast |
 | Seed | {seed} |
-| Time | {minutes:.0f} minutes on {threads} CPU threads at most, beside other work |
+| Time | {minutes:.0f} minutes on {threads} CPU threads |
 | Software | Python {python}, torch {torch} |
 | Held-out loss, text | {text_loss:.3f} nats per token, {text_low:.3f} at its lowest |
 | Held-out loss, chat | {chat_loss:.3f} nats per token, {chat_low:.3f} at its lowest |
 
 Held-out losses are those of weights rounded as stored, in windows of 1024 tokens, over
-{text_tokens:,} tokens of text and {chat_tokens:,} of conversations. They are lowest before the
-middle stage, in which the model learns the core by heart and forgets the rest: the price of fluent
-text at this size. Token frequencies alone reach {unigram_loss:.3f} on the held-out text, so outside
-the core this model knows hardly more than which tokens are frequent.
+{text_tokens:,} tokens of text and {chat_tokens:,} of conversations; the lowest is of the judgements
+made every few hundred steps. Token frequencies alone reach {unigram_loss:.3f} on the held-out text.
 
 To make it again, in under an hour on two cores:
 
     python tools/train_box_model.py --steps {steps} --seed {seed} --output OUT
 
 Another Python version carries slightly other text, and other libraries, processors and thread
-counts round differently: the model is then a sibling of this one, not its twin. The run of the
-weights here was stopped and resumed several times, on one thread and on two, and 20 of its core
-steps had windows of 2048 tokens.
+counts round differently: the model is then a sibling of this one, not its twin.
 """
 
 
 def write_card(folder: Path, facts: Facts) -> None:
     """Writes `README.md` of the model directory."""
     values = facts._asdict() | {
+        "core_copies": CORE_COPIES,
         "million_tokens": facts.steps * facts.tokens_per_step / 1e6,
         "text_loss": facts.held_out_loss["text"],
         "chat_loss": facts.held_out_loss["chat"],

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from box_corpus import Entry, is_held_out
 
 MAX_ANSWER_CHARS = 700
+CORE_COPIES = 3
 
 _QUESTIONS = {
     "function": (
@@ -101,10 +102,12 @@ def split(entries: Sequence[Entry]) -> tuple[Documents, Documents]:
     return sides
 
 
-def core(documents: Documents) -> Documents:
-    """What most people ask about: the language reference and a few well-known modules."""
+def with_more_core(documents: Documents, copies: int = CORE_COPIES) -> Documents:
+    """Everything, and `copies` more of what most people ask about: the language reference and a
+    few well-known modules. The core alone would be learnt by heart at the price of the rest."""
     entries = [e for e in documents.entries if e.kind == "topic" or e.source in _CORE_MODULES]
-    return split(entries)[0]
+    core = split(entries)[0]
+    return Documents(documents.texts + copies * core.texts, documents.entries + copies * entries)
 
 
 def conversations(entries: Sequence[Entry], dice: random.Random) -> list[list[Message]]:

@@ -20,7 +20,7 @@ import torch
 from box_batches import Stage, batches, held_out_batches
 from box_card import Facts, write_card
 from box_corpus import read_corpus
-from box_documents import Documents, conversations, core, split
+from box_documents import Documents, conversations, split, with_more_core
 from box_network import Network, Shape, llama_config
 from box_tokenizer import (
     END_OF_TEXT_ID,
@@ -65,7 +65,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True, help="directory of the model")
     parser.add_argument("--checkpoint", type=Path, default=Path("build/box_model.pt"))
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
-    parser.add_argument("--steps", type=int, default=2400, help="0 writes the tokenizer alone")
+    parser.add_argument("--steps", type=int, default=3600, help="0 writes the tokenizer alone")
     parser.add_argument("--save-every", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
@@ -73,12 +73,12 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def stages(steps: int, documents: Documents) -> list[Stage]:
-    """Everything, then the core as the rate decays, at last everything in whole contexts."""
+    """Everything, then more of the core as the rate decays, at last everything in whole contexts."""
     decay_steps, long_steps = round(steps * DECAY_SHARE), round(steps * LONG_SHARE)
     short_rows, long_rows = TOKENS_PER_STEP // SHORT_WINDOW, TOKENS_PER_STEP // LONG_WINDOW
     return [
         Stage(steps - decay_steps, short_rows, SHORT_WINDOW, documents),
-        Stage(decay_steps - long_steps, short_rows, SHORT_WINDOW, core(documents)),
+        Stage(decay_steps - long_steps, short_rows, SHORT_WINDOW, with_more_core(documents)),
         Stage(long_steps, long_rows, LONG_WINDOW, documents),
     ]
 
