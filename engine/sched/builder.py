@@ -11,6 +11,8 @@ from engine.sched.request import Request, Status
 from engine.sched.roster import Roster, Rows
 from engine.sched.table import Table
 
+NO_DELTAS = np.empty((0, 3), dtype=np.int32)
+
 
 class Step:
     """What was decided so far. A request is offered once; granted or not, it is then considered."""
@@ -107,6 +109,8 @@ def canonical_rows(step: Step, table: Table) -> tuple[Rows, Rows]:
     Plain is a row of one token that is not new and not watched, however it was granted; so planning
     in bulk and one by one give the same plan.
     """
+    if not step.grants:
+        return step.plain_rows, np.ones(len(step.plain_rows), dtype=np.int32)
     new = {req.row for req in step.new}
     plain, others = step.plain_rows.tolist(), []
     for req, count in step.grants:
@@ -132,7 +136,8 @@ def seal(step: Step, roster: Roster, kv: KVManager) -> StepPlan:
     samples = np.ones(len(rows), dtype=np.int32)
     if step.silent:
         samples[np.isin(rows, list(step.silent))] = 0
-    deltas = np.array(kv.drain(), dtype=np.int32).reshape(-1, 3)
+    grown = kv.drain()
+    deltas = np.array(grown, dtype=np.int32).reshape(-1, 3) if grown else NO_DELTAS
     freed, roster.freed_slots = roster.freed_slots, []
     return StepPlan(
         step=step.index,

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 from engine.kv.manager import KVManager
 from engine.sched import queues
+from engine.sched.append import Appender
 from engine.sched.builder import Step
 from engine.sched.request import Request
 from engine.sched.roster import Roster, Rows
-from engine.sched.settle import Settler
 
 
 class Bulk:
     """Grants all plain rows at once: one token behind and watched by no resource."""
 
-    def __init__(self, roster: Roster, kv: KVManager, settler: Settler) -> None:
+    def __init__(self, roster: Roster, kv: KVManager, appender: Appender) -> None:
         self._roster = roster
         self._kv = kv
-        self._settler = settler
+        self._appender = appender
 
     def grant_plain(self, step: Step) -> bool:
         """Grant them if every running decode fits budget and free blocks.
@@ -36,16 +36,17 @@ class Bulk:
         if num_decodes > step.tokens_left or int(needs_block.sum()) > kv.pool.num_free:
             return False
         plain = decode & (table.watched.all[rows] == 0)
-        growing = self._by_rank(rows[plain & needs_block])
-        kv.reserve_next([req.row for req in growing])
-        rows = rows[plain]
+        if (growing := rows[plain & needs_block]).size:
+            kv.reserve_next([req.row for req in self._by_rank(growing)])
+        if not plain.all():
+            rows = rows[plain]
         table.num_computed.all[rows] += 1
         table.num_pending.all[rows] += 1
         table.in_flight.all[rows] += 1
         table.considered.all[rows] = step.index
         step.plain_rows = rows
         step.tokens_left -= len(rows)
-        self._settler.commit_rows(rows)
+        self._appender.commit_rows(rows)
         return True
 
     def rest(self, step: Step) -> list[Request]:

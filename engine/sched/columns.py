@@ -11,6 +11,23 @@ from numpy.typing import NDArray
 from engine.messages.outputs import CoreOutputs, Finished, FinishReason, Started
 from engine.messages.step import StepResult
 from engine.sched.request import Request
+from engine.sched.roster import Rows
+
+NOWHERE = -1  # place of a request that is not in the plan
+
+
+class Members:
+    """The requests behind the rows of a plan. While nobody comes or goes, plans share their rows,
+    and this is made once for all of them."""
+
+    def __init__(self, rows: Rows, by_row: Sequence[Request | None]) -> None:
+        self.rows = rows
+        found = [by_row[row] for row in rows.tolist()]
+        self.reqs: list[Request] = found  # type: ignore[assignment]  # these rows are taken
+        self.ids = [req.add.request_id for req in self.reqs]
+        self.appends = [req.tokens.append for req in self.reqs]
+        clients = {req.add.client_index for req in self.reqs}
+        self.only_client = clients.pop() if len(clients) == 1 else None
 
 
 class OutputColumns:
@@ -19,58 +36,72 @@ class OutputColumns:
     def __init__(self, now: float, result: StepResult) -> None:
         self.now = now
         self.result = result
-        self.tokens: list[int] = []  # flat
+        self.reqs: list[Request] = []
+        self._ids: list[str] = []
+        self._only_client: int | None = None
+        self._tokens: list[int] = []  # flat
         self._counts: list[int] | None = None  # of tokens by request; None: one each
-        self._reqs: list[Request] = []
-        self._plan_index: list[int] = []
+        self._places: list[int] = []  # in the plan
         self._started: set[int] = set()
         self._finished: dict[int, Finished] = {}
 
-    def add(
-        self, reqs: list[Request], plan_index: NDArray[np.intp], started: NDArray[np.intp]
+    def add_members(
+        self,
+        members: Members,
+        tokens: list[int],
+        places: NDArray[np.intp],
+        started: NDArray[np.intp],
     ) -> None:
-        """These requests have new tokens; ``started`` are those with their first."""
-        self._reqs = reqs
-        self._plan_index = plan_index.tolist()
+        """One token for each of these; ``started`` are those with their first."""
+        self.reqs, self._ids, self._tokens = members.reqs, members.ids, tokens
+        self._only_client = members.only_client
+        if self.result.logprobs or self.result.prompt_logprobs:
+            self._places = places.tolist()
         self._started = set(started.tolist())
 
-    def add_tokens(self, tokens: list[int]) -> None:
-        """The tokens of the next request, if not all of them have one."""
-        self._counts = self._counts or []
-        self._counts.append(len(tokens))
-        self.tokens += tokens
+    def add(self, req: Request, tokens: list[int], place: int, *, is_first: bool) -> int:
+        """Tokens of one request, at this place of the plan; its index here."""
+        index = len(self.reqs)
+        if len(tokens) != 1 and self._counts is None:
+            self._counts = [1] * index
+        if self._counts is not None:
+            self._counts.append(len(tokens))
+        self.reqs.append(req)
+        self._ids.append(req.add.request_id)
+        self._tokens += tokens
+        self._places.append(place)
+        if is_first:
+            self._started.add(index)
+        return index
 
     def finish(self, index: int, reason: FinishReason, stop_reason: int | None) -> None:
         """The request at this place of the columns has ended."""
-        self._finished[index] = _finished(self._reqs[index], index, reason, stop_reason)
+        self._finished[index] = _finished(self.reqs[index], index, reason, stop_reason)
 
     def end(self, req: Request, reason: FinishReason, message: str) -> None:
         """The request has ended without a token."""
-        if self._counts is None:
-            self._counts = [1] * len(self._reqs)
-        index = len(self._reqs)
-        self._reqs.append(req)
-        self._counts.append(0)
-        self._plan_index.append(-1)
+        # Members are shared with later steps: their lists are copied, not changed.
+        self.reqs, self._ids, self._only_client = [*self.reqs], [*self._ids], None
+        index = self.add(req, [], NOWHERE, is_first=False)
         self._finished[index] = _finished(req, index, reason, None, message)
 
     def by_client(self) -> dict[int, CoreOutputs]:
         """One ``CoreOutputs`` for each client that has something in this step."""
-        if not self._reqs:
+        if not self.reqs:
             return {}
-        clients = [req.add.client_index for req in self._reqs]
-        if clients.count(clients[0]) == len(clients):
-            return {clients[0]: self._columns(range(len(self._reqs)))}
+        if self._only_client is not None:
+            return {self._only_client: self._columns(range(len(self.reqs)))}
+        clients = [req.add.client_index for req in self.reqs]
         return {
             client: self._columns([i for i, other in enumerate(clients) if other == client])
             for client in dict.fromkeys(clients)
         }
 
     def _columns(self, picked: Sequence[int]) -> CoreOutputs:
-        whole, counts = len(picked) == len(self._reqs), self._counts
+        whole, counts = len(picked) == len(self.reqs), self._counts
         out = CoreOutputs(
-            request_ids=[self._reqs[i].add.request_id for i in picked],
-            token_ids=self.tokens if whole else self._tokens_of(picked),
+            request_ids=self._ids if whole else [self._ids[i] for i in picked],
+            token_ids=self._tokens if whole else self._tokens_of(picked),
             counts=counts if whole or counts is None else [counts[i] for i in picked],
             time=self.now,
         )
@@ -84,20 +115,23 @@ class OutputColumns:
 
     def _tokens_of(self, picked: Sequence[int]) -> list[int]:
         if self._counts is None:
-            return [self.tokens[i] for i in picked]
+            return [self._tokens[i] for i in picked]
         ends = list(accumulate(self._counts))
-        return [token for i in picked for token in self.tokens[ends[i] - self._counts[i] : ends[i]]]
+        return [
+            token for i in picked for token in self._tokens[ends[i] - self._counts[i] : ends[i]]
+        ]
 
     def _with_details(self) -> Iterable[int]:
         """Rows with more to say than a token."""
         result = self.result
         if result.logprobs or result.prompt_logprobs:
-            return range(len(self._reqs))
+            return range(len(self.reqs))
         return sorted(self._started | self._finished.keys())
 
     def _details(self, out: CoreOutputs, index: int, i: int) -> None:
         """What only few rows have: first output, end, log-probabilities."""
-        req, at, result = self._reqs[i], self._plan_index[i], self.result
+        req, result = self.reqs[i], self.result
+        at = self._places[i] if self._places else NOWHERE
         if i in self._started:
             out.started.append(
                 Started(index, req.story.num_cached, req.story.scheduled_time or self.now)

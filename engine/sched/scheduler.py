@@ -83,7 +83,7 @@ class Scheduler(SchedulerInterface):
         self._clock = clock
         own_parts = [getattr(type(self), p) is not getattr(Scheduler, p) for p in BULK_PARTS]
         asks_everybody = self.guard.overrides(*BULK_HOOKS) or any(own_parts)
-        self._bulk = None if asks_everybody else Bulk(self.roster, kv, self.settler)
+        self._bulk = None if asks_everybody else Bulk(self.roster, kv, self.settler.appender)
         for resource in resources:
             resource.attach(self)
 

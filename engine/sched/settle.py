@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
-from numpy.typing import NDArray
 
 from engine.config.sched import SchedulerConfig
 from engine.kv.manager import KVManager
 from engine.messages.outputs import CoreOutputs, FinishReason
 from engine.messages.step import EMPTY, StepPlan, StepResult
 from engine.sched.agenda import Errand
+from engine.sched.append import Appender
 from engine.sched.columns import OutputColumns
 from engine.sched.policy import Policy
 from engine.sched.request import Request, Status
@@ -45,6 +43,7 @@ class Settler:
         self.resources = resources
         self.tally = Tally()
         self.ledger = view.ledger if policy.uses_ledger else None
+        self.appender = Appender(roster, kv, self.ledger)
         self._ended: list[tuple[Request, FinishReason, str]] = []  # outside of any result
         self._finished_ids: dict[int, list[str]] = {}  # by client, since its last outputs
 
@@ -53,14 +52,14 @@ class Settler:
         table = self.roster.table
         table.in_flight.all[plan.rows] -= 1
         self.resources.settle(plan, result)
-        failed = self._fail(plan, result)
-        # A finished request, or one that was revoked, has no use for a late result.
-        current = table.alive.all[plan.rows].astype(bool)
-        current &= table.generation.all[plan.rows] == plan.generations
-        sampled = (result.counts > 0) & current
+        outputs = OutputColumns(self.view.now, result)
+        failed = self._fail(plan, result) if result.errors else ()
         if plan.draft_counts is not None:
-            self._roll_back(plan, result, current)
-        outputs = self._append(plan.rows, sampled, result)
+            self._roll_back(plan, result)
+        for index in self.appender.append(plan, result, outputs):
+            if (stop := stopped_by(outputs.reqs[index])) is not None:
+                self.finish(outputs.reqs[index])
+                outputs.finish(index, *stop)
         for req, message in failed:
             outputs.end(req, "error", message)
         self._retire(plan.rows)
@@ -122,85 +121,15 @@ class Settler:
         for row in self.kv.revoke(req, start, involved):
             self.restart(row)
 
-    def commit_rows(self, rows: Rows) -> None:
-        """Publish the blocks of these rows whose tokens are all known and written."""
-        table, kv = self.roster.table, self.kv
-        written = np.minimum(table.num_computed.all[rows], table.num_tokens.all[rows])
-        full = written // kv.block_size > kv.num_published[rows]
-        for row, upto in zip(rows[full].tolist(), written[full].tolist(), strict=True):
-            req = self.roster.by_row[row]
-            assert req is not None
-            kv.commit(req, upto)
-
     # -- helpers
 
-    def _append(self, rows: Rows, sampled: NDArray[np.bool_], result: StepResult) -> OutputColumns:
-        """Tokens become known; who stopped is finished."""
-        table, by_row = self.roster.table, self.roster.by_row
-        outputs = OutputColumns(self.view.now, result)
-        indices = np.flatnonzero(sampled)
-        rows = rows[indices]
-        reqs: list[Request] = [by_row[row] for row in rows.tolist()]
-        is_first = table.num_tokens.all[rows] == table.num_prompt.all[rows]
-        outputs.add(reqs, indices, np.flatnonzero(is_first))
-        last = self._take_tokens(reqs, rows, indices, outputs)
-        table.num_pending.all[rows] -= 1
-        self.commit_rows(rows)
-        stop_ids = table.stop_id.all[rows]
-        ended = table.num_tokens.all[rows] >= table.limit.all[rows]
-        ended |= (stop_ids == last) | (stop_ids == -2)
-        for index in np.flatnonzero(ended).tolist():
-            stop = stopped_by(reqs[index])
-            if stop is not None:
-                self.finish(reqs[index])
-                outputs.finish(index, *stop)
-        return outputs
-
-    def _take_tokens(
-        self,
-        reqs: Sequence[Request],
-        rows: Rows,
-        indices: NDArray[np.intp],
-        outputs: OutputColumns,
-    ) -> NDArray[np.int32]:
-        """Append what was sampled; the last token of each row."""
-        result, table = outputs.result, self.roster.table
-        counts = result.counts[indices]
-        firsts = np.cumsum(result.counts)[indices] - counts
-        tokens = result.token_ids[firsts]
-        if (counts == 1).all():
-            outputs.tokens = tokens.tolist()
-            for req, token in zip(reqs, outputs.tokens, strict=True):
-                req.tokens.append(token)
-            table.num_tokens.all[rows] += 1
-            if self.ledger is not None:
-                self.ledger.on_tokens((req.user, 1) for req in reqs)
-            return tokens
-        for index, (req, first) in enumerate(zip(reqs, firsts.tolist(), strict=True)):
-            sampled = result.token_ids[first : first + int(counts[index])].tolist()
-            outputs.add_tokens(self._accept(req, sampled))
-            tokens[index] = req.tokens[-1]
-        return tokens
-
-    def _accept(self, req: Request, tokens: list[int]) -> list[int]:
-        """Accepted drafts and the token behind them, up to one that ends the request."""
-        table, row = self.roster.table, req.row
-        for index, token in enumerate(tokens):
-            req.tokens.append(token)
-            table.num_tokens.at[row] += 1
-            if stopped_by(req) is not None:
-                tokens = tokens[: index + 1]
-                break
-        if self.ledger is not None:
-            self.ledger.on_tokens([(req.user, len(tokens))])
-        return tokens
-
-    def _roll_back(self, plan: StepPlan, result: StepResult, current: NDArray[np.bool_]) -> None:
+    def _roll_back(self, plan: StepPlan, result: StepResult) -> None:
         """Rejected drafts were computed in vain: their positions are not."""
         assert plan.draft_counts is not None
+        table, rows = self.roster.table, plan.rows
         rejected = plan.draft_counts - (result.counts - 1).clip(min=0)
-        rejected[~current | (plan.draft_counts == 0)] = 0
-        self.roster.table.num_computed.all[plan.rows] -= rejected
+        current = table.generation.all[rows] == plan.generations
+        table.num_computed.all[rows] -= np.where(current & (plan.draft_counts > 0), rejected, 0)
 
     def _fail(self, plan: StepPlan, result: StepResult) -> list[tuple[Request, str]]:
         """Rows with an error end alone; what they wrote leaves the cache."""
@@ -242,7 +171,7 @@ class Settler:
     def _retire(self, rows: Rows) -> None:
         """Rows of finished requests whose last step in flight this was."""
         table = self.roster.table
-        gone = (table.alive.all[rows] == 0) & (table.in_flight.all[rows] == 0)
-        for row in rows[gone].tolist():
+        gone = rows[table.alive.all[rows] + table.in_flight.all[rows] == 0]
+        for row in gone.tolist() if gone.size else ():
             if self.roster.by_row[row] is not None:
                 self.roster.retire(row)
