@@ -1,26 +1,114 @@
-"""Chained hashes of full blocks: equal hash means equal tokens from the start of the sequence."""
+"""Chained block hashes: equal hash means equal content from the start of the sequence.
+
+    hash of block i = H(hash of block i - 1, tokens of block i)
+
+The root stands for what conditions every token: algorithm, adapter and salt. A media item enters
+the chain with the block in which it begins, so all blocks that hold a part of it depend on it.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from array import array
+from collections.abc import Sequence
+from itertools import groupby, pairwise
+from typing import Protocol
 
-ROOT = hashlib.sha256(b"metronome prefix cache").digest()
+import msgspec
+
+from engine.messages.requests import MediaItem
 
 
-def root_hash(salt: str | None) -> bytes:
-    """Parent of a sequence's first block. A salt separates whole chains: only equal salts share."""
-    return ROOT if salt is None else hashlib.sha256(ROOT + salt.encode()).digest()
+class Content(Protocol):
+    """What decides the KV of a sequence."""
+
+    @property
+    def tokens(self) -> array[int]: ...
+
+    @property
+    def cache_salt(self) -> str | None: ...
+
+    @property
+    def adapter(self) -> str | None: ...
+
+    @property
+    def media(self) -> Sequence[MediaItem]: ...
 
 
-def extend_chain(
-    chain: list[bytes], tokens: array[int], block_size: int, upto: int, root: bytes
-) -> None:
-    """Append the hashes of the full blocks of ``tokens[:upto]`` that ``chain`` lacks."""
-    sha256 = hashlib.sha256
-    parent = chain[-1] if chain else root
-    data = tokens[len(chain) * block_size : upto // block_size * block_size].tobytes()
-    width = block_size * tokens.itemsize
-    for start in range(0, len(data), width):
-        parent = sha256(parent + data[start : start + width]).digest()
-        chain.append(parent)
+class BlockHasher(Protocol):
+    """A hash function over runs of blocks. Digests of one hasher have one length, in bytes."""
+
+    root: bytes
+
+    def extend(self, parent: bytes, data: bytes, width: int) -> list[bytes]:
+        """Hashes of consecutive blocks of ``width`` bytes each behind ``parent``."""
+
+    def fold(self, parent: bytes, extra: bytes) -> bytes:
+        """A parent that stands for ``extra`` as well."""
+
+
+class Sha256Hasher:
+    """SHA-256: the same in every process, and nobody can make two contents collide."""
+
+    root = hashlib.sha256(b"metronome prefix cache").digest()
+
+    def extend(self, parent: bytes, data: bytes, width: int) -> list[bytes]:
+        sha256, hashes = hashlib.sha256, []
+        for start in range(0, len(data), width):
+            parent = sha256(parent + data[start : start + width]).digest()
+            hashes.append(parent)
+        return hashes
+
+    def fold(self, parent: bytes, extra: bytes) -> bytes:
+        return hashlib.sha256(b"extra" + parent + extra).digest()
+
+
+class Chains:
+    """Makes and extends the chains of sequences cut into blocks of one size."""
+
+    def __init__(self, hasher: BlockHasher, block_size: int) -> None:
+        self.hasher = hasher
+        self.block_size = block_size
+
+    def root(self, content: Content) -> bytes:
+        """Parent of the first block: only equal adapters and salts share anything."""
+        if content.cache_salt is None and content.adapter is None:
+            return self.hasher.root
+        extra = msgspec.msgpack.encode((content.cache_salt, content.adapter))
+        return self.hasher.fold(self.hasher.root, extra)
+
+    def extend(self, chain: list[bytes], content: Content, upto: int) -> None:
+        """Append the hashes of the full blocks of ``tokens[:upto]`` that ``chain`` lacks."""
+        size = self.block_size
+        done, full = len(chain), upto // size
+        if full <= done:
+            return
+        tokens = content.tokens
+        parent = chain[-1] if done else self.root(content)
+        data = tokens[done * size : full * size].tobytes()
+        width = size * tokens.itemsize
+        if not content.media:
+            chain += self.hasher.extend(parent, data, width)
+            return
+        for start, end, extra in media_runs(content.media, size, done, full):
+            if extra:
+                parent = self.hasher.fold(parent, extra)
+            part = data[(start - done) * width : (end - done) * width]
+            chain += self.hasher.extend(parent, part, width)
+            parent = chain[-1]
+
+
+def media_runs(
+    media: Sequence[MediaItem], block_size: int, first: int, before: int
+) -> list[tuple[int, int, bytes]]:
+    """Cut the blocks [first, before) where media items begin: (start, end, key of those items).
+
+    Items are in order of offset. The key holds hash, offset and length of each.
+    """
+    inside = [item for item in media if first <= item.offset // block_size < before]
+    begins = {
+        block: msgspec.msgpack.encode(list(items))
+        for block, items in groupby(inside, key=lambda item: item.offset // block_size)
+    }
+    cuts = sorted({first, before, *begins})
+    return [(start, end, begins.get(start, b"")) for start, end in pairwise(cuts)]

@@ -1,82 +1,81 @@
-"""KVManager: which request holds which blocks, and which of them others may share."""
+"""KVManager: which request holds which blocks, and which of them others may share.
+
+block_pool     free list, reference counts            tables       grow, tell the worker, trim
+prefix_cache   which block holds which content        sharing      find, publish, withdraw
+hashing        chains of block hashes                 transfers    loads, loans, the KV source
+groups         layers with different needs            holding      what one request holds
+"""
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.errors import ConfigError
 from engine.kv.block_pool import BlockPool
-from engine.kv.hashing import extend_chain, root_hash
-
-
-class Holder(Protocol):
-    """What the manager reads of a request. ``row`` is its index in the scheduler's table."""
-
-    row: int
-    tokens: array[int]
-    cache_salt: str | None
-    reads_cache: bool
-
-
-@dataclass(slots=True)
-class PrefixHit:
-    """The longest cached beginning of a sequence: ``num_tokens`` of it in ``blocks``."""
-
-    num_tokens: int
-    blocks: list[int]
-
-
-NO_HIT = PrefixHit(0, [])
-
-
-@dataclass(slots=True)
-class Holding:
-    """The blocks of one request and what is known of their content."""
-
-    root: bytes
-    blocks: list[int] = field(default_factory=list)
-    chain: list[bytes] = field(default_factory=list)  # hash of each full block of known tokens
-    num_adopted: int = 0  # leading blocks that came from the cache
-    hit: PrefixHit | None = None  # remembered answer of lookup
-    hit_version: int = -1
-
-
-@dataclass(slots=True)
-class CacheCounts:
-    """Tokens looked up and found, counted when a request is admitted."""
-
-    queries: int = 0
-    hits: int = 0
-    preempted_queries: int = 0  # lookups of requests that had been preempted
-    preempted_hits: int = 0
+from engine.kv.connector import KVSource
+from engine.kv.counts import CacheCounts
+from engine.kv.events import EventLog
+from engine.kv.groups import FULL, Group
+from engine.kv.hashing import BlockHasher, Sha256Hasher
+from engine.kv.holding import Holder, Holding, PrefixHit
+from engine.kv.peak import peak_blocks
+from engine.kv.sharing import Sharing
+from engine.kv.tables import BlockTables, Delta
+from engine.kv.transfers import Transfers
 
 
 class KVManager:
     """The only writer of block tables and reference counts.
 
     Positions are absolute: ``upto`` means the positions [0, upto). Questions (``lookup``, ``fits``,
-    ``missing``) change nothing; ``reserve`` gets everything or nothing.
-    ``num_held`` and ``num_published`` (blocks per row) are columns for the scheduler's vector path.
+    ``missing``) change nothing; ``reserve`` gets everything or nothing. Blocks are counted over all
+    groups; one table entry takes a block in each.
+    ``num_held`` and ``num_published`` (entries per row) are columns for the scheduler's vectors.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_prefix_caching: bool = True,
+        hasher: BlockHasher | None = None,
+        groups: Sequence[Group] = (FULL,),
+        source: KVSource | None = None,
+        events: EventLog | None = None,
     ) -> None:
-        self.pool = BlockPool(num_blocks)
+        if source is not None and len(groups) > 1:
+            raise ConfigError(
+                f"a KV source needs one group of layers, this model has {len(groups)}"
+            )
         self.block_size = block_size
+        self.groups = tuple(groups)
         self.caching = enable_prefix_caching
         self.counts = CacheCounts()
+        self.pool = BlockPool(num_blocks)
+        self.cache = self.pool.cache
+        self.tables = BlockTables(self.pool, groups, block_size)
+        self.transfers = Transfers(self.pool, source)
         self.num_held: NDArray[np.int32] = np.zeros(64, dtype=np.int32)
         self.num_published: NDArray[np.int32] = np.zeros(64, dtype=np.int32)
+        self._sharing = Sharing(self.cache, groups, hasher or Sha256Hasher(), block_size, events)
         self._holdings: dict[int, Holding] = {}
-        self._grown: list[tuple[int, int, int]] = []  # row, table index, block
 
     # -- questions
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the pool, the null block included."""
+        return self.pool.num_blocks
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be had at once; some may hold content that others could still share."""
+        return self.pool.num_free
 
     @property
     def num_usable(self) -> int:
@@ -84,83 +83,154 @@ class KVManager:
         return self.pool.num_blocks - 1
 
     @property
+    def num_groups(self) -> int:
+        """Blocks that one more table entry takes."""
+        return len(self.groups)
+
+    @property
     def usage(self) -> float:
-        """Share of the pool held by requests, 0 to 1."""
+        """Share of the pool held by requests and transfers, 0 to 1."""
         return 1.0 - self.pool.num_free / self.num_usable
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold this many tokens."""
-        return -(-num_tokens // self.block_size)
+        """The most blocks a request of this many tokens has at once."""
+        entries = self._entries(num_tokens)
+        return sum(group.bound(entries) for group in self.groups)
 
-    def held(self, req: Holder) -> list[int]:
-        """The request's blocks, in order."""
+    def held(self, req: Holder, group: int = 0) -> list[int]:
+        """The request's table in one group, in order; entries out of its window are 0."""
         holding = self._holdings.get(req.row)
-        return holding.blocks if holding else []
+        return holding.tables[group] if holding else []
 
     def num_adopted(self, req: Holder) -> int:
-        """Leading blocks of the request that came from the cache."""
+        """Leading table entries of the request that came from the cache."""
         holding = self._holdings.get(req.row)
         return holding.num_adopted if holding else 0
 
+    def is_loading(self, req: Holder) -> bool:
+        """Does a transfer write into the request's blocks? Then they cannot be taken from it."""
+        holding = self._holdings.get(req.row)
+        return holding is not None and holding.loading
+
     def lookup(self, req: Holder) -> PrefixHit:
         """The longest cached prefix; at most all but the last token, which must be computed."""
-        if not self.caching or not req.reads_cache:
-            return NO_HIT
         holding = self._holding(req)
-        if holding.hit is not None and holding.hit_version == self.pool.version:
-            return holding.hit
-        known = len(req.tokens)
-        extend_chain(holding.chain, req.tokens, self.block_size, known, holding.root)
-        blocks = []
-        for block_hash in holding.chain[: (known - 1) // self.block_size]:
-            block = self.pool.find(block_hash)
-            if block is None:
-                break
-            blocks.append(block)
-        holding.hit = PrefixHit(len(blocks) * self.block_size, blocks)
-        holding.hit_version = self.pool.version
-        return holding.hit
+        hit = holding.hit
+        if hit is None or holding.hit_version != self.cache.version:
+            hit = holding.hit = self._search(req, holding)
+            holding.hit_version = self.cache.version
+            holding.hit_losses = self.cache.num_losses
+        return hit
+
+    def cached_prefix(self, req: Holder) -> int:
+        """Tokens of the request that are in the cache now, whether it holds blocks or not."""
+        return self.lookup(req).num_tokens
+
+    def ready(self, req: Holder) -> int:
+        """Leading tokens whose KV the request need not compute when it gets tokens next.
+
+        Of one without blocks: its hit, and what can be loaded within a step. Of one that waits with
+        blocks: what it adopted or what was loaded.
+        """
+        holding = self._holding(req)
+        if holding.blocks:
+            return holding.num_ready
+        hit = self.lookup(req)
+        return hit.num_tokens + (0 if hit.asynchronous else hit.num_remote)
 
     def missing(self, req: Holder, upto: int) -> int:
         """Free blocks it would take to give the request positions [0, upto)."""
-        held = self.held(req)
-        if held:
-            return max(0, self.blocks_for(upto) - len(held))
-        hit = self.lookup(req).blocks
+        entries = self._entries(upto)
+        holding = self._holdings.get(req.row)
+        if holding is not None and holding.blocks:
+            wanted = (entries - len(holding.blocks)) * self.num_groups
+            if self.tables.windows:
+                wanted -= self.tables.num_outside(holding, _first_query(req))
+            return max(0, wanted)
+        tables = self.lookup(req).tables
         refs = self.pool.num_refs
-        return self.blocks_for(upto) - len(hit) + sum(refs[block] == 0 for block in hit)
+        revived = sum(refs[block] == 0 for table in tables for block in table if block)
+        return (entries - len(tables[0])) * self.num_groups + revived
 
     def fits(self, req: Holder, upto: int, freeing: Sequence[Holder] = ()) -> bool:
         """Would ``reserve`` succeed once these were released?"""
         free = self.pool.num_free
         if freeing:
-            free += self._exclusive(freeing, keep=() if self.held(req) else self.lookup(req).blocks)
+            keep = [] if self.held(req) else self.lookup(req).tables
+            free += self.tables.num_exclusive([self._holding(other) for other in freeing], keep)
         return self.missing(req, upto) <= free
+
+    def peak(self, reqs: Sequence[Holder], remaining: Callable[[Any], int]) -> int:
+        """Blocks these requests will hold at most if each gets so many more output tokens."""
+        lengths = [len(req.tokens) for req in reqs]
+        entries = peak_blocks(lengths, [remaining(req) for req in reqs], self.block_size)
+        return sum(
+            min(entries, group.max_blocks * len(reqs)) if group.max_blocks else entries
+            for group in self.groups
+        )
 
     # -- acts
 
     def reserve(self, req: Holder, upto: int) -> bool:
-        """Own slots for the positions [0, upto); a request without blocks adopts its prefix hit."""
-        if self.missing(req, upto) > self.pool.num_free:
+        """Own slots for the positions [0, upto); a request without blocks adopts its prefix hit.
+
+        For a request that has, or now gets, a seat: the worker is told of its blocks.
+        """
+        if not self.hold(req, upto):
             return False
-        holding = self._holding(req)
-        row = req.row
-        if not holding.blocks:
-            hit = self.lookup(req).blocks
-            self.pool.adopt(hit)
-            holding.num_adopted = len(hit)
-            holding.hit = None
-            self._extend(row, holding, hit)
-            self.num_published[row] = len(hit)
-        wanted = self.blocks_for(upto) - len(holding.blocks)
-        if wanted > 0:
-            self._extend(row, holding, self.pool.take(wanted))
+        self.tables.tell(req.row, self._holdings[req.row])
         return True
 
     def reserve_next(self, rows: Sequence[int]) -> None:
-        """One more block for each of these rows; the caller has seen that there are as many."""
-        for row, block in zip(rows, self.pool.take(len(rows)), strict=True):
-            self._extend(row, self._holdings[row], [block])
+        """One more entry for each of these rows, which decode behind their last one.
+
+        The caller has seen that there are as many blocks.
+        """
+        holdings = [self._holdings[row] for row in rows]
+        if self.tables.windows:
+            for row, holding in zip(rows, holdings, strict=True):
+                self.tables.trim(row, holding, len(holding.blocks) * self.block_size)
+        self.tables.extend_each(rows, holdings)
+        self.num_held[rows] += 1
+
+    def hold(self, req: Holder, upto: int) -> bool:
+        """``reserve`` for a request that will wait: the worker is told when it gets a seat."""
+        if self.missing(req, upto) > self.pool.num_free:
+            return False
+        holding = self._holding(req)
+        load_now = False
+        if not holding.blocks:
+            load_now = self._adopt(req, holding)
+        elif self.tables.windows:
+            self.tables.trim(req.row, holding, _first_query(req))
+        wanted = self._entries(upto) - len(holding.blocks)
+        if wanted > 0:
+            self.tables.extend(holding, wanted)
+        self.num_held[req.row] = len(holding.blocks)
+        if load_now:
+            self._load(req, holding)
+            holding.num_ready += holding.num_remote
+        return True
+
+    def start_load(self, req: Holder) -> None:
+        """Fill what the request holds behind its hit from elsewhere; ``loaded`` says it is done."""
+        holding = self._holdings[req.row]
+        self._load(req, holding)
+        holding.loading = True
+
+    def loaded(self, req: Holder, upto: int) -> None:
+        """The load is over and the positions before ``upto`` are filled; others may share them.
+
+        If it has failed, ``upto`` is what can be trusted, and the rest will be computed.
+        """
+        holding = self._holdings[req.row]
+        holding.loading = False
+        holding.num_ready = min(upto, len(req.tokens) - 1)
+        self.commit(req, holding.num_ready)
+
+    def sent(self, request_id: str) -> bool:
+        """A transfer from or to an ended request's blocks is over; False if none is known."""
+        return self.transfers.sent(request_id)
 
     def commit(self, req: Holder, upto: int) -> None:
         """The tokens before ``upto`` are known and written: their full blocks may be shared."""
@@ -170,12 +240,8 @@ class KVManager:
         if full <= first:
             return
         self.num_published[row] = full
-        if not self.caching:
-            return
-        holding = self._holdings[row]
-        extend_chain(holding.chain, req.tokens, self.block_size, upto, holding.root)
-        for index in range(first, full):
-            self.pool.publish(holding.blocks[index], holding.chain[index])
+        if self.caching:
+            self._sharing.publish(req, self._holdings[row], first, full)
 
     def revoke(self, req: Holder, start: int, others: Iterable[Holder]) -> list[int]:
         """What ``req`` wrote from position ``start`` on, and all that was computed from it, leaves
@@ -187,15 +253,13 @@ class KVManager:
         first = start // self.block_size
         if self.held(req):
             first = min(first, self.num_adopted(req))
-        bad = self._chain(req)[first : first + 1]
+        bad = self._hashes(req)[first : first + 1]
         adopted = []
         for other in others:
-            chain = self._chain(other)
-            if not bad or chain[first : first + 1] != bad:
+            hashes = self._hashes(other)
+            if not bad or hashes[first : first + 1] != bad:
                 continue
-            for block_hash in chain[first:]:
-                for block in self.pool.find_all(block_hash):
-                    self.pool.unpublish(block)
+            self._sharing.withdraw(hashes[first:])
             if self.num_adopted(other) > first or not self.held(other):
                 adopted.append(other.row)
         return adopted
@@ -205,39 +269,39 @@ class KVManager:
         holding = self._holdings.get(req.row)
         if holding is None:
             return
-        self.pool.release(holding.blocks)
-        holding.blocks = []
-        holding.num_adopted = 0
-        holding.hit = None
+        assert not holding.loading, f"{req}: a transfer writes into its blocks"
+        self.tables.release(holding)
+        holding.clear()
         self.num_held[req.row] = self.num_published[req.row] = 0
 
-    def forget(self, req: Holder) -> None:
-        """The request has ended: nothing is kept of it."""
-        self.release(req)
-        self._holdings.pop(req.row, None)
+    def forget(self, req: Holder) -> dict[str, Any] | None:
+        """The request has ended: nothing is kept of it, but blocks that a transfer still uses.
+
+        Returns what its output carries for whoever goes on with its KV.
+        """
+        holding = self._holdings.pop(req.row, None) or self._empty()
+        self.num_held[req.row] = self.num_published[req.row] = 0
+        return self.transfers.end(req, holding)
 
     def count_lookup(self, num_tokens: int, num_hit: int, *, preempted: bool) -> None:
         """Statistics of one admission."""
-        if not self.caching:
-            return
-        if preempted:
-            self.counts.preempted_queries += num_tokens
-            self.counts.preempted_hits += num_hit
-        else:
-            self.counts.queries += num_tokens
-            self.counts.hits += num_hit
+        if self.caching:
+            self.counts.add(num_tokens, num_hit, preempted=preempted)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached content. Refused (False) while any block is held."""
+        """Forget all cached content. Refused (False) while any block is held or lent."""
         if self.pool.num_free != self.num_usable:
             return False
-        self.pool.unpublish_all()
+        self._sharing.clear()
+        self.counts.num_resets += 1
         return True
 
-    def drain(self) -> list[tuple[int, int, int]]:
-        """Block-table entries (row, index, block) since the last call."""
-        grown, self._grown = self._grown, []
-        return grown
+    def drain(self) -> list[Delta]:
+        """Block-table entries since the last call: (row, index, block), and the group if there are
+        several. Cache events since then go to whoever listens."""
+        if self._sharing.events is not None:
+            self._sharing.events.flush()
+        return self.tables.drain()
 
     def ensure_rows(self, num_rows: int) -> None:
         """Columns for this many rows."""
@@ -247,34 +311,62 @@ class KVManager:
                 [self.num_published, np.zeros_like(self.num_published)]
             )
 
+    def shutdown(self) -> None:
+        """Close what reaches outside: the listener for cache events and the KV source."""
+        if self._sharing.events is not None:
+            self._sharing.events.close()
+        if self.transfers.source is not None:
+            self.transfers.source.shutdown()
+
     # -- helpers
+
+    def _entries(self, num_tokens: int) -> int:
+        """Table entries for this many tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def _empty(self) -> Holding:
+        return Holding([[] for _ in self.groups])
 
     def _holding(self, req: Holder) -> Holding:
         holding = self._holdings.get(req.row)
         if holding is None:
-            holding = self._holdings[req.row] = Holding(root_hash(req.cache_salt))
+            holding = self._holdings[req.row] = self._empty()
         return holding
 
-    def _chain(self, req: Holder) -> list[bytes]:
-        """Hashes of all full blocks of known tokens, also of a request that has ended."""
-        holding = self._holdings.get(req.row) or Holding(root_hash(req.cache_salt))
-        size = self.block_size
-        extend_chain(holding.chain, req.tokens, size, len(req.tokens), holding.root)
-        return holding.chain
+    def _hashes(self, req: Holder) -> list[bytes]:
+        return self._sharing.hashes(req, self._holdings.get(req.row))
 
-    def _extend(self, row: int, holding: Holding, blocks: list[int]) -> None:
-        start = len(holding.blocks)
-        holding.blocks.extend(blocks)
-        self.num_held[row] = len(holding.blocks)
-        self._grown.extend((row, start + i, block) for i, block in enumerate(blocks))
+    def _search(self, req: Holder, holding: Holding) -> PrefixHit:
+        """What ``lookup`` finds now."""
+        if not req.reads_cache:
+            return PrefixHit(0, self._empty().tables)
+        num_blocks = (len(req.tokens) - 1) // self.block_size if self.caching else 0
+        tables = self._sharing.find(req, holding, num_blocks)
+        num_tokens = len(tables[0]) * self.block_size
+        old = holding.hit
+        if holding.blocks:
+            return PrefixHit(num_tokens, tables)
+        if old is not None and old.num_tokens == num_tokens:
+            return PrefixHit(num_tokens, tables, old.num_remote, old.asynchronous)
+        return PrefixHit(num_tokens, tables, *self.transfers.match(req, num_tokens))
 
-    def _exclusive(self, reqs: Sequence[Holder], keep: Sequence[int]) -> int:
-        """Blocks nobody else would hold once these requests let go; ``keep`` counts as held."""
-        lost: dict[int, int] = {}
-        for req in reqs:
-            for block in self.held(req):
-                lost[block] = lost.get(block, 0) + 1
-        refs = self.pool.num_refs
-        return sum(refs[block] == count for block, count in lost.items()) - sum(
-            lost.get(block) == refs[block] for block in keep
-        )
+    def _adopt(self, req: Holder, holding: Holding) -> bool:
+        """The request's hit becomes the beginning of its tables. Is there more to load at once?"""
+        hit = self.lookup(req)
+        self.tables.adopt(holding, hit.tables)
+        holding.num_adopted = self.num_published[req.row] = len(hit.blocks)
+        holding.num_ready = hit.num_tokens
+        holding.num_remote = hit.num_remote
+        holding.hit = None
+        return hit.num_remote > 0 and not hit.asynchronous
+
+    def _load(self, req: Holder, holding: Holding) -> None:
+        source, first = self.transfers.source, holding.num_adopted
+        assert source is not None and holding.num_remote, f"{req}: nothing to load"
+        blocks = holding.blocks[first : first + self._entries(holding.num_remote)]
+        source.start_load(req, blocks, holding.num_remote)
+
+
+def _first_query(req: Holder) -> int:
+    """No query comes before this position: tokens in flight are not certain to stay."""
+    return min(req.num_computed, len(req.tokens))

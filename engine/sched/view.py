@@ -104,4 +104,5 @@ class View:
         table, kv, rows = self._roster.table, self.kv, self._roster.running_rows()
         tokens = table.num_tokens.all[rows]
         missing = -(-tokens // kv.block_size) - kv.num_held[rows]
-        return int(missing[tokens - table.num_computed.all[rows] > 1].clip(min=0).sum())
+        behind = tokens - table.num_computed.all[rows] > 1
+        return int(missing[behind].clip(min=0).sum()) * kv.num_groups

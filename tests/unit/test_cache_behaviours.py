@@ -5,10 +5,10 @@ Blocks have 16 tokens unless said; a pool of n blocks has n - 1 usable ones.
 
 from __future__ import annotations
 
-from array import array
 from types import SimpleNamespace
 
 import pytest
+from holders import fill, holder
 from simulate import expected, make_request, make_run, make_scheduler
 
 from engine.core.client import InprocClient
@@ -30,42 +30,29 @@ def tokens(run):
     return [plan for plan in run.plans if plan]
 
 
-def holder(row, tokens, **fields):
-    defaults = {"cache_salt": None, "reads_cache": True}
-    return SimpleNamespace(row=row, tokens=array("i", tokens), **(defaults | fields))
-
-
-def filled(kv, req):
-    """The request's blocks, as after its prefill."""
-    kv.ensure_rows(64)
-    assert kv.reserve(req, len(req.tokens))
-    kv.commit(req, len(req.tokens))
-    return kv.held(req)
-
-
 SHARED = list(range(48))
 
 
 def two_sharing():
     kv = make_scheduler(num_blocks=11).kv
     first, second = holder(0, [*SHARED, *[1] * 7]), holder(1, [*SHARED, *[2] * 5])
-    filled(kv, first)
+    fill(kv, first)
     return kv, first, second
 
 
 def test_behaviour_52_53_a_second_prompt_adopts_what_it_shares():
     kv, first, second = two_sharing()
-    hashes = [kv.pool.hash_of(block) for block in kv.held(first)]
+    hashes = [kv.cache.hash_of(block) for block in kv.held(first)]
     assert kv.held(first) == [1, 2, 3, 4]
     assert None not in hashes[:3] and len(set(hashes[:3])) == 3 and hashes[3] is None
     assert kv.lookup(second).num_tokens == 48
-    assert filled(kv, second) == [1, 2, 3, 5]
+    assert fill(kv, second) == [1, 2, 3, 5]
     assert kv.pool.num_refs[1:6] == [2, 2, 2, 1, 1]
 
 
 def test_behaviour_54_55_order_of_eviction():
     kv, first, second = two_sharing()
-    filled(kv, second)
+    fill(kv, second)
     kv.forget(first)
     kv.forget(second)
     order = [5, 4, 6, 7, 8, 9, 10, 3, 2, 1]
@@ -73,7 +60,7 @@ def test_behaviour_54_55_order_of_eviction():
     third = holder(2, [9] * 16 * 9)
     assert kv.reserve(third, 16 * 9)
     assert kv.held(third) == order[:9]
-    assert [kv.pool.hash_of(block) is None for block in (3, 2, 1)] == [True, True, False]
+    assert [kv.cache.hash_of(block) is None for block in (3, 2, 1)] == [True, True, False]
 
 
 def test_behaviour_56_the_last_token_is_always_computed():
@@ -107,14 +94,13 @@ def test_behaviour_58_a_decode_takes_a_block_when_it_crosses_into_it():
         run.step()
         held.append(len(run.scheduler.kv.held(req)))
     assert held == [2, 2, 2, 3]
-    assert run.scheduler.kv.pool.hash_of(run.scheduler.kv.held(req)[1]) is not None
+    assert run.scheduler.kv.cache.hash_of(run.scheduler.kv.held(req)[1]) is not None
 
 
 def test_behaviour_59_60_61_a_hash_stands_for_the_whole_beginning_and_the_salt():
-    """Images and adapters are not there yet; a salt is, and enters with the first block."""
     kv = make_scheduler().kv
-    filled(kv, holder(0, SHARED, cache_salt="a"))
-    filled(kv, holder(1, [5, *SHARED[1:], 0]))
+    fill(kv, holder(0, SHARED, cache_salt="a"))
+    fill(kv, holder(1, [5, *SHARED[1:], 0]))
     hits = [
         kv.lookup(holder(row, [*tokens, 0], cache_salt=salt)).num_tokens
         for row, (tokens, salt) in enumerate(
@@ -127,10 +113,10 @@ def test_behaviour_59_60_61_a_hash_stands_for_the_whole_beginning_and_the_salt()
 def test_behaviour_62_a_failed_reservation_changes_nothing():
     kv, _, second = two_sharing()
     second.tokens.extend([3] * 200)
-    before = (kv.pool.free_order(), list(kv.pool.num_refs), kv.pool.version)
+    before = (kv.pool.free_order(), list(kv.pool.num_refs), kv.cache.version)
     assert not kv.fits(second, len(second.tokens))
     assert not kv.reserve(second, len(second.tokens))
-    assert (kv.pool.free_order(), kv.pool.num_refs, kv.pool.version) == before
+    assert (kv.pool.free_order(), kv.pool.num_refs, kv.cache.version) == before
     assert kv.held(second) == []
 
 
@@ -145,24 +131,24 @@ def test_behaviour_63_adopted_blocks_are_not_taken_by_the_same_reservation():
 def test_behaviour_64_twins_stay_until_each_is_evicted():
     kv = make_scheduler(num_blocks=3).kv
     one, other = holder(0, [1] * 16), holder(1, [1] * 16, reads_cache=False)
-    twins = [*filled(kv, one), *filled(kv, other)]
-    block_hash = kv.pool.hash_of(twins[0])
-    assert block_hash is not None and kv.pool.find_all(block_hash) == twins
+    twins = [*fill(kv, one), *fill(kv, other)]
+    block_hash = kv.cache.hash_of(twins[0])
+    assert block_hash is not None and kv.cache.find_all(block_hash) == twins
     kv.forget(one)
     kv.forget(other)
     kv.pool.take(1)
-    assert kv.pool.find(block_hash) == twins[1]
+    assert kv.cache.find(block_hash) == twins[1]
     kv.pool.take(1)
-    assert kv.pool.find(block_hash) is None
+    assert kv.cache.find(block_hash) is None
 
 
 def test_behaviour_65_a_reset_is_refused_while_blocks_are_held():
     run = make_run()
     run.add(make_request("a", [1] * 40, 2))
     run.step()
-    version = run.scheduler.kv.pool.version
+    version = run.scheduler.kv.cache.version
     assert not run.scheduler.reset_prefix_cache()
-    assert run.scheduler.kv.pool.version == version
+    assert run.scheduler.kv.cache.version == version
     run.drain()
     assert run.scheduler.reset_prefix_cache()
     run.add(make_request("b", [1] * 40, 1))

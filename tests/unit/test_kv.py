@@ -1,55 +1,80 @@
-"""Block pool, hashes and prefix cache: who holds what, what may be found, what dies first."""
+"""Block pool, prefix cache and the manager's questions: who holds what, what dies first."""
 
 from __future__ import annotations
 
+import random
+
 import pytest
+from holders import fill, holder
 from simulate import make_request, make_run, make_scheduler
 
 from engine.kv.block_pool import BlockPool
+from engine.kv.manager import KVManager
+from engine.kv.peak import peak_blocks
 
 
 def add(scheduler, name, prompt, **fields):
     return scheduler.add_request(make_request(name, prompt, **fields))
 
 
-def test_blocks_come_from_the_head_and_cached_ones_die_last():
+def test_073_the_free_list_keeps_order_and_count():
     pool = BlockPool(8)
     assert pool.take(3) == [1, 2, 3]
-    pool.publish(1, b"one")
-    pool.release([1, 2, 3])
-    assert pool.free_order() == [2, 3, 4, 5, 6, 7, 1]
-    assert pool.find(b"one") == 1
-    pool.adopt([1])
-    assert pool.free_order() == [2, 3, 4, 5, 6, 7]
-    pool.release([1])
-    assert pool.take(7)[-1] == 1
-    assert pool.find(b"one") is None, "content of a block that was taken is gone"
+    pool.cache.publish([1, 2], [b"one", b"two"])
+    pool.release([1, 2, 3])  # 3 has no hash: to the head; 2 before 1: the tail dies first
+    assert pool.free_order() == [3, 4, 5, 6, 7, 2, 1] and pool.num_free == 7
+    pool.adopt([2])  # out of the middle
+    assert pool.free_order() == [3, 4, 5, 6, 7, 1] and pool.num_free == 6
+    pool.release([2])
+    assert pool.free_order() == [3, 4, 5, 6, 7, 1, 2]
+    assert pool.take(0) == [] and pool.take(7)[-1] == 2
+    assert pool.cache.find(b"one") is None, "content of a block that was taken is gone"
+    assert pool.free_order() == [] and pool.num_free == 0
+    with pytest.raises(ValueError, match="No free blocks: 1 wanted, 0 free"):
+        pool.take(1)
 
 
-def test_a_block_cannot_be_released_twice():
+def test_073_a_take_that_fails_takes_nothing():
+    pool = BlockPool(4)
+    with pytest.raises(ValueError, match="No free blocks: 4 wanted, 3 free"):
+        pool.take(4)
+    assert pool.free_order() == [1, 2, 3] and pool.num_refs == [0, 0, 0, 0]
+
+
+def test_074_a_block_in_the_wrong_state_is_named():
     pool = BlockPool(4)
     pool.release(pool.take(1))
-    with pytest.raises(AssertionError, match="block 1 released"):
+    with pytest.raises(RuntimeError, match="block 1 released more often than taken"):
         pool.release([1])
+    with pytest.raises(RuntimeError, match="block 2 cannot be adopted"):
+        pool.adopt([2])
+    pool.cache.publish(pool.take(1), [b"one"])
+    with pytest.raises(RuntimeError, match="block 1 cannot be published"):
+        pool.cache.publish([1], [b"other"])
 
 
-def test_twins_stay_until_both_are_evicted():
-    pool = BlockPool(4)
-    one, two = pool.take(2)
-    pool.publish(one, b"same")
-    pool.publish(two, b"same")
-    pool.unpublish(one)
-    assert pool.find(b"same") == two
+def test_064_twins_stay_until_each_is_evicted():
+    pool = BlockPool(5)
+    lost = []
+    pool.cache.on_loss = lost.append
+    pool.cache.publish(pool.take(3), [b"same"] * 3)
+    assert pool.cache.find(b"same") == 1 and pool.cache.find_all(b"same") == [1, 2, 3]
+    pool.cache.unpublish(2)
+    assert pool.cache.find_all(b"same") == [1, 3]
+    pool.cache.unpublish(1)
+    assert pool.cache.find(b"same") == 3 and lost == []
+    pool.cache.unpublish(3)
+    assert pool.cache.find(b"same") is None and lost == [b"same"]
 
 
-def test_a_hit_leaves_the_last_token_to_compute():
+def test_056_a_hit_leaves_the_last_token_to_compute():
     run = make_run(block_size=16)
     prompt = list(range(64))
     run.add(make_request("a", prompt, 1))
     run.drain()
     kv = run.scheduler.kv
     req = add(run.scheduler, "b", prompt)
-    assert kv.lookup(req).num_tokens == 48
+    assert kv.lookup(req).num_tokens == kv.cached_prefix(req) == kv.ready(req) == 48
 
 
 def test_prompts_share_what_they_have_in_common():
@@ -61,33 +86,32 @@ def test_prompts_share_what_they_have_in_common():
     assert run.scheduler.kv.missing(req, 53) == 1 + 3  # cached blocks are free ones until adopted
 
 
-@pytest.mark.parametrize(("salt", "hit"), [("x", 48), ("y", 0), (None, 0)])
-def test_a_salt_separates_caches(salt, hit):
-    run = make_run(block_size=16)
-    run.add(make_request("a", list(range(64)), 1, cache_salt="x"))
-    run.drain()
-    req = add(run.scheduler, "b", list(range(64)), cache_salt=salt)
-    assert run.scheduler.kv.lookup(req).num_tokens == hit
-
-
-def test_caching_off_never_hits():
+def test_066_without_caching_nothing_is_hashed_found_or_counted():
     run = make_run(caching=False)
     for name in "ab":
         run.add(make_request(name, list(range(64)), 1))
         run.drain()
-    assert run.num_tokens == 128
-    assert run.scheduler.make_stats().prefix_queries == 0
+    counts = run.scheduler.kv.counts
+    assert run.num_tokens == 128 and run.scheduler.kv.cache.version == 0
+    assert (counts.queries, counts.hits, counts.preempted_queries) == (0, 0, 0)
 
 
-def test_the_cache_is_reset_only_while_nobody_holds_a_block():
-    run = make_run(block_size=16)
-    run.add(make_request("a", list(range(64)), 5))
-    run.step()
-    assert not run.scheduler.reset_prefix_cache()
-    run.drain()
-    assert run.scheduler.reset_prefix_cache()
-    req = add(run.scheduler, "b", list(range(64)))
-    assert run.scheduler.kv.lookup(req).num_tokens == 0
+def test_066_out_of_blocks_is_no_not_an_error():
+    kv = KVManager(4, 16)
+    req = holder(0, [1] * 64)
+    assert not kv.reserve(req, 64) and kv.held(req) == []
+
+
+def test_065_a_reset_waits_until_nobody_holds_a_block_and_is_counted():
+    kv = KVManager(10, 16)
+    first, second = holder(0, [1] * 40), holder(1, [1] * 40)
+    fill(kv, first)
+    version = kv.cache.version
+    assert not kv.reset_prefix_cache() and kv.cache.version == version
+    assert kv.counts.num_resets == 0 and kv.cached_prefix(second) == 32
+    kv.forget(first)
+    assert kv.reset_prefix_cache() and kv.counts.num_resets == 1
+    assert kv.cached_prefix(second) == 0
 
 
 def test_reserve_is_all_or_nothing():
@@ -95,12 +119,12 @@ def test_reserve_is_all_or_nothing():
     kv = scheduler.kv
     req = add(scheduler, "a", [1] * 8, max_tokens=4)
     assert not kv.fits(req, 17) and not kv.reserve(req, 17)
-    assert kv.held(req) == [] and kv.pool.num_free == 4
+    assert kv.held(req) == [] and kv.num_free == 4
     assert kv.reserve(req, 16) and kv.reserve(req, 5)
     assert kv.held(req) == [1, 2, 3, 4]
 
 
-def test_multi_turn_reuses_prompt_and_output():
+def test_071_multi_turn_reuses_prompt_and_output():
     run = make_run(block_size=16)
     prompt = list(range(40))
     run.add(make_request("a", prompt, 30))
@@ -108,3 +132,66 @@ def test_multi_turn_reuses_prompt_and_output():
     turn = prompt + run.outputs["a"] + [5] * 10
     req = add(run.scheduler, "b", turn)
     assert run.scheduler.kv.lookup(req).num_tokens == (40 + 30 - 1) // 16 * 16
+
+
+def test_a_question_is_not_asked_twice_and_new_content_is_seen():
+    kv = KVManager(20, 4)
+    writer, reader = holder(0, list(range(20))), holder(1, list(range(20)))
+    assert kv.cached_prefix(reader) == 0
+    assert kv.reserve(writer, 20)
+    hits = []
+    for upto in (4, 9, 20):
+        kv.commit(writer, upto)
+        hits.append(kv.cached_prefix(reader))
+        assert kv.lookup(reader) is kv.lookup(reader)
+    assert hits == [4, 8, 16]
+    kv.revoke(writer, 8, [])
+    kv.cache.unpublish(kv.held(writer)[1])
+    assert kv.cached_prefix(reader) == 4, "what was lost is not remembered"
+
+
+def test_ready_is_the_hit_first_and_what_was_adopted_then():
+    kv = KVManager(20, 16)
+    writer, reader = holder(0, [1] * 40), holder(1, [1] * 48)
+    fill(kv, writer)
+    assert kv.ready(reader) == 32
+    assert kv.hold(reader, 48)
+    assert kv.ready(reader) == 32 and kv.num_adopted(reader) == 2
+    kv.release(reader)
+    assert kv.ready(reader) == 32 and kv.held(reader) == []
+
+
+def test_the_worker_hears_of_held_blocks_when_the_request_gets_a_seat():
+    kv = KVManager(20, 16)
+    req = holder(3, [1] * 40)
+    assert kv.hold(req, 20) and kv.drain() == []
+    assert kv.reserve(req, 40)
+    assert kv.drain() == [(3, 0, 1), (3, 1, 2), (3, 2, 3)]
+    assert kv.reserve(req, 48) and kv.drain() == []
+    kv.reserve_next([3])
+    assert kv.drain() == [(3, 3, 4)] and kv.num_held[3] == 4
+
+
+def brute_force_peak(lengths, remaining, size):
+    most = 0
+    for step in range(1, max(remaining) + 1):
+        live = [n for n, left in zip(lengths, remaining, strict=True) if left >= step]
+        most = max(most, sum(-(-(n + step - 1) // size) for n in live))
+    return most
+
+
+def test_the_peak_is_what_a_simulation_of_all_steps_finds(seed):
+    rng = random.Random(seed)
+    for _ in range(200):
+        size, count = rng.choice([1, 2, 5, 16]), rng.randint(1, 12)
+        lengths = [rng.randint(1, 60) for _ in range(count)]
+        remaining = [rng.randint(1, 40) for _ in range(count)]
+        assert peak_blocks(lengths, remaining, size) == brute_force_peak(lengths, remaining, size)
+
+
+def test_the_peak_of_nobody_is_nothing():
+    kv = KVManager(10, 16)
+    assert kv.peak([], len) == 0
+    reqs = [holder(0, [1] * 16), holder(1, [1] * 17)]
+    assert kv.peak(reqs, lambda req: 1) == 3
+    assert kv.peak(reqs, lambda req: 2) == 4

@@ -166,7 +166,7 @@ class PoisonWorker(DigestWorker):
         if seq.tokens[0] == PROMPT[0] and self._fail(self._new[self._slot_of(seq)], start + count):
             for position in range(start, start + count):
                 block, offset = divmod(position, self.block_size)
-                self.kv[seq.blocks[block]][offset] = 0
+                self.kv[seq.blocks[0, block]][offset] = 0
         return digest
 
     def _slot_of(self, seq):

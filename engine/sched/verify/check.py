@@ -34,7 +34,7 @@ def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
 
 def _is_full(scheduler: Scheduler, block: int) -> bool:
     """Shared within this step: published, so its writer fills it now and twins only read."""
-    return scheduler.kv.pool.hash_of(block) is not None
+    return scheduler.kv.cache.hash_of(block) is not None
 
 
 def check_state(scheduler: Scheduler) -> None:
@@ -43,14 +43,17 @@ def check_state(scheduler: Scheduler) -> None:
     pool = kv.pool
     refs = [0] * pool.num_blocks
     for req in roster.by_id.values():
-        blocks = kv.held(req)
+        blocks = [b for g in range(kv.num_groups) for b in kv.held(req, g) if b]
         assert len(set(blocks)) == len(blocks), f"{req} holds a block twice"
-        assert int(kv.num_held[req.row]) == len(blocks)
+        assert int(kv.num_held[req.row]) == len(kv.held(req))
         for block in blocks:
             refs[block] += 1
         if req.status is not Status.RUNNING and req.request_id not in roster.holding:
             assert not blocks, f"{req} holds blocks"
-    assert refs == pool.num_refs, "reference counts differ from the tables"
+    for loan in kv.transfers.lent.values():
+        for block in loan.blocks:
+            refs[block] += 1
+    assert refs == pool.num_refs, "reference counts differ from tables and loans"
     free = pool.free_order()
     assert len(free) == pool.num_free == len(set(free))
     assert sorted(free) == [b for b in range(1, pool.num_blocks) if refs[b] == 0]

@@ -7,8 +7,8 @@ through the block table, so a wrong block, a stale slot or a missed cache key be
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -42,11 +42,23 @@ class FakeSeq:
     """A live sequence of the fake worker."""
 
     tokens: list[int]
-    blocks: dict[int, int]
+    blocks: dict[tuple[int, int], int] = field(default_factory=dict)  # by group and table index
+    digests: list[int] = field(default_factory=list)  # of its prefixes, to check windows against
+
+    def digest_at(self, position: int) -> int:
+        """What every group should hold at this position."""
+        while len(self.digests) <= position:
+            before = self.digests[-1] if self.digests else EMPTY_DIGEST
+            self.digests.append(mix(before, self.tokens[len(self.digests)]))
+        return self.digests[position]
 
 
 class DigestWorker:
-    """An executor (``launch``/``collect``) whose next token proves that the right KV was read."""
+    """An executor (``launch``/``collect``) whose next token proves that the right KV was read.
+
+    ``windows``: of each group of layers, 0 for full attention. A group with a window is read at
+    both ends of it.
+    """
 
     def __init__(
         self,
@@ -54,11 +66,13 @@ class DigestWorker:
         block_size: int,
         *,
         vocab_size: int = 1000,
+        windows: Sequence[int] = (0,),
         fail: Callable[[NewSeq, int], str | None] = lambda seq, position: None,
     ) -> None:
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.kv = [[0] * block_size for _ in range(num_blocks)]
+        self.windows = windows
         self.seqs: dict[int, FakeSeq] = {}
         self._new: dict[int, NewSeq] = {}
         self._fail = fail
@@ -93,23 +107,34 @@ class DigestWorker:
             del self.seqs[slot]
         for new in plan.new:
             assert new.slot not in self.seqs, f"slot {new.slot} is taken"
-            self.seqs[new.slot] = FakeSeq(list(new.token_ids), {})
+            self.seqs[new.slot] = FakeSeq(list(new.token_ids))
             self._new[new.slot] = new
-        deltas = zip(plan.block_slots, plan.block_indices, plan.block_ids, strict=True)
-        for slot, index, block in deltas:
-            self.seqs[int(slot)].blocks[int(index)] = int(block)
+        groups = np.zeros_like(plan.block_ids) if plan.block_groups is None else plan.block_groups
+        deltas = zip(plan.block_slots, groups, plan.block_indices, plan.block_ids, strict=True)
+        for slot, group, index, block in deltas:
+            self.seqs[int(slot)].blocks[int(group), int(index)] = int(block)
 
     def _compute(self, seq: FakeSeq, start: int, count: int) -> int:
-        digest = self._read(seq, start - 1) if start else EMPTY_DIGEST
+        digest = self._attend(seq, start - 1) if start else EMPTY_DIGEST
         for position in range(start, start + count):
             digest = mix(digest, seq.tokens[position])
-            block, offset = divmod(position, self.block_size)
-            self.kv[seq.blocks[block]][offset] = digest
+            index, offset = divmod(position, self.block_size)
+            for group in range(len(self.windows)):
+                self.kv[seq.blocks[group, index]][offset] = digest
         return digest
 
-    def _read(self, seq: FakeSeq, position: int) -> int:
-        block, offset = divmod(position, self.block_size)
-        return self.kv[seq.blocks[block]][offset]
+    def _attend(self, seq: FakeSeq, last: int) -> int:
+        """The digest at the last position; wrong if a window does not hold what it should."""
+        digest = self._read(seq, 0, last)
+        for group, window in enumerate(self.windows):
+            ends = {max(0, last - window + 2), last} if window else ()
+            for position in ends:
+                digest ^= self._read(seq, group, position) ^ seq.digest_at(position)
+        return digest
+
+    def _read(self, seq: FakeSeq, group: int, position: int) -> int:
+        index, offset = divmod(position, self.block_size)
+        return self.kv[seq.blocks[group, index]][offset]
 
 
 class CountingWorker:

@@ -1,0 +1,49 @@
+"""KVSource: KV that was computed elsewhere. The half that lives beside the scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from engine.kv.holding import Holder
+
+
+class RemoteMatch(NamedTuple):
+    """Tokens behind the local hit whose KV the source has.
+
+    ``asynchronous``: the request waits until they are loaded, and others run meanwhile. Otherwise
+    they are loaded at the start of the step that computes the request's next tokens.
+    """
+
+    num_tokens: int = 0
+    asynchronous: bool = False
+
+
+class Farewell(NamedTuple):
+    """What a source says when a request ends.
+
+    ``keep``: a transfer still reads the request's blocks; they are lent to it until ``sent``.
+    ``params`` reach the request's output, for whoever goes on with its KV.
+    """
+
+    keep: bool = False
+    params: dict[str, Any] | None = None
+
+
+class KVSource(Protocol):
+    """An external store, another engine, host memory. Decides; the worker's half moves bytes."""
+
+    def match(self, req: Holder, num_local_tokens: int) -> RemoteMatch:
+        """What it has behind the local hit. Changes nothing; asked anew when the hit moves."""
+
+    def start_load(self, req: Holder, blocks: Sequence[int], num_tokens: int) -> None:
+        """Fill these blocks, which hold the ``num_tokens`` behind the local hit, in order."""
+
+    def metadata(self) -> object | None:
+        """What the worker's half must be told with the next plan, ``None`` if nothing."""
+
+    def finished(self, req: Holder, blocks: Sequence[int]) -> Farewell:
+        """The request has ended, held these blocks, and may have been aborted while loading."""
+
+    def shutdown(self) -> None:
+        """Let go of what was opened."""

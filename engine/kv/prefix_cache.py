@@ -1,0 +1,85 @@
+"""Which block holds which content: hash -> blocks and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+
+class PrefixCache:
+    """The hash under which a block may be found, and the blocks found under a hash.
+
+    Twins are blocks with equal content that were written by different requests: each stays until
+    it is evicted itself, and the oldest is the one that is found.
+    ``on_loss`` hears of every hash under which nothing can be found any more.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.version = 0  # raised whenever a hash appears or disappears
+        self.num_losses = 0  # raised whenever a block can no longer be found
+        self.on_loss: Callable[[bytes], None] | None = None
+        self._hash_of: list[bytes | None] = [None] * num_blocks
+        self._block: dict[bytes, int] = {}
+        self._twins: dict[bytes, list[int]] = {}  # blocks behind the one in _block, oldest first
+
+    def find(self, block_hash: bytes) -> int | None:
+        """The block with this content, if there is one."""
+        return self._block.get(block_hash)
+
+    def find_all(self, block_hash: bytes) -> list[int]:
+        """All blocks with this content."""
+        block = self._block.get(block_hash)
+        return [] if block is None else [block, *self._twins.get(block_hash, ())]
+
+    def prefix(self, hashes: Iterable[bytes]) -> list[int]:
+        """The blocks of the leading hashes, up to the first that is not cached."""
+        find, blocks = self._block.get, []
+        for block_hash in hashes:
+            block = find(block_hash)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def hash_of(self, block: int) -> bytes | None:
+        """The hash under which the block can be found, ``None`` if it cannot."""
+        return self._hash_of[block]
+
+    def publish(self, blocks: Sequence[int], hashes: Sequence[bytes]) -> None:
+        """From now on each block can be found under its hash."""
+        hash_of, found = self._hash_of, self._block
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            if hash_of[block] is not None or block == 0:
+                raise RuntimeError(f"block {block} cannot be published: it is, or it is nobody's")
+            hash_of[block] = block_hash
+            if found.setdefault(block_hash, block) != block:
+                self._twins.setdefault(block_hash, []).append(block)
+        self.version += 1
+
+    def unpublish(self, block: int) -> None:
+        """The block can no longer be found; holders keep it. Nothing happens if it could not."""
+        block_hash = self._hash_of[block]
+        if block_hash is None:
+            return
+        self._hash_of[block] = None
+        self.version += 1
+        self.num_losses += 1
+        twins = self._twins.get(block_hash)
+        if twins is None:
+            del self._block[block_hash]
+            if self.on_loss is not None:
+                self.on_loss(block_hash)
+            return
+        if self._block[block_hash] == block:
+            self._block[block_hash] = twins.pop(0)
+        else:
+            twins.remove(block)
+        if not twins:
+            del self._twins[block_hash]
+
+    def clear(self) -> None:
+        """Forget every hash; ``on_loss`` hears nothing of it."""
+        self._hash_of = [None] * len(self._hash_of)
+        self._block.clear()
+        self._twins.clear()
+        self.version += 1
+        self.num_losses += 1

@@ -1,0 +1,75 @@
+"""Which blocks may be shared: find prefixes, publish what is written, withdraw what is wrong."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from engine.kv.events import EventLog
+from engine.kv.groups import FULL, Group, find_tables, group_keys
+from engine.kv.hashing import BlockHasher, Chains
+from engine.kv.holding import Holder, Holding
+from engine.kv.prefix_cache import PrefixCache
+
+
+class Sharing:
+    """Hashes the sequences of requests and keeps the cache and its listener in step."""
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        groups: Sequence[Group],
+        hasher: BlockHasher,
+        block_size: int,
+        events: EventLog | None,
+    ) -> None:
+        self.events = events
+        self._cache = cache
+        self._groups = tuple(groups)
+        self._chains = Chains(hasher, block_size)
+        self._block_size = block_size
+        if events is not None:
+            cache.on_loss = events.removed
+
+    def find(self, req: Holder, holding: Holding, num_blocks: int) -> list[list[int]]:
+        """The longest hit of at most so many blocks, as one table for each group.
+
+        As long as no content was lost since the remembered hit, that is where to go on.
+        """
+        chain, old, cache = holding.chain, holding.hit, self._cache
+        self._chains.extend(chain, req, num_blocks * self._block_size)
+        if old is None or holding.hit_losses != cache.num_losses or self._groups != (FULL,):
+            return find_tables(self._groups, cache, chain[:num_blocks], self._block_size)
+        return [old.blocks + cache.prefix(chain[len(old.blocks) : num_blocks])]
+
+    def publish(self, req: Holder, holding: Holding, first: int, before: int) -> None:
+        """The blocks [first, before) are full and written: others may share them."""
+        size = self._block_size
+        self._chains.extend(holding.chain, req, before * size)
+        hashes = holding.chain[first:before]
+        for g, table in enumerate(holding.tables):
+            self._cache.publish(table[first:before], group_keys(hashes, g))
+        if self.events is not None:
+            tokens: array[int] = req.tokens[first * size : before * size]
+            parent = holding.chain[first - 1] if first else None
+            for g in range(len(self._groups)):
+                self.events.stored(hashes, parent, tokens, req.adapter, g)
+
+    def hashes(self, req: Holder, holding: Holding | None) -> list[bytes]:
+        """Of all full blocks of known tokens, also of a request that has ended."""
+        chain = [] if holding is None else holding.chain
+        self._chains.extend(chain, req, len(req.tokens))
+        return chain
+
+    def withdraw(self, hashes: Sequence[bytes]) -> None:
+        """Nothing is found under these hashes any more, whoever wrote it."""
+        for g in range(len(self._groups)):
+            for key in group_keys(hashes, g):
+                for block in self._cache.find_all(key):
+                    self._cache.unpublish(block)
+
+    def clear(self) -> None:
+        """Forget all content."""
+        self._cache.clear()
+        if self.events is not None:
+            self.events.cleared()

@@ -1,0 +1,97 @@
+"""Block tables: how they grow, what the worker is told of them, what falls out of a window."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.kv.block_pool import NULL_BLOCK, BlockPool
+from engine.kv.groups import Group
+from engine.kv.holding import Holding
+
+Delta = tuple[int, ...]
+
+
+class BlockTables:
+    """Moves blocks between the pool and the tables of requests, entry by entry in all groups."""
+
+    def __init__(self, pool: BlockPool, groups: Sequence[Group], block_size: int) -> None:
+        self.num_groups = len(groups)
+        self.windows = [(g, group) for g, group in enumerate(groups) if group.window]
+        self._pool = pool
+        self._block_size = block_size
+        self._deltas: list[Delta] = []
+
+    def adopt(self, holding: Holding, tables: Sequence[Sequence[int]]) -> None:
+        """These cached blocks become the beginning of the request's tables."""
+        for table in tables:
+            self._pool.adopt(block for block in table if block != NULL_BLOCK)
+        holding.tables = [list(table) for table in tables]
+
+    def extend(self, holding: Holding, num_entries: int) -> None:
+        """Take blocks for so many entries; the caller has seen that there are as many."""
+        taken = self._pool.take(num_entries * self.num_groups)
+        for g, table in enumerate(holding.tables):
+            table += taken[g * num_entries : (g + 1) * num_entries]
+
+    def extend_each(self, rows: Sequence[int], holdings: Sequence[Holding]) -> None:
+        """One more entry for each of these requests, and the worker is told."""
+        taken = iter(self._pool.take(len(rows) * self.num_groups))
+        for row, holding in zip(rows, holdings, strict=True):
+            for table in holding.tables:
+                table.append(next(taken))
+            self.tell(row, holding)
+
+    def release(self, holding: Holding) -> None:
+        """Give all blocks back."""
+        self._pool.release(live_blocks(holding))
+
+    def tell(self, row: int, holding: Holding) -> None:
+        """The worker will hear of the entries it does not know."""
+        told = holding.num_told
+        for g, table in enumerate(holding.tables):
+            group = (g,) if self.num_groups > 1 else ()
+            self._deltas += [(row, i, block, *group) for i, block in enumerate(table[told:], told)]
+        holding.num_told = len(holding.blocks)
+
+    def drain(self) -> list[Delta]:
+        """What the worker must be told: (row, index, block), and the group if there are several."""
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def num_outside(self, holding: Holding, position: int) -> int:
+        """Blocks that ``trim`` would make free."""
+        refs = self._pool.num_refs
+        return sum(
+            refs[holding.tables[g][index]] == 1
+            for g, group in self.windows
+            for index in group.outside(holding.tables[g], position, self._block_size)
+        )
+
+    def trim(self, row: int, holding: Holding, position: int) -> None:
+        """Give back what queries from this position on do not read."""
+        for g, group in self.windows:
+            table = holding.tables[g]
+            outside = group.outside(table, position, self._block_size)
+            self._pool.release([table[index] for index in outside])
+            for index in outside:
+                table[index] = NULL_BLOCK
+                if index < holding.num_told:
+                    delta = (row, index, NULL_BLOCK, g)
+                    self._deltas.append(delta if self.num_groups > 1 else delta[:3])
+
+    def num_exclusive(self, holdings: Sequence[Holding], keep: Sequence[Sequence[int]]) -> int:
+        """Blocks that nobody else would hold without these; those in ``keep`` count as held."""
+        lost: dict[int, int] = {}
+        for holding in holdings:
+            for block in live_blocks(holding):
+                lost[block] = lost.get(block, 0) + 1
+        refs = self._pool.num_refs
+        kept = sum(lost.get(block) == refs[block] for table in keep for block in table)
+        return sum(refs[block] == count for block, count in lost.items()) - kept
+
+
+def live_blocks(holding: Holding) -> list[int]:
+    """All blocks held, in order; those of one entry side by side, so that tails are freed first."""
+    if len(holding.tables) == 1 and NULL_BLOCK not in holding.blocks[:1]:
+        return holding.blocks
+    return [block for entry in zip(*holding.tables, strict=True) for block in entry if block]
