@@ -25,7 +25,7 @@ from engine.config.args import EngineArgs
 from engine.core.build import build_core
 from engine.errors import ConfigError, EngineDeadError, RequestError
 from engine.frontend.prompt import Prompt, RequestOptions, Submission, as_request_ids
-from engine.frontend.session import Session
+from engine.frontend.session import PauseScope, Session
 from engine.frontend.stream import Stream
 from engine.frontend.tokenizer import Tokenizer
 from engine.messages.outputs import RequestOutput
@@ -70,8 +70,9 @@ class AsyncLLMEngine:
         """Outputs of one request as they come; a slow reader gets several steps at once.
 
         Leaving the loop early, or being cancelled, aborts the request, and its id is free again.
-        Raises ``RequestError`` for what is wrong with the request, ``EngineDeadError`` if the core
-        has died. Options are those of ``LLMEngine.add_request``.
+        Raises ``RequestError`` for what is wrong with the request, ``RefusedError`` (one of those)
+        if the queue is full, ``EngineDeadError`` if the core has died. Options are those of
+        ``LLMEngine.add_request``.
         """
         submission = self._session.inputs.process(request_id, prompt, sampling_params, options)
         stream = Stream(asyncio.get_running_loop(), submission.params.output_kind)
@@ -92,9 +93,24 @@ class AsyncLLMEngine:
         """
         await self._call(partial(self._abort, as_request_ids(request_id)))
 
-    async def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes. False, and nothing happens, while requests use them."""
-        return bool(await self._call(partial(self._session.client.call, "reset_prefix_cache")))
+    async def reset_prefix_cache(self, reset_running: bool = False) -> bool:
+        """Forget all cached prefixes. False, and nothing happens, while requests use them.
+
+        ``reset_running`` sends running requests back to the queue first; they compute again.
+        """
+        call = partial(self._session.client.call, "reset_prefix_cache", reset_running)
+        return bool(await self._call(call))
+
+    async def pause(self, what: PauseScope = "all") -> None:
+        """Compute nothing until ``resume``; ``"new"``: what runs goes on, the others wait.
+
+        Requests may be added and aborted meanwhile; deadlines go on to count.
+        """
+        await self._call(partial(self._session.client.call, "pause", what))
+
+    async def resume(self) -> None:
+        """End a pause; harmless without one."""
+        await self._call(partial(self._session.client.call, "resume"))
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises ``ConfigError`` if none was loaded."""

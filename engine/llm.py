@@ -18,7 +18,7 @@ from engine.errors import RequestError, RequestTypeError
 from engine.frontend.chat import Messages
 from engine.frontend.interrupts import HeldInterrupt
 from engine.frontend.progress import RequestProgress
-from engine.frontend.prompt import Prompt, Submission, TextPrompt
+from engine.frontend.prompt import Prompt, RequestOptions, Submission, TextPrompt
 from engine.frontend.tokenizer import Tokenizer
 from engine.llm_engine import LLMEngine
 from engine.messages.outputs import RequestOutput
@@ -48,21 +48,32 @@ class LLM:
         *,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
+        timeout: float | None = None,
+        queue_timeout: float | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt; outputs stand in the order of the prompts.
 
         A prompt is a text, a list of token ids, ``{"prompt": ...}`` or ``{"prompt_token_ids":
         ...}`` with options of its own. ``sampling_params`` is one for all or one for each. Raises
-        ``RequestError`` before anything is computed if a prompt or its parameters are wrong. An
-        interrupt stops what was started. Calls from several threads wait for each other.
+        ``RequestError`` before anything is computed if a prompt or its parameters are wrong.
+        Requests end with finish reason ``"deadline"`` ``timeout`` seconds from now, or after
+        ``queue_timeout`` if they have not started. An interrupt stops what was started. Calls from
+        several threads wait for each other.
         """
         todo = _as_prompts(prompts)
         asked = SamplingParams() if sampling_params is None else sampling_params
         params = _one_each("sampling_params", asked, len(todo), SamplingParams)
         ranks = _one_each("priority", 0 if priority is None else priority, len(todo), int)
         process = self.llm_engine.session.inputs.process
+        options: RequestOptions = {}
+        if timeout is not None:
+            options["timeout"] = timeout
+        if queue_timeout is not None:
+            options["queue_timeout"] = queue_timeout
         submissions = [
-            process(str(next(self._counter)), prompt, _only_final(own), {"priority": rank})
+            process(
+                str(next(self._counter)), prompt, _only_final(own), {**options, "priority": rank}
+            )
             for prompt, own, rank in zip(todo, params, ranks, strict=True)
         ]
         with self._turn:
@@ -102,9 +113,9 @@ class LLM:
         """The model's tokenizer. Raises ``ConfigError`` if none was loaded."""
         return self.llm_engine.get_tokenizer()
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes."""
-        return self.llm_engine.reset_prefix_cache()
+    def reset_prefix_cache(self, reset_running: bool = False) -> bool:
+        """Forget all cached prefixes. False, and nothing happens, while requests use them."""
+        return self.llm_engine.reset_prefix_cache(reset_running)
 
     def shutdown(self) -> None:
         """Let go of model and memory; harmless when repeated."""

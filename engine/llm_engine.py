@@ -12,7 +12,7 @@ from engine.core.build import build_core
 from engine.errors import ConfigError
 from engine.frontend.interrupts import HeldInterrupt
 from engine.frontend.prompt import Prompt, RequestOptions, as_request_ids
-from engine.frontend.session import Session
+from engine.frontend.session import PauseScope, Session
 from engine.frontend.tokenizer import Tokenizer
 from engine.messages.outputs import RequestOutput
 from engine.messages.params import SamplingParams
@@ -44,8 +44,10 @@ class LLMEngine:
         """Queue a request; its outputs come from ``step`` under this id.
 
         Options: ``priority`` (lower is more urgent), ``user``, ``arrival_time``, ``deadline`` and
-        ``hints`` for the scheduling policy. Raises ``RequestError`` naming value, limit and way
-        out; other requests are not affected.
+        ``hints`` for the scheduling policy; ``timeout`` and ``queue_timeout``, seconds from its
+        arrival after which it ends with finish reason ``"deadline"``, the second only if it has not
+        started by then. Raises ``RequestError`` naming value, limit and way out, ``RefusedError``
+        (one of those) if the queue is full; other requests are not affected.
         """
         self.session.submit(self.session.inputs.process(request_id, prompt, params, options))
 
@@ -82,9 +84,23 @@ class LLMEngine:
         """Tokens and finished requests since the engine started."""
         return self.session.outputs.counts
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes. False, and nothing happens, while requests use them."""
-        return bool(self.session.client.call("reset_prefix_cache"))
+    def reset_prefix_cache(self, reset_running: bool = False) -> bool:
+        """Forget all cached prefixes. False, and nothing happens, while requests use them.
+
+        ``reset_running`` sends running requests back to the queue first; they compute again.
+        """
+        return bool(self.session.client.call("reset_prefix_cache", reset_running))
+
+    def pause(self, what: PauseScope = "all") -> None:
+        """Compute nothing until ``resume``; ``"new"``: what runs goes on, the others wait.
+
+        Requests may be added and aborted meanwhile; deadlines go on to count.
+        """
+        self.session.client.call("pause", what)
+
+    def resume(self) -> None:
+        """End a pause; harmless without one."""
+        self.session.client.call("resume")
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises ``ConfigError`` if none was loaded."""

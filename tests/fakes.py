@@ -64,10 +64,10 @@ class FakeClient:
             raise RequestError(f"duplicate id {request.request_id}")
         self.live[request.request_id] = Live(request)
 
-    def abort(self, request_ids: list[str]) -> None:
+    def abort(self, request_ids: list[str]) -> list[Finished]:
         self.aborted += request_ids
-        for request_id in request_ids:
-            self.live.pop(request_id, None)
+        alive = [index for index, name in enumerate(request_ids) if self.live.pop(name, None)]
+        return [Finished(index, "abort") for index in alive]
 
     def step(self) -> list[CoreOutputs]:
         self._pace()

@@ -27,6 +27,7 @@ class EngineCore:
         self.executor = executor
         self.depth = depth
         self.flight: deque[tuple[StepPlan, Any]] = deque()
+        self.is_idle = False  # the last step found nothing to compute and nothing to settle
 
     def step(self) -> StepOutputs:
         """Launch what fits into the flight and settle its oldest step; {} when there is nothing."""
@@ -35,7 +36,8 @@ class EngineCore:
             if plan.is_empty:
                 break
             self.flight.append((plan, self.executor.launch(plan)))
-        if not self.flight:
+        self.is_idle = not self.flight
+        if self.is_idle:
             return self.scheduler.take_outputs()
         plan, ticket = self.flight.popleft()
         return self.scheduler.update_from_output(plan, self.executor.collect(ticket))

@@ -22,13 +22,6 @@ class Row(NamedTuple):
     sequence: Sequence
 
 
-class Aborted(NamedTuple):
-    """Ids the core must stop, and the last outputs of the requests they belonged to."""
-
-    core_ids: list[str]
-    outputs: list[RequestOutput]
-
-
 class OutputProcessor:
     """Owns text, stop strings and log-probabilities of all unfinished requests.
 
@@ -40,7 +33,7 @@ class OutputProcessor:
         self._tokenizer = tokenizer
         self._requests: dict[str, LiveRequest] = {}
         self._rows: dict[str, Row] = {}  # by the core's request id
-        self._stopped: list[str] = []  # ended by a stop string; the core does not know yet
+        self._ended_here: dict[str, LiveRequest] = {}  # likewise; the core does not know yet
 
     @property
     def num_unfinished(self) -> int:
@@ -82,29 +75,35 @@ class OutputProcessor:
         outputs = (request.output(sequences) for request, sequences in moved.items())
         return [output for output in outputs if output is not None]
 
-    def abort(self, request_ids: Iterable[str], time: float) -> Aborted:
+    def abort(self, request_ids: Iterable[str], time: float) -> list[RequestOutput]:
         """End these requests now; unknown ids do nothing. Their last outputs say ``"abort"``."""
-        aborted = Aborted([], [])
+        outputs = []
         for request_id in dict.fromkeys(request_ids):
             request = self._requests.get(request_id)
             if request is None:
                 continue
             core_ids = [core_id for core_id in request.core_ids if core_id in self._rows]
-            moved = [self._end_by_abort(core_id, time) for core_id in core_ids]
-            output = request.output(moved)
+            output = request.output([self._end_by_abort(core_id, time) for core_id in core_ids])
             assert output is not None  # the last one always comes
-            aborted.core_ids.extend(core_ids)
-            aborted.outputs.append(output)
-        return aborted
+            outputs.append(output)
+        return outputs
 
-    def take_stopped(self) -> list[str]:
-        """The core's ids of sequences that ended here since the last call: it must stop them."""
-        stopped, self._stopped = self._stopped, []
-        return stopped
+    def withdraw(self, request_id: str) -> list[str]:
+        """Forget a request that was not taken. Returns its ids in the core."""
+        request = self._requests.pop(request_id)
+        for core_id in request.core_ids:
+            del self._rows[core_id]
+        return request.core_ids
+
+    def take_ended_here(self) -> dict[str, LiveRequest]:
+        """Sequences that ended here since the last call, by the core's ids: it must stop them."""
+        ended, self._ended_here = self._ended_here, {}
+        return ended
 
     def _end_by_abort(self, core_id: str, time: float) -> Sequence:
         row = self._rows[core_id]
         row.sequence.advance([], None, Finished(0, "abort"))
+        self._ended_here[core_id] = row.request
         self._finish(core_id, row, time)
         return row.sequence
 
@@ -141,10 +140,10 @@ class OutputProcessor:
             self.counts.generation_tokens += len(token_ids)
         sequence.advance(token_ids, batch.logprobs.get(index), end)
         if end is not None:
-            metrics.num_preemptions += end.num_preemptions
+            request.note(end)
         if sequence.end is not None:
             if end is None:
-                self._stopped.append(core_id)
+                self._ended_here[core_id] = request
             self._finish(core_id, row, batch.time)
 
     def _finish(self, core_id: str, row: Row, time: float) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from engine.frontend.logprobs import Position
 from engine.frontend.prompt import Submission
 from engine.frontend.sequence import Sequence
 from engine.frontend.tokenizer import Tokenizer
-from engine.messages.outputs import RequestMetrics, RequestOutput
+from engine.messages.outputs import Finished, RequestMetrics, RequestOutput
 
 
 class LiveRequest:
@@ -31,6 +32,7 @@ class LiveRequest:
         self._num_running = len(self.sequences)
         self.metrics = RequestMetrics(submission.arrival_time)
         self.num_cached_tokens = 0
+        self.kv_transfer_params: dict[str, Any] | None = None
         self.prompt_logprobs: list[Position | None] | None = None
 
     @property
@@ -40,6 +42,15 @@ class LiveRequest:
     def finish_one(self) -> None:
         """Another of its sequences has ended."""
         self._num_running -= 1
+
+    def note(self, end: Finished) -> None:
+        """What the core tells of a sequence that has ended."""
+        metrics = self.metrics
+        metrics.num_preemptions += end.num_preemptions
+        for cause, seconds in end.waits.items():
+            metrics.waits[cause] = metrics.waits.get(cause, 0.0) + seconds
+        metrics.events = sorted([*metrics.events, *end.events], key=lambda event: event[1])
+        self.kv_transfer_params = end.kv_transfer_params or self.kv_transfer_params
 
     def output(self, moved: Iterable[Sequence]) -> RequestOutput | None:
         """What the user gets now that these sequences have moved; ``None``: nothing yet."""
@@ -59,6 +70,7 @@ class LiveRequest:
             self.prompt_logprobs,
             self.num_cached_tokens,
             self.metrics,
+            self.kv_transfer_params,
         )
         if self.kind == "delta":
             self.prompt_logprobs = None  # sent once

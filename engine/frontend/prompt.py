@@ -46,6 +46,10 @@ class RequestOptions(TypedDict, total=False):
     """Seconds on the engine's clock; now, if not given."""
     deadline: float
     """Seconds on the engine's clock; read by deadline policies."""
+    timeout: float
+    """Seconds after its arrival at which the request ends, with finish reason "deadline"."""
+    queue_timeout: float
+    """The same, for a request that has not started by then."""
     hints: dict[str, Any]
     """Handed to the policy untouched."""
 
@@ -102,13 +106,14 @@ class InputProcessor:
         parts = self._parts(prompt)
         token_ids = self._checked_ids(parts)
         self._check_params(params)
-        arrival_time = options.get("arrival_time")
+        asked = options.get("arrival_time")
+        arrival_time = self._clock() if asked is None else asked
         first = AddRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
             params=params,
             seed=self._seed(params),
-            arrival_time=self._clock() if arrival_time is None else arrival_time,
+            arrival_time=arrival_time,
             max_tokens=self._max_tokens(params, len(token_ids)),
             eos_token_ids=[] if params.ignore_eos else list(self._limits.eos_token_ids),
             priority=options.get("priority", 0),
@@ -117,9 +122,11 @@ class InputProcessor:
             cache_salt=parts.get("cache_salt"),
             bad_words_ids=self._bad_words_ids(params),
             hints=options.get("hints"),
+            queue_deadline=_seconds_after(arrival_time, options.get("queue_timeout")),
+            end_deadline=_seconds_after(arrival_time, options.get("timeout")),
         )
         return Submission(
-            request_id, parts.get("prompt"), token_ids, params, first.arrival_time, children(first)
+            request_id, parts.get("prompt"), token_ids, params, arrival_time, children(first)
         )
 
     def _parts(self, prompt: Prompt) -> TextPrompt:
@@ -222,6 +229,8 @@ OPTION_KINDS: dict[str, tuple[type | types.UnionType, str]] = {
     "user": (str, "a str"),
     "arrival_time": (int | float | None, "a finite number of seconds"),
     "deadline": (int | float | None, "a finite number of seconds"),
+    "timeout": (int | float | None, "a finite number of seconds above 0"),
+    "queue_timeout": (int | float | None, "a finite number of seconds above 0"),
     "hints": (dict | None, "a dict"),
 }
 
@@ -233,6 +242,14 @@ def check_option_types(options: RequestOptions) -> None:
         is_finite = not isinstance(value, float) or math.isfinite(value)
         if not isinstance(value, kind) or not is_finite:
             raise RequestTypeError(f"{name} is {value!r:.80}, must be {wanted}")
+    for name in ("timeout", "queue_timeout"):
+        seconds = options.get(name)
+        if isinstance(seconds, int | float) and seconds <= 0:
+            raise RequestError(f"{name} is {seconds!r:.80}, must be {OPTION_KINDS[name][1]}")
+
+
+def _seconds_after(arrival_time: float, seconds: float | None) -> float | None:
+    return None if seconds is None else arrival_time + seconds
 
 
 def _own_params(params: SamplingParams | None) -> SamplingParams:
@@ -272,20 +289,10 @@ def children(request: AddRequest) -> list[AddRequest]:
 
 
 def _child(parent: AddRequest, index: int) -> AddRequest:
-    return AddRequest(
+    return msgspec.structs.replace(
+        parent,
         request_id=f"{index}_{parent.request_id}",
-        prompt_token_ids=parent.prompt_token_ids,
-        params=parent.params,
         seed=derive_seed(parent.seed, index),
-        arrival_time=parent.arrival_time,
-        max_tokens=parent.max_tokens,
-        eos_token_ids=parent.eos_token_ids,
-        priority=parent.priority,
-        user=parent.user,
-        deadline=parent.deadline,
-        cache_salt=parent.cache_salt,
-        bad_words_ids=parent.bad_words_ids,
-        hints=parent.hints,
     )
 
 

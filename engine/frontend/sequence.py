@@ -79,7 +79,7 @@ class Sequence:
             None if logged is None else logged[first_token:],
             None if end is None else end.reason,
             None if end is None else end.stop_reason,
-            None if end is None or end.reason != "error" else end.message,
+            None if end is None else end.message or None,
         )
 
     def _num_visible_chars(self) -> int:

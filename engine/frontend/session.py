@@ -7,16 +7,18 @@ Synchronous and asynchronous engines are this, driven by the caller or by a thre
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from engine.config.engine import EngineConfig
 from engine.frontend.output import OutputProcessor
 from engine.frontend.prompt import InputProcessor, Limits, Submission
 from engine.frontend.tokenizer import Tokenizer, load_tokenizer
-from engine.messages.outputs import CoreOutputs, RequestOutput
+from engine.messages.outputs import CoreOutputs, Finished, RequestOutput
 from engine.messages.requests import AddRequest
 from engine.observe.logs import set_up_logging
 from engine.observe.stats_log import CoreStats, StatsLog
+
+PauseScope = Literal["all", "new"]
 
 
 class Decided(Protocol):
@@ -36,10 +38,14 @@ class CoreClient(Protocol):
     @property
     def decided(self) -> Decided: ...
     def add(self, request: AddRequest) -> None:
-        """Queue a request. Raises ``RequestError`` for one that can never be served."""
+        """Queue a request. Raises ``RequestError`` for one that can never be served, and
+        ``RefusedError`` for one that is not taken now."""
 
-    def abort(self, request_ids: list[str]) -> None:
-        """Stop these; unknown ids do nothing. No output follows."""
+    def abort(self, request_ids: list[str]) -> list[Finished]:
+        """Stop these; unknown ids do nothing. No output follows.
+
+        Returns what became of those that were alive; ``index`` is their place in ``request_ids``.
+        """
 
     def step(self) -> list[CoreOutputs]:
         """Run one step and return what it brought."""
@@ -98,7 +104,7 @@ class Session:
             for request in submission.requests:
                 self.client.add(request)
         except BaseException:
-            self.abort([submission.request_id])
+            self.client.abort(self.outputs.withdraw(submission.request_id))
             raise
 
     def step(self) -> list[RequestOutput]:
@@ -106,19 +112,23 @@ class Session:
         outputs = []
         for batch in self.client.step():
             outputs += self.outputs.process(batch)
-        stopped = self.outputs.take_stopped()
-        if stopped:
-            self.client.abort(stopped)
+        self._stop_in_core()
         if self._stats_log is not None:
             self._stats_log.after_step(is_idle=not self.has_unfinished)
         return outputs
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """Stop these requests and return their last outputs; unknown ids do nothing."""
-        aborted = self.outputs.abort(request_ids, self._clock())
-        if aborted.core_ids:
-            self.client.abort(aborted.core_ids)
-        return aborted.outputs
+        outputs = self.outputs.abort(request_ids, self._clock())
+        self._stop_in_core()
+        return outputs
+
+    def _stop_in_core(self) -> None:
+        """What ended here ends in the core too, which then tells how it had fared."""
+        ended = self.outputs.take_ended_here()
+        core_ids = list(ended)
+        for end in self.client.abort(core_ids) if ended else ():
+            ended[core_ids[end.index]].note(end)
 
 
 def _limits(config: EngineConfig, decided: Decided, tokenizer: Tokenizer | None) -> Limits:

@@ -73,7 +73,11 @@ class Logprob(msgspec.Struct, gc=False):
 
 
 class RequestMetrics(msgspec.Struct, gc=False):
-    """Times of a request in seconds on the engine's clock; ``None`` until they have happened."""
+    """Times of a request in seconds on the engine's clock; ``None`` until they have happened.
+
+    ``waits`` says why it waited: seconds in the queue by cause, known when it has ended. They sum
+    up to its queue time, over all its sequences. ``events`` are in order of time.
+    """
 
     arrival_time: float
     scheduled_time: float | None = None
@@ -81,6 +85,8 @@ class RequestMetrics(msgspec.Struct, gc=False):
     last_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0
+    waits: dict[str, float] = {}
+    events: list[tuple[str, float]] = []  # queued, scheduled, preempted
 
 
 class CompletionOutput(msgspec.Struct, gc=False):
@@ -93,7 +99,7 @@ class CompletionOutput(msgspec.Struct, gc=False):
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    error: str | None = None
+    error: str | None = None  # what went wrong, for finish reasons "error" and "deadline"
 
     @property
     def finished(self) -> bool:
@@ -111,3 +117,4 @@ class RequestOutput(msgspec.Struct, gc=False):
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
+    kv_transfer_params: dict[str, Any] | None = None  # from the KV connector, for who goes on
