@@ -41,7 +41,7 @@ from engine.sched.victims import victims_for
 from engine.sched.view import View
 from engine.sched.watch import Watch
 
-SCALAR_UPTO = 16  # running requests up to which one by one is faster than in bulk
+SCALAR_UPTO = 4  # running requests up to which one by one is faster than in bulk
 # Whoever overrides one of these is asked about every request, one by one.
 BULK_HOOKS = ("order", "chunk", "evict", "on_grant")
 BULK_PARTS = ("tokens_for", "secure", "grant")
@@ -234,7 +234,7 @@ class Scheduler(SchedulerInterface):
 
     def park(self, req: Request, fit: Fit, step: builder.Step) -> None:
         """Out of the queue until it is woken, with the blocks it is to hold meanwhile."""
-        if fit.hold and not (self._admits(req, step) and self.kv.reserve(req, fit.hold)):
+        if fit.hold and not (self._admits(req, step) and self.kv.hold(req, fit.hold)):
             step.close(waits.BLOCKS)
             return
         self.roster.park(req, self.view.now, fit.cause, holds=fit.hold > 0)
