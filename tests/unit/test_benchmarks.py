@@ -1,9 +1,15 @@
 """The benchmarks measure what they say: workloads stay the same, figures follow from the times."""
 
+from dataclasses import replace
+
 import compare
 import measure
 import pytest
+import scheduler
 import workloads
+from peers.metronome_scheduler import Ours
+from peers.scheduler_driver import MEASURES, Figures
+from scheduler_loads import LOADS, OURS_ONLY
 
 
 def test_workloads_are_the_same_in_every_process_and_differ_by_repeat() -> None:
@@ -84,3 +90,48 @@ def test_process_accounting_sees_this_process() -> None:
     before = measure.cpu_seconds()
     sum(i * i for i in range(3_000_000))
     assert measure.cpu_seconds() > before
+
+
+def test_scheduler_loads_share_what_they_say() -> None:
+    one, other = LOADS["shared"].prompt(3), LOADS["shared"].prompt(4)
+    assert one[:1536] == other[:1536]
+    assert len({tuple(prompt[1536:]) for prompt in (one, other)}) == 2
+    # Recorded: figures of different days are comparable only while these do not move.
+    assert LOADS["chunked"].prompt(3)[:3] == [7767, 7798, 7829]
+
+
+def few(name: str) -> Figures:
+    """A load cut down to a moment."""
+    load = LOADS[name]
+    count = {"decode": load.requests, "drain": 12, "lookup": 2, "queue": 300}[load.kind]
+    steps = min(load.steps, 3)
+    return MEASURES[load.kind](Ours, replace(load, requests=count, steps=steps))
+
+
+@pytest.mark.parametrize(
+    "name", ["decode_1", "decode_32", "decode_256_hooks", "preempting", "hash_fast", "queue_static"]
+)
+def test_our_scheduler_runs_the_loads(name: str) -> None:
+    assert few(name)  # what a step must have done is checked while it is measured
+
+
+def runs_of(**engines: float) -> scheduler.Runs:
+    """One round in which a step with 256 running took so many microseconds."""
+    quiet = {"wall_s": 1.0, "others_s": 0.0, "steal_s": 0.0}
+    return {
+        engine.replace("_", "-"): [{"workloads": {"decode_256": {"both_us": took, **quiet}}}]
+        for engine, took in engines.items()
+    }
+
+
+def test_scheduler_targets_are_ratios_to_the_peer() -> None:
+    row = next(row for row in scheduler.table_rows() if row.load == "decode_256")
+    assert row.is_met(runs_of(metronome=100.0, vllm_cpu=2100.0)) is True
+    assert row.is_met(runs_of(metronome=100.0, vllm_cpu=1900.0)) is False
+    assert row.is_met(runs_of(metronome=100.0)) is None
+
+
+def test_every_scheduler_load_is_in_the_table_and_has_a_peer() -> None:
+    rows = scheduler.table_rows()
+    assert {row.load for row in rows} == LOADS.keys()
+    assert not {row.peer_load or row.load for row in rows} & OURS_ONLY
