@@ -158,26 +158,11 @@ def test_illegal_answers_are_named_and_answered_by_default():
     assert "TakesAnybody.victim, request a: names Req" in run.scheduler.guard.faults.messages[0]
 
 
-class PoisonWorker(DigestWorker):
-    """A failing row leaves rubbish in its KV."""
-
-    def _compute(self, seq, start, count):
-        digest = super()._compute(seq, start, count)
-        if seq.tokens[0] == PROMPT[0] and self._fail(self._new[self._slot_of(seq)], start + count):
-            for position in range(start, start + count):
-                block, offset = divmod(position, self.block_size)
-                self.kv[seq.blocks[0, block]][offset] = 0
-        return digest
-
-    def _slot_of(self, seq):
-        return next(slot for slot, other in self.seqs.items() if other is seq)
-
-
 def poisoned(depth, **options):
     """A run in which the whole prompt of request "bad" is rubbish."""
     run = make_run(depth=depth, block_size=4, **options)
     pool = run.scheduler.kv.pool
-    run.worker = PoisonWorker(
+    run.worker = DigestWorker(
         pool.num_blocks,
         4,
         fail=lambda seq, position: "poison" if seq.request_id == "bad" else None,

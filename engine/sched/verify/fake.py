@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from engine.messages.step import NewSeq, StepPlan, StepResult
 
 MASK = (1 << 64) - 1
 EMPTY_DIGEST = 0x9E3779B97F4A7C15
+RUBBISH = 0x5EED
 
 
 def mix(digest: int, token: int) -> int:
@@ -24,7 +26,7 @@ def mix(digest: int, token: int) -> int:
     return digest ^ (digest >> 29)
 
 
-def digest_of(tokens: list[int]) -> int:
+def digest_of(tokens: Sequence[int]) -> int:
     """Digest of a whole sequence."""
     digest = EMPTY_DIGEST
     for token in tokens:
@@ -32,17 +34,17 @@ def digest_of(tokens: list[int]) -> int:
     return digest
 
 
-def token_after(tokens: list[int], vocab_size: int = 1000) -> int:
+def token_after(tokens: Sequence[int], vocab_size: int = 1000) -> int:
     """What the fake model says next."""
     return digest_of(tokens) % vocab_size
 
 
 @dataclass(slots=True)
 class FakeSeq:
-    """A live sequence of the fake worker."""
+    """A live sequence of the fake worker: what is at each position, and where its KV is."""
 
     tokens: list[int]
-    blocks: dict[tuple[int, int], int] = field(default_factory=dict)  # by group and table index
+    tables: list[list[int]]  # block tables, one a group
     digests: list[int] = field(default_factory=list)  # of its prefixes, to check windows against
 
     def digest_at(self, position: int) -> int:
@@ -57,7 +59,9 @@ class DigestWorker:
     """An executor (``launch``/``collect``) whose next token proves that the right KV was read.
 
     ``windows``: of each group of layers, 0 for full attention. A group with a window is read at
-    both ends of it.
+    both ends of it. ``content`` gives what the model sees at each known position, where that is
+    more than the token (salts, adapters, media). ``fail(seq, upto)`` says why a row fails that
+    computes the positions before ``upto``; such a row leaves rubbish in its KV.
     """
 
     def __init__(
@@ -68,35 +72,49 @@ class DigestWorker:
         vocab_size: int = 1000,
         windows: Sequence[int] = (0,),
         fail: Callable[[NewSeq, int], str | None] = lambda seq, position: None,
+        content: Callable[[NewSeq], list[int]] = lambda seq: list(seq.token_ids),
     ) -> None:
         self.block_size = block_size
         self.vocab_size = vocab_size
-        self.kv = [[0] * block_size for _ in range(num_blocks)]
         self.windows = windows
+        self.kv = [[0] * block_size for _ in range(num_blocks)]
         self.seqs: dict[int, FakeSeq] = {}
         self._new: dict[int, NewSeq] = {}
         self._fail = fail
+        self._content = content
 
     def launch(self, plan: StepPlan) -> StepResult:
         """Compute the step; the result waits to be collected."""
         self._apply(plan)
         tokens: list[int] = []
-        counts = np.zeros(len(plan.rows), dtype=np.int32)
+        counts = [0] * len(plan.rows)
         errors: dict[int, str] = {}
-        columns = zip(plan.slots, plan.starts, plan.counts, plan.samples, strict=True)
+        drafts = draft_rows(plan)
+        columns = zip(
+            plan.slots.tolist(),
+            plan.starts.tolist(),
+            plan.counts.tolist(),
+            plan.samples.tolist(),
+            strict=True,
+        )
         for index, (slot, start, count, samples) in enumerate(columns):
-            seq = self.seqs[int(slot)]
-            digest = self._compute(seq, int(start), int(count))
-            message = self._fail(self._new[int(slot)], int(start + count))
+            seq, guesses = self.seqs[slot], drafts[index] if drafts else ()
+            digest = self._compute(seq, start, count - len(guesses))
+            sampled = [digest % self.vocab_size]
+            if guesses:
+                self._verify(seq, start + count - len(guesses), guesses, sampled)
+            message = self._fail(self._new[slot], start + count)
             if message:
                 errors[index] = message
+                self._spoil(seq, start, count)
             if samples:
-                token = digest % self.vocab_size
-                seq.tokens.append(token)  # a step in flight behind a failure reads it too
+                seq.tokens += sampled  # a step in flight behind a failure reads them too
                 if not message:
-                    tokens.append(token)
-                    counts[index] = 1
-        return StepResult(plan.step, np.array(tokens, dtype=np.int32), counts, errors)
+                    tokens += sampled
+                    counts[index] = len(sampled)
+        return StepResult(
+            plan.step, np.array(tokens, dtype=np.int32), np.array(counts, dtype=np.int32), errors
+        )
 
     def collect(self, result: StepResult) -> StepResult:
         """Wait for a launched step."""
@@ -107,21 +125,40 @@ class DigestWorker:
             del self.seqs[slot]
         for new in plan.new:
             assert new.slot not in self.seqs, f"slot {new.slot} is taken"
-            self.seqs[new.slot] = FakeSeq(list(new.token_ids))
+            self.seqs[new.slot] = FakeSeq(self._content(new), [[] for _ in self.windows])
             self._new[new.slot] = new
-        groups = np.zeros_like(plan.block_ids) if plan.block_groups is None else plan.block_groups
-        deltas = zip(plan.block_slots, groups, plan.block_indices, plan.block_ids, strict=True)
-        for slot, group, index, block in deltas:
-            self.seqs[int(slot)].blocks[int(group), int(index)] = int(block)
+        if not plan.block_ids.size:
+            return
+        groups = plan.block_groups.tolist() if plan.block_groups is not None else repeat(0)
+        deltas = zip(plan.block_slots.tolist(), groups, plan.block_indices.tolist(), strict=False)
+        for (slot, group, index), block in zip(deltas, plan.block_ids.tolist(), strict=True):
+            table = self.seqs[slot].tables[group]
+            if index == len(table):
+                table.append(block)
+            else:
+                table[index] = block
 
     def _compute(self, seq: FakeSeq, start: int, count: int) -> int:
+        """Write the KV of known tokens; the digest behind the last."""
         digest = self._attend(seq, start - 1) if start else EMPTY_DIGEST
         for position in range(start, start + count):
             digest = mix(digest, seq.tokens[position])
-            index, offset = divmod(position, self.block_size)
-            for group in range(len(self.windows)):
-                self.kv[seq.blocks[group, index]][offset] = digest
+            self._write(seq, position, digest)
         return digest
+
+    def _verify(self, seq: FakeSeq, start: int, drafts: Sequence[int], sampled: list[int]) -> None:
+        """Compute the drafts from position ``start`` on; ``sampled`` grows with each right one."""
+        digest, right = self._read(seq, 0, start - 1), True
+        for position, draft in enumerate(drafts, start):
+            digest = mix(digest, draft)
+            self._write(seq, position, digest)
+            right = right and draft == sampled[-1]
+            if right:
+                sampled.append(digest % self.vocab_size)
+
+    def _spoil(self, seq: FakeSeq, start: int, count: int) -> None:
+        for position in range(start, start + count):
+            self._write(seq, position, RUBBISH)
 
     def _attend(self, seq: FakeSeq, last: int) -> int:
         """The digest at the last position; wrong if a window does not hold what it should."""
@@ -132,9 +169,22 @@ class DigestWorker:
                 digest ^= self._read(seq, group, position) ^ seq.digest_at(position)
         return digest
 
+    def _write(self, seq: FakeSeq, position: int, digest: int) -> None:
+        index, offset = divmod(position, self.block_size)
+        for table in seq.tables:
+            self.kv[table[index]][offset] = digest
+
     def _read(self, seq: FakeSeq, group: int, position: int) -> int:
         index, offset = divmod(position, self.block_size)
-        return self.kv[seq.blocks[group, index]][offset]
+        return self.kv[seq.tables[group][index]][offset]
+
+
+def draft_rows(plan: StepPlan) -> list[list[int]]:
+    """The drafts of each row; [] if the plan has none at all."""
+    if plan.draft_counts is None or plan.draft_tokens is None:
+        return []
+    tokens = iter(plan.draft_tokens.tolist())
+    return [[next(tokens) for _ in range(count)] for count in plan.draft_counts.tolist()]
 
 
 class CountingWorker:
