@@ -69,6 +69,7 @@ MAX_ATTRIBUTES = 15
 RECORDS: dict[str, str] = {
     "SamplingParams": "what a user may ask of sampling",
     "EngineArgs": "what a user may ask of an engine",
+    "SchedulerConfig": "what a user may ask of the scheduler",
 }
 # A kernel's parameters are its tensors and their strides.
 LONG_SIGNATURES: dict[str, str] = {

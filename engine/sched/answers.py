@@ -30,7 +30,7 @@ def wrong_admission(answer: object) -> str | None:
 
 
 def wrong_count(answer: object, most: int) -> str | None:
-    if isinstance(answer, Real) and 0 <= answer <= most:
+    if isinstance(answer, Real) and 0 <= float(answer) <= most:
         return None
     return f"returns {answer!r}, must be a number from 0 to {most}"
 

@@ -22,8 +22,7 @@ class Members:
 
     def __init__(self, rows: Rows, by_row: Sequence[Request | None]) -> None:
         self.rows = rows
-        found = [by_row[row] for row in rows.tolist()]
-        self.reqs: list[Request] = found  # type: ignore[assignment]  # these rows are taken
+        self.reqs = [req for row in rows.tolist() if (req := by_row[row]) is not None]
         self.ids = [req.add.request_id for req in self.reqs]
         self.appends = [req.tokens.append for req in self.reqs]
         clients = {req.add.client_index for req in self.reqs}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from engine.config.dotted import load_dotted
 from engine.config.sched import SchedulerConfig
@@ -18,6 +18,8 @@ from engine.sched.scheduler import Scheduler
 
 SCHEDULERS_GROUP = "engine.schedulers"  # entry points: Policy or SchedulerInterface classes
 RESOURCES_GROUP = "engine.resources"  # entry points: Resource classes
+
+Plugin = TypeVar("Plugin", Policy, Resource)
 
 
 class Chosen(NamedTuple):
@@ -109,7 +111,7 @@ def _find(option: str, name: Any, shipped: Mapping[str, Any], group: str) -> Any
     )
 
 
-def _make(cls: type[Any], options: dict[str, Any], kind: str, source: str) -> Any:
+def _make(cls: type[Plugin], options: dict[str, Any], kind: str, source: str) -> Plugin:
     try:
         return cls(**options)
     except Exception as error:  # whatever a stranger's constructor raises
@@ -119,7 +121,7 @@ def _make(cls: type[Any], options: dict[str, Any], kind: str, source: str) -> An
         ) from error
 
 
-def _checked(plugin: Any, option: str) -> Any:
+def _checked(plugin: Plugin, option: str) -> Plugin:
     """Refuse what was written for another version of the API."""
     version = plugin.api_version
     if version != API_VERSION:

@@ -114,7 +114,8 @@ class Guard(Policy):
         return rank if rank is not None else req.rank or (Last(),)
 
     def limits(self, view: SchedView) -> Limits:
-        return self._answer("limits", answers.wrong_limits, view)
+        limits: Limits = self._answer("limits", answers.wrong_limits, view)
+        return limits
 
     def evict(self, view: SchedView) -> Iterable[Request]:
         if "evict" not in self._asked:
@@ -137,10 +138,12 @@ class Guard(Policy):
             yield from self._default.order(view)
 
     def next_waiting(self, view: SchedView) -> Request | None:
-        return self._answer("next_waiting", self._wrong_next, view)
+        best: Request | None = self._answer("next_waiting", self._wrong_next, view)
+        return best
 
     def admit(self, req: Request, view: SchedView) -> Admission:
-        return self._answer("admit", answers.wrong_admission, req, view)
+        admission: Admission = self._answer("admit", answers.wrong_admission, req, view)
+        return admission
 
     def chunk(self, req: Request, num_tokens: int, view: SchedView) -> int:
         if "chunk" not in self._asked:
@@ -169,7 +172,8 @@ class Guard(Policy):
         return candidates[-1] if self._failed else victim
 
     def on_add(self, req: Request, view: SchedView) -> Verdict:
-        return self._answer("on_add", answers.wrong_verdict, req, view)
+        verdict: Verdict = self._answer("on_add", answers.wrong_verdict, req, view)
+        return verdict
 
     def on_grant(self, req: Request, num_tokens: int, view: SchedView) -> None:
         self._answer("on_grant", answers.no_answer, req, num_tokens, view)

@@ -39,7 +39,8 @@ class Resources:
         """Tokens behind the known ones that some resource wants computed."""
         if not self._has_extra:
             return 0
-        return max(0, *(self._call(r, r.extra, 0, req, step, about=req) for r in self.members))
+        wanted = [self._call(r, r.extra, 0, req, step, about=req) for r in self.members]
+        return int(max(wanted, default=0))
 
     def fit(self, req: Request, fit: Fit, step: Step) -> Fit:
         """What all of them allow of ``fit``, and the cause of the last refusal."""

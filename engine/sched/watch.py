@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
+from engine.sched.queues import RankedQueue
 from engine.sched.request import Request
 from engine.sched.tally import Tally
 
@@ -22,7 +23,7 @@ class Watch:
     def look(
         self,
         is_idle: bool,
-        waiting: Sequence[Request],
+        waiting: RankedQueue,
         cause: str,
         refused: Iterable[tuple[Request, str]],
     ) -> None:
