@@ -67,6 +67,7 @@ class Table:
 
     def give_back(self, row: int) -> None:
         """Nobody refers to the row any more."""
+        self.alive.at[row] = 0
         self._free.append(row)
 
     def _grow(self) -> None:
