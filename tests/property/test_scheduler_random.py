@@ -9,6 +9,7 @@ import pytest
 from simulate import expected, make_run, random_requests
 
 from engine.errors import RequestError
+from engine.sched import append as append_module
 from engine.sched import scheduler as scheduler_module
 
 
@@ -68,30 +69,51 @@ def test_everybody_gets_exactly_the_right_tokens(depth, policy):
                 assert run.finished[request.request_id] == ("length", None), f"seed {seed}"
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_granting_in_bulk_and_one_by_one_gives_the_same_plans(depth, monkeypatch):
-    for seed in range(30):
-        plans = []
-        for scalar_upto in (0, 10**9):
-            monkeypatch.setattr(scheduler_module, "SCALAR_UPTO", scalar_upto)
-            rng = random.Random(seed)
-            run = random_run(rng, depth, rng.choice(["fcfs", "priority"]))
-            seen = []
-            schedule = run.scheduler.schedule
+COLUMNS = ("rows", "slots", "generations", "starts", "counts", "samples", "block_ids")
 
-            def recorded(schedule=schedule, seen=seen):
-                plan = schedule()
-                seen.append(plan)
-                return plan
 
-            run.scheduler.schedule = recorded
-            drive(run, rng, random_requests(rng, 40))
-            plans.append(seen)
-        assert len(plans[0]) == len(plans[1]), f"seed {seed}"
-        for one, other in zip(*plans, strict=True):
-            for column in ("rows", "slots", "starts", "counts", "samples", "block_ids"):
-                same = np.array_equal(getattr(one, column), getattr(other, column))
-                assert same, f"seed {seed}, step {one.step}, {column}"
+def plans_of(seed: int, monkeypatch, upto: int):
+    """All plans and outputs of a random run that goes one by one for up to so many requests."""
+    monkeypatch.setattr(scheduler_module, "SCALAR_UPTO", upto)
+    monkeypatch.setattr(append_module, "ONE_BY_ONE_UPTO", upto)
+    rng = random.Random(seed)
+    run = random_run(rng, rng.randint(1, 3), rng.choice(["fcfs", "priority"]))
+    plans = []
+    schedule = run.scheduler.schedule
+
+    def recorded():
+        plans.append(schedule())
+        return plans[-1]
+
+    run.scheduler.schedule = recorded
+    drive(run, rng, random_requests(rng, 40), abort_rate=0.1 if seed % 3 == 0 else 0.0)
+    return plans, run.outputs, run.finished
+
+
+def check_same_paths(seed: int, monkeypatch) -> int:
+    """Both paths plan the same in every state of a run; returns how many states it had."""
+    (bulk, *results), (single, *others) = (plans_of(seed, monkeypatch, upto) for upto in (0, 10**9))
+    assert len(bulk) == len(single), f"seed {seed}"
+    assert results == others, f"seed {seed}"
+    for one, other in zip(bulk, single, strict=True):
+        for column in COLUMNS:
+            same = np.array_equal(getattr(one, column), getattr(other, column))
+            assert same, f"seed {seed}, step {one.step}, {column}"
+    return len(bulk)
+
+
+def test_in_bulk_and_one_by_one_gives_the_same_plans(monkeypatch):
+    assert sum(check_same_paths(seed, monkeypatch) for seed in range(60)) > 2000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_in_bulk_and_one_by_one_gives_the_same_plans_in_100_000_states(monkeypatch):
+    num_states, seed = 0, 1000
+    while num_states < 100_000:
+        num_states += check_same_paths(seed, monkeypatch)
+        seed += 1
+    print(f"{num_states} states of {seed - 1000} runs")
 
 
 def test_same_inputs_give_the_same_plans():
