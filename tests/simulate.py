@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.config.sched import SchedulerConfig
@@ -32,14 +33,15 @@ def make_scheduler(
     policy: object = "fcfs",
     resources=(),
     scheduler_cls: type[Scheduler] = Scheduler,
+    clock: Callable[[], float] = float,
     **config,
 ) -> Scheduler:
-    """A scheduler on a clock that stands still."""
+    """A scheduler; its clock stands still if none is given."""
     config = {"max_num_batched_tokens": 1024, "max_num_seqs": 16, "max_model_len": 2048, **config}
     kv = KVManager(num_blocks, block_size, enable_prefix_caching=caching)
     chosen = POLICIES[policy]() if isinstance(policy, str) else policy
     sched_config = SchedulerConfig(**config)
-    return scheduler_cls(sched_config, kv, chosen, clock=lambda: 0.0, resources=resources)
+    return scheduler_cls(sched_config, kv, chosen, clock=clock, resources=resources)
 
 
 def granted(scheduler: Scheduler, plan: StepPlan) -> dict[str, int]:

@@ -1,0 +1,140 @@
+"""What is known of output lengths, and what predictors make of it."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from simulate import make_request, make_run
+
+from engine.errors import ConfigError, RequestError
+from engine.sched import LengthHistory
+from engine.sched.lengths import PREDICTORS, find_predictor
+
+
+def history(*lengths: int, window: int = 1000) -> LengthHistory:
+    made = LengthHistory(window)
+    for length in lengths:
+        made.add(length)
+    return made
+
+
+def test_only_the_last_lengths_count():
+    made = history(*range(1, 21), window=5)
+    assert len(made) == 5
+    assert (made.mean(), made.quantile(0.0), made.quantile(1.0)) == (18, 16, 20)
+
+
+def test_questions_are_about_lengths_above_what_was_generated():
+    made = history(1, 2, 2, 10, 30)
+    assert made.mean() == 9
+    assert made.mean(above=2) == 20
+    assert [made.quantile(q) for q in (0.0, 0.2, 0.5, 0.6, 0.8, 1.0)] == [1, 1, 2, 2, 10, 30]
+    assert made.quantile(0.5, above=2) == 10
+    assert made.mean(above=30) is made.quantile(0.5, above=30) is None
+    assert made.sample(random.Random(0), above=30) is None
+
+
+def test_samples_follow_what_was_seen(seed):
+    rng = random.Random(seed)
+    made = history(*[4] * 10, *[8] * 30, *[16] * 10)
+    seen = Counter(made.sample(rng, above=4) for _ in range(4000))
+    assert set(seen) == {8, 16}
+    assert abs(seen[8] / 4000 - 0.75) < 0.05
+
+
+def test_the_history_agrees_with_a_plain_list(seed):
+    rng = random.Random(seed)
+    made, plain = LengthHistory(50), []
+    for _ in range(300):
+        length = rng.randint(1, 40)
+        made.add(length)
+        plain = [*plain, length][-50:]
+        above = rng.randint(0, 40)
+        kept = [length for length in plain if length > above]
+        assert made.mean(above) == (pytest.approx(sum(kept) / len(kept)) if kept else None)
+        assert made.quantile(0.5, above) == (
+            sorted(kept)[max(0, -(-len(kept) // 2) - 1)] if kept else None
+        )
+
+
+def waiting_request(**fields):
+    run = make_run()
+    run.add(make_request("r", [1] * 10, 50, **fields))
+    return next(iter(run.scheduler.view.unfinished))
+
+
+def test_shipped_predictors_answer_within_what_the_request_may_become():
+    req = waiting_request(hints={"output_tokens": 70})
+    lengths = LengthHistory()
+    found = {name: find_predictor(name, lengths) for name in PREDICTORS}
+    assert {name: predictor.name for name, predictor in found.items()} == {
+        name: name for name in PREDICTORS
+    }
+    assert [found[name].predict(req) for name in ("none", "history", "oracle")] == [50, 50, 50]
+    for length in (3, 5, 400):
+        lengths.add(length)
+    assert found["history"].predict(req) == 50  # the mean is 136
+    assert find_predictor("history", history(20, 30)).predict(req) == 25
+
+
+def test_predictions_move_with_what_was_generated():
+    run = make_run(length_predictor="history")
+    view = run.scheduler.view
+    for length in (2, 4, 30):
+        view.lengths.add(length)
+    run.add(make_request("r", [1] * 10, 50))
+    req = next(iter(view.unfinished))
+    seen = []
+    while run.step():
+        seen.append((req.num_output, view.predict(req)))
+    assert seen[:3] == [(1, 12), (2, 17), (3, 17)]
+    assert seen[3:6] == [(4, 30), (5, 30), (6, 30)]
+    assert seen[30][1] == 50, "longer than all that were seen"
+
+
+@pytest.mark.parametrize("hints", [None, {}, {"output_tokens": "7"}, {"output_tokens": 0}])
+def test_an_oracle_that_was_told_nothing_says_so(hints):
+    oracle = find_predictor("oracle", LengthHistory())
+    with pytest.raises(RequestError, match=r"'r' has hints\['output_tokens'\].*positive integer"):
+        oracle.predict(waiting_request(hints=hints))
+
+
+class Seven:
+    """A predictor as a stranger writes it."""
+
+    name = "seven"
+
+    def __init__(self, lengths: LengthHistory) -> None:
+        self.lengths = lengths
+
+    def predict(self, req) -> int:
+        return 7
+
+
+class Broken(Seven):
+    def __init__(self, lengths: LengthHistory) -> None:
+        raise OSError("no such file")
+
+
+def test_predictors_are_found_by_name_class_and_object():
+    lengths = LengthHistory()
+    made = find_predictor(Seven, lengths)
+    assert made.name == "seven"
+    assert made.lengths is lengths
+    assert find_predictor(made, lengths) is made
+    found = find_predictor("engine.sched.lengths.HistoryPredictor", lengths)
+    assert found.name == "history"
+
+
+def test_a_wrong_predictor_is_refused_with_what_there_is():
+    lengths = LengthHistory()
+    with pytest.raises(ConfigError, match="'magic' is not known; there are: history, none, oracle"):
+        find_predictor("magic", lengths)
+    with pytest.raises(ConfigError, match=r"cannot load 'no\.such\.Thing'"):
+        find_predictor("no.such.Thing", lengths)
+    with pytest.raises(ConfigError, match="lacks a name or a predict"):
+        find_predictor(LengthHistory(), lengths)
+    with pytest.raises(ConfigError, match="cannot be made: OSError: no such file"):
+        find_predictor(Broken, lengths)
