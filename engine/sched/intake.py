@@ -36,6 +36,7 @@ class Intake:
         policy, ledger = self._settler.policy, self._settler.ledger
         verdict = policy.on_add(req, view)
         if isinstance(verdict, Refuse):
+            self._kv.forget(req)  # the policy may have looked it up in the cache
             roster.table.give_back(req.row)
             self._settler.tally.num_refused += 1
             raise RefusedError(f"request {add.request_id!r} was refused: {verdict.reason}")
@@ -47,6 +48,7 @@ class Intake:
         if config.log_stats:
             req.story.events.append(("queued", view.now))
         self.agenda.add_deadlines(req)
+        self._settler.resources.added(req)
         if isinstance(verdict, Defer):
             roster.park(req, view.now, "deferred")
             self.agenda.add(verdict.until, Errand.WAKE, req)
@@ -60,6 +62,8 @@ class Intake:
                 "another"
             )
         check_can_run(add, self._config, self._kv)
+        if objection := self._settler.resources.objection(add):
+            raise RequestError(f"request {add.request_id!r}: {objection}")
         config, waiting = self._config, self._roster.num_queued
         if config.max_waiting_requests is not None and waiting >= config.max_waiting_requests:
             self._refuse(f"{waiting} requests wait already (max_waiting_requests)")
