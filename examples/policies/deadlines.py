@@ -2,7 +2,7 @@
 
 import math
 
-from engine import Policy
+from engine.sched import Policy
 
 
 class EarliestDeadline(Policy):

@@ -5,7 +5,7 @@ metronome generate --scheduling-policy examples.policies.fair_share.FairShare ..
 
 from collections import defaultdict
 
-from engine import Policy
+from engine.sched import Policy
 
 
 class FairShare(Policy):

@@ -1,6 +1,6 @@
 """Least remaining work first, by the longest a request may become."""
 
-from engine import Policy
+from engine.sched import Policy
 
 
 class ShortestFirst(Policy):

@@ -21,7 +21,7 @@ class FastServe(Policy):
 
     A request enters at the first level whose quantum holds its prompt and sinks one level whenever
     it has used a quantum up: short jobs finish early though no length is known. Service is what
-    the cost model says of the request's tokens alone.
+    the cost model says of its tokens alone. Nobody is evicted for others amid its prompt.
 
     ``quantum``: seconds at level 0. ``max_wait``: seconds without a token that lift it to level 0.
     """
@@ -31,8 +31,7 @@ class FastServe(Policy):
 
     def __init__(self, quantum: float = 0.02, max_wait: float = 3.0) -> None:
         require_positive(quantum=quantum, max_wait=max_wait)
-        self.quantum = quantum
-        self.max_wait = max_wait
+        self.quantum, self.max_wait = quantum, max_wait
         self.turns: dict[Request, Turn] = {}
 
     def on_add(self, req: Request, view: SchedView) -> None:
@@ -56,4 +55,6 @@ class FastServe(Policy):
         return (self.turns[req].level, req.arrival)
 
     def outranks(self, req: Request, other: Request) -> bool:
-        return req.rank[0] < other.rank[0] if req.is_waiting else super().outranks(req, other)
+        if not req.is_waiting:
+            return super().outranks(req, other)
+        return req.rank[0] < other.rank[0] and other.num_uncomputed <= 1

@@ -31,5 +31,5 @@ class MCSF(Policy):
         def remaining(other: Request) -> int:
             return view.predict(other) - other.num_output
 
-        fits = view.kv.peak([*view.running, req], remaining) <= view.kv.num_blocks
+        fits = view.kv.peak([*view.running, req], remaining) <= view.kv.num_usable
         return Admission.YES if fits or not view.running else Admission.CLOSE

@@ -28,7 +28,7 @@ class PastFuture(Policy):
         if not view.running:
             return Admission.YES
         peak = view.kv.peak([*view.running, req], lambda other: self.remaining(other, view))
-        fits = peak <= (1 - self.reserve) * view.kv.num_blocks
+        fits = peak <= (1 - self.reserve) * view.kv.num_usable
         return Admission.YES if fits else Admission.CLOSE
 
     def remaining(self, req: Request, view: SchedView) -> int:
