@@ -55,6 +55,14 @@ class EngineArgs:
     """Share of the free memory the KV pool may take when it is sized from it."""
     enable_prefix_caching: bool = True
     """Reuse the KV of prompts that begin alike."""
+    prefix_caching_hash_algo: Literal["sha256", "fast"] = "sha256"
+    """Hash of cached blocks; fast is 3 times as quick and secure while nobody knows the seed."""
+    enable_kv_events: bool = False
+    """Publish over ZeroMQ what is stored in the prefix cache and what is evicted."""
+    kv_events_endpoint: str | None = None
+    """Address to publish at, ipc:// or tcp://; a new socket file that is logged if not given."""
+    kv_events_buffer_steps: int = 10_000
+    """Batches of events that are remembered for listeners that come late or miss some."""
     enable_chunked_prefill: bool = True
     """Compute a long prompt in pieces beside decodes."""
     long_prefill_token_threshold: int = 0
@@ -65,6 +73,25 @@ class EngineArgs:
     """A SchedulerInterface class or its dotted path, in place of the shared mechanism."""
     policy_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the policy."""
+    max_policy_faults: int = 3
+    """Faults of a policy or resource after which the default answers in its place."""
+    resources: list[Any] = field(default_factory=list)
+    """Names, classes, dotted paths or objects of resources beside those the model needs."""
+    length_predictor: Any = "none"
+    """How policies are told output lengths: none (max_tokens), history, oracle, or your own."""
+    user_weights: dict[str, float] = field(default_factory=dict)
+    """Shares of users for fair policies; who is not named has 1.0."""
+    max_waiting_requests: int | None = None
+    """Requests that may wait; more are refused with an estimate of the wait. No bound if not
+    given."""
+    max_waiting_tokens: int | None = None
+    """Prompt tokens that may wait in all; no bound if not given."""
+    stalled_steps: int = 100
+    """Steps without any progress after which the blocked head of the queue is named in the log."""
+    log_stats: bool = True
+    """Keep statistics, request events and waits, and show them in outputs."""
+    step_log: str | Path | None = None
+    """File to record every input and plan of the scheduler in, for metronome replay."""
     async_scheduling: bool | None = None
     """Plan the next step while one runs; off if not given, as a CPU has nothing to overlap with."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -92,19 +119,14 @@ class EngineArgs:
         check_types(self)
         return EngineConfig(
             model=self._model_config(),
-            cache=CacheConfig(
-                block_size=self.block_size,
-                num_kv_blocks=self.num_kv_blocks,
-                enable_prefix_caching=self.enable_prefix_caching,
-                kv_cache_memory_bytes=self.kv_cache_memory_bytes,
-                memory_utilization=self.memory_utilization,
-            ),
+            cache=self._cache_config(),
             scheduler=self._scheduler_config(),
             device=self.device,
             async_scheduling=self.async_scheduling,
             num_threads=self.num_threads,
             log_level=self.log_level or default_log_level(),  # type: ignore[arg-type]  # checked there
             disable_log_stats=self.disable_log_stats,
+            step_log=None if self.step_log is None else str(self.step_log),
             logits_processors=tuple(map(load_logits_processor, self.logits_processors)),
         )
 
@@ -119,6 +141,19 @@ class EngineArgs:
             max_model_len=self.max_model_len,
             trust_remote_code=self.trust_remote_code,
             seed=self.seed,
+        )
+
+    def _cache_config(self) -> CacheConfig:
+        return CacheConfig(
+            block_size=self.block_size,
+            num_kv_blocks=self.num_kv_blocks,
+            enable_prefix_caching=self.enable_prefix_caching,
+            prefix_caching_hash_algo=self.prefix_caching_hash_algo,
+            kv_cache_memory_bytes=self.kv_cache_memory_bytes,
+            memory_utilization=self.memory_utilization,
+            enable_kv_events=self.enable_kv_events,
+            kv_events_endpoint=self.kv_events_endpoint,
+            kv_events_buffer_steps=self.kv_events_buffer_steps,
         )
 
     def _scheduler_config(self) -> SchedulerConfig:
@@ -136,6 +171,14 @@ class EngineArgs:
             scheduler_cls=self.scheduler_cls,
             num_steps_in_flight=2 if self.async_scheduling else 1,
             policy_options=dict(self.policy_options),
+            max_policy_faults=self.max_policy_faults,
+            resources=tuple(self.resources),
+            length_predictor=self.length_predictor,
+            user_weights=dict(self.user_weights),
+            max_waiting_requests=self.max_waiting_requests,
+            max_waiting_tokens=self.max_waiting_tokens,
+            stalled_steps=self.stalled_steps,
+            log_stats=self.log_stats,
         )
 
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from typing import Literal
 
 from engine.errors import ConfigError
+
+HASH_ALGORITHMS = ("sha256", "fast")
+EVENTS_ENDPOINT = re.compile(r"ipc://.+|tcp://.+:([0-9]+)")
+MAX_EVENTS_PORT = 65534
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,10 +23,18 @@ class CacheConfig:
     """Blocks in the pool; None sizes it from free memory."""
     enable_prefix_caching: bool = True
     """Reuse the KV of prompts that begin alike."""
+    prefix_caching_hash_algo: Literal["sha256", "fast"] = "sha256"
+    """Hash of cached blocks; fast is 3 times as quick and secure while nobody knows the seed."""
     kv_cache_memory_bytes: int | None = None
     """Size of the pool in bytes, if num_kv_blocks is not given."""
     memory_utilization: float = 0.5
     """Share of the free memory the KV pool may take when it is sized from it."""
+    enable_kv_events: bool = False
+    """Publish over ZeroMQ what is stored in the prefix cache and what is evicted."""
+    kv_events_endpoint: str | None = None
+    """Address to publish at, ipc:// or tcp://; a new socket file that is logged if not given."""
+    kv_events_buffer_steps: int = 10_000
+    """Batches of events that are remembered for listeners that come late or miss some."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.block_size <= 1024:
@@ -35,3 +49,26 @@ class CacheConfig:
             )
         if not 0.0 < self.memory_utilization <= 1.0:
             raise ConfigError(f"memory_utilization is {self.memory_utilization}, must be in (0, 1]")
+        if self.prefix_caching_hash_algo not in HASH_ALGORITHMS:
+            raise ConfigError(
+                f"prefix_caching_hash_algo is {self.prefix_caching_hash_algo!r}, must be one of: "
+                f"{', '.join(HASH_ALGORITHMS)}"
+            )
+        self._check_events()
+
+    def _check_events(self) -> None:
+        endpoint = self.kv_events_endpoint
+        found = EVENTS_ENDPOINT.fullmatch(endpoint or "ipc://any")
+        if found is None or not 0 < int(found[1] or 1) <= MAX_EVENTS_PORT:
+            raise ConfigError(
+                f"kv_events_endpoint is {endpoint!r}, must be ipc://PATH or tcp://HOST:PORT with a "
+                f"port in 1..{MAX_EVENTS_PORT} (the next one answers for the past)"
+            )
+        if self.kv_events_buffer_steps < 1:
+            raise ConfigError(
+                f"kv_events_buffer_steps is {self.kv_events_buffer_steps}, must be at least 1"
+            )
+        if self.enable_kv_events and not self.enable_prefix_caching:
+            raise ConfigError(
+                "enable_kv_events needs enable_prefix_caching: without it there is nothing to tell"
+            )

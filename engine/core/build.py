@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -10,12 +11,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from engine.config.cache import CacheConfig
 from engine.config.engine import EngineConfig
 from engine.config.model import read_model_info
 from engine.core.client import InprocClient
 from engine.core.engine_core import EngineCore, Executor
+from engine.core.recording import describe, record
+from engine.kv.events import EventLog
+from engine.kv.hashing import BlockHasher, Sha256Hasher
 from engine.kv.manager import KVManager
 from engine.sched.find import Chosen, choose, make_scheduler
+from engine.sched.interface import SchedulerInterface
+
+logger = logging.getLogger("engine.core")
 
 
 def build_core(
@@ -51,17 +59,47 @@ def wire(
     chosen: Chosen | None = None,
 ) -> EngineCore:
     """A core around an executor, real or fake."""
-    kv = KVManager(
+    kv = make_kv_manager(config, decided, clock=clock)
+    sched, seed = decided.scheduler, config.model.seed
+
+    def make(clock: Callable[[], float]) -> SchedulerInterface:
+        return make_scheduler(
+            sched, kv, clock=clock, timer=time.perf_counter, seed=seed, chosen=chosen
+        )
+
+    scheduler = (
+        make(clock)
+        if config.step_log is None
+        else record(config.step_log, describe(sched, config.cache, kv, seed), make, clock)
+    )
+    return EngineCore(scheduler, executor, sched.num_steps_in_flight)
+
+
+def make_kv_manager(config: EngineConfig, decided: Any, *, clock: Callable[[], float]) -> KVManager:
+    """The owner of all blocks, with the hash and the listeners that were asked for."""
+    cache = config.cache
+    events = None
+    if cache.enable_kv_events:
+        from engine.core.kv_publisher import KVEventPublisher
+
+        publisher = KVEventPublisher(
+            cache.kv_events_endpoint, num_remembered=cache.kv_events_buffer_steps
+        )
+        logger.info("cache events are published at %s", publisher.endpoint)
+        events = EventLog(publisher, block_size=decided.block_size, clock=clock)
+    return KVManager(
         decided.num_kv_blocks,
         decided.block_size,
-        enable_prefix_caching=config.cache.enable_prefix_caching,
+        enable_prefix_caching=cache.enable_prefix_caching,
+        hasher=make_hasher(cache, config.model.seed),
+        events=events,
     )
-    scheduler = make_scheduler(
-        decided.scheduler,
-        kv,
-        clock=clock,
-        timer=time.perf_counter,
-        seed=config.model.seed,
-        chosen=chosen,
-    )
-    return EngineCore(scheduler, executor, decided.scheduler.num_steps_in_flight)
+
+
+def make_hasher(cache: CacheConfig, seed: int) -> BlockHasher:
+    """The hash of cached blocks that was asked for."""
+    if cache.prefix_caching_hash_algo == "fast":
+        from engine.kv.fast_hash import FastHasher
+
+        return FastHasher(seed)
+    return Sha256Hasher()

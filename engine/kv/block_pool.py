@@ -36,13 +36,13 @@ class BlockPool:
         """
         if count > self.num_free:
             raise ValueError(f"No free blocks: {count} wanted, {self.num_free} free")
-        taken, hash_of = [], self.cache.hash_of
+        taken, hashes, num_refs = [], self.cache.hashes, self.num_refs
         block = self._next[0]
         for _ in range(count):
             taken.append(block)
-            if hash_of(block) is not None:
+            if hashes[block] is not None:
                 self.cache.unpublish(block)
-            self.num_refs[block] = 1
+            num_refs[block] = 1
             block = self._next[block]
         self._next[0] = block
         self._prev[block] = 0
@@ -54,7 +54,7 @@ class BlockPool:
         num_refs = self.num_refs
         for block in blocks:
             if num_refs[block] == 0:
-                if self.cache.hash_of(block) is None:
+                if self.cache.hashes[block] is None:
                     raise RuntimeError(f"block {block} cannot be adopted: it is free and empty")
                 self._unlink(block)
             num_refs[block] += 1
@@ -64,12 +64,15 @@ class BlockPool:
 
         Freed from the last to the first, so that the tail of a sequence is evicted before its head.
         """
+        num_refs, hashes = self.num_refs, self.cache.hashes
         for block in reversed(blocks):
-            if self.num_refs[block] == 0:
+            if num_refs[block] > 1:
+                num_refs[block] -= 1
+            elif num_refs[block] == 1:
+                num_refs[block] = 0
+                self._link(block, at_head=hashes[block] is None)
+            else:
                 raise RuntimeError(f"block {block} released more often than taken")
-            self.num_refs[block] -= 1
-            if self.num_refs[block] == 0:
-                self._link(block, at_head=self.cache.hash_of(block) is None)
 
     def free_order(self) -> list[int]:
         """Free blocks in the order in which they will be taken."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 
 class PrefixCache:
@@ -10,6 +10,7 @@ class PrefixCache:
 
     Twins are blocks with equal content that were written by different requests: each stays until
     it is evicted itself, and the oldest is the one that is found.
+    ``hashes`` has the hash of each block, ``None`` for one that cannot be found; for reading.
     ``on_loss`` hears of every hash under which nothing can be found any more.
     """
 
@@ -17,7 +18,7 @@ class PrefixCache:
         self.version = 0  # raised whenever a hash appears or disappears
         self.num_losses = 0  # raised whenever a block can no longer be found
         self.on_loss: Callable[[bytes], None] | None = None
-        self._hash_of: list[bytes | None] = [None] * num_blocks
+        self.hashes: list[bytes | None] = [None] * num_blocks
         self._block: dict[bytes, int] = {}
         self._twins: dict[bytes, list[int]] = {}  # blocks behind the one in _block, oldest first
 
@@ -42,25 +43,23 @@ class PrefixCache:
 
     def hash_of(self, block: int) -> bytes | None:
         """The hash under which the block can be found, ``None`` if it cannot."""
-        return self._hash_of[block]
+        return self.hashes[block]
 
-    def publish(self, blocks: Sequence[int], hashes: Sequence[bytes]) -> None:
-        """From now on each block can be found under its hash."""
-        hash_of, found = self._hash_of, self._block
-        for block, block_hash in zip(blocks, hashes, strict=True):
-            if hash_of[block] is not None or block == 0:
-                raise RuntimeError(f"block {block} cannot be published: it is, or it is nobody's")
-            hash_of[block] = block_hash
-            if found.setdefault(block_hash, block) != block:
-                self._twins.setdefault(block_hash, []).append(block)
+    def publish(self, block: int, block_hash: bytes) -> None:
+        """From now on the block can be found under this hash."""
+        if self.hashes[block] is not None or block == 0:
+            raise RuntimeError(f"block {block} cannot be published: it is, or it is nobody's")
+        self.hashes[block] = block_hash
+        if self._block.setdefault(block_hash, block) != block:
+            self._twins.setdefault(block_hash, []).append(block)
         self.version += 1
 
     def unpublish(self, block: int) -> None:
         """The block can no longer be found; holders keep it. Nothing happens if it could not."""
-        block_hash = self._hash_of[block]
+        block_hash = self.hashes[block]
         if block_hash is None:
             return
-        self._hash_of[block] = None
+        self.hashes[block] = None
         self.version += 1
         self.num_losses += 1
         twins = self._twins.get(block_hash)
@@ -78,7 +77,7 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Forget every hash; ``on_loss`` hears nothing of it."""
-        self._hash_of = [None] * len(self._hash_of)
+        self.hashes[:] = [None] * len(self.hashes)
         self._block.clear()
         self._twins.clear()
         self.version += 1

@@ -44,16 +44,15 @@ class Sharing:
 
     def publish(self, req: Holder, holding: Holding, first: int, before: int) -> None:
         """The blocks [first, before) are full and written: others may share them."""
-        size = self._block_size
-        self._chains.extend(holding.chain, req, before * size)
-        hashes = holding.chain[first:before]
-        for g, table in enumerate(holding.tables):
-            self._cache.publish(table[first:before], group_keys(hashes, g))
+        chain, publish = holding.chain, self._cache.publish
+        self._chains.extend(chain, req, before * self._block_size)
+        for index in range(first, before):
+            publish(holding.tables[0][index], chain[index])
+        for g in range(1, len(self._groups)):
+            for index, key in enumerate(group_keys(chain[first:before], g), first):
+                publish(holding.tables[g][index], key)
         if self.events is not None:
-            tokens: array[int] = req.tokens[first * size : before * size]
-            parent = holding.chain[first - 1] if first else None
-            for g in range(len(self._groups)):
-                self.events.stored(hashes, parent, tokens, req.adapter, g)
+            self._report(self.events, req, chain, first, before)
 
     def hashes(self, req: Holder, holding: Holding | None) -> list[bytes]:
         """Of all full blocks of known tokens, also of a request that has ended."""
@@ -73,3 +72,12 @@ class Sharing:
         self._cache.clear()
         if self.events is not None:
             self.events.cleared()
+
+    def _report(
+        self, events: EventLog, req: Holder, chain: Sequence[bytes], first: int, before: int
+    ) -> None:
+        size = self._block_size
+        tokens: array[int] = req.tokens[first * size : before * size]
+        parent = chain[first - 1] if first else None
+        for g in range(len(self._groups)):
+            events.stored(chain[first:before], parent, tokens, req.adapter, g)

@@ -36,6 +36,13 @@ class BlockTables:
     def extend_each(self, rows: Sequence[int], holdings: Sequence[Holding]) -> None:
         """One more entry for each of these requests, and the worker is told."""
         taken = iter(self._pool.take(len(rows) * self.num_groups))
+        if self.num_groups == 1:  # most models, and half of the time when everybody decodes
+            for row, holding, block in zip(rows, holdings, taken, strict=True):
+                table = holding.tables[0]
+                self._deltas.append((row, len(table), block))
+                table.append(block)
+                holding.num_told += 1
+            return
         for row, holding in zip(rows, holdings, strict=True):
             for table in holding.tables:
                 table.append(next(taken))
@@ -92,6 +99,7 @@ class BlockTables:
 
 def live_blocks(holding: Holding) -> list[int]:
     """All blocks held, in order; those of one entry side by side, so that tails are freed first."""
-    if len(holding.tables) == 1 and NULL_BLOCK not in holding.blocks[:1]:
-        return holding.blocks
-    return [block for entry in zip(*holding.tables, strict=True) for block in entry if block]
+    first, *others = holding.tables
+    if not others and first[:1] != [NULL_BLOCK]:
+        return first
+    return [block for entry in zip(first, *others, strict=True) for block in entry if block]

@@ -137,7 +137,7 @@ def seal(step: Step, roster: Roster, kv: KVManager) -> StepPlan:
     if step.silent:
         samples[np.isin(rows, list(step.silent))] = 0
     grown = kv.drain()
-    deltas = np.array(grown, dtype=np.int32).reshape(-1, 3) if grown else NO_DELTAS
+    deltas = np.array(grown, dtype=np.int32) if grown else NO_DELTAS
     freed, roster.freed_slots = roster.freed_slots, []
     return StepPlan(
         step=step.index,
@@ -153,6 +153,7 @@ def seal(step: Step, roster: Roster, kv: KVManager) -> StepPlan:
         block_ids=deltas[:, 2],
         freed_slots=freed,
         num_tokens=int(counts.sum()),
+        block_groups=deltas[:, 3] if deltas.shape[1] > 3 else None,
     )
 
 

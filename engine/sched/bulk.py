@@ -33,7 +33,7 @@ class Bulk:
         decode = (upto - computed == 1) & (upto < table.limit.all[rows])
         needs_block = decode & (computed >= kv.num_held[rows] * kv.block_size)
         num_decodes = int(decode.sum())
-        if num_decodes > step.tokens_left or int(needs_block.sum()) > kv.pool.num_free:
+        if num_decodes > step.tokens_left or int(needs_block.sum()) * kv.num_groups > kv.num_free:
             return False
         plain = decode & (table.watched.all[rows] == 0)
         if (growing := rows[plain & needs_block]).size:

@@ -20,7 +20,8 @@ def add(scheduler, name, prompt, **fields):
 def test_073_the_free_list_keeps_order_and_count():
     pool = BlockPool(8)
     assert pool.take(3) == [1, 2, 3]
-    pool.cache.publish([1, 2], [b"one", b"two"])
+    pool.cache.publish(1, b"one")
+    pool.cache.publish(2, b"two")
     pool.release([1, 2, 3])  # 3 has no hash: to the head; 2 before 1: the tail dies first
     assert pool.free_order() == [3, 4, 5, 6, 7, 2, 1] and pool.num_free == 7
     pool.adopt([2])  # out of the middle
@@ -48,16 +49,18 @@ def test_074_a_block_in_the_wrong_state_is_named():
         pool.release([1])
     with pytest.raises(RuntimeError, match="block 2 cannot be adopted"):
         pool.adopt([2])
-    pool.cache.publish(pool.take(1), [b"one"])
+    pool.take(1)
+    pool.cache.publish(1, b"one")
     with pytest.raises(RuntimeError, match="block 1 cannot be published"):
-        pool.cache.publish([1], [b"other"])
+        pool.cache.publish(1, b"other")
 
 
 def test_064_twins_stay_until_each_is_evicted():
     pool = BlockPool(5)
     lost = []
     pool.cache.on_loss = lost.append
-    pool.cache.publish(pool.take(3), [b"same"] * 3)
+    for block in pool.take(3):
+        pool.cache.publish(block, b"same")
     assert pool.cache.find(b"same") == 1 and pool.cache.find_all(b"same") == [1, 2, 3]
     pool.cache.unpublish(2)
     assert pool.cache.find_all(b"same") == [1, 3]

@@ -1,0 +1,177 @@
+"""Cache events over ZeroMQ, for routers that send a prompt where its beginning is cached.
+
+    PUB      [sequence, batch] once for each batch; what a slow listener cannot take is dropped
+    ROUTER   [sequence] is answered with the batches from there on, a page at a time, and an end
+
+Events hold the tokens of prompts, so the default is a socket file that only this user can open.
+Batches travel as msgpack; nothing that comes in is decoded but a number.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import socket
+import tempfile
+import threading
+from collections import deque
+from contextlib import suppress
+
+import msgspec
+import zmq
+
+from engine.errors import ConfigError
+from engine.messages.kv_events import KVEventBatch
+
+PAGE = 500  # batches in one answer; below the 1000 messages that a socket queues for a peer
+END = -1  # the sequence number behind a page
+SEQUENCE_BYTES = 8
+
+
+def replay_endpoint(endpoint: str) -> str:
+    """Where a publisher answers for the past: beside its file, or on the next port."""
+    if endpoint.startswith("ipc://"):
+        return endpoint + "-replay"
+    host, _, port = endpoint.rpartition(":")
+    return f"{host}:{int(port) + 1}"
+
+
+class KVEventPublisher:
+    """Publishes batches and remembers the last ``num_remembered``. Close it when done.
+
+    ``endpoint`` may be ``None`` for a new socket file in a directory of its own. Raises
+    ``ConfigError`` if the address cannot be had.
+    """
+
+    def __init__(self, endpoint: str | None, *, num_remembered: int = 10_000) -> None:
+        self._directory = None if endpoint else tempfile.mkdtemp(prefix="metronome-")
+        self.endpoint = endpoint or f"ipc://{self._directory}/kv-events"
+        self._past: deque[tuple[int, bytes]] = deque(maxlen=num_remembered)
+        self._lock = threading.Lock()  # on _past
+        self._encoder = msgspec.msgpack.Encoder()
+        self._context = zmq.Context()
+        self._publisher = self._bind(zmq.PUB, self.endpoint)
+        router = self._bind(zmq.ROUTER, replay_endpoint(self.endpoint))
+        self._thread = threading.Thread(
+            target=self._answer, args=(router,), name="kv-events", daemon=True
+        )
+        self._thread.start()
+
+    def publish(self, batch: KVEventBatch) -> None:
+        """Send and remember; never waits."""
+        payload = self._encoder.encode(batch)
+        with self._lock:
+            self._past.append((batch.sequence, payload))
+        self._publisher.send_multipart([to_bytes(batch.sequence), payload], zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Close the sockets and end the thread; harmless when repeated."""
+        self._publisher.close(linger=0)
+        self._context.term()  # the thread's socket raises, is closed there, and this returns
+        self._thread.join()
+        if self._directory:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _bind(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
+        bound = self._context.socket(kind)
+        try:
+            if _is_served(endpoint):  # ZeroMQ would take the file from whoever listens there
+                raise zmq.ZMQError(errno.EADDRINUSE)
+            bound.bind(endpoint)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise ConfigError(
+                f"kv_events_endpoint: cannot listen at {endpoint}: {error}; choose another address"
+            ) from error
+        return bound
+
+    def _answer(self, router: zmq.Socket[bytes]) -> None:
+        with suppress(zmq.ContextTerminated):
+            while True:
+                who, *frames = router.recv_multipart()
+                if len(frames) != 1 or len(frames[0]) != SEQUENCE_BYTES:
+                    continue  # not one of ours
+                start = from_bytes(frames[0])
+                with self._lock:
+                    page = [item for item in self._past if item[0] >= start][:PAGE]
+                for sequence, payload in page:
+                    router.send_multipart([who, to_bytes(sequence), payload])
+                router.send_multipart([who, to_bytes(END), b""])
+        router.close(linger=0)
+
+
+class KVEventSubscriber:
+    """Reads all batches of a publisher in order; what it missed it asks for.
+
+    ``num_lost`` counts batches that the publisher no longer had: what was built from the events
+    must then be thrown away.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        self.num_lost = 0
+        self._next = 0  # sequence number of the next batch
+        self._decoder = msgspec.msgpack.Decoder(KVEventBatch)
+        self._context = zmq.Context()
+        self._live = self._context.socket(zmq.SUB)
+        self._live.setsockopt(zmq.SUBSCRIBE, b"")
+        self._live.connect(endpoint)
+        self._replay = self._context.socket(zmq.DEALER)
+        self._replay.connect(replay_endpoint(endpoint))
+
+    def read(self, timeout: float) -> list[KVEventBatch]:
+        """The next batches; [] if none came within ``timeout`` seconds."""
+        if not self._live.poll(round(1000 * timeout)):
+            return []
+        sequence, payload = self._live.recv_multipart()
+        first = from_bytes(sequence)
+        missed = self.catch_up(timeout) if first > self._next else []
+        return missed + self._take(first, payload)
+
+    def catch_up(self, timeout: float) -> list[KVEventBatch]:
+        """Ask for all batches so far that were not read.
+
+        Raises ``TimeoutError`` if the publisher does not answer within ``timeout`` seconds.
+        """
+        batches: list[KVEventBatch] = []
+        while page := self._ask(timeout):
+            batches += page
+        return batches
+
+    def close(self) -> None:
+        """Close the sockets; harmless when repeated."""
+        self._context.destroy(linger=0)
+
+    def _ask(self, timeout: float) -> list[KVEventBatch]:
+        self._replay.send(to_bytes(self._next))
+        batches: list[KVEventBatch] = []
+        while self._replay.poll(round(1000 * timeout)):
+            sequence, payload = self._replay.recv_multipart()
+            if from_bytes(sequence) == END:
+                return batches
+            batches += self._take(from_bytes(sequence), payload)
+        raise TimeoutError(f"no answer about past cache events within {timeout} s")
+
+    def _take(self, sequence: int, payload: bytes) -> list[KVEventBatch]:
+        if sequence < self._next:  # it came with the past already
+            return []
+        self.num_lost += sequence - self._next
+        self._next = sequence + 1
+        return [self._decoder.decode(payload)]
+
+
+def _is_served(endpoint: str) -> bool:
+    """Does somebody listen at this socket file?"""
+    if not endpoint.startswith("ipc://"):
+        return False
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(endpoint.removeprefix("ipc://")) == 0
+
+
+def to_bytes(sequence: int) -> bytes:
+    """A sequence number on the wire."""
+    return sequence.to_bytes(SEQUENCE_BYTES, "big", signed=True)
+
+
+def from_bytes(sequence: bytes) -> int:
+    """A sequence number from the wire."""
+    return int.from_bytes(sequence, "big", signed=True)

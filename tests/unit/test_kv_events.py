@@ -1,0 +1,277 @@
+"""Cache events: what a router is told, in which order, and how it catches up."""
+
+from __future__ import annotations
+
+import random
+import socket
+from types import SimpleNamespace
+
+import pytest
+import zmq
+from holders import fill, holder
+from simulate import make_request
+
+from engine.config.cache import CacheConfig
+from engine.config.engine import EngineConfig
+from engine.config.model import ModelConfig
+from engine.config.sched import SchedulerConfig
+from engine.core.build import wire
+from engine.core.kv_publisher import KVEventPublisher, KVEventSubscriber, replay_endpoint
+from engine.errors import ConfigError
+from engine.kv.events import EventLog
+from engine.kv.groups import Group
+from engine.kv.manager import KVManager
+from engine.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from engine.sched.verify.fake import DigestWorker
+
+
+class Listener:
+    """Keeps batches."""
+
+    def __init__(self) -> None:
+        self.batches: list[KVEventBatch] = []
+        self.closed = False
+
+    def publish(self, batch: KVEventBatch) -> None:
+        self.batches.append(batch)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def listened(num_blocks=11, **options):
+    listener = Listener()
+    events = EventLog(listener, block_size=16, clock=lambda: 2.5)
+    return KVManager(num_blocks, 16, events=events, **options), listener
+
+
+def last_events(kv, listener):
+    kv.drain()
+    return listener.batches[-1].events
+
+
+def test_067_storing_is_one_event_with_parent_tokens_and_adapter():
+    kv, listener = listened()
+    req = holder(0, list(range(55)), adapter="lora")
+    fill(kv, req)
+    hashes = [kv.cache.hash_of(block) for block in kv.held(req)[:3]]
+    assert last_events(kv, listener) == [BlockStored(hashes, None, list(range(48)), 16, "lora", 0)]
+    req.tokens.extend(range(55, 80))
+    assert kv.reserve(req, 80)
+    kv.commit(req, 80)
+    (stored,) = last_events(kv, listener)
+    assert stored.parent_hash == hashes[2] and stored.token_ids == list(range(48, 80))
+    assert len(stored.block_hashes) == 2
+
+
+def test_067_each_eviction_is_an_event_and_a_reset_clears_all():
+    kv, listener = listened()
+    first = holder(0, [1] * 64)
+    fill(kv, first)
+    kv.forget(first)
+    (stored,) = last_events(kv, listener)
+    other = holder(1, [2] * 128)
+    assert kv.reserve(other, 128)  # six blocks are empty, the last two of four must go
+    removed = [BlockRemoved(block_hash) for block_hash in reversed(stored.block_hashes)]
+    assert last_events(kv, listener) == removed[:2]
+    kv.forget(other)
+    assert kv.reset_prefix_cache()
+    assert last_events(kv, listener) == [AllBlocksCleared()]
+    assert [batch.sequence for batch in listener.batches] == [0, 1, 2]
+    assert {batch.time for batch in listener.batches} == {2.5}
+
+
+def test_067_a_step_without_events_is_no_batch():
+    kv, listener = listened()
+    assert kv.reserve(holder(0, [1] * 64), 64)
+    kv.drain()
+    kv.drain()
+    assert listener.batches == []
+
+
+def test_067_content_is_removed_when_its_last_twin_is():
+    kv, listener = listened(num_blocks=3)
+    one, other = holder(0, [1] * 16), holder(1, [1] * 16, reads_cache=False)
+    for req in (one, other):
+        fill(kv, req)
+        kv.forget(req)
+    kv.drain()
+    kv.pool.take(1)
+    assert len(listener.batches) == 1
+    kv.pool.take(1)
+    assert [type(event) for event in last_events(kv, listener)] == [BlockRemoved]
+
+
+def test_067_each_group_of_layers_says_so():
+    kv, listener = listened(num_blocks=20, groups=[Group(), Group(window=16)])
+    req = holder(0, [1] * 32)
+    fill(kv, req)
+    assert [event.group for event in last_events(kv, listener)] == [0, 1]
+    first, second = listener.batches[0].events
+    assert first.block_hashes == second.block_hashes
+    kv.forget(req)
+    kv.pool.take(19)
+    removed = last_events(kv, listener)
+    assert sorted(event.group for event in removed) == [0, 0, 1, 1]
+    assert {event.block_hash for event in removed} == set(first.block_hashes)
+
+
+def test_a_set_of_hashes_kept_by_the_events_is_the_cache(seed):
+    rng = random.Random(seed)
+    kv, listener = listened(num_blocks=12)
+    known: set[bytes] = set()
+    for step in range(300):
+        req = holder(0, [rng.randrange(2) for _ in range(rng.choice([16, 32, 64]))])
+        req.reads_cache = rng.random() < 0.7
+        fill(kv, req)
+        kv.forget(req)
+        kv.drain()
+        if step % 50 == 49:
+            assert kv.reset_prefix_cache()
+            kv.drain()
+        for batch in listener.batches:
+            for event in batch.events:
+                if isinstance(event, BlockStored):
+                    known |= set(event.block_hashes)
+                elif isinstance(event, BlockRemoved):
+                    known.remove(event.block_hash)
+                else:
+                    known.clear()
+        listener.batches.clear()
+        assert known == set(kv.cache.hashes) - {None}
+
+
+# -- over sockets
+
+
+def batch(sequence: int) -> KVEventBatch:
+    return KVEventBatch(sequence, 0.5, [BlockRemoved(bytes([sequence % 256])), AllBlocksCleared()])
+
+
+@pytest.fixture
+def publisher():
+    publisher = KVEventPublisher(None, num_remembered=600)
+    yield publisher
+    publisher.close()
+
+
+@pytest.fixture
+def subscriber(publisher):
+    subscriber = KVEventSubscriber(publisher.endpoint)
+    yield subscriber
+    subscriber.close()
+
+
+def settled(publisher, subscriber, sequence):
+    """Publish from here on until the subscription has arrived; the batches read."""
+    for number in range(sequence, sequence + 200):
+        publisher.publish(batch(number))
+        if batches := subscriber.read(0.05):
+            return batches
+    raise AssertionError("the subscription never arrived")
+
+
+def test_batches_arrive_as_they_were_sent(publisher, subscriber):
+    batches = settled(publisher, subscriber, 0)
+    assert batches == [batch(number) for number in range(len(batches))]
+    publisher.publish(batch(len(batches)))
+    assert subscriber.read(5) == [batch(len(batches))]
+    assert subscriber.num_lost == 0
+
+
+def test_a_late_listener_asks_for_what_it_missed(publisher, subscriber):
+    for number in range(550):  # more than one page
+        publisher.publish(batch(number))
+    assert subscriber.catch_up(5) == [batch(number) for number in range(550)]
+    assert subscriber.catch_up(5) == [] and subscriber.num_lost == 0
+
+
+def test_a_gap_is_seen_and_filled(publisher, subscriber):
+    count = len(settled(publisher, subscriber, 0))
+    publisher._past.append((count, publisher._encoder.encode(batch(count))))  # lost on its way
+    publisher.publish(batch(count + 1))
+    assert subscriber.read(5) == [batch(count), batch(count + 1)]
+    assert subscriber.num_lost == 0
+
+
+def test_what_is_lost_for_good_is_counted(publisher, subscriber):
+    for number in range(1000):
+        publisher.publish(batch(number))
+    assert [one.sequence for one in subscriber.catch_up(5)] == list(range(400, 1000))
+    assert subscriber.num_lost == 400
+
+
+def test_nonsense_is_not_answered_and_does_no_harm(publisher, subscriber):
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.setsockopt(zmq.LINGER, 0)
+        stranger.connect(replay_endpoint(publisher.endpoint))
+        for frames in ([b""], [b"GET / HTTP/1.1"], [b"12345678", b"more"]):
+            stranger.send_multipart(frames)
+        publisher.publish(batch(0))
+        assert subscriber.catch_up(5) == [batch(0)]
+        assert not stranger.poll(50)
+
+
+def test_a_publisher_that_is_gone_is_a_timeout(publisher, subscriber):
+    publisher.close()
+    publisher.close()
+    with pytest.raises(TimeoutError, match="no answer about past cache events"):
+        subscriber.catch_up(0.05)
+
+
+def test_an_address_in_use_is_refused_by_name(publisher):
+    with pytest.raises(ConfigError, match=f"cannot listen at {publisher.endpoint}.*choose another"):
+        KVEventPublisher(publisher.endpoint)
+
+
+def test_a_port_in_use_is_refused_by_name():
+    with zmq.Context() as context, context.socket(zmq.PUB) as other:
+        port = other.bind_to_random_port("tcp://127.0.0.1")
+        with pytest.raises(ConfigError, match=f"cannot listen at tcp://127.0.0.1:{port}: "):
+            KVEventPublisher(f"tcp://127.0.0.1:{port}")
+
+
+def test_a_file_that_a_dead_process_left_behind_is_taken_over(tmp_path):
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(tmp_path / "events"))
+    KVEventPublisher(f"ipc://{tmp_path}/events").close()
+
+
+def test_the_past_of_a_port_is_told_on_the_next():
+    assert replay_endpoint("tcp://127.0.0.1:5557") == "tcp://127.0.0.1:5558"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"kv_events_endpoint": "udp://x"}, "kv_events_endpoint is 'udp://x', must be ipc://"),
+        ({"kv_events_endpoint": "tcp://h:65535"}, "port in 1..65534"),
+        ({"kv_events_buffer_steps": 0}, "kv_events_buffer_steps is 0, must be at least 1"),
+        ({"enable_kv_events": True, "enable_prefix_caching": False}, "needs enable_prefix_caching"),
+        ({"prefix_caching_hash_algo": "md5"}, "is 'md5', must be one of: sha256, fast"),
+    ],
+)
+def test_wrong_cache_options_are_refused(options, says):
+    with pytest.raises(ConfigError, match=says):
+        CacheConfig(**options)
+
+
+def test_an_engine_publishes_what_its_requests_leave_behind(tmp_path):
+    endpoint = f"ipc://{tmp_path}/events"
+    cache = CacheConfig(
+        prefix_caching_hash_algo="fast", enable_kv_events=True, kv_events_endpoint=endpoint
+    )
+    config = EngineConfig(model=ModelConfig(model=str(tmp_path)), cache=cache)
+    scheduler = SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=4, max_model_len=64)
+    decided = SimpleNamespace(num_kv_blocks=10, block_size=16, scheduler=scheduler)
+    core = wire(config, decided, DigestWorker(10, 16), clock=lambda: 1.5)
+    subscriber = KVEventSubscriber(endpoint)
+    core.scheduler.add_request(make_request("a", list(range(33)), 2))
+    while core.has_work:
+        core.step()
+    (seen,) = subscriber.catch_up(5)
+    assert seen.time == 1.5 and seen.events[0].token_ids == list(range(32))
+    assert len(seen.events[0].block_hashes[0]) == 16
+    subscriber.close()
+    core.scheduler.shutdown()
+    assert not (tmp_path / "events").exists()
