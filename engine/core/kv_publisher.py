@@ -16,6 +16,7 @@ import tempfile
 import threading
 from collections import deque
 from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 import zmq
@@ -23,6 +24,7 @@ import zmq
 from engine.errors import ConfigError
 from engine.messages.kv_events import KVEventBatch
 
+IPC = "ipc://"
 PAGE = 500  # batches in one answer; below the 1000 messages that a socket queues for a peer
 END = -1  # the sequence number behind a page
 SEQUENCE_BYTES = 8
@@ -30,7 +32,7 @@ SEQUENCE_BYTES = 8
 
 def replay_endpoint(endpoint: str) -> str:
     """Where a publisher answers for the past: beside its file, or on the next port."""
-    if endpoint.startswith("ipc://"):
+    if endpoint.startswith(IPC):
         return endpoint + "-replay"
     host, _, port = endpoint.rpartition(":")
     return f"{host}:{int(port) + 1}"
@@ -45,7 +47,7 @@ class KVEventPublisher:
 
     def __init__(self, endpoint: str | None, *, num_remembered: int = 10_000) -> None:
         self._directory = None if endpoint else tempfile.mkdtemp(prefix="metronome-")
-        self.endpoint = endpoint or f"ipc://{self._directory}/kv-events"
+        self.endpoint = endpoint or f"{IPC}{self._directory}/kv-events"
         self._past: deque[tuple[int, bytes]] = deque(maxlen=num_remembered)
         self._lock = threading.Lock()  # on _past
         self._encoder = msgspec.msgpack.Encoder()
@@ -69,6 +71,9 @@ class KVEventPublisher:
         self._publisher.close(linger=0)
         self._context.term()  # the thread's socket raises, is closed there, and this returns
         self._thread.join()
+        for endpoint in (self.endpoint, replay_endpoint(self.endpoint)):
+            if endpoint.startswith(IPC):  # ZeroMQ leaves the file behind
+                Path(endpoint.removeprefix(IPC)).unlink(missing_ok=True)
         if self._directory:
             shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -161,10 +166,10 @@ class KVEventSubscriber:
 
 def _is_served(endpoint: str) -> bool:
     """Does somebody listen at this socket file?"""
-    if not endpoint.startswith("ipc://"):
+    if not endpoint.startswith(IPC):
         return False
     with socket.socket(socket.AF_UNIX) as probe:
-        return probe.connect_ex(endpoint.removeprefix("ipc://")) == 0
+        return probe.connect_ex(endpoint.removeprefix(IPC)) == 0
 
 
 def to_bytes(sequence: int) -> bytes:
