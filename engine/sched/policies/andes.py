@@ -13,7 +13,7 @@ class Andes(Policy):
 
     ``ttft``, ``tbt``: seconds, overridden by the hints of the same names. ``margin``: how many
     times more a waiting request must gain than one it evicts. A request that was preempted
-    ``max_preemptions`` times, or waited ``max_wait`` seconds for a token, goes first.
+    ``max_preemptions`` times, or is ``max_late`` tokens behind, goes first.
     """
 
     dynamic = True
@@ -25,28 +25,26 @@ class Andes(Policy):
         tbt: float = 0.2,
         margin: float = 4.0,
         max_preemptions: int = 2,
-        max_wait: float = 30.0,
+        max_late: float = 100.0,
     ) -> None:
-        require_positive(ttft=ttft, tbt=tbt, margin=margin, max_wait=max_wait)
-        self.ttft, self.tbt, self.max_wait = ttft, tbt, max_wait
+        require_positive(ttft=ttft, tbt=tbt, margin=margin, max_late=max_late)
+        self.ttft, self.tbt, self.max_late = ttft, tbt, max_late
         self.margin, self.max_preemptions = margin, max_preemptions
 
     def on_add(self, req: Request, view: SchedView) -> Refuse | None:
         return wrong_hints(req, "ttft", "tbt")
 
-    def gain(self, req: Request, now: float) -> float:
-        """What a token is worth to the reader: 1 in time, less if tokens are in hand."""
+    def in_hand(self, req: Request, now: float) -> float:
+        """Tokens the reader has beyond those wanted by now; below 0 as many are late."""
         ttft, tbt = req.hints.get("ttft", self.ttft), req.hints.get("tbt", self.tbt)
-        wanted = (now - req.arrival_time - ttft) / tbt
-        if not req.num_output:
-            return 2.0
-        return float(1.0 / (1.0 + max(0.0, req.num_output - max(0.0, wanted))))
+        return float(req.num_output - (now - req.arrival_time - ttft) / tbt)
 
     def rank(self, req: Request, view: SchedView) -> tuple[float, ...]:
-        is_overdue = not req.num_output and view.now - req.arrival_time >= self.max_wait
-        if is_overdue or req.num_preempted >= self.max_preemptions:
+        in_hand = self.in_hand(req, view.now)
+        if in_hand <= -self.max_late or req.num_preempted >= self.max_preemptions:
             return (0, req.arrival)
-        return (1, -self.gain(req, view.now) / req.num_tokens, req.arrival)
+        gain = 1.0 / (1.0 + max(0.0, in_hand)) if req.num_output else 2.0
+        return (1, -gain / req.num_tokens, req.arrival)
 
     def outranks(self, req: Request, other: Request) -> bool:
         if not req.is_waiting:
