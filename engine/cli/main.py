@@ -9,10 +9,10 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from engine.cli import bench, chat, generate
+from engine.cli import bench, chat, generate, replay
 from engine.errors import EngineError
 
-COMMANDS = {"generate": generate, "chat": chat, "bench": bench}
+COMMANDS = {"generate": generate, "chat": chat, "bench": bench, "replay": replay}
 USAGE_ERROR = 2  # as argparse has it
 INTERRUPTED = 130  # as shells have it
 BROKEN_PIPE = 141  # likewise

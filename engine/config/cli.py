@@ -41,7 +41,7 @@ def argument_kind(hint: Any) -> dict[str, Any]:
     if get_origin(hint) is Literal:
         return {"choices": get_args(hint)}
     if get_origin(hint) is dict:
-        return {"type": _json_object, "metavar": "JSON"}
+        return {"type": json_object, "metavar": "JSON"}
     if get_origin(hint) is list:
         return {"action": "append", "metavar": "NAME"}
     if hint in (int, float):
@@ -71,7 +71,8 @@ def _shown_default(option: Field[Any]) -> str:
     return f" (default: {option.default})"
 
 
-def _json_object(text: str) -> dict[str, Any]:
+def json_object(text: str) -> dict[str, Any]:
+    """An argument that is a JSON object."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:

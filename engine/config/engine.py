@@ -36,6 +36,8 @@ class EngineConfig:
     """How much the engine logs."""
     disable_log_stats: bool = False
     """Leave out the line of figures that is logged every few seconds while there is work."""
+    step_log: str | None = None
+    """File in which every input and every plan of the scheduler is recorded."""
     logits_processors: tuple[Any, ...] = ()
     """Factories of custom logits processors, applied in this order."""
 

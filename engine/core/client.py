@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from engine.config.decide import Decided
@@ -27,7 +28,7 @@ class InprocClient:
         self.decided = decided
         self._core: EngineCore | None = core
         self._cause: BaseException | None = None
-        self._utilities = {
+        self._utilities: dict[str, Callable[..., Any]] = {
             "reset_prefix_cache": self._reset_prefix_cache,
             "pause": self._pause,
             "resume": self._resume,

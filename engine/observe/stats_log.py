@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -33,11 +33,53 @@ class CoreStats(Protocol):
     @property
     def num_waiting(self) -> int: ...
     @property
+    def num_parked(self) -> int: ...
+    @property
     def kv_usage(self) -> float: ...
     @property
     def prefix_hits(self) -> int: ...
     @property
     def prefix_queries(self) -> int: ...
+    @property
+    def num_preemptions(self) -> int: ...
+    @property
+    def num_failed(self) -> int: ...
+    @property
+    def num_refused(self) -> int: ...
+    @property
+    def num_expired(self) -> int: ...
+    @property
+    def num_rescued_steps(self) -> int: ...
+    @property
+    def num_policy_faults(self) -> int: ...
+    @property
+    def wait_seconds(self) -> Mapping[str, float]: ...
+    @property
+    def hook_seconds(self) -> Mapping[str, float]: ...
+    @property
+    def blocked(self) -> str: ...
+
+
+# Counters that are shown when they have moved since the last line, and what they are called there.
+SHOWN_COUNTERS = {
+    "num_preemptions": "preempted",
+    "num_failed": "failed",
+    "num_refused": "refused",
+    "num_expired": "expired",
+    "num_rescued_steps": "steps rescued from the policy",
+    "num_policy_faults": "policy faults",
+}
+
+
+@dataclass
+class Snapshot:
+    """Counters at the last line."""
+
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    counters: dict[str, int] = field(default_factory=dict)
+    wait_seconds: dict[str, float] = field(default_factory=dict)
+    hook_seconds: float = 0.0
 
 
 class StatsLog:
@@ -55,37 +97,74 @@ class StatsLog:
         self._clock = clock
         self._seconds = seconds
         self._since: float | None = None  # None: idle
-        self._prompt_before = 0
-        self._generated_before = 0
+        self._before = Snapshot()
 
     def after_step(self, is_idle: bool) -> None:
         """Log if it is time. An engine that has become idle starts to count anew with new work."""
         now = self._clock()
         if self._since is None:
-            self._restart(now)
+            self._since = now
+            self._before.prompt_tokens = self._counts.prompt_tokens
+            self._before.generation_tokens = self._counts.generation_tokens
         elif now - self._since >= self._seconds:
             self._log(now - self._since)
-            self._restart(now)
+            self._since = now
         if is_idle:
             self._since = None
-
-    def _restart(self, now: float) -> None:
-        self._since = now
-        self._prompt_before = self._counts.prompt_tokens
-        self._generated_before = self._counts.generation_tokens
 
     def _log(self, seconds: float) -> None:
         stats = self._core_stats()
         if stats is None:
             return
+        before, now = self._before, self._snapshot(stats)
         hit_rate = stats.prefix_hits / stats.prefix_queries if stats.prefix_queries else 0.0
         logger.info(
             "running %d, waiting %d, prompt %.1f tokens/s, generation %.1f tokens/s, "
-            "KV use %.1f %%, prefix hit rate %.1f %%",
+            "KV use %.1f %%, prefix hit rate %.1f %%%s",
             stats.num_running,
             stats.num_waiting,
-            (self._counts.prompt_tokens - self._prompt_before) / seconds,
-            (self._counts.generation_tokens - self._generated_before) / seconds,
+            (now.prompt_tokens - before.prompt_tokens) / seconds,
+            (now.generation_tokens - before.generation_tokens) / seconds,
             100.0 * stats.kv_usage,
             100.0 * hit_rate,
+            "".join(f", {part}" for part in _particulars(stats, before, now, seconds)),
         )
+        self._before = now
+
+    def _snapshot(self, stats: CoreStats) -> Snapshot:
+        return Snapshot(
+            self._counts.prompt_tokens,
+            self._counts.generation_tokens,
+            {name: getattr(stats, name) for name in SHOWN_COUNTERS},
+            dict(stats.wait_seconds),
+            sum(stats.hook_seconds.values()),
+        )
+
+
+def _particulars(
+    stats: CoreStats, before: Snapshot, now: Snapshot, seconds: float
+) -> Iterator[str]:
+    """What is said only when there is something to say: news since the last line."""
+    if stats.num_parked:
+        yield f"parked {stats.num_parked}"
+    for name, word in SHOWN_COUNTERS.items():
+        if news := now.counters[name] - before.counters.get(name, 0):
+            yield f"{word} {news}"
+    if waits := _shares(before.wait_seconds, now.wait_seconds):
+        yield f"waited for {waits}"
+    share = (now.hook_seconds - before.hook_seconds) / seconds
+    if share >= 0.005:
+        yield f"policy hooks {100.0 * share:.1f} % of the time"
+    if stats.blocked:
+        yield f"blocked: {stats.blocked}"
+
+
+def _shares(before: Mapping[str, float], now: Mapping[str, float]) -> str:
+    """What those who left the queue since then had waited for: the three largest causes."""
+    news: defaultdict[str, float] = defaultdict(float)
+    for cause, seconds in now.items():
+        news[cause.partition(" by ")[0]] += seconds - before.get(cause, 0.0)  # whoever preempted
+    total = sum(news.values())
+    largest = sorted(news, key=lambda cause: (-news[cause], cause))[:3]
+    shares = [(cause, 100.0 * news[cause] / total) for cause in largest if total > 0]
+    return ", ".join(f"{cause} {share:.0f} %" for cause, share in shares if share >= 0.5)

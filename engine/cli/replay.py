@@ -1,0 +1,42 @@
+"""Replay a step log: do the same inputs give the same plans?
+
+Options replace what the log was recorded with; the first plan that comes out otherwise is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from engine.config.cli import json_object
+from engine.core.replay import replay
+
+DIFFERENT = 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("log", type=Path, metavar="LOG", help="a file made with --step-log")
+    parser.add_argument("--policy", metavar="NAME", help="another policy, by name or dotted path")
+    parser.add_argument(
+        "--changes",
+        type=json_object,
+        default={},
+        metavar="JSON",
+        help="""other options of the scheduler, as in '{"max_num_seqs": 8}'""",
+    )
+    parser.add_argument(
+        "--allow-truncated",
+        action="store_true",
+        help="of a log that breaks off, take what is whole",
+    )
+
+
+def run(parsed: argparse.Namespace) -> int:
+    outcome = replay(
+        parsed.log,
+        policy=parsed.policy,
+        allow_truncated=parsed.allow_truncated,
+        **parsed.changes,
+    )
+    print(outcome)
+    return DIFFERENT if outcome.difference is not None else 0

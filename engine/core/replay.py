@@ -1,0 +1,222 @@
+"""Replay: the inputs and results of a step log to a fresh scheduler, plan by plan."""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from engine.config.cache import CacheConfig
+from engine.config.sched import SchedulerConfig
+from engine.core.build import make_hasher
+from engine.core.recording import OBJECT
+from engine.errors import ConfigError, RequestError
+from engine.kv.manager import KVManager
+from engine.messages.step import StepPlan
+from engine.observe import steplog
+from engine.observe.steplog import Header, PlanCoder, PlanColumns, StepLog
+from engine.sched.find import make_scheduler
+from engine.sched.interface import PauseState, SchedulerInterface
+
+NOTHING = "nothing"
+
+
+class Difference(NamedTuple):
+    """The first thing that came out otherwise. ``request_id`` is empty if no single one differs."""
+
+    step: int
+    request_id: str
+    then: str
+    now: str
+
+    def __str__(self) -> str:
+        about = f", request {self.request_id}" if self.request_id else ""
+        return f"step {self.step}{about}: then {self.then}, now {self.now}"
+
+
+class Replayed(NamedTuple):
+    """How far a log was replayed, and what ended it."""
+
+    num_steps: int  # plans that were the same
+    num_requests: int
+    difference: Difference | None
+
+    def __str__(self) -> str:
+        if self.difference is None:
+            return f"identical: {self.num_steps} steps, {self.num_requests} requests"
+        return f"first difference after {self.num_steps} identical steps: {self.difference}"
+
+
+class ReplayClock:
+    """Tells the times that were read in the call that is being replayed."""
+
+    def __init__(self) -> None:
+        self._last = 0.0
+        self._coming: deque[float] = deque()
+
+    def set(self, times: list[float]) -> None:
+        self._coming = deque(times)
+
+    def __call__(self) -> float:
+        if self._coming:
+            self._last = self._coming.popleft()
+        return self._last  # a scheduler that asks more often than the one of then
+
+
+def replay(
+    log: str | Path,
+    *,
+    policy: Any = None,
+    resources: tuple[Any, ...] | None = None,
+    allow_truncated: bool = False,
+    **changes: Any,
+) -> Replayed:
+    """Do the inputs recorded in ``log`` give the same plans again? Stops at the first difference.
+
+    ``policy`` (as ``scheduling_policy``), ``resources`` and ``changes`` (fields of
+    ``SchedulerConfig``) replace what the log was recorded with. Raises ``ConfigError`` for a log
+    that cannot be read and for options that cannot work.
+    """
+    recorded = StepLog(log, allow_truncated=allow_truncated)
+    if policy is not None:
+        changes = {"policy_options": {}, **changes, "scheduling_policy": policy}
+    if resources is not None:
+        changes["resources"] = resources
+    return _Replay(recorded.header, changes).run(recorded)
+
+
+def _scheduler_config(header: Header, changes: dict[str, Any]) -> SchedulerConfig:
+    options = {**header.scheduler, **changes}
+    if unknown := options.keys() - SchedulerConfig.__annotations__.keys():
+        raise ConfigError(
+            f"{min(unknown)!r} is no option of a scheduler; there are: "
+            f"{', '.join(SchedulerConfig.__annotations__)}"
+        )
+    for name, value in options.items():
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, str) and item.startswith(OBJECT):
+                raise ConfigError(
+                    f"{name} was given as an {item}, which the log cannot make again; give one "
+                    "like it to replay()"
+                )
+    return SchedulerConfig(**{**options, "resources": tuple(options["resources"])})
+
+
+class _Replay:
+    """One fresh scheduler on its way through a log."""
+
+    def __init__(self, header: Header, changes: dict[str, Any]) -> None:
+        config = _scheduler_config(header, changes)
+        cache = CacheConfig(**header.cache)
+        kv = KVManager(
+            header.num_blocks,
+            header.block_size,
+            enable_prefix_caching=cache.enable_prefix_caching,
+            hasher=make_hasher(cache, header.seed),
+        )
+        self._clock = ReplayClock()
+        self._scheduler: SchedulerInterface = make_scheduler(
+            config, kv, clock=self._clock, seed=header.seed
+        )
+        self._plans = PlanCoder()
+        self._flight: deque[StepPlan] = deque()
+        self._ids: dict[int, str] = {}  # by row
+        self._num_steps = 0
+        self._num_requests = 0
+        self._step = 0  # of the last plan
+
+    def run(self, records: StepLog) -> Replayed:
+        """Replay them all, or up to the first difference."""
+        difference = None
+        coming = iter(records)
+        for record in coming:
+            if isinstance(record, steplog.Adding):
+                outcome = next(coming, None)
+                if outcome is None:  # the engine ended within the call
+                    break
+                assert isinstance(outcome, steplog.Added)
+                difference = self._add(record, outcome)
+            else:
+                difference = self._repeat(record)
+            if difference is not None:
+                break
+        return Replayed(self._num_steps, self._num_requests, difference)
+
+    def _repeat(self, record: steplog.Record) -> Difference | None:
+        """Make the call that was recorded."""
+        scheduler = self._scheduler
+        assert not isinstance(record, steplog.Adding)
+        self._clock.set(record.times)
+        match record:
+            case steplog.Planned():
+                return self._plan(record)
+            case steplog.Settled():
+                plan = self._flight.popleft()
+                scheduler.update_from_output(plan, steplog.result_of(record, plan))
+            case steplog.Taken():
+                scheduler.take_outputs()
+            case steplog.Ended():
+                scheduler.finish_requests(record.request_ids, record.reason)
+            case steplog.Woken():
+                scheduler.wake(record.request_id)
+            case steplog.Paused():
+                scheduler.set_pause_state(PauseState(record.state))
+            case steplog.Reset():
+                scheduler.reset_prefix_cache(record.reset_running)
+        return None
+
+    def _add(self, adding: steplog.Adding, added: steplog.Added) -> Difference | None:
+        self._clock.set(added.times)
+        self._num_requests += 1
+        request_id, error = adding.request.request_id, ""
+        try:
+            req = self._scheduler.add_request(adding.request)
+            self._ids[req.row] = request_id
+        except RequestError as refusal:
+            error = f"{type(refusal).__name__}: {refusal}"
+        if bool(error) == bool(added.error):
+            return None
+        return Difference(self._step, request_id, added.error or "taken", error or "taken")
+
+    def _plan(self, planned: steplog.Planned) -> Difference | None:
+        plan = self._scheduler.schedule()
+        then = self._plans.decode(planned)
+        self._step = planned.step
+        difference = self._compare(planned, then, plan)
+        if difference is None and not plan.is_empty:
+            self._num_steps += 1
+            self._flight.append(plan)
+        return difference
+
+    def _compare(
+        self, planned: steplog.Planned, then: PlanColumns, plan: StepPlan
+    ) -> Difference | None:
+        """Who got what, then the rest of the plan."""
+        shares_then = _shares(then)
+        shares_now = _shares(PlanColumns(plan.rows, plan.counts, plan.starts))
+        for row in shares_then | shares_now:
+            before, after = shares_then.get(row, NOTHING), shares_now.get(row, NOTHING)
+            if before != after:
+                return self._difference(self._ids.get(row, f"in row {row}"), before, after)
+        if list(shares_then) != list(shares_now):
+            orders = [", ".join(self._ids[row] for row in s) for s in (shares_then, shares_now)]
+            return self._difference("", f"the order {orders[0]}", orders[1])
+        new = [seq.request_id for seq in plan.new]
+        if new != planned.new:
+            return self._difference("", f"new to the worker {planned.new}", str(new))
+        digest = steplog.digest_of(plan)
+        if digest != planned.digest:
+            what = "seats, blocks or messages of digest"
+            return self._difference("", f"{what} {planned.digest.hex()}", digest.hex())
+        return None
+
+    def _difference(self, request_id: str, then: str, now: str) -> Difference:
+        return Difference(self._step, request_id, then, now)
+
+
+def _shares(columns: PlanColumns) -> dict[int, str]:
+    """What each row computes, in words."""
+    return {
+        row: f"{count} tokens from position {start}"
+        for row, count, start in zip(*(column.tolist() for column in columns), strict=True)
+    }

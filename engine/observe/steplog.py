@@ -1,0 +1,303 @@
+"""Step log: all that a scheduler was told and all that it decided, in order, in one file.
+
+    magic | length Header | length record | length record | ...
+
+Lengths are four bytes, little-endian; what follows is msgpack. A record is one call of the
+scheduler, with the clock readings made in it. Plans and results are columns of int32; one that
+follows from the plan before is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import msgspec
+import numpy as np
+
+from engine.errors import ConfigError
+from engine.messages.outputs import FinishReason
+from engine.messages.requests import AddRequest
+from engine.messages.step import EMPTY, Column, StepPlan, StepResult
+
+MAGIC = b"metronome step log\n"
+FORMAT = 1
+BUFFER_BYTES = 1 << 16
+LENGTH_BYTES = 4
+
+
+class Header(msgspec.Struct, array_like=True):
+    """What the scheduler was made of. ``scheduler`` and ``cache`` are the options' fields."""
+
+    format: int
+    version: str  # of the engine
+    scheduler: dict[str, Any]
+    cache: dict[str, Any]
+    num_blocks: int
+    block_size: int
+    seed: int
+
+
+class Adding(msgspec.Struct, array_like=True, tag="add"):
+    """A request is handed to the scheduler; the next record says what came of it."""
+
+    request: AddRequest
+
+
+class Added(msgspec.Struct, array_like=True, tag="added"):
+    """``error``: why the request was not taken, empty if it was."""
+
+    times: list[float]
+    error: str = ""
+
+
+class Ended(msgspec.Struct, array_like=True, tag="end"):
+    """``finish_requests``; ``None`` are all."""
+
+    times: list[float]
+    request_ids: list[str] | None
+    reason: FinishReason
+
+
+class Woken(msgspec.Struct, array_like=True, tag="wake"):
+    """``wake``."""
+
+    times: list[float]
+    request_id: str
+
+
+class Paused(msgspec.Struct, array_like=True, tag="pause"):
+    """``set_pause_state``, by the state's value."""
+
+    times: list[float]
+    state: str
+
+
+class Reset(msgspec.Struct, array_like=True, tag="reset"):
+    """``reset_prefix_cache``."""
+
+    times: list[float]
+    reset_running: bool
+
+
+class Taken(msgspec.Struct, array_like=True, tag="take"):
+    """``take_outputs``."""
+
+    times: list[float]
+
+
+class Planned(msgspec.Struct, array_like=True, tag="plan"):
+    """``schedule``. ``rows`` and ``counts``: ``None`` if they are those of the plan before;
+    ``starts``: if its rows have only moved on by its counts. ``digest`` stands for all the rest."""
+
+    times: list[float]
+    step: int
+    rows: bytes | None
+    counts: bytes | None
+    starts: bytes | None
+    new: list[str]
+    digest: bytes
+
+
+class Settled(msgspec.Struct, array_like=True, tag="result"):
+    """``update_from_output``. ``counts``: ``None`` if each row that samples has one token."""
+
+    times: list[float]
+    step: int
+    token_ids: bytes
+    counts: bytes | None
+    errors: dict[int, str]
+    seconds: float
+    parts: dict[str, Any]
+
+
+Record = Adding | Added | Ended | Woken | Paused | Reset | Taken | Planned | Settled
+
+
+class PlanColumns(NamedTuple):
+    """Who computes how many tokens, from which position on."""
+
+    rows: Column
+    counts: Column
+    starts: Column
+
+
+NO_PLAN = PlanColumns(EMPTY, EMPTY, EMPTY)
+
+
+class PlanCoder:
+    """Leaves out, and fills in again, what follows from the plan before."""
+
+    def __init__(self) -> None:
+        self._last = NO_PLAN
+
+    def encode(self, plan: StepPlan, times: list[float]) -> Planned:
+        """The record of a plan."""
+        last, self._last = self._last, PlanColumns(plan.rows, plan.counts, plan.starts)
+        return Planned(
+            times,
+            plan.step,
+            _unless(last.rows, plan.rows),
+            _unless(last.counts, plan.counts),
+            _unless(last.starts + last.counts, plan.starts),
+            [new.request_id for new in plan.new],
+            digest_of(plan),
+        )
+
+    def decode(self, planned: Planned) -> PlanColumns:
+        """The columns that the record stands for."""
+        last = self._last
+        self._last = PlanColumns(
+            last.rows if planned.rows is None else _column(planned.rows),
+            last.counts if planned.counts is None else _column(planned.counts),
+            last.starts + last.counts if planned.starts is None else _column(planned.starts),
+        )
+        return self._last
+
+
+def digest_of(plan: StepPlan) -> bytes:
+    """Eight bytes for what a plan says besides rows, counts and starts."""
+    digest = blake2b(digest_size=8)
+    for column in (
+        *(plan.slots, plan.generations, plan.samples),
+        *(plan.block_slots, plan.block_indices, plan.block_ids, plan.block_groups),
+        *(plan.draft_counts, plan.draft_tokens),
+    ):
+        if column is not None:
+            digest.update(column.tobytes())
+    rest = (plan.freed_slots, [(new.slot, len(new.token_ids)) for new in plan.new], plan.parts)
+    digest.update(msgspec.msgpack.encode(rest, enc_hook=_plain))
+    return digest.digest()
+
+
+def settled(plan: StepPlan, result: StepResult, times: list[float]) -> Settled:
+    """The record of a result."""
+    return Settled(
+        times,
+        result.step,
+        result.token_ids.tobytes(),
+        _unless(plan.samples, result.counts),
+        result.errors,
+        result.seconds,
+        result.parts,
+    )
+
+
+def result_of(record: Settled, plan: StepPlan) -> StepResult:
+    """The result that the record stands for, of this plan."""
+    return StepResult(
+        record.step,
+        _column(record.token_ids),
+        plan.samples if record.counts is None else _column(record.counts),
+        record.errors,
+        seconds=record.seconds,
+        parts=record.parts,
+    )
+
+
+class StepLogWriter:
+    """Writes records to a new file; one that is there is replaced. Raises ``ConfigError``."""
+
+    def __init__(self, path: str | Path, header: Header) -> None:
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+        first = self._frame(header)
+        try:
+            self._file: BinaryIO = open(path, "wb", buffering=BUFFER_BYTES)  # noqa: SIM115
+        except OSError as error:
+            raise ConfigError(f"step_log {str(path)!r} cannot be written: {error}") from error
+        self._file.write(MAGIC + first)
+
+    def write(self, record: Record) -> None:
+        """Add one record. Raises ``TypeError`` for what is no plain data."""
+        self._file.write(self._frame(record))
+
+    def close(self) -> None:
+        """Write what is left; harmless when repeated."""
+        self._file.close()
+
+    def _frame(self, message: Header | Record) -> bytes:
+        data = self._encoder.encode(message)
+        return len(data).to_bytes(LENGTH_BYTES, "little") + data
+
+
+class StepLog:
+    """A log that was written: its header, and its records when it is iterated over.
+
+    Raises ``ConfigError`` for a file that is none, that is damaged, or that breaks off within a
+    record; with ``allow_truncated`` the records before the break are all there is.
+    """
+
+    def __init__(self, path: str | Path, *, allow_truncated: bool = False) -> None:
+        self._path = str(path)
+        self._allow_truncated = allow_truncated
+        with self._open() as file:
+            if file.read(len(MAGIC)) != MAGIC:
+                raise ConfigError(f"{self._path!r} is no step log")
+            self._first = file.tell()
+            (self.header, self._first) = self._read_header(file)
+
+    def __iter__(self) -> Iterator[Record]:
+        decoder = msgspec.msgpack.Decoder(Record)
+        with self._open() as file:
+            file.seek(self._first)
+            number = 0
+            while data := self._read_frame(file, number):
+                number += 1
+                try:
+                    yield decoder.decode(data)
+                except msgspec.MsgspecError as error:
+                    raise ConfigError(
+                        f"step log {self._path!r} is damaged in record {number}: {error}"
+                    ) from error
+
+    def _open(self) -> BinaryIO:
+        try:
+            return open(self._path, "rb")
+        except OSError as error:
+            raise ConfigError(f"step log {self._path!r} cannot be read: {error}") from error
+
+    def _read_header(self, file: BinaryIO) -> tuple[Header, int]:
+        data = self._read_frame(file, 0)
+        try:
+            header = msgspec.msgpack.decode(data, type=tuple[int, str, Any, Any, Any, Any, Any])
+            if header[0] == FORMAT:
+                return msgspec.msgpack.decode(data, type=Header), file.tell()
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"step log {self._path!r} has a damaged header: {error}") from error
+        raise ConfigError(
+            f"step log {self._path!r} has format {header[0]} (of engine {header[1]}), this engine "
+            f"reads format {FORMAT}; use the release that wrote it"
+        )
+
+    def _read_frame(self, file: BinaryIO, number: int) -> bytes:
+        """The next record; empty at the end of the file."""
+        length = file.read(LENGTH_BYTES)
+        data = file.read(int.from_bytes(length, "little"))
+        is_whole = len(length) == LENGTH_BYTES and len(data) == int.from_bytes(length, "little")
+        if not length or (not is_whole and self._allow_truncated and number):
+            return b""
+        if not is_whole:
+            raise ConfigError(
+                f"step log {self._path!r} breaks off behind record {number} (was its engine "
+                "killed?); allow_truncated reads what is there"
+            )
+        return data
+
+
+def _unless(known: Column, column: Column) -> bytes | None:
+    """The column's bytes, ``None`` if they are those of ``known``."""
+    data = column.tobytes()
+    return None if data == known.tobytes() else data
+
+
+def _column(data: bytes) -> Column:
+    return np.frombuffer(data, dtype=np.int32).copy()
+
+
+def _plain(value: Any) -> Any:
+    """What msgpack knows, for what features tell of themselves."""
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    raise TypeError(f"a step log cannot hold {value!r:.80} ({type(value).__name__})")

@@ -1,0 +1,229 @@
+"""What a scheduler was told and decided can be replayed, and a change is named where it begins."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from fakes import FakeClock
+from simulate import make_request, random_requests
+
+from engine.cli.main import main
+from engine.config.cache import CacheConfig
+from engine.config.sched import SchedulerConfig
+from engine.core.engine_core import EngineCore
+from engine.core.recording import RecordingScheduler, describe, record
+from engine.core.replay import replay
+from engine.errors import ConfigError, RefusedError, RequestError
+from engine.kv.manager import KVManager
+from engine.observe import steplog
+from engine.observe.steplog import StepLog
+from engine.sched.find import make_scheduler
+from engine.sched.interface import PauseState
+from engine.sched.policies.fcfs import FCFS
+from engine.sched.verify.fake import DigestWorker
+
+BLOCK_SIZE = 4
+
+
+def recorded(
+    path: Path, clock: Callable[[], float], num_blocks: int = 40, **options: object
+) -> RecordingScheduler:
+    options = {"max_num_batched_tokens": 24, "max_num_seqs": 5, "max_model_len": 64, **options}
+    config = SchedulerConfig(**options)
+    kv = KVManager(num_blocks, BLOCK_SIZE)
+    header = describe(config, CacheConfig(block_size=BLOCK_SIZE), kv, seed=7)
+    return record(path, header, lambda own: make_scheduler(config, kv, clock=own, seed=7), clock)
+
+
+def run(path: Path, rng: random.Random, depth: int = 2, **options: object) -> RecordingScheduler:
+    """A run with everything in it: aborts, pauses, resets, failing rows, preemptions, deadlines."""
+    clock = FakeClock()
+    scheduler = recorded(path, clock, num_blocks=14, **options)
+    worker = DigestWorker(
+        14, BLOCK_SIZE, fail=lambda seq, position: "broken" if position == 33 else None
+    )
+    core = EngineCore(scheduler, worker, depth)
+    for number, request in enumerate(random_requests(rng, 40)):
+        with suppress(RefusedError):
+            scheduler.add_request(request)
+        for _ in range(rng.randrange(3)):
+            clock.now += rng.random()
+            core.step()
+        if rng.random() < 0.2:
+            scheduler.finish_requests(str(rng.randrange(number + 1)))
+        if rng.random() < 0.1:
+            state = rng.choice([PauseState.PAUSED_NEW, PauseState.PAUSED_ALL])
+            scheduler.set_pause_state(state)
+            core.step()
+            scheduler.set_pause_state(PauseState.UNPAUSED)
+        if rng.random() < 0.05:
+            scheduler.reset_prefix_cache(reset_running=True)
+    while core.has_work:
+        clock.now += rng.random()
+        core.step()
+    scheduler.shutdown()
+    return scheduler
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "residual-sjf", "vtc", "least-computed"])
+def test_a_run_replays_to_identical_plans(
+    tmp_path: Path, seed: int, policy: str, depth: int
+) -> None:
+    path = tmp_path / "log"
+    options = {"scheduling_policy": policy, "max_waiting_requests": 20}
+    scheduler = run(path, random.Random(seed), depth, **options)
+    stats = scheduler.make_stats()
+    assert stats is not None and stats.num_preemptions > 0
+    outcome = replay(path)
+    assert outcome.difference is None and outcome.num_steps > 50
+    assert str(outcome) == f"identical: {outcome.num_steps} steps, 40 requests"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"policy": "priority"},
+        {"policy": FCFS(), "max_num_batched_tokens": 16},
+        {"max_num_seqs": 3},
+        {"max_num_batched_tokens": 8},
+    ],
+)
+def test_a_change_is_named_where_it_begins(
+    tmp_path: Path, seed: int, changes: dict[str, object]
+) -> None:
+    path = tmp_path / "log"
+    run(path, random.Random(seed), scheduling_policy="fcfs")
+    outcome = replay(path, **changes)
+    assert outcome.difference is not None
+    print(outcome)
+    assert replay(path, **changes) == outcome
+
+
+def test_the_difference_names_step_request_and_both_plans(tmp_path: Path) -> None:
+    scheduler = recorded(tmp_path / "log", FakeClock())
+    scheduler.add_request(make_request("a", list(range(20)), 4))
+    scheduler.add_request(make_request("b", list(range(30, 50)), 4))
+    scheduler.schedule()
+    scheduler.shutdown()
+    difference = replay(tmp_path / "log", max_num_batched_tokens=22).difference
+    assert difference is not None
+    assert difference == (1, "b", "4 tokens from position 0", "2 tokens from position 0")
+    assert str(difference).startswith("step 1, request b: then 4 tokens from position 0, now 2")
+
+
+def test_a_request_that_would_be_refused_now_is_a_difference(tmp_path: Path) -> None:
+    scheduler = recorded(tmp_path / "log", FakeClock())
+    for name in "abc":
+        scheduler.add_request(make_request(name, [1, 2, 3], 4))
+    scheduler.shutdown()
+    difference = replay(tmp_path / "log", max_waiting_requests=2).difference
+    assert difference is not None and difference.request_id == "c" and difference.then == "taken"
+    assert "RefusedError" in difference.now and "max_waiting_requests" in difference.now
+
+
+def test_deadlines_fall_at_the_same_readings_of_the_clock(tmp_path: Path) -> None:
+    clock = FakeClock(0.0)
+    scheduler = recorded(tmp_path / "log", clock)
+    core = EngineCore(scheduler, DigestWorker(40, BLOCK_SIZE))
+    scheduler.add_request(make_request("a", [1] * 8, 30, end_deadline=1.0))
+    scheduler.add_request(make_request("b", [2] * 8, 30))
+    while core.has_work:
+        clock.now += 0.125
+        core.step()
+    scheduler.shutdown()
+    stats = scheduler.make_stats()
+    assert stats is not None and stats.num_expired == 1
+    assert replay(tmp_path / "log").difference is None
+
+
+def test_plans_that_follow_from_the_one_before_cost_little(tmp_path: Path) -> None:
+    """A steady decode leaves out rows, counts and starts."""
+    scheduler = recorded(
+        tmp_path / "log", FakeClock(), num_blocks=400, max_num_seqs=16, max_num_batched_tokens=256
+    )
+    core = EngineCore(scheduler, DigestWorker(400, BLOCK_SIZE))
+    for number in range(16):
+        scheduler.add_request(make_request(str(number), [number] * 4, 20))
+    while core.has_work:
+        core.step()
+    scheduler.shutdown()
+    plans = [r for r in StepLog(tmp_path / "log") if isinstance(r, steplog.Planned)]
+    assert all((p.rows, p.counts, p.starts) == (None, None, None) for p in plans[2:20])
+
+
+def test_an_object_must_be_given_again(tmp_path: Path) -> None:
+    recorded(tmp_path / "log", FakeClock(), scheduling_policy=FCFS()).shutdown()
+    with pytest.raises(ConfigError, match=r"scheduling_policy was given as an object of .*FCFS"):
+        replay(tmp_path / "log")
+    assert replay(tmp_path / "log", policy=FCFS()).difference is None
+
+
+def test_a_class_is_found_again_by_its_path(tmp_path: Path) -> None:
+    recorded(tmp_path / "log", FakeClock(), scheduling_policy=FCFS).shutdown()
+    assert replay(tmp_path / "log").num_steps == 0
+
+
+def test_hints_that_are_no_data_are_refused_before_they_are_queued(tmp_path: Path) -> None:
+    scheduler = recorded(tmp_path / "log", FakeClock())
+    with pytest.raises(RequestError, match=r"'a' cannot be recorded.*step_log off"):
+        scheduler.add_request(make_request("a", [1], 4, hints={"what": object()}))
+    assert not scheduler.has_unfinished_requests()
+    scheduler.shutdown()
+    assert replay(tmp_path / "log").num_requests == 0
+
+
+def damaged(path: Path, change: Callable[[bytes], bytes]) -> Path:
+    path.write_bytes(change(path.read_bytes()))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: b"", "is no step log"),
+        (lambda data: b"PK\x03\x04" + data, "is no step log"),
+        (lambda data: data[:22], "breaks off behind record 0"),
+        (lambda data: data[:-3], "breaks off behind record [0-9]+ .*killed.*allow_truncated"),
+        (lambda data: data[:-1] + b"\xc1", "is damaged in record [0-9]+"),
+        (lambda data: data.replace(b"\x97\x01", b"\x97\x63", 1), "has format 99 .* reads format 1"),
+    ],
+)
+def test_files_that_cannot_be_replayed(
+    tmp_path: Path, seed: int, change: Callable[[bytes], bytes], message: str
+) -> None:
+    run(tmp_path / "log", random.Random(seed))
+    with pytest.raises(ConfigError, match=message):
+        replay(damaged(tmp_path / "log", change))
+
+
+def test_the_whole_part_of_a_log_that_breaks_off(tmp_path: Path, seed: int) -> None:
+    run(tmp_path / "log", random.Random(seed))
+    whole = replay(tmp_path / "log").num_steps
+    damaged(tmp_path / "log", lambda data: data[: len(data) // 2])
+    outcome = replay(tmp_path / "log", allow_truncated=True)
+    assert outcome.difference is None and 0 < outcome.num_steps < whole
+
+
+def test_a_log_that_is_not_there_and_one_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        replay(tmp_path / "nothing")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        recorded(tmp_path / "no" / "where", FakeClock())
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], seed: int) -> None:
+    path = str(tmp_path / "log")
+    run(Path(path), random.Random(seed))
+    capsys.readouterr()
+    assert main(["replay", path]) == 0
+    assert capsys.readouterr().out.startswith("identical: ")
+    assert main(["replay", path, "--policy", "residual-sjf", "--changes", '{"max_num_seqs": 2}'])
+    assert "first difference after" in capsys.readouterr().out
+    assert main(["replay", path, "--changes", '{"seats": 2}']) == 2
+    assert "'seats' is no option of a scheduler" in capsys.readouterr().err
+    assert main(["replay", path, "--policy", "nonsense"]) == 2
