@@ -65,7 +65,7 @@ class StepPlan(msgspec.Struct, array_like=True):
     @property
     def is_empty(self) -> bool:
         """Nothing to compute and nothing to tell the worker."""
-        return self.num_tokens == 0 and not self.freed_slots
+        return self.num_tokens == 0 and not (self.freed_slots or self.parts)
 
 
 class StepResult(msgspec.Struct, array_like=True):

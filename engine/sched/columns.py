@@ -161,4 +161,5 @@ def _finished(
         num_preemptions=story.num_preempted,
         waits=story.waits,
         events=story.events,
+        kv_transfer_params=story.kv_transfer_params,
     )

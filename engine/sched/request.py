@@ -42,6 +42,7 @@ class Story:
     wait_from: float = 0.0
     own_cause: str | None = None  # what it alone waits for at the moment
     totals_at_entry: dict[str, float] = field(default_factory=dict)
+    kv_transfer_params: dict[str, Any] | None = None  # for whoever goes on with its KV
 
 
 class Request:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
+from engine.messages.requests import AddRequest
 from engine.messages.step import StepPlan, StepResult
 from engine.sched.policy import API_VERSION
 from engine.sched.request import Request
 
 if TYPE_CHECKING:
     from engine.sched.builder import Step
-    from engine.sched.interface import SchedulerInterface
+    from engine.sched.scheduler import Scheduler
 
 
 class OnRefuse(Enum):
@@ -28,13 +29,15 @@ class Fit(NamedTuple):
 
     ``on_refuse`` is what it means for a waiting request that gets none (``None``: what the resource
     says of itself). ``hold``: a request that is parked keeps blocks for this many tokens meanwhile;
-    if they cannot be had it stays in the queue and admission closes.
+    if they cannot be had it stays in the queue and admission closes. ``by`` is filled in by the
+    mechanism: the resource that refused.
     """
 
     num_tokens: int
     cause: str = ""
     on_refuse: OnRefuse | None = None
     hold: int = 0
+    by: Resource | None = None
 
 
 class Resource:
@@ -48,8 +51,18 @@ class Resource:
     name = "resource"  # in statistics, and as the cause of a wait if ``Fit`` names none
     on_refuse = OnRefuse.SKIP
 
-    def attach(self, scheduler: SchedulerInterface) -> None:
-        """Called once. Keep it to ``wake`` what was parked."""
+    def attach(self, scheduler: Scheduler) -> None:
+        """Called once. Keep it to ``wake`` what was parked, to read its ``config`` and ``view``.
+
+        Raises ``ConfigError`` if the two cannot work together.
+        """
+
+    def objection(self, add: AddRequest) -> str | None:
+        """Why such a request could never be served: it is then refused as it comes."""
+        return None
+
+    def added(self, req: Request) -> None:
+        """The request was queued: what takes long may begin."""
 
     def watches(self, req: Request) -> bool:
         """Must this request be asked about in every step? Others may be granted in bulk."""
@@ -70,13 +83,13 @@ class Resource:
         """Everybody agreed; called once per grant."""
 
     def parked(self, req: Request) -> None:
-        """The request was parked for this resource; the blocks it asked to hold are its own."""
+        """The request was parked as this resource asked; the blocks it is to hold are its own."""
 
     def release(self, req: Request) -> None:
-        """The request was preempted or has finished."""
+        """The request was preempted or has finished (``req.is_finished``)."""
 
     def describe(self, plan: StepPlan) -> None:
-        """Add this feature's part to the plan."""
+        """Add this feature's part to the plan, which may have no rows; a part makes it a step."""
 
     def settle(self, plan: StepPlan, result: StepResult) -> None:
         """Read this feature's part of the result. An entry in ``result.errors`` ends that row."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from engine.messages.requests import AddRequest
 from engine.messages.step import StepPlan, StepResult
 from engine.sched.faults import FaultLog
 from engine.sched.request import Request
@@ -25,6 +26,15 @@ class Resources:
         self._has_extra = any(
             type(resource).extra is not Resource.extra for resource in self.members
         )
+
+    def objection(self, add: AddRequest) -> str | None:
+        """Why some resource could never serve such a request."""
+        answers = (self._call(r, r.objection, None, add) for r in self.members)
+        return next((answer for answer in answers if answer), None)
+
+    def added(self, req: Request) -> None:
+        for resource in self.members:
+            self._call(resource, resource.added, None, req, about=req)
 
     def watch(self, req: Request) -> bool:
         """Must the request be asked about in every step?"""
@@ -55,7 +65,7 @@ class Resources:
                 if answer.num_tokens < fit.num_tokens:
                     on_refuse = answer.on_refuse or resource.on_refuse
                     cause = answer.cause or resource.name
-                    fit = answer._replace(on_refuse=on_refuse, cause=cause)
+                    fit = answer._replace(on_refuse=on_refuse, cause=cause, by=resource)
                     settled = False
             settled = settled or fit.num_tokens <= 0
         return fit
@@ -64,9 +74,9 @@ class Resources:
         for resource in self.members:
             self._call(resource, resource.take, None, req, num_tokens, step, about=req)
 
-    def parked(self, req: Request) -> None:
-        for resource in self.members:
-            self._call(resource, resource.parked, None, req, about=req)
+    def parked(self, req: Request, by: Resource | None) -> None:
+        if by is not None:
+            self._call(by, by.parked, None, req, about=req)
 
     def release(self, req: Request) -> None:
         for resource in self.members:

@@ -46,6 +46,7 @@ class Settler:
         self.appender = Appender(roster, kv, self.ledger)
         self._ended: list[tuple[Request, FinishReason, str]] = []  # outside of any result
         self._finished_ids: dict[int, list[str]] = {}  # by client, since its last outputs
+        self._to_restart: set[str] = set()  # once the transfer into their blocks is over
 
     def settle(self, plan: StepPlan, result: StepResult) -> dict[int, CoreOutputs]:
         """Outputs of one step by client index."""
@@ -84,9 +85,10 @@ class Settler:
 
     def finish(self, req: Request) -> None:
         """The request has ended: blocks, seat and whatever else it held are free."""
-        self.kv.forget(req)
-        self.resources.release(req)
+        req.story.kv_transfer_params = self.kv.forget(req)
         self.roster.finish(req, self.view.now)
+        self.resources.release(req)
+        self._to_restart.discard(req.request_id)
         self.view.lengths.add(req.num_output)
         if self.ledger is not None:
             self.ledger.on_finish(req)
@@ -124,11 +126,11 @@ class Settler:
     # -- helpers
 
     def _roll_back(self, plan: StepPlan, result: StepResult) -> None:
-        """Rejected drafts were computed in vain: their positions are not."""
+        """Rejected drafts were computed in vain. Who was preempted has nothing computed at all."""
         assert plan.draft_counts is not None
         table, rows = self.roster.table, plan.rows
         rejected = plan.draft_counts - (result.counts - 1).clip(min=0)
-        current = table.generation.all[rows] == plan.generations
+        current = (table.generation.all[rows] == plan.generations) & (table.slot.all[rows] >= 0)
         table.num_computed.all[rows] -= np.where(current & (plan.draft_counts > 0), rejected, 0)
 
     def _fail(self, plan: StepPlan, result: StepResult) -> list[tuple[Request, str]]:
@@ -154,7 +156,15 @@ class Settler:
         assert req is not None
         table.generation.at[row] += 1
         table.num_computed.at[row] = table.num_pending.at[row] = 0
-        if req.status is Status.RUNNING or req.request_id in self.roster.holding:
+        if self.kv.is_loading(req):
+            self._to_restart.add(req.request_id)
+        elif req.status is Status.RUNNING or req.request_id in self.roster.holding:
+            self.unseat(req, "restarted")
+
+    def woken(self, req: Request) -> None:
+        """The request is back in the queue; what it holds may not be trusted any more."""
+        if req.request_id in self._to_restart:
+            self._to_restart.remove(req.request_id)
             self.unseat(req, "restarted")
 
     def _to_clients(self, outputs: OutputColumns) -> dict[int, CoreOutputs]:
