@@ -61,7 +61,9 @@ class WaitLedger:
         self._totals = self._totals_at(now)
         self._cause, self._since = cause, now
         self._refused = {
-            req.row: (req, why) for req, why in refused if why != cause and req.is_waiting
+            req.row: (req, why)
+            for req, why in refused
+            if why != cause and req.is_waiting and req.story.own_cause is None
         }
 
     def add_up(self, waits: dict[str, float]) -> None:
