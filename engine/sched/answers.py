@@ -8,6 +8,11 @@ from numbers import Real
 from engine.sched.policy import Admission, Defer, Limits, Refuse
 
 
+def raised(error: Exception) -> str:
+    """How an exception of a hook is told."""
+    return f"{type(error).__name__}: {error}"
+
+
 def no_answer(answer: object) -> None:
     return None
 
@@ -30,6 +35,8 @@ def wrong_admission(answer: object) -> str | None:
 
 
 def wrong_count(answer: object, most: int) -> str | None:
+    if answer.__class__ is int and 0 <= answer <= most:
+        return None
     if isinstance(answer, Real) and 0 <= float(answer) <= most:
         return None
     return f"returns {answer!r}, must be a number from 0 to {most}"

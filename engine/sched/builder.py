@@ -27,6 +27,7 @@ class Step:
         self.preempted: list[Request] = []
         self.silent: set[int] = set()  # rows whose tokens end before a token is due
         self.plain_rows: Rows = EMPTY
+        self.plain: list[int] = []  # rows granted by ``Bulk.grant_one``
         self.closed_by = ""  # why admission was closed
         self.refused: list[tuple[Request, str]] = []  # waiting ones refused by themselves
         self._roster = roster
@@ -38,7 +39,7 @@ class Step:
 
     @property
     def has_grants(self) -> bool:
-        return bool(self.grants) or self.plain_rows.size > 0
+        return bool(self.grants or self.plain) or self.plain_rows.size > 0
 
     @property
     def num_free_seats(self) -> int:
@@ -59,11 +60,12 @@ class Step:
     def offer(self, req: Request) -> bool:
         """Mark as considered. False if it was before, is parked, or waits while admission is
         closed."""
-        if req.considered == self.index or req.status is Status.PARKED:
+        considered = req.table.considered.at
+        if considered[req.row] == self.index:
             return False
-        if req.is_waiting and not self.admission_open:
+        if req.status is not Status.RUNNING and not (self.admission_open and req.is_waiting):
             return False
-        req.table.considered.at[req.row] = self.index
+        considered[req.row] = self.index
         return True
 
     def reopen(self, index: int, max_tokens: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable
 
 from engine.sched.request import Request
@@ -18,7 +19,7 @@ class FaultLog:
         self.timer = timer
         self.messages: list[str] = []  # the first hundred
         self.num_faults = 0
-        self.seconds: dict[str, float] = {}
+        self.seconds: defaultdict[str, float] = defaultdict(float)  # by hook
 
     def note(self, culprit: str, request: Request | None, what: str) -> None:
         """Keep and log one fault."""
@@ -27,7 +28,3 @@ class FaultLog:
         if len(self.messages) < 100:
             self.messages.append(f"{culprit}{about}: {what}")
             logger.warning("%s; answered by default", self.messages[-1])
-
-    def spent(self, culprit: str, begun: float) -> None:
-        """Charge the time since ``begun`` to a hook."""
-        self.seconds[culprit] = self.seconds.get(culprit, 0.0) + self.timer() - begun

@@ -67,6 +67,7 @@ class Guard(Policy):
         }
         self._default = Default()
         self._kinds: list[type] = []  # of the places of a rank: numbers or strings
+        self._good_types: set[tuple[type, ...]] = set()  # of ranks that fit these
         self._num_faults = 0
         self._rerank_due = False
 
@@ -128,13 +129,25 @@ class Guard(Policy):
             yield from super().order(view)
             return
         named = self._ask("order", answers.wrong_iterable, view)
-        rest = iter(named) if named is not None else None
-        while rest is not None:
-            req = self._ask("order", self._wrong_offer, of=lambda: next(rest, None))
+        fault = None if named is not None else ""
+        rest, spent, timer = iter(named or ()), self.faults.seconds, self.faults.timer
+        key, knows = f"{self._name}.order", self._view.knows
+        while fault is None:
+            begun = timer()
+            try:
+                req = next(rest, None)
+            except Exception as error:  # a stranger's code
+                req, fault = None, answers.raised(error)
+            spent[key] += timer() - begun
             if req is None:
                 break
-            yield req
-        if rest is None or self._failed:
+            if req.__class__ is Request and knows(req):
+                yield req
+            else:
+                fault = f"names {req!r}, which neither waits nor runs"
+        if fault is not None:
+            if fault:
+                self._fault("order", fault)
             yield from self._default.order(view)
 
     def next_waiting(self, view: SchedView) -> Request | None:
@@ -148,10 +161,17 @@ class Guard(Policy):
     def chunk(self, req: Request, num_tokens: int, view: SchedView) -> int:
         if "chunk" not in self._asked:
             return num_tokens
-        answer = self._ask(
-            "chunk", lambda n: answers.wrong_count(n, num_tokens), req, num_tokens, view
-        )
-        return num_tokens if answer is None else int(answer)
+        begun = self.faults.timer()
+        try:
+            answer = self.inner.chunk(req, num_tokens, view)
+            fault = answers.wrong_count(answer, num_tokens)
+        except Exception as error:  # a stranger's code
+            fault = answers.raised(error)
+        self.faults.seconds[f"{self._name}.chunk"] += self.faults.timer() - begun
+        if fault is None:
+            return int(answer)
+        self._fault("chunk", fault, req)
+        return num_tokens
 
     def outranks(self, req: Request, other: Request) -> bool:
         return bool(self._answer("outranks", answers.wrong_bool, req, other))
@@ -176,7 +196,14 @@ class Guard(Policy):
         return verdict
 
     def on_grant(self, req: Request, num_tokens: int, view: SchedView) -> None:
-        self._answer("on_grant", answers.no_answer, req, num_tokens, view)
+        if "on_grant" not in self._asked:
+            return
+        begun = self.faults.timer()
+        try:
+            self.inner.on_grant(req, num_tokens, view)
+        except Exception as error:  # a stranger's code
+            self._fault("on_grant", answers.raised(error), req)
+        self.faults.seconds[f"{self._name}.on_grant"] += self.faults.timer() - begun
 
     def on_step(self, shape: StepShape, view: SchedView) -> None:
         self._answer("on_step", answers.no_answer, shape, view)
@@ -202,20 +229,19 @@ class Guard(Policy):
         hook: str,
         wrong: Callable[[Any], str | None],
         *args: Any,
-        of: Callable[[], Any] | None = None,
         collect: bool = False,
     ) -> Any:
         """What the hook says; ``None`` and ``_failed`` if it raises or its answer is wrong."""
         begun = self.faults.timer()
         answer, self._failed = None, False
         try:
-            answer = of() if of else getattr(self.inner, hook)(*args)
+            answer = getattr(self.inner, hook)(*args)
             if collect:
                 answer = list(answer)
             fault = wrong(answer)
         except Exception as error:  # a stranger's code
-            fault = f"{type(error).__name__}: {error}"
-        self.faults.spent(f"{self._name}.{hook}", begun)
+            fault = answers.raised(error)
+        self.faults.seconds[f"{self._name}.{hook}"] += self.faults.timer() - begun
         if fault is None:
             return answer
         self._fault(hook, fault, next((arg for arg in args if isinstance(arg, Request)), None))
@@ -236,27 +262,29 @@ class Guard(Policy):
         self._fault("evict", f"names {req!r}, which is not running")
         return False
 
-    def _wrong_rank(self, rank: object) -> str | None:
+    def _wrong_rank(self, rank: Any) -> str | None:
         """Ranks must be comparable with each other: numbers and strings, in the same places."""
-        if type(rank) is not tuple and not isinstance(rank, tuple):
-            return f"returns {rank!r}, must be a tuple"
-        kinds = []
+        if rank.__class__ is not tuple or tuple(map(type, rank)) not in self._good_types:
+            return self._wrong_types(rank)
         for value in rank:
             if value != value:
                 return f"returns {rank!r}, which holds a NaN"
-            if not isinstance(value, str | Real):
-                return f"returns {rank!r}, must hold numbers and strings"
-            kinds.append(str if isinstance(value, str) else Real)
-        for kind, known in zip(kinds, self._kinds, strict=False):
-            if kind is not known:
-                return f"returns {rank!r}, which cannot be compared with earlier ranks"
-        self._kinds += kinds[len(self._kinds) :]
         return None
 
-    def _wrong_offer(self, req: object) -> str | None:
-        if req is None or (isinstance(req, Request) and self._view.knows(req)):
-            return None
-        return f"names {req!r}, which neither waits nor runs"
+    def _wrong_types(self, rank: Any) -> str | None:
+        """The first look at a rank of these types."""
+        if not isinstance(rank, tuple):
+            return f"returns {rank!r}, must be a tuple"
+        if not all(isinstance(value, str | Real) for value in rank):
+            return f"returns {rank!r}, must hold numbers and strings"
+        kinds = [str if isinstance(value, str) else Real for value in rank]
+        if any(kind is not known for kind, known in zip(kinds, self._kinds, strict=False)):
+            return f"returns {rank!r}, which cannot be compared with earlier ranks"
+        if any(value != value for value in rank):
+            return f"returns {rank!r}, which holds a NaN"
+        self._kinds += kinds[len(self._kinds) :]
+        self._good_types.add(tuple(map(type, rank)))
+        return None
 
     def _wrong_next(self, req: object) -> str | None:
         if req is None:

@@ -85,6 +85,10 @@ class SchedView(Protocol):
         """In rank order."""
         ...
 
+    def decodes_first(self) -> list[Request]:
+        """Running requests: those that are one token behind, then the others; by rank in both."""
+        ...
+
     @property
     def unoffered(self) -> list[Request]:
         """Waiting requests that may still be offered in this step, in rank order."""
@@ -106,6 +110,10 @@ class SchedView(Protocol):
     @property
     def promised_blocks(self) -> int:
         """Blocks that running prompts still need before they decode."""
+        ...
+
+    def start_of(self, req: Request) -> int:
+        """Position of the first token that the request would compute next."""
         ...
 
     def predict(self, req: Request) -> int:
@@ -149,7 +157,7 @@ class Policy(ABC):
             if urgent is None or not self.outranks(urgent, running[-1]):
                 break
             yield urgent
-        yield from sorted(running, key=lambda req: req.num_uncomputed != 1)
+        yield from view.decodes_first()
         while (req := self.next_waiting(view)) is not None:
             yield req
 

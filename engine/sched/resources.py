@@ -106,7 +106,7 @@ class Resources:
             self._fault(resource, culprit, about, f"{type(error).__name__}: {error}")
             return instead
         finally:
-            self._faults.spent(culprit, begun)
+            self._faults.seconds[culprit] += self._faults.timer() - begun
 
     def _fault(self, resource: Resource, culprit: str, about: Request | None, what: str) -> None:
         self._faults.note(culprit, about, what)

@@ -42,9 +42,7 @@ from engine.sched.view import View
 from engine.sched.watch import Watch
 
 SCALAR_UPTO = 4  # running requests up to which one by one is faster than in bulk
-# Whoever overrides one of these is asked about every request, one by one.
-BULK_HOOKS = ("order", "chunk", "evict", "on_grant")
-BULK_PARTS = ("tokens_for", "secure", "grant")
+BULK_PARTS = ("tokens_for", "secure", "grant")  # whoever overrides one is asked about every row
 
 
 class Scheduler(SchedulerInterface):
@@ -82,8 +80,9 @@ class Scheduler(SchedulerInterface):
         self._watch = Watch(config.stalled_steps, self.settler.tally)
         self._clock = clock
         own_parts = [getattr(type(self), p) is not getattr(Scheduler, p) for p in BULK_PARTS]
-        asks_everybody = self.guard.overrides(*BULK_HOOKS) or any(own_parts)
-        self._bulk = None if asks_everybody else Bulk(self.roster, kv, self.settler.appender)
+        appender = self.settler.appender
+        self._bulk = Bulk(self.roster, kv, appender, self.guard, self.view)
+        self._goes_in_bulk = not any(own_parts)
         for resource in resources:
             resource.attach(self)
 
@@ -108,9 +107,10 @@ class Scheduler(SchedulerInterface):
         return alive
 
     def wake(self, request_id: str) -> None:
-        if request_id in self.roster.parked:
+        if (req := self.roster.parked.get(request_id)) is not None:
             self.view.now = self._clock()
-            self.roster.wake(self.roster.parked[request_id], self.view.now)
+            self.roster.wake(req, self.view.now)
+            self.settler.woken(req)
 
     # -- the step
 
@@ -122,10 +122,14 @@ class Scheduler(SchedulerInterface):
 
     def serve(self, offers: Iterable[Request], step: builder.Step) -> None:
         """Give each what it can have, until the step is full."""
+        plain, index = self.roster.table.plain.at, step.index
         for req in offers:
-            if step.is_full:
+            if step.tokens_left <= 0:
                 break
             if not step.offer(req):  # seen or evicted in this step, or admission is closed
+                continue
+            if plain[req.row] == index:
+                self._bulk.grant_one(req, step)
                 continue
             fit = self.tokens_for(req, step)
             if fit.num_tokens <= 0:
@@ -155,8 +159,8 @@ class Scheduler(SchedulerInterface):
         """Whom to offer tokens: the policy's order, less what was granted in bulk."""
         asked, num_waiting = self.asked, len(self.roster.waiting)
         contested = asked.waiting_may_preempt and num_waiting
-        many = self._bulk is not None and len(self.roster.running) > SCALAR_UPTO
-        if contested or self._bulk is None or not (many and self._bulk.grant_plain(step)):
+        many = self._goes_in_bulk and len(self.roster.running) > SCALAR_UPTO
+        if contested or not (many and self._bulk.grant_plain(step)):
             # To name somebody twice is harmless; to go on naming for ever ends here.
             yield from islice(asked.order(self.view), 2 * len(self.roster.by_id))
             return
@@ -238,7 +242,7 @@ class Scheduler(SchedulerInterface):
             step.close(waits.BLOCKS)
             return
         self.roster.park(req, self.view.now, fit.cause, holds=fit.hold > 0)
-        self.resources.parked(req)
+        self.resources.parked(req, fit.by)
 
     def preempt(self, req: Request, step: builder.Step, by: str = "its policy") -> None:
         """Take blocks and seat; the request waits at its rank and will recompute.
@@ -268,14 +272,14 @@ class Scheduler(SchedulerInterface):
         is_paused = self.pause_state is not PauseState.UNPAUSED
         if not step.has_grants and not self.num_in_flight and not is_paused:
             self.rescue(step)
+        self._bulk.write_back(step)
         cause = waits.PAUSED if is_paused else step.closing_cause()
         self.roster.waits.close(self.view.now, cause, step.refused)
         is_idle = not (step.has_grants or self.num_in_flight or is_paused)
         self._watch.look(is_idle, self.roster.waiting, cause, step.refused)
         plan = builder.seal(step, self.roster, self.kv)
-        if not plan.is_empty:
-            self.num_in_flight += 1
-            self.resources.describe(plan)
+        self.resources.describe(plan)
+        self.num_in_flight += not plan.is_empty
         self.settler.tally.num_scheduled_tokens += plan.num_tokens
         return plan
 
@@ -296,6 +300,9 @@ class Scheduler(SchedulerInterface):
         self.view.now = self._clock()
         self._run_errands()
         return self.settler.take_outputs()
+
+    def shutdown(self) -> None:
+        self.kv.shutdown()
 
     # -- questions
 

@@ -48,6 +48,7 @@ class Table:
         self.in_flight = Column(num_rows)  # steps launched and not settled that hold the row
         self.alive = Column(num_rows)  # 1 from add to finish
         self.watched = Column(num_rows)  # 1 if some resource wants to be asked in each step
+        self.plain = Column(num_rows)  # the last step in which the row was marked as plain
         self.considered = Column(num_rows)  # the last step in which the request was offered
         self.stop_id = Column(num_rows)  # the only token that ends the request; -1 none, -2 several
         self.num_rows = num_rows

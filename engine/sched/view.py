@@ -7,6 +7,8 @@ from collections.abc import Collection, Sequence
 from random import Random
 from typing import cast
 
+import numpy as np
+
 from engine.config.sched import SchedulerConfig
 from engine.kv.manager import KVManager
 from engine.messages.step import StepPlan
@@ -17,6 +19,8 @@ from engine.sched.lengths import LengthHistory, find_predictor
 from engine.sched.request import Request
 from engine.sched.roster import Roster
 from engine.sched.shape import NO_STEP, StepShape
+
+FEW = 16  # requests up to which vectors cost more than they save
 
 
 class View:
@@ -45,6 +49,19 @@ class View:
     def waiting(self) -> Sequence[Request]:
         """In rank order."""
         return cast(Sequence[Request], self._roster.waiting)
+
+    def decodes_first(self) -> list[Request]:
+        """Running requests: those that are one token behind, then the others; by rank in both."""
+        running, table = list(self._roster.running), self._roster.table
+        if len(running) <= FEW:
+            return sorted(running, key=lambda req: req.num_uncomputed != 1)
+        rows = np.array([req.row for req in running], dtype=np.int32)
+        upto = table.num_tokens.all[rows] + table.num_pending.all[rows]
+        decode = (upto - table.num_computed.all[rows] == 1) & (upto < table.limit.all[rows])
+        if decode.all():
+            return running
+        marked = list(zip(running, decode.tolist(), strict=True))
+        return [req for req, first in marked if first] + [req for req, first in marked if not first]
 
     @property
     def unoffered(self) -> list[Request]:
@@ -92,7 +109,11 @@ class View:
 
     def knows(self, req: Request) -> bool:
         """Is this one of the unfinished requests?"""
-        return self._roster.by_id.get(req.request_id) is req
+        return self._roster.by_id.get(req.add.request_id) is req
+
+    def start_of(self, req: Request) -> int:
+        """Position of the first token that the request would compute next."""
+        return self.kv.ready(req) if req.is_waiting else req.num_computed
 
     def predict(self, req: Request) -> int:
         """Output tokens the request will have in all, by the configured predictor."""
