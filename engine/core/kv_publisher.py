@@ -68,6 +68,8 @@ class KVEventPublisher:
 
     def close(self) -> None:
         """Close the sockets and end the thread; harmless when repeated."""
+        if self._publisher.closed:
+            return
         self._publisher.close(linger=0)
         self._context.term()  # the thread's socket raises, is closed there, and this returns
         self._thread.join()

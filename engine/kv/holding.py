@@ -64,7 +64,8 @@ class Holding:
     num_told: int = 0  # leading entries that the worker knows
     loading: bool = False  # a transfer writes into the blocks
     hit: PrefixHit | None = None  # remembered answer of lookup
-    hit_version: int = -1  # of the cache, when it was found
+    hit_known: int = -1  # tokens known when it was found
+    hit_version: int = -1  # of the cache at that time
     hit_losses: int = -1
 
     @property

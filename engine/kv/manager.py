@@ -115,9 +115,10 @@ class KVManager:
     def lookup(self, req: Holder) -> PrefixHit:
         """The longest cached prefix; at most all but the last token, which must be computed."""
         holding = self._holding(req)
-        hit = holding.hit
-        if hit is None or holding.hit_version != self.cache.version:
+        hit, known = holding.hit, len(req.tokens)
+        if hit is None or holding.hit_version != self.cache.version or holding.hit_known != known:
             hit = holding.hit = self._search(req, holding)
+            holding.hit_known = known
             holding.hit_version = self.cache.version
             holding.hit_losses = self.cache.num_losses
         return hit
@@ -139,18 +140,17 @@ class KVManager:
         return hit.num_tokens + (0 if hit.asynchronous else hit.num_remote)
 
     def missing(self, req: Holder, upto: int) -> int:
-        """Free blocks it would take to give the request positions [0, upto)."""
-        entries = self._entries(upto)
-        holding = self._holdings.get(req.row)
-        if holding is not None and holding.blocks:
-            wanted = (entries - len(holding.blocks)) * self.num_groups
-            if self.tables.windows:
-                wanted -= self.tables.num_outside(holding, _first_query(req))
-            return max(0, wanted)
-        tables = self.lookup(req).tables
-        refs = self.pool.num_refs
-        revived = sum(refs[block] == 0 for table in tables for block in table if block)
-        return (entries - len(tables[0])) * self.num_groups + revived
+        """Free blocks it would take to bring the request to positions [0, upto), step by step.
+
+        What falls out of windows on the way is used again, so ``reserve`` at once may take more.
+        """
+        wanted = self._wanted(req, upto)
+        if not self.tables.windows:
+            return wanted
+        holding = self._holding(req)
+        tables = holding.tables if holding.blocks else self.lookup(req).tables
+        kept = self.tables.num_kept(tables, _first_query(req))
+        return min(wanted, max(0, self.blocks_for(upto) - kept))
 
     def fits(self, req: Holder, upto: int, freeing: Sequence[Holder] = ()) -> bool:
         """Would ``reserve`` succeed once these were released?"""
@@ -158,7 +158,7 @@ class KVManager:
         if freeing:
             keep = [] if self.held(req) else self.lookup(req).tables
             free += self.tables.num_exclusive([self._holding(other) for other in freeing], keep)
-        return self.missing(req, upto) <= free
+        return self._wanted(req, upto) <= free
 
     def peak(self, reqs: Sequence[Holder], remaining: Callable[[Any], int]) -> int:
         """Blocks these requests will hold at most if each gets so many more output tokens."""
@@ -195,12 +195,12 @@ class KVManager:
 
     def hold(self, req: Holder, upto: int) -> bool:
         """``reserve`` for a request that will wait: the worker is told when it gets a seat."""
-        if self.missing(req, upto) > self.pool.num_free:
+        if self._wanted(req, upto) > self.pool.num_free:
             return False
         holding = self._holding(req)
         load_now = False
         if not holding.blocks:
-            load_now = self._adopt(req, holding)
+            load_now = self._adopt(req, holding, upto)
         elif self.tables.windows:
             self.tables.trim(req.row, holding, _first_query(req))
         wanted = self._entries(upto) - len(holding.blocks)
@@ -333,6 +333,20 @@ class KVManager:
             holding = self._holdings[req.row] = self._empty()
         return holding
 
+    def _wanted(self, req: Holder, upto: int) -> int:
+        """Free blocks that ``reserve`` takes, less those it gives back first."""
+        entries = self._entries(upto)
+        holding = self._holdings.get(req.row)
+        if holding is not None and holding.blocks:
+            wanted = (entries - len(holding.blocks)) * self.num_groups
+            if self.tables.windows:
+                wanted -= self.tables.num_outside(holding, _first_query(req))
+            return max(0, wanted)
+        tables = self.lookup(req).tables
+        refs = self.pool.num_refs
+        revived = sum(refs[block] == 0 for table in tables for block in table if block)
+        return (entries - len(tables[0])) * self.num_groups + revived
+
     def _hashes(self, req: Holder) -> list[bytes]:
         return self._sharing.hashes(req, self._holdings.get(req.row))
 
@@ -350,15 +364,15 @@ class KVManager:
             return PrefixHit(num_tokens, tables, old.num_remote, old.asynchronous)
         return PrefixHit(num_tokens, tables, *self.transfers.match(req, num_tokens))
 
-    def _adopt(self, req: Holder, holding: Holding) -> bool:
+    def _adopt(self, req: Holder, holding: Holding, upto: int) -> bool:
         """The request's hit becomes the beginning of its tables. Is there more to load at once?"""
         hit = self.lookup(req)
         self.tables.adopt(holding, hit.tables)
         holding.num_adopted = self.num_published[req.row] = len(hit.blocks)
         holding.num_ready = hit.num_tokens
-        holding.num_remote = hit.num_remote
+        holding.num_remote = min(hit.num_remote, upto - hit.num_tokens)
         holding.hit = None
-        return hit.num_remote > 0 and not hit.asynchronous
+        return holding.num_remote > 0 and not hit.asynchronous
 
     def _load(self, req: Holder, holding: Holding) -> None:
         source, first = self.transfers.source, holding.num_adopted

@@ -74,6 +74,14 @@ class BlockTables:
             for index in group.outside(holding.tables[g], position, self._block_size)
         )
 
+    def num_kept(self, tables: Sequence[Sequence[int]], position: int) -> int:
+        """Held blocks that queries from this position on may read."""
+        refs = self._pool.num_refs
+        kept = sum(refs[block] > 0 for table in tables for block in table if block)
+        return kept - sum(
+            len(group.outside(tables[g], position, self._block_size)) for g, group in self.windows
+        )
+
     def trim(self, row: int, holding: Holding, position: int) -> None:
         """Give back what queries from this position on do not read."""
         for g, group in self.windows:

@@ -1,0 +1,273 @@
+"""Layers with different needs: windows, several tables for a request, and sizes of the pool."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from holders import fill, holder
+from simulate import Run, expected, make_request, random_requests
+
+from engine.config.cache import CacheConfig
+from engine.config.decide import GIB, decide_num_blocks
+from engine.config.sched import SchedulerConfig
+from engine.errors import ConfigError, RequestError
+from engine.kv.groups import Group
+from engine.kv.layout import (
+    KVSpec,
+    LayerSpec,
+    agreed_num_blocks,
+    cross_attention_blocks,
+    group_layers,
+    max_concurrency,
+    window_blocks,
+)
+from engine.kv.manager import KVManager
+from engine.sched.policies import POLICIES
+from engine.sched.scheduler import Scheduler
+from engine.sched.verify.fake import DigestWorker
+
+T, F = 1, None
+
+
+@pytest.mark.parametrize(
+    ("cached", "window", "hit"),
+    [
+        ([T, T, F, T, F, F, T, T, F, T, T, T], 4, 12),
+        ([T, T, F, T, F, F, T, T, F, F, F, F], 4, 8),
+        ([T, T, F, T, F, F, T, F, F, T, F, F], 4, 2),
+        ([T, F, F, T, F, F, T, F, F, T, F, F], 4, 1),  # all that there is before it
+        ([F, F, F, T, F, F, T, F, F, T, F, F], 4, 0),
+        ([F, F, T], 3, 3),
+        ([F, F, T], 1, 3),
+        ([T, T, F, T], 0, 2),
+        ([T, T, T, T], 0, 4),
+        ([], 4, 0),
+    ],
+)
+def test_068_a_window_needs_only_the_last_blocks(cached, window, hit):
+    assert Group(window=window).longest(cached, len(cached), 2) == hit
+
+
+def windowed(num_blocks=40, *groups, **options):
+    return KVManager(num_blocks, 2, groups=groups or [Group(window=4)], **options)
+
+
+def test_068_blocks_out_of_the_window_are_null_and_free():
+    kv = windowed()
+    req = holder(0, list(range(10)))
+    assert fill(kv, req) == [1, 2, 3, 4, 5]
+    assert kv.missing(req, 12) == 0, "three entries will be given back for the new one"
+    assert kv.reserve(req, 12)
+    # The query at 10 sees 7, 8, 9 and itself: entry 3 and those behind it.
+    assert kv.held(req)[:3] == [0, 0, 0] and kv.held(req)[3:5] == [4, 5]
+    assert len(kv.held(req)) == 6 == kv.num_held[0]
+    assert kv.num_free == 39 - 3 and kv.cache.hash_of(1) is not None, "they are still cached"
+    assert (0, 0, 0) in kv.drain()
+    kv.forget(req)
+    assert kv.num_free == 39 and kv.pool.num_refs == [0] * 40
+
+
+def test_068_decoding_in_bulk_trims_too():
+    kv = windowed()
+    req = holder(0, list(range(10)))
+    fill(kv, req)
+    for _ in range(5):
+        kv.reserve_next([0])
+    assert [block > 0 for block in kv.held(req)] == [False] * 7 + [True] * 3
+
+
+def test_068_tokens_in_flight_do_not_move_the_window():
+    kv = windowed()
+    req = holder(0, list(range(10)))
+    fill(kv, req)
+    req.num_computed = 14  # four drafts that may be refused
+    assert kv.reserve(req, 16) and kv.held(req)[3:5] == [4, 5]
+
+
+def test_068_a_hit_behind_a_hole_is_adopted_with_null_blocks():
+    kv = windowed()
+    writer = holder(0, list(range(12)))
+    blocks = list(fill(kv, writer))
+    kv.cache.unpublish(blocks[1])
+    reader = holder(1, [*range(12), 0])
+    assert kv.cached_prefix(reader) == 12
+    assert kv.missing(reader, 13) == 1
+    assert fill(kv, reader)[:6] == [0, 0, 0, 0, *blocks[4:6]]
+    kv.forget(writer)
+    kv.forget(reader)
+    assert kv.num_free == 39
+
+
+def test_069_a_hit_must_be_one_in_every_group():
+    full, window = Group(), Group(window=4)
+    kv = windowed(60, full, window)
+    writer, reader = holder(0, list(range(20))), holder(1, [*range(20), 0])
+    fill(kv, writer)
+    assert kv.cached_prefix(reader) == 20 and len(kv.held(writer, 1)) == 10
+    kv.cache.unpublish(kv.held(writer, 1)[2])
+    assert kv.cached_prefix(reader) == 20, "out of the window"
+    kv.cache.unpublish(kv.held(writer, 1)[9])
+    assert kv.cached_prefix(reader) == 18
+    kv.cache.unpublish(kv.held(writer, 0)[7])
+    assert kv.cached_prefix(reader) == 14
+    kv.cache.unpublish(kv.held(writer, 1)[6])
+    assert kv.cached_prefix(reader) == 12, "its own hole, and those two before the end"
+    kv.cache.unpublish(kv.held(writer, 0)[0])
+    assert kv.cached_prefix(reader) == 0
+
+
+def test_069_the_same_content_has_a_block_in_each_group():
+    kv = windowed(60, Group(), Group(window=4), Group(window=6))
+    req = holder(0, list(range(8)))
+    assert kv.missing(req, 8) == 12 and kv.reserve(req, 8) and kv.num_free == 59 - 12
+    assert [kv.held(req, g) for g in range(3)] == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
+    assert kv.drain()[4:6] == [(0, 0, 5, 1), (0, 1, 6, 1)]
+    kv.commit(req, 8)
+    assert len(set(kv.cache.hashes) - {None}) == 12
+    assert kv.fits(holder(1, [5] * 40), 44, freeing=[]) is False
+    assert kv.fits(holder(1, [5] * 38), 38, freeing=[req]) is True
+
+
+# -- whole runs: a block given back too early becomes a wrong token
+
+
+def make_run(*windows, size, budget, num_blocks, seats=4, depth=1):
+    groups = [
+        Group(window=window, max_blocks=window_blocks(window, budget, size) if window else 0)
+        for window in windows
+    ]
+    kv = KVManager(num_blocks, size, groups=groups)
+    config = SchedulerConfig(max_num_batched_tokens=budget, max_num_seqs=seats, max_model_len=64)
+    scheduler = Scheduler(config, kv, POLICIES["fcfs"](), clock=lambda: 0.0)
+    return Run(scheduler, DigestWorker(kv.num_blocks, size, windows=windows), depth)
+
+
+def random_run(rng, *windows, depth=1):
+    return make_run(
+        *windows,
+        size=rng.choice([1, 2, 3, 4]),
+        budget=rng.choice([8, 16, 64]),
+        num_blocks=rng.randint(20, 80) * len(windows),
+        seats=rng.randint(1, 8),
+        depth=depth,
+    )
+
+
+@pytest.mark.parametrize("windows", [(4,), (0, 4), (0, 3, 7), (9, 2)])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_069_windows_do_not_change_what_is_generated(windows, depth, seed):
+    for turn in range(12):
+        rng = random.Random(seed + turn)
+        run = random_run(rng, *windows, depth=depth)
+        requests = random_requests(rng, 16)
+        added = []
+        for request in requests:
+            try:
+                run.add(request)
+                added.append(request)
+            except RequestError:
+                continue
+            if rng.random() < 0.3:
+                run.step()
+        run.drain(limit=2000)
+        for request in added:
+            right = expected(request.prompt_token_ids, request.max_tokens)
+            assert run.outputs[request.request_id] == right, f"seed {seed + turn}"
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_068_with_a_window_a_pool_holds_requests_longer_than_itself(depth):
+    run = make_run(4, size=4, budget=8, num_blocks=6, depth=depth)  # room for 20 tokens
+    prompts = [list(range(start, start + 40)) for start in (0, 100)]
+    for name, prompt in zip("ab", prompts, strict=True):
+        run.add(make_request(name, prompt, 20))
+    run.drain()
+    assert [run.outputs[name] for name in "ab"] == [expected(prompt, 20) for prompt in prompts]
+
+
+def test_a_window_that_is_one_token_short_is_seen(monkeypatch):
+    """What the digest worker is for."""
+    right = Group.first_needed
+    monkeypatch.setattr(Group, "first_needed", lambda self, at, size: right(self, at + 1, size))
+    wrong = 0
+    for seed in range(10):
+        rng = random.Random(seed)
+        run = make_run(0, 4, size=2, budget=8, num_blocks=60)
+        for request in random_requests(rng, 10):
+            run.add(request)
+            run.drain()
+            prompt = request.prompt_token_ids
+            wrong += run.outputs[request.request_id] != expected(prompt, request.max_tokens)
+    assert wrong
+
+
+# -- sizes
+
+
+def test_075_concurrency_is_that_of_requests_of_full_length():
+    assert f"{max_concurrency(1536, [Group()], 16, 16384):.2f}" == "1.50"
+    groups = [Group(), Group(window=1024, max_blocks=window_blocks(1024, 2048, 16))]
+    assert f"{max_concurrency(1536, groups, 16, 16384):.2f}" == "1.26"
+
+
+@pytest.mark.parametrize(
+    ("window", "budget", "size", "blocks"),
+    [(1024, 1024, 16, 129), (128, 1, 16, 9), (2, 1, 1, 3), (1, 16, 16, 2), (4, 2, 2, 4)],
+)
+def test_076_blocks_of_a_window(window, budget, size, blocks):
+    assert window_blocks(window, budget, size) == blocks == -(-(window - 1 + budget) // size) + 1
+
+
+QWEN_7B = KVSpec(num_layers=32, num_kv_heads=32, head_dim=128, windows=(0,) * 32, dtype_bytes=2)
+
+
+def blocks_in(num_bytes, max_model_len):
+    return decide_num_blocks(
+        CacheConfig(kv_cache_memory_bytes=num_bytes),
+        block_bytes=QWEN_7B.block_bytes(16),
+        free_bytes=0,
+        max_model_len=max_model_len,
+        max_num_seqs=1,
+    )
+
+
+def test_077_078_too_little_memory_says_how_much_and_what_would_fit():
+    """8 GiB hold 16384 tokens; the null block comes on top."""
+    memory = 8 * GIB + QWEN_7B.block_bytes(16)
+    assert blocks_in(memory, 16384) == 1025
+    with pytest.raises(
+        ConfigError,
+        match=r"max_model_len 16385 needs 8\.02 GiB of KV cache, 8\.01 GiB .* at most 16384, or",
+    ):
+        blocks_in(memory, 16385)
+
+
+def test_079_the_worker_with_the_least_memory_decides():
+    assert agreed_num_blocks([120, 100, 110]) == 100
+
+
+def test_080_layers_that_keep_different_amounts_are_named():
+    layers = [LayerSpec(num_kv_heads=8, head_dim=64)] * 2 + [LayerSpec(num_kv_heads=2, head_dim=64)]
+    with pytest.raises(ConfigError, match=r"4096 in layers \[0, 1\]; 1024 in layers \[2\]"):
+        group_layers(layers, block_size=16, max_num_batched_tokens=512)
+
+
+def test_layers_with_the_same_window_form_groups_of_equal_size():
+    windows = (1024, 1024, 0) * 4 + (1024,)
+    spec = KVSpec(num_layers=13, num_kv_heads=2, head_dim=64, windows=windows)
+    groups, block_bytes = group_layers(spec.layers(), block_size=16, max_num_batched_tokens=512)
+    assert [(group.window, len(group.layers)) for group in groups] == [
+        (0, 4),
+        (1024, 4),
+        (1024, 4),
+        (1024, 1),
+    ]
+    assert sorted(sum((group.layers for group in groups), ())) == list(range(13))
+    assert groups[0].max_blocks == 0 and groups[1].max_blocks == window_blocks(1024, 512, 16)
+    assert block_bytes * 13 == spec.block_bytes(16) * 4
+
+
+@pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (16, 1), (1500, 94)])
+def test_096_cross_attention_takes_the_encoder_length(tokens, blocks):
+    assert cross_attention_blocks(tokens, 16) == blocks

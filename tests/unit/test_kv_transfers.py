@@ -1,0 +1,227 @@
+"""KV that comes from elsewhere or goes there: loads, loans, and who holds which block meanwhile."""
+
+from __future__ import annotations
+
+import pytest
+from holders import fill, holder
+
+from engine.errors import ConfigError
+from engine.kv.connector import Farewell, RemoteMatch
+from engine.kv.groups import Group
+from engine.kv.manager import KVManager
+
+
+class Store:
+    """A KV source that has ``num_tokens`` of every prompt and keeps what it is told to."""
+
+    def __init__(self, num_tokens=0, *, asynchronous=False, keep=False, params=None):
+        self.num_tokens = num_tokens
+        self.asynchronous = asynchronous
+        self.farewell = Farewell(keep, params)
+        self.asked: list[int] = []
+        self.loads: list[tuple[str, list[int], int]] = []
+        self.ended: list[tuple[str, list[int]]] = []
+        self.is_open = True
+
+    def match(self, req, num_local_tokens):
+        self.asked.append(num_local_tokens)
+        return RemoteMatch(max(0, self.num_tokens - num_local_tokens), self.asynchronous)
+
+    def start_load(self, req, blocks, num_tokens):
+        self.loads.append((req.request_id, list(blocks), num_tokens))
+
+    def metadata(self):
+        return None
+
+    def finished(self, req, blocks):
+        self.ended.append((req.request_id, list(blocks)))
+        return self.farewell
+
+    def shutdown(self):
+        self.is_open = False
+
+
+def make(num_blocks=11, **store):
+    source = Store(**store)
+    return KVManager(num_blocks, 16, source=source), source
+
+
+def test_097_a_load_within_the_step_leaves_only_the_rest_to_compute():
+    kv, source = make(num_tokens=48)
+    req = holder(0, list(range(60)))
+    assert (kv.lookup(req).num_tokens, kv.lookup(req).num_remote) == (0, 48)
+    assert kv.ready(req) == 48 and source.loads == []
+    assert kv.missing(req, 60) == 4
+    assert kv.reserve(req, 60)
+    assert source.loads == [("r0", [1, 2, 3], 48)] and kv.ready(req) == 48
+    assert kv.reserve(req, 64) and len(source.loads) == 1
+    kv.commit(req, 60)
+    assert kv.cached_prefix(holder(1, list(range(60)))) == 48
+
+
+def test_097_what_is_cached_here_is_not_loaded():
+    kv, source = make(num_tokens=48)
+    fill(kv, holder(0, list(range(17))))
+    source.loads.clear()
+    req = holder(1, list(range(60)))
+    assert kv.ready(req) == 48 and kv.cached_prefix(req) == 16
+    assert kv.reserve(req, 50)
+    assert source.loads == [("r1", kv.held(req)[1:3], 32)] and kv.num_adopted(req) == 1
+
+
+def test_097_no_more_is_loaded_than_blocks_are_held_for():
+    kv, source = make(num_tokens=48)
+    req = holder(0, list(range(60)))
+    assert kv.hold(req, 20)
+    assert source.loads == [("r0", [1, 2], 20)] and kv.ready(req) == 20
+
+
+def test_097_the_last_token_is_computed_even_if_all_could_be_loaded():
+    kv, _ = make(num_tokens=1000)
+    assert kv.ready(holder(0, list(range(60)))) == 59
+
+
+def test_097_an_asynchronous_load_holds_blocks_until_it_is_done():
+    kv, source = make(num_tokens=48, asynchronous=True)
+    req = holder(0, list(range(60)))
+    assert kv.lookup(req).num_remote == 48 and kv.ready(req) == 0
+    assert kv.hold(req, 60) and not kv.is_loading(req)
+    kv.start_load(req)
+    assert source.loads == [("r0", [1, 2, 3], 48)]
+    assert kv.is_loading(req) and kv.ready(req) == 0 and kv.drain() == []
+    twin = holder(1, list(range(60)))
+    assert kv.cached_prefix(twin) == 0, "nobody reads what is not there yet"
+    kv.loaded(req, 48)
+    assert not kv.is_loading(req) and kv.ready(req) == 48
+    assert kv.cached_prefix(twin) == 48
+    assert kv.reserve(req, 60) and len(kv.drain()) == 4
+
+
+def test_097_a_load_of_everything_leaves_the_last_block_unshared():
+    kv, _ = make(num_tokens=64, asynchronous=True)
+    req = holder(0, list(range(64)))
+    assert kv.hold(req, 64)
+    kv.start_load(req)
+    kv.loaded(req, 64)
+    assert kv.ready(req) == 63
+    assert [kv.cache.hash_of(block) is None for block in kv.held(req)] == [False] * 3 + [True]
+
+
+def test_097_what_failed_to_load_is_computed():
+    kv, _ = make(num_tokens=48, asynchronous=True)
+    req = holder(0, list(range(60)))
+    assert kv.hold(req, 60)
+    kv.start_load(req)
+    kv.loaded(req, 16)
+    assert kv.ready(req) == 16 and kv.cached_prefix(holder(1, list(range(60)))) == 16
+
+
+def test_a_source_is_asked_again_only_when_the_local_hit_moves():
+    kv, source = make(num_tokens=40)
+    reader = holder(0, list(range(60)))
+    writer = holder(1, list(range(64)))
+    for _ in range(3):
+        kv.ready(reader)
+    fill(kv, holder(2, [7] * 32))
+    kv.ready(reader)
+    assert source.asked.count(0) == 2  # once for each of the two requests
+    assert kv.reserve(writer, 64)
+    kv.commit(writer, 16)
+    assert kv.ready(reader) == 40 and source.asked[-1] == 16
+
+
+def test_prompt_logprobs_need_every_token_computed():
+    kv, source = make(num_tokens=48)
+    req = holder(0, list(range(60)), reads_cache=False)
+    assert kv.ready(req) == 0 and kv.reserve(req, 60) and source.asked == source.loads == []
+
+
+def test_098_blocks_are_free_only_when_they_were_sent():
+    kv, source = make(keep=True, params={"where": "here"})
+    req = holder(0, list(range(40)))
+    blocks = list(fill(kv, req))
+    assert kv.forget(req) == {"where": "here"}
+    assert source.ended == [("r0", blocks)]
+    assert kv.held(req) == [] and kv.num_free == 7 and not kv.reset_prefix_cache()
+    assert kv.cached_prefix(holder(1, list(range(40)))) == 32, "they can be shared meanwhile"
+    assert kv.sent("r0")
+    assert kv.num_free == 10 and kv.transfers.lent == {}
+    assert not kv.sent("r0") and kv.num_free == 10
+
+
+def test_098_an_id_used_again_waits_for_both_transfers():
+    kv, _ = make(keep=True)
+    for start in (0, 100):
+        req = holder(0, list(range(start, start + 40)))
+        fill(kv, req)
+        kv.forget(req)
+    assert kv.num_free == 4
+    assert kv.sent("r0") and kv.num_free == 4, "nobody knows which of them has ended"
+    assert kv.sent("r0") and kv.num_free == 10
+
+
+def test_099_the_second_load_waits_until_the_first_is_done():
+    kv, source = make(num_tokens=1000, asynchronous=True)
+    kv.pool.take(1)  # nine are left
+    first, second = holder(0, [1] * 128), holder(1, [2] * 80)
+    assert kv.hold(first, 128)
+    kv.start_load(first)
+    before = (kv.pool.free_order(), list(kv.pool.num_refs))
+    assert not kv.fits(second, 80) and not kv.hold(second, 80)
+    assert (kv.pool.free_order(), kv.pool.num_refs) == before and kv.held(second) == []
+    kv.loaded(first, 127)
+    assert kv.reserve(first, 128)
+    kv.forget(first)
+    assert kv.hold(second, 80) and [load[0] for load in source.loads] == ["r0"]
+
+
+def test_100_an_abort_during_a_load_gives_the_blocks_back_once():
+    kv, source = make(num_tokens=48, asynchronous=True)
+    req = holder(0, list(range(60)))
+    assert kv.hold(req, 60)
+    kv.start_load(req)
+    with pytest.raises(AssertionError, match="a transfer writes"):
+        kv.release(req)
+    kv.forget(req)
+    assert kv.num_free == 6, "the transfer still writes into them"
+    assert source.ended == [("r0", [1, 2, 3, 4])]
+    assert kv.sent("r0") and not kv.sent("r0")
+    assert kv.num_free == 10 and kv.pool.num_refs == [0] * 11
+    assert kv.cached_prefix(req) == 0
+
+
+def test_100_an_abort_before_or_after_a_load_frees_at_once():
+    kv, _ = make(num_tokens=48, asynchronous=True)
+    for loads in (False, True):
+        req = holder(0, list(range(60)))
+        assert kv.hold(req, 60)
+        if loads:
+            kv.start_load(req)
+            kv.loaded(req, 48)
+        kv.forget(req)
+        assert kv.num_free == 10 and not kv.sent("r0")
+
+
+def test_a_request_that_never_held_anything_says_farewell_too():
+    kv, source = make(keep=True)
+    assert kv.forget(holder(0, [1])) is None
+    assert source.ended == [("r0", [])] and kv.transfers.lent == {}
+
+
+def test_a_preempted_request_loads_again():
+    kv, source = make(num_tokens=48)
+    req = holder(0, list(range(60)))
+    assert kv.reserve(req, 60)
+    kv.release(req)
+    assert kv.ready(req) == 48 and kv.reserve(req, 60) and len(source.loads) == 2
+
+
+def test_a_source_needs_one_group_of_layers():
+    with pytest.raises(ConfigError, match="needs one group of layers, this model has 2"):
+        KVManager(10, 16, source=Store(), groups=[Group(), Group(window=16)])
+
+
+def test_shutdown_closes_the_source():
+    kv, source = make()
+    kv.shutdown()
+    assert not source.is_open
