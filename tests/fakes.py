@@ -7,12 +7,18 @@ from typing import Any
 
 from engine.config.engine import EngineConfig
 from engine.config.model import ModelConfig
+from engine.config.sched import SchedulerConfig
+from engine.core.client import InprocClient
+from engine.core.engine_core import EngineCore
 from engine.errors import EngineDeadError, RequestError
 from engine.frontend.session import Session
 from engine.frontend.tokenizer import Tokenizer
+from engine.kv.manager import KVManager
 from engine.messages.outputs import CoreOutputs, Finished, FinishReason, Started, TokenLogprobs
 from engine.messages.requests import AddRequest
 from engine.messages.stats import SchedulerStats
+from engine.sched.find import make_scheduler
+from engine.sched.verify.fake import DigestWorker
 
 
 class FakeClock:
@@ -117,6 +123,23 @@ def fake_session(client: FakeClient, tokenizer: Tokenizer | None = None, **model
     """The front end around ``client``; without a tokenizer ids go in and out."""
     config = EngineConfig(model=ModelConfig(model="fake", **model), disable_log_stats=True)
     return Session(config, client, tokenizer, client.clock)
+
+
+def scheduled_session(
+    clock: Callable[[], float],
+    *,
+    num_blocks: int = 200,
+    depth: int = 1,
+    worker: Any = None,
+    **options: Any,
+) -> Session:
+    """The front end around a real scheduler and a fake worker; ids go in and out."""
+    options = {"max_num_batched_tokens": 256, "max_num_seqs": 8, "max_model_len": 256, **options}
+    sched = SchedulerConfig(**options)
+    scheduler = make_scheduler(sched, KVManager(num_blocks, 16), clock=clock)
+    core = EngineCore(scheduler, worker or DigestWorker(num_blocks, 16), depth)
+    config = EngineConfig(model=ModelConfig(model="fake"), scheduler=sched, disable_log_stats=True)
+    return Session(config, InprocClient(core, FakeDecided()), None, clock)
 
 
 def end_of(request: AddRequest, token: int, num_output: int) -> FinishReason | None:

@@ -1,0 +1,191 @@
+"""Pausing, and requests of several clients at one core."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from fakes import FakeClock, FakeDecided, scheduled_session
+from simulate import expected, granted, make_request, make_run
+
+from engine.async_engine import AsyncLLMEngine
+from engine.core.client import InprocClient
+from engine.core.engine_core import EngineCore
+from engine.errors import ConfigError, RequestTypeError
+from engine.llm_engine import LLMEngine
+from engine.messages.params import SamplingParams
+from engine.sched.interface import PauseState, RequestCounts, SchedulerInterface
+
+
+def test_behaviour_114_each_client_gets_its_own_and_one_gets_the_statistics() -> None:
+    run = make_run(include_finished_ids=True)
+    for name, client in (("a", 1), ("b", 1), ("c", 2)):
+        run.scheduler.add_request(make_request(name, [ord(name)] * 4, 2, client_index=client))
+    plan = run.scheduler.schedule()
+    outputs = run.scheduler.update_from_output(plan, run.worker.launch(plan))
+    assert {client: out.request_ids for client, out in outputs.items()} == {1: ["a", "b"], 2: ["c"]}
+    assert [client for client, out in outputs.items() if out.stats is not None] == [1]
+    run.scheduler.finish_requests("b")
+    plan = run.scheduler.schedule()
+    outputs = run.scheduler.update_from_output(plan, run.worker.launch(plan))
+    assert {client: sorted(out.finished_ids) for client, out in outputs.items()} == {
+        1: ["a", "b"],
+        2: ["c"],
+    }
+
+
+def test_behaviour_114_one_client_of_index_1_and_no_other_key() -> None:
+    run = make_run()
+    run.scheduler.add_request(make_request("a", [1] * 4, 1, client_index=1))
+    plan = run.scheduler.schedule()
+    outputs = run.scheduler.update_from_output(plan, run.worker.launch(plan))
+    assert list(outputs) == [1] and outputs[1].stats is not None
+
+
+def test_behaviour_115_pause_of_new_lets_running_go_on_and_holds_the_waiting() -> None:
+    run = make_run()
+    run.add(make_request("a", [1] * 8, 8))
+    run.step()
+    run.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    run.add(make_request("b", [2] * 8, 8))
+    for _ in range(3):
+        run.step()
+    assert run.scheduler.get_request_counts() == RequestCounts(running=1, waiting=1)
+    assert len(run.outputs["a"]) == 4 and run.outputs["b"] == []
+    run.scheduler.set_pause_state(PauseState.UNPAUSED)
+    run.drain()
+    assert run.outputs["b"] == expected([2] * 8, 8)
+    assert set(run.scheduler.make_stats().wait_seconds) <= {"paused", "next step"}
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_behaviour_115_pause_of_all_plans_nothing_and_settles_what_is_on_its_way(
+    depth: int,
+) -> None:
+    run = make_run(depth=depth)
+    run.add(make_request("a", [1] * 8, 8))
+    run.launch()
+    run.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    assert run.scheduler.schedule().is_empty
+    run.settle()
+    assert len(run.outputs["a"]) == 1
+    assert run.scheduler.schedule().is_empty
+    assert run.scheduler.get_request_counts() == RequestCounts(running=1, waiting=0)
+    run.scheduler.set_pause_state(PauseState.UNPAUSED)
+    plan = run.scheduler.schedule()
+    assert granted(run.scheduler, plan) == {"a": 1}
+    run.flight.append((plan, run.worker.launch(plan)))
+    run.drain()
+    assert run.outputs["a"] == expected([1] * 8, 8)
+
+
+def test_a_pause_is_no_stall(caplog: pytest.LogCaptureFixture) -> None:
+    run = make_run(stalled_steps=3)
+    run.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    run.add(make_request("a", [1] * 8, 2))
+    with caplog.at_level(logging.WARNING, logger="engine.sched"):
+        for _ in range(10):
+            assert not run.step()
+    assert caplog.text == "" and run.scheduler.make_stats().num_rescued_steps == 0
+
+
+def test_pause_and_resume_by_the_engine() -> None:
+    engine = LLMEngine(scheduled_session(FakeClock()))
+    engine.pause()
+    engine.add_request("a", [1] * 4, SamplingParams(max_tokens=4))
+    assert all(engine.step() == [] for _ in range(5))
+    engine.resume()
+    outputs = [output for _ in range(4) for output in engine.step()]
+    assert outputs[-1].finished
+    engine.pause("new")
+    engine.add_request("b", [2] * 4, SamplingParams(max_tokens=4))
+    assert engine.step() == []
+    engine.abort_request("b")
+    (output,) = engine.step()
+    assert output.outputs[0].finish_reason == "abort"
+    assert output.metrics is not None and set(output.metrics.waits) <= {"paused", "next step"}
+    with pytest.raises(ConfigError, match="'some' is not known; there are: new, all"):
+        engine.pause("some")  # type: ignore[arg-type]
+    engine.shutdown()
+
+
+async def test_pause_and_resume_by_the_async_engine() -> None:
+    engine = AsyncLLMEngine(scheduled_session(FakeClock()))
+    await engine.pause()
+    stream = engine.generate([1] * 4, SamplingParams(max_tokens=4), "a")
+    await engine.resume()
+    outputs = [output async for output in stream]
+    assert outputs[-1].finished
+    assert await engine.reset_prefix_cache(reset_running=True)
+    engine.shutdown()
+
+
+def test_a_scheduler_that_knows_no_pause_says_so() -> None:
+    class Own(SchedulerInterface):
+        add_request = schedule = update_from_output = finish_requests = None  # type: ignore
+        get_request_counts = has_finished_requests = None  # type: ignore
+
+    client = InprocClient(EngineCore(Own(), None), FakeDecided())  # type: ignore
+    with pytest.raises(ConfigError, match="knows no pause: Own cannot be paused"):
+        client.call("pause")
+
+
+def test_behaviour_65_a_forced_reset_sends_the_running_back_in_their_order() -> None:
+    engine = LLMEngine(scheduled_session(FakeClock()))
+    for name in "abc":
+        engine.add_request(name, [ord(name)] * 20, SamplingParams(max_tokens=6))
+    engine.step()
+    assert not engine.reset_prefix_cache()
+    assert engine.reset_prefix_cache(reset_running=True)
+    finished = {}
+    while engine.has_unfinished_requests():
+        finished |= {o.request_id: o for o in engine.step() if o.finished}
+    for name in "abc":
+        assert finished[name].outputs[0].token_ids == expected([ord(name)] * 20, 6)
+        metrics = finished[name].metrics
+        assert metrics is not None and metrics.num_preemptions == 1
+        assert [event for event, _ in metrics.events][-2:] == ["preempted", "scheduled"]
+
+
+def test_behaviour_44_a_priority_that_nobody_reads_is_warned_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    session = scheduled_session(FakeClock())
+    with caplog.at_level(logging.WARNING, logger="engine.frontend"):
+        for name, priority in (("a", 0), ("b", -3), ("c", 5)):
+            session.submit(session.inputs.process(name, [1], None, {"priority": priority}))
+    assert caplog.text.count("is ignored by policy 'fcfs'") == 1
+    assert "priority -3" in caplog.text
+    caplog.clear()
+    session = scheduled_session(FakeClock(), scheduling_policy="priority")
+    session.submit(session.inputs.process("a", [1], None, {"priority": -3}))
+    assert caplog.text == ""
+
+
+def test_behaviour_104_an_id_that_is_no_string_is_refused_and_the_engine_lives() -> None:
+    engine = LLMEngine(scheduled_session(FakeClock()))
+    with pytest.raises(RequestTypeError, match="request_id must be a str, got int: 7"):
+        engine.add_request(7, [1] * 4)  # type: ignore[arg-type]
+    assert issubclass(RequestTypeError, TypeError)
+    engine.add_request("7", [1] * 4, SamplingParams(max_tokens=2))
+    while engine.has_unfinished_requests():
+        engine.step()
+
+
+def test_behaviour_20_the_worker_is_told_what_to_mask_until_min_tokens() -> None:
+    """Ids that would end the request travel with it; a stop that is sampled anyway is ignored."""
+    params = SamplingParams(min_tokens=5, stop_token_ids=[42], max_tokens=16)
+    run = make_run()
+    run.add(make_request("a", [1] * 4, 16, params=params, eos_token_ids=[2]))
+    plan = run.scheduler.schedule()
+    (new,) = plan.new
+    assert new.stop_token_ids == [2, 42] and new.params.min_tokens == 5
+    for position in range(1, 7):
+        result = run.worker.launch(plan)
+        result.token_ids[:] = 42
+        outputs = run.scheduler.update_from_output(plan, result)[0]
+        assert bool(outputs.finished) == (position == 5), position
+        if outputs.finished:
+            assert outputs.finished[0].stop_reason == 42
+            break
+        plan = run.scheduler.schedule()
