@@ -221,7 +221,7 @@ class Scheduler(SchedulerInterface):
         self.resources.take(req, num_tokens, step)
         if self.guard.uses_ledger:
             self.view.ledger.on_grant(req, num_tokens)
-        self.asked.on_grant(req, num_tokens, self.view)
+        self.guard.on_grant(req, num_tokens, self.view)  # in a rescued step too
 
     def refuse(self, req: Request, fit: Fit, step: builder.Step) -> None:
         """The request gets nothing in this step. A running one never closes anything."""

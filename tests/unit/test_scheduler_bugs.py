@@ -249,3 +249,24 @@ def test_a_scheduler_with_parts_of_its_own_is_asked_about_everybody():
     run.step()
     run.step()
     assert [len(plan) for plan in run.plans] == [32, 16, 16]
+
+
+class Idles(FCFS):
+    """Never offers anything, and keeps count of what was granted."""
+
+    def __init__(self):
+        self.granted = {}
+
+    def order(self, view):
+        return iter(())
+
+    def on_grant(self, req, num_tokens, view):
+        self.granted[req.request_id] = self.granted.get(req.request_id, 0) + num_tokens
+
+
+def test_a_policy_hears_of_what_was_granted_in_its_place():
+    policy = Idles()
+    run = make_run(policy=policy)
+    run.add(make_request("a", PROMPT, 3))
+    run.drain()
+    assert policy.granted == {"a": len(PROMPT) + 2}
