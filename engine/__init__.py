@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from engine.errors import EngineError as EngineError
     from engine.errors import ModelError as ModelError
     from engine.errors import PolicyError as PolicyError
+    from engine.errors import RefusedError as RefusedError
     from engine.errors import RequestError as RequestError
     from engine.errors import RequestTypeError as RequestTypeError
     from engine.llm import LLM as LLM
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from engine.sched.interface import SchedulerInterface as SchedulerInterface
     from engine.sched.policy import Policy as Policy
     from engine.sched.request import Request as Request
+    from engine.sched.resource import Resource as Resource
     from engine.sched.scheduler import Scheduler as Scheduler
 
 __version__ = "0.1.0"
@@ -45,11 +47,13 @@ _HOMES = {
     "ModelError": "engine.errors",
     "Policy": "engine.sched.policy",
     "PolicyError": "engine.errors",
+    "RefusedError": "engine.errors",
     "Request": "engine.sched.request",
     "RequestError": "engine.errors",
     "RequestMetrics": "engine.messages.outputs",
     "RequestOutput": "engine.messages.outputs",
     "RequestTypeError": "engine.errors",
+    "Resource": "engine.sched.resource",
     "SamplingParams": "engine.messages.params",
     "Scheduler": "engine.sched.scheduler",
     "SchedulerInterface": "engine.sched.interface",

@@ -216,6 +216,47 @@ def test_stats_log_speaks_while_there_is_work(caplog: pytest.LogCaptureFixture) 
     assert "generation 2.0 tokens/s" in caplog.text
 
 
+def test_stats_log_tells_what_is_out_of_the_ordinary(caplog: pytest.LogCaptureFixture) -> None:
+    stats = FakeClient(counting).stats()
+    clock = FakeClock()
+    log = StatsLog(TokenCounts(), lambda: stats, clock, seconds=5.0)
+
+    def line() -> str:
+        caplog.clear()
+        clock.now += 5.0
+        with caplog.at_level(logging.INFO, logger="engine"):
+            log.after_step(is_idle=False)
+        return caplog.text.strip()
+
+    log.after_step(is_idle=False)
+    assert line().endswith("prefix hit rate 0.0 %")
+    stats.num_parked, stats.num_preemptions, stats.num_refused, stats.num_expired = 2, 3, 4, 5
+    stats.num_policy_faults, stats.blocked = 1, "a: KV blocks"
+    stats.wait_seconds = {"seats": 1.0, "preempted by a": 2.0, "preempted by b": 1.0}
+    stats.hook_seconds = {"Own.rank": 0.5}
+    assert line().endswith(
+        ", parked 2, preempted 3, refused 4, expired 5, policy faults 1, waited for preempted 75 "
+        "%, seats 25 %, policy hooks 10.0 % of the time, blocked: a: KV blocks"
+    )
+    stats.num_preemptions, stats.blocked, stats.num_parked = 4, "", 0
+    assert line().endswith("prefix hit rate 0.0 %, preempted 1")  # news since the last line
+
+
+def test_options_reach_the_scheduler() -> None:
+    options = {
+        "max_policy_faults": 7,
+        "length_predictor": "history",
+        "user_weights": {"a": 2.0},
+        "max_waiting_requests": 5,
+        "max_waiting_tokens": 600,
+        "stalled_steps": 9,
+        "log_stats": False,
+    }
+    config = EngineArgs(**options, resources=["mine.Gate"], step_log="x").create_config()
+    assert {name: getattr(config.scheduler, name) for name in options} == options
+    assert config.scheduler.resources == ("mine.Gate",) and config.step_log == "x"
+
+
 def test_log_lines_have_somewhere_to_go() -> None:
     """In a program that set up no logging of its own, they go to standard error, once."""
     code = (
