@@ -59,7 +59,7 @@ class LinearCost:
     """
 
     def __init__(self, *, memory: int = 2000, every: int = 16) -> None:
-        self.coefficients: Vector = PRIOR
+        self.coefficients: tuple[float, ...] = tuple(PRIOR.tolist())  # in the prior's order
         self.num_observed = 0
         self._keep = 1.0 - 1.0 / memory
         self._every = every
@@ -71,10 +71,8 @@ class LinearCost:
     def step_seconds(
         self, num_seqs: int, num_tokens: int, context: int = 0, attention: int = 0
     ) -> float:
-        fixed, row, token, cached, pair = self.coefficients.tolist()
-        return float(
-            fixed + row * num_seqs + token * num_tokens + cached * context + pair * attention
-        )
+        fixed, row, token, cached, pair = self.coefficients
+        return fixed + row * num_seqs + token * num_tokens + cached * context + pair * attention
 
     def prefill_seconds(self, num_tokens: int, context: int = 0) -> float:
         pairs = num_tokens * context + num_tokens * (num_tokens + 1) // 2
@@ -84,7 +82,7 @@ class LinearCost:
         left = seconds - self.step_seconds(num_seqs, num_seqs, context, context + num_seqs)
         if left < 0:
             return 0
-        *_, token, _, pair = self.coefficients.tolist()
+        _, _, token, _, pair = self.coefficients
         # left = token * n + pair * n * (n + 1) / 2, solved for n without cancellation
         linear = token + pair / 2
         divisor = linear + sqrt(linear * linear + 2 * pair * left)
@@ -109,7 +107,7 @@ class LinearCost:
         seconds = np.array([shape.seconds for shape in self._new])
         self._new.clear()
         if self.num_observed > 4 * self._every:  # a hiccup is not how long such a step takes
-            seconds = np.minimum(seconds, 4 * (sizes @ self.coefficients))
+            seconds = np.minimum(seconds, 4 * (sizes @ np.array(self.coefficients)))
         priced = sizes * PRIOR
         expected = priced.sum(axis=1)
         # Errors relative to what the prior expects: relative to what was measured would favour
@@ -119,7 +117,7 @@ class LinearCost:
         self._moment *= self._keep ** len(seconds)
         self._gram += priced.T @ priced
         self._moment += priced.T @ (seconds / expected)
-        self.coefficients = PRIOR * self._solve()
+        self.coefficients = tuple((PRIOR * self._solve()).tolist())
 
     def _solve(self) -> Vector:
         """Factors by which the prior's coefficients are wrong, none below 0."""

@@ -12,8 +12,8 @@ class Andes(Policy):
     gains little from more and is evicted for who is behind.
 
     ``ttft``, ``tbt``: seconds, overridden by the hints of the same names. ``margin``: how many
-    times more a waiting request must gain than one it evicts. A request that was preempted
-    ``max_preemptions`` times, or is ``max_late`` tokens behind, goes first.
+    times more a waiting request must gain than one it evicts. Who was preempted
+    ``max_preemptions`` times is not evicted again; who is ``max_late`` tokens behind goes first.
     """
 
     dynamic = True
@@ -24,7 +24,7 @@ class Andes(Policy):
         ttft: float = 1.0,
         tbt: float = 0.2,
         margin: float = 4.0,
-        max_preemptions: int = 2,
+        max_preemptions: int = 1,
         max_late: float = 100.0,
     ) -> None:
         require_positive(ttft=ttft, tbt=tbt, margin=margin, max_late=max_late)
@@ -41,7 +41,8 @@ class Andes(Policy):
 
     def rank(self, req: Request, view: SchedView) -> tuple[float, ...]:
         in_hand = self.in_hand(req, view.now)
-        if in_hand <= -self.max_late or req.num_preempted >= self.max_preemptions:
+        is_safe = not req.is_waiting and req.num_preempted >= self.max_preemptions
+        if is_safe or in_hand <= -self.max_late:
             return (0, req.arrival)
         gain = 1.0 / (1.0 + max(0.0, in_hand)) if req.num_output else 2.0
         return (1, -gain / req.num_tokens, req.arrival)
@@ -50,5 +51,5 @@ class Andes(Policy):
         if not req.is_waiting:
             return super().outranks(req, other)
         if not req.rank[0] or not other.rank[0]:
-            return req.rank[0] < other.rank[0]
-        return req.rank[1] < self.margin * other.rank[1]
+            return bool(req.rank[0] < other.rank[0])
+        return bool(req.rank[1] < self.margin * other.rank[1])

@@ -53,5 +53,6 @@ class QoServe(Policy):
             return (0, req.arrival)
         cached = view.kv.cached_prefix(req) if req.is_waiting else 0
         work = view.cost.prefill_seconds(req.num_uncomputed - cached, req.num_computed + cached)
-        is_late = not req.num_output and view.now + work > self.due(req)
-        return (2 if is_late else 1, self.due(req) + self.alpha * work, req.arrival)
+        due = self.due(req)
+        is_late = not req.num_output and view.now + work > due
+        return (2 if is_late else 1, due + self.alpha * work, req.arrival)
