@@ -10,13 +10,12 @@ Batches travel as msgpack; nothing that comes in is decoded but a number.
 from __future__ import annotations
 
 import errno
-import shutil
 import socket
-import tempfile
 import threading
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import msgspec
 import zmq
@@ -46,8 +45,8 @@ class KVEventPublisher:
     """
 
     def __init__(self, endpoint: str | None, *, num_remembered: int = 10_000) -> None:
-        self._directory = None if endpoint else tempfile.mkdtemp(prefix="metronome-")
-        self.endpoint = endpoint or f"{IPC}{self._directory}/kv-events"
+        self._directory = TemporaryDirectory(prefix="metronome-")  # that only this user can enter
+        self.endpoint = endpoint or f"{IPC}{self._directory.name}/kv-events"
         self._past: deque[tuple[int, bytes]] = deque(maxlen=num_remembered)
         self._lock = threading.Lock()  # on _past
         self._encoder = msgspec.msgpack.Encoder()
@@ -76,8 +75,7 @@ class KVEventPublisher:
         for endpoint in (self.endpoint, replay_endpoint(self.endpoint)):
             if endpoint.startswith(IPC):  # ZeroMQ leaves the file behind
                 Path(endpoint.removeprefix(IPC)).unlink(missing_ok=True)
-        if self._directory:
-            shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory.cleanup()
 
     def _bind(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
         bound = self._context.socket(kind)

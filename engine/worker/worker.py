@@ -13,7 +13,8 @@ from engine.config.engine import EngineConfig
 from engine.config.env import default_num_threads
 from engine.config.model import ModelInfo
 from engine.errors import ConfigError
-from engine.kv.layout import KVSpec
+from engine.kv.groups import FULL
+from engine.kv.layout import KVSpec, max_concurrency
 from engine.models.decoder import Decoder
 from engine.models.load import load_model
 from engine.sample.sampler import Sampler
@@ -58,11 +59,12 @@ def make_worker(config: EngineConfig, info: ModelInfo) -> tuple[InprocExecutor, 
     )
     block_size = config.cache.block_size
     logger.info(
-        "KV pool: %d blocks of %d tokens = %d tokens, %.2f GiB; %d threads",
+        "KV pool: %d blocks of %d tokens, %.2f GiB, for %.2f requests of %d tokens; %d threads",
         num_blocks - 1,
         block_size,
-        (num_blocks - 1) * block_size,
         num_blocks * spec.block_bytes(block_size) / GIB,
+        max_concurrency(num_blocks - 1, [FULL], block_size, sched.max_model_len),
+        sched.max_model_len,
         num_threads,
     )
     decided = Decided(

@@ -99,6 +99,16 @@ class Model:
             self.cached.pop(block, None)
         req.num_computed = max(req.num_computed, len(start) * self.size * (not before))
 
+    def evict(self, req) -> None:
+        """Others make room: what was promised for that case comes true."""
+        others = [o for o in self.live.values() if o is not req and not self.kv.is_loading(o)]
+        victims = self.rng.sample(others, self.rng.randint(0, len(others)))
+        upto = range(self.kv.cached_prefix(req) + 1, len(req.tokens) + 1)
+        promised = [self.kv.fits(req, end, victims) for end in upto]
+        for victim in victims:
+            self.release(victim)
+        assert [self.kv.fits(req, end) for end in upto] == promised
+
     def load(self, req) -> None:
         kv = self.kv
         if kv.is_loading(req):
@@ -189,7 +199,12 @@ def test_the_manager_agrees_with_a_naive_model(hasher, with_source, seed):
         rng = random.Random(seed + turn)
         model = Model(rng, hasher(), RandomSource(rng) if with_source else None)
         moves = [model.reserve] * 6 + [model.commit] * 4 + [model.grow, model.grow]
-        moves += [model.release, model.forget, *([model.load] * 4 if with_source else [])]
+        moves += [
+            model.evict,
+            model.release,
+            model.forget,
+            *([model.load] * 4 if with_source else []),
+        ]
         for _ in range(150):
             if len(model.live) < 6 and rng.random() < 0.3:
                 model.add()
