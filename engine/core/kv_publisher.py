@@ -85,6 +85,7 @@ class KVEventPublisher:
             bound.bind(endpoint)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
+            self._directory.cleanup()
             raise ConfigError(
                 f"kv_events_endpoint: cannot listen at {endpoint}: {error}; choose another address"
             ) from error

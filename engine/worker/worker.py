@@ -58,15 +58,6 @@ def make_worker(config: EngineConfig, info: ModelInfo) -> tuple[InprocExecutor, 
         replace(config.scheduler, max_model_len=max_model_len), config.cache, num_blocks
     )
     block_size = config.cache.block_size
-    logger.info(
-        "KV pool: %d blocks of %d tokens, %.2f GiB, for %.2f requests of %d tokens; %d threads",
-        num_blocks - 1,
-        block_size,
-        num_blocks * spec.block_bytes(block_size) / GIB,
-        max_concurrency(num_blocks - 1, [FULL], block_size, sched.max_model_len),
-        sched.max_model_len,
-        num_threads,
-    )
     decided = Decided(
         max_model_len=sched.max_model_len,
         num_kv_blocks=num_blocks,
@@ -76,6 +67,7 @@ def make_worker(config: EngineConfig, info: ModelInfo) -> tuple[InprocExecutor, 
         device=device,
         scheduler=sched,
     )
+    _log_pool(spec, decided, num_threads)
     sampler = Sampler(
         vocab_size=model.vocab_size,
         max_num_seqs=sched.max_num_seqs,
@@ -89,3 +81,16 @@ def make_worker(config: EngineConfig, info: ModelInfo) -> tuple[InprocExecutor, 
         leave_threads_to_kernels()
     warm_up(runner, num_blocks)
     return InprocExecutor(runner), decided
+
+
+def _log_pool(spec: KVSpec, decided: Decided, num_threads: int) -> None:
+    num_usable, block_size = decided.num_kv_blocks - 1, decided.block_size
+    logger.info(
+        "KV pool: %d blocks of %d tokens, %.2f GiB, for %.2f requests of %d tokens; %d threads",
+        num_usable,
+        block_size,
+        decided.num_kv_blocks * spec.block_bytes(block_size) / GIB,
+        max_concurrency(num_usable, [FULL], block_size, decided.max_model_len),
+        decided.max_model_len,
+        num_threads,
+    )
