@@ -99,6 +99,10 @@ def test_066_without_caching_nothing_is_hashed_found_or_counted():
     assert (counts.queries, counts.hits, counts.preempted_queries) == (0, 0, 0)
 
 
+def test_070_without_statistics_there_are_none():
+    assert make_scheduler(log_stats=False).make_stats() is None
+
+
 def test_066_out_of_blocks_is_no_not_an_error():
     kv = KVManager(4, 16)
     req = holder(0, [1] * 64)
