@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from numbers import Real
+from math import isfinite
+from numbers import Integral, Real
 
 from engine.sched.policy import Admission, Defer, Limits, Refuse
+from engine.sched.resource import Fit, OnRefuse
+
+UNBOUNDED = 2**31 - 1
+
+
+def shown(value: object) -> str:
+    """A stranger's object in a message."""
+    try:
+        return f"{value!r:.80}"
+    except Exception:  # which may not even have a name
+        return f"an object of {type(value).__name__}"
 
 
 def raised(error: Exception) -> str:
@@ -48,6 +60,34 @@ def wrong_bool(answer: object) -> str | None:
 
 
 def wrong_verdict(answer: object) -> str | None:
+    if isinstance(answer, Defer) and not (
+        isinstance(answer.until, Real) and isfinite(answer.until)
+    ):
+        return f"returns {answer!r}, must name a time in seconds"
     if answer is None or isinstance(answer, Refuse | Defer):
         return None
     return f"returns {answer!r}, must be None, Refuse or Defer"
+
+
+# Of resources
+
+
+def wrong_objection(answer: object) -> str | None:
+    return None if isinstance(answer, str | None) else f"returns {answer!r}, must be None or a str"
+
+
+def wrong_extra(answer: object, most: int) -> str | None:
+    if isinstance(answer, Integral) and 0 <= int(answer) <= most:
+        return None
+    return f"returns {answer!r}, must be a whole number from 0 to {most}"
+
+
+def wrong_fit(answer: object, most: int) -> str | None:
+    if not isinstance(answer, Fit):
+        return f"returns {answer!r}, must be a Fit"
+    counts = ((answer.num_tokens, most), (answer.hold, UNBOUNDED))
+    if not all(isinstance(n, Integral) and 0 <= int(n) <= limit for n, limit in counts):
+        return f"returns {answer!r}, must allow 0 to {most} tokens and hold some or none"
+    if not isinstance(answer.cause, str) or not isinstance(answer.on_refuse, OnRefuse | None):
+        return f"returns {answer!r}, whose cause must be a str, its on_refuse an OnRefuse"
+    return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from numbers import Real
 from typing import Any
 
@@ -121,8 +122,9 @@ class Guard(Policy):
     def evict(self, view: SchedView) -> Iterable[Request]:
         if "evict" not in self._asked:
             return ()
-        named = self._ask("evict", lambda answer: None, view, collect=True)
-        return [req for req in named or () if self._is_running(req)]
+        # To name somebody twice is harmless; to go on naming for ever ends here.
+        named = self._ask("evict", self._wrong_victims, view, at_most=len(view.running) + 1)
+        return dict.fromkeys(named or ())
 
     def order(self, view: SchedView) -> Iterator[Request]:
         if "order" not in self._asked:
@@ -144,7 +146,7 @@ class Guard(Policy):
             if req.__class__ is Request and knows(req):
                 yield req
             else:
-                fault = f"names {req!r}, which neither waits nor runs"
+                fault = f"names {answers.shown(req)}, which neither waits nor runs"
         if fault is not None:
             if fault:
                 self._fault("order", fault)
@@ -229,15 +231,18 @@ class Guard(Policy):
         hook: str,
         wrong: Callable[[Any], str | None],
         *args: Any,
-        collect: bool = False,
+        at_most: int | None = None,
     ) -> Any:
-        """What the hook says; ``None`` and ``_failed`` if it raises or its answer is wrong."""
+        """What the hook says; ``None`` and ``_failed`` if it raises or its answer is wrong.
+
+        ``at_most``: the answer is iterable, and so many of it are taken.
+        """
         begun = self.faults.timer()
         answer, self._failed = None, False
         try:
             answer = getattr(self.inner, hook)(*args)
-            if collect:
-                answer = list(answer)
+            if at_most is not None:
+                answer = list(islice(answer, at_most))
             fault = wrong(answer)
         except Exception as error:  # a stranger's code
             fault = answers.raised(error)
@@ -256,11 +261,13 @@ class Guard(Policy):
 
     # -- checks
 
-    def _is_running(self, req: object) -> bool:
-        if isinstance(req, Request) and req.status is Status.RUNNING and self._view.knows(req):
-            return True
-        self._fault("evict", f"names {req!r}, which is not running")
-        return False
+    def _wrong_victims(self, named: list[object]) -> str | None:
+        for req in named:
+            if not (isinstance(req, Request) and self._view.knows(req)):
+                return f"names {req!r}, which is none of the requests"
+            if req.status is not Status.RUNNING:
+                return f"names {req!r}, which is not running"
+        return None
 
     def _wrong_rank(self, rank: Any) -> str | None:
         """Ranks must be comparable with each other: numbers and strings, in the same places."""

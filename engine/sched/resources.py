@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from engine.messages.requests import AddRequest
 from engine.messages.step import StepPlan, StepResult
+from engine.sched import answers
 from engine.sched.faults import FaultLog
-from engine.sched.request import Request
+from engine.sched.request import Request, Status
 from engine.sched.resource import Fit, OnRefuse, Resource
 
 if TYPE_CHECKING:
@@ -16,8 +18,11 @@ if TYPE_CHECKING:
 
 
 class Resources:
-    """Calls hooks of resources. One that raises is named, refuses what it was asked for, and is
-    left out after ``max_faults`` faults."""
+    """Calls hooks of resources and checks their answers.
+
+    One that raises or answers rubbish is named and refuses what it was asked for; after
+    ``max_faults`` faults it is left out, and whom it had parked is to be woken.
+    """
 
     def __init__(self, resources: Sequence[Resource], faults: FaultLog) -> None:
         self.members = list(resources)
@@ -26,42 +31,45 @@ class Resources:
         self._has_extra = any(
             type(resource).extra is not Resource.extra for resource in self.members
         )
+        self._parked: dict[Request, Resource] = {}  # who was parked last as whom it asked
+        self._orphans: list[Request] = []
 
     def objection(self, add: AddRequest) -> str | None:
         """Why some resource could never serve such a request."""
-        answers = (self._call(r, r.objection, None, add) for r in self.members)
-        return next((answer for answer in answers if answer), None)
+        for resource in self.members:
+            answer: str | None
+            answer = self._ask(resource, "objection", None, add, wrong=answers.wrong_objection)
+            if answer:
+                return answer
+        return None
 
     def added(self, req: Request) -> None:
-        for resource in self.members:
-            self._call(resource, resource.added, None, req, about=req)
+        self._tell("added", req)
 
     def watch(self, req: Request) -> bool:
         """Must the request be asked about in every step?"""
-        answers = {self._call(r, r.watches, True, req, about=req) for r in self.members}
-        return True in answers
+        wrong = answers.wrong_bool
+        wishes = [self._ask(r, "watches", True, req, wrong=wrong) for r in self.members]
+        return any(wishes)
 
     def begin_step(self, step: Step) -> None:
-        for resource in self.members:
-            self._call(resource, resource.begin_step, None, step)
+        self._tell("begin_step", step)
 
     def extra(self, req: Request, step: Step) -> int:
         """Tokens behind the known ones that some resource wants computed."""
         if not self._has_extra:
             return 0
-        wanted = [self._call(r, r.extra, 0, req, step, about=req) for r in self.members]
-        return int(max(wanted, default=0))
+        wrong = partial(answers.wrong_extra, most=req.max_total)
+        wanted = [int(self._ask(r, "extra", 0, req, step, wrong=wrong)) for r in self.members]
+        return max(wanted, default=0)
 
     def fit(self, req: Request, fit: Fit, step: Step) -> Fit:
         """What all of them allow of ``fit``, and the cause of the last refusal."""
-        settled = fit.num_tokens == 0
+        settled = fit.num_tokens <= 0
         while not settled:  # monotone answers: asking again until all agree ends
             settled = True
             for resource in self.members:
-                fault = Fit(0, f"fault of {resource.name}", OnRefuse.SKIP)
-                answer = self._call(
-                    resource, resource.fit, fault, req, fit.num_tokens, step, about=req
-                )
+                answer = self._fit(resource, req, fit.num_tokens, step)
                 if answer.num_tokens < fit.num_tokens:
                     on_refuse = answer.on_refuse or resource.on_refuse
                     cause = answer.cause or resource.name
@@ -71,46 +79,65 @@ class Resources:
         return fit
 
     def take(self, req: Request, num_tokens: int, step: Step) -> None:
-        for resource in self.members:
-            self._call(resource, resource.take, None, req, num_tokens, step, about=req)
+        self._tell("take", req, num_tokens, step)
 
     def parked(self, req: Request, by: Resource | None) -> None:
         if by is not None:
-            self._call(by, by.parked, None, req, about=req)
+            self._parked[req] = by
+            self._ask(by, "parked", None, req)
 
     def release(self, req: Request) -> None:
-        for resource in self.members:
-            self._call(resource, resource.release, None, req, about=req)
+        self._parked.pop(req, None)
+        self._tell("release", req)
 
     def describe(self, plan: StepPlan) -> None:
-        for resource in self.members:
-            self._call(resource, resource.describe, None, plan)
+        self._tell("describe", plan)
 
     def settle(self, plan: StepPlan, result: StepResult) -> None:
-        for resource in self.members:
-            self._call(resource, resource.settle, None, plan, result)
+        self._tell("settle", plan, result)
 
-    def _call(
+    def take_orphans(self) -> list[Request]:
+        """Whom resources had parked that were left out since."""
+        orphans, self._orphans = self._orphans, []
+        return [req for req in orphans if req.status is Status.PARKED]
+
+    def _fit(self, resource: Resource, req: Request, num_tokens: int, step: Step) -> Fit:
+        fault = Fit(0, f"fault of {resource.name}", OnRefuse.SKIP)
+        wrong = partial(answers.wrong_fit, most=num_tokens)
+        answer: Fit = self._ask(resource, "fit", fault, req, num_tokens, step, wrong=wrong)
+        return answer
+
+    def _tell(self, hook: str, *args: Any) -> None:
+        for resource in self.members:
+            self._ask(resource, hook, None, *args)
+
+    def _ask(
         self,
         resource: Resource,
-        hook: Callable[..., Any],
+        hook: str,
         instead: Any,
         *args: Any,
-        about: Request | None = None,
+        wrong: Callable[[Any], str | None] = answers.no_answer,
     ) -> Any:
+        """The resource's answer; ``instead`` if it raises or its answer is wrong."""
         begun = self._faults.timer()
-        culprit = f"{type(resource).__name__}.{hook.__name__}"
+        culprit = f"{type(resource).__name__}.{hook}"
         try:
-            return hook(*args)
+            answer = getattr(resource, hook)(*args)
+            fault = wrong(answer)
         except Exception as error:  # a stranger's code
-            self._fault(resource, culprit, about, f"{type(error).__name__}: {error}")
-            return instead
-        finally:
-            self._faults.seconds[culprit] += self._faults.timer() - begun
+            fault = answers.raised(error)
+        self._faults.seconds[culprit] += self._faults.timer() - begun
+        if fault is None:
+            return answer
+        about = args[0] if isinstance(args[0], Request) else None
+        self._fault(resource, culprit, about, fault)
+        return instead
 
     def _fault(self, resource: Resource, culprit: str, about: Request | None, what: str) -> None:
         self._faults.note(culprit, about, what)
         self._num_faults[id(resource)] += 1
-        if self._num_faults[id(resource)] > self._faults.max_faults:
+        if self._num_faults[id(resource)] > self._faults.max_faults and resource in self.members:
             self._faults.note(culprit, None, f"{resource.name} is left out from now on")
             self.members = [other for other in self.members if other is not resource]
+            self._orphans += [req for req, by in self._parked.items() if by is resource]

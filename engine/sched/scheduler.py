@@ -80,9 +80,7 @@ class Scheduler(SchedulerInterface):
         self._watch = Watch(config.stalled_steps, self.settler.tally)
         self._clock = clock
         own_parts = [getattr(type(self), p) is not getattr(Scheduler, p) for p in BULK_PARTS]
-        appender = self.settler.appender
-        self._bulk = Bulk(self.roster, kv, appender, self.guard, self.view)
-        self._goes_in_bulk = not any(own_parts)
+        self._bulk = Bulk(self.settler, self.guard, is_open=not any(own_parts))
         for resource in resources:
             resource.attach(self)
 
@@ -133,7 +131,7 @@ class Scheduler(SchedulerInterface):
                 continue
             fit = self.tokens_for(req, step)
             if fit.num_tokens <= 0:
-                self.refuse(req, fit, step)
+                self._refuse(req, fit, step)
             elif self.secure(req, fit.num_tokens, step):
                 self.grant(req, fit.num_tokens, step)
 
@@ -142,14 +140,17 @@ class Scheduler(SchedulerInterface):
         view, tally = self.view, self.settler.tally
         view.now = self._clock()
         self._run_errands()
+        for req in self.resources.take_orphans():
+            self.wake(req.request_id)
         tally.num_steps += 1
         step = view.step = builder.Step(
             tally.num_steps, self.config.max_num_batched_tokens, self.roster
         )
         self._limit(step)
-        if self.guard.dynamic or self.guard.take_rerank():
-            for queue in (self.roster.running, self.roster.waiting):
-                queue.rerank(lambda req: self.guard.rank(req, view))
+        if self.guard.dynamic:
+            self.roster.running.rerank(lambda req: self.guard.rank(req, view))
+            if step.admission_open:  # or nobody will look at those who wait
+                self.roster.waiting.rerank(lambda req: self.guard.rank(req, view))
         for req in list(self.guard.evict(view)):
             self.preempt(req, step)
         self.resources.begin_step(step)
@@ -159,7 +160,7 @@ class Scheduler(SchedulerInterface):
         """Whom to offer tokens: the policy's order, less what was granted in bulk."""
         asked, num_waiting = self.asked, len(self.roster.waiting)
         contested = asked.waiting_may_preempt and num_waiting
-        many = self._goes_in_bulk and len(self.roster.running) > SCALAR_UPTO
+        many = self._bulk.is_open and len(self.roster.running) > SCALAR_UPTO
         if contested or not (many and self._bulk.grant_plain(step)):
             # To name somebody twice is harmless; to go on naming for ever ends here.
             yield from islice(asked.order(self.view), 2 * len(self.roster.by_id))
@@ -223,7 +224,7 @@ class Scheduler(SchedulerInterface):
             self.view.ledger.on_grant(req, num_tokens)
         self.guard.on_grant(req, num_tokens, self.view)  # in a rescued step too
 
-    def refuse(self, req: Request, fit: Fit, step: builder.Step) -> None:
+    def _refuse(self, req: Request, fit: Fit, step: builder.Step) -> None:
         """The request gets nothing in this step. A running one never closes anything."""
         if fit.on_refuse is OnRefuse.FAIL:
             self.settler.end(req, "error", fit.cause)
@@ -232,11 +233,11 @@ class Scheduler(SchedulerInterface):
         elif fit.on_refuse is OnRefuse.CLOSE:
             step.close(fit.cause)
         elif fit.on_refuse is OnRefuse.PARK:
-            self.park(req, fit, step)
+            self._park(req, fit, step)
         else:
             step.skip(req, fit.cause)
 
-    def park(self, req: Request, fit: Fit, step: builder.Step) -> None:
+    def _park(self, req: Request, fit: Fit, step: builder.Step) -> None:
         """Out of the queue until it is woken, with the blocks it is to hold meanwhile."""
         if fit.hold and not (self._admits(req, step) and self.kv.hold(req, fit.hold)):
             step.close(waits.BLOCKS)
@@ -253,7 +254,7 @@ class Scheduler(SchedulerInterface):
         self.roster.table.considered.at[req.row] = step.index
         step.preempted.append(req)
 
-    def rescue(self, step: builder.Step) -> None:
+    def _rescue(self, step: builder.Step) -> None:
         """Nobody got a token and nothing is in flight: the default order; then room is made."""
         stalls = self.guard.overrides(*DECIDING) or type(self).schedule is not Scheduler.schedule
         if stalls and len(self.roster.running) + len(self.roster.waiting):
@@ -271,7 +272,7 @@ class Scheduler(SchedulerInterface):
         """The plan; from here on the step is in flight, unless there is nothing in it."""
         is_paused = self.pause_state is not PauseState.UNPAUSED
         if not step.has_grants and not self.num_in_flight and not is_paused:
-            self.rescue(step)
+            self._rescue(step)
         self._bulk.write_back(step)
         cause = waits.PAUSED if is_paused else step.closing_cause()
         self.roster.waits.close(self.view.now, cause, step.refused)
