@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 
 from engine.config.sched import SchedulerConfig
 from engine.kv.manager import KVManager
+from engine.messages.outputs import Finished
 from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest
 from engine.messages.step import StepPlan
+from engine.sched.interface import StepOutputs
 from engine.sched.policies import POLICIES
 from engine.sched.scheduler import Scheduler
 from engine.sched.verify.check import check_empty, check_plan, check_state
@@ -63,6 +65,8 @@ class Run:
     finished: dict[str, tuple[str, object]] = field(default_factory=dict)
     plans: list[dict[str, int]] = field(default_factory=list)
     num_tokens: int = 0
+    num_drafts: int = 0  # of a row in a step, at most
+    ends: dict[str, Finished] = field(default_factory=dict)
 
     def add(self, request: AddRequest) -> None:
         self.scheduler.add_request(request)
@@ -72,7 +76,7 @@ class Run:
     def launch(self) -> bool:
         """Plan and launch one step; False if there is nothing to do."""
         plan = self.scheduler.schedule()
-        check_state(self.scheduler)
+        check_state(self.scheduler, num_drafts=self.num_drafts)
         if plan.is_empty:
             return False
         check_plan(self.scheduler, plan)
@@ -84,7 +88,12 @@ class Run:
     def settle(self) -> None:
         """Take the oldest result."""
         plan, result = self.flight.popleft()
-        for out in self.scheduler.update_from_output(plan, self.worker.collect(result)).values():
+        self.read(self.scheduler.update_from_output(plan, self.worker.collect(result)))
+        check_state(self.scheduler, num_drafts=self.num_drafts)
+
+    def read(self, outputs: StepOutputs) -> None:
+        """What clients hear."""
+        for out in outputs.values():
             counts = out.counts or [1] * len(out.request_ids)
             tokens = iter(out.token_ids)
             for request_id, count in zip(out.request_ids, counts, strict=True):
@@ -92,7 +101,7 @@ class Run:
                 self.outputs[request_id] += [next(tokens) for _ in range(count)]
             for end in out.finished:
                 self.finished[out.request_ids[end.index]] = (end.reason, end.stop_reason)
-        check_state(self.scheduler)
+                self.ends[out.request_ids[end.index]] = end
 
     def step(self) -> bool:
         """One step of a core: launch up to ``depth``, settle the oldest."""

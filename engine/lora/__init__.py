@@ -1,0 +1,1 @@
+"""LoRA adapters: which may run at once."""

@@ -1,0 +1,1 @@
+"""Images, sound and the like in prompts."""

@@ -1,0 +1,1 @@
+"""Speculative decoding: tokens that are guessed first and verified afterwards."""

@@ -1,0 +1,135 @@
+"""Drafts: guessed tokens that a decode verifies beside its own.
+
+settle    result.parts["drafts"]: row index -> tokens proposed behind those of this step
+extra     a decode asks for as many slots as there are drafts
+describe  plan.draft_counts, plan.draft_tokens
+settle    how many were right; the others are computed in vain and rolled back
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from engine.errors import ConfigError
+from engine.messages.step import StepPlan, StepResult
+from engine.sched.builder import Step
+from engine.sched.request import Request
+from engine.sched.resource import Fit, Resource
+
+PADDING = -1  # in place of a draft: computed and never right
+Cut = Callable[[Request, Sequence[int]], int]
+
+
+def keep_all(req: Request, drafts: Sequence[int]) -> int:
+    """Every draft may be verified."""
+    return len(drafts)
+
+
+@dataclass(slots=True)
+class DraftStats:
+    """What drafting has brought. A row with any drafts in a step counts as one of ``num_drafts``.
+
+    ``accepted_at[i]``: how often the draft at place i was right.
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted: int = 0
+    accepted_at: list[int] = field(default_factory=list)
+
+    def add(self, num_proposed: int, num_accepted: int) -> None:
+        """One row of one step."""
+        self.num_drafts += 1
+        self.num_draft_tokens += num_proposed
+        self.num_accepted += num_accepted
+        for place in range(num_accepted):
+            self.accepted_at[place] += 1
+
+
+class Drafts(Resource):
+    """Up to ``num_speculative_tokens`` drafts for each decode.
+
+    What a drafting row will have computed is known when its step is settled, so it is in one step
+    at a time. ``cut`` says how many leading drafts of a request are worth a try: those its grammar
+    allows.
+    """
+
+    name = "drafts"
+
+    def __init__(self, num_speculative_tokens: int, cut: Cut = keep_all) -> None:
+        if num_speculative_tokens < 0:
+            raise ConfigError(
+                f"num_speculative_tokens is {num_speculative_tokens}, must not be negative"
+            )
+        self.num_speculative_tokens = num_speculative_tokens
+        self.stats = DraftStats(accepted_at=[0] * num_speculative_tokens)
+        self._cut = cut
+        self._running: dict[int, Request] = {}  # by row
+        self._proposed: dict[int, list[int]] = {}  # by row, for its next step
+        self._taken: dict[int, list[int]] = {}  # by row, in the step being planned
+        self._has_prefill = False  # the step being planned computes a part of a prompt
+
+    def watches(self, req: Request) -> bool:
+        return self.num_speculative_tokens > 0
+
+    def begin_step(self, step: Step) -> None:
+        self._taken.clear()
+        self._has_prefill = False
+
+    def extra(self, req: Request, step: Step) -> int:
+        """A slot for each draft. One that comes with its whole prompt cached has none yet: beside
+        other decodes it is padded to their shape."""
+        if req.num_pending:
+            return 0
+        if req.is_waiting:
+            return 0 if self._has_prefill else self.num_speculative_tokens
+        drafts = self._proposed.get(req.row)
+        return self._cut(req, drafts) if drafts else 0
+
+    def fit(self, req: Request, num_tokens: int, step: Step) -> Fit:
+        is_gated = self.num_speculative_tokens and req.num_pending
+        return Fit(0 if is_gated else num_tokens)
+
+    def take(self, req: Request, num_tokens: int, step: Step) -> None:
+        if not self.num_speculative_tokens:
+            return
+        self._running[req.row] = req
+        drafts = self._proposed.pop(req.row, [])
+        num_slots = max(0, req.num_computed - req.num_tokens)
+        if num_slots:
+            padding = [PADDING] * num_slots
+            self._taken[req.row] = (drafts + padding)[:num_slots]
+        self._has_prefill |= num_tokens - num_slots > 1
+
+    def release(self, req: Request) -> None:
+        self._running.pop(req.row, None)
+        self._proposed.pop(req.row, None)
+
+    def describe(self, plan: StepPlan) -> None:
+        if not self._taken:
+            return
+        by_row = [self._taken.get(row, []) for row in plan.rows.tolist()]
+        plan.draft_counts = np.array([len(drafts) for drafts in by_row], dtype=np.int32)
+        plan.draft_tokens = np.array([t for drafts in by_row for t in drafts], dtype=np.int32)
+
+    def settle(self, plan: StepPlan, result: StepResult) -> None:
+        if plan.draft_counts is not None:
+            self._count(plan, result)
+        proposals: dict[int, list[int]] = result.parts.get(self.name, {})
+        for index, drafts in proposals.items():
+            row = int(plan.rows[index])
+            req = self._running.get(row)
+            if req is not None and req.table.generation.at[row] == plan.generations[index]:
+                self._proposed[row] = list(drafts[: self.num_speculative_tokens])
+
+    def _count(self, plan: StepPlan, result: StepResult) -> None:
+        """Padding was no draft, and a row without a result says nothing about its drafts."""
+        assert plan.draft_counts is not None and plan.draft_tokens is not None
+        ends = np.cumsum(plan.draft_counts)
+        for index in np.flatnonzero((plan.draft_counts > 0) & (result.counts > 0)).tolist():
+            drafts = plan.draft_tokens[ends[index] - plan.draft_counts[index] : ends[index]]
+            if num_proposed := int((drafts != PADDING).sum()):
+                self.stats.add(num_proposed, int(result.counts[index]) - 1)

@@ -1,0 +1,1 @@
+"""Output that must follow a grammar."""

@@ -1,0 +1,367 @@
+"""Fake data planes: what workers do with the parts of a plan, and what goes wrong if one is wrong.
+
+Every half here trusts only what it is told through plans and reports.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from zlib import crc32
+
+from simulate import Run
+
+from engine.config.sched import SchedulerConfig
+from engine.core.remote_kv import KVReport, Received, RemoteKV
+from engine.kv.connector import Farewell, RemoteMatch
+from engine.kv.manager import KVManager
+from engine.lora.slots import NO_ADAPTER
+from engine.messages.requests import AddRequest, MediaItem
+from engine.messages.step import NewSeq, StepPlan, StepResult
+from engine.sched.policies import POLICIES
+from engine.sched.scheduler import Scheduler
+from engine.sched.verify.fake import EMPTY_DIGEST, RUBBISH, DigestWorker, mix, token_after
+
+# -- what the model would see and say
+
+
+def seen(tokens: list[int], adapter: str | None, media: list[MediaItem]) -> list[int]:
+    """What is at each position: tokens, parts of media, and the adapter with the first."""
+    content = list(tokens)
+    for item in media:
+        for place in range(item.length):
+            content[item.offset + place] = crc32(f"{item.hash}/{place}".encode())
+    if adapter is not None:
+        content[0] = mix(content[0], crc32(adapter.encode()))
+    return content
+
+
+def answer(request: AddRequest, num_tokens: int | None = None) -> list[int]:
+    """What the fake model says to this request."""
+    content = seen(request.prompt_token_ids, request.adapter, request.media)
+    num_prompt = len(content)
+    for _ in range(request.max_tokens if num_tokens is None else num_tokens):
+        content.append(token_after(content))
+    return content[num_prompt:]
+
+
+# -- adapters and encoders: the worker
+
+
+class FeatureWorker(DigestWorker):
+    """Loads adapters, encodes media, verifies and proposes drafts, as its plans say.
+
+    ``propose(tokens)`` guesses what follows. ``cache_size`` bounds the encoder outputs, in tokens.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        propose: Callable[[list[int]], list[int]] | None = None,
+        cache_size: int = 1 << 30,
+        **options,
+    ) -> None:
+        super().__init__(num_blocks, block_size, content=self.content, **options)
+        self.propose = propose
+        self.cache_size = cache_size
+        self.loaded: dict[int, str] = {}  # adapter slot -> adapter
+        self.adapter_slots: dict[int, int] = {}  # worker slot -> adapter slot
+        self.adapters: dict[int, str] = {}  # worker slot -> the adapter it began with
+        self.media: dict[int, list[MediaItem]] = {}
+        self.encoded: dict[str, int] = {}  # hash -> tokens
+        self.freed: list[str] = []
+        self.num_encoded = 0
+        self.mover: Mover | None = None
+
+    def content(self, new: NewSeq) -> list[int]:
+        return seen(new.token_ids, self.adapters.get(new.slot), self.media.get(new.slot, []))
+
+    def launch(self, plan: StepPlan) -> StepResult:
+        if self.mover is not None:
+            self.mover.before(plan, self.kv)
+        result = super().launch(plan)
+        if self.propose is not None:
+            result.parts["drafts"] = {
+                index: self.propose(self.seqs[int(plan.slots[index])].tokens)
+                for index, count in enumerate(result.counts)
+                if count
+            }
+        return result
+
+    def _apply(self, plan: StepPlan) -> None:
+        part, encoder = plan.parts.get("adapter"), plan.parts.get("encoder")
+        for new in plan.new:
+            self.adapters.pop(new.slot, None)
+            self.media.pop(new.slot, None)
+        if part is not None:
+            self.loaded |= part.load
+            self.adapter_slots |= part.used_by
+            for slot, index in part.used_by.items():
+                if index != NO_ADAPTER:
+                    self.adapters[slot] = self.loaded[index]
+        if encoder is not None:
+            for key in encoder.free:
+                del self.encoded[key]
+                self.freed.append(key)
+            self.media |= encoder.media
+            for slot, index in encoder.encode:
+                item = self.media[slot][index]
+                assert item.hash not in self.encoded, f"{item} is encoded twice"
+                self.encoded[item.hash] = item.length
+                self.num_encoded += item.length
+            assert sum(self.encoded.values()) <= self.cache_size, "the encoder cache overflows"
+        super()._apply(plan)
+        for slot, start, count in zip(plan.slots, plan.starts, plan.counts, strict=True):
+            self._check_row(int(slot), int(start), int(start + count))
+
+    def _check_row(self, slot: int, start: int, upto: int) -> None:
+        if slot in self.adapters:
+            assert self.loaded[self.adapter_slots[slot]] == self.adapters[slot], "wrong adapter"
+        for item in self.media.get(slot, ()):
+            if item.offset < upto and start < item.offset + item.length:
+                assert item.hash in self.encoded, f"{item} is read and not there"
+
+
+# -- KV from elsewhere
+
+
+@dataclass
+class Transfer:
+    """One load or one send on its way."""
+
+    request_id: str
+    blocks: list[int]
+    slots: dict[int, int]  # offset behind the first block's first slot -> digest
+    ticks: int
+    num_good: int = 0
+    error: str = ""
+
+
+@dataclass
+class Orders:
+    """The plan's part: what the source tells the mover."""
+
+    now: list[Transfer] = field(default_factory=list)
+    loads: list[Transfer] = field(default_factory=list)
+    sends: list[Transfer] = field(default_factory=list)
+
+
+class Source:
+    """Knows the KV of every prompt. ``kv_transfer_params`` of a request say how much to offer."""
+
+    def __init__(self, block_size: int, rng: random.Random | None = None) -> None:
+        self.block_size = block_size
+        self.rng = rng or random.Random(0)
+        self.orders = Orders()
+        self.asked: dict[str, int] = {}
+        self.num_loads = 0
+
+    def match(self, req, num_local_tokens: int) -> RemoteMatch:
+        params = req.add.kv_transfer_params or {}
+        self.asked[req.request_id] = num_local_tokens
+        behind = max(0, params.get("num_tokens", 0) - num_local_tokens)
+        return RemoteMatch(behind, params.get("asynchronous", False))
+
+    def start_load(self, req, blocks, num_tokens: int) -> None:
+        self.num_loads += 1
+        params, first = req.add.kv_transfer_params, self.asked[req.request_id]
+        error = params.get("error", "")
+        transfer = Transfer(
+            req.request_id,
+            list(blocks),
+            self._digests(req, first, num_tokens),
+            params.get("ticks", 1),
+            num_tokens // 2 if error else num_tokens,
+            error,
+        )
+        (self.orders.loads if params.get("asynchronous") else self.orders.now).append(transfer)
+
+    def metadata(self) -> Orders | None:
+        orders, self.orders = self.orders, Orders()
+        return orders if orders != Orders() else None
+
+    def finished(self, req, blocks) -> Farewell:
+        params = req.add.kv_transfer_params or {}
+        if not params.get("keep") or not blocks:
+            return Farewell(False, params.get("farewell"))
+        written = min(req.num_computed, req.num_tokens)
+        digests = self._digests(req, 0, written)
+        self.orders.sends.append(
+            Transfer(req.request_id, list(blocks), digests, params.get("ticks", 1))
+        )
+        return Farewell(True, {"blocks": len(blocks)})
+
+    def shutdown(self) -> None:
+        pass
+
+    def _digests(self, req, first: int, count: int) -> dict[int, int]:
+        digest, digests = EMPTY_DIGEST, {}
+        content = seen(req.tokens.tolist(), req.adapter, req.media)
+        for position, value in enumerate(content[: first + count]):
+            digest = mix(digest, value)
+            if position >= first:
+                digests[position - first + first % self.block_size] = digest
+        return digests
+
+
+class Mover:
+    """Moves bytes. Loads write rubbish first and the truth when they end; sends check theirs."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.loads: list[Transfer] = []
+        self.sends: list[Transfer] = []
+        self.kv: list[list[int]] = []
+
+    def before(self, plan: StepPlan, kv: list[list[int]]) -> None:
+        self.kv = kv
+        orders = plan.parts.get("remote KV")
+        if orders is None:
+            return
+        for transfer in orders.now:
+            self._write(transfer, len(transfer.slots))
+        for transfer in orders.loads:
+            for block in transfer.blocks:
+                kv[block][:] = [RUBBISH] * self.block_size
+        self.loads += orders.loads
+        self.sends += orders.sends
+
+    def tick(self) -> KVReport:
+        """Time passes; what is over now."""
+        for transfer in [*self.loads, *self.sends]:
+            transfer.ticks -= 1
+        loaded = [t for t in self.loads if t.ticks <= 0]
+        sent = [t for t in self.sends if t.ticks <= 0]
+        self.loads = [t for t in self.loads if t.ticks > 0]
+        self.sends = [t for t in self.sends if t.ticks > 0]
+        for transfer in loaded:
+            self._write(transfer, transfer.num_good)
+        for transfer in sent:
+            for offset, digest in transfer.slots.items():
+                index, place = divmod(offset, self.block_size)
+                assert self.kv[transfer.blocks[index]][place] == digest, "sent what was overwritten"
+        received = [Received(t.request_id, t.num_good, t.error) for t in loaded]
+        return KVReport(received, [t.request_id for t in sent])
+
+    def _write(self, transfer: Transfer, num_tokens: int) -> None:
+        for offset, digest in list(transfer.slots.items())[:num_tokens]:
+            index, place = divmod(offset, self.block_size)
+            self.kv[transfer.blocks[index]][place] = digest
+
+
+# -- grammars
+
+
+class OneAnswer:
+    """A matcher that allows one sequence of tokens and nothing else."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = list(tokens)
+
+    def num_allowed(self, tokens) -> int:
+        for index, (token, right) in enumerate(zip(tokens, self.tokens, strict=False)):
+            if token != right:
+                return index
+        return min(len(tokens), len(self.tokens))
+
+    def advance(self, tokens) -> None:
+        assert self.num_allowed(tokens) == len(tokens), "advanced by what is not allowed"
+        del self.tokens[: len(tokens)]
+
+
+@dataclass
+class Compiling:
+    """Ready at the ``polls``-th look, or found to be wrong then."""
+
+    matcher: object
+    polls: int
+    error: str = ""
+
+    def poll(self):
+        self.polls -= 1
+        if self.polls > 0:
+            return None
+        if self.error:
+            raise ValueError(self.error)
+        return self.matcher
+
+
+class Compiler:
+    """``grammars``: by name, what each stands for; made anew for each request."""
+
+    def __init__(self, grammars: dict[str, Callable[[], Compiling]]) -> None:
+        self.grammars = grammars
+        self.num_submitted = 0
+
+    def submit(self, grammar: str) -> Compiling:
+        self.num_submitted += 1
+        return self.grammars[grammar]()
+
+
+# -- all together
+
+
+@dataclass
+class FeatureRun(Run):
+    """A run whose transfers go on with time, whether steps are in flight or not."""
+
+    remote: RemoteKV | None = None
+    mover: Mover | None = None
+
+    def step(self) -> bool:
+        has_stepped = super().step()
+        if not has_stepped:
+            self.read(self.scheduler.take_outputs())
+        if self.mover is not None and self.remote is not None:
+            report = self.mover.tick()
+            for received in report.received:
+                self.remote.received(received)
+            for request_id in report.sent:
+                self.remote.sent(request_id)
+        return has_stepped
+
+    def wait(self, limit: int = 2000) -> None:
+        """Step until nobody is left, parked ones included, and everything is back."""
+        scheduler = self.scheduler
+        for _ in range(limit):
+            self.step()
+            if not scheduler.has_requests() and not self.flight and not scheduler.kv.transfers.lent:
+                break
+        self.drain()
+
+
+def make_feature_run(
+    *,
+    depth: int = 1,
+    resources=(),
+    propose=None,
+    source: Source | None = None,
+    cache_size: int = 1 << 30,
+    num_drafts: int = 0,
+    fail=None,
+    **options,
+) -> FeatureRun:
+    """A run with these resources and the data planes they need."""
+    kv = KVManager(
+        options.pop("num_blocks", 1000),
+        options.pop("block_size", 16),
+        enable_prefix_caching=options.pop("caching", True),
+        source=source,
+    )
+    policy = POLICIES[options.pop("policy", "fcfs")]()
+    config = {"max_num_batched_tokens": 1024, "max_num_seqs": 16, "max_model_len": 2048, **options}
+    scheduler = Scheduler(
+        SchedulerConfig(**config), kv, policy, clock=float, resources=list(resources)
+    )
+    extra = {} if fail is None else {"fail": fail}
+    worker = FeatureWorker(
+        kv.num_blocks, kv.block_size, propose=propose, cache_size=cache_size, **extra
+    )
+    run = FeatureRun(scheduler, worker, depth, num_drafts=num_drafts)
+    if source is not None:
+        run.mover = worker.mover = Mover(kv.block_size)
+        run.remote = next(r for r in resources if isinstance(r, RemoteKV))
+    return run

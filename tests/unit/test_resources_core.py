@@ -1,0 +1,143 @@
+"""Pipeline cadence, prefill gate and block alignment."""
+
+from __future__ import annotations
+
+import pytest
+from data_plane import make_feature_run
+from simulate import expected, make_request
+
+from engine.core.resources import BlockAlignment, PipelineCadence, PrefillGate
+from engine.errors import ConfigError
+
+
+def add_all(run, lengths, num_output=16):
+    for index, length in enumerate(lengths, len(run.outputs)):
+        run.add(make_request(str(index), [index + 1] * length, num_output))
+
+
+# -- 15, 105: with and without the tokens of the step before
+
+
+@pytest.mark.parametrize(
+    ("resources", "second"), [([PipelineCadence()], {"1": 512}), ([], {"0": 1, "1": 511})]
+)
+def test_015_a_second_step_is_planned_before_the_first_is_settled(resources, second):
+    run = make_feature_run(resources=resources, max_num_batched_tokens=512)
+    add_all(run, [512, 512])
+    run.launch()
+    run.launch()
+    assert run.plans == [{"0": 512}, second]
+    run.settle()
+    run.launch()
+    assert run.plans[2]["0"] == 1
+
+
+@pytest.mark.parametrize(
+    ("resources", "third"),
+    [([PipelineCadence()], [{"1": 4}, {"0": 1}, {"1": 1}]), ([], [{"0": 1, "1": 4}])],
+)
+def test_105_two_batches_in_flight(resources, third):
+    """Pieces of a prompt follow each other; only what a step samples must be waited for."""
+    run = make_feature_run(resources=resources, depth=2, max_num_batched_tokens=10, max_num_seqs=2)
+    add_all(run, [12, 12])
+    for _ in range(4):
+        run.step()
+    assert run.plans[:2] == [{"0": 10}, {"0": 2, "1": 8}]
+    assert run.plans[2:5][: len(third)] == third
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_105_everybody_gets_the_right_tokens_at_a_cadence(depth):
+    run = make_feature_run(
+        resources=[PipelineCadence()], depth=depth, num_blocks=12, block_size=4, caching=False
+    )
+    add_all(run, [5, 9, 3, 14], num_output=12)
+    run.drain()
+    assert run.scheduler.settler.tally.num_preemptions > 0
+    for index, length in enumerate([5, 9, 3, 14]):
+        assert run.outputs[str(index)] == expected([index + 1] * length, 12)
+
+
+# -- 12: steps without prompts
+
+
+def gated(**options):
+    gate = PrefillGate()
+    return gate, make_feature_run(resources=[gate], max_num_batched_tokens=100, **options)
+
+
+def test_012_new_prompts_wait_while_throttled_and_somebody_decodes():
+    gate, run = gated()
+    add_all(run, [20])
+    run.step()
+    gate.throttled = True
+    add_all(run, [20, 20])
+    run.step()
+    gate.throttled = False
+    run.step()
+    assert run.plans == [{"0": 20}, {"0": 1}, {"0": 1, "1": 20, "2": 20}]
+
+
+def test_012_a_prompt_half_computed_waits_likewise():
+    gate, run = gated()
+    add_all(run, [20])
+    run.step()
+    add_all(run, [150])
+    run.step()
+    gate.throttled = True
+    run.step()
+    gate.throttled = False
+    run.step()
+    assert run.plans[1:] == [{"0": 1, "1": 99}, {"0": 1}, {"0": 1, "1": 51}]
+
+
+def test_012_without_decodes_everything_is_admitted():
+    gate, run = gated()
+    gate.throttled = True
+    add_all(run, [20, 20])
+    run.step()
+    assert run.plans == [{"0": 20, "1": 20}]
+
+
+def test_012_a_throttle_is_ignored_while_open_steps_leave_requests_waiting():
+    gate, run = gated(max_num_seqs=3)
+    add_all(run, [60, 60, 60], num_output=4)
+    run.step()
+    gate.throttled = True
+    run.step()
+    assert run.plans == [{"0": 60, "1": 40}, {"0": 1, "1": 20, "2": 60}]
+    add_all(run, [60], num_output=4)
+    run.step()
+    assert run.plans[2] == {"0": 1, "1": 1, "2": 1}, "the step before left nobody waiting"
+
+
+def test_012_one_token_behind_a_cached_prompt_passes_the_gate():
+    gate, run = gated()
+    run.add(make_request("0", [1] * 33, 2))
+    run.drain()
+    run.add(make_request("1", [2] * 20, 9))
+    run.step()
+    gate.throttled = True
+    run.add(make_request("2", [1] * 33, 2))
+    run.step()
+    assert run.plans[-1] == {"1": 1, "2": 1}
+
+
+# -- alignment
+
+
+def test_pieces_of_a_prompt_end_at_multiples_but_for_the_last():
+    run = make_feature_run(resources=[BlockAlignment(16)], max_num_batched_tokens=40)
+    add_all(run, [70, 50], num_output=3)
+    run.drain()
+    assert run.plans[:4] == [{"0": 32}, {"0": 38}, {"0": 1, "1": 32}, {"0": 1, "1": 18}]
+    assert run.outputs["0"] == expected([1] * 70, 3)
+
+
+def test_alignment_needs_a_budget_that_reaches_a_multiple():
+    for option in ("max_num_batched_tokens", "long_prefill_token_threshold"):
+        options = {"max_num_batched_tokens": 100, "long_prefill_token_threshold": 0, option: 31}
+        with pytest.raises(ConfigError, match=f"{option} is 31, .* multiples of 32"):
+            make_feature_run(resources=[BlockAlignment(32)], **options)
+    with pytest.raises(ConfigError, match="aligned to 0 tokens"):
+        BlockAlignment(0)

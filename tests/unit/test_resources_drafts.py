@@ -1,0 +1,280 @@
+"""Drafts: how many are verified, what is counted, and that nobody's tokens change."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from data_plane import answer, make_feature_run
+from simulate import make_request
+
+from engine.errors import ConfigError
+from engine.messages.step import StepResult
+from engine.sched.verify.fake import token_after
+from engine.spec.drafts import Drafts
+
+
+def guess(tokens, num_right, num_drafts):
+    """Drafts of which so many are right."""
+    tokens = list(tokens)
+    start = len(tokens)
+    for place in range(num_drafts):
+        tokens.append((token_after(tokens) + (place >= num_right)) % 1000)
+    return tokens[start:]
+
+
+def make(num_right=3, num_drafts=3, k=3, resources=(), **options):
+    drafts = Drafts(k)
+    run = make_feature_run(
+        resources=[drafts, *resources],
+        propose=lambda tokens: guess(tokens, num_right, num_drafts),
+        num_drafts=k,
+        **options,
+    )
+    return drafts, run
+
+
+def add(run, request_id="0", length=20, num_output=16, **fields):
+    request = make_request(request_id, [ord(request_id)] * length, num_output, **fields)
+    run.add(request)
+    return request
+
+
+@pytest.mark.parametrize(
+    ("num_right", "accepted_at", "computed"), [(3, [1, 1, 1], 24), (1, [1, 0, 0], 22)]
+)
+def test_081_082_right_drafts_are_counted_and_wrong_ones_rolled_back(
+    num_right, accepted_at, computed
+):
+    drafts, run = make(num_right)
+    add(run)
+    run.step()
+    run.launch()
+    req = run.scheduler.roster.by_id["0"]
+    assert run.plans == [{"0": 20}, {"0": 4}] and req.num_computed == 24
+    run.settle()
+    assert req.num_computed == computed and req.num_tokens == computed + 1
+    stats = drafts.stats
+    assert (stats.num_drafts, stats.num_draft_tokens) == (1, 3)
+    assert (stats.num_accepted, stats.accepted_at) == (sum(accepted_at), accepted_at)
+
+
+def test_083_requests_add_up_and_no_drafts_are_no_drafts():
+    drafts, run = make(num_right=1)
+    add(run, "0")
+    add(run, "1", num_output=1)
+    run.step()
+    assert drafts.stats.num_drafts == 0
+    add(run, "2")
+    run.step()
+    run.step()
+    stats = drafts.stats
+    assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted) == (3, 9, 3)
+    assert stats.accepted_at == [3, 0, 0]
+
+
+def test_084_pieces_of_a_prompt_have_no_drafts():
+    _, run = make(max_num_batched_tokens=50)
+    add(run, length=80)
+    for _ in range(3):
+        run.step()
+    assert run.plans == [{"0": 50}, {"0": 30}, {"0": 4}]
+
+
+def test_085_drafts_are_cut_to_the_length_and_the_budget():
+    _, run = make(num_drafts=3, max_model_len=24)
+    request = add(run, length=20)
+    run.drain()
+    assert run.plans[:2] == [{"0": 20}, {"0": 3}], "a fourth would be the 25th token"
+    assert run.outputs["0"] == answer(request, 4)
+
+    _, run = make(max_num_batched_tokens=16)
+    for index in range(4):
+        add(run, str(index), length=4)
+    run.step()
+    run.step()
+    assert run.plans[1] == {str(index): 4 for index in range(4)}
+
+    _, run = make(max_num_batched_tokens=6, max_num_seqs=6)
+    add(run, "0", length=3)
+    add(run, "1", length=3)
+    run.step()
+    run.step()
+    assert run.plans[1] == {"0": 4, "1": 2}
+
+
+def test_085_a_request_never_gets_more_than_it_asked_for():
+    for num_output in range(1, 9):
+        _, run = make()
+        request = add(run, num_output=num_output)
+        run.drain()
+        assert run.outputs["0"] == answer(request)
+
+
+def test_086_a_cached_prompt_is_padded_to_the_shape_of_decodes():
+    _, run = make(num_right=0)
+    add(run, "0", length=33, num_output=40)
+    run.step()
+    run.add(request := make_request("1", [ord("0")] * 33, 9))
+    run.launch()
+    plan = run.flight[0][0]
+    assert run.plans[1] == {"0": 4, "1": 4}
+    assert plan.draft_tokens.tolist()[3:] == [-1, -1, -1]
+    run.settle()
+    assert run.scheduler.roster.by_id["1"].num_computed == 33
+    run.drain()
+    assert run.outputs["1"] == answer(request)
+
+
+def test_086_padding_is_no_draft():
+    drafts, run = make(num_drafts=0)
+    add(run, "0", length=33)
+    run.drain()
+    add(run, "1", length=33)
+    run.drain()
+    assert drafts.stats.num_drafts == 0
+
+
+def test_086_beside_a_piece_of_a_prompt_nothing_is_padded():
+    _, run = make()
+    add(run, "0", length=33, num_output=40)
+    run.step()
+    add(run, "1", length=20)
+    run.add(make_request("2", [ord("0")] * 33, 3))
+    run.step()
+    assert run.plans[1] == {"0": 4, "1": 20, "2": 1}
+
+
+def test_087_drafts_the_grammar_forbids_are_cut_before_verification():
+    drafts = Drafts(3, cut=lambda req, tokens: 1 if req.request_id == "0" else len(tokens))
+    run = make_feature_run(
+        resources=[drafts], propose=lambda tokens: guess(tokens, 3, 3), num_drafts=3
+    )
+    requests = [add(run, "0"), add(run, "1")]
+    run.step()
+    run.step()
+    assert run.plans[1] == {"0": 2, "1": 4}
+    assert drafts.stats.num_draft_tokens == 4
+    run.drain()
+    assert [run.outputs[request.request_id] for request in requests] == list(map(answer, requests))
+
+
+def test_017_accepted_drafts_behind_a_stop_token_are_dropped():
+    _, run = make()
+    request = make_request("0", [5] * 20, 16)
+    stop = answer(request)[2]
+    run.add(make_request("0", [5] * 20, 16, eos_token_ids=[stop]))
+    run.drain()
+    assert run.outputs["0"] == answer(request)[:3] and run.finished["0"] == ("stop", None)
+
+
+def test_a_drafting_request_is_in_one_step_at_a_time():
+    _, run = make(depth=3)
+    add(run, "0")
+    add(run, "1", length=2)
+    assert run.launch() and not run.launch()
+    run.settle()
+    assert run.launch() and not run.launch()
+    assert run.plans == [{"0": 20, "1": 2}, {"0": 4, "1": 4}]
+
+
+def test_without_drafts_steps_overlap_as_ever():
+    _, run = make(k=0, num_drafts=2, depth=2)
+    add(run)
+    assert run.launch() and run.launch()
+    run.drain()
+    assert run.plans[1] == {"0": 1}
+
+
+def test_preempted_while_drafts_are_in_flight():
+    """What it had computed is gone then, so there is nothing to roll back."""
+    _, run = make(num_right=0)
+    request = add(run)
+    run.step()
+    run.launch()
+    scheduler = run.scheduler
+    req = scheduler.roster.by_id["0"]
+    scheduler.preempt(req, scheduler.view.step)
+    run.settle()
+    assert (req.num_computed, req.num_output) == (0, 2)
+    run.drain()
+    assert run.outputs["0"] == answer(request)
+
+
+def test_proposals_for_a_request_that_was_preempted_are_forgotten():
+    drafts, run = make()
+    add(run)
+    run.step()
+    run.launch()
+    scheduler = run.scheduler
+    scheduler.preempt(scheduler.roster.by_id["0"], scheduler.view.step)
+    run.settle()
+    assert not drafts._proposed
+    run.step()
+    assert run.plans[-1]["0"] > 4, "it computes anew what is not cached, without drafts"
+
+
+def test_a_row_without_a_result_says_nothing_about_its_drafts():
+    drafts, run = make(fail=lambda seq, upto: "lost" if upto > 20 else None)
+    add(run)
+    run.step()
+    run.step()
+    assert run.finished["0"] == ("error", None) and drafts.stats.num_drafts == 0
+
+
+def test_a_negative_number_is_refused():
+    with pytest.raises(ConfigError, match="num_speculative_tokens is -1"):
+        Drafts(-1)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("k", [0, 1, 2, 4])
+def test_drafts_change_nobody_s_tokens(k, depth):
+    """With shared prompts, little memory and drafts that are right at random."""
+    for seed in range(12):
+        rng = random.Random(seed)
+
+        def propose(tokens, rng=rng):
+            return guess(tokens, rng.randint(0, k), rng.randint(0, k + 1))
+
+        seats = rng.randint(1, 8)
+        run = make_feature_run(
+            depth=depth,
+            resources=[drafts := Drafts(k)],
+            propose=propose,
+            num_drafts=k,
+            num_blocks=rng.randint(25, 40),
+            block_size=rng.choice([1, 2, 4]),
+            caching=seed % 3 > 0,
+            max_num_seqs=seats,
+            max_num_batched_tokens=rng.randint(seats, 40),
+            max_model_len=24,
+            policy=rng.choice(["fcfs", "priority"]),
+        )
+        shared = [rng.randrange(1000) for _ in range(20)]
+        requests = []
+        for index in range(20):
+            prompt = [*shared[: rng.randint(1, 10)], rng.randrange(1000)]
+            most = rng.randint(1, 12)
+            requests.append(make_request(str(index), prompt, most, priority=rng.randint(-1, 1)))
+            run.add(requests[-1])
+            for _ in range(rng.randint(0, 2)):
+                run.step()
+        run.drain()
+        for request in requests:
+            assert run.outputs[request.request_id] == answer(request), f"seed {seed}"
+        stats = drafts.stats
+        assert stats.num_accepted == sum(stats.accepted_at) <= stats.num_draft_tokens, seed
+        assert (stats.num_accepted > 0) == (k > 0), f"seed {seed}"
+
+
+def test_results_may_come_without_proposals():
+    _, run = make()
+    add(run)
+    run.launch()
+    plan, result = run.flight.popleft()
+    result = StepResult(result.step, result.token_ids, np.array(result.counts))
+    run.scheduler.update_from_output(plan, result)
+    run.launch()
+    assert run.plans[1] == {"0": 1} and run.flight[0][0].draft_counts is None

@@ -1,0 +1,219 @@
+"""Media in prompts: what may be encoded in a step, and how long its output is kept."""
+
+from __future__ import annotations
+
+import pytest
+from data_plane import answer, make_feature_run
+from simulate import make_request
+
+from engine.errors import ConfigError, RequestError
+from engine.messages.requests import MediaItem
+from engine.mm.encoder_budget import EncoderBudget
+from engine.mm.encoder_cache import EncoderCache
+
+
+def with_media(request_id, length, *items, num_output=4, first=7, priority=0):
+    """A prompt of placeholders; items are (offset, length, hash)."""
+    media = [MediaItem(*item) for item in items]
+    prompt = [first] * length
+    return make_request(request_id, prompt, num_output, media=media, priority=priority)
+
+
+def make(budget, **options):
+    return make_feature_run(resources=[budget], cache_size=budget.cache.num_tokens, **options)
+
+
+def plans_of(run, count):
+    start = len(run.plans)
+    for _ in range(count):
+        run.step()
+    return run.plans[start:]
+
+
+# -- the budget of a step
+
+
+@pytest.mark.parametrize("cache_size", [1024, 4096])
+def test_092_chunks_end_before_media_that_cannot_be_encoded_in_the_step(cache_size):
+    run = make(EncoderBudget(1024, cache_size), max_num_batched_tokens=1024)
+    requests = [with_media(str(i), 800, (100, 600, f"image {i}"), first=i) for i in range(3)]
+    for request in requests:
+        run.add(request)
+    assert plans_of(run, 2) == [{"0": 800, "1": 100, "2": 100}, {"0": 1, "1": 700}]
+    assert plans_of(run, 1) == [{"0": 1, "1": 1, "2": 700}]
+    run.drain()
+    assert [run.outputs[request.request_id] for request in requests] == list(map(answer, requests))
+
+
+def test_092_one_image_in_two_prompts_is_encoded_once():
+    run = make(EncoderBudget(100, 100))
+    for i in range(2):
+        run.add(with_media(str(i), 200, (50 + i, 100, "same"), first=i))
+    assert plans_of(run, 1) == [{"0": 200, "1": 200}]
+    assert run.worker.num_encoded == 100
+
+
+def test_092_one_image_twice_in_a_prompt_is_encoded_once():
+    run = make(EncoderBudget(100, 100))
+    run.add(request := with_media("0", 300, (0, 100, "same"), (150, 100, "same")))
+    assert plans_of(run, 1) == [{"0": 300}]
+    run.drain()
+    assert run.worker.num_encoded == 100 and run.outputs["0"] == answer(request)
+
+
+def test_092_a_media_item_that_could_never_be_encoded_is_refused_as_it_comes():
+    for budget in (EncoderBudget(100, 1000), EncoderBudget(1000, 100)):
+        run = make(budget)
+        with pytest.raises(RequestError, match=r"token 5 has 101 tokens, but .* 100"):
+            run.add(with_media("0", 200, (5, 101, "large")))
+        assert not run.scheduler.has_requests()
+
+
+def test_092_text_goes_past_a_prompt_that_waits_for_the_encoder():
+    run = make(EncoderBudget(50, 1000))
+    run.add(with_media("0", 60, (0, 50, "a")))
+    run.add(with_media("1", 60, (0, 50, "b"), first=8))
+    run.add(make_request("2", [9] * 60))
+    assert plans_of(run, 2) == [{"0": 60, "2": 60}, {"0": 1, "2": 1, "1": 60}]
+
+
+# -- items that must not be cut
+
+
+def test_093_an_item_is_computed_in_one_step_if_it_must_not_be_cut():
+    budget = EncoderBudget(1024, 2048, whole_media=True, longest_item=800)
+    run = make(budget, max_num_batched_tokens=1024)
+    run.add(request := with_media("0", 1200, (400, 800, "image")))
+    assert plans_of(run, 2) == [{"0": 400}, {"0": 800}]
+    run.drain()
+    assert run.outputs["0"] == answer(request)
+
+
+def test_093_items_may_be_cut_otherwise():
+    run = make(EncoderBudget(1024, 2048), max_num_batched_tokens=1024)
+    run.add(with_media("0", 1200, (400, 800, "image")))
+    assert plans_of(run, 2) == [{"0": 1024}, {"0": 176}]
+    assert run.worker.num_encoded == 800
+
+
+def test_093_a_step_too_small_for_an_item_is_a_configuration_error():
+    budget = EncoderBudget(1024, 2048, whole_media=True, longest_item=800)
+    with pytest.raises(ConfigError, match=r"800 tokens .* max_num_batched_tokens is 100"):
+        make(budget, max_num_batched_tokens=100)
+
+
+def test_093_an_item_longer_than_the_model_promised_is_refused():
+    run = make(EncoderBudget(1024, 2048, whole_media=True), max_num_batched_tokens=100)
+    with pytest.raises(RequestError, match="800 tokens that must be computed in one step"):
+        run.add(with_media("0", 1200, (400, 800, "image")))
+
+
+# -- how long outputs are kept
+
+
+def item(key, length=10):
+    return MediaItem(0, length, key)
+
+
+def test_094_what_nobody_uses_is_evicted_only_for_room_and_told_once():
+    cache = EncoderCache(30)
+    uses = {key: cache.use(item(key)) for key in "abc"}
+    assert cache.num_available == 0
+    for key in "ba":
+        cache.end(uses[key])
+        cache.end(uses[key])
+    assert cache.num_available == 20 and cache.take_evicted() == []
+    again = cache.use(item("b"))
+    assert cache.num_available == 10 and "a" in cache
+    cache.use(item("d"))
+    assert list(cache.entries) == ["b", "c", "d"]
+    assert (cache.take_evicted(), cache.take_evicted()) == (["a"], [])
+    cache.end(again)
+    assert list(cache.idle) == ["b"]
+
+
+def test_094_an_entry_of_two_users_stays_until_both_are_gone():
+    cache = EncoderCache(30)
+    first, second = cache.use(item("a")), cache.use(item("a"))
+    cache.end(first)
+    assert not cache.idle and cache.num_used == 10
+    cache.end(second)
+    assert list(cache.idle) == ["a"] and cache.num_used == 0
+
+
+def test_094_a_later_prompt_finds_what_was_encoded_before():
+    run = make(EncoderBudget(100, 250), caching=False)
+    for index, key in enumerate("abac"):
+        run.add(with_media(str(index), 120, (0, 100, key), num_output=1))
+        run.drain()
+    assert run.worker.num_encoded == 300, "the second a was still there"
+    assert run.worker.freed == ["b"], "longest unused of the three"
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_095_media_are_kept_until_their_tokens_are_known_to_be_computed(depth):
+    budget = EncoderBudget(100, 100)
+    run = make(budget, depth=depth, max_num_batched_tokens=150)
+    run.add(with_media("0", 120, (0, 100, "a"), first=1))
+    run.add(with_media("1", 120, (0, 100, "b"), first=2))
+    run.launch()
+    assert budget.cache.num_used == 100 and run.plans[0] == {"0": 120}
+    if depth > 1:
+        run.launch()
+        assert run.plans[1] == {"0": 1}, "no room for b while the step that reads a is in flight"
+    run.settle()
+    assert budget.cache.num_used == 0 and list(budget.cache.idle) == ["a"]
+    run.launch()
+    assert run.plans[-1] == {"0": 1, "1": 120}
+    run.drain()
+    assert run.worker.freed == ["a"]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_034_a_preempted_request_finds_its_media_or_asks_for_them_again(depth):
+    run = make(
+        EncoderBudget(8, 8),
+        depth=depth,
+        policy="priority",
+        num_blocks=9,
+        block_size=4,
+        caching=False,
+        max_num_batched_tokens=16,
+    )
+    requests = [
+        with_media(str(i), 12, (2, 8, f"image {i}"), num_output=18, first=i, priority=-i)
+        for i in range(5)
+    ]
+    for request in requests:
+        run.add(request)
+        for _ in range(4):
+            run.step()
+    run.drain()
+    assert run.scheduler.settler.tally.num_preemptions > 0
+    assert run.worker.num_encoded > 5 * 8, "some were evicted meanwhile"
+    for request in requests:
+        assert run.outputs[request.request_id] == answer(request)
+
+
+def test_034_what_a_failed_row_encoded_is_not_used_by_others():
+    def fail(seq, upto):
+        return "no memory" if seq.request_id == "0" else None
+
+    run = make(EncoderBudget(100, 100), fail=fail)
+    run.add(with_media("0", 120, (0, 100, "a"), first=1))
+    run.step()
+    assert run.finished["0"] == ("error", None)
+    run.add(request := with_media("1", 120, (0, 100, "a"), first=2))
+    run.drain()
+    assert run.worker.freed == ["a"] and run.worker.num_encoded == 200
+    assert run.outputs["1"] == answer(request)
+
+
+def test_cached_media_need_no_encoder():
+    run = make(EncoderBudget(100, 100))
+    run.add(with_media("0", 200, (10, 96, "a")))
+    run.drain()
+    run.worker.encoded.clear()
+    run.add(request := with_media("1", 200, (10, 96, "a")))
+    run.drain()
+    assert run.worker.num_encoded == 96 and run.outputs["1"] == answer(request)

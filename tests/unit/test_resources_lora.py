@@ -1,0 +1,91 @@
+"""Adapters: who may run beside whom, and where each adapter lies."""
+
+from __future__ import annotations
+
+import pytest
+from data_plane import answer, make_feature_run
+from simulate import make_request
+
+from engine.errors import ConfigError
+from engine.lora.slots import NO_ADAPTER, AdapterSlots
+
+
+def add(run, request_id, adapter=None, num_output=4, length=10):
+    request = make_request(request_id, [7] * length, num_output, adapter=adapter)
+    run.add(request)
+    return request
+
+
+def test_091_another_adapter_waits_and_is_passed_by_the_base_model():
+    slots = AdapterSlots(1)
+    run = make_feature_run(resources=[slots])
+    requests = [add(run, "0", "A"), add(run, "1", "A"), add(run, "2", "B"), add(run, "3")]
+    run.step()
+    assert list(run.plans[0]) == ["0", "1", "3"]
+    assert run.scheduler.roster.by_id["2"].is_waiting
+    run.drain()
+    assert list(run.plans[4]) == ["2"], "it runs as soon as the last user of A has finished"
+    for request in requests:
+        assert run.outputs[request.request_id] == answer(request)
+    assert run.outputs["0"] == run.outputs["1"] != run.outputs["3"]
+
+
+def test_091_the_wait_is_charged_to_the_adapter():
+    clock = [0.0]
+    run = make_feature_run(resources=[AdapterSlots(1)])
+    run.scheduler._clock = lambda: clock[0]
+    add(run, "0", "A", num_output=5)
+    add(run, "1", "B")
+    while run.scheduler.has_requests():
+        run.step()
+        clock[0] += 1.0
+    waits = {cause: seconds for cause, seconds in run.ends["1"].waits.items() if seconds}
+    assert waits == {"adapter": 5.0}
+
+
+def test_an_idle_adapter_stays_loaded_until_its_slot_is_needed():
+    slots = AdapterSlots(2)
+    run = make_feature_run(resources=[slots])
+    for name in ("A", "B", "A", "C"):
+        add(run, name + str(len(run.outputs)), name, num_output=2)
+        run.drain()
+    assert slots.slot_of == {"A": 0, "C": 1}, "B was used less recently than A"
+    assert run.worker.loaded == {0: "A", 1: "C"}
+
+
+def test_the_worker_hears_who_has_no_adapter():
+    run = make_feature_run(resources=[AdapterSlots(1)])
+    add(run, "0", "A", num_output=1)
+    run.drain()
+    base = add(run, "1", num_output=3)
+    run.drain()
+    assert run.worker.adapter_slots == {0: NO_ADAPTER}
+    assert run.outputs["1"] == answer(base)
+
+
+def test_an_aborted_request_gives_its_adapter_back():
+    run = make_feature_run(resources=[AdapterSlots(1)])
+    add(run, "0", "A")
+    add(run, "1", "B")
+    run.step()
+    run.scheduler.finish_requests("0")
+    run.step()
+    assert run.plans == [{"0": 10}, {"1": 10}]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_preempted_request_comes_back_with_its_adapter(depth):
+    """Half the pool is enough for one at a time once their outputs grow."""
+    slots = AdapterSlots(2)
+    run = make_feature_run(resources=[slots], num_blocks=9, block_size=4, depth=depth)
+    names = ("A", "B", "C", None)
+    requests = [add(run, str(i), name, 16, length=6) for i, name in enumerate(names)]
+    run.drain()
+    assert run.scheduler.settler.tally.num_preemptions > 0
+    for request in requests:
+        assert run.outputs[request.request_id] == answer(request)
+
+
+def test_no_slot_at_all_is_refused():
+    with pytest.raises(ConfigError, match="max_loras is 0, must be at least 1"):
+        AdapterSlots(0)
