@@ -9,10 +9,16 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from engine.cli import bench, chat, generate, replay
+from engine.cli import bench, chat, generate, replay, verify
 from engine.errors import EngineError
 
-COMMANDS = {"generate": generate, "chat": chat, "bench": bench, "replay": replay}
+COMMANDS = {
+    "generate": generate,
+    "chat": chat,
+    "bench": bench,
+    "replay": replay,
+    "verify": verify,
+}
 USAGE_ERROR = 2  # as argparse has it
 INTERRUPTED = 130  # as shells have it
 BROKEN_PIPE = 141  # likewise

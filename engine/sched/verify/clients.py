@@ -73,11 +73,14 @@ class Clients:
             return None
         return "a row that fails"
 
-    def abort(self, reqs: Sequence[Request], ids: list[str] | None) -> None:
-        """These were alive and ended at the wish of a client."""
+    def alive(self, ids: list[str] | None) -> list[Request]:
+        """Those of these that have not ended, though the client may not have heard it yet."""
         wanted = list(self.live) if ids is None else list(dict.fromkeys(ids))
-        alive = [self.live[name].req for name in wanted if name in self.live]
-        assert reqs == alive, f"abort of {ids} ended {reqs}, not {alive}"
+        asked = [self.live[name].req for name in wanted if name in self.live]
+        return [req for req in asked if not req.is_finished]
+
+    def abort(self, reqs: Sequence[Request]) -> None:
+        """These have ended at the wish of a client, and no output tells of it."""
         for req in reqs:
             self._end(req.request_id)
 

@@ -214,7 +214,8 @@ class Drafts(Need):
         self.taken.clear()
 
     def extra(self, req: Request, step: Step) -> int:
-        return mix(step.index, req.arrival) % (self.amount + 1) if self.watches(req) else 0
+        most = min(self.amount, req.max_total) if self.watches(req) else 0
+        return mix(step.index, req.arrival) % (most + 1)
 
     def take(self, req: Request, num_tokens: int, step: Step) -> None:
         behind = req.num_computed - (req.num_tokens + req.num_pending - 1)

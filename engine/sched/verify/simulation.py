@@ -35,9 +35,13 @@ class Outcome(NamedTuple):
 
 
 class Simulation:
-    """One run of a case. Every method raises ``AssertionError`` for what must not be."""
+    """One run of a case. Every method raises ``AssertionError`` for what must not be.
 
-    def __init__(self, case: Case, *, every: int = 1) -> None:
+    ``every``: after how many steps the state as a whole is checked. ``leaks``: search everything
+    for requests that are still remembered at the end.
+    """
+
+    def __init__(self, case: Case, *, every: int = 1, leaks: bool = True) -> None:
         setup = case.setup
         self.case = case
         self.now = self.latest = 0.0
@@ -57,6 +61,7 @@ class Simulation:
         )
         self.truth = CacheTruth(self.scheduler, self.worker)
         self.invariants = Invariants(self.scheduler, self.worker, self.needs, every)
+        self._leaks = leaks
         self._flight: deque[tuple[StepPlan, StepResult]] = deque()
         self._pace = Random(setup.seed)
         self._trace = hashlib.blake2b(digest_size=16)
@@ -80,7 +85,10 @@ class Simulation:
             case Add(request=request, fails_at=fails_at):
                 self.add(request, fails_at)
             case Abort(request_ids=ids):
-                self.clients.abort(scheduler.finish_requests(ids), ids)
+                alive = self.clients.alive(ids)
+                ended = scheduler.finish_requests(ids)
+                assert ended == alive, f"abort of {ids} has ended {ended}, not {alive}"
+                self.clients.abort(ended)
             case Reset(reset_running=reset_running):
                 self._reset(reset_running)
             case Pause(state=state):
@@ -100,6 +108,8 @@ class Simulation:
         can_run = 0 < num_prompt < config.max_model_len
         can_run = can_run and scheduler.kv.blocks_for(longest) <= scheduler.kv.num_usable
         is_known = request.request_id in self.clients.live
+        if is_known and not self.clients.alive([request.request_id]):
+            return  # a client does not use an id again before it has heard the end
         try:
             req = scheduler.add_request(request)
         except RefusedError as error:
@@ -171,7 +181,7 @@ class Simulation:
         self.clients.hear(scheduler.take_outputs(), self.latest)
         assert not self.clients.live, f"{list(self.clients.live)} never heard their end"
         self.truth.check()
-        self.invariants.ended()
+        self.invariants.ended(leaks=self._leaks)
 
     # -- helpers
 

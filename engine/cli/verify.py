@@ -1,0 +1,151 @@
+"""Prove a policy: random engines and workloads against every invariant, for as long as you like."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import time
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from itertools import count, islice
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from engine.errors import ConfigError
+from engine.sched.find import find_policy
+from engine.sched.verify.case import Case
+from engine.sched.verify.shrink import shrink
+from engine.sched.verify.swarm import Broken, Found, Swarm, Tally, replay_corpus, reproduction
+
+BATCH = 20  # seeds that a process is given at a time
+VIOLATION = 1
+
+
+class Hunt(NamedTuple):
+    """What to look for, and how closely."""
+
+    policy: str | None
+    options: dict[str, Any] | None
+    every: int
+
+    def swarm(self) -> Swarm:
+        return Swarm(self.policy, self.options, every=self.every)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("simulation")
+    group.add_argument(
+        "--steps", type=int, default=200_000, metavar="N", help="steps to plan (default: 200000)"
+    )
+    group.add_argument("--seed", type=int, default=0, metavar="S", help="the first seed")
+    group.add_argument(
+        "--policy",
+        metavar="NAME",
+        help="a shipped policy, an installed one, or the dotted path of your own class; "
+        "without it every seed draws a shipped one",
+    )
+    group.add_argument(
+        "--seconds", type=float, metavar="T", help="stop after this time, whatever --steps says"
+    )
+    group.add_argument("--jobs", type=int, default=1, metavar="J", help="processes")
+    group.add_argument(
+        "--every",
+        type=int,
+        default=8,
+        metavar="K",
+        help="check the whole state after every K-th step; plans, outputs and block tables are "
+        "checked after each (default: 8)",
+    )
+
+
+def run(parsed: argparse.Namespace) -> int:
+    for name in ("steps", "jobs", "every"):
+        if getattr(parsed, name) < 1:
+            raise ConfigError(f"--{name} is {getattr(parsed, name)}, must be at least 1")
+    if not __debug__:
+        raise ConfigError("python -O leaves assertions out, and nothing would be checked")
+    if parsed.policy is not None:
+        find_policy(parsed.policy, {})
+    logging.getLogger("engine").setLevel(logging.CRITICAL)  # refusals and faults are expected
+    hunt = Hunt(parsed.policy, None, parsed.every)
+    console = Console()
+    begun = time.monotonic()
+    tally = replay_corpus(hunt.swarm())
+    if not tally.found:
+        _search(hunt, parsed, tally, console)
+    _print_summary(console, tally, time.monotonic() - begun)
+    for found in tally.found[:1]:
+        _print_violation(console, found)
+    return VIOLATION if tally.found else 0
+
+
+def _search(hunt: Hunt, parsed: argparse.Namespace, tally: Tally, console: Console) -> None:
+    """Seeds from the first on, until there were enough steps, time is up or a rule is broken."""
+    columns = (
+        BarColumn(),
+        TextColumn("{task.completed:,.0f} of {task.total:,.0f} steps"),
+        TextColumn("{task.fields[rate]:,.0f} a second"),
+        TimeElapsedColumn(),
+    )
+    begun = time.monotonic()
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=parsed.steps, rate=0.0)
+        for part in _batches(hunt, parsed):
+            tally.add(part)
+            seconds = time.monotonic() - begun
+            progress.update(task, completed=tally.num_steps, rate=tally.num_steps / seconds)
+            is_late = parsed.seconds is not None and seconds >= parsed.seconds
+            if tally.found or is_late or tally.num_steps >= parsed.steps:
+                break
+
+
+def _batches(hunt: Hunt, parsed: argparse.Namespace) -> Iterator[Tally]:
+    """What each batch of seeds brought."""
+    seeds = count(parsed.seed)
+    if parsed.jobs == 1:
+        while True:
+            yield _run_batch(hunt, list(islice(seeds, BATCH)))
+    with ProcessPoolExecutor(parsed.jobs) as pool:
+        waiting: set[Future[Tally]] = set()
+        try:
+            while True:
+                while len(waiting) < 2 * parsed.jobs:
+                    waiting.add(pool.submit(_run_batch, hunt, list(islice(seeds, BATCH))))
+                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                yield from (future.result() for future in done)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _run_batch(hunt: Hunt, seeds: list[int]) -> Tally:
+    logging.getLogger("engine").setLevel(logging.CRITICAL)
+    return hunt.swarm().run(seeds, num_steps=2**62)
+
+
+def _print_summary(console: Console, tally: Tally, seconds: float) -> None:
+    rate = tally.num_steps / seconds if seconds else 0.0
+    console.print(
+        f"{tally.num_steps:,} steps, {tally.num_runs:,} engines, {tally.num_requests:,} requests "
+        f"in {seconds:.1f} s ({rate:,.0f} steps/s); violations: {len(tally.found)}",
+        highlight=False,
+    )
+    by_policy = ", ".join(f"{name} {n:,}" for name, n in sorted(tally.steps_by_policy.items()))
+    console.print(f"steps by policy: {by_policy}", highlight=False)
+
+
+def _print_violation(console: Console, found: Found) -> None:
+    """What broke, and the smallest program that breaks it."""
+    source = "a kept case" if found.seed < 0 else f"seed {found.seed}"
+    console.print(f"\nviolation ({source}, {found.broken.place}):", style="bold red")
+    console.print(found.broken.message, highlight=False, markup=False)
+    swarm = Swarm(every=1)
+
+    def breaks(case: Case) -> bool:
+        done = swarm.judge(case)
+        return isinstance(done, Broken) and done.place == found.broken.place
+
+    small = shrink(found.case, breaks) if breaks(found.case) else found.case
+    console.print("\nthe smallest case found that breaks it:\n", highlight=False)
+    console.out(reproduction(small), highlight=False)
