@@ -70,6 +70,9 @@ RECORDS: dict[str, str] = {
     "SamplingParams": "what a user may ask of sampling",
     "EngineArgs": "what a user may ask of an engine",
     "SchedulerConfig": "what a user may ask of the scheduler",
+    "AddRequest": "what a request consists of on the wire",
+    "StepPlan": "what a worker must know of a step",
+    "SchedulerStats": "what there is to know of a scheduler",
 }
 # A kernel's parameters are its tensors and their strides.
 LONG_SIGNATURES: dict[str, str] = {

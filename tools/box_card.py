@@ -72,7 +72,7 @@ all its documents and conversations.
 | Script | `tools/train_box_model.py` |
 | Steps | {steps} of {tokens_per_step} tokens ({million_tokens:.1f} M tokens) |
 | Windows | 256 tokens, packed; 2048 tokens in the last 1/24 of the steps |
-| Curriculum | all; after 60 % the reference topics and 14 modules {core_copies} times more; all in the last 1/24 |
+| Curriculum | all; after 60 %, topics and 14 modules {core_copies} times more; last 1/24: all |
 | Optimizer | Muon (weight decay 0.1) on matrices, AdamW (0.9, 0.95) on embeddings and norms |
 | Peak learning rates | {peak_lrs[0]} for Muon (scaled to AdamW's RMS), {peak_lrs[1]} for AdamW |
 | Schedule | 100 steps up, constant, down as `1 - sqrt` in the last 40 %; gradient norm at most 1 |

@@ -73,7 +73,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def stages(steps: int, documents: Documents) -> list[Stage]:
-    """Everything, then more of the core as the rate decays, at last everything in whole contexts."""
+    """Everything, more of the core as the rate decays, at last everything in whole contexts."""
     decay_steps, long_steps = round(steps * DECAY_SHARE), round(steps * LONG_SHARE)
     short_rows, long_rows = TOKENS_PER_STEP // SHORT_WINDOW, TOKENS_PER_STEP // LONG_WINDOW
     return [

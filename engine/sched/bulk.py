@@ -11,14 +11,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.kv.manager import KVManager
 from engine.sched import queues
-from engine.sched.append import Appender
 from engine.sched.builder import Step
 from engine.sched.guard import Guard
 from engine.sched.request import Request
-from engine.sched.roster import Roster, Rows
-from engine.sched.view import View
+from engine.sched.roster import Rows
+from engine.sched.settle import Settler
 
 # Whoever overrides one of these is asked about every request, one by one.
 ASKING_HOOKS = ("order", "chunk", "evict", "on_grant")
@@ -27,14 +25,13 @@ ASKING_HOOKS = ("order", "chunk", "evict", "on_grant")
 class Bulk:
     """Grants plain rows."""
 
-    def __init__(
-        self, roster: Roster, kv: KVManager, appender: Appender, guard: Guard, view: View
-    ) -> None:
-        self._roster = roster
-        self._kv = kv
-        self._appender = appender
+    def __init__(self, settler: Settler, guard: Guard, *, is_open: bool) -> None:
+        self.is_open = is_open
+        self._roster = settler.roster
+        self._kv = settler.kv
+        self._appender = settler.appender
+        self._view = settler.view
         self._guard = guard
-        self._view = view
         self._asks = guard.overrides(*ASKING_HOOKS)
         self._asks_chunk = guard.overrides("chunk")
         self._asks_grant = guard.overrides("on_grant")

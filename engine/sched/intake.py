@@ -34,12 +34,16 @@ class Intake:
         self._num_arrived += 1
         self._kv.ensure_rows(roster.table.num_rows)
         policy, ledger = self._settler.policy, self._settler.ledger
-        verdict = policy.on_add(req, view)
-        if isinstance(verdict, Refuse):
+        try:
+            verdict = policy.on_add(req, view)
+            if isinstance(verdict, Refuse):
+                self._settler.tally.num_refused += 1
+                raise RefusedError(f"request {add.request_id!r} was refused: {verdict.reason}")
+            view.predict(req)  # a predictor that lacks something says so here
+        except RequestError:
             self._kv.forget(req)  # the policy may have looked it up in the cache
             roster.table.give_back(req.row)
-            self._settler.tally.num_refused += 1
-            raise RefusedError(f"request {add.request_id!r} was refused: {verdict.reason}")
+            raise
         if ledger is not None:
             ledger.on_add(req)
         roster.table.watched.at[req.row] = int(self._settler.resources.watch(req))

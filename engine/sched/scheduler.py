@@ -147,9 +147,10 @@ class Scheduler(SchedulerInterface):
             tally.num_steps, self.config.max_num_batched_tokens, self.roster
         )
         self._limit(step)
-        if self.guard.dynamic:
+        was_left_out = self.guard.take_rerank()
+        if self.guard.dynamic or was_left_out:
             self.roster.running.rerank(lambda req: self.guard.rank(req, view))
-            if step.admission_open:  # or nobody will look at those who wait
+            if step.admission_open or was_left_out:  # else nobody will look at those who wait
                 self.roster.waiting.rerank(lambda req: self.guard.rank(req, view))
         for req in list(self.guard.evict(view)):
             self.preempt(req, step)

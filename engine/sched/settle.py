@@ -59,6 +59,7 @@ class Settler:
             self._roll_back(plan, result)
         for index in self.appender.append(plan, result, outputs):
             if (stop := stopped_by(outputs.reqs[index])) is not None:
+                self.view.lengths.add(outputs.reqs[index].num_output)
                 self.finish(outputs.reqs[index])
                 outputs.finish(index, *stop)
         for req, message in failed:
@@ -89,7 +90,6 @@ class Settler:
         self.roster.finish(req, self.view.now)
         self.resources.release(req)
         self._to_restart.discard(req.request_id)
-        self.view.lengths.add(req.num_output)
         if self.ledger is not None:
             self.ledger.on_finish(req)
         self.policy.on_finish(req, self.view)

@@ -57,11 +57,10 @@ def make_worker(config: EngineConfig, info: ModelInfo) -> tuple[InprocExecutor, 
     sched = cap_to_pool(
         replace(config.scheduler, max_model_len=max_model_len), config.cache, num_blocks
     )
-    block_size = config.cache.block_size
     decided = Decided(
         max_model_len=sched.max_model_len,
         num_kv_blocks=num_blocks,
-        block_size=block_size,
+        block_size=config.cache.block_size,
         vocab_size=model.vocab_size,
         eos_token_ids=info.eos_token_ids,
         device=device,
@@ -74,8 +73,8 @@ def make_worker(config: EngineConfig, info: ModelInfo) -> tuple[InprocExecutor, 
         device=device,
         logits_processors=config.logits_processors,
     )
-    states = States(sched.max_num_seqs, max_model_len, block_size)
-    kv = make_kv_cache(spec, num_blocks, block_size, dtype=model.dtype, device=device)
+    states = States(sched.max_num_seqs, max_model_len, decided.block_size)
+    kv = make_kv_cache(spec, num_blocks, decided.block_size, dtype=model.dtype, device=device)
     runner = ModelRunner(model, sampler, states, kv)
     if device == "cpu" and isinstance(model, Decoder) and model.dtype is torch.float32:
         leave_threads_to_kernels()
