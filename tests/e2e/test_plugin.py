@@ -1,0 +1,144 @@
+"""A package of somebody else's, installed with pip, is found by its names and runs in an engine."""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from e2e.box_engine import PROMPTS, SIZES, greedy
+
+from engine import LLMEngine
+from engine.config.sched import SchedulerConfig
+from engine.errors import ConfigError
+from engine.sched.find import choose
+
+PLUGIN = Path(__file__).parent.parent / "plugin"
+RUN = """
+import json, sys
+from engine import LLM, SamplingParams
+options, prompts = json.loads(sys.argv[1])
+with LLM(**options) as llm:
+    params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    stats = llm.llm_engine.stats()
+print(json.dumps({
+    "tokens": [o.outputs[0].token_ids for o in outputs],
+    "waits": [o.metrics.waits for o in outputs],
+    "hooks": sorted(stats.hook_seconds),
+    "faults": stats.num_policy_faults,
+}))
+"""
+
+
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory into which pip has installed the package."""
+    root = tmp_path_factory.mktemp("plugin")
+    source, target = root / "source", root / "target"
+    shutil.copytree(PLUGIN, source)  # a build leaves its traces beside what it builds
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
+    command += ["--no-build-isolation", "--disable-pip-version-check", "--target", str(target)]
+    done = subprocess.run([*command, str(source)], capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    return target
+
+
+@pytest.fixture
+def on_path(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(installed))
+
+
+def run(installed: Path, **options: Any) -> dict[str, Any]:
+    """Generate in a fresh process that has the package on its path."""
+    arguments = json.dumps([{**SIZES, **options}, PROMPTS])
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, arguments],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env={**os.environ, "PYTHONPATH": str(installed)},
+    )
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+@pytest.mark.timeout(300)
+def test_a_policy_and_a_resource_run_by_name(installed: Path, llm_engine: LLMEngine) -> None:
+    found = run(
+        installed,
+        scheduling_policy="pace",
+        policy_options={"chunk_tokens": 2},
+        resources=["one-long-prompt"],
+    )
+    assert {"Pace.rank", "Pace.chunk", "OneLongPrompt.fit"} <= set(found["hooks"])
+    assert found["faults"] == 0
+    assert found["tokens"] == default_tokens(llm_engine)
+
+
+@pytest.mark.timeout(300)
+def test_a_loop_of_its_own_runs_by_name(installed: Path, llm_engine: LLMEngine) -> None:
+    found = run(installed, scheduler_cls="oldest-half", max_num_seqs=2)
+    assert any("seats" in waits for waits in found["waits"])
+    assert found["tokens"] == default_tokens(llm_engine)
+
+
+def default_tokens(llm_engine: LLMEngine) -> list[list[int]]:
+    for number, prompt in enumerate(PROMPTS):
+        llm_engine.add_request(str(number), prompt, greedy(output_kind="final"))
+    finished = {}
+    while llm_engine.has_unfinished_requests():
+        finished |= {o.request_id: o.outputs[0].token_ids for o in llm_engine.step()}
+    return [finished[str(number)] for number in range(len(PROMPTS))]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"scheduling_policy": "from-the-future"},
+            r"FromTheFuture was written for version 99 of the API, this engine has version 1",
+        ),
+        (
+            {"resources": ("resource-from-the-future",)},
+            r"ResourceFromTheFuture was written for version 99",
+        ),
+        (
+            {"scheduling_policy": "gone"},
+            r"'gone' is installed \(metronome_pace.gone:Policy\) but cannot be loaded: "
+            r"ModuleNotFoundError",
+        ),
+        (
+            {"scheduling_policy": "paces"},
+            r"'paces' is not known; there are: .*fcfs.*pace.*residual-sjf.*dotted path",
+        ),
+        ({"resources": ("nothing",)}, r"'nothing' is not known; there are: one-long-prompt"),
+        ({"scheduling_policy": "no-policy"}, r"'no-policy' is no subclass of engine.Policy"),
+        ({"scheduling_policy": "oldest-half"}, r"'oldest-half' is no subclass of engine.Policy"),
+        ({"scheduler_cls": "pace"}, r"is no subclass of engine.SchedulerInterface"),
+        (
+            {"scheduling_policy": "pace", "policy_options": {"chunks": 3}},
+            r"policy Pace cannot be made with policy_options {'chunks': 3}: TypeError",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("on_path")
+def test_what_cannot_be_used_says_why(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        choose(SchedulerConfig(**options))
+
+
+@pytest.mark.usefixtures("on_path")
+@pytest.mark.skipif(
+    importlib.util.find_spec("engine.sched.testing") is None, reason="the kit is not there yet"
+)
+@pytest.mark.parametrize("name", ["pace"])
+def test_the_kit_for_strangers_passes(name: str) -> None:
+    from engine.sched.testing import check_policy
+
+    check_policy(name)
