@@ -110,5 +110,8 @@ class FastHasher:
         raw = digests.raw
         return [raw[start : start + DIGEST_BYTES] for start in range(0, len(raw), DIGEST_BYTES)]
 
+    def extend_one(self, parent: bytes, data: bytes) -> bytes:
+        return self.extend(parent, data, len(data))[0]
+
     def fold(self, parent: bytes, extra: bytes) -> bytes:
         return hashlib.blake2b(parent + extra, key=self._key, digest_size=DIGEST_BYTES).digest()

@@ -43,6 +43,9 @@ class BlockHasher(Protocol):
     def extend(self, parent: bytes, data: bytes, width: int) -> list[bytes]:
         """Hashes of consecutive blocks of ``width`` bytes each behind ``parent``."""
 
+    def extend_one(self, parent: bytes, data: bytes) -> bytes:
+        """Hash of the block behind ``parent`` that holds ``data``."""
+
     def fold(self, parent: bytes, extra: bytes) -> bytes:
         """A parent that stands for ``extra`` as well."""
 
@@ -62,6 +65,9 @@ class Sha256Hasher:
             hashes.append(parent)
         return hashes
 
+    def extend_one(self, parent: bytes, data: bytes) -> bytes:
+        return hashlib.sha256(parent + data).digest()
+
     def fold(self, parent: bytes, extra: bytes) -> bytes:
         return hashlib.sha256(b"extra" + parent + extra).digest()
 
@@ -79,6 +85,18 @@ class Chains:
             return self.hasher.root
         extra = msgspec.msgpack.encode((content.cache_salt, content.adapter))
         return self.hasher.fold(self.hasher.root, extra)
+
+    def extend_each(self, chains: Sequence[list[bytes]], contents: Sequence[Content]) -> None:
+        """Append the next full block's hash to each of these chains, which are not empty."""
+        size, extend_one = self.block_size, self.hasher.extend_one
+        for chain, content in zip(chains, contents, strict=True):
+            done = len(chain)
+            start = done * size
+            if content.media and content.media[-1].offset >= start:
+                self.extend(chain, content, start + size)
+            else:
+                data = content.tokens[start : start + size].tobytes()
+                chain.append(extend_one(chain[-1], data))
 
     def extend(self, chain: list[bytes], content: Content, upto: int) -> None:
         """Append the hashes of the full blocks of ``tokens[:upto]`` that ``chain`` lacks."""

@@ -243,6 +243,14 @@ class KVManager:
         if self.caching:
             self._sharing.publish(req, self._holdings[row], first, full)
 
+    def commit_next(self, reqs: Sequence[Holder]) -> None:
+        """``commit`` of one more block for each of these."""
+        rows = [req.row for req in reqs]
+        nth = self.num_published[rows].tolist()
+        self.num_published[rows] += 1
+        if self.caching:
+            self._sharing.publish_next(reqs, [self._holdings[row] for row in rows], nth)
+
     def revoke(self, req: Holder, start: int, others: Iterable[Holder]) -> list[int]:
         """What ``req`` wrote from position ``start`` on, and all that was computed from it, leaves
         the cache. Returns the rows among ``others`` that adopted some of it, or may have before

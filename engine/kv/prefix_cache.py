@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 
 class PrefixCache:
@@ -47,11 +47,17 @@ class PrefixCache:
 
     def publish(self, block: int, block_hash: bytes) -> None:
         """From now on the block can be found under this hash."""
-        if self.hashes[block] is not None or block == 0:
-            raise RuntimeError(f"block {block} cannot be published: it is, or it is nobody's")
-        self.hashes[block] = block_hash
-        if self._block.setdefault(block_hash, block) != block:
-            self._twins.setdefault(block_hash, []).append(block)
+        self.publish_each((block,), (block_hash,))
+
+    def publish_each(self, blocks: Sequence[int], block_hashes: Sequence[bytes]) -> None:
+        """From now on each of these blocks can be found under its hash."""
+        hashes, find_or_set = self.hashes, self._block.setdefault
+        for block, block_hash in zip(blocks, block_hashes, strict=True):
+            if hashes[block] is not None or block == 0:
+                raise RuntimeError(f"block {block} cannot be published: it is, or it is nobody's")
+            hashes[block] = block_hash
+            if find_or_set(block_hash, block) != block:
+                self._twins.setdefault(block_hash, []).append(block)
         self.version += 1
 
     def unpublish(self, block: int) -> None:

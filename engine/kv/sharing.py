@@ -54,6 +54,22 @@ class Sharing:
         if self.events is not None:
             self._report(self.events, req, chain, first, before)
 
+    def publish_next(
+        self, reqs: Sequence[Holder], holdings: Sequence[Holding], nth: list[int]
+    ) -> None:
+        """``publish`` of one block each: the ``nth`` of each table."""
+        if self.events is not None or len(self._groups) > 1 or 0 in nth:
+            for req, holding, index in zip(reqs, holdings, nth, strict=True):
+                self.publish(req, holding, index, index + 1)
+            return
+        chains = [holding.chain for holding in holdings]
+        late = [i for i, chain in enumerate(chains) if len(chain) == nth[i]]
+        if late:  # the others were hashed when they were looked up
+            self._chains.extend_each([chains[i] for i in late], [reqs[i] for i in late])
+        blocks = [holding.tables[0][index] for holding, index in zip(holdings, nth, strict=True)]
+        hashes = [chain[index] for chain, index in zip(chains, nth, strict=True)]
+        self._cache.publish_each(blocks, hashes)
+
     def hashes(self, req: Holder, holding: Holding | None) -> list[bytes]:
         """Of all full blocks of known tokens, also of a request that has ended."""
         chain = [] if holding is None else holding.chain

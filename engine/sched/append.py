@@ -42,10 +42,16 @@ class Appender:
         """Publish the blocks of these rows whose tokens are all known and written."""
         table, kv = self._roster.table, self._kv
         written = np.minimum(table.num_computed.all[rows], table.num_tokens.all[rows])
-        full = np.flatnonzero(written // kv.block_size > kv.num_published[rows])
-        for row, upto in zip(rows[full].tolist(), written[full].tolist(), strict=True):
-            req = self._roster.by_row[row]
-            assert req is not None
+        more = written // kv.block_size - kv.num_published[rows]
+        full = np.flatnonzero(more > 0)
+        if not full.size:
+            return
+        by_row = self._roster.by_row
+        reqs = [req for row in rows[full].tolist() if (req := by_row[row]) is not None]
+        if (more[full] == 1).all():
+            kv.commit_next(reqs)
+            return
+        for req, upto in zip(reqs, written[full].tolist(), strict=True):
             kv.commit(req, upto)
 
     def _one_by_one(self, plan: StepPlan, result: StepResult, outputs: OutputColumns) -> list[int]:
