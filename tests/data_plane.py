@@ -46,6 +46,15 @@ def answer(request: AddRequest, num_tokens: int | None = None) -> list[int]:
     return content[num_prompt:]
 
 
+def guess(tokens: list[int], num_right: int, num_drafts: int) -> list[int]:
+    """Drafts of which so many are right."""
+    tokens = list(tokens)
+    start = len(tokens)
+    for place in range(num_drafts):
+        tokens.append((token_after(tokens) + (place >= num_right)) % 1000)
+    return tokens[start:]
+
+
 # -- adapters and encoders: the worker
 
 

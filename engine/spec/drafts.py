@@ -84,10 +84,11 @@ class Drafts(Resource):
         other decodes it is padded to their shape."""
         if req.num_pending:
             return 0
+        room = req.max_total - req.num_tokens - 1
         if req.is_waiting:
-            return 0 if self._has_prefill else self.num_speculative_tokens
+            return 0 if self._has_prefill else min(self.num_speculative_tokens, room)
         drafts = self._proposed.get(req.row)
-        return self._cut(req, drafts) if drafts else 0
+        return min(self._cut(req, drafts), room) if drafts else 0
 
     def fit(self, req: Request, num_tokens: int, step: Step) -> Fit:
         is_gated = self.num_speculative_tokens and req.num_pending

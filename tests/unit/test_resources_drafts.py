@@ -6,22 +6,12 @@ import random
 
 import numpy as np
 import pytest
-from data_plane import answer, make_feature_run
+from data_plane import answer, guess, make_feature_run
 from simulate import make_request
 
 from engine.errors import ConfigError
 from engine.messages.step import StepResult
-from engine.sched.verify.fake import token_after
 from engine.spec.drafts import Drafts
-
-
-def guess(tokens, num_right, num_drafts):
-    """Drafts of which so many are right."""
-    tokens = list(tokens)
-    start = len(tokens)
-    for place in range(num_drafts):
-        tokens.append((token_after(tokens) + (place >= num_right)) % 1000)
-    return tokens[start:]
 
 
 def make(num_right=3, num_drafts=3, k=3, resources=(), **options):

@@ -1,0 +1,203 @@
+"""All features at once, at random: everybody ends, with the right tokens, and nothing is left."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+from data_plane import (
+    Compiler,
+    Compiling,
+    OneAnswer,
+    Source,
+    answer,
+    guess,
+    make_feature_run,
+)
+from simulate import make_request
+
+from engine.core.remote_kv import RemoteKV
+from engine.core.resources import BlockAlignment, PipelineCadence, PrefillGate
+from engine.errors import RequestError
+from engine.lora.slots import AdapterSlots
+from engine.messages.requests import AddRequest, MediaItem
+from engine.mm.encoder_budget import EncoderBudget
+from engine.spec.drafts import Drafts
+from engine.structured.readiness import GrammarReadiness
+
+LONGEST = 20  # tokens of a prompt, and of an output
+LONGEST_ITEM = 6
+
+
+@dataclass
+class Features:
+    """One resource of each kind."""
+
+    adapters: AdapterSlots
+    encoder: EncoderBudget
+    drafts: Drafts
+    grammars: GrammarReadiness
+    remote: RemoteKV
+    gate: PrefillGate
+
+    def check(self, running) -> None:
+        adapters = {req.adapter for req in running if req.adapter is not None}
+        assert len(adapters) <= self.adapters.max_loras
+        assert self.encoder.cache.num_used <= self.encoder.cache.num_tokens
+
+    def check_empty(self) -> None:
+        assert not self.adapters._users
+        assert not (self.encoder._uses or self.encoder.cache.num_used)
+        assert not (self.encoder._last_reads or self.encoder._encoded_in)
+        assert not (self.drafts._running or self.drafts._proposed)
+        grammars = self.grammars
+        assert not (grammars._compiling or grammars._faulty or grammars._matchers)
+        assert not (grammars._by_row or grammars._parked)
+        assert not (self.remote._loading or self.remote._failed)
+        assert not self.gate._running
+
+
+def make(rng: random.Random, depth: int, grammars: dict):
+    k = rng.choice([0, 1, 3])
+    readiness = GrammarReadiness(Compiler(grammars))
+    seats = rng.randint(1, 8)
+    budget = rng.randint(max(seats, LONGEST_ITEM), 30)
+    whole, aligned = rng.choice([(False, False), (True, False), (False, True)])
+    # Pieces that end at multiples may have to read several items at once.
+    cache = rng.randint(4 * LONGEST_ITEM if aligned else LONGEST_ITEM, 30)
+    features = Features(
+        AdapterSlots(rng.randint(1, 3)),
+        EncoderBudget(
+            cache if aligned else rng.randint(LONGEST_ITEM, 12), cache, whole_media=whole
+        ),
+        Drafts(k, cut=readiness.num_allowed),
+        readiness,
+        RemoteKV(rng.choice(["recompute", "fail"])),
+        PrefillGate(),
+    )
+    resources = list(vars(features).values())
+    if rng.random() < 0.3:
+        resources.append(PipelineCadence())
+    if aligned:
+        resources.append(BlockAlignment(rng.choice([2, 4])))
+    rng.shuffle(resources)
+    size = rng.choice([1, 2, 4])
+    run = make_feature_run(
+        depth=depth,
+        resources=resources,
+        propose=lambda tokens: guess(tokens, rng.randint(0, k), rng.randint(0, k + 1)),
+        source=Source(size),
+        cache_size=cache,
+        num_drafts=k,
+        num_blocks=rng.randint(42, 90) // size + 2,
+        block_size=size,
+        caching=rng.random() < 0.7,
+        policy=rng.choice(["fcfs", "priority"]),
+        max_num_seqs=seats,
+        max_num_batched_tokens=budget,
+        max_model_len=2 * LONGEST + 1,
+    )
+    return features, run
+
+
+def draw_media(rng: random.Random, num_prompt: int) -> list[MediaItem]:
+    media, offset = [], rng.randint(0, 4)
+    while offset < num_prompt and rng.random() < 0.5:
+        length = min(rng.randint(1, LONGEST_ITEM), num_prompt - offset)
+        media.append(MediaItem(offset, length, f"{length} tokens, {rng.randint(0, 2)}"))
+        offset += length + rng.randint(0, 3)
+    return media
+
+
+def draw_request(rng: random.Random, name: str, shared: list[int], grammars: dict) -> AddRequest:
+    num_prompt = rng.randint(1, LONGEST)
+    common = rng.randint(0, num_prompt)
+    prompt = shared[:common] + [rng.randrange(1000) for _ in range(num_prompt - common)]
+    params = None
+    if rng.random() < 0.4:
+        params = {
+            "num_tokens": rng.randint(0, num_prompt),
+            "asynchronous": rng.random() < 0.7,
+            "ticks": rng.randint(1, 6),
+            "keep": rng.random() < 0.3,
+        }
+        if params["asynchronous"] and rng.random() < 0.3:
+            params["error"] = "lost"
+    request = make_request(
+        name,
+        prompt,
+        rng.randint(1, LONGEST),
+        priority=rng.randint(-1, 1),
+        adapter=rng.choice([None, None, "A", "B", "C"]),
+        media=draw_media(rng, num_prompt),
+        grammar=name if rng.random() < 0.3 else None,
+        kv_transfer_params=params,
+        client_index=rng.randint(0, 1),
+    )
+    if request.grammar is not None:
+        right = answer(request)
+        upto = rng.choice([None, None, rng.randint(0, len(right))])
+        error = "wrong" if rng.random() < 0.2 else ""
+        polls = rng.randint(1, 6)
+        grammars[name] = lambda: Compiling(OneAnswer(right[:upto]), polls, error)
+    return request
+
+
+def drive(rng: random.Random, run, features: Features, requests, abort_rate: float) -> set[str]:
+    """Add the requests over time, abort some, throttle now and then. Returns the ids aborted."""
+    scheduler, todo, aborted = run.scheduler, list(requests), set()
+    for _ in range(4000):
+        while todo and rng.random() < 0.4:
+            try:
+                run.add(request := todo.pop(0))
+            except RequestError:  # too large for this pool
+                requests.remove(request)
+        if rng.random() < abort_rate and run.outputs:
+            for req in scheduler.finish_requests(rng.choice(sorted(run.outputs))):
+                aborted.add(req.request_id)
+                run.finished[req.request_id] = ("abort", None)
+        features.gate.throttled = rng.random() < 0.3
+        run.step()
+        features.check(scheduler.roster.running)
+        if not (todo or run.flight or scheduler.has_requests() or scheduler.kv.transfers.lent):
+            break
+    else:
+        stuck = [repr(req) for req in scheduler.roster.by_id.values()]
+        raise AssertionError(f"no end: {stuck}, lent {scheduler.kv.transfers.lent}")
+    run.drain()
+    return aborted
+
+
+def check_end(run, request: AddRequest, fails_on_error: bool) -> None:
+    """The right tokens, or an error that was to be expected and the right ones before it."""
+    name, right = request.request_id, answer(request)
+    out, (reason, _) = run.outputs[name], run.finished[name]
+    if reason == "error":
+        message = run.ends[name].message
+        is_lost = fails_on_error and (request.kv_transfer_params or {}).get("error")
+        may_fail = request.grammar is not None or is_lost
+        assert may_fail and ("grammar" in message or "lost" in message), message
+    assert out == (right if reason == "length" else right[: len(out)])
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_all_features_at_once(depth):
+    num_preempted = num_loads = num_accepted = 0
+    for seed in range(1000 * depth, 1000 * depth + 40):
+        print(f"seed {seed}")
+        rng = random.Random(seed)
+        grammars: dict = {}
+        shared = [rng.randrange(1000) for _ in range(LONGEST)]
+        requests = [draw_request(rng, str(i), shared, grammars) for i in range(25)]
+        features, run = make(rng, depth, grammars)
+        aborted = drive(rng, run, features, requests, 0.05 if seed % 2 else 0.0)
+        features.check_empty()
+        assert not run.scheduler.guard.faults.messages
+        for request in requests:
+            if request.request_id not in aborted:
+                check_end(run, request, features.remote.kv_load_failure_policy == "fail")
+        num_preempted += run.scheduler.settler.tally.num_preemptions
+        num_loads += run.scheduler.kv.transfers.source.num_loads
+        num_accepted += features.drafts.stats.num_accepted
+    assert num_preempted > 100 and num_loads > 100 and num_accepted > 100

@@ -1,0 +1,162 @@
+"""Grammars: who waits for one, who fails by one, and how drafts meet one."""
+
+from __future__ import annotations
+
+import pytest
+from data_plane import Compiler, Compiling, OneAnswer, answer, guess, make_feature_run
+from simulate import make_request
+
+from engine.spec.drafts import Drafts
+from engine.structured.readiness import GrammarReadiness
+
+
+def request_of(request_id, grammar=None, num_output=5, **fields):
+    return make_request(request_id, [ord(request_id)] * 10, num_output, grammar=grammar, **fields)
+
+
+def follows(request, polls, error="", upto=None):
+    """A grammar that allows just what the fake model says, or its beginning."""
+    return lambda: Compiling(OneAnswer(answer(request)[:upto]), polls, error)
+
+
+def make(grammars, resources=(), **options):
+    readiness = GrammarReadiness(Compiler(grammars))
+    run = make_feature_run(resources=[readiness, *resources], **options)
+    return readiness, run
+
+
+def test_088_who_waits_for_a_grammar_is_passed_and_comes_back_in_order():
+    requests = [request_of("0", "slow"), request_of("1", "quick"), request_of("2")]
+    _, run = make(
+        {"slow": follows(requests[0], polls=3), "quick": follows(requests[1], polls=3)},
+        max_num_seqs=2,
+    )
+    for request in requests:
+        run.add(request)
+    run.step()
+    assert run.plans == [{"2": 10}]
+    assert run.scheduler.get_request_counts() == (1, 0, 2)
+    run.step()
+    run.add(request_of("3"))
+    requests.append(request_of("3"))
+    run.step()
+    assert run.plans[1:] == [{"2": 1}, {"2": 1, "0": 10}]
+    run.drain()
+    assert list(run.finished) == ["2", "0", "1", "3"]
+    for request in requests:
+        assert run.outputs[request.request_id] == answer(request)
+
+
+def test_088_the_wait_is_charged_to_the_grammar():
+    clock = [0.0]
+    request = request_of("0", "slow")
+    _, run = make({"slow": follows(request, polls=4)})
+    run.scheduler._clock = lambda: clock[0]
+    run.add(request)
+    while run.scheduler.has_requests():
+        run.step()
+        clock[0] += 1.0
+    waits = {cause: seconds for cause, seconds in run.ends["0"].waits.items() if seconds}
+    assert waits == {"grammar": 3.0}
+
+
+def test_088_a_grammar_is_compiled_while_its_request_waits_for_a_seat():
+    requests = [request_of("0"), request_of("1", "slow")]
+    readiness, run = make({"slow": follows(requests[1], polls=4)}, max_num_seqs=1)
+    for request in requests:
+        run.add(request)
+    assert readiness._compiler.num_submitted == 1
+    for _ in range(6):
+        run.step()
+    assert run.plans[5] == {"1": 10}, "not a step is lost"
+
+
+def test_088_an_aborted_request_is_woken_by_nobody():
+    request = request_of("0", "slow")
+    readiness, run = make({"slow": follows(request, polls=3)})
+    run.add(request)
+    run.step()
+    run.scheduler.finish_requests("0")
+    for _ in range(4):
+        run.step()
+    assert not run.plans and not readiness._compiling and not readiness._parked
+
+
+@pytest.mark.parametrize("polls", [1, 3])
+def test_089_a_grammar_that_cannot_be_compiled_ends_one_request(polls):
+    wrong, right = request_of("0", "wrong"), request_of("1", "right")
+    _, run = make({"wrong": follows(wrong, polls, "( is never closed"), "right": follows(right, 1)})
+    run.add(wrong)
+    run.add(right)
+    run.wait()
+    assert run.finished == {"0": ("error", None), "1": ("length", None)}
+    assert run.ends["0"].message == "the grammar cannot be used: ( is never closed"
+    assert run.outputs == {"0": [], "1": answer(right)}
+
+
+def test_089_a_compiler_that_refuses_at_once_ends_one_request():
+    _, run = make({})
+    run.add(request_of("0", "nobody knows this"))
+    run.add(request := request_of("1"))
+    run.wait()
+    assert run.finished["0"] == ("error", None) and run.outputs["1"] == answer(request)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_090_a_token_that_the_grammar_refuses_ends_one_request(depth):
+    requests = [request_of("0", "short"), request_of("1", "whole"), request_of("2")]
+    _, run = make(
+        {"short": follows(requests[0], 1, upto=2), "whole": follows(requests[1], 1)}, depth=depth
+    )
+    for request in requests:
+        run.add(request)
+    run.drain()
+    assert run.finished["0"] == ("error", None)
+    token = answer(requests[0])[2]
+    assert run.ends["0"].message == f"token {token} at output 2 is not what the grammar allows"
+    assert run.outputs["0"] == answer(requests[0])[:2]
+    for request in requests[1:]:
+        assert run.outputs[request.request_id] == answer(request)
+
+
+def test_a_request_with_a_grammar_is_in_one_step_at_a_time():
+    request = request_of("0", "its")
+    _, run = make({"its": follows(request, 1)}, depth=2)
+    run.add(request)
+    run.add(request_of("1"))
+    run.launch()
+    run.launch()
+    assert run.plans == [{"0": 10, "1": 10}, {"1": 1}]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_preempted_request_goes_on_in_its_grammar(depth):
+    requests = [request_of(str(i), f"{i}", num_output=16) for i in range(4)]
+    _, run = make(
+        {request.grammar: follows(request, i) for i, request in enumerate(requests)},
+        depth=depth,
+        num_blocks=11,
+        block_size=4,
+        caching=False,
+    )
+    for request in requests:
+        run.add(request)
+    run.wait()
+    assert run.scheduler.settler.tally.num_preemptions > 0
+    for request in requests:
+        assert run.outputs[request.request_id] == answer(request)
+
+
+def test_087_drafts_are_cut_to_what_the_grammar_allows():
+    """Right drafts pass, wrong ones are not even tried."""
+    request = request_of("0", "its", num_output=9)
+    readiness = GrammarReadiness(Compiler({"its": follows(request, 1)}))
+    drafts = Drafts(3, cut=readiness.num_allowed)
+    run = make_feature_run(
+        resources=[readiness, drafts], propose=lambda tokens: guess(tokens, 2, 3), num_drafts=3
+    )
+    run.add(request)
+    run.drain()
+    assert run.plans[1:4] == [{"0": 3}, {"0": 3}, {"0": 2}]
+    assert drafts.stats.num_draft_tokens == drafts.stats.num_accepted == 5
+    assert run.outputs["0"] == answer(request)

@@ -1,0 +1,246 @@
+"""KV from elsewhere: loads with and without waiting, failures, and blocks that outlive requests."""
+
+from __future__ import annotations
+
+import pytest
+from data_plane import Source, answer, make_feature_run
+from simulate import make_request
+
+from engine.core.remote_kv import Received, RemoteKV
+from engine.errors import ConfigError
+
+
+def remote(request_id, length=60, num_output=4, first=None, **params):
+    prompt = [ord(request_id) if first is None else first] * length
+    return make_request(request_id, prompt, num_output, kv_transfer_params=params or None)
+
+
+def loading(request_id, num_tokens, *, ticks=3, **fields):
+    return remote(request_id, num_tokens=num_tokens, asynchronous=True, ticks=ticks, **fields)
+
+
+def make(policy="recompute", **options):
+    source = Source(options.get("block_size", 16))
+    return source, make_feature_run(resources=[RemoteKV(policy)], source=source, **options)
+
+
+def held(run, request_id):
+    return len(run.scheduler.kv.held(run.scheduler.roster.by_id[request_id]))
+
+
+# -- 97: loads
+
+
+def test_097_tokens_that_are_loaded_within_the_step_count_as_computed():
+    source, run = make()
+    run.add(request := remote("0", num_tokens=48))
+    run.step()
+    assert run.plans == [{"0": 12}] and source.num_loads == 1
+    run.drain()
+    assert run.outputs["0"] == answer(request)
+    run.add(again := remote("1", first=ord("0"), num_tokens=48))
+    run.drain()
+    assert source.num_loads == 1 and run.outputs["1"] == answer(again), "it was cached here"
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_097_who_waits_for_a_load_holds_blocks_and_computes_nothing(depth):
+    source, run = make(depth=depth)
+    run.add(request := loading("0", 48))
+    run.add(other := remote("1", length=20))
+    run.step()
+    assert run.scheduler.get_request_counts() == (1, 0, 1)
+    assert run.plans[0] == {"1": 20} and held(run, "0") == 4
+    run.wait()
+    assert source.num_loads == 1
+    assert [plan["0"] for plan in run.plans if "0" in plan] == [12, 1, 1, 1]
+    assert run.outputs["0"] == answer(request) and run.outputs["1"] == answer(other)
+    assert run.scheduler.kv.num_free == run.scheduler.kv.num_usable
+
+
+def test_097_a_load_goes_on_while_nobody_runs():
+    _, run = make()
+    run.add(request := loading("0", 48, ticks=2))
+    assert run.step(), "the worker is told, though it computes nothing"
+    assert run.plans == [{}] and run.scheduler.get_request_counts().parked == 1
+    run.wait()
+    assert run.outputs["0"] == answer(request)
+
+
+def test_097_the_last_token_is_computed_even_if_all_could_be_loaded():
+    _, run = make()
+    run.add(request := loading("0", 60))
+    run.wait()
+    assert next(plan["0"] for plan in run.plans if "0" in plan) == 1
+    assert run.outputs["0"] == answer(request)
+
+
+def test_097_others_may_share_what_was_loaded():
+    source, run = make()
+    run.add(loading("0", 48))
+    run.wait()
+    run.add(request := remote("1", first=ord("0")))
+    run.wait()
+    assert source.num_loads == 1 and run.plans[-5]["1"] == 12
+    assert run.outputs["1"] == answer(request)
+
+
+def test_097_the_wait_is_charged_to_the_load():
+    clock = [0.0]
+    _, run = make()
+    run.scheduler._clock = lambda: clock[0]
+    run.add(loading("0", 48))
+    while "0" not in run.finished:
+        run.step()
+        clock[0] += 1.0
+    waits = {cause: seconds for cause, seconds in run.ends["0"].waits.items() if seconds}
+    assert waits == {"remote KV": 2.0, "next step": 1.0}
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_097_what_a_failed_load_did_not_bring_is_computed(depth):
+    source, run = make(depth=depth)
+    run.add(request := loading("0", 48, error="connection lost"))
+    run.wait()
+    assert next(plan["0"] for plan in run.plans if "0" in plan) == 36, "half of it was good"
+    assert run.outputs["0"] == answer(request) and source.num_loads == 1
+
+
+def test_097_a_failed_load_ends_its_request_if_that_is_wanted():
+    _, run = make("fail")
+    run.add(loading("0", 48, error="connection lost"))
+    run.add(other := remote("1", length=20))
+    run.wait()
+    assert run.finished["0"] == ("error", None) and run.outputs["1"] == answer(other)
+    assert run.ends["0"].message == "its KV could not be loaded: connection lost"
+
+
+def test_097_an_unknown_way_to_take_failures_is_refused():
+    with pytest.raises(ConfigError, match="'retry', must be 'recompute' or 'fail'"):
+        RemoteKV("retry")
+
+
+def test_097_a_preempted_request_loads_again():
+    source, run = make(num_blocks=9, caching=False)
+    run.add(first := remote("0", length=30, num_output=50))
+    run.add(request := loading("1", 48, num_output=50))
+    run.wait()
+    assert run.scheduler.settler.tally.num_preemptions > 0
+    assert source.num_loads == 2
+    assert run.outputs == {"0": answer(first), "1": answer(request)}
+
+
+# -- 98: blocks that are still being sent
+
+
+def test_098_blocks_are_free_once_they_are_sent():
+    _, run = make()
+    kv = run.scheduler.kv
+    run.add(request := remote("0", keep=True, ticks=4))
+    while "0" not in run.finished:
+        run.step()
+    assert run.ends["0"].kv_transfer_params == {"blocks": 4}
+    assert kv.num_free == kv.num_usable - 4 and not kv.reset_prefix_cache()
+    run.wait()
+    assert kv.num_free == kv.num_usable and run.outputs["0"] == answer(request)
+    assert not kv.sent("0"), "told twice"
+
+
+def test_098_params_reach_the_output_of_a_request_that_keeps_nothing():
+    _, run = make()
+    run.add(remote("0", farewell={"port": 5}))
+    run.wait()
+    assert run.ends["0"].kv_transfer_params == {"port": 5}
+
+
+# -- 99: memory
+
+
+def test_099_a_second_load_that_does_not_fit_is_held_back():
+    source, run = make(num_blocks=10)
+    requests = [
+        loading("0", 112, length=120, num_output=8),
+        loading("1", 64, length=70, num_output=8),
+    ]
+    for request in requests:
+        run.add(request)
+    run.step()
+    assert run.scheduler.get_request_counts() == (0, 1, 1)
+    assert held(run, "0") == 8 and held(run, "1") == 0 and source.num_loads == 1
+    run.wait()
+    assert source.num_loads == 2
+    for request in requests:
+        assert run.outputs[request.request_id] == answer(request)
+
+
+def test_099_a_load_waits_for_those_who_run():
+    _, run = make(num_blocks=10)
+    run.add(first := remote("0", length=70, num_output=8))
+    run.step()
+    run.add(second := loading("1", 112, length=120, num_output=8))
+    run.step()
+    assert run.scheduler.get_request_counts() == (1, 1, 0)
+    run.wait()
+    assert run.outputs == {"0": answer(first), "1": answer(second)}
+
+
+# -- 100: aborts
+
+
+def test_100_blocks_of_an_aborted_load_come_back_once_and_when_it_is_over():
+    _, run = make()
+    kv = run.scheduler.kv
+    run.add(loading("0", 48, ticks=5))
+    run.step()
+    run.scheduler.finish_requests("0")
+    assert kv.num_free == kv.num_usable - 4
+    for _ in range(3):
+        run.step()
+    assert kv.num_free == kv.num_usable - 4, "the load still writes into them"
+    run.wait()
+    assert kv.num_free == kv.num_usable
+    run.remote.received(Received("0", 48))
+    assert kv.num_free == kv.num_usable
+
+
+def test_100_an_id_used_again_waits_until_the_load_of_its_predecessor_is_over():
+    """Or the end of the one would be taken for the end of the other."""
+    source, run = make()
+    run.add(loading("0", 48, ticks=4))
+    run.step()
+    run.scheduler.finish_requests("0")
+    run.add(again := loading("0", 48, ticks=2))
+    run.step()
+    assert run.scheduler.get_request_counts().waiting == 1 and source.num_loads == 1
+    run.wait()
+    assert source.num_loads == 2 and run.outputs["0"] == answer(again)
+
+
+def test_100_a_load_into_blocks_that_are_not_trusted_any_more_ends_first():
+    """The request adopted what another one wrote wrongly; it starts again when its load is over."""
+
+    def fail(seq, upto):
+        return "broken" if seq.request_id == "0" and upto > 40 else None
+
+    source, run = make(fail=fail, max_num_batched_tokens=40)
+    run.add(remote("0", length=60, first=5))
+    run.step()
+    run.add(request := loading("1", 56, ticks=6, first=5))
+    run.launch()
+    assert run.scheduler.get_request_counts().parked == 1
+    assert run.scheduler.kv.num_adopted(run.scheduler.roster.by_id["1"]) == 3
+    run.settle()
+    assert run.finished["0"] == ("error", None) and held(run, "1") == 4
+    run.wait()
+    assert source.num_loads == 2
+    assert run.outputs["1"] == answer(request)
+
+
+def test_a_reset_with_a_load_under_way_changes_nothing_of_it():
+    _, run = make()
+    run.add(request := loading("0", 48, ticks=4))
+    run.step()
+    assert not run.scheduler.reset_prefix_cache(reset_running=True)
+    run.wait()
+    assert run.outputs["0"] == answer(request)
+    assert run.scheduler.reset_prefix_cache()
