@@ -9,13 +9,14 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from engine.cli import bench, chat, generate, replay, verify
+from engine.cli import bench, chat, generate, policies, replay, verify
 from engine.errors import EngineError
 
 COMMANDS = {
     "generate": generate,
     "chat": chat,
     "bench": bench,
+    "policies": policies,
     "replay": replay,
     "verify": verify,
 }
@@ -43,6 +44,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status. A user's mistake is one line, not a trace."""
+    if os.getcwd() not in sys.path:  # where users keep policies of their own; behind all else
+        sys.path.append(os.getcwd())
     parsed = make_parser().parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may not know a model's characters
         sys.stdout.reconfigure(errors="replace")
