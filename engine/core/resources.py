@@ -41,6 +41,10 @@ class PrefillGate(Resource):
     def attach(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
 
+    def watches(self, req: Request) -> bool:
+        """Decodes pass it."""
+        return False
+
     def begin_step(self, step: Step) -> None:
         self._is_closed = (
             self.throttled
@@ -91,6 +95,10 @@ class BlockAlignment(Resource):
                     f"{option} is {value}, but this model's prompts are computed in multiples of "
                     f"{self.num_tokens} tokens; raise it to at least that"
                 )
+
+    def watches(self, req: Request) -> bool:
+        """A decode is the last piece, and may end anywhere."""
+        return False
 
     def fit(self, req: Request, num_tokens: int, step: Step) -> Fit:
         start = self._scheduler.view.start_of(req)

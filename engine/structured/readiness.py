@@ -112,9 +112,12 @@ class GrammarReadiness(Resource):
         ends = [place for place, token in enumerate(tokens, 1) if token in req.stop_ids]
         tokens = tokens[: ends[0]] if ends else tokens
         matcher = self._matchers[req.request_id]
-        allowed = matcher.num_allowed(tokens)
-        if allowed < len(tokens):
-            place = req.num_output + allowed
-            return f"token {tokens[allowed]} at output {place} is not what the grammar allows"
-        matcher.advance(tokens)
-        return None
+        try:
+            allowed = matcher.num_allowed(tokens)
+            if allowed == len(tokens):
+                matcher.advance(tokens)
+                return None
+        except Exception as error:  # whatever a backend raises
+            return f"the grammar cannot be followed: {error}"
+        place = req.num_output + allowed
+        return f"token {tokens[allowed]} at output {place} is not what the grammar allows"

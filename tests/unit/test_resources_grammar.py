@@ -119,6 +119,23 @@ def test_090_a_token_that_the_grammar_refuses_ends_one_request(depth):
         assert run.outputs[request.request_id] == answer(request)
 
 
+def test_090_a_matcher_that_breaks_ends_one_request():
+    class Broken:
+        def num_allowed(self, tokens):
+            raise RuntimeError("out of states")
+
+    requests = [request_of("0", "broken"), request_of("1", "whole")]
+    _, run = make(
+        {"broken": lambda: Compiling(Broken(), 1), "whole": follows(requests[1], 1)},
+    )
+    for request in requests:
+        run.add(request)
+    run.drain()
+    assert run.ends["0"].message == "the grammar cannot be followed: out of states"
+    assert run.outputs == {"0": [], "1": answer(requests[1])}
+    assert not run.scheduler.guard.faults.messages
+
+
 def test_a_request_with_a_grammar_is_in_one_step_at_a_time():
     request = request_of("0", "its")
     _, run = make({"its": follows(request, 1)}, depth=2)
