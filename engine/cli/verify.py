@@ -15,9 +15,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from engine.errors import ConfigError
 from engine.sched.find import find_policy
-from engine.sched.verify.case import Case
-from engine.sched.verify.shrink import shrink
-from engine.sched.verify.swarm import Broken, Found, Swarm, Tally, replay_corpus, reproduction
+from engine.sched.verify.swarm import (
+    Found,
+    Swarm,
+    Tally,
+    replay_corpus,
+    reproduction,
+    smallest,
+)
 
 BATCH = 20  # seeds that a process is given at a time
 VIOLATION = 1
@@ -140,12 +145,5 @@ def _print_violation(console: Console, found: Found) -> None:
     source = "a kept case" if found.seed < 0 else f"seed {found.seed}"
     console.print(f"\nviolation ({source}, {found.broken.place}):", style="bold red")
     console.print(found.broken.message, highlight=False, markup=False)
-    swarm = Swarm(every=1)
-
-    def breaks(case: Case) -> bool:
-        done = swarm.judge(case)
-        return isinstance(done, Broken) and done.place == found.broken.place
-
-    small = shrink(found.case, breaks) if breaks(found.case) else found.case
     console.print("\nthe smallest case found that breaks it:\n", highlight=False)
-    console.out(reproduction(small), highlight=False)
+    console.out(reproduction(smallest(found)), highlight=False)

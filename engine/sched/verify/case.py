@@ -18,7 +18,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     ``needs``: resources by name (see ``needs.py``) and the size of each. ``seed`` throws the
     scheduler's dice and sets the pace: a steady engine launches and settles as the core does, any
-    other in every order that is allowed.
+    other in every order that is allowed. ``tick``: seconds between two plans, a binary fraction, so
+    that times add up without rounding.
     """
 
     config: SchedulerConfig
@@ -28,6 +29,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     needs: dict[str, int] = {}
     seed: int = 0
     is_steady: bool = True
+    tick: float = 2.0**-6
 
 
 class Add(msgspec.Struct, frozen=True, omit_defaults=True, tag="add"):

@@ -107,7 +107,7 @@ def _near(rng: Random, default: Any) -> Any:
         return rng.random() < 0.5
     if not isinstance(default, int | float):
         return None
-    value = default * rng.choice((0.01, 0.1, 0.5, 1, 2, 10))
+    value = default * rng.choice((0.1, 0.5, 1, 2, 10))
     return max(1, round(value)) if isinstance(default, int) else value
 
 

@@ -38,7 +38,7 @@ from engine.sched.verify.fake import EMPTY_DIGEST, DigestWorker, mix
 from engine.sched.verify.needs import Drafts, Need
 
 IDLE_STEPS = 4  # plans in a row that may be empty though somebody could run
-FUTILE_PREEMPTIONS = 8  # of one request in a row, without a new token between them
+FUTILE_PREEMPTIONS = 12  # of one request in a row, without a new token between them
 
 
 class Invariants:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import msgspec
@@ -21,18 +21,19 @@ KEPT_FIELDS = ("request_id", "prompt_token_ids", "params", "seed", "arrival_time
 
 def shrink(case: Case, breaks: Callable[[Case], bool], max_tries: int = 2000) -> Case:
     """The smallest case found with at most so many runs; ``breaks`` says whether one still does."""
-    tries = 0
-    is_smaller = True
-    while is_smaller:
-        is_smaller = False
-        for smaller in simpler(case):
+    tries = start = 0
+    while True:
+        for index, smaller in islice(enumerate(simpler(case)), start, None):
             tries += 1
             if tries > max_tries:
                 return case
             if breaks(smaller):
-                case, is_smaller = smaller, True
+                case, start = smaller, index  # what came before has just failed to break it
                 break
-    return case
+        else:
+            if start == 0:
+                return case
+            start = 0
 
 
 def simpler(case: Case) -> Iterator[Case]:
@@ -128,7 +129,9 @@ def simpler_requests(request: AddRequest) -> Iterator[AddRequest]:
     if request.arrival_time:
         yield edit(request, arrival_time=0.0)
     for size in smaller(request.max_tokens, 1):
-        yield edit(request, max_tokens=size, params=edit(request.params, max_tokens=size))
+        least = min(size, request.params.min_tokens)
+        params = edit(request.params, max_tokens=size, min_tokens=least)
+        yield edit(request, max_tokens=size, params=params)
     for size in smaller(len(request.prompt_token_ids), 1):
         yield edit(request, prompt_token_ids=request.prompt_token_ids[:size])
     if any(request.prompt_token_ids):

@@ -22,7 +22,6 @@ from engine.sched.verify.fake import DigestWorker
 from engine.sched.verify.invariants import CacheTruth, Invariants
 from engine.sched.verify.needs import NEEDS
 
-TICK_SECONDS = 2.0**-6  # binary fractions add up without rounding
 SLACK_STEPS = 100
 
 
@@ -143,7 +142,7 @@ class Simulation:
         if plan.is_empty:
             return False
         result = self.worker.launch(plan)
-        result.seconds = (8 + plan.num_tokens) * TICK_SECONDS / 16
+        result.seconds = (8 + plan.num_tokens) * self.case.setup.tick / 16
         self.invariants.launched()
         self._flight.append((plan, result))
         return True
@@ -213,7 +212,7 @@ class Simulation:
             self.clients.hear(self.scheduler.take_outputs(), self.latest)
 
     def _tick(self) -> None:
-        self.now += TICK_SECONDS
+        self.now += self.case.setup.tick
         self.latest = max(self.latest, self.now)
         for need in self.needs:
             need.tick()

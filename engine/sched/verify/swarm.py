@@ -13,6 +13,7 @@ import msgspec
 
 from engine.sched.verify.case import Add, Case, Jump, to_python
 from engine.sched.verify.draw import draw_case
+from engine.sched.verify.shrink import shrink
 from engine.sched.verify.simulation import Outcome, Simulation
 
 CORPUS = Path(__file__).with_name("corpus.jsonl")
@@ -161,6 +162,17 @@ def replay_corpus(swarm: Swarm, path: Path = CORPUS) -> Tally:
     return tally
 
 
+def smallest(found: Found, max_tries: int = 2000) -> Case:
+    """The smallest case found that breaks the same rule, itself if it does so no more."""
+    swarm = Swarm(every=1)
+
+    def breaks(case: Case) -> bool:
+        done = swarm.judge(case)
+        return isinstance(done, Broken) and done.place == found.broken.place
+
+    return shrink(found.case, breaks, max_tries) if breaks(found.case) else found.case
+
+
 def reproduction(case: Case) -> str:
     """A program that runs the case."""
     config = case.setup.config
@@ -172,10 +184,9 @@ def reproduction(case: Case) -> str:
         "from engine.sched.verify.case import Abort, Add, Case, Jump, Pause, Reset, Setup, Wake",
         "from engine.sched.verify.simulation import Simulation",
     ]
-    if not isinstance(config.scheduling_policy, str):
-        cls = config.scheduling_policy
-        cls = cls if isinstance(cls, type) else type(cls)
-        lines.append(f"import {cls.__module__}")
+    for given in (config.scheduling_policy, config.scheduler_cls):
+        if given is not None and not isinstance(given, str):
+            lines.append(f"import {(given if isinstance(given, type) else type(given)).__module__}")
     lines += ["", f"setup = {to_python(case.setup)}", "events = ["]
     lines += [f"    {to_python(event)}," for event in case.events]
     lines += ["]", "print(Simulation(Case(setup=setup, events=events)).run())"]
