@@ -1,0 +1,91 @@
+"""The code of docs/policy-guide.md runs as it stands there."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from simulate import expected, make_request, make_run, random_requests
+
+from engine.cli.main import make_parser
+from engine.sched import Policy, Resource, Scheduler
+from engine.sched.guard import HOOKS
+from engine.sim.compare import Engine, simulate
+from engine.sim.workload import Workload, draw
+
+GUIDE = Path(__file__).parents[2] / "docs" / "policy-guide.md"
+TEXT = GUIDE.read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+KINDS = (Policy, Resource, Scheduler)
+
+
+def classes() -> list[Any]:
+    """What the guide defines, in its order."""
+    found = []
+    for block in BLOCKS:
+        if re.search(r"^class ", block, re.MULTILINE):
+            names: dict[str, Any] = {"__name__": "guide"}
+            exec(compile(block, str(GUIDE), "exec"), names)
+            found += [
+                value
+                for name, value in names.items()
+                if isinstance(value, type) and value not in KINDS and f"class {name}(" in block
+            ]
+    return found
+
+
+CLASSES = classes()
+
+
+def test_the_guide_defines_policies_a_resource_and_a_loop() -> None:
+    names = [cls.__name__ for cls in CLASSES]
+    assert names == [*["ShortestFirst"] * 3, "Evening", "OneBatchPrompt", "SmallestFirst"]
+    assert all(issubclass(cls, KINDS) for cls in CLASSES)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_everybody_gets_their_tokens(cls: Any, seed: int) -> None:
+    rng = random.Random(seed)
+    options: dict[str, Any]
+    if issubclass(cls, Policy):
+        options = {"policy": cls()}
+    elif issubclass(cls, Resource):
+        options = {"resources": (cls(),)}
+    else:
+        options = {"scheduler_cls": cls}
+    sizes = {"num_blocks": 16, "block_size": 4, "max_num_batched_tokens": 16, "max_num_seqs": 4}
+    run = make_run(depth=2, max_model_len=48, **sizes, **options)
+    wanted = {}
+    for request in random_requests(rng, 30):
+        name, prompt, count = request.request_id, request.prompt_token_ids, request.max_tokens
+        run.add(make_request(name, prompt, count, user=rng.choice(["batch", "ann", "ben"])))
+        wanted[name] = expected(prompt, count)
+        run.step()
+    run.drain()
+    assert run.outputs == wanted
+    assert run.scheduler.guard.faults.messages == []
+
+
+def test_the_first_example_halves_the_time_to_the_first_token() -> None:
+    workload = Workload(num_requests=400)
+    jobs = draw(workload)
+    fcfs, shortest, cheaper = (
+        simulate(policy, jobs, workload, Engine(), rate=32.0)
+        for policy in ("fcfs", CLASSES[0], CLASSES[1])
+    )
+    assert sum(shortest.ttft) < 0.7 * sum(fcfs.ttft)
+    assert cheaper.recompute_share < shortest.recompute_share
+
+
+def test_every_hook_has_its_line() -> None:
+    for hook in HOOKS:
+        assert f"`{hook}(" in TEXT, hook
+
+
+def test_its_commands_exist() -> None:
+    parser = make_parser()
+    for line in re.findall(r"^metronome ((?:policies|verify|replay) [^#\n]*)", TEXT, re.MULTILINE):
+        parser.parse_args(line.split())
