@@ -193,7 +193,7 @@ class _Replay:
     ) -> Difference | None:
         """Who got what, then the rest of the plan."""
         shares_then = _shares(then)
-        shares_now = _shares(PlanColumns(plan.rows, plan.counts, plan.starts))
+        shares_now = _shares(PlanColumns.of(plan))
         for row in shares_then | shares_now:
             before, after = shares_then.get(row, NOTHING), shares_now.get(row, NOTHING)
             if before != after:

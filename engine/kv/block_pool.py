@@ -65,14 +65,24 @@ class BlockPool:
         Freed from the last to the first, so that the tail of a sequence is evicted before its head.
         """
         num_refs, hashes = self.num_refs, self.cache.hashes
+        after, before = self._next, self._prev
+        last, num_free = before[0], 0
         for block in reversed(blocks):
-            if num_refs[block] > 1:
-                num_refs[block] -= 1
-            elif num_refs[block] == 1:
-                num_refs[block] = 0
-                self._link(block, at_head=hashes[block] is None)
-            else:
+            refs = num_refs[block]
+            if refs == 0:
                 raise RuntimeError(f"block {block} released more often than taken")
+            num_refs[block] = refs - 1
+            if refs > 1:
+                continue
+            num_free += 1
+            if hashes[block] is not None:  # behind the last one
+                after[last], before[block], last = block, last, block
+            else:  # before the first one
+                first = after[0]
+                after[0], before[block], after[block], before[first] = block, 0, first, block
+                last = last or block
+        after[last], before[0] = 0, last
+        self.num_free += num_free
 
     def free_order(self) -> list[int]:
         """Free blocks in the order in which they will be taken."""
@@ -87,10 +97,3 @@ class BlockPool:
         self._next[before] = after
         self._prev[after] = before
         self.num_free -= 1
-
-    def _link(self, block: int, *, at_head: bool) -> None:
-        before = 0 if at_head else self._prev[0]
-        after = self._next[before]
-        self._next[before] = self._prev[after] = block
-        self._prev[block], self._next[block] = before, after
-        self.num_free += 1

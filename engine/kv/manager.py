@@ -24,7 +24,7 @@ from engine.kv.hashing import BlockHasher, Sha256Hasher
 from engine.kv.holding import Holder, Holding, PrefixHit
 from engine.kv.peak import peak_blocks
 from engine.kv.sharing import Sharing
-from engine.kv.tables import BlockTables, Delta
+from engine.kv.tables import BlockTables, Deltas
 from engine.kv.transfers import Transfers
 
 
@@ -304,7 +304,7 @@ class KVManager:
         self.counts.num_resets += 1
         return True
 
-    def drain(self) -> list[Delta]:
+    def drain(self) -> Deltas:
         """Block-table entries since the last call: (row, index, block), and the group if there are
         several. Cache events since then go to whoever listens."""
         if self._sharing.events is not None:
@@ -352,7 +352,7 @@ class KVManager:
             return max(0, wanted)
         tables = self.lookup(req).tables
         refs = self.pool.num_refs
-        revived = sum(refs[block] == 0 for table in tables for block in table if block)
+        revived = sum([[refs[block] for block in table if block].count(0) for table in tables])
         return (entries - len(tables[0])) * self.num_groups + revived
 
     def _hashes(self, req: Holder) -> list[bytes]:

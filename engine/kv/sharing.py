@@ -44,13 +44,11 @@ class Sharing:
 
     def publish(self, req: Holder, holding: Holding, first: int, before: int) -> None:
         """The blocks [first, before) are full and written: others may share them."""
-        chain, publish = holding.chain, self._cache.publish
+        chain, publish = holding.chain, self._cache.publish_each
         self._chains.extend(chain, req, before * self._block_size)
-        for index in range(first, before):
-            publish(holding.tables[0][index], chain[index])
+        publish(holding.tables[0][first:before], chain[first:before])
         for g in range(1, len(self._groups)):
-            for index, key in enumerate(group_keys(chain[first:before], g), first):
-                publish(holding.tables[g][index], key)
+            publish(holding.tables[g][first:before], group_keys(chain[first:before], g))
         if self.events is not None:
             self._report(self.events, req, chain, first, before)
 

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from engine.kv.block_pool import NULL_BLOCK, BlockPool
 from engine.kv.groups import Group
 from engine.kv.holding import Holding
 
-Delta = tuple[int, ...]
+
+class Deltas(NamedTuple):
+    """Changed table entries, as columns; ``groups`` is empty if there is one group."""
+
+    rows: list[int]
+    indices: list[int]
+    blocks: list[int]
+    groups: list[int]
 
 
 class BlockTables:
@@ -19,7 +27,7 @@ class BlockTables:
         self.windows = [(g, group) for g, group in enumerate(groups) if group.window]
         self._pool = pool
         self._block_size = block_size
-        self._deltas: list[Delta] = []
+        self._deltas = Deltas([], [], [], [])
 
     def adopt(self, holding: Holding, tables: Sequence[Sequence[int]]) -> None:
         """These cached blocks become the beginning of the request's tables."""
@@ -35,12 +43,14 @@ class BlockTables:
 
     def extend_each(self, rows: Sequence[int], holdings: Sequence[Holding]) -> None:
         """One more entry for each of these requests, and the worker is told."""
-        taken = iter(self._pool.take(len(rows) * self.num_groups))
+        blocks = self._pool.take(len(rows) * self.num_groups)
+        taken = iter(blocks)
         if self.num_groups == 1:  # most models, and half of the time when everybody decodes
-            for row, holding, block in zip(rows, holdings, taken, strict=True):
-                table = holding.tables[0]
-                self._deltas.append((row, len(table), block))
-                table.append(block)
+            self._deltas.rows.extend(rows)
+            self._deltas.indices.extend([len(holding.tables[0]) for holding in holdings])
+            self._deltas.blocks.extend(blocks)
+            for holding, block in zip(holdings, taken, strict=True):
+                holding.tables[0].append(block)
                 holding.num_told += 1
             return
         for row, holding in zip(rows, holdings, strict=True):
@@ -56,13 +66,14 @@ class BlockTables:
         """The worker will hear of the entries it does not know."""
         told = holding.num_told
         for g, table in enumerate(holding.tables):
-            group = (g,) if self.num_groups > 1 else ()
-            self._deltas += [(row, i, block, *group) for i, block in enumerate(table[told:], told)]
+            self._add(row, range(told, len(table)), table[told:], g)
         holding.num_told = len(holding.blocks)
 
-    def drain(self) -> list[Delta]:
-        """What the worker must be told: (row, index, block), and the group if there are several."""
-        deltas, self._deltas = self._deltas, []
+    def drain(self) -> Deltas:
+        """What the worker must be told."""
+        deltas = self._deltas
+        if deltas.rows:
+            self._deltas = Deltas([], [], [], [])
         return deltas
 
     def num_outside(self, holding: Holding, position: int) -> int:
@@ -91,8 +102,7 @@ class BlockTables:
             for index in outside:
                 table[index] = NULL_BLOCK
                 if index < holding.num_told:
-                    delta = (row, index, NULL_BLOCK, g)
-                    self._deltas.append(delta if self.num_groups > 1 else delta[:3])
+                    self._add(row, (index,), (NULL_BLOCK,), g)
 
     def num_exclusive(self, holdings: Sequence[Holding], keep: Sequence[Sequence[int]]) -> int:
         """Blocks that nobody else would hold without these; those in ``keep`` count as held."""
@@ -103,6 +113,14 @@ class BlockTables:
         refs = self._pool.num_refs
         kept = sum(lost.get(block) == refs[block] for table in keep for block in table)
         return sum(refs[block] == count for block, count in lost.items()) - kept
+
+    def _add(self, row: int, indices: Sequence[int], blocks: Sequence[int], group: int) -> None:
+        deltas = self._deltas
+        deltas.rows.extend([row] * len(blocks))
+        deltas.indices.extend(indices)
+        deltas.blocks.extend(blocks)
+        if self.num_groups > 1:
+            deltas.groups.extend([group] * len(blocks))
 
 
 def live_blocks(holding: Holding) -> list[int]:

@@ -45,7 +45,7 @@ class StepPlan(msgspec.Struct, array_like=True):
     """
 
     step: int
-    rows: Column
+    rows: NDArray[np.intp]
     slots: Column
     generations: Column
     starts: Column

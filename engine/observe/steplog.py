@@ -123,6 +123,10 @@ class PlanColumns(NamedTuple):
     counts: Column
     starts: Column
 
+    @classmethod
+    def of(cls, plan: StepPlan) -> PlanColumns:
+        return cls(plan.rows.astype(np.int32), plan.counts, plan.starts)
+
 
 NO_PLAN = PlanColumns(EMPTY, EMPTY, EMPTY)
 
@@ -135,11 +139,11 @@ class PlanCoder:
 
     def encode(self, plan: StepPlan, times: list[float]) -> Planned:
         """The record of a plan."""
-        last, self._last = self._last, PlanColumns(plan.rows, plan.counts, plan.starts)
+        last, self._last = self._last, PlanColumns.of(plan)
         return Planned(
             times,
             plan.step,
-            _unless(last.rows, plan.rows),
+            _unless(last.rows, self._last.rows),
             _unless(last.counts, plan.counts),
             _unless(last.starts + last.counts, plan.starts),
             [new.request_id for new in plan.new],

@@ -5,15 +5,18 @@ Both do the same in the same order; the columns only pay for what changed.
 
 from __future__ import annotations
 
+from array import array
+from collections import deque
+
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.kv.manager import KVManager
-from engine.messages.step import EMPTY, StepPlan, StepResult
+from engine.messages.step import StepPlan, StepResult
 from engine.sched.columns import Members, OutputColumns
 from engine.sched.ledger import Ledger
 from engine.sched.request import Request
-from engine.sched.roster import Roster, Rows
+from engine.sched.roster import NO_ROWS, Roster, Rows
 from engine.sched.stop import stopped_by
 
 ONE_BY_ONE_UPTO = 16  # rows of a plan up to which columns cost more than they save
@@ -26,7 +29,7 @@ class Appender:
         self._roster = roster
         self._kv = kv
         self._ledger = ledger
-        self._members = Members(EMPTY, ())  # of the last result
+        self._members = Members(NO_ROWS, ())  # of the last result
 
     def append(self, plan: StepPlan, result: StepResult, outputs: OutputColumns) -> list[int]:
         """Append what was sampled. Indices in ``outputs`` of requests that may have ended.
@@ -84,17 +87,16 @@ class Appender:
         table, rows = self._roster.table, plan.rows
         sampled = (result.counts > 0) & (table.alive.all[rows] == 1)
         sampled &= table.generation.all[rows] == plan.generations
-        indices = np.flatnonzero(sampled)
+        indices = sampled.nonzero()[0]
         tokens = result.token_ids
         if len(indices) < len(rows):
             rows = rows[indices]
-            tokens = tokens[np.cumsum(result.counts)[indices] - 1]
+            tokens = tokens[result.counts.cumsum()[indices] - 1]
         members = self._members_of(rows)
         new = tokens.tolist()
-        for append, token in zip(members.appends, new, strict=True):
-            append(token)
+        deque(map(array.append, members.tokens, new), maxlen=0)
         num_tokens = table.num_tokens.all[rows]
-        is_first = np.flatnonzero(num_tokens == table.num_prompt.all[rows])
+        is_first = (num_tokens == table.num_prompt.all[rows]).nonzero()[0]
         num_tokens += 1
         table.num_tokens.all[rows] = num_tokens
         table.num_pending.all[rows] -= 1
@@ -111,7 +113,7 @@ class Appender:
         stop_ids = table.stop_id.all[rows]
         ended = num_tokens >= table.limit.all[rows]
         ended |= (stop_ids == tokens) | (stop_ids == -2)
-        return np.flatnonzero(ended).tolist()
+        return ended.nonzero()[0].tolist()
 
     def _members_of(self, rows: Rows) -> Members:
         if rows is not self._members.rows:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.kv.manager import KVManager
-from engine.messages.step import EMPTY, NewSeq, StepPlan
+from engine.messages.step import NewSeq, StepPlan
 from engine.sched import waits
 from engine.sched.request import Request, Status
-from engine.sched.roster import Roster, Rows
-from engine.sched.table import Table
+from engine.sched.roster import NO_ROWS, Roster, Rows
 
-NO_DELTAS = np.empty((0, 3), dtype=np.int32)
+ONES = np.ones(1024, dtype=np.int32)
+ONES.flags.writeable = False
+
+
+def ones(count: int) -> NDArray[np.int32]:
+    """So many ones, only to be read: most steps are nothing else, and making them costs more."""
+    return ONES[:count] if count <= len(ONES) else np.ones(count, dtype=np.int32)
 
 
 class Step:
@@ -26,7 +32,7 @@ class Step:
         self.new: list[Request] = []
         self.preempted: list[Request] = []
         self.silent: set[int] = set()  # rows whose tokens end before a token is due
-        self.plain_rows: Rows = EMPTY
+        self.plain_rows: Rows = NO_ROWS
         self.plain: list[int] = []  # rows granted by ``Bulk.grant_one``
         self.closed_by = ""  # why admission was closed
         self.refused: list[tuple[Request, str]] = []  # waiting ones refused by themselves
@@ -105,27 +111,28 @@ class Step:
             self.silent.add(req.row)
 
 
-def canonical_rows(step: Step, table: Table) -> tuple[Rows, Rows]:
+def canonical_rows(step: Step, roster: Roster) -> tuple[Rows, NDArray[np.int32]]:
     """Rows and token counts: plain rows by number, then the others in order of grant.
 
     Plain is a row of one token that is not new and not watched, however it was granted; so planning
     in bulk and one by one give the same plan.
     """
     if not step.grants:
-        return step.plain_rows, np.ones(len(step.plain_rows), dtype=np.int32)
-    new = {req.row for req in step.new}
-    plain, others = step.plain_rows.tolist(), []
+        return step.plain_rows, ones(len(step.plain_rows))
+    watched, new = roster.table.watched.at, {req.row for req in step.new}
+    plain, others, sizes = step.plain_rows.tolist(), [], []
     for req, count in step.grants:
-        if count == 1 and req.row not in new and not table.watched.at[req.row]:
+        if count == 1 and req.row not in new and not watched[req.row]:
             plain.append(req.row)
         else:
-            others.append((req.row, count))
+            others.append(req.row)
+            sizes.append(count)
+    if not others and len(plain) == len(roster.running):  # the same array as long as they stay
+        return roster.running_rows(), ones(len(plain))
     plain.sort()
-    rows = np.array(plain + [row for row, _ in others], dtype=np.int32)
-    counts = np.ones(len(rows), dtype=np.int32)
-    if others:
-        counts[len(plain) :] = [count for _, count in others]
-    return rows, counts
+    counts = np.ones(len(plain) + len(others), dtype=np.int32)
+    counts[len(plain) :] = sizes
+    return np.array(plain + others, dtype=np.intp), counts
 
 
 def seal(step: Step, roster: Roster, kv: KVManager) -> StepPlan:
@@ -134,12 +141,12 @@ def seal(step: Step, roster: Roster, kv: KVManager) -> StepPlan:
     Counts are advanced already, so a row's first token is at ``num_computed - count``.
     """
     table = roster.table
-    rows, counts = canonical_rows(step, table)
-    samples = np.ones(len(rows), dtype=np.int32)
+    rows, counts = canonical_rows(step, roster)
+    samples = ones(len(rows))
     if step.silent:
-        samples[np.isin(rows, list(step.silent))] = 0
+        samples = np.where(np.isin(rows, list(step.silent)), 0, samples).astype(np.int32)
     grown = kv.drain()
-    deltas = np.array(grown, dtype=np.int32) if grown else NO_DELTAS
+    grown_rows = np.array(grown.rows, dtype=np.intp) if grown.rows else NO_ROWS
     freed, roster.freed_slots = roster.freed_slots, []
     return StepPlan(
         step=step.index,
@@ -150,12 +157,12 @@ def seal(step: Step, roster: Roster, kv: KVManager) -> StepPlan:
         counts=counts,
         samples=samples,
         new=[new_seq(req) for req in step.new],
-        block_slots=table.slot.all[deltas[:, 0]],
-        block_indices=deltas[:, 1],
-        block_ids=deltas[:, 2],
+        block_slots=table.slot.all[grown_rows],
+        block_indices=np.array(grown.indices, dtype=np.int32),
+        block_ids=np.array(grown.blocks, dtype=np.int32),
         freed_slots=freed,
-        num_tokens=int(counts.sum()),
-        block_groups=deltas[:, 3] if deltas.shape[1] > 3 else None,
+        num_tokens=int(counts.sum()) if step.grants else len(rows),
+        block_groups=np.array(grown.groups, dtype=np.int32) if grown.groups else None,
     )
 
 
@@ -164,7 +171,7 @@ def new_seq(req: Request) -> NewSeq:
     return NewSeq(
         request_id=req.request_id,
         slot=req.slot,
-        token_ids=req.tokens.tolist(),
+        token_ids=req.tokens.tolist() if req.num_output else req.add.prompt_token_ids,
         num_prompt=req.num_prompt,
         params=req.params,
         seed=req.add.seed,

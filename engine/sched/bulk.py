@@ -8,10 +8,12 @@ this only costs what changed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
-from numpy.typing import NDArray
 
 from engine.sched import queues
+from engine.sched.append import ONE_BY_ONE_UPTO
 from engine.sched.builder import Step
 from engine.sched.guard import Guard
 from engine.sched.request import Request
@@ -25,13 +27,21 @@ ASKING_HOOKS = ("order", "chunk", "evict", "on_grant")
 class Bulk:
     """Grants plain rows."""
 
-    def __init__(self, settler: Settler, guard: Guard, *, is_open: bool) -> None:
+    def __init__(
+        self,
+        settler: Settler,
+        guard: Guard,
+        secure: Callable[[Request, int, Step], bool],
+        *,
+        is_open: bool,
+    ) -> None:
         self.is_open = is_open
         self._roster = settler.roster
         self._kv = settler.kv
         self._appender = settler.appender
         self._view = settler.view
         self._guard = guard
+        self._secure = secure
         self._asks = guard.overrides(*ASKING_HOOKS)
         self._asks_chunk = guard.overrides("chunk")
         self._asks_grant = guard.overrides("on_grant")
@@ -42,6 +52,8 @@ class Bulk:
         The order among them does then not matter. If they do not fit, or the policy wants to be
         asked, they are marked instead: ``grant_one`` is enough for a marked row in this step.
         """
+        if len(self._roster.running) <= ONE_BY_ONE_UPTO and not self._asks:
+            return self._grant_few(step)
         table, kv = self._roster.table, self._kv
         rows = self._roster.running_rows()
         upto = table.num_tokens.all[rows] + table.num_pending.all[rows]
@@ -49,16 +61,19 @@ class Bulk:
         decode = (upto - computed == 1) & (upto < table.limit.all[rows])
         needs_block = decode & (computed >= kv.num_held[rows] * kv.block_size)
         plain = decode & (table.watched.all[rows] == 0)
-        num_needed = int(needs_block.sum()) * kv.num_groups
-        if self._asks or int(decode.sum()) > step.tokens_left or num_needed > kv.num_free:
-            # To take a block or to fill one is the business of ``grant``.
-            plain &= ~needs_block & ((computed + 1) % kv.block_size != 0)
-            table.plain.all[rows[plain]] = step.index
+        is_short = np.count_nonzero(needs_block) * kv.num_groups > kv.num_free
+        num_decodes, num_plain = np.count_nonzero(decode), np.count_nonzero(plain)
+        if self._asks or num_decodes > step.tokens_left or (is_short and num_plain < num_decodes):
+            # To take a block is the business of ``secure``.
+            table.plain.all[rows[plain & ~needs_block]] = step.index
             return False
-        if (growing := rows[plain & needs_block]).size:
-            kv.reserve_next([req.row for req in self._by_rank(growing)])
-        if not plain.all():
-            rows = rows[plain]
+        if is_short:
+            rows = self._secure_growing(rows[plain], set(rows[needs_block].tolist()), step)
+        else:
+            if (growing := rows[plain & needs_block]).size:
+                kv.reserve_next([req.row for req in self._by_rank(growing.tolist())])
+            if num_plain < len(rows):
+                rows = rows[plain]
         self._advance(rows)
         table.considered.all[rows] = step.index
         step.plain_rows = rows
@@ -66,23 +81,89 @@ class Bulk:
         self._appender.commit_rows(rows)
         return True
 
+    def _grant_few(self, step: Step) -> bool:
+        """The same, row by row. If blocks are short it is left to the loop."""
+        table, kv = self._roster.table, self._kv
+        tokens, pending, computed = table.num_tokens.at, table.num_pending.at, table.num_computed.at
+        plain, growing, num_decodes, num_growing = [], [], 0, 0
+        for row in self._roster.seated():
+            upto, start = tokens[row] + pending[row], computed[row]
+            if upto - start != 1 or upto >= table.limit.at[row]:
+                continue
+            needs_block = start % kv.block_size == 0 and start >= kv.num_held[row] * kv.block_size
+            num_decodes += 1
+            num_growing += needs_block
+            if not table.watched.at[row]:
+                plain.append(row)
+                if needs_block:
+                    growing.append(row)
+        if num_decodes > step.tokens_left or num_growing * kv.num_groups > kv.num_free:
+            return False
+        if growing:
+            kv.reserve_next([req.row for req in self._by_rank(growing)])
+        for row in plain:
+            computed[row] = upto = computed[row] + 1
+            pending[row] += 1
+            table.in_flight.at[row] += 1
+            table.considered.at[row] = step.index
+            if upto % kv.block_size == 0 and upto <= tokens[row]:
+                kv.commit(self._req(row), upto)
+        step.plain_rows = np.array(plain, dtype=np.intp)
+        step.tokens_left -= len(plain)
+        return True
+
+    def _secure_growing(self, rows: Rows, growing: set[int], step: Step) -> Rows:
+        """Blocks are short: each that needs one takes it from the pool or from its victims.
+
+        Whoever comes before it by rank has its token and is no victim. Returns the rows that are
+        left: neither evicted nor refused.
+        """
+        considered, index, decodes = self._roster.table.considered, step.index, set(rows.tolist())
+        ranked = np.array(
+            [req.row for req in self._roster.running if req.row in decodes], dtype=np.intp
+        )
+        refused, offered = set(), 0
+        for place, row in enumerate(ranked.tolist()):
+            if row not in growing or considered.at[row] == index:  # evicted meanwhile
+                continue
+            considered.all[ranked[offered : place + 1]] = index
+            offered = place + 1
+            if not self._secure(self._req(row), 1, step):
+                refused.add(row)
+        kept = ranked[self._roster.table.slot.all[ranked] >= 0]
+        if refused:
+            kept = kept[~np.isin(kept, list(refused))]
+        kept.sort()
+        return kept
+
     def grant_one(self, req: Request, step: Step) -> None:
-        """One token for a marked row; its counts are advanced by ``write_back``."""
+        """One token for a marked row, unless it was offered or evicted in this step.
+
+        Its counts are advanced by ``write_back``.
+        """
+        table, row = self._roster.table, req.row
+        if table.considered.at[row] == step.index:
+            return
+        table.considered.at[row] = step.index
         if self._asks_chunk and self._guard.chunk(req, 1, self._view) < 1:
             return
         step.tokens_left -= 1
-        step.plain.append(req.row)
+        step.plain.append(row)
+        upto = table.num_computed.at[row] + 1
+        if upto % self._kv.block_size == 0 and upto <= table.num_tokens.at[row]:
+            self._kv.commit(req, upto)
         if self._asks_grant:
             self._guard.on_grant(req, 1, self._view)
 
     def write_back(self, step: Step) -> None:
         """Advance the counts of rows granted one by one."""
         if step.plain:
-            step.plain_rows = np.array(sorted(step.plain), dtype=np.int32)
+            step.plain_rows = np.array(step.plain, dtype=np.intp)
+            step.plain_rows.sort()
             self._advance(step.plain_rows)
             step.plain.clear()
 
-    def _advance(self, rows: NDArray[np.int32]) -> None:
+    def _advance(self, rows: Rows) -> None:
         table = self._roster.table
         table.num_computed.all[rows] += 1
         table.num_pending.all[rows] += 1
@@ -91,10 +172,15 @@ class Bulk:
     def rest(self, step: Step) -> list[Request]:
         """Running requests that were not granted in bulk: decodes first, then by rank."""
         rows = self._roster.running_rows()
+        if len(step.plain_rows) == len(rows):
+            return []
         rows = rows[self._roster.table.considered.all[rows] != step.index]
-        return sorted(self._by_rank(rows), key=lambda req: req.num_uncomputed != 1)
+        return sorted(self._by_rank(rows.tolist()), key=lambda req: req.num_uncomputed != 1)
 
-    def _by_rank(self, rows: Rows) -> list[Request]:
-        by_row = self._roster.by_row
-        reqs = [req for row in rows.tolist() if (req := by_row[row]) is not None]
-        return sorted(reqs, key=queues.by_rank)
+    def _req(self, row: int) -> Request:
+        req = self._roster.by_row[row]
+        assert req is not None
+        return req
+
+    def _by_rank(self, rows: list[int]) -> list[Request]:
+        return sorted([self._req(row) for row in rows], key=queues.by_rank)

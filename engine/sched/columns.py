@@ -24,7 +24,7 @@ class Members:
         self.rows = rows
         self.reqs = [req for row in rows.tolist() if (req := by_row[row]) is not None]
         self.ids = [req.add.request_id for req in self.reqs]
-        self.appends = [req.tokens.append for req in self.reqs]
+        self.tokens = [req.tokens for req in self.reqs]
         clients = {req.add.client_index for req in self.reqs}
         self.only_client = clients.pop() if len(clients) == 1 else None
 
@@ -73,6 +73,10 @@ class OutputColumns:
             self._started.add(index)
         return index
 
+    @property
+    def has_ends(self) -> bool:
+        return bool(self._finished)
+
     def finish(self, index: int, reason: FinishReason, stop_reason: int | None) -> None:
         """The request at this place of the columns has ended."""
         self._finished[index] = _finished(self.reqs[index], index, reason, stop_reason)
@@ -104,6 +108,9 @@ class OutputColumns:
             counts=counts if whole or counts is None else [counts[i] for i in picked],
             time=self.now,
         )
+        result = self.result
+        if not (self._started or self._finished or result.logprobs or result.prompt_logprobs):
+            return out
         places = {i: index for index, i in enumerate(picked)} if not whole else None
         for i in self._with_details():
             if places is None:

@@ -63,6 +63,8 @@ class Guard(Policy):
         self.is_left_out = False
         self._view = view
         self._name = type(inner).__name__
+        self._label = {hook: f"{self._name}.{hook}" for hook in HOOKS}
+        self._timer = faults.timer
         self._asked = {
             hook for hook in HOOKS if getattr(type(inner), hook) is not getattr(Policy, hook)
         }
@@ -132,18 +134,18 @@ class Guard(Policy):
             return
         named = self._ask("order", answers.wrong_iterable, view)
         fault = None if named is not None else ""
-        rest, spent, timer = iter(named or ()), self.faults.seconds, self.faults.timer
-        key, knows = f"{self._name}.order", self._view.knows
+        rest, timer = iter(named or ()), self._timer
+        by_id = self._view.by_id
         while fault is None:
             begun = timer()
             try:
                 req = next(rest, None)
             except Exception as error:  # a stranger's code
                 req, fault = None, answers.raised(error)
-            spent[key] += timer() - begun
+            self.faults.seconds[self._label["order"]] += timer() - begun
             if req is None:
                 break
-            if req.__class__ is Request and knows(req):
+            if req.__class__ is Request and by_id.get(req.add.request_id) is req:
                 yield req
             else:
                 fault = f"names {answers.shown(req)}, which neither waits nor runs"
@@ -163,13 +165,14 @@ class Guard(Policy):
     def chunk(self, req: Request, num_tokens: int, view: SchedView) -> int:
         if "chunk" not in self._asked:
             return num_tokens
-        begun = self.faults.timer()
+        begun, fault = self._timer(), None
         try:
             answer = self.inner.chunk(req, num_tokens, view)
-            fault = answers.wrong_count(answer, num_tokens)
+            if not (answer.__class__ is int and 0 <= answer <= num_tokens):
+                fault = answers.wrong_count(answer, num_tokens)
         except Exception as error:  # a stranger's code
             fault = answers.raised(error)
-        self.faults.seconds[f"{self._name}.chunk"] += self.faults.timer() - begun
+        self.faults.seconds[self._label["chunk"]] += self._timer() - begun
         if fault is None:
             return int(answer)
         self._fault("chunk", fault, req)
@@ -200,12 +203,12 @@ class Guard(Policy):
     def on_grant(self, req: Request, num_tokens: int, view: SchedView) -> None:
         if "on_grant" not in self._asked:
             return
-        begun = self.faults.timer()
+        begun = self._timer()
         try:
             self.inner.on_grant(req, num_tokens, view)
         except Exception as error:  # a stranger's code
             self._fault("on_grant", answers.raised(error), req)
-        self.faults.seconds[f"{self._name}.on_grant"] += self.faults.timer() - begun
+        self.faults.seconds[self._label["on_grant"]] += self._timer() - begun
 
     def on_step(self, shape: StepShape, view: SchedView) -> None:
         self._answer("on_step", answers.no_answer, shape, view)
@@ -237,7 +240,7 @@ class Guard(Policy):
 
         ``at_most``: the answer is iterable, and so many of it are taken.
         """
-        begun = self.faults.timer()
+        begun = self._timer()
         answer, self._failed = None, False
         try:
             answer = getattr(self.inner, hook)(*args)
@@ -246,7 +249,7 @@ class Guard(Policy):
             fault = wrong(answer)
         except Exception as error:  # a stranger's code
             fault = answers.raised(error)
-        self.faults.seconds[f"{self._name}.{hook}"] += self.faults.timer() - begun
+        self.faults.seconds[self._label[hook]] += self._timer() - begun
         if fault is None:
             return answer
         self._fault(hook, fault, next((arg for arg in args if isinstance(arg, Request)), None))
@@ -255,7 +258,7 @@ class Guard(Policy):
     def _fault(self, hook: str, what: str, request: Request | None = None) -> None:
         self._failed = True
         self._num_faults += 1
-        self.faults.note(f"{self._name}.{hook}", request, what)
+        self.faults.note(self._label[hook], request, what)
         if self._num_faults > self.faults.max_faults and not self.is_left_out:
             self.leave_out(f"{self._num_faults} faults")
 

@@ -41,7 +41,6 @@ from engine.sched.victims import victims_for
 from engine.sched.view import View
 from engine.sched.watch import Watch
 
-SCALAR_UPTO = 4  # running requests up to which one by one is faster than in bulk
 BULK_PARTS = ("tokens_for", "secure", "grant")  # whoever overrides one is asked about every row
 
 
@@ -80,7 +79,7 @@ class Scheduler(SchedulerInterface):
         self._watch = Watch(config.stalled_steps, self.settler.tally)
         self._clock = clock
         own_parts = [getattr(type(self), p) is not getattr(Scheduler, p) for p in BULK_PARTS]
-        self._bulk = Bulk(self.settler, self.guard, is_open=not any(own_parts))
+        self._bulk = Bulk(self.settler, self.guard, self.secure, is_open=not any(own_parts))
         for resource in resources:
             resource.attach(self)
 
@@ -124,10 +123,10 @@ class Scheduler(SchedulerInterface):
         for req in offers:
             if step.tokens_left <= 0:
                 break
-            if not step.offer(req):  # seen or evicted in this step, or admission is closed
-                continue
             if plain[req.row] == index:
                 self._bulk.grant_one(req, step)
+                continue
+            if not step.offer(req):  # seen or evicted in this step, or admission is closed
                 continue
             fit = self.tokens_for(req, step)
             if fit.num_tokens <= 0:
@@ -161,8 +160,7 @@ class Scheduler(SchedulerInterface):
         """Whom to offer tokens: the policy's order, less what was granted in bulk."""
         asked, num_waiting = self.asked, len(self.roster.waiting)
         contested = asked.waiting_may_preempt and num_waiting
-        many = self._bulk.is_open and len(self.roster.running) > SCALAR_UPTO
-        if contested or not (many and self._bulk.grant_plain(step)):
+        if contested or not (self._bulk.is_open and self._bulk.grant_plain(step)):
             # To name somebody twice is harmless; to go on naming for ever ends here.
             yield from islice(asked.order(self.view), 2 * len(self.roster.by_id))
             return

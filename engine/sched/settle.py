@@ -64,7 +64,8 @@ class Settler:
                 outputs.finish(index, *stop)
         for req, message in failed:
             outputs.end(req, "error", message)
-        self._retire(plan.rows)
+        if outputs.has_ends or len(outputs.reqs) < len(plan.rows):
+            self._retire(plan.rows)
         return self._to_clients(outputs)
 
     def take_outputs(self) -> dict[int, CoreOutputs]:

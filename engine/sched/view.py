@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from random import Random
 from typing import cast
 
@@ -55,10 +55,10 @@ class View:
         running, table = list(self._roster.running), self._roster.table
         if len(running) <= FEW:
             return sorted(running, key=lambda req: req.num_uncomputed != 1)
-        rows = np.array([req.row for req in running], dtype=np.int32)
+        rows = np.array([req.row for req in running], dtype=np.intp)
         upto = table.num_tokens.all[rows] + table.num_pending.all[rows]
         decode = (upto - table.num_computed.all[rows] == 1) & (upto < table.limit.all[rows])
-        if decode.all():
+        if np.count_nonzero(decode) == len(rows):
             return running
         marked = list(zip(running, decode.tolist(), strict=True))
         return [req for req, first in marked if first] + [req for req, first in marked if not first]
@@ -79,6 +79,11 @@ class View:
     @property
     def parked(self) -> Collection[Request]:
         return self._roster.parked.values()
+
+    @property
+    def by_id(self) -> Mapping[str, Request]:
+        """The unfinished requests."""
+        return self._roster.by_id
 
     @property
     def unfinished(self) -> Collection[Request]:
@@ -122,8 +127,9 @@ class View:
     @property
     def promised_blocks(self) -> int:
         """Blocks that running prompts still need before they decode."""
-        table, kv, rows = self._roster.table, self.kv, self._roster.running_rows()
-        tokens = table.num_tokens.all[rows]
-        missing = -(-tokens // kv.block_size) - kv.num_held[rows]
-        behind = tokens - table.num_computed.all[rows] > 1
-        return int(missing[behind].clip(min=0).sum()) * kv.num_groups
+        size, held = self.kv.block_size, self.kv.num_held
+        missing = [
+            max(0, -(-req.num_tokens // size) - int(held[req.row]))
+            for req in self._roster.running_prompts()
+        ]
+        return sum(missing) * self.kv.num_groups

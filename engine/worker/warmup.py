@@ -56,7 +56,7 @@ def _plan(
         indices = EMPTY
     return StepPlan(
         step=0,
-        rows=one * 0,
+        rows=np.zeros(len(one), dtype=np.intp),
         slots=one * 0,
         generations=one,
         starts=one * start,

@@ -10,7 +10,9 @@ from simulate import expected, make_run, random_requests
 
 from engine.errors import RequestError
 from engine.sched import append as append_module
-from engine.sched import scheduler as scheduler_module
+from engine.sched import bulk
+from engine.sched.policies import POLICIES
+from engine.sched.scheduler import Scheduler
 
 
 def random_run(rng: random.Random, depth: int, policy: str, **options):
@@ -72,12 +74,28 @@ def test_everybody_gets_exactly_the_right_tokens(depth, policy):
 COLUMNS = ("rows", "slots", "generations", "starts", "counts", "samples", "block_ids")
 
 
-def plans_of(seed: int, monkeypatch, upto: int):
-    """All plans and outputs of a random run that goes one by one for up to so many requests."""
-    monkeypatch.setattr(scheduler_module, "SCALAR_UPTO", upto)
+class WholeLoop(Scheduler):
+    """Overrides a part, so every request goes through the whole loop."""
+
+    def tokens_for(self, req, step):
+        return super().tokens_for(req, step)
+
+
+WAYS = ("columns", "one by one", "hook", "loop")
+
+
+def plans_of(seed: int, monkeypatch, way: str):
+    """All plans and outputs of a random run that grants in one of the ways there are."""
+    upto = 0 if way == "columns" else 10**9
+    monkeypatch.setattr(bulk, "ONE_BY_ONE_UPTO", upto)
     monkeypatch.setattr(append_module, "ONE_BY_ONE_UPTO", upto)
     rng = random.Random(seed)
-    run = random_run(rng, rng.randint(1, 3), rng.choice(["fcfs", "priority"]))
+    depth, policy = rng.randint(1, 3), rng.choice(["fcfs", "priority"])
+    options = {"scheduler_cls": WholeLoop} if way == "loop" else {}
+    if way == "hook":
+        own = {"chunk": lambda self, req, num_tokens, view: num_tokens}
+        policy = type("Own", (POLICIES[policy],), own)()
+    run = random_run(rng, depth, policy, **options)
     plans = []
     schedule = run.scheduler.schedule
 
@@ -91,15 +109,16 @@ def plans_of(seed: int, monkeypatch, upto: int):
 
 
 def check_same_paths(seed: int, monkeypatch) -> int:
-    """Both paths plan the same in every state of a run; returns how many states it had."""
-    (bulk, *results), (single, *others) = (plans_of(seed, monkeypatch, upto) for upto in (0, 10**9))
-    assert len(bulk) == len(single), f"seed {seed}"
-    assert results == others, f"seed {seed}"
-    for one, other in zip(bulk, single, strict=True):
-        for column in COLUMNS:
-            same = np.array_equal(getattr(one, column), getattr(other, column))
-            assert same, f"seed {seed}, step {one.step}, {column}"
-    return len(bulk)
+    """All ways plan the same in every state of a run; returns how many states it had."""
+    (first, *results), *others = (plans_of(seed, monkeypatch, way) for way in WAYS)
+    for way, (plans, *same) in zip(WAYS[1:], others, strict=True):
+        assert len(first) == len(plans), f"seed {seed}, {way}"
+        assert results == same, f"seed {seed}, {way}"
+        for one, other in zip(first, plans, strict=True):
+            for column in COLUMNS:
+                same_column = np.array_equal(getattr(one, column), getattr(other, column))
+                assert same_column, f"seed {seed}, {way}, step {one.step}, {column}"
+    return len(first)
 
 
 def test_in_bulk_and_one_by_one_gives_the_same_plans(monkeypatch):

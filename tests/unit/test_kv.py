@@ -171,12 +171,12 @@ def test_ready_is_the_hit_first_and_what_was_adopted_then():
 def test_the_worker_hears_of_held_blocks_when_the_request_gets_a_seat():
     kv = KVManager(20, 16)
     req = holder(3, [1] * 40)
-    assert kv.hold(req, 20) and kv.drain() == []
+    assert kv.hold(req, 20) and not kv.drain().rows
     assert kv.reserve(req, 40)
-    assert kv.drain() == [(3, 0, 1), (3, 1, 2), (3, 2, 3)]
-    assert kv.reserve(req, 48) and kv.drain() == []
+    assert kv.drain() == ([3, 3, 3], [0, 1, 2], [1, 2, 3], [])
+    assert kv.reserve(req, 48) and not kv.drain().rows
     kv.reserve_next([3])
-    assert kv.drain() == [(3, 3, 4)] and kv.num_held[3] == 4
+    assert kv.drain() == ([3], [3], [4], []) and kv.num_held[3] == 4
 
 
 def brute_force_peak(lengths, remaining, size):
