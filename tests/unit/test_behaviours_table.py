@@ -1,0 +1,40 @@
+"""docs/behaviours.md says which test holds which case, and says so of the tests there are."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+TOOL = Path(__file__).parents[2] / "tools" / "behaviours_table.py"
+# What a scheduler and its cache do, and what clients see of it; the others wait for a server, for
+# a core in a process of its own, or hold in the tests of outputs.
+WANTED = [*range(1, 101), 113, 114, 115]
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("behaviours_table", TOOL)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_table_is_up_to_date(tool: ModuleType) -> None:
+    written = tool.DOCUMENT.read_text(encoding="utf-8")
+    assert written == tool.document(), "run: python tools/behaviours_table.py"
+
+
+def test_every_case_of_the_scheduler_has_a_test(tool: ModuleType) -> None:
+    held = {number for test in tool.find_tests() for number in test.numbers}
+    missing = [number for number in WANTED if number not in held]
+    assert not missing, f"no test names {missing}"
+
+
+def test_numbers_in_names_are_those_of_cases(tool: ModuleType) -> None:
+    names = ["test_026_033_a_b", "test_behaviour_7_x", "test_256_rows", "test_x_12_y", "test_5"]
+    found = [tool.NAME.fullmatch(name) for name in names]
+    assert [match and match[1] for match in found] == ["026_033_", "7_", "256_", None, None]

@@ -1,0 +1,78 @@
+"""Limits: of the configuration, of the pool, of seats."""
+
+from __future__ import annotations
+
+import pytest
+from simulate import expected, make_request, make_run
+
+from engine.config.cache import CacheConfig
+from engine.config.decide import cap_to_pool
+from engine.config.sched import SchedulerConfig
+from engine.errors import ConfigError, RequestError
+from engine.sched.policies.priority import Priority
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_num_batched_tokens": 8, "max_num_seqs": 16}, ("8", "16", "raise the first")),
+        (
+            {"max_num_batched_tokens": 512, "enable_chunked_prefill": False, "max_model_len": 1000},
+            ("512", "1000", "chunked prefill is off"),
+        ),
+        (
+            {"long_prefill_token_threshold": 3000, "max_model_len": 1000},
+            ("3000", "1000", "long_prefill_token_threshold"),
+        ),
+    ],
+)
+def test_behaviour_011_limits_that_contradict_each_other_are_named(
+    options: dict[str, object], said: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        SchedulerConfig(**options)
+    assert all(part in str(refused.value) for part in said)
+
+
+def test_behaviour_011_a_small_budget_is_enough_with_chunks() -> None:
+    SchedulerConfig(max_num_batched_tokens=512, max_model_len=1000)
+
+
+def test_behaviour_030_a_request_that_never_fits_is_refused_as_it_comes() -> None:
+    """Alone it must fit with min(prompt + max_tokens, max_model_len), less the last token's KV."""
+    run = make_run(num_blocks=5, max_model_len=100)  # 4 usable blocks of 16
+    with pytest.raises(RequestError, match=r"may grow to 65 tokens = 5 KV blocks, .* has 4; lower"):
+        run.scheduler.add_request(make_request("large", [1] * 50, 16))
+    assert not run.scheduler.has_unfinished_requests()
+    run.add(make_request("fits", [1] * 50, 15))
+    run.drain()
+    assert run.outputs["fits"] == expected([1] * 50, 15)
+
+
+def test_behaviour_030_the_length_is_capped_to_a_pool_asked_for_by_number() -> None:
+    asked = SchedulerConfig(max_model_len=2048)
+    capped = cap_to_pool(asked, CacheConfig(num_kv_blocks=5), 5)
+    assert capped.max_model_len == 4 * 16 + 1
+
+
+@pytest.mark.parametrize("preempts", [False, True])
+def test_behaviour_046_an_urgent_request_takes_the_seat_of_the_least_urgent(preempts: bool) -> None:
+    run = make_run(policy=Priority(preempt_for_waiting=preempts), max_num_seqs=2)
+    for name, priority in (("good", 1), ("bad", 2)):
+        run.add(make_request(name, [ord(name[0])] * 8, 12, priority=priority))
+    run.step()
+    run.add(make_request("urgent", [7] * 8, 2, priority=0))
+    run.step()
+    assert set(run.plans[-1]) == ({"good", "urgent"} if preempts else {"good", "bad"})
+    run.drain()
+    assert run.outputs["bad"] == expected([ord("b")] * 8, 12)
+    assert (run.scheduler.make_stats().num_preemptions == 1) is preempts
+
+
+def test_behaviour_046_equals_do_not_take_each_others_seats() -> None:
+    run = make_run(policy=Priority(preempt_for_waiting=True), max_num_seqs=1)
+    run.add(make_request("first", [1] * 8, 6, priority=1))
+    run.step()
+    run.add(make_request("second", [2] * 8, 6, priority=1))
+    run.drain()
+    assert run.scheduler.make_stats().num_preemptions == 0
