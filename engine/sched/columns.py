@@ -85,6 +85,7 @@ class OutputColumns:
         """The request has ended without a token."""
         # Members are shared with later steps: their lists are copied, not changed.
         self.reqs, self._ids, self._only_client = [*self.reqs], [*self._ids], None
+        self._places = self._places or [NOWHERE] * len(self.reqs)
         index = self.add(req, [], NOWHERE, is_first=False)
         self._finished[index] = _finished(req, index, reason, None, message)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from simulate import expected, make_request, make_run, make_scheduler
 
-from engine.sched.policies import FCFS
+from engine.sched.policies import FCFS, FastServe
 from engine.sched.policy import Admission
 from engine.sched.resource import Fit, OnRefuse, Resource
 from engine.sched.scheduler import Scheduler
@@ -270,3 +272,35 @@ def test_a_policy_hears_of_what_was_granted_in_its_place():
     run.add(make_request("a", PROMPT, 3))
     run.drain()
     assert policy.granted == {"a": len(PROMPT) + 2}
+
+
+def test_a_row_may_fail_among_many_while_another_starts():
+    """In columns nobody kept the places in the plan; the row that failed had one."""
+    run = make_run(
+        num_blocks=200,
+        max_num_seqs=32,
+        fail=lambda seq, position: "poison" if seq.request_id == "5" else None,
+    )
+    for index in range(20):
+        run.add(make_request(str(index), [index] * 4, 5))
+    run.drain()
+    assert run.finished["5"] == ("error", None)
+    assert run.outputs["6"] == expected([6] * 4, 5)
+
+
+def test_those_who_were_lifted_do_not_evict_each_other_for_ever():
+    """FastServe evicted at the last token of a prompt, and nobody ever came to its first token."""
+    now = itertools.count()
+    run = make_run(
+        policy=FastServe(quantum=0.01, max_wait=0.25),
+        num_blocks=9,
+        block_size=2,
+        caching=False,
+        max_num_batched_tokens=1,
+        max_num_seqs=1,
+        clock=lambda: next(now) / 64,
+    )
+    for name, length in [("a", 13), ("b", 12), ("c", 13), ("d", 8)]:
+        run.add(make_request(name, [ord(name)] * length, 1))
+    run.drain(limit=400)
+    assert run.outputs["c"] == expected([ord("c")] * 13, 1)

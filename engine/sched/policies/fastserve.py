@@ -8,12 +8,9 @@ from engine.sched import Policy, Request, SchedView, require_positive
 
 
 class Turn:
-    """A request's level, the seconds it has used there, and when it last got a token."""
-
-    __slots__ = ("level", "served", "used")
-
     def __init__(self, level: int, now: float) -> None:
-        self.level, self.used, self.served = level, 0.0, now
+        self.level, self.served = level, now  # when it last got tokens
+        self.used, self.num_output = 0.0, 0  # seconds at this level; tokens when last seated
 
 
 class FastServe(Policy):
@@ -21,7 +18,7 @@ class FastServe(Policy):
 
     A request enters at the first level whose quantum holds its prompt and sinks one level whenever
     it has used a quantum up: short jobs finish early though no length is known. Service is what
-    the cost model says of its tokens alone. Nobody is evicted for others amid its prompt.
+    the cost model says of its tokens alone. Nobody is evicted for others before its next token.
 
     ``quantum``: seconds at level 0. ``max_wait``: seconds without a token that lift it to level 0.
     """
@@ -50,11 +47,14 @@ class FastServe(Policy):
         self.turns.pop(req, None)
 
     def rank(self, req: Request, view: SchedView) -> tuple[int, ...]:
-        if req.is_waiting and view.now - self.turns[req].served >= self.max_wait:
-            self.turns[req] = Turn(0, view.now)
-        return (self.turns[req].level, req.arrival)
+        turn = self.turns[req]
+        if req.is_waiting:
+            if view.now - turn.served >= self.max_wait:
+                turn = self.turns[req] = Turn(0, view.now)
+            turn.num_output = req.num_output
+        return (turn.level, req.arrival)
 
     def outranks(self, req: Request, other: Request) -> bool:
         if not req.is_waiting:
             return super().outranks(req, other)
-        return req.rank[0] < other.rank[0] and other.num_uncomputed <= 1
+        return req.rank[0] < other.rank[0] and other.num_output > self.turns[other].num_output
