@@ -304,3 +304,18 @@ def test_those_who_were_lifted_do_not_evict_each_other_for_ever():
         run.add(make_request(name, [ord(name)] * length, 1))
     run.drain(limit=400)
     assert run.outputs["c"] == expected([ord("c")] * 13, 1)
+
+
+def test_a_deadline_in_a_step_of_many_rows_that_end():
+    """The one that expires joins columns whose members share their lists."""
+    now = [0.0]
+    run = make_run(depth=2, clock=lambda: now[0], max_num_seqs=32)
+    for index in range(30):
+        run.add(make_request(str(index), [index + 1], 3))
+    run.step()
+    run.add(make_request("late", PROMPT, 9, end_deadline=1.0))
+    run.launch()
+    now[0] = 2.0
+    run.drain()
+    assert run.finished["late"] == ("deadline", None)
+    assert all(run.outputs[str(i)] == expected([i + 1], 3) for i in range(30))
