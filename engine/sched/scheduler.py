@@ -260,6 +260,8 @@ class Scheduler(SchedulerInterface):
             tally = self.settler.tally
             tally.num_steps += 1
             step.reopen(tally.num_steps, self.config.max_num_batched_tokens)
+            if self.pause_state is PauseState.PAUSED_NEW:
+                step.close(waits.PAUSED)
             self.asked = self.guard.overrule()
             self.serve(self.asked.order(self.view), step)
             self.asked = self.guard
@@ -270,7 +272,8 @@ class Scheduler(SchedulerInterface):
     def seal(self, step: builder.Step) -> StepPlan:
         """The plan; from here on the step is in flight, unless there is nothing in it."""
         is_paused = self.pause_state is not PauseState.UNPAUSED
-        if not step.has_grants and not self.num_in_flight and not is_paused:
+        is_stopped = self.pause_state is PauseState.PAUSED_ALL
+        if not (step.has_grants or self.num_in_flight or is_stopped):
             self._rescue(step)
         self._bulk.write_back(step)
         cause = waits.PAUSED if is_paused else step.closing_cause()
