@@ -13,8 +13,8 @@ def load_dotted(path: str) -> Any:
     module, _, name = path.rpartition(".")
     try:
         return getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"cannot load {path!r}: {error}") from error
+    except Exception as error:  # whatever importing a stranger's module raises
+        raise ConfigError(f"cannot load {path!r}: {type(error).__name__}: {error}") from error
 
 
 def load_logits_processor(factory: Any) -> Any:
