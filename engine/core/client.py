@@ -52,6 +52,7 @@ class InprocClient:
                 num_preemptions=req.story.num_preempted,
                 waits=req.story.waits,
                 events=req.story.events,
+                kv_transfer_params=req.story.kv_transfer_params,
             )
             for req in self._live().scheduler.finish_requests(request_ids, "abort")
         ]

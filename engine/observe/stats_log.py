@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -161,9 +161,7 @@ def _particulars(
 
 def _shares(before: Mapping[str, float], now: Mapping[str, float]) -> str:
     """What those who left the queue since then had waited for: the three largest causes."""
-    news: defaultdict[str, float] = defaultdict(float)
-    for cause, seconds in now.items():
-        news[cause.partition(" by ")[0]] += seconds - before.get(cause, 0.0)  # whoever preempted
+    news = {cause: seconds - before.get(cause, 0.0) for cause, seconds in now.items()}
     total = sum(news.values())
     largest = sorted(news, key=lambda cause: (-news[cause], cause))[:3]
     shares = [(cause, 100.0 * news[cause] / total) for cause in largest if total > 0]

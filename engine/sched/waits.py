@@ -17,6 +17,7 @@ SEATS = "seats"
 BLOCKS = "KV blocks"
 POLICY = "policy order"
 PAUSED = "paused"
+PREEMPTED = "preempted"  # by whom follows
 NEXT_STEP = "next step"  # nothing held it back but that no plan was made yet
 
 
@@ -69,7 +70,8 @@ class WaitLedger:
     def add_up(self, waits: dict[str, float]) -> None:
         """A request has ended; its waits go into the sums."""
         for cause, seconds in waits.items():
-            self.sums[cause] = self.sums.get(cause, 0.0) + seconds
+            kind = PREEMPTED if cause.startswith(PREEMPTED) else cause  # by whom is its own story
+            self.sums[kind] = self.sums.get(kind, 0.0) + seconds
 
     def _totals_at(self, now: float) -> dict[str, float]:
         if now == self._since:

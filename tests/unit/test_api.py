@@ -232,7 +232,7 @@ def test_stats_log_tells_what_is_out_of_the_ordinary(caplog: pytest.LogCaptureFi
     assert line().endswith("prefix hit rate 0.0 %")
     stats.num_parked, stats.num_preemptions, stats.num_refused, stats.num_expired = 2, 3, 4, 5
     stats.num_policy_faults, stats.blocked = 1, "a: KV blocks"
-    stats.wait_seconds = {"seats": 1.0, "preempted by a": 2.0, "preempted by b": 1.0}
+    stats.wait_seconds = {"seats": 1.0, "preempted": 3.0}
     stats.hook_seconds = {"Own.rank": 0.5}
     assert line().endswith(
         ", parked 2, preempted 3, refused 4, expired 5, policy faults 1, waited for preempted 75 "

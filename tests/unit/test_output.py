@@ -77,6 +77,25 @@ def test_bytes_cut_off_at_the_end_are_shown() -> None:
     assert output.outputs[0].text.endswith(REPLACEMENT)
 
 
+def test_what_a_connector_says_at_the_end_reaches_the_user() -> None:
+    session = fake_session(FakeClient(counting), TOKENIZER)
+    session.submit(session.inputs.process("id", "Say:", SamplingParams(output_kind="final"), {}))
+    batch = CoreOutputs(["id"], [5], [1], 1.0)
+    batch.finished = [
+        Finished(
+            0,
+            "length",
+            waits={"seats": 0.5},
+            events=[("queued", 0.0), ("scheduled", 0.5)],
+            kv_transfer_params={"remote": [1, 2]},
+        )
+    ]
+    (output,) = session.outputs.process(batch)
+    assert output.kv_transfer_params == {"remote": [1, 2]}
+    assert output.metrics is not None and output.metrics.waits == {"seats": 0.5}
+    assert output.metrics.events == [("queued", 0.0), ("scheduled", 0.5)]
+
+
 STOPPING = [
     # stop, included, text kept
     ("brown", False, "The quick "),

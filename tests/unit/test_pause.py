@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import time
 
 import pytest
 from fakes import FakeClock, FakeDecided, scheduled_session
 from simulate import expected, granted, make_request, make_run
 
 from engine.async_engine import AsyncLLMEngine
-from engine.core.client import InprocClient
+from engine.core.client import IDLE_SECONDS, InprocClient
 from engine.core.engine_core import EngineCore
 from engine.errors import ConfigError, RequestTypeError
 from engine.llm_engine import LLMEngine
@@ -106,6 +107,18 @@ def test_pause_and_resume_by_the_engine() -> None:
     assert output.metrics is not None and set(output.metrics.waits) <= {"paused", "next step"}
     with pytest.raises(ConfigError, match="'some' is not known; there are: new, all"):
         engine.pause("some")  # type: ignore[arg-type]
+    engine.shutdown()
+
+
+def test_a_paused_engine_leaves_the_processor_to_others() -> None:
+    engine = LLMEngine(scheduled_session(FakeClock()))
+    engine.pause()
+    engine.add_request("a", [1] * 4, SamplingParams(max_tokens=4))
+    begun, used = time.monotonic(), time.process_time()
+    for _ in range(50):
+        engine.step()
+    assert time.monotonic() - begun >= 50 * IDLE_SECONDS
+    assert time.process_time() - used < 50 * IDLE_SECONDS
     engine.shutdown()
 
 

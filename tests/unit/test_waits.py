@@ -221,4 +221,7 @@ def test_behaviour_33_preemptions_are_counted_and_dated_and_who_preempted_is_nam
     assert events == ["queued", "scheduled", "preempted", "scheduled"]
     times = dict(late.story.events[1:])
     assert late.num_preempted == 1
-    assert late.story.waits == {"preempted by urgent": times["scheduled"] - times["preempted"]}
+    seconds = times["scheduled"] - times["preempted"]
+    assert late.story.waits == {"preempted by urgent": seconds}
+    stats = run.scheduler.make_stats()
+    assert stats is not None and stats.wait_seconds == {"preempted": seconds}  # not one for each id
