@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from itertools import count, islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -15,10 +16,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from engine.errors import ConfigError
 from engine.sched.find import find_policy
+from engine.sched.verify.case import Case
 from engine.sched.verify.swarm import (
     Found,
     Swarm,
     Tally,
+    keep,
     replay_corpus,
     reproduction,
     smallest,
@@ -63,6 +66,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="check the whole state after every K-th step; plans, outputs and block tables are "
         "checked after each (default: 8)",
     )
+    group.add_argument(
+        "--corpus",
+        type=Path,
+        metavar="FILE",
+        help="cases that once broke a rule: they are run first, and what is found is added",
+    )
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -78,11 +87,16 @@ def run(parsed: argparse.Namespace) -> int:
     console = Console()
     begun = time.monotonic()
     tally = replay_corpus(hunt.swarm())
+    if parsed.corpus is not None:
+        tally.add(replay_corpus(hunt.swarm(), parsed.corpus))
     if not tally.found:
         _search(hunt, parsed, tally, console)
     _print_summary(console, tally, time.monotonic() - begun)
     for found in tally.found[:1]:
-        _print_violation(console, found)
+        small = smallest(found)
+        _print_violation(console, found, small)
+        if parsed.corpus is not None and found.seed >= 0:
+            keep(found, small, parsed.corpus)
     return VIOLATION if tally.found else 0
 
 
@@ -140,10 +154,10 @@ def _print_summary(console: Console, tally: Tally, seconds: float) -> None:
     console.print(f"steps by policy: {by_policy}", highlight=False)
 
 
-def _print_violation(console: Console, found: Found) -> None:
+def _print_violation(console: Console, found: Found, small: Case) -> None:
     """What broke, and the smallest program that breaks it."""
     source = "a kept case" if found.seed < 0 else f"seed {found.seed}"
     console.print(f"\nviolation ({source}, {found.broken.place}):", style="bold red")
     console.print(found.broken.message, highlight=False, markup=False)
     console.print("\nthe smallest case found that breaks it:\n", highlight=False)
-    console.out(reproduction(smallest(found)), highlight=False)
+    console.out(reproduction(small), highlight=False)

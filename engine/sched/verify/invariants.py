@@ -18,6 +18,8 @@
 [15]   the same case gives the same plans                              ``swarm``
 [16]   policies break no contract                                      ``check_faults``
 [17]   a clock that jumps changes no plan of fcfs and priority         ``swarm``
+[18]   pauses hold back, deadlines end                                 ``check_wishes``
+[19]   who is better goes first, unless the policy says otherwise      ``check_order``
 =====  ==============================================================  ==========================
 """
 
@@ -31,6 +33,7 @@ import numpy as np
 from engine.kv.hashing import Chains, Sha256Hasher
 from engine.messages.step import StepPlan
 from engine.sched.interface import PauseState
+from engine.sched.queues import by_rank
 from engine.sched.request import Request
 from engine.sched.scheduler import Scheduler
 from engine.sched.verify.check import check_empty, check_plan, check_state
@@ -64,6 +67,8 @@ class Invariants:
         if not plan.is_empty:
             check_plan(self.scheduler, plan)
         self.progress.planned(plan)
+        check_wishes(self.scheduler, plan)
+        check_order(self.scheduler)
         for need in self.needs:
             need.check(self.scheduler.roster.running)
         self._look()
@@ -169,6 +174,33 @@ class CacheTruth:
                 continue
             assert key in self._digests, f"block {block} is cached under a hash nobody made"
             assert kv[block][-1] == self._digests[key], f"block {block} holds other content"
+
+
+def check_wishes(scheduler: Scheduler, plan: StepPlan) -> None:
+    """Pauses hold back what they should, and nobody outlives a deadline [18]."""
+    if scheduler.pause_state is PauseState.PAUSED_ALL:
+        assert not plan.num_tokens, "tokens are computed in a pause"
+    if scheduler.pause_state is not PauseState.UNPAUSED:
+        assert not scheduler.view.step.new, "somebody starts in a pause"
+    now = scheduler.view.now
+    for req in scheduler.roster.by_id.values():
+        end, start = req.add.end_deadline, req.add.queue_deadline
+        assert end is None or end > now, f"{req} has outlived its deadline {end} at {now}"
+        has_started = req.story.scheduled_time is not None
+        assert start is None or has_started or start > now, f"{req} was to start by {start}"
+
+
+def check_order(scheduler: Scheduler) -> None:
+    """Nobody starts before somebody of better rank who was not refused on his own account [19]."""
+    step = scheduler.view.step
+    if not step.new or scheduler.guard.overrides("order", "next_waiting"):
+        return
+    worst = max(map(by_rank, step.new))
+    excused = {id(req) for req in step.preempted} | {id(req) for req, _ in step.refused}
+    for req in scheduler.roster.waiting:
+        if by_rank(req) >= worst:
+            return
+        assert id(req) in excused, f"{req} was overtaken by {step.new}"
 
 
 def check_mirror(scheduler: Scheduler, worker: DigestWorker) -> None:

@@ -121,9 +121,9 @@ class Simulation:
 
     def _reset(self, reset_running: bool) -> None:
         scheduler = self.scheduler
-        is_free = scheduler.kv.num_free == scheduler.kv.num_usable
         done = scheduler.reset_prefix_cache(reset_running)
-        assert done or not is_free, "nothing is held, and the cache was not emptied"
+        is_free = scheduler.kv.num_free == scheduler.kv.num_usable
+        assert done == is_free, f"the cache was emptied: {done}; all blocks are free: {is_free}"
         if done:
             cached = [b for b in range(scheduler.kv.num_blocks) if scheduler.kv.cache.hash_of(b)]
             assert not cached, f"blocks {cached} are cached behind a reset"

@@ -26,6 +26,7 @@ class Broken(NamedTuple):
 
     message: str
     place: str
+    num_steps: int = 0  # planned in the run until then
 
 
 class Found(NamedTuple):
@@ -94,23 +95,25 @@ class Swarm:
         """Run one case and count it."""
         done = self.judge(case, twice=seed % TWICE_EVERY == 0, leaks=seed % self.every == 0)
         tally.num_runs += 1
+        tally.num_steps += done.num_steps
         if isinstance(done, Broken):
             tally.found.append(Found(seed, case, done))
             return
-        tally.num_steps += done.num_steps
         tally.num_requests += done.num_accepted
         tally.steps_by_policy[name_of(case.setup.config.scheduling_policy)] += done.num_steps
 
     def judge(self, case: Case, *, twice: bool = True, leaks: bool = True) -> Outcome | Broken:
         """Run a case. ``twice``: and again, once as it is and once with a clock that never jumps,
         where the plans must be the same."""
+        simulation = None
         try:
-            outcome = Simulation(case, every=self.every, leaks=leaks).run()
+            simulation = Simulation(case, every=self.every, leaks=leaks)
+            outcome = simulation.run()
             if twice:
                 check_same(case, outcome)
             return outcome
         except Exception as error:  # whatever breaks is what we are here for
-            return what_broke(error)
+            return what_broke(error, simulation.num_steps if simulation is not None else 0)
 
 
 def check_same(case: Case, outcome: Outcome) -> None:
@@ -133,12 +136,12 @@ def has_deadlines(case: Case) -> bool:
     return any(add.queue_deadline is not None or add.end_deadline is not None for add in adds)
 
 
-def what_broke(error: Exception) -> Broken:
+def what_broke(error: Exception, num_steps: int) -> Broken:
     """The message, and the innermost line of ours."""
     frames = traceback.extract_tb(error.__traceback__)
     frame = frames[-1]
     place = f"{type(error).__name__} in {Path(frame.filename).name}:{frame.lineno} {frame.name}"
-    return Broken(str(error) or frame.line or "", place)
+    return Broken(str(error) or frame.line or "", place, num_steps)
 
 
 def name_of(policy: Any) -> str:
@@ -160,6 +163,13 @@ def replay_corpus(swarm: Swarm, path: Path = CORPUS) -> Tally:
     for kept in read_corpus(path):
         swarm.enter(tally, -1, kept.case)
     return tally
+
+
+def keep(found: Found, small: Case, path: Path) -> None:
+    """Add a case to a corpus. Raises ``TypeError`` for a policy that is not given by name."""
+    kept = Kept(f"seed {found.seed}: {found.broken.message[:200]}", small)
+    with path.open("a", encoding="utf-8") as lines:
+        lines.write(msgspec.json.encode(kept).decode() + "\n")
 
 
 def smallest(found: Found, max_tries: int = 2000) -> Case:

@@ -1,0 +1,254 @@
+"""Canaries: bugs as somebody might write them. The simulation must find every one.
+
+Each replaces one place of the source; `tools/canaries.py` plants them one at a time in a copy.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Canary(NamedTuple):
+    """A bug: in ``file``, ``old`` (which is there exactly once) becomes ``new``."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+
+
+POOL, CACHE, HASHING = "kv/block_pool.py", "kv/prefix_cache.py", "kv/hashing.py"
+KV, TABLES = "kv/manager.py", "kv/tables.py"
+SCHEDULER, SETTLE, APPEND = "sched/scheduler.py", "sched/settle.py", "sched/append.py"
+ROSTER, BULK, COLUMNS, WAITS = (
+    *("sched/roster.py", "sched/bulk.py", "sched/columns.py", "sched/waits.py"),
+)
+
+CANARIES = (
+    # blocks
+    Canary("skip decref", POOL, "num_refs[block] = refs - 1", "num_refs[block] = refs"),
+    Canary("free what others hold", POOL, "if refs > 1:", "if refs > 2:"),
+    Canary(
+        "free twice",
+        KV,
+        "        self.tables.release(holding)\n        holding.clear()",
+        "        self.tables.release(holding)\n        self.tables.release(holding)\n"
+        "        holding.clear()",
+    ),
+    Canary(
+        "keep the hash of a block that is taken",
+        POOL,
+        "            if hashes[block] is not None:\n                self.cache.unpublish(block)\n",
+        "",
+    ),
+    Canary(
+        "adopt a free block and leave it free",
+        POOL,
+        "                self._unlink(block)\n",
+        "",
+    ),
+    Canary(
+        "tell the worker a wrong entry", TABLES, "range(told, len(table))", "range(told + 1, 99)"
+    ),
+    Canary(
+        "forget that the worker was told",
+        TABLES,
+        "        holding.num_told = len(holding.blocks)\n",
+        "",
+    ),
+    # the prefix cache
+    Canary(
+        "drop the salt from the hash",
+        HASHING,
+        "msgspec.msgpack.encode((content.cache_salt, content.adapter))",
+        "msgspec.msgpack.encode((None, content.adapter))",
+    ),
+    Canary(
+        "drop the adapter from the hash",
+        HASHING,
+        "msgspec.msgpack.encode((content.cache_salt, content.adapter))",
+        "msgspec.msgpack.encode((content.cache_salt, None))",
+    ),
+    Canary(
+        "drop media from the hash", HASHING, "        if not content.media:", "        if True:"
+    ),
+    Canary(
+        "take the whole prompt from the cache",
+        KV,
+        "(len(req.tokens) - 1) // self.block_size if self.caching",
+        "len(req.tokens) // self.block_size if self.caching",
+    ),
+    Canary(
+        "empty the cache while blocks are held",
+        KV,
+        "if self.pool.num_free != self.num_usable:",
+        "if self.pool.num_free == 0:",
+    ),
+    Canary(
+        "leave what a failed row wrote in the cache",
+        SETTLE,
+        "            self.revoke(req, int(plan.starts[index]))\n",
+        "",
+    ),
+    # budgets and seats
+    Canary(
+        "one token too many",
+        SCHEDULER,
+        "wanted = min(behind, step.tokens_left, self._prefill_cap())",
+        "wanted = min(behind, step.tokens_left + 1, self._prefill_cap())",
+    ),
+    Canary(
+        "lose a seat",
+        ROSTER,
+        "        self._free_slots.append(slot)\n",
+        "",
+    ),
+    Canary(
+        "do not tell the worker of a free seat",
+        ROSTER,
+        "        self.freed_slots.append(slot)\n",
+        "",
+    ),
+    Canary(
+        "decode without a block at its boundary",
+        BULK,
+        "needs_block = start % kv.block_size == 0 and start >=",
+        "needs_block = start % kv.block_size == 0 and start >",
+    ),
+    Canary(
+        "the same in bulk",
+        BULK,
+        "computed >= kv.num_held[rows] * kv.block_size",
+        "computed > kv.num_held[rows] * kv.block_size",
+    ),
+    # steps in flight
+    Canary(
+        "keep the output of a request that was sent back",
+        APPEND,
+        "table.alive.at[row] and table.generation.at[row] == generation",
+        "table.alive.at[row]",
+    ),
+    Canary(
+        "keep the output of a request that has ended",
+        APPEND,
+        "table.alive.at[row] and table.generation.at[row] == generation",
+        "table.generation.at[row] == generation",
+    ),
+    Canary(
+        "the wrong epoch",
+        SETTLE,
+        "        table.generation.at[row] += 1\n",
+        "",
+    ),
+    Canary(
+        "use a row again while a step in flight names it",
+        ROSTER,
+        "        if self.table.in_flight.at[req.row] == 0:\n            self.retire(req.row)",
+        "        self.retire(req.row)",
+    ),
+    Canary(
+        "run again before the last token is known",
+        SCHEDULER,
+        "if req.is_waiting and req.num_pending:",
+        "if req.is_waiting and req.num_pending > 9:",
+    ),
+    # ends
+    Canary(
+        "lose an abort", SCHEDULER, "        for req in alive:\n", "        for req in alive[1:]:\n"
+    ),
+    Canary(
+        "forget an end",
+        SETTLE,
+        "        self._ended.append((req, reason, message))\n",
+        "",
+    ),
+    Canary(
+        "tell an end twice",
+        SETTLE,
+        '            outputs.end(req, "error", message)\n',
+        '            outputs.end(req, "error", message)\n'
+        '            outputs.end(req, "error", message)\n',
+    ),
+    Canary(
+        "miss one of several stop tokens",
+        APPEND,
+        "                or stop_id == -2\n",
+        "",
+    ),
+    Canary(
+        "stop before the least number of tokens",
+        "sched/stop.py",
+        "if token in req.stop_ids and req.num_output >= req.params.min_tokens:",
+        "if token in req.stop_ids:",
+    ),
+    Canary(
+        "tell everything to everybody",
+        COLUMNS,
+        "[i for i, other in enumerate(clients) if other == client]",
+        "[i for i, other in enumerate(clients) if other >= client]",
+    ),
+    Canary(
+        "let a deadline pass",
+        SCHEDULER,
+        "elif errand is Errand.END_BY or req.story.scheduled_time is None:",
+        "elif req.story.scheduled_time is None:",
+    ),
+    # order and progress
+    Canary(
+        "break the line at its head",
+        "sched/builder.py",
+        "        while self.admission_open and self._next < len(waiting):\n"
+        "            req = waiting[self._next]\n",
+        "        while self.admission_open and self._next < len(waiting):\n"
+        "            req = waiting[-1 - self._next]\n",
+    ),
+    Canary(
+        "no ageing",
+        "sched/policies/residual_sjf.py",
+        "if view.now - req.arrival_time >= self.max_wait:",
+        "if False:",
+    ),
+    Canary(
+        "evict who was granted tokens in this step",
+        "sched/victims.py",
+        "if other.considered != index\n        and other is not req",
+        "if other is not req",
+    ),
+    Canary(
+        "forget to compute again after a preemption",
+        SETTLE,
+        "        self.roster.table.num_computed.at[req.row] = 0\n",
+        "",
+    ),
+    Canary(
+        "sleep through the alarm",
+        SCHEDULER,
+        "            if errand is Errand.WAKE:\n                self.wake(req.request_id)\n",
+        "            if errand is Errand.WAKE:\n                continue\n",
+    ),
+    Canary(
+        "compute in a pause",
+        SCHEDULER,
+        "        if self.pause_state is PauseState.PAUSED_ALL:\n            step.tokens_left = 0\n",
+        "",
+    ),
+    # accounts
+    Canary(
+        "lose seconds of a wait",
+        WAITS,
+        "if seconds:\n                story.waits[cause]",
+        "if seconds > 1:\n                story.waits[cause]",
+    ),
+    Canary(
+        "remember the dead",
+        "sched/ledger.py",
+        "entered = self._entered.pop(req)",
+        "entered = self._entered[req]",
+    ),
+    Canary(
+        "keep rejected drafts",
+        SETTLE,
+        "            self._roll_back(plan, result)\n",
+        "            pass\n",
+    ),
+)

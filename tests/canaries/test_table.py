@@ -1,0 +1,44 @@
+"""Every canary can still be planted, and a few are found here; `tools/canaries.py` tries all."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICK = (
+    "skip decref",
+    "drop the salt from the hash",
+    "lose an abort",
+    "break the line at its head",
+)
+
+
+def load(path: Path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+canaries = load(ROOT / "tools" / "canaries.py")
+
+
+@pytest.mark.parametrize("canary", canaries.CANARIES, ids=lambda canary: canary.name)
+def test_a_canary_can_be_planted(canary):
+    source = (ROOT / "engine" / canary.file).read_text(encoding="utf-8")
+    assert source.count(canary.old) == 1, f"{canary.file} changed: fit the canary to it"
+    compile(source.replace(canary.old, canary.new), canary.file, "exec")
+
+
+def test_there_are_enough():
+    assert len(canaries.CANARIES) >= 30
+    assert len({canary.name for canary in canaries.CANARIES}) == len(canaries.CANARIES)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_canary_is_found(name):
+    canary = next(canary for canary in canaries.CANARIES if canary.name == name)
+    found = canaries.hunt(canary, max_steps=20_000)
+    assert found.message, f"{name} sang for {found.num_steps} steps"

@@ -1,0 +1,119 @@
+"""Plants each bug of `tests/canaries/table.py` in a copy of the engine and runs the swarm on it.
+
+    python tools/canaries.py [--steps 1000000] [--only NAME]
+
+Prints how many simulated steps it took to find each. Exit status 1 if one was not found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "canaries"))
+
+from table import CANARIES, Canary  # noqa: E402
+
+NEEDED = ("__init__.py", "errors.py", "config", "messages", "kv", "sched")
+FIRST_STEPS = 20_000  # of the swarm, before starvation is looked at
+MAX_STEPS = 1_000_000
+TIMEOUT = 1200  # seconds; a planted bug may also hang
+HUNT = f"""
+import json, logging, sys
+from itertools import count
+logging.disable(logging.CRITICAL)
+from engine.sched.policies import POLICIES
+from engine.sched.verify.starvation import steps_until_served
+from engine.sched.verify.swarm import Swarm
+
+def starved():
+    for policy in POLICIES:
+        if policy != "priority" and steps_until_served(policy, {{}}, 1000) is None:
+            return policy + " starves a request"
+    return ""
+
+def hunt(max_steps):
+    seeds, swarm = count(), Swarm(every=4)
+    tally = swarm.run(seeds, min({FIRST_STEPS}, max_steps))
+    if not tally.found:
+        message = starved()
+        if message:
+            return tally.num_steps, message
+        tally.add(swarm.run(seeds, max_steps - tally.num_steps))
+    return tally.num_steps, tally.found[0].broken.message if tally.found else ""
+
+print(json.dumps(hunt(int(sys.argv[1]))))
+"""
+
+
+class Caught(NamedTuple):
+    """What found the bug and after how many steps; an empty message: nothing did."""
+
+    num_steps: int
+    message: str
+
+
+def hunt(canary: Canary, max_steps: int = MAX_STEPS) -> Caught:
+    """Plant the bug in a copy and look for it."""
+    with tempfile.TemporaryDirectory() as folder:
+        plant(canary, Path(folder))
+        try:
+            done = subprocess.run(
+                [sys.executable, "-c", HUNT, str(max_steps)],
+                env={**os.environ, "PYTHONPATH": folder},
+                cwd=folder,
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT,
+            )
+        except subprocess.TimeoutExpired:
+            return Caught(0, "it hangs")
+    if done.returncode:
+        return Caught(0, done.stderr.strip().splitlines()[-1])
+    return Caught(*json.loads(done.stdout))
+
+
+def plant(canary: Canary, folder: Path) -> None:
+    """A copy of what the simulation needs, with the bug in it."""
+    for name in NEEDED:
+        source, target = ROOT / "engine" / name, folder / "engine" / name
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            target.parent.mkdir(exist_ok=True)
+            shutil.copy(source, target)
+    path = folder / "engine" / canary.file
+    text = path.read_text(encoding="utf-8")
+    assert text.count(canary.old) == 1, f"{canary.name}: {canary.file} has changed"
+    path.write_text(text.replace(canary.old, canary.new), encoding="utf-8")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=MAX_STEPS, metavar="N")
+    parser.add_argument("--only", metavar="NAME", help="part of the names of those to try")
+    parsed = parser.parse_args()
+    chosen = [canary for canary in CANARIES if (parsed.only or "") in canary.name]
+    num_caught = 0
+    for canary in chosen:
+        begun = time.monotonic()
+        caught = hunt(canary, parsed.steps)
+        num_caught += bool(caught.message)
+        seconds = time.monotonic() - begun
+        what = caught.message.splitlines()[0][:70] if caught.message else "NOT FOUND"
+        print(f"{canary.name:48} {caught.num_steps:>9,} steps {seconds:6.1f} s  {what}", flush=True)
+    print(f"{num_caught} of {len(chosen)} found")
+    return 0 if num_caught == len(chosen) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
