@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from data_plane import FeatureWorker, guess
 from fakes import FakeClock
 from simulate import make_request, random_requests
 
@@ -19,12 +20,14 @@ from engine.core.recording import RecordingScheduler, describe, record
 from engine.core.replay import replay
 from engine.errors import ConfigError, RefusedError, RequestError
 from engine.kv.manager import KVManager
+from engine.lora.slots import AdapterSlots
 from engine.observe import steplog
 from engine.observe.steplog import StepLog
 from engine.sched.find import make_scheduler
 from engine.sched.interface import PauseState
 from engine.sched.policies.fcfs import FCFS
 from engine.sched.verify.fake import DigestWorker
+from engine.spec.drafts import Drafts
 
 BLOCK_SIZE = 4
 
@@ -139,6 +142,31 @@ def test_deadlines_fall_at_the_same_readings_of_the_clock(tmp_path: Path) -> Non
     stats = scheduler.make_stats()
     assert stats is not None and stats.num_expired == 1
     assert replay(tmp_path / "log").difference is None
+
+
+def test_what_features_learn_from_results_is_replayed(tmp_path: Path, seed: int) -> None:
+    """Drafts come with results and change what the next plans compute."""
+    rng = random.Random(seed)
+    path, features = tmp_path / "log", (Drafts(3), AdapterSlots(1))
+    scheduler = recorded(path, FakeClock(), resources=features, max_num_seqs=3)
+    worker = FeatureWorker(
+        40, BLOCK_SIZE, propose=lambda tokens: guess(tokens, rng.randint(0, 3), 3)
+    )
+    core = EngineCore(scheduler, worker)
+    for number in range(20):
+        prompt = [rng.randrange(9) for _ in range(rng.randint(1, 20))]
+        adapter = rng.choice([None, "a", "b"])
+        scheduler.add_request(make_request(str(number), prompt, 12, adapter=adapter))
+        core.step()
+    while core.has_work:
+        core.step()
+    scheduler.shutdown()
+    assert features[0].stats.num_accepted > 20
+    outcome = replay(path, resources=(Drafts(3), AdapterSlots(1)))
+    assert outcome.difference is None and outcome.num_steps > 20
+    assert replay(path, resources=(Drafts(2), AdapterSlots(1))).difference is not None
+    with pytest.raises(ConfigError, match="resources was given as an object of"):
+        replay(path)
 
 
 def test_plans_that_follow_from_the_one_before_cost_little(tmp_path: Path) -> None:
