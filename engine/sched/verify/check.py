@@ -84,7 +84,7 @@ def check_members(scheduler: Scheduler) -> None:
         num_blocks = len(kv.held(req))
         assert int(kv.num_held[req.row]) == num_blocks, f"{req}: the column has lost count"
         if req.status is not Status.RUNNING:
-            holds = name in roster.holding
+            holds = req.row in roster.holding
             assert holds or not num_blocks, f"{req} holds blocks"
     queued = sum(req.num_prompt for req in members[len(running) :])
     assert roster.queued_tokens == queued, "the queue has lost count of its tokens"

@@ -16,6 +16,7 @@ from engine.sched.policy import Policy
 from engine.sched.verify.case import Abort, Add, Case, Event, Jump, Pause, Reset, Setup, Wake
 from engine.sched.verify.clients import VOCAB_SIZE
 
+WILD = "engine.sched.verify.wild.Wild"
 YEARS = 2.0**28  # seconds; a binary fraction, as all times here
 FEATURES = (
     *("aborts", "resets", "pauses", "jumps", "wakes", "faults", "deadlines", "stops", "salts"),
@@ -60,9 +61,11 @@ def draw_setup(rng: Random, policy: Any, options: dict[str, Any] | None) -> Setu
 
 def draw_config(rng: Random, policy: Any, options: dict[str, Any] | None) -> SchedulerConfig:
     """Options of the scheduler and, for a policy that was not given any, of the policy."""
-    name = policy if policy is not None else rng.choice(sorted(POLICIES))
+    name = policy if policy is not None else rng.choice((*sorted(POLICIES), WILD, WILD, WILD))
     if options is None:
         options = draw_options(rng, name)
+    if name == WILD:
+        options = {"rate": rng.choice((0.05, 0.2, 0.5))}
     max_model_len = rng.choice((16, 40, 64))
     seats = rng.randint(1, 16) if rng.random() < 0.8 else rng.randint(17, 32)
     chunked = rng.random() < 0.75

@@ -136,6 +136,7 @@ class DigestWorker:
             if index == len(table):
                 table.append(block)
             else:
+                assert table[index] != block, f"slot {slot} is told of block {block} again"
                 table[index] = block
 
     def _compute(self, seq: FakeSeq, start: int, count: int) -> int:

@@ -237,7 +237,7 @@ def find_leak(root: object) -> str | None:
     return None
 
 
-_BOUNDED = ("_members",)  # of the last step only
+_BOUNDED = ("_members", "step")  # of the last step only
 _SIMPLE = (str, bytes, int, float, type, type(None), np.ndarray, Need)
 
 
