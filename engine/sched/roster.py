@@ -27,7 +27,7 @@ class Roster:
         self.running = RankedQueue()
         self.waiting = RankedQueue()
         self.parked: dict[str, Request] = {}
-        self.holding: dict[str, Request] = {}  # not running, yet they hold blocks
+        self.holding: dict[int, Request] = {}  # by row; not running, yet they hold blocks
         self.waits = WaitLedger()
         self.queued_tokens = 0  # prompt tokens of waiting and parked requests
         self.freed_slots: list[int] = []  # the worker was not told yet
@@ -85,7 +85,7 @@ class Roster:
         """From the queue to a seat."""
         self.waits.leave(req, now)
         self._dequeue(req)
-        self.holding.pop(req.request_id, None)
+        self.holding.pop(req.row, None)
         req.move(Status.RUNNING)
         self.running.add(req)
         insort(self._seated, req.row)
@@ -108,7 +108,7 @@ class Roster:
         req.move(Status.PARKED)
         self.parked[req.request_id] = req
         if holds:
-            self.holding[req.request_id] = req
+            self.holding[req.row] = req
 
     def wake(self, req: Request, now: float) -> None:
         """Back into the queue, at its rank."""
@@ -130,7 +130,7 @@ class Roster:
         else:
             del self.parked[req.request_id]
             self.queued_tokens -= req.num_prompt
-        self.holding.pop(req.request_id, None)
+        self.holding.pop(req.row, None)
         req.move(Status.FINISHED)
         self.table.alive.at[req.row] = 0
         del self.by_id[req.request_id]

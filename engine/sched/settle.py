@@ -46,7 +46,7 @@ class Settler:
         self.appender = Appender(roster, kv, self.ledger)
         self._ended: list[tuple[Request, FinishReason, str]] = []  # outside of any result
         self._finished_ids: dict[int, list[str]] = {}  # by client, since its last outputs
-        self._to_restart: set[str] = set()  # once the transfer into their blocks is over
+        self._to_restart: set[int] = set()  # rows, once the transfer into their blocks is over
 
     def settle(self, plan: StepPlan, result: StepResult) -> dict[int, CoreOutputs]:
         """Outputs of one step by client index."""
@@ -90,7 +90,7 @@ class Settler:
         req.story.kv_transfer_params = self.kv.forget(req)
         self.roster.finish(req, self.view.now)
         self.resources.release(req)
-        self._to_restart.discard(req.request_id)
+        self._to_restart.discard(req.row)
         if self.ledger is not None:
             self.ledger.on_finish(req)
         self.policy.on_finish(req, self.view)
@@ -106,7 +106,7 @@ class Settler:
         self.resources.release(req)
         self.roster.table.num_computed.at[req.row] = 0
         if req.status is not Status.RUNNING:
-            self.roster.holding.pop(req.request_id)
+            self.roster.holding.pop(req.row)
             return
         req.story.num_preempted += 1
         self.tally.num_preemptions += 1
@@ -158,14 +158,14 @@ class Settler:
         table.generation.at[row] += 1
         table.num_computed.at[row] = table.num_pending.at[row] = 0
         if self.kv.is_loading(req):
-            self._to_restart.add(req.request_id)
-        elif req.status is Status.RUNNING or req.request_id in self.roster.holding:
+            self._to_restart.add(req.row)
+        elif req.status is Status.RUNNING or req.row in self.roster.holding:
             self.unseat(req, "restarted")
 
     def woken(self, req: Request) -> None:
         """The request is back in the queue; what it holds may not be trusted any more."""
-        if req.request_id in self._to_restart:
-            self._to_restart.remove(req.request_id)
+        if req.row in self._to_restart:
+            self._to_restart.remove(req.row)
             self.unseat(req, "restarted")
 
     def _to_clients(self, outputs: OutputColumns) -> dict[int, CoreOutputs]:
