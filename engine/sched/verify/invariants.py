@@ -64,6 +64,7 @@ class Invariants:
 
     def planned(self, plan: StepPlan) -> None:
         """The scheduler has made a plan."""
+        check_faults(self.scheduler)
         if not plan.is_empty:
             check_plan(self.scheduler, plan)
         self.progress.planned(plan)
@@ -198,7 +199,7 @@ def check_order(scheduler: Scheduler) -> None:
     worst = max(map(by_rank, step.new))
     excused = {id(req) for req in step.preempted} | {id(req) for req, _ in step.refused}
     for req in scheduler.roster.waiting:
-        if by_rank(req) >= worst:
+        if not by_rank(req) < worst:
             return
         assert id(req) in excused, f"{req} was overtaken by {step.new}"
 
