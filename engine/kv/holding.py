@@ -57,6 +57,7 @@ class Holding:
     """
 
     tables: list[list[int]]
+    tokens: array[int]  # of whom: the row may be another request's by now
     chain: list[bytes] = field(default_factory=list)  # hash of each full block of known tokens
     num_adopted: int = 0  # leading entries that came from the cache
     num_ready: int = 0  # leading tokens whose KV was there when the blocks were got

@@ -99,17 +99,15 @@ class KVManager:
 
     def held(self, req: Holder, group: int = 0) -> list[int]:
         """The request's table in one group, in order; entries out of its window are 0."""
-        holding = self._holdings.get(req.row)
-        return holding.tables[group] if holding else []
+        return holding.tables[group] if (holding := self._found(req)) else []
 
     def num_adopted(self, req: Holder) -> int:
         """Leading table entries of the request that came from the cache."""
-        holding = self._holdings.get(req.row)
-        return holding.num_adopted if holding else 0
+        return holding.num_adopted if (holding := self._found(req)) else 0
 
     def is_loading(self, req: Holder) -> bool:
         """Does a transfer write into the request's blocks? Then they cannot be taken from it."""
-        holding = self._holdings.get(req.row)
+        holding = self._found(req)
         return holding is not None and holding.loading
 
     def lookup(self, req: Holder) -> PrefixHit:
@@ -274,7 +272,7 @@ class KVManager:
 
     def release(self, req: Holder) -> None:
         """Give back all blocks; hashes of known tokens stay remembered until ``forget``."""
-        holding = self._holdings.get(req.row)
+        holding = self._found(req)
         if holding is None:
             return
         assert not holding.loading, f"{req}: a transfer writes into its blocks"
@@ -287,7 +285,7 @@ class KVManager:
 
         Returns what its output carries for whoever goes on with its KV.
         """
-        holding = self._holdings.pop(req.row, None) or self._empty()
+        holding = self._holdings.pop(req.row, None) or self._empty(req)
         self.num_held[req.row] = self.num_published[req.row] = 0
         return self.transfers.end(req, holding)
 
@@ -332,19 +330,27 @@ class KVManager:
         """Table entries for this many tokens."""
         return -(-num_tokens // self.block_size)
 
-    def _empty(self) -> Holding:
-        return Holding([[] for _ in self.groups])
+    def _empty(self, req: Holder) -> Holding:
+        return Holding([[] for _ in self.groups], req.tokens)
+
+    def _found(self, req: Holder) -> Holding | None:
+        """What is kept of the request, if anything is."""
+        holding = self._holdings.get(req.row)
+        return holding if holding is not None and holding.tokens is req.tokens else None
 
     def _holding(self, req: Holder) -> Holding:
-        holding = self._holdings.get(req.row)
+        """The same, begun if there is nothing; of one that has ended nothing is kept."""
+        holding = self._found(req)
         if holding is None:
-            holding = self._holdings[req.row] = self._empty()
+            holding = self._empty(req)
+            if not self.num_held[req.row]:  # else the row is another request's
+                self._holdings[req.row] = holding
         return holding
 
     def _wanted(self, req: Holder, upto: int) -> int:
         """Free blocks that ``reserve`` takes, less those it gives back first."""
         entries = self._entries(upto)
-        holding = self._holdings.get(req.row)
+        holding = self._found(req)
         if holding is not None and holding.blocks:
             wanted = (entries - len(holding.blocks)) * self.num_groups
             if self.tables.windows:
@@ -356,12 +362,12 @@ class KVManager:
         return (entries - len(tables[0])) * self.num_groups + revived
 
     def _hashes(self, req: Holder) -> list[bytes]:
-        return self._sharing.hashes(req, self._holdings.get(req.row))
+        return self._sharing.hashes(req, self._found(req))
 
     def _search(self, req: Holder, holding: Holding) -> PrefixHit:
         """What ``lookup`` finds now."""
         if not req.reads_cache:
-            return PrefixHit(0, self._empty().tables)
+            return PrefixHit(0, self._empty(req).tables)
         num_blocks = (len(req.tokens) - 1) // self.block_size if self.caching else 0
         tables = self._sharing.find(req, holding, num_blocks)
         num_tokens = len(tables[0]) * self.block_size
