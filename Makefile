@@ -42,6 +42,9 @@ test: check
 # The long forms: more seeds, larger shapes, budgets on time. Wants a quiet machine.
 campaign: $(READY)
 	$(PYTEST) -m "slow or perf" tests
+	$(BIN)/metronome verify --steps 20000000 --jobs 2
+	$(BIN)/python -m engine.sched.verify.explore --jobs 2
+	$(BIN)/python tools/canaries.py
 
 bench: $(READY)
 	$(BIN)/python benchmarks/step_overhead.py
