@@ -26,3 +26,5 @@ class AttentionMeta:
     max_query_len: int
     max_seq_len: int
     scratch: dict[Any, Any] = field(default_factory=dict)  # what an operation works out once a step
+    # Every row's arithmetic in one order, whatever runs beside it.
+    batch_invariant: bool = False

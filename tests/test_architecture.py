@@ -79,6 +79,12 @@ LONG_SIGNATURES: dict[str, str] = {
     "kernels.ops.qkv_rope_write": "three fused operations, each with its variants",
     "kernels.cpu.vectors._product_intrinsic.product": "three matrices, each with its stride",
     "kernels.cpu.vectors.dots": "three matrices and the literal shape",
+    "kernels.triton.attention_decode.decode_kernel": "a launch's tensors and strides",
+    "kernels.triton.attention_prefill.prefill_kernel": "a launch's tensors and strides",
+    "kernels.triton.merge.merge_kernel": "a launch's tensors and shape",
+    "kernels.triton.tiles.attend_tiles": "registers of one program, inlined",
+    "kernels.triton.tiles.attend_range": "registers of one program, inlined",
+    "kernels.triton.tiles.store_rows": "registers of one program, inlined",
 }
 
 IMPORT_ENGINE_SECONDS = 0.3

@@ -71,6 +71,7 @@ def qkv_rope_write(
 def paged_attention(
     q: torch.Tensor, kv_layer: torch.Tensor, meta: AttentionMeta, variant: reference.Variant
 ) -> torch.Tensor:
-    if _is_plain(q, kv_layer, variant.sinks):
+    has_loops = variant.alibi is None and variant.kv_scales is None
+    if has_loops and _is_plain(q, kv_layer, variant.sinks):
         return attention.paged_attention(q, kv_layer, meta, variant)
     return reference.paged_attention(q, kv_layer, meta, variant)

@@ -3,7 +3,14 @@
 Float64 tensors are computed in float64, everything else in float32.
 """
 
-from kernels.reference.attention import Variant, paged_attention
+from kernels.reference.attention import (
+    Variant,
+    attend,
+    gather,
+    merge_states,
+    paged_attention,
+    paged_attention_lse,
+)
 from kernels.reference.pointwise import act_mul, add_rms_norm, rms_norm
 from kernels.reference.rope import HeadNorm, Rope, qkv_rope_write
 
@@ -13,7 +20,11 @@ __all__ = [
     "Variant",
     "act_mul",
     "add_rms_norm",
+    "attend",
+    "gather",
+    "merge_states",
     "paged_attention",
+    "paged_attention_lse",
     "qkv_rope_write",
     "rms_norm",
 ]

@@ -17,20 +17,49 @@ class Variant(NamedTuple):
     window: int = 0
     softcap: float = 0.0
     sinks: torch.Tensor | None = None
+    alibi: torch.Tensor | None = None
+    kv_scales: torch.Tensor | None = None
 
 
 def paged_attention(
     q: torch.Tensor, kv_layer: torch.Tensor, meta: AttentionMeta, variant: Variant
 ) -> torch.Tensor:
     """q: [N, Hq, D] -> [N, Hq * D]."""
+    return paged_attention_lse(q, kv_layer, meta, variant)[0]
+
+
+def paged_attention_lse(
+    q: torch.Tensor, kv_layer: torch.Tensor, meta: AttentionMeta, variant: Variant
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs [N, Hq * D], and the logarithm of each softmax's sum [N, Hq], sinks in it.
+
+    Rows without a sequence: zeros, and -inf.
+    """
     out = torch.zeros_like(q)
+    lse = wide(q).new_full(q.shape[:2], float("-inf"))
     starts = meta.query_start.tolist()
     for s, seq_len in enumerate(meta.seq_lens.tolist()):
         start, end = starts[s], starts[s + 1]
         if end > start and seq_len > 0:
             keys, values = gather(kv_layer, meta.block_tables[s], seq_len)
-            out[start:end] = attend(q[start:end], keys, values, variant).to(q.dtype)
-    return out.flatten(1)
+            if variant.kv_scales is not None:
+                scales = wide(variant.kv_scales).to(wide(q).dtype)[:, :, None, None]
+                keys, values = wide(keys) * scales[0], wide(values) * scales[1]
+            got, sums = attend(q[start:end], keys, values, variant)
+            out[start:end], lse[start:end] = got.to(q.dtype), sums
+    return out.flatten(1), lse
+
+
+def merge_states(parts: torch.Tensor, part_lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over all keys from attention over P parts of them.
+
+    parts: [P, N, H, D], part_lse: [P, N, H]; returns [N, H, D] and [N, H]. A part that saw no key
+    has -inf, and what it holds is not read; where no part saw one, zeros and -inf come out.
+    """
+    lse = part_lse.logsumexp(0)
+    weights = (part_lse - lse).nan_to_num(nan=float("-inf")).exp().unsqueeze(-1)
+    taken = wide(parts).where(weights > 0, 0)
+    return (taken * weights).sum(0).to(parts.dtype), lse
 
 
 def gather(
@@ -45,25 +74,32 @@ def gather(
 
 def attend(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, variant: Variant
-) -> torch.Tensor:
-    """q: [T, Hq, D], the last T of L positions; keys, values: [Hkv, L, D] -> [T, Hq, D]."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q: [T, Hq, D], the last T of L positions; keys, values: [Hkv, L, D].
+
+    Returns outputs [T, Hq, D] and log-sum-exps [T, Hq].
+    """
     num_new, num_heads, _ = q.shape
-    length = keys.shape[1]
-    group = num_heads // keys.shape[0]
-    keys = wide(keys).repeat_interleave(group, dim=0)
-    values = wide(values).repeat_interleave(group, dim=0)
-    scores = wide(q).transpose(0, 1) @ keys.transpose(1, 2) * variant.scale  # [Hq, T, L]
+    group, length = num_heads // keys.shape[0], keys.shape[1]
+    q = wide(q)
+    keys = wide(keys).to(q.dtype).repeat_interleave(group, dim=0)
+    values = wide(values).to(q.dtype).repeat_interleave(group, dim=0)
+    scores = q.transpose(0, 1) @ keys.transpose(1, 2) * variant.scale  # [Hq, T, L]
     if variant.softcap:
         scores = torch.tanh(scores / variant.softcap) * variant.softcap
     query_pos = torch.arange(length - num_new, length, device=q.device)[:, None]
     key_pos = torch.arange(length, device=q.device)[None, :]
+    if variant.alibi is not None:
+        scores = scores + variant.alibi.to(q.dtype)[:, None, None] * (key_pos - query_pos)
     hidden = key_pos > query_pos
     if variant.window:
         hidden |= key_pos <= query_pos - variant.window
     scores = scores.masked_fill(hidden, float("-inf"))
     if variant.sinks is not None:
         sinks = variant.sinks.to(scores.dtype)[:, None, None].expand(num_heads, num_new, 1)
-        weights = torch.cat((scores, sinks), dim=-1).softmax(-1)[..., :-1]
-    else:
-        weights = scores.softmax(-1)
-    return (weights @ values).transpose(0, 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    weights = scores.softmax(-1)[..., :length]
+    # Values no query of these sees may be anything: freed blocks, in a window.
+    is_seen = (~hidden).any(0)[:, None]
+    out = weights @ values.where(is_seen, 0)
+    return out.transpose(0, 1), scores.logsumexp(-1).transpose(0, 1)

@@ -3,10 +3,9 @@
 Cache blocks lie scattered, and what no sequence owns is NaN: reading it would show.
 """
 
-from collections.abc import Sequence
-
 import pytest
 import torch
+from paged_cache import Cache
 
 import kernels
 from kernels import AttentionMeta, reference
@@ -29,50 +28,6 @@ VARIANTS = {
     "sinks": {"sinks": True},
     "all": {"window": 33, "softcap": 30.0, "sinks": True},
 }
-
-
-class Cache:
-    """One layer's cache that holds the context of some sequences, and the step's metadata."""
-
-    def __init__(
-        self,
-        step: Sequence[tuple[int, int]],
-        shape: tuple[int, int],
-        rng: torch.Generator,
-        block: int = BLOCK,
-    ) -> None:
-        heads, head_dim = shape
-        lens = [new + context for new, context in step]
-        blocks = [-(-length // block) for length in lens]
-        free = (torch.randperm(sum(blocks), generator=rng) + 1).tolist()
-        self.kv = torch.full((sum(blocks) + 2, 2, heads, block, head_dim), float("nan"))
-        tables = torch.zeros((len(step), max(blocks) + 1), dtype=torch.int32)
-        positions, slots = [], []
-        for s, (_, context) in enumerate(step):
-            tables[s, : blocks[s]] = torch.tensor([free.pop() for _ in range(blocks[s])])
-            place = torch.arange(lens[s])
-            where = tables[s].long()[place // block] * block + place % block
-            for slot in where.tolist():
-                written = torch.randn(2, heads, head_dim, generator=rng)
-                self.kv[slot // block, :, :, slot % block] = written
-            positions.append(place[context:])
-            slots.append(where[context:])
-        counts = [new for new, _ in step]
-        self.meta = AttentionMeta(
-            query_start=torch.tensor([0, *counts]).cumsum(0).to(torch.int32),
-            seq_lens=torch.tensor(lens, dtype=torch.int32),
-            block_tables=tables,
-            positions=torch.cat(positions),
-            slots=torch.cat(slots),
-            block_size=block,
-            num_decodes=sum(n == 1 for n in counts),
-            max_query_len=max(counts),
-            max_seq_len=max(lens),
-        )
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.meta.positions)
 
 
 @pytest.fixture

@@ -1,0 +1,129 @@
+"""Attention of sequences with few query tokens: the keys are split among programs, then merged.
+
+Bound by the bytes of the cache, so what counts is that enough programs read at once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels import tuning
+from kernels.meta import AttentionMeta
+from kernels.reference import Variant
+from kernels.triton.launch import Launch
+from kernels.triton.merge import merge_launch
+from kernels.triton.tiles import (
+    LOG2E,
+    Shape,
+    attend_range,
+    attention_args,
+    cache_of,
+    head_rows,
+    kind_of,
+    load_queries,
+    scale_of,
+    start_state,
+    store_rows,
+    visible_tiles,
+)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_splits", "min_tiles"])
+def decode_kernel(  # noqa: PLR0913
+    q, kv, tables, query_start, seq_lens, out, lse, sinks, slopes, kv_scales,
+    stride_q, stride_block, stride_table, num_rows, num_splits, min_tiles, S: tl.constexpr,
+):  # fmt: skip
+    """Program (sequence, head block, split) -> out [splits, num_rows, Hq, D], lse likewise.
+
+    A split is so many tiles as the sequence alone and the number of splits make it.
+    """
+    seq = tl.program_id(0)
+    first_head = tl.program_id(1) * S.HEADS
+    split = tl.program_id(2)
+    row0 = tl.load(query_start + seq)
+    num_tokens = tl.load(query_start + seq + 1) - row0
+    if num_tokens == 0:
+        return
+    rows = head_rows(first_head, num_tokens, S)
+    token, head, is_ours = rows
+    head = tl.where(is_ours, head, first_head)
+    # A sequence of no keys is padding: its row comes out as zeros.
+    end_key = tl.load(seq_lens + seq)
+    first_pos = end_key - num_tokens
+    bounds = visible_tiles(first_pos, end_key - 1, S)
+    num_tiles = bounds[3] - bounds[0]
+    share = tl.maximum((num_tiles + num_splits - 1) // num_splits, min_tiles)
+    first = bounds[0] + split * share
+    where = split.to(tl.int64) * num_rows + row0 + token
+    where = where * (S.KV_HEADS * S.GROUP) + head
+    if split > 0 and first >= bounds[3]:
+        if lse is not None:
+            tl.store(lse + where, tl.full([S.ROWS], float("-inf"), tl.float32), mask=is_ours)
+        return
+    kv_head = first_head // S.GROUP
+    queries = load_queries(q, stride_q, row0, rows, S)
+    state = start_state(sinks, head, split == 0, S)
+    cache = cache_of(kv, tables + seq.to(tl.int64) * stride_table, stride_block, kv_head, S)
+    first_key = 0
+    if S.WINDOW > 0:
+        first_key = first_pos - S.WINDOW + 1
+    span = (first_pos + token, first_key, end_key)
+    if slopes is not None:
+        slopes = tl.load(slopes + head).to(tl.float32) * LOG2E
+    bias = (scale_of(kv_scales, kv_head, S), slopes)
+    tiles = (first, tl.minimum(first + share, bounds[3]))
+    state = attend_range(state, queries, cache, span, bias, tiles, bounds, S)
+    store_rows(state, out, lse, kv_scales, where, rows, kv_head, S)
+
+
+def decode_attention(
+    q: torch.Tensor,
+    kv_layer: torch.Tensor,
+    meta: AttentionMeta,
+    variant: Variant,
+    num_seqs: int,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """Attend the first num_seqs sequences, which own q's first rows.
+
+    q, out: [n, Hq, D] of those rows alone, lse [n, Hq] float32. Rows no sequence owns stay as
+    they are. Each sequence has at most MAX_DECODE_TOKENS query tokens.
+    """
+    for launch in decode_launches(q, kv_layer, meta, variant, num_seqs, out, lse):
+        launch.run()
+
+
+def decode_launches(
+    q: torch.Tensor,
+    kv_layer: torch.Tensor,
+    meta: AttentionMeta,
+    variant: Variant,
+    num_seqs: int,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> list[Launch]:
+    num_rows, num_heads, _ = q.shape
+    is_single = num_seqs == meta.num_decodes
+    tokens = 1 if is_single else meta.max_query_len
+    group = num_heads // kv_layer.shape[2]
+    heads = tuning.heads_a_program(group, tuning.MAX_DECODE_ROWS // tokens)
+    tile = tuning.decode_tile(kind_of(q, kv_layer), tuning.pad_power(tokens * heads))
+    blocks = num_heads // heads
+    splits = tuning.num_splits(num_seqs * blocks, meta.max_seq_len, is_fixed=meta.batch_invariant)
+    merges: list[Launch] = []
+    if splits > 1:
+        parts = q.new_empty((splits, *q.shape), dtype=torch.float32)
+        part_lse = parts.new_empty(parts.shape[:-1])
+        if not is_single:  # nobody writes the rows of no sequence
+            part_lse.fill_(float("-inf"))
+        merges = [merge_launch(parts, part_lse, out, lse)]
+        out, lse = parts, part_lse
+    shape = Shape.of(q, kv_layer, variant, heads, tile)
+    args = attention_args(q, kv_layer, meta, variant, out, lse, shape)
+    args |= {"num_rows": num_rows, "num_splits": splits}
+    args["min_tiles"] = -(-tuning.MIN_SPLIT_KEYS // tile.keys)
+    grid = (num_seqs, blocks, splits)
+    return [Launch(decode_kernel, grid, args, tile.warps, tile.stages), *merges]

@@ -1,0 +1,254 @@
+"""What prefill and decode attention share: tiles of keys, their masks, the running softmax.
+
+Rows of a program are the query heads of one key head, packed: row m is token m // HEADS, head
+m % HEADS. The softmax runs in base 2. Three loops follow each other so that the middle one, which
+does nearly all work, has no mask: tiles that the window cuts, tiles that every row sees whole,
+tiles that the diagonal cuts. Ascending, so that a row's sums do not depend on its company.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.meta import AttentionMeta
+from kernels.reference import Variant
+from kernels.tuning import Kind, Tile, pad_power
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+class Shape(NamedTuple):
+    """What an attention kernel is compiled for."""
+
+    D: int  # head size
+    PAD_D: int  # the power of two that holds it
+    PAGE: int  # tokens a cache block
+    KV_HEADS: int
+    GROUP: int  # query heads a key head
+    HEADS: int  # query heads a program, a divisor of GROUP
+    ROWS: int  # packed query rows a program, a power of two
+    KEYS: int  # keys a tile
+    SCALE: float
+    WINDOW: int  # 0: none
+    SOFTCAP: float  # 0: none
+
+    @classmethod
+    def of(cls, q: torch.Tensor, kv_layer: torch.Tensor, variant: Variant, heads: int, tile: Tile):
+        """q: [N, Hq, D], kv_layer: [blocks, 2, Hkv, page, D]; `heads` of them share a program."""
+        _, num_heads, dim = q.shape
+        _, _, kv_heads, page, _ = kv_layer.shape
+        group = num_heads // kv_heads
+        numbers = (variant.scale, variant.window, variant.softcap)
+        sizes = (tile.rows, tile.keys)
+        return cls(dim, pad_power(dim), page, kv_heads, group, heads, *sizes, *numbers)
+
+
+def kind_of(q: torch.Tensor, kv_layer: torch.Tensor) -> Kind:
+    return Kind(q.element_size(), kv_layer.element_size(), pad_power(q.shape[-1], 64))
+
+
+def attention_args(
+    q: torch.Tensor,
+    kv_layer: torch.Tensor,
+    meta: AttentionMeta,
+    variant: Variant,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    shape: Shape,
+) -> dict[str, Any]:
+    """What prefill and decode kernels both take."""
+    if not kv_layer[0].is_contiguous() or not q[0].is_contiguous():
+        raise ValueError("attention needs contiguous query rows and contiguous cache blocks")
+    return {
+        "q": q,
+        "kv": kv_layer,
+        "tables": meta.block_tables,
+        "query_start": meta.query_start,
+        "seq_lens": meta.seq_lens,
+        "out": out,
+        "lse": lse,
+        "sinks": variant.sinks,
+        "slopes": variant.alibi,
+        "kv_scales": variant.kv_scales,
+        "stride_q": q.stride(0),
+        "stride_block": kv_layer.stride(0),
+        "stride_table": meta.block_tables.stride(0),
+        "S": shape,
+    }
+
+
+@triton.jit
+def head_rows(first_head, num_tokens, S: tl.constexpr):
+    """Token and query head of every row, and whether the row is one of the program's."""
+    row = tl.arange(0, S.ROWS)
+    token = row // S.HEADS
+    return token, first_head + row % S.HEADS, token < num_tokens
+
+
+@triton.jit
+def load_queries(q, stride_q, row0, rows, S: tl.constexpr):
+    token, head, is_ours = rows
+    dims = tl.arange(0, S.PAD_D)
+    where = (row0 + token).to(tl.int64) * stride_q + head * S.D
+    mask = is_ours[:, None] & (dims < S.D)[None, :]
+    return tl.load(q + where[:, None] + dims[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def visible_tiles(first_pos, last_pos, S: tl.constexpr):
+    """Tiles seen by rows at first_pos .. last_pos: first, first and end of the whole ones, end."""
+    end = (last_pos + S.KEYS) // S.KEYS
+    first = 0
+    whole_from = 0
+    if S.WINDOW > 0:
+        first = tl.maximum(first_pos - S.WINDOW + 1, 0) // S.KEYS
+        whole_from = (tl.maximum(last_pos - S.WINDOW + 1, 0) + S.KEYS - 1) // S.KEYS
+        whole_from = tl.minimum(whole_from, end)
+    whole_to = tl.maximum((first_pos + 1) // S.KEYS, whole_from)
+    return first, whole_from, whole_to, end
+
+
+@triton.jit
+def cache_rows(table, stride_block, tile, end_key, S: tl.constexpr, MASKED: tl.constexpr):
+    """Offsets [KEYS] of a tile's rows within one head of the cache."""
+    place = tile * S.KEYS + tl.arange(0, S.KEYS)
+    if S.PAGE % S.KEYS == 0:  # the tile lies within one block
+        block = tl.load(table + tile * S.KEYS // S.PAGE).to(tl.int64)
+        rows = block * stride_block + (place % S.PAGE) * S.D
+    else:
+        if MASKED:
+            blocks = tl.load(table + place // S.PAGE, mask=place < end_key, other=0)
+        else:
+            blocks = tl.load(table + place // S.PAGE)
+        rows = blocks.to(tl.int64) * stride_block + (place % S.PAGE) * S.D
+    return rows
+
+
+@triton.jit
+def load_tile(base, rows, is_seen, S: tl.constexpr, MASKED: tl.constexpr):
+    """[KEYS, PAD_D] of keys or values; nothing is read that no row sees."""
+    dims = tl.arange(0, S.PAD_D)
+    where = base + rows[:, None] + dims[None, :]
+    if MASKED:
+        tile = tl.load(where, mask=is_seen[:, None] & (dims < S.D)[None, :], other=0.0)
+    elif S.D < S.PAD_D:
+        tile = tl.load(where, mask=(dims < S.D)[None, :], other=0.0)
+    else:
+        tile = tl.load(where)
+    return tile
+
+
+@triton.jit
+def scores_of(products, scale, slopes, row_pos, key_pos, S: tl.constexpr):
+    """Scores in base 2: scaled, capped, biased by distance."""
+    if S.SOFTCAP > 0:
+        # tanh by a form that saturates instead of overflowing.
+        grown = tl.exp2(products * (scale * (2 * LOG2E / S.SOFTCAP)))
+        scores = (1 - 2 / (grown + 1)) * (S.SOFTCAP * LOG2E)
+    else:
+        scores = products * (scale * LOG2E)
+    if slopes is not None:
+        scores += slopes[:, None] * (key_pos[None, :] - row_pos[:, None]).to(tl.float32)
+    return scores
+
+
+@triton.jit
+def attend_tiles(  # noqa: PLR0913
+    state, q, cache, span, bias, tiles, S: tl.constexpr, MASKED: tl.constexpr
+):
+    """Take tiles[0] .. tiles[1] - 1 into the running softmax `state`."""
+    acc, peak, total = state
+    keys, values, table, stride_block = cache
+    row_pos, first_key, end_key = span
+    scale, slopes = bias
+    for tile in tl.range(tiles[0], tiles[1]):
+        key_pos = tile * S.KEYS + tl.arange(0, S.KEYS)
+        is_seen = (key_pos >= first_key) & (key_pos < end_key)
+        rows = cache_rows(table, stride_block, tile, end_key, S, MASKED)
+        k = load_tile(keys, rows, is_seen, S, MASKED).to(q.dtype)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        scores = scores_of(scores, scale, slopes, row_pos, key_pos, S)
+        if MASKED:
+            seen = is_seen[None, :] & (key_pos[None, :] <= row_pos[:, None])
+            if S.WINDOW > 0:
+                seen = seen & (key_pos[None, :] > row_pos[:, None] - S.WINDOW)
+            scores = tl.where(seen, scores, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        base = new_peak
+        if MASKED:  # a row may have seen nothing yet
+            base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weights = tl.exp2(scores - base[:, None])
+        decay = tl.exp2(peak - base)
+        total = total * decay + tl.sum(weights, 1)
+        v = load_tile(values, rows, is_seen, S, MASKED).to(q.dtype)
+        acc = tl.dot(weights.to(q.dtype), v, acc * decay[:, None], input_precision="ieee")
+        peak = new_peak
+    return acc, peak, total
+
+
+@triton.jit
+def start_state(sinks, head, is_first, S: tl.constexpr):
+    """A softmax over nothing, or over the sinks where this is a row's first range of keys."""
+    acc = tl.full([S.ROWS, S.PAD_D], 0.0, tl.float32)
+    total = tl.full([S.ROWS], 0.0, tl.float32)
+    peak = tl.full([S.ROWS], float("-inf"), tl.float32)
+    if sinks is not None:
+        peak = tl.where(is_first, tl.load(sinks + head).to(tl.float32) * LOG2E, peak)
+        total = tl.where(is_first, 1.0, total)
+    return acc, peak, total
+
+
+@triton.jit
+def attend_range(  # noqa: PLR0913
+    state, q, cache, span, bias, tiles, bounds, S: tl.constexpr
+):
+    """The three loops over tiles tiles[0] .. tiles[1] - 1; `bounds` from visible_tiles."""
+    first, end = tiles
+    whole_from = bounds[1]
+    whole_to = bounds[2]
+    if S.WINDOW > 0:
+        cut = (first, tl.minimum(end, whole_from))
+        state = attend_tiles(state, q, cache, span, bias, cut, S, True)
+    whole = (tl.maximum(first, whole_from), tl.minimum(end, whole_to))
+    state = attend_tiles(state, q, cache, span, bias, whole, S, False)
+    tail = (tl.maximum(first, whole_to), end)
+    return attend_tiles(state, q, cache, span, bias, tail, S, True)
+
+
+@triton.jit
+def cache_of(kv, table, stride_block, kv_head, S: tl.constexpr):
+    """Keys and values of one head, [.., PAGE, D] in each block, and the sequence's block table."""
+    keys = kv + kv_head * (S.PAGE * S.D)
+    return keys, keys + S.KV_HEADS * S.PAGE * S.D, table, stride_block
+
+
+@triton.jit
+def scale_of(kv_scales, kv_head, S: tl.constexpr):
+    """The factor of scores: the model's, times that of the keys as they lie in the cache."""
+    scale = tl.full([], S.SCALE, tl.float32)
+    if kv_scales is not None:
+        scale = scale * tl.load(kv_scales + kv_head)
+    return scale
+
+
+@triton.jit
+def store_rows(  # noqa: PLR0913
+    state, out, lse, kv_scales, where, rows, kv_head, S: tl.constexpr
+):
+    """Divide by the sums and write; `where`: index of each row as [token, query head]."""
+    acc, peak, total = state
+    _, _, is_ours = rows
+    safe = tl.where(total == 0, 1.0, total)
+    if kv_scales is not None:
+        acc = acc * tl.load(kv_scales + S.KV_HEADS + kv_head)
+    dims = tl.arange(0, S.PAD_D)
+    mask = is_ours[:, None] & (dims < S.D)[None, :]
+    there = out + where[:, None] * S.D + dims[None, :]
+    tl.store(there, (acc / safe[:, None]).to(out.dtype.element_ty), mask=mask)
+    if lse is not None:
+        logs = tl.where(total == 0, float("-inf"), (peak + tl.log2(safe)) / LOG2E)
+        tl.store(lse + where, logs, mask=is_ours)

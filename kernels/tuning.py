@@ -1,0 +1,106 @@
+"""Launch settings of the Triton kernels: a table, looked up on the host before each launch.
+
+Never an autotuner: it cannot run while a graph is captured, and two runs of one program would get
+different kernels, hence different last bits. What measurements on a device teach is written here.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+# Of an H200; decode attention asks for twice as many programs.
+NUM_PROCESSORS = 132
+MAX_SPLITS = 32
+# Splits in batch-invariant mode, whatever else runs.
+FIXED_SPLITS = 16
+# Fewer keys are not worth a split of their own.
+MIN_SPLIT_KEYS = 128
+# Packed query rows from which a sequence's tokens go to the prefill kernel.
+MAX_DECODE_ROWS = 128
+MAX_DECODE_TOKENS = 8
+# Packed query rows a prefill program; the table below may allow fewer.
+ROW_BUCKETS = (16, 32, 64, 128)
+
+
+class Tile(NamedTuple):
+    """A program's share: packed query rows, keys a step, warps, loads in flight."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+class Kind(NamedTuple):
+    """What a tile is chosen by: bytes of a query and of a cache element, padded head size."""
+
+    query_bytes: int
+    cache_bytes: int
+    head_dim: int  # at least 64: smaller heads take its settings
+
+
+# Query rows a program -> (keys, warps, stages); the first entry that holds the rows is taken.
+_Rows = dict[int, tuple[int, int, int]]
+
+_DECODE: dict[Kind, _Rows] = {
+    Kind(2, 2, 64): {32: (64, 4, 3), 128: (64, 4, 3)},
+    Kind(2, 2, 128): {32: (64, 4, 3), 128: (64, 4, 3)},
+    Kind(2, 2, 256): {32: (32, 4, 3), 128: (32, 8, 2)},
+    Kind(2, 1, 64): {32: (32, 4, 3), 128: (32, 4, 3)},
+    Kind(2, 1, 128): {32: (32, 4, 3), 128: (32, 4, 3)},
+    Kind(2, 1, 256): {32: (32, 4, 3), 128: (32, 8, 2)},
+    Kind(4, 4, 64): {32: (32, 4, 2), 128: (16, 8, 2)},
+    Kind(4, 4, 128): {32: (16, 4, 2), 128: (16, 8, 2)},
+    Kind(4, 4, 256): {32: (16, 8, 2), 128: (16, 8, 2)},
+}
+
+_PREFILL: dict[Kind, _Rows] = {
+    Kind(2, 2, 64): {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3), 128: (64, 8, 3)},
+    Kind(2, 2, 128): {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 2), 128: (64, 8, 3)},
+    Kind(2, 2, 256): {16: (32, 4, 3), 32: (32, 4, 3), 64: (32, 8, 2), 128: (32, 8, 2)},
+    Kind(2, 1, 64): {16: (32, 4, 3), 32: (32, 4, 3), 64: (64, 4, 3), 128: (64, 8, 3)},
+    Kind(2, 1, 128): {16: (32, 4, 3), 32: (32, 4, 3), 64: (32, 4, 2), 128: (64, 8, 2)},
+    Kind(2, 1, 256): {16: (32, 4, 3), 32: (32, 4, 3), 64: (32, 8, 2), 128: (32, 8, 2)},
+    Kind(4, 4, 64): {16: (32, 4, 2), 32: (32, 8, 2)},
+    Kind(4, 4, 128): {16: (16, 4, 2), 32: (16, 8, 2)},
+    Kind(4, 4, 256): {16: (16, 8, 2)},
+}
+
+
+def pad_power(size: int, least: int = 16) -> int:
+    """The power of two that holds `size`."""
+    return max(least, 1 << (size - 1).bit_length())
+
+
+def heads_a_program(group: int, most: int) -> int:
+    """The largest divisor of `group` that is at most `most`."""
+    return next(heads for heads in range(min(group, most), 0, -1) if group % heads == 0)
+
+
+def _entry(table: dict[Kind, _Rows], kind: Kind, rows: int) -> Tile:
+    if kind not in table:
+        sizes = f"queries of {kind.query_bytes} bytes over a cache of {kind.cache_bytes}"
+        raise ValueError(f"no attention kernel for {sizes}, heads of {kind.head_dim}; see tuning")
+    by_rows = table[kind]
+    held = next((r for r in by_rows if r >= rows), max(by_rows))
+    return Tile(min(rows, held), *by_rows[held])
+
+
+def decode_tile(kind: Kind, rows: int) -> Tile:
+    """For `rows` packed query rows of one sequence, a power of two up to MAX_DECODE_ROWS."""
+    return _entry(_DECODE, kind, rows)
+
+
+def prefill_tile(kind: Kind, longest: int, *, is_fixed: bool) -> Tile:
+    """For sequences of up to `longest` packed query rows; is_fixed: whatever they are."""
+    wanted = ROW_BUCKETS[-1] if is_fixed else min(pad_power(longest), ROW_BUCKETS[-1])
+    return _entry(_PREFILL, kind, wanted)
+
+
+def num_splits(num_programs: int, max_seq_len: int, *, is_fixed: bool) -> int:
+    """Parts of the keys of each sequence, for `num_programs` sequences times blocks of heads."""
+    if is_fixed:
+        return FIXED_SPLITS
+    wanted = -(-2 * NUM_PROCESSORS // max(num_programs, 1))
+    useful = -(-max_seq_len // MIN_SPLIT_KEYS)
+    return pad_power(max(1, min(wanted, useful, MAX_SPLITS)), 1)

@@ -1,0 +1,213 @@
+"""Attention: each body against the reference in float64, over pairs of all switches.
+
+Where nothing may be read lies NaN: free blocks, blocks a window left, the rest of a last block.
+"""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from paged_cache import Cache
+from pairwise import pairwise
+
+from kernels import AttentionMeta, cpu, reference
+from kernels import triton as bodies
+
+STEPS = {
+    "decode": ((1, 0), (1, 16), (1, 300), (1, 31)),
+    "drafts": ((4, 20), (2, 140), (1, 63), (3, 0)),
+    "prefill": ((37, 0), (1, 0), (5, 0)),
+    "mixed": ((1, 20), (1, 150), (5, 0), (17, 13), (40, 61)),
+}
+SWITCHES = {
+    "step": list(STEPS),
+    "dtype": [torch.float32, torch.float16, torch.bfloat16],
+    "head_dim": [64, 128, 32, 80, 96, 256],
+    "group": [1, 2, 3, 4, 8],
+    "page": [16, 32, 64, 24],
+    "window": [0, 7, 40],
+    "softcap": [0.0, 20.0],
+    "sinks": [False, True],
+    "alibi": [False, True],
+    "cache": ["same", "fp8"],
+    "batch_invariant": [False, True],
+}
+# Float32 is there to compare with; nobody keeps an 8-bit cache for it.
+CASES = [
+    case | {"cache": "same"} if case["dtype"] is torch.float32 else case
+    for case in pairwise(SWITCHES)
+]
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+KV_HEADS = 2
+
+
+@pytest.fixture
+def rng(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def close(got: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> None:
+    assert not got.isnan().any()
+    torch.testing.assert_close(got.double(), wanted.double(), rtol=tolerance, atol=tolerance)
+
+
+def a_cache(case: dict[str, Any], rng: torch.Generator) -> Cache:
+    shape, window = (KV_HEADS, case["head_dim"]), case.get("window", 0)
+    cache = Cache(STEPS[case["step"]], shape, rng, case.get("page", 16), window)
+    cache.meta.batch_invariant = case.get("batch_invariant", False)
+    return cache
+
+
+def a_variant(case: dict[str, Any], num_heads: int, rng: torch.Generator) -> reference.Variant:
+    is_fp8 = case.get("cache") == "fp8"
+    return reference.Variant(
+        scale=case["head_dim"] ** -0.5,
+        window=case.get("window", 0),
+        softcap=case.get("softcap", 0.0),
+        sinks=torch.randn(num_heads, generator=rng) if case.get("sinks") else None,
+        alibi=torch.rand(num_heads, generator=rng) / 8 if case.get("alibi") else None,
+        kv_scales=torch.rand(2, KV_HEADS, generator=rng) + 0.5 if is_fp8 else None,
+    )
+
+
+def queries(num: int, case: dict[str, Any], rng: torch.Generator) -> torch.Tensor:
+    """Rows of a wider tensor, as the projection of queries, keys and values makes them."""
+    heads, dim = KV_HEADS * case.get("group", 3), case["head_dim"]
+    whole = torch.randn(num, (heads + 1) * dim, generator=rng)
+    return whole.to(case["dtype"])[:, : heads * dim].view(num, heads, dim)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
+def test_attention_over_pairs_of_switches(case: dict[str, Any], rng: torch.Generator) -> None:
+    cache = a_cache(case, rng)
+    q = queries(cache.num_tokens + 2, case, rng)  # two rows of no sequence
+    kv = cache.kv.to(torch.float8_e4m3fn if case["cache"] == "fp8" else q.dtype)
+    variant = a_variant(case, q.shape[1], rng)
+    wanted, sums = reference.paged_attention_lse(q.double(), kv.double(), cache.meta, variant)
+    assert torch.equal(wanted[-2:], torch.zeros_like(wanted[-2:])) and sums[-2:].isneginf().all()
+
+    tolerance = TOLERANCE[q.dtype]
+    got, got_sums = bodies.paged_attention_lse(q, kv, cache.meta, variant)
+    close(got, wanted, tolerance)
+    close(got_sums, sums, 1e-4)
+    plain = bodies.paged_attention(q, kv, cache.meta, variant)
+    assert torch.equal(plain, got)
+    if q.dtype is torch.float32 and case["page"] == 16:
+        close(cpu.paged_attention(q.contiguous(), kv, cache.meta, variant), wanted, tolerance)
+    close(reference.paged_attention(q, kv, cache.meta, variant), wanted, tolerance)
+
+
+def test_every_row_of_one_key_head(rng: torch.Generator) -> None:
+    """One key head for 71 query heads, more than a tile of float32 holds."""
+    cache = Cache(((1, 20), (9, 30)), (1, 64), rng)
+    variant = reference.Variant(0.125)
+    for dtype in (torch.float32, torch.float16):
+        q = torch.randn(cache.num_tokens, 71, 64, generator=rng).to(dtype)
+        kv = cache.kv.to(dtype)
+        wanted = reference.paged_attention(q.double(), kv.double(), cache.meta, variant)
+        close(bodies.paged_attention(q, kv, cache.meta, variant), wanted, TOLERANCE[dtype])
+
+
+def test_padding_of_a_graph_comes_out_as_zeros(rng: torch.Generator) -> None:
+    """Rows that only fill a captured batch: sequences of no keys, with sinks or without."""
+    cache = Cache(((1, 40), (1, 7), (1, 0)), (2, 32), rng)
+    cache.meta.seq_lens[2] = 0
+    cache.meta.block_tables[2] = 0
+    q = torch.randn(3, 4, 32, generator=rng)
+    for sinks in (None, torch.randn(4, generator=rng)):
+        variant = reference.Variant(0.2, sinks=sinks)
+        got = bodies.paged_attention(q, cache.kv, cache.meta, variant)
+        assert torch.equal(got[2], torch.zeros(4 * 32))
+        wanted = reference.paged_attention(q.double(), cache.kv.double(), cache.meta, variant)
+        close(got, wanted, 2e-5)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("step", STEPS)
+def test_damage_stays_in_its_row(step: str, bad: float, rng: torch.Generator) -> None:
+    cache = Cache(STEPS[step], (2, 32), rng)
+    q = torch.randn(cache.num_tokens, 4, 32, generator=rng)
+    variant = reference.Variant(0.2)
+    sound = bodies.paged_attention(q, cache.kv, cache.meta, variant)
+    q[1, 0, 3] = bad
+    got = bodies.paged_attention(q, cache.kv, cache.meta, variant)
+    assert not got[1].isfinite().all()
+    kept = torch.arange(len(q)) != 1
+    assert torch.equal(got[kept], sound[kept])
+
+
+def alone(meta: AttentionMeta, s: int, first: int, end: int) -> AttentionMeta:
+    """Query tokens first .. end - 1 of sequence s as a step of their own."""
+    query_len = int(meta.query_start[s + 1] - meta.query_start[s])
+    seen = int(meta.seq_lens[s]) - query_len + end
+    return AttentionMeta(
+        query_start=torch.tensor([0, end - first], dtype=torch.int32),
+        seq_lens=torch.tensor([seen], dtype=torch.int32),
+        block_tables=meta.block_tables[s : s + 1],
+        positions=torch.arange(seen - end + first, seen),
+        slots=torch.zeros(end - first, dtype=torch.int64),
+        block_size=meta.block_size,
+        num_decodes=int(end - first == 1),
+        max_query_len=end - first,
+        max_seq_len=seen,
+        batch_invariant=True,
+    )
+
+
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_batch_invariant_rows_do_not_hang_on_company(
+    dtype: torch.dtype, window: int, rng: torch.Generator
+) -> None:
+    cache = Cache(STEPS["mixed"], (2, 32), rng, window=window)
+    cache.meta.batch_invariant = True
+    variant = reference.Variant(0.2, window)
+    q, kv = torch.randn(cache.num_tokens, 6, 32, generator=rng).to(dtype), cache.kv.to(dtype)
+    together = bodies.paged_attention(q, kv, cache.meta, variant)
+    starts = cache.meta.query_start.tolist()
+    for s, cuts in ((0, (0, 1)), (1, (0, 1)), (2, (0, 5)), (4, (0, 40)), (4, (0, 17, 40))):
+        for first, end in itertools.pairwise(cuts):
+            rows = slice(starts[s] + first, starts[s] + end)
+            got = bodies.paged_attention(q[rows], kv, alone(cache.meta, s, first, end), variant)
+            assert torch.equal(got, together[rows]), (s, first, end)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_parts", "head_dim"), [(2, 64), (3, 80), (1, 32), (17, 24)])
+def test_merge_states(
+    num_parts: int, head_dim: int, dtype: torch.dtype, rng: torch.Generator
+) -> None:
+    parts = torch.randn(num_parts, 5, 3, head_dim, generator=rng).to(dtype)
+    part_lse = torch.randn(num_parts, 5, 3, generator=rng) * 20
+    for p, row in ((0, 0), (num_parts - 1, 1)):  # parts without a key
+        parts[p, row], part_lse[p, row] = float("nan"), float("-inf")
+    parts[:, 4], part_lse[:, 4] = float("nan"), float("-inf")  # a row without any
+    wanted, sums = reference.merge_states(parts.double(), part_lse.double())
+    got, got_sums = bodies.merge_states(parts, part_lse)
+    assert torch.equal(got[4], torch.zeros(3, head_dim, dtype=dtype))
+    close(got, wanted, TOLERANCE[dtype])
+    close(got_sums, sums, 1e-5)
+    assert reference.merge_states(parts, part_lse)[0].isfinite().all()
+
+
+def test_attention_in_two_parts_merges_to_the_whole(rng: torch.Generator) -> None:
+    """A shared prefix on its own, the rest on its own: what merge_states is for."""
+    cache = Cache(((1, 100), (1, 60)), (2, 32), rng)
+    q = torch.randn(2, 4, 32, generator=rng)
+    wanted, sums = reference.paged_attention_lse(q, cache.kv, cache.meta, reference.Variant(0.2))
+    parts = []
+    for first, end in ((0, 48), (48, None)):
+        some = [
+            reference.attend(q[s : s + 1], *(x[:, first:end] for x in both), reference.Variant(0.2))
+            for s in range(2)
+            for both in [
+                reference.gather(cache.kv, cache.meta.block_tables[s], int(cache.meta.seq_lens[s]))
+            ]
+        ]
+        parts.append([torch.cat(x) for x in zip(*some, strict=True)])
+    outs, part_lse = (torch.stack(x) for x in zip(*parts, strict=True))
+    got, got_sums = bodies.merge_states(outs, part_lse)
+    close(got.flatten(1), wanted, 2e-5)
+    close(got_sums, sums, 2e-5)

@@ -1,0 +1,58 @@
+"""A paged cache whose blocks lie scattered, and where NaN is what no sequence owns."""
+
+from collections.abc import Sequence
+
+import torch
+
+from kernels import AttentionMeta
+
+
+class Cache:
+    """One layer's cache that holds the context of some sequences, and the step's metadata.
+
+    A step is (new tokens, context) of each sequence, single tokens first. Of a window's sequence
+    the blocks that no query sees any more are given back: its table names block 0 there.
+    """
+
+    def __init__(
+        self,
+        step: Sequence[tuple[int, int]],
+        shape: tuple[int, int],
+        rng: torch.Generator,
+        block: int = 16,
+        window: int = 0,
+    ) -> None:
+        heads, head_dim = shape
+        lens = [new + context for new, context in step]
+        blocks = [-(-length // block) for length in lens]
+        free = (torch.randperm(sum(blocks), generator=rng) + 1).tolist()
+        self.kv = torch.full((sum(blocks) + 2, 2, heads, block, head_dim), float("nan"))
+        tables = torch.zeros((len(step), max(blocks) + 1), dtype=torch.int32)
+        positions, slots = [], []
+        for s, (_, context) in enumerate(step):
+            tables[s, : blocks[s]] = torch.tensor([free.pop() for _ in range(blocks[s])])
+            place = torch.arange(lens[s])
+            where = tables[s].long()[place // block] * block + place % block
+            for slot in where.tolist():
+                written = torch.randn(2, heads, head_dim, generator=rng)
+                self.kv[slot // block, :, :, slot % block] = written
+            if window:
+                tables[s, : max(0, lens[s] - step[s][0] - window + 1) // block] = 0
+            positions.append(place[context:])
+            slots.append(where[context:])
+        counts = [new for new, _ in step]
+        self.meta = AttentionMeta(
+            query_start=torch.tensor([0, *counts]).cumsum(0).to(torch.int32),
+            seq_lens=torch.tensor(lens, dtype=torch.int32),
+            block_tables=tables,
+            positions=torch.cat(positions),
+            slots=torch.cat(slots),
+            block_size=block,
+            num_decodes=next((i for i, n in enumerate(counts) if n != 1), len(counts)),
+            max_query_len=max(counts),
+            max_seq_len=max(lens),
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.meta.positions)

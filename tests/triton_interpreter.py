@@ -1,0 +1,126 @@
+"""Triton kernels on the CPU: Triton's interpreter, with 16 and 8 bit floats as devices round them.
+
+The interpreter keeps bfloat16 as bare bits: it adds, multiplies and contracts the bits, and it cuts
+off where a cast should round. `repair` computes in float32 and rounds to nearest even. The variable
+TRITON_INTERPRET is read where a kernel is defined, so interpreted tests have a process of their
+own: tests/interpreted/, run by `check`.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+ROOT = Path(__file__).resolve().parent.parent
+IS_INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+
+Builder, Handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+
+
+def check(name: str, timeout: float = 280) -> None:
+    """Run tests/interpreted/<name> in a process of its own; raises with its output."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            f"tests/interpreted/{name}",
+        ],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    print(done.stdout[-400:])
+    assert done.returncode == 0, done.stdout[-12_000:] + done.stderr[-2_000:]
+
+
+def widen(bits: np.ndarray) -> np.ndarray:
+    raised = np.ascontiguousarray(bits).astype(np.uint32) << 16
+    return raised.view(np.float32).reshape(np.shape(bits))
+
+
+def narrow(values: np.ndarray) -> np.ndarray:
+    values = np.ascontiguousarray(values, dtype=np.float32)
+    bits = values.view(np.uint32)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded).reshape(np.shape(values))
+
+
+def to_fp8(values: np.ndarray) -> np.ndarray:
+    """Saturates, as the conversion of the devices does."""
+    values = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).clamp(-448, 448)
+    return values.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+
+def is_bf16(handle: Handle) -> bool:
+    return handle.dtype.scalar == tl.bfloat16
+
+
+def values_of(handle: Handle) -> np.ndarray:
+    return widen(handle.data) if is_bf16(handle) else handle.data
+
+
+_binary, _unary = Builder.binary_op, Builder.unary_op
+_dot, _cast = Builder.create_dot, Builder.cast_impl
+
+
+def binary_op(self, left, right, op):
+    if not (is_bf16(left) or is_bf16(right)):
+        return _binary(self, left, right, op)
+    got = op(values_of(left), values_of(right))
+    return Handle(got, tl.int1) if got.dtype == bool else Handle(narrow(got), tl.bfloat16)
+
+
+def unary_op(self, arg, op):
+    if not is_bf16(arg):
+        return _unary(self, arg, op)
+    return Handle(narrow(op(widen(arg.data))), tl.bfloat16)
+
+
+def create_dot(self, a, b, acc, precision, imprecise):
+    if not (is_bf16(a) or is_bf16(b)):
+        return _dot(self, a, b, acc, precision, imprecise)
+    left, right = (values_of(side).astype(np.float32) for side in (a, b))
+    return Handle(np.matmul(left, right, dtype=acc.data.dtype) + acc.data, acc.dtype.scalar)
+
+
+def cast_impl(self, source, to):
+    if source.dtype.scalar in (tl.float32, tl.float16):
+        if to.scalar == tl.bfloat16:
+            return Handle(narrow(source.data.astype(np.float32)), tl.bfloat16)
+        if to.scalar == tl.float8e4nv:
+            return Handle(to_fp8(source.data.astype(np.float32)), to.scalar)
+    if is_bf16(source) and to.scalar != tl.bfloat16:
+        return cast_impl(self, Handle(widen(source.data), tl.float32), to)
+    return _cast(self, source, to)
+
+
+def repair() -> None:
+    """Give the interpreter the arithmetic it lacks. Reductions of bfloat16 stay out of it."""
+    np.seterr(all="ignore")  # infinities are no news to a device
+    Builder.binary_op, Builder.unary_op = binary_op, unary_op
+    Builder.create_dot, Builder.cast_impl = create_dot, cast_impl
+    _patch_once()
+
+
+def _patch_once() -> None:
+    """Calls of kernels within kernels patch Triton's names anew each time: a third of the time."""
+    patched: set[int] = set()
+
+    def call(self, *args, **kwargs):
+        if (names := id(self.fn.__globals__)) not in patched:
+            interpreter._patch_lang(self.fn)
+            patched.add(names)
+        return self.rewrite()(*args, **kwargs)
+
+    interpreter.InterpretedFunction.__call__ = call
