@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from engine.kv.manager import KVManager
 from engine.messages.step import StepPlan, StepResult
 from engine.sched.columns import Members, OutputColumns
 from engine.sched.ledger import Ledger
 from engine.sched.request import Request
-from engine.sched.roster import NO_ROWS, Roster, Rows
+from engine.sched.roster import Roster
+from engine.sched.seated import NO_ROWS, Rows
 from engine.sched.stop import stopped_by
+from engine.sched.table import ONE, Column, Counts
 
 ONE_BY_ONE_UPTO = 16  # rows of a plan up to which columns cost more than they save
 
@@ -28,8 +30,9 @@ class Appender:
     def __init__(self, roster: Roster, kv: KVManager, ledger: Ledger | None) -> None:
         self._roster = roster
         self._kv = kv
+        self._block_size = np.array(kv.block_size, dtype=np.int32)
         self._ledger = ledger
-        self._members = Members(NO_ROWS, ())  # of the last result
+        self._members = Members(NO_ROWS, roster)  # of the last result
 
     def append(self, plan: StepPlan, result: StepResult, outputs: OutputColumns) -> list[int]:
         """Append what was sampled. Indices in ``outputs`` of requests that may have ended.
@@ -41,21 +44,17 @@ class Appender:
             return self._one_by_one(plan, result, outputs)
         return self._in_columns(plan, result, outputs)
 
-    def commit_rows(self, rows: Rows) -> None:
-        """Publish the blocks of these rows whose tokens are all known and written."""
-        table, kv = self._roster.table, self._kv
-        written = np.minimum(table.num_computed.all[rows], table.num_tokens.all[rows])
-        more = written // kv.block_size - kv.num_published[rows]
-        full = np.flatnonzero(more > 0)
-        if not full.size:
+    def commit_ends(self, rows: Rows, counts: Counts, other: Column) -> None:
+        """Known or computed tokens of these rows have become one more and are ``counts`` now.
+        Publish the blocks that end there, if the ``other`` column has come as far."""
+        inside = counts % self._block_size
+        if np.count_nonzero(inside) == len(rows):
             return
-        by_row = self._roster.by_row
-        reqs = [req for row in rows[full].tolist() if (req := by_row[row]) is not None]
-        if (more[full] == 1).all():
-            kv.commit_next(reqs)
-            return
-        for req, upto in zip(reqs, written[full].tolist(), strict=True):
-            kv.commit(req, upto)
+        ends = np.flatnonzero(inside == 0)
+        full = rows[ends]
+        full = full[other.all[full] >= counts[ends]]
+        if full.size:
+            self._kv.commit_next(self._roster.requests(full))
 
     def _one_by_one(self, plan: StepPlan, result: StepResult, outputs: OutputColumns) -> list[int]:
         table, tokens, last = self._roster.table, result.token_ids.tolist(), 0
@@ -84,41 +83,36 @@ class Appender:
         return ended
 
     def _in_columns(self, plan: StepPlan, result: StepResult, outputs: OutputColumns) -> list[int]:
-        table, rows = self._roster.table, plan.rows
-        sampled = (result.counts > 0) & (table.alive.all[rows] == 1)
-        sampled &= table.generation.all[rows] == plan.generations
-        indices = sampled.nonzero()[0]
-        tokens = result.token_ids
-        if len(indices) < len(rows):
-            rows = rows[indices]
-            tokens = tokens[result.counts.cumsum()[indices] - 1]
-        members = self._members_of(rows)
+        table = self._roster.table
+        rows, tokens, places = self._sampled(plan, result)
+        if rows is not self._members.rows:
+            self._members = Members(rows, self._roster)
+        members = self._members
         new = tokens.tolist()
         deque(map(array.append, members.tokens, new), maxlen=0)
         num_tokens = table.num_tokens.all[rows]
-        is_first = (num_tokens == table.num_prompt.all[rows]).nonzero()[0]
-        num_tokens += 1
+        started = members.take_started(num_tokens)
+        num_tokens += ONE
         table.num_tokens.all[rows] = num_tokens
-        table.num_pending.all[rows] -= 1
-        outputs.add_members(members, new, indices, is_first)
-        self.commit_rows(rows)
+        table.num_pending.all[rows] -= ONE
+        outputs.add_members(members, new, places, started)
+        self.commit_ends(rows, num_tokens, table.num_computed)
         if self._ledger is not None:
             self._ledger.on_tokens((req.user, 1) for req in members.reqs)
-        return self._may_have_ended(rows, tokens, num_tokens)
+        return members.may_have_ended(tokens, num_tokens)
 
-    def _may_have_ended(
-        self, rows: Rows, tokens: NDArray[np.int32], num_tokens: NDArray[np.int32]
-    ) -> list[int]:
-        table = self._roster.table
-        stop_ids = table.stop_id.all[rows]
-        ended = num_tokens >= table.limit.all[rows]
-        ended |= (stop_ids == tokens) | (stop_ids == -2)
-        return ended.nonzero()[0].tolist()
-
-    def _members_of(self, rows: Rows) -> Members:
-        if rows is not self._members.rows:
-            self._members = Members(rows, self._roster.by_row)
-        return self._members
+    def _sampled(self, plan: StepPlan, result: StepResult) -> tuple[Rows, Counts, Sequence[int]]:
+        """Rows that have a use for their token, the tokens, and their places in the plan."""
+        table, rows, tokens = self._roster.table, plan.rows, result.token_ids
+        if len(tokens) == len(rows) and self._roster.seated.are(rows):
+            return rows, tokens, range(len(rows))
+        sampled = (result.counts > 0) & (table.alive.all[rows] == 1)
+        sampled &= table.generation.all[rows] == plan.generations
+        places = sampled.nonzero()[0]
+        if len(places) < len(rows):
+            rows = rows[places]
+            tokens = tokens[result.counts.cumsum()[places] - 1]
+        return rows, tokens, places.tolist()
 
     def _take(self, req: Request, tokens: list[int]) -> list[int]:
         """The sampled token; or accepted drafts and the one behind them, up to one that ends the

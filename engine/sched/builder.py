@@ -9,7 +9,8 @@ from engine.kv.manager import KVManager
 from engine.messages.step import NewSeq, StepPlan
 from engine.sched import waits
 from engine.sched.request import Request, Status
-from engine.sched.roster import NO_ROWS, Roster, Rows
+from engine.sched.roster import Roster
+from engine.sched.seated import NO_ROWS, Rows
 
 ONES = np.ones(1024, dtype=np.int32)
 ONES.flags.writeable = False
@@ -128,7 +129,7 @@ def canonical_rows(step: Step, roster: Roster) -> tuple[Rows, NDArray[np.int32]]
             others.append(req.row)
             sizes.append(count)
     if not others and len(plain) == len(roster.running):  # the same array as long as they stay
-        return roster.running_rows(), ones(len(plain))
+        return roster.seated.columns.rows, ones(len(plain))
     plain.sort()
     counts = np.ones(len(plain) + len(others), dtype=np.int32)
     counts[len(plain) :] = sizes
@@ -145,14 +146,18 @@ def seal(step: Step, roster: Roster, kv: KVManager) -> StepPlan:
     samples = ones(len(rows))
     if step.silent:
         samples = np.where(np.isin(rows, list(step.silent)), 0, samples).astype(np.int32)
+    if roster.seated.are(rows):
+        slots, generations = roster.seated.columns.slots, roster.seated.columns.generations
+    else:
+        slots, generations = table.slot.all[rows], table.generation.all[rows]
     grown = kv.drain()
     grown_rows = np.array(grown.rows, dtype=np.intp) if grown.rows else NO_ROWS
     freed, roster.freed_slots = roster.freed_slots, []
     return StepPlan(
         step=step.index,
         rows=rows,
-        slots=table.slot.all[rows],
-        generations=table.generation.all[rows],
+        slots=slots,
+        generations=generations,
         starts=table.num_computed.all[rows] - counts,
         counts=counts,
         samples=samples,

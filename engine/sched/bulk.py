@@ -9,6 +9,7 @@ this only costs what changed.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import numpy as np
 
@@ -17,8 +18,9 @@ from engine.sched.append import ONE_BY_ONE_UPTO
 from engine.sched.builder import Step
 from engine.sched.guard import Guard
 from engine.sched.request import Request
-from engine.sched.roster import Rows
+from engine.sched.seated import Rows
 from engine.sched.settle import Settler
+from engine.sched.table import ONE, Counts
 
 # Whoever overrides one of these is asked about every request, one by one.
 ASKING_HOOKS = ("order", "chunk", "evict", "on_grant")
@@ -38,6 +40,7 @@ class Bulk:
         self.is_open = is_open
         self._roster = settler.roster
         self._kv = settler.kv
+        self._block_size = np.array(settler.kv.block_size, dtype=np.int32)
         self._appender = settler.appender
         self._view = settler.view
         self._guard = guard
@@ -54,13 +57,13 @@ class Bulk:
         """
         if len(self._roster.running) <= ONE_BY_ONE_UPTO and not self._asks:
             return self._grant_few(step)
-        table, kv = self._roster.table, self._kv
-        rows = self._roster.running_rows()
+        table, kv, columns = self._roster.table, self._kv, self._roster.seated.columns
+        rows = columns.rows
         upto = table.num_tokens.all[rows] + table.num_pending.all[rows]
         computed = table.num_computed.all[rows]
-        decode = (upto - computed == 1) & (upto < table.limit.all[rows])
-        needs_block = decode & (computed >= kv.num_held[rows] * kv.block_size)
-        plain = decode & (table.watched.all[rows] == 0)
+        decode = (upto == computed + ONE) & (upto < columns.limits)
+        needs_block = decode & (computed >= kv.num_held[rows] * self._block_size)
+        plain = decode & ~table.watched.all[rows].astype(bool)
         is_short = np.count_nonzero(needs_block) * kv.num_groups > kv.num_free
         num_decodes, num_plain = np.count_nonzero(decode), np.count_nonzero(plain)
         if self._asks or num_decodes > step.tokens_left or (is_short and num_plain < num_decodes):
@@ -74,11 +77,11 @@ class Bulk:
                 kv.reserve_next([req.row for req in self._by_rank(growing.tolist())])
             if num_plain < len(rows):
                 rows = rows[plain]
-        self._advance(rows)
         table.considered.all[rows] = step.index
         step.plain_rows = rows
         step.tokens_left -= len(rows)
-        self._appender.commit_rows(rows)
+        computed = self._advance(rows)
+        self._appender.commit_ends(rows, computed, table.num_tokens)
         return True
 
     def _grant_few(self, step: Step) -> bool:
@@ -86,7 +89,7 @@ class Bulk:
         table, kv = self._roster.table, self._kv
         tokens, pending, computed = table.num_tokens.at, table.num_pending.at, table.num_computed.at
         plain, growing, num_decodes, num_growing = [], [], 0, 0
-        for row in self._roster.seated():
+        for row in self._roster.seated.list:
             upto, start = tokens[row] + pending[row], computed[row]
             if upto - start != 1 or upto >= table.limit.at[row]:
                 continue
@@ -163,24 +166,24 @@ class Bulk:
             self._advance(step.plain_rows)
             step.plain.clear()
 
-    def _advance(self, rows: Rows) -> None:
+    def _advance(self, rows: Rows) -> Counts:
+        """One token each; returns how many are computed now."""
         table = self._roster.table
-        table.num_computed.all[rows] += 1
-        table.num_pending.all[rows] += 1
-        table.in_flight.all[rows] += 1
+        table.num_computed.all[rows] = computed = table.num_computed.all[rows] + ONE
+        table.num_pending.all[rows] += ONE
+        table.in_flight.all[rows] += ONE
+        return computed
 
     def rest(self, step: Step) -> list[Request]:
         """Running requests that were not granted in bulk: decodes first, then by rank."""
-        rows = self._roster.running_rows()
+        rows = self._roster.seated.columns.rows
         if len(step.plain_rows) == len(rows):
             return []
         rows = rows[self._roster.table.considered.all[rows] != step.index]
         return sorted(self._by_rank(rows.tolist()), key=lambda req: req.num_uncomputed != 1)
 
     def _req(self, row: int) -> Request:
-        req = self._roster.by_row[row]
-        assert req is not None
-        return req
+        return cast(Request, self._roster.by_row[row])
 
     def _by_rank(self, rows: list[int]) -> list[Request]:
         return sorted([self._req(row) for row in rows], key=queues.by_rank)

@@ -5,28 +5,50 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
-import numpy as np
-from numpy.typing import NDArray
-
 from engine.messages.outputs import CoreOutputs, Finished, FinishReason, Started
 from engine.messages.step import StepResult
 from engine.sched.request import Request
-from engine.sched.roster import Rows
+from engine.sched.roster import Roster
+from engine.sched.seated import Rows
+from engine.sched.table import Counts
 
 NOWHERE = -1  # place of a request that is not in the plan
 
 
 class Members:
-    """The requests behind the rows of a plan. While nobody comes or goes, plans share their rows,
-    and this is made once for all of them."""
+    """The requests behind the rows of a plan, and what of them does not change. While nobody comes
+    or goes, plans share their rows, and this is made once for all of them."""
 
-    def __init__(self, rows: Rows, by_row: Sequence[Request | None]) -> None:
+    def __init__(self, rows: Rows, roster: Roster) -> None:
+        table = roster.table
         self.rows = rows
-        self.reqs = [req for row in rows.tolist() if (req := by_row[row]) is not None]
-        self.ids = [req.add.request_id for req in self.reqs]
+        self.reqs = roster.requests(rows)
+        self.ids = [req.request_id for req in self.reqs]
         self.tokens = [req.tokens for req in self.reqs]
-        clients = {req.add.client_index for req in self.reqs}
-        self.only_client = clients.pop() if len(clients) == 1 else None
+        self._num_prompts = table.num_prompt.all[rows]
+        self._limits = table.limit.all[rows]
+        self._stop_ids = table.stop_id.all[rows]
+        self._may_stop = bool((self._stop_ids != -1).any())
+        clients = table.client.all[rows]
+        is_one = rows.size > 0 and (clients == clients[0]).all()
+        self.only_client = int(clients[0]) if is_one else None
+        self._have_started = False
+
+    def take_started(self, num_tokens: Counts) -> list[int]:
+        """Who gets its first token now, having so many; asked before each token."""
+        if self._have_started:
+            return []
+        self._have_started = True
+        indices: list[int] = (num_tokens == self._num_prompts).nonzero()[0].tolist()
+        return indices
+
+    def may_have_ended(self, tokens: Counts, num_tokens: Counts) -> list[int]:
+        """Whose last token this may be, the one that makes so many of them."""
+        ended = num_tokens >= self._limits
+        if self._may_stop:
+            ended |= (self._stop_ids == tokens) | (self._stop_ids == -2)
+        indices: list[int] = ended.nonzero()[0].tolist()
+        return indices
 
 
 class OutputColumns:
@@ -48,15 +70,15 @@ class OutputColumns:
         self,
         members: Members,
         tokens: list[int],
-        places: NDArray[np.intp],
-        started: NDArray[np.intp],
+        places: Iterable[int],
+        started: Iterable[int],
     ) -> None:
         """One token for each of these; ``started`` are those with their first."""
         self.reqs, self._ids, self._tokens = members.reqs, members.ids, tokens
         self._only_client = members.only_client
         if self.result.logprobs or self.result.prompt_logprobs:
-            self._places = places.tolist()
-        self._started = set(started.tolist())
+            self._places = list(places)
+        self._started = set(started)
 
     def add(self, req: Request, tokens: list[int], place: int, *, is_first: bool) -> int:
         """Tokens of one request, at this place of the plan; its index here."""
@@ -66,7 +88,7 @@ class OutputColumns:
         if self._counts is not None:
             self._counts.append(len(tokens))
         self.reqs.append(req)
-        self._ids.append(req.add.request_id)
+        self._ids.append(req.request_id)
         self._tokens += tokens
         self._places.append(place)
         if is_first:

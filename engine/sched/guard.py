@@ -145,7 +145,7 @@ class Guard(Policy):
             self.faults.seconds[self._label["order"]] += timer() - begun
             if req is None:
                 break
-            if req.__class__ is Request and by_id.get(req.add.request_id) is req:
+            if req.__class__ is Request and by_id.get(req.request_id) is req:
                 yield req
             else:
                 fault = f"names {answers.shown(req)}, which neither waits nor runs"

@@ -66,6 +66,7 @@ class Request:
         "num_prompt",
         "rank",
         "reads_cache",
+        "request_id",
         "row",
         "status",
         "stop_ids",
@@ -76,6 +77,7 @@ class Request:
 
     def __init__(self, add: AddRequest, arrival: int, table: Table, *, max_model_len: int) -> None:
         self.add = add
+        self.request_id = add.request_id
         self.arrival = arrival  # number of arrival: breaks every tie
         self.table = table
         self.tokens = as_array(add.prompt_token_ids)
@@ -88,16 +90,13 @@ class Request:
         self.row = table.take()
         table.num_tokens.at[self.row] = table.num_prompt.at[self.row] = self.num_prompt
         table.limit.at[self.row] = min(self.num_prompt + add.max_tokens, max_model_len)
+        table.client.at[self.row] = add.client_index
         self.stop_ids = stops = list(dict.fromkeys(add.eos_token_ids + add.params.stop_token_ids))
         table.stop_id.at[self.row] = stops[0] if len(stops) == 1 else (-2 if stops else -1)
         if add.params.min_tokens and stops:
             table.stop_id.at[self.row] = -2
 
     # -- identity
-
-    @property
-    def request_id(self) -> str:
-        return self.add.request_id
 
     @property
     def params(self) -> SamplingParams:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.sched.queues import RankedQueue
 from engine.sched.request import Request, Status
+from engine.sched.seated import Rows, Seated
 from engine.sched.table import Table
 from engine.sched.waits import WaitLedger
-
-Rows = NDArray[np.intp]  # numpy indexes with intp five times faster than with int32
-NO_ROWS: Rows = np.empty(0, dtype=np.intp)
 
 
 class Roster:
@@ -23,7 +21,7 @@ class Roster:
         self.num_seats = max_num_seqs
         self.table = Table()
         self.by_id: dict[str, Request] = {}
-        self.by_row: list[Request | None] = [None] * self.table.num_rows
+        self.by_row: NDArray[np.object_] = np.full(self.table.num_rows, None)
         self.running = RankedQueue()
         self.waiting = RankedQueue()
         self.parked: dict[str, Request] = {}
@@ -32,8 +30,7 @@ class Roster:
         self.queued_tokens = 0  # prompt tokens of waiting and parked requests
         self.freed_slots: list[int] = []  # the worker was not told yet
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
-        self._seated: list[int] = []  # rows of the running requests, ascending
-        self._running_rows: Rows | None = None
+        self.seated = Seated(self.table)
         self._prompts: dict[int, Request] = {}  # by row: seated and perhaps not a decode yet
 
     @property
@@ -55,15 +52,9 @@ class Roster:
             return holders[-1]
         return self.running[len(self.running) - 1] if len(self.running) else None
 
-    def running_rows(self) -> Rows:
-        """Rows of the running requests in ascending order."""
-        if self._running_rows is None:
-            self._running_rows = np.array(self._seated, dtype=np.intp)
-        return self._running_rows
-
-    def seated(self) -> list[int]:
-        """The same as a list; only to be read."""
-        return self._seated
+    def requests(self, rows: Rows) -> list[Request]:
+        """The requests behind rows that are taken."""
+        return cast(list[Request], self.by_row[rows].tolist())
 
     def running_prompts(self) -> list[Request]:
         """Running requests more than one known token behind."""
@@ -76,8 +67,8 @@ class Roster:
         """A new request joins the queue; its rank is known."""
         self._enqueue(req)
         self.waits.enter(req, now)
-        while len(self.by_row) < self.table.num_rows:
-            self.by_row.extend([None] * len(self.by_row))
+        if missing := self.table.num_rows - len(self.by_row):
+            self.by_row = np.concatenate([self.by_row, np.full(missing, None)])
         self.by_row[req.row] = req
         self.by_id[req.request_id] = req
 
@@ -88,10 +79,9 @@ class Roster:
         self.holding.pop(req.row, None)
         req.move(Status.RUNNING)
         self.running.add(req)
-        insort(self._seated, req.row)
+        self.seated.add(req.row)
         self._prompts[req.row] = req
         self.table.slot.at[req.row] = self._free_slots.pop()
-        self._running_rows = None
 
     def unseat(self, req: Request, now: float, cause: str) -> None:
         """From its seat back to the queue, at its rank. ``cause`` pays for the wait."""
@@ -152,10 +142,9 @@ class Roster:
 
     def _leave_seat(self, req: Request) -> None:
         self.running.remove(req)
-        del self._seated[bisect_left(self._seated, req.row)]
+        self.seated.remove(req.row)
         self._prompts.pop(req.row, None)
         slot = self.table.slot.at[req.row]
         self.table.slot.at[req.row] = -1
         self._free_slots.append(slot)
         self.freed_slots.append(slot)
-        self._running_rows = None

@@ -14,8 +14,10 @@ from engine.sched.columns import OutputColumns
 from engine.sched.policy import Policy
 from engine.sched.request import Request, Status
 from engine.sched.resources import Resources
-from engine.sched.roster import Roster, Rows
+from engine.sched.roster import Roster
+from engine.sched.seated import Rows
 from engine.sched.stop import stopped_by
+from engine.sched.table import ONE
 from engine.sched.tally import Tally
 from engine.sched.view import View
 
@@ -51,7 +53,7 @@ class Settler:
     def settle(self, plan: StepPlan, result: StepResult) -> dict[int, CoreOutputs]:
         """Outputs of one step by client index."""
         table = self.roster.table
-        table.in_flight.all[plan.rows] -= 1
+        table.in_flight.all[plan.rows] -= ONE
         self.resources.settle(plan, result)
         outputs = OutputColumns(self.view.now, result)
         failed = self._fail(plan, result) if result.errors else ()

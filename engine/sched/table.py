@@ -7,6 +7,9 @@ from array import array
 import numpy as np
 from numpy.typing import NDArray
 
+Counts = NDArray[np.int32]
+ONE: Counts = np.array(1, dtype=np.int32)  # numpy adds it twice as fast as a Python int
+
 
 class Column:
     """One buffer with two faces: ``at`` for scalars, ``all`` for vectors.
@@ -25,7 +28,7 @@ class Column:
 
     def _attach(self, buffer: array[int]) -> None:
         self.at = buffer
-        self.all: NDArray[np.int32] = np.frombuffer(buffer, dtype=np.int32)
+        self.all: Counts = np.frombuffer(buffer, dtype=np.int32)
 
 
 class Table:
@@ -46,13 +49,17 @@ class Table:
         self.generation = Column(num_rows)
         self.slot = Column(num_rows)
         self.in_flight = Column(num_rows)  # steps launched and not settled that hold the row
+        self.client = Column(num_rows)
         self.alive = Column(num_rows)  # 1 from add to finish
         self.watched = Column(num_rows)  # 1 if some resource wants to be asked in each step
         self.plain = Column(num_rows)  # the last step in which the row was marked as plain
         self.considered = Column(num_rows)  # the last step in which the request was offered
         self.stop_id = Column(num_rows)  # the only token that ends the request; -1 none, -2 several
-        self.num_rows = num_rows
         self._free = list(range(num_rows - 1, -1, -1))
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.alive.at)
 
     def take(self) -> int:
         """A free row, its counts zero and its generation new."""
@@ -72,8 +79,8 @@ class Table:
         self._free.append(row)
 
     def _grow(self) -> None:
+        num_rows = self.num_rows
         for value in vars(self).values():
             if isinstance(value, Column):
                 value.grow()
-        self._free.extend(range(2 * self.num_rows - 1, self.num_rows - 1, -1))
-        self.num_rows *= 2
+        self._free.extend(range(2 * num_rows - 1, num_rows - 1, -1))

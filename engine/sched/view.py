@@ -114,7 +114,7 @@ class View:
 
     def knows(self, req: Request) -> bool:
         """Is this one of the unfinished requests?"""
-        return self._roster.by_id.get(req.add.request_id) is req
+        return self._roster.by_id.get(req.request_id) is req
 
     def start_of(self, req: Request) -> int:
         """Position of the first token that the request would compute next."""

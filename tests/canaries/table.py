@@ -118,8 +118,8 @@ CANARIES = (
     Canary(
         "the same in bulk",
         BULK,
-        "computed >= kv.num_held[rows] * kv.block_size",
-        "computed > kv.num_held[rows] * kv.block_size",
+        "computed >= kv.num_held[rows] * self._block_size",
+        "computed > kv.num_held[rows] * self._block_size",
     ),
     # steps in flight
     Canary(
