@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import Enum
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from engine.sched.request import Request
+
+FEW = 64  # errands that are kept whatever they are
 
 
 class Errand(Enum):
@@ -23,8 +25,13 @@ class Agenda:
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, int, Errand, Request]] = []
         self._num_added = 0  # breaks ties
+        self._clean_at = FEW
 
     def add(self, time: float, errand: Errand, req: Request) -> None:
+        if len(self._heap) >= self._clean_at:  # most may be of requests that ended long before
+            self._heap = [entry for entry in self._heap if not entry[-1].is_finished]
+            heapify(self._heap)
+            self._clean_at = max(FEW, 2 * len(self._heap))
         heappush(self._heap, (time, req.arrival, self._num_added, errand, req))
         self._num_added += 1
 

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from math import isfinite
 from numbers import Integral, Real
 
+import numpy as np
+
 from engine.sched.policy import Admission, Defer, Limits, Refuse
 from engine.sched.resource import Fit, OnRefuse
 
@@ -22,7 +24,10 @@ def shown(value: object) -> str:
 
 def raised(error: Exception) -> str:
     """How an exception of a hook is told."""
-    return f"{type(error).__name__}: {error}"
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # which cannot even be told
+        return type(error).__name__
 
 
 def no_answer(answer: object) -> None:
@@ -33,8 +38,10 @@ def wrong_limits(answer: object) -> str | None:
     if not isinstance(answer, Limits):
         return f"returns {answer!r}, must be Limits"
     for bound in answer[:2]:
-        if bound is not None and not (isinstance(bound, int) and bound >= 0):
+        if bound is not None and not (isinstance(bound, Integral) and int(bound) >= 0):
             return f"returns {answer!r}, whose bounds must be whole numbers from 0 on"
+    if wrong_bool(answer.admission):
+        return f"returns {answer!r}, whose admission must be True or False"
     return None
 
 
@@ -55,7 +62,7 @@ def wrong_count(answer: object, most: int) -> str | None:
 
 
 def wrong_bool(answer: object) -> str | None:
-    known = isinstance(answer, Real | bool) and answer in (0, 1)
+    known = isinstance(answer, Real | np.bool_) and answer in (0, 1)
     return None if known else f"returns {answer!r}, must be True or False"
 
 

@@ -61,6 +61,7 @@ class Guard(Policy):
         self.inner = inner
         self.faults = faults
         self.is_left_out = False
+        self.uses_ledger = bool(inner.uses_ledger)  # settled: a ledger misses what it was not told
         self._view = view
         self._name = type(inner).__name__
         self._label = {hook: f"{self._name}.{hook}" for hook in HOOKS}
@@ -83,10 +84,6 @@ class Guard(Policy):
     @property
     def waiting_may_preempt(self) -> bool:  # type: ignore[override]
         return bool(self.inner.waiting_may_preempt) and not self.is_left_out
-
-    @property
-    def uses_ledger(self) -> bool:  # type: ignore[override]
-        return bool(self.inner.uses_ledger)
 
     def overrides(self, *hooks: str) -> bool:
         """Has the policy any of these hooks of its own?"""
@@ -112,9 +109,11 @@ class Guard(Policy):
     # -- hooks
 
     def rank(self, req: Request, view: SchedView) -> tuple[Any, ...]:
-        if self.is_left_out:
+        if self.is_left_out and not self._rerank_due:
             return (req.arrival,)
-        rank = self._ask("rank", self._wrong_rank, req, view)
+        rank = None
+        if not self.is_left_out:  # else the queues are still in order of its ranks
+            rank = self._ask("rank", self._wrong_rank, req, view)
         return rank if rank is not None else req.rank or (Last(),)
 
     def limits(self, view: SchedView) -> Limits:
@@ -288,6 +287,7 @@ class Guard(Policy):
         if not all(isinstance(value, str | Real) for value in rank):
             return f"returns {rank!r}, must hold numbers and strings"
         kinds = [str if isinstance(value, str) else Real for value in rank]
+        kinds.append(Real)  # the number of arrival behind it
         if any(kind is not known for kind, known in zip(kinds, self._kinds, strict=False)):
             return f"returns {rank!r}, which cannot be compared with earlier ranks"
         if any(value != value for value in rank):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import isfinite
+
 from engine.config.sched import SchedulerConfig
 from engine.errors import RefusedError, RequestError
 from engine.kv.manager import KVManager
@@ -65,6 +67,7 @@ class Intake:
                 f"request id {add.request_id!r} is in use; wait until it has finished or choose "
                 "another"
             )
+        check_times(add)
         check_can_run(add, self._config, self._kv)
         if objection := self._settler.resources.objection(add):
             raise RequestError(f"request {add.request_id!r}: {objection}")
@@ -99,6 +102,16 @@ class Intake:
         wait = self.estimated_wait()
         when = "later" if wait is None else f"in about {wait:.1f} s"
         raise RefusedError(f"the queue is full: {why}; try again {when}", wait)
+
+
+def check_times(add: AddRequest) -> None:
+    """Raise ``RequestError`` for a time that is none: nothing could be ordered by it."""
+    for name in ("arrival_time", "deadline", "queue_deadline", "end_deadline"):
+        time = getattr(add, name)
+        if time is not None and not isfinite(time):
+            raise RequestError(
+                f"{name} of request {add.request_id!r} is {time}, must be a finite number"
+            )
 
 
 def check_can_run(add: AddRequest, config: SchedulerConfig, kv: KVManager) -> None:

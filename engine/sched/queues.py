@@ -24,7 +24,8 @@ class RankedQueue:
         return len(self._reqs)
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self._reqs)
+        """As they are now: an order is asked while requests move from queue to queue."""
+        return iter(self._reqs.copy())
 
     def __getitem__(self, index: int) -> Request:
         return self._reqs[index]

@@ -147,6 +147,8 @@ class Scheduler(SchedulerInterface):
         )
         self._limit(step)
         was_left_out = self.guard.take_rerank()
+        for req in view.parked if was_left_out else ():
+            req.rank = self.guard.rank(req, view)
         if self.guard.dynamic or was_left_out:
             self.roster.running.rerank(lambda req: self.guard.rank(req, view))
             if step.admission_open or was_left_out:  # else nobody will look at those who wait
@@ -345,9 +347,9 @@ class Scheduler(SchedulerInterface):
         """Bounds of the policy and of a pause."""
         limits = self.guard.limits(self.view)
         if limits.max_tokens is not None:
-            step.tokens_left = min(step.tokens_left, limits.max_tokens)
+            step.tokens_left = min(step.tokens_left, int(limits.max_tokens))
         if limits.max_seqs is not None:
-            step.max_seqs = min(step.max_seqs, limits.max_seqs)
+            step.max_seqs = min(step.max_seqs, int(limits.max_seqs))
         if self.pause_state is PauseState.PAUSED_ALL:
             step.tokens_left = 0
         if self.pause_state is not PauseState.UNPAUSED:

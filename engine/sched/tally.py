@@ -43,7 +43,7 @@ def make_stats(tally: Tally, roster: Roster, kv: KVManager, faults: FaultLog) ->
         num_expired=tally.num_expired,
         num_rescued_steps=tally.num_rescued_steps,
         num_policy_faults=faults.num_faults,
-        wait_seconds=roster.waits.sums,
-        hook_seconds=faults.seconds,
+        wait_seconds=dict(roster.waits.sums),
+        hook_seconds=dict(faults.seconds),
         blocked=tally.blocked,
     )

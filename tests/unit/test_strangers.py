@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
 from simulate import expected, make_request, make_run
 
+from engine.errors import RequestError
 from engine.sched.policies import FCFS
+from engine.sched.policy import Defer, Limits
+from engine.sched.verify.check import check_empty
 
 PROMPT = list(range(100, 140))
 
@@ -39,3 +44,149 @@ def test_who_asks_about_an_ended_request_changes_nothing_for_the_next_in_its_row
         run.drain()
     assert run.outputs == {name: expected(prompt, 5) for name, prompt in prompts.items()}
     assert not run.scheduler.guard.faults.messages
+
+
+class Numerical(FCFS):
+    """Answers in the types that numpy gives."""
+
+    waiting_may_preempt = True
+
+    def limits(self, view):
+        return Limits(max_tokens=np.int64(500), admission=np.float64(1) < np.float64(2))
+
+    def outranks(self, req, other):
+        return np.float64(req.arrival) < np.float64(other.arrival)
+
+
+class Unclear(FCFS):
+    def limits(self, view):
+        return Limits(admission=np.array([1, 2]))
+
+
+class Untold(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+class Speechless(FCFS):
+    def admit(self, req, view):
+        raise Untold
+
+
+class LateLedger(FCFS):
+    """Would like to read a ledger that was not kept from the start."""
+
+    def on_step(self, shape, view):
+        self.uses_ledger = True
+
+
+class Ragged(FCFS):
+    """A name stands where other ranks have the number of arrival behind them."""
+
+    def rank(self, req, view):
+        return (1,) if req.arrival % 2 else (1, "x")
+
+
+@pytest.mark.parametrize(
+    ("policy", "fault"),
+    [
+        (Numerical, ""),
+        (Unclear, "whose admission must be True or False"),
+        (Speechless, "Untold"),
+        (LateLedger, ""),
+        (Ragged, "cannot be compared with earlier ranks"),
+    ],
+)
+def test_answers_nobody_thought_of(policy, fault):
+    run = make_run(policy=policy(), num_blocks=8)
+    prompts = [[index + 1] * 30 for index in range(4)]
+    for index, prompt in enumerate(prompts):
+        run.add(make_request(str(index), prompt, 10))
+    run.drain()
+    assert list(run.outputs.values()) == [expected(prompt, 10) for prompt in prompts]
+    messages = run.scheduler.guard.faults.messages
+    assert fault in messages[0] if fault else not messages
+
+
+class Named(FCFS):
+    """Ranks by name, until it fails for good: ranks by number come behind."""
+
+    dynamic = True
+
+    def __init__(self, hook):
+        self.num_asked = 0
+        if hook == "on_step":
+            self.num_asked = -1000
+
+    def on_add(self, req, view):
+        return Defer(1.0) if req.user == "later" else None
+
+    def rank(self, req, view):
+        self.num_asked += 1
+        if self.num_asked > 30 and self.num_asked % 2:
+            raise KeyError("a bug of mine")
+        return ("a", req.arrival)
+
+    def on_step(self, shape, view):
+        if self.num_asked < 0:
+            raise KeyError("a bug of mine")
+
+
+@pytest.mark.parametrize("hook", ["rank", "on_step"])
+def test_ranks_stay_comparable_while_a_policy_is_left_out(hook):
+    """Names and numbers met in one queue: of those who came, who waited and who were parked."""
+    now = [0.0]
+    run = make_run(policy=Named(hook), max_num_seqs=2, clock=lambda: now[0])
+    run.add(make_request("deferred", PROMPT, 3, user="later"))
+    for index in range(12):
+        run.add(make_request(str(index), [index + 1] * 9, 30))
+    while not run.scheduler.guard.is_left_out:
+        run.step()
+    run.add(make_request("new", PROMPT, 3))
+    run.step()
+    now[0] = 2.0
+    run.drain()
+    assert run.outputs["deferred"] == run.outputs["new"] == expected(PROMPT, 3)
+
+
+class Plain(FCFS):
+    """The simplest order there is, straight from the view."""
+
+    def order(self, view):
+        yield from view.running
+        yield from view.waiting
+
+
+def test_an_order_straight_from_the_queues_leaves_nobody_out():
+    """Whoever was admitted left the queue, and the next one was passed over."""
+    run = make_run(policy=Plain())
+    for index in range(8):
+        run.add(make_request(str(index), [index + 1] * 4, 3))
+    run.step()
+    assert list(run.plans[0]) == [str(index) for index in range(8)]
+
+
+@pytest.mark.parametrize("name", ["arrival_time", "deadline", "queue_deadline", "end_deadline"])
+@pytest.mark.parametrize("time", [float("nan"), float("inf")])
+def test_a_time_that_is_none_is_refused(name, time):
+    """Behind a deadline that is not a number no other one was ever due."""
+    run = make_run()
+    with pytest.raises(RequestError, match=f"{name} of request 'a' is {time}"):
+        run.scheduler.add_request(make_request("a", PROMPT, 3, **{name: time}))
+    check_empty(run.scheduler)
+
+
+def test_errands_of_ended_requests_are_forgotten():
+    run = make_run()
+    for index in range(500):
+        run.add(make_request(str(index), [1], 1, end_deadline=1e9))
+        run.step()
+    assert len(run.scheduler.intake.agenda._heap) <= 64
+
+
+def test_statistics_are_of_their_moment():
+    run = make_run(clock=iter(range(1000)).__next__)
+    run.add(make_request("a", PROMPT, 3))
+    before = run.scheduler.make_stats()
+    run.drain()
+    assert before.wait_seconds == {} != run.scheduler.make_stats().wait_seconds
