@@ -84,7 +84,8 @@ class Resources:
     def parked(self, req: Request, by: Resource | None) -> None:
         if by is not None:
             self._parked[req] = by
-            self._ask(by, "parked", None, req)
+            if self._ask(by, "parked", False, req) is False:  # it does not know whom to wake
+                self._orphans.append(req)
 
     def release(self, req: Request) -> None:
         self._parked.pop(req, None)

@@ -319,3 +319,29 @@ def test_a_deadline_in_a_step_of_many_rows_that_end():
     run.drain()
     assert run.finished["late"] == ("deadline", None)
     assert all(run.outputs[str(i)] == expected([i + 1], 3) for i in range(30))
+
+
+class Forgets(OneUser):
+    """Parks everybody and fails to remember the first."""
+
+    asked = 0
+
+    def fit(self, req, num_tokens, step):
+        return Fit(num_tokens if self.asked > 1 else 0, "user")
+
+    def parked(self, req):
+        self.asked += 1
+        if self.asked == 1:
+            raise KeyError(req.request_id)
+        self.scheduler.wake(req.request_id)
+
+    def attach(self, scheduler):
+        self.scheduler = scheduler
+
+
+def test_a_request_whose_resource_failed_to_park_it_is_asked_about_again():
+    run = make_run(resources=[Forgets(OnRefuse.PARK)])
+    run.add(make_request("a", PROMPT, 3))
+    for _ in range(9):
+        run.step()
+    assert run.outputs["a"] == expected(PROMPT, 3)

@@ -37,10 +37,13 @@ class Simulation:
     """One run of a case. Every method raises ``AssertionError`` for what must not be.
 
     ``every``: after how many steps the state as a whole is checked. ``leaks``: search everything
-    for requests that are still remembered at the end.
+    for requests that are still remembered at the end. ``plugins``: hold policy and resources to
+    their contracts too.
     """
 
-    def __init__(self, case: Case, *, every: int = 1, leaks: bool = True) -> None:
+    def __init__(
+        self, case: Case, *, every: int = 1, leaks: bool = True, plugins: bool = True
+    ) -> None:
         setup = case.setup
         self.case = case
         self.now = self.latest = 0.0
@@ -59,7 +62,9 @@ class Simulation:
             fail=self.clients.fail,
         )
         self.truth = CacheTruth(self.scheduler, self.worker)
-        self.invariants = Invariants(self.scheduler, self.worker, self.needs, every)
+        self.invariants = Invariants(
+            self.scheduler, self.worker, self.needs, every, plugins=plugins
+        )
         self._leaks = leaks
         self._flight: deque[tuple[StepPlan, StepResult]] = deque()
         self._pace = Random(setup.seed)
