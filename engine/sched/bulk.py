@@ -125,14 +125,17 @@ class Bulk:
         ranked = np.array(
             [req.row for req in self._roster.running if req.row in decodes], dtype=np.intp
         )
+        left = [(place, row) for place, row in enumerate(ranked.tolist()) if row in growing]
         refused, offered = set(), 0
-        for place, row in enumerate(ranked.tolist()):
-            if row not in growing or considered.at[row] == index:  # evicted meanwhile
-                continue
-            considered.all[ranked[offered : place + 1]] = index
-            offered = place + 1
-            if not self._secure(self._req(row), 1, step):
-                refused.add(row)
+        while left := [(place, row) for place, row in left if considered.at[row] != index]:
+            room = self._kv.num_free // self._kv.num_groups
+            now = left[: max(1, room)]
+            considered.all[ranked[offered : now[-1][0] + 1]] = index
+            offered = now[-1][0] + 1
+            if room:
+                self._kv.reserve_next([row for _, row in now])
+            elif not self._secure(self._req(now[0][1]), 1, step):
+                refused.add(now[0][1])
         kept = ranked[self._roster.table.slot.all[ranked] >= 0]
         if refused:
             kept = kept[~np.isin(kept, list(refused))]

@@ -22,6 +22,7 @@ from engine.sched.shape import StepShape
 from engine.sched.view import View
 
 logger = logging.getLogger("engine.sched")
+NO_LIMITS = Limits()
 
 HOOKS = (
     *("rank", "limits", "evict", "order", "next_waiting", "admit", "chunk", "outranks", "victim"),
@@ -117,6 +118,8 @@ class Guard(Policy):
         return rank if rank is not None else req.rank or (Last(),)
 
     def limits(self, view: SchedView) -> Limits:
+        if "limits" not in self._asked:
+            return NO_LIMITS
         limits: Limits = self._answer("limits", answers.wrong_limits, view)
         return limits
 
@@ -154,10 +157,14 @@ class Guard(Policy):
             yield from self._default.order(view)
 
     def next_waiting(self, view: SchedView) -> Request | None:
+        if "next_waiting" not in self._asked:
+            return super().next_waiting(view)
         best: Request | None = self._answer("next_waiting", self._wrong_next, view)
         return best
 
     def admit(self, req: Request, view: SchedView) -> Admission:
+        if "admit" not in self._asked:
+            return super().admit(req, view)
         admission: Admission = self._answer("admit", answers.wrong_admission, req, view)
         return admission
 
@@ -178,6 +185,8 @@ class Guard(Policy):
         return num_tokens
 
     def outranks(self, req: Request, other: Request) -> bool:
+        if "outranks" not in self._asked:
+            return super().outranks(req, other)
         return bool(self._answer("outranks", answers.wrong_bool, req, other))
 
     def victim(
