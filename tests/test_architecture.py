@@ -85,6 +85,9 @@ LONG_SIGNATURES: dict[str, str] = {
     "kernels.triton.tiles.attend_tiles": "registers of one program, inlined",
     "kernels.triton.tiles.attend_range": "registers of one program, inlined",
     "kernels.triton.tiles.store_rows": "registers of one program, inlined",
+    "kernels.triton.norm.norm_kernel": "a launch's tensors and strides",
+    "kernels.triton.sampling.cut_kernel": "a launch's tensors and strides",
+    "kernels.triton.sampling.race_kernel": "a launch's tensors and strides",
 }
 
 IMPORT_ENGINE_SECONDS = 0.3

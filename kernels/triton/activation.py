@@ -1,0 +1,75 @@
+"""Gated activations: act(gate) * up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.triton.launch import Launch
+
+TILE = 1024
+ACTS = ("silu", "gelu_tanh", "gelu")
+
+
+@triton.jit
+def activate(gate, ACT: tl.constexpr):
+    """act of float32 values."""
+    if ACT == "silu":
+        result = gate / (1.0 + tl.exp(-gate))
+    elif ACT == "gelu_tanh":
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        # tanh by a form that saturates instead of overflowing.
+        result = gate * (1.0 - 1.0 / (tl.exp(2.0 * inner) + 1.0))
+    else:
+        result = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    return result
+
+
+@triton.jit
+def act_mul_kernel(
+    gate_up, out, stride, F: tl.constexpr, TILE: tl.constexpr, ACT: tl.constexpr
+):  # fmt: skip
+    """Program (row, part of the columns). The activation is rounded before it is multiplied."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = column < F
+    gate = tl.load(gate_up + row * stride + column, mask=mask, other=0.0)
+    up = tl.load(gate_up + row * stride + F + column, mask=mask, other=0.0)
+    active = activate(gate.to(tl.float32), ACT).to(gate.dtype)
+    product = active.to(tl.float32) * up.to(tl.float32)
+    tl.store(out + row * F + column, product.to(gate.dtype), mask=mask)
+
+
+def act_mul(gate_up: torch.Tensor, act: str) -> torch.Tensor:
+    """See kernels.ops.act_mul."""
+    if act not in ACTS:
+        raise ValueError(f"unknown activation {act!r}: one of {', '.join(map(repr, ACTS))}")
+    rows = gate_up.reshape(-1, gate_up.shape[-1])
+    out = gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
+    if out.numel():
+        act_mul_launch(rows, out, act).run()
+    return out
+
+
+def act_mul_launch(gate_up: torch.Tensor, out: torch.Tensor, act: str) -> Launch:
+    """gate_up: [N, 2F]; out: contiguous."""
+    num_rows, width = gate_up.shape
+    args = {
+        "gate_up": gate_up,
+        "out": out,
+        "stride": gate_up.stride(0),
+        "F": width // 2,
+        "TILE": TILE,
+        "ACT": act,
+    }
+    return Launch(act_mul_kernel, (num_rows, triton.cdiv(width // 2, TILE)), args, 4, 1)
+
+
+def configurations() -> Iterator[Launch]:
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for act in ACTS:
+            gate_up = torch.empty((64, 2 * 3072), dtype=dtype, device="meta")
+            yield act_mul_launch(gate_up, gate_up[:, :3072], act)

@@ -1,0 +1,60 @@
+"""The noise of `kernels.reference.sampling`, bit for bit up to the logarithms' last place."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.reference import sampling as reference
+
+GOLDEN = tl.constexpr(reference.GOLDEN)
+MIX_1 = tl.constexpr(reference.MIX_1)
+MIX_2 = tl.constexpr(reference.MIX_2)
+UNUSED_BITS = tl.constexpr(64 - reference.UNIFORM_BITS)
+STEPS = tl.constexpr(2**reference.UNIFORM_BITS)
+STEP = tl.constexpr(2.0**-reference.UNIFORM_BITS)
+SERIES_BELOW = tl.constexpr(0.125)
+
+
+@triton.jit
+def mix(z):
+    z = (z ^ (z >> 30)) * MIX_1
+    z = (z ^ (z >> 27)) * MIX_2
+    return z ^ (z >> 31)
+
+
+@triton.jit
+def row_key(seed, position):
+    """seed: int64, of which all bits count."""
+    start = mix(seed.to(tl.uint64, bitcast=True) + GOLDEN)
+    return mix(start + (position.to(tl.uint64) + 1) * GOLDEN)
+
+
+@triton.jit
+def steps_of(key, ids):
+    """The uniform numbers of tokens, in whole steps."""
+    return (mix(key + (ids.to(tl.uint64) + 1) * GOLDEN) >> UNUSED_BITS).to(tl.int64)
+
+
+@triton.jit
+def uniform(steps):
+    """Inside (0, 1), float64."""
+    return (steps.to(tl.float64) + 0.5) * STEP
+
+
+@triton.jit
+def gumbel(steps):
+    """Float64. log1p by the way of a log whose argument's rounding cancels."""
+    v = uniform(steps)
+    rest = 1.0 - v
+    logs = tl.where(rest == 1.0, -v, tl.log(rest) * (v / (1.0 - rest)))
+    return -tl.log(-logs)
+
+
+@triton.jit
+def rough_gumbel(steps):
+    """Float32, within 1e-5: logarithms on devices have few digits close to one."""
+    v = (steps.to(tl.float32) + 0.5) * STEP
+    rest = ((-steps + STEPS).to(tl.float32) - 0.5) * STEP
+    series = 1.0 + v * (1.0 / 2 + v * (1.0 / 3 + v * (1.0 / 4 + v * (1.0 / 5 + v * (1.0 / 6)))))
+    return -tl.log(tl.where(v < SERIES_BELOW, v * series, -tl.log(rest)))

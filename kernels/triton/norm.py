@@ -1,0 +1,112 @@
+"""RMS norms: rows of the residual stream, and what is added to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.triton.launch import Launch
+from kernels.tuning import pad_power
+
+TILE = 2048  # elements a program, if a row has no more
+
+
+@triton.jit(do_not_specialize=["num_rows", "eps"])
+def norm_kernel(  # noqa: PLR0913
+    x, residual, weight, out, total, num_rows, eps,
+    stride_x, stride_residual, H: tl.constexpr, PAD_H: tl.constexpr, ROWS: tl.constexpr,
+    ADD_ONE: tl.constexpr,
+):  # fmt: skip
+    """Program so many rows. residual, total: None for a norm alone."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, PAD_H)
+    mask = (row < num_rows)[:, None] & (column < H)[None, :]
+    row = row.to(tl.int64)[:, None]
+    column = column[None, :]
+    stored = tl.load(x + row * stride_x + column, mask=mask, other=0.0)
+    values = stored.to(tl.float32)
+    if residual is not None:
+        added = tl.load(residual + row * stride_residual + column, mask=mask, other=0.0)
+        # Rounded before it is normalised, as the stream that goes on is.
+        rounded = (values + added.to(tl.float32)).to(stored.dtype)
+        tl.store(total + row * H + column, rounded, mask=mask)
+        values = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, 1) / H + eps)
+    values = values * scale[:, None]
+    factors = tl.load(weight + column, mask=column < H, other=0.0)
+    if ADD_ONE:
+        values = values * (1.0 + factors.to(tl.float32))
+    else:
+        values = values.to(stored.dtype).to(tl.float32)
+        values = values * factors.to(stored.dtype).to(tl.float32)
+    tl.store(out + row * H + column, values.to(stored.dtype), mask=mask)
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, add_one: bool = False
+) -> torch.Tensor:
+    """See kernels.ops.rms_norm."""
+    rows = x.reshape(-1, x.shape[-1])
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if out.numel():
+        norm_launch((rows, None), weight, (out, None), eps, add_one).run()
+    return out
+
+
+def add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    add_one: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See kernels.ops.add_rms_norm."""
+    out, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    if out.numel():
+        norm_launch((x, residual), weight, (out, total), eps, add_one).run()
+    return out, total
+
+
+def norm_launch(
+    inputs: tuple[torch.Tensor, torch.Tensor | None],
+    weight: torch.Tensor,
+    outputs: tuple[torch.Tensor, torch.Tensor | None],
+    eps: float,
+    add_one: bool,
+) -> Launch:
+    """inputs: x [N, H] and what is added to it; outputs: contiguous."""
+    x, residual = inputs
+    num_rows, hidden = x.shape
+    padded = pad_power(hidden)
+    rows = max(1, TILE // padded)
+    args = {
+        "x": x,
+        "residual": residual,
+        "weight": weight,
+        "out": outputs[0],
+        "total": outputs[1],
+        "num_rows": num_rows,
+        "eps": eps,
+        "stride_x": x.stride(0),
+        "stride_residual": 0 if residual is None else residual.stride(0),
+        "H": hidden,
+        "PAD_H": padded,
+        "ROWS": rows,
+        "ADD_ONE": add_one,
+    }
+    warps = 4 if padded <= 2048 else 8 if padded <= 8192 else 16
+    return Launch(norm_kernel, (triton.cdiv(num_rows, rows),), args, warps, 1)
+
+
+def configurations() -> Iterator[Launch]:
+    """Heads and hidden sizes of common models, both roundings, with and without a sum."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for hidden in (128, 1024, 4096, 5120, 16384):
+            x = torch.empty((64, hidden), dtype=dtype, device="meta")
+            for add_one in (False, True):
+                for other in (None, x):
+                    yield norm_launch((x, other), x[0], (x, other), 1e-6, add_one)

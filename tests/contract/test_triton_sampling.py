@@ -1,0 +1,7 @@
+"""The sampler and all it consists of in Triton, interpreted."""
+
+import triton_interpreter
+
+
+def test_sampler_agrees_with_the_other_bodies() -> None:
+    triton_interpreter.check("test_sampling.py")
