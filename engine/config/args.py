@@ -124,7 +124,7 @@ class EngineArgs:
             device=self.device,
             async_scheduling=self.async_scheduling,
             num_threads=self.num_threads,
-            log_level=self.log_level or default_log_level(),  # type: ignore[arg-type]  # checked there
+            log_level=default_log_level() if self.log_level is None else self.log_level,  # type: ignore[arg-type]
             disable_log_stats=self.disable_log_stats,
             step_log=None if self.step_log is None else str(self.step_log),
             logits_processors=tuple(map(load_logits_processor, self.logits_processors)),

@@ -6,11 +6,14 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from engine.config.check import check_range, check_types
 from engine.errors import ConfigError
 
 HASH_ALGORITHMS = ("sha256", "fast")
 EVENTS_ENDPOINT = re.compile(r"ipc://.+|tcp://.+:([0-9]+)")
 MAX_EVENTS_PORT = 65534
+MAX_EVENTS_STEPS = 10**9
+MAX_BLOCKS = 2**24  # of which the lists alone take half a GiB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,16 +40,11 @@ class CacheConfig:
     """Batches of events that are remembered for listeners that come late or miss some."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.block_size <= 1024:
-            raise ConfigError(f"block_size is {self.block_size}, must be in 1..1024")
-        if self.num_kv_blocks is not None and self.num_kv_blocks < 2:
-            raise ConfigError(
-                f"num_kv_blocks is {self.num_kv_blocks}, must be at least 2 (one is the null block)"
-            )
-        if self.kv_cache_memory_bytes is not None and self.kv_cache_memory_bytes < 1:
-            raise ConfigError(
-                f"kv_cache_memory_bytes is {self.kv_cache_memory_bytes}, must be at least 1"
-            )
+        check_types(self)
+        check_range(self, 1, 1024, "block_size")
+        check_range(self, 2, MAX_BLOCKS, "num_kv_blocks")
+        check_range(self, 1, None, "kv_cache_memory_bytes")
+        check_range(self, 1, MAX_EVENTS_STEPS, "kv_events_buffer_steps")
         if not 0.0 < self.memory_utilization <= 1.0:
             raise ConfigError(f"memory_utilization is {self.memory_utilization}, must be in (0, 1]")
         if self.prefix_caching_hash_algo not in HASH_ALGORITHMS:
@@ -58,15 +56,11 @@ class CacheConfig:
 
     def _check_events(self) -> None:
         endpoint = self.kv_events_endpoint
-        found = EVENTS_ENDPOINT.fullmatch(endpoint or "ipc://any")
+        found = EVENTS_ENDPOINT.fullmatch("ipc://any" if endpoint is None else endpoint)
         if found is None or not 0 < int(found[1] or 1) <= MAX_EVENTS_PORT:
             raise ConfigError(
                 f"kv_events_endpoint is {endpoint!r}, must be ipc://PATH or tcp://HOST:PORT with a "
                 f"port in 1..{MAX_EVENTS_PORT} (the next one answers for the past)"
-            )
-        if self.kv_events_buffer_steps < 1:
-            raise ConfigError(
-                f"kv_events_buffer_steps is {self.kv_events_buffer_steps}, must be at least 1"
             )
         if self.enable_kv_events and not self.enable_prefix_caching:
             raise ConfigError(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from dataclasses import fields
+from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from engine.errors import ConfigError
@@ -14,6 +16,7 @@ WORDS = {
     float: "a number",
     str: "a string",
     list: "a list",
+    tuple: "a tuple",
     dict: "a dict",
     type(None): "None",
 }
@@ -24,20 +27,41 @@ def check_types(options: Any) -> None:
 
     ``options`` is a dataclass. Fields that are a ``Literal`` name their choices themselves.
     """
-    hints = get_type_hints(type(options))
-    for option in fields(options):
-        kinds, value = _kinds(hints[option.name]), getattr(options, option.name)
-        if kinds and not any(_is_a(value, kind) for kind in kinds):
-            wanted = " or ".join(WORDS.get(kind, kind.__name__) for kind in kinds)
-            raise ConfigError(
-                f"{option.name} is {value!r} ({type(value).__name__}), must be {wanted}"
-            )
+    cls: type = type(options)
+    for name, kinds in _kinds_by_field(cls).items():
+        check_kind(name, getattr(options, name), kinds)
 
 
-def _kinds(hint: Any) -> tuple[type, ...]:
+def check_kind(name: str, value: object, kinds: tuple[type, ...]) -> None:
+    """Raise ``ConfigError`` if the value is of none of these classes; ``()`` allows anything."""
+    if kinds and not any(_is_a(value, kind) for kind in kinds):
+        wanted = " or ".join(WORDS.get(kind, kind.__name__) for kind in kinds)
+        raise ConfigError(f"{name} is {value!r:.80} ({type(value).__name__}), must be {wanted}")
+
+
+def check_range(options: Any, low: float, high: float | None, *names: str) -> None:
+    """Raise ``ConfigError`` for the first of these fields outside [low, high]; ``None`` is in it.
+
+    Without ``high`` there is no upper limit.
+    """
+    for name in names:
+        value = getattr(options, name)
+        if value is None or (low <= value and (high is None or value <= high)):
+            continue
+        limits = f"at least {low}" if high is None else f"in {low}..{high}"
+        raise ConfigError(f"{name} is {value!r:.80}, must be {limits}")
+
+
+@cache
+def _kinds_by_field(cls: type) -> dict[str, tuple[type, ...]]:
+    hints = get_type_hints(cls)
+    return {option.name: kinds_of(hints[option.name]) for option in fields(cls)}
+
+
+def kinds_of(hint: Any) -> tuple[type, ...]:
     """The classes a value may be of; () if it may be anything or is checked elsewhere."""
     if get_origin(hint) in (Union, types.UnionType):
-        parts = [_kinds(part) for part in get_args(hint)]
+        parts = [kinds_of(part) for part in get_args(hint)]
         return sum(parts, ()) if all(parts) else ()
     if hint is Any or get_origin(hint) is Literal:
         return ()
@@ -47,4 +71,6 @@ def _kinds(hint: Any) -> tuple[type, ...]:
 def _is_a(value: object, kind: type) -> bool:
     if isinstance(value, bool):  # which Python counts among the numbers
         return kind is bool
-    return isinstance(value, (int, float) if kind is float else kind)
+    if kind is float and isinstance(value, int):  # which may be too large to become one
+        return abs(value) <= sys.float_info.max
+    return isinstance(value, kind)

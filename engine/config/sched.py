@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
+from engine.config.check import check_kind, check_range, check_types
 from engine.errors import ConfigError
+
+INT32_MAX = 2**31 - 1  # positions and counts travel as 32-bit columns
+MAX_SEATS = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +55,27 @@ class SchedulerConfig:
     """Tell each client the ids of all its requests that ended, aborted ones too."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.scheduling_policy is None:
             raise ConfigError(
                 "scheduling_policy is None, must name a policy ('fcfs' is the default)"
             )
-        if self.max_num_seqs < 1:
-            raise ConfigError(f"max_num_seqs is {self.max_num_seqs}, must be at least 1")
+        check_range(self, 1, MAX_SEATS, "max_num_seqs")
+        check_range(self, 0, INT32_MAX, "long_prefill_token_threshold")
+        check_range(self, 1, INT32_MAX, "max_model_len", "max_num_batched_tokens")
+        check_range(self, 1, None, "max_waiting_requests", "max_waiting_tokens", "stalled_steps")
+        check_range(self, 1, None, "num_steps_in_flight")
+        check_range(self, 0, None, "max_policy_faults")
+        self._check_budget()
+        for user, weight in self.user_weights.items():
+            check_kind("a key of user_weights", user, (str,))
+            check_kind(f"user_weights[{user!r}]", weight, (float,))
+            if not 0 < weight < inf:
+                raise ConfigError(
+                    f"user_weights[{user!r}] is {weight}, must be above 0 (1.0 is an equal share)"
+                )
+
+    def _check_budget(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) is below max_num_seqs "
@@ -72,18 +92,3 @@ class SchedulerConfig:
                 f"long_prefill_token_threshold ({self.long_prefill_token_threshold}) is above "
                 f"max_model_len ({self.max_model_len})"
             )
-        if self.long_prefill_token_threshold < 0:
-            raise ConfigError("long_prefill_token_threshold must not be negative (0: no cap)")
-        _at_least(self, 1, "max_waiting_requests", "max_waiting_tokens", "stalled_steps")
-        _at_least(self, 0, "max_policy_faults")
-        if self.num_steps_in_flight < 1:
-            raise ConfigError(
-                f"num_steps_in_flight is {self.num_steps_in_flight}, must be at least 1"
-            )
-
-
-def _at_least(config: SchedulerConfig, least: int, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and value < least:
-            raise ConfigError(f"{name} is {value}, must be at least {least}")

@@ -9,7 +9,7 @@ from engine.sched.cost import CostModel, LinearCost
 from engine.sched.interface import SchedulerInterface
 from engine.sched.ledger import Ledger
 from engine.sched.lengths import LengthHistory, Predictor
-from engine.sched.plugin import require_positive, wrong_hints
+from engine.sched.plugin import require_positive, require_share, wrong_hints
 from engine.sched.policy import (
     API_VERSION,
     Admission,
@@ -47,5 +47,6 @@ __all__ = [
     "StepShape",
     "Verdict",
     "require_positive",
+    "require_share",
     "wrong_hints",
 ]

@@ -10,7 +10,9 @@ from engine.config.dotted import load_dotted
 from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError
 from engine.kv.manager import KVManager
+from engine.sched.fitting import check_hooks, check_options
 from engine.sched.interface import SchedulerInterface
+from engine.sched.lengths import look_up_predictor
 from engine.sched.policies import POLICIES
 from engine.sched.policy import API_VERSION, Policy
 from engine.sched.resource import Resource
@@ -49,6 +51,7 @@ def make_scheduler(
 
 def choose(config: SchedulerConfig) -> Chosen:
     """Find and make what the configuration names. Raises ``ConfigError``."""
+    look_up_predictor(config.length_predictor)  # made later; what it is may be said now
     return Chosen(
         find_scheduler(config.scheduler_cls),
         find_policy(config.scheduling_policy, config.policy_options),
@@ -58,22 +61,31 @@ def choose(config: SchedulerConfig) -> Chosen:
 
 def find_policy(name: Any, options: dict[str, Any]) -> Policy:
     """A shipped policy or an installed one by name, any other by dotted path, class or object."""
+    if isinstance(name, Policy) and options:
+        raise ConfigError(
+            f"policy_options {options} are for a policy that is yet to be made, and "
+            f"scheduling_policy is an object of {type(name).__name__}; give its class instead"
+        )
     if isinstance(name, Policy):
-        return _checked(name, "scheduling_policy")
+        _check_class(type(name), Policy, "scheduling_policy")
+        return name
     cls = _find("scheduling_policy", name, POLICIES, SCHEDULERS_GROUP)
     if not (isinstance(cls, type) and issubclass(cls, Policy)):
         raise ConfigError(f"scheduling_policy {name!r} is no subclass of engine.Policy")
-    return _checked(_make(cls, options, "policy", "policy_options"), "scheduling_policy")
+    _check_class(cls, Policy, "scheduling_policy")
+    return _make(cls, options, "policy_options")
 
 
 def find_resource(name: Any) -> Resource:
     """A resource by the name it was installed under, by dotted path, class or object."""
     if isinstance(name, Resource):
-        return _checked(name, "resources")
+        _check_class(type(name), Resource, "resources")
+        return name
     cls = _find("resources", name, {}, RESOURCES_GROUP)
     if not (isinstance(cls, type) and issubclass(cls, Resource)):
         raise ConfigError(f"resources: {name!r} is no subclass of engine.Resource")
-    return _checked(_make(cls, {}, "resource", "the options it was given"), "resources")
+    _check_class(cls, Resource, "resources")
+    return _make(cls, {}, "options")
 
 
 def find_scheduler(cls: Any) -> type[Scheduler]:
@@ -104,29 +116,29 @@ def _find(option: str, name: Any, shipped: Mapping[str, Any], group: str) -> Any
                 f"{type(error).__name__}: {error}"
             ) from error
     if "." in name:
-        return load_dotted(name)
+        return load_dotted(name, option)
     known = ", ".join(sorted({*shipped, *installed})) or "none"
     raise ConfigError(
         f"{option} {name!r} is not known; there are: {known} (or give the dotted path of a class)"
     )
 
 
-def _make(cls: type[Plugin], options: dict[str, Any], kind: str, source: str) -> Plugin:
+def _check_class(cls: type[Plugin], base: type, option: str) -> None:
+    """Refuse what does not fit this version of the API."""
+    if cls.api_version != API_VERSION:
+        raise ConfigError(
+            f"{option}: {cls.__name__} was written for version {cls.api_version!r} of the API, "
+            f"this engine has version {API_VERSION!r}; install the release that fits"
+        )
+    check_hooks(cls, base)
+
+
+def _make(cls: type[Plugin], options: dict[str, Any], source: str) -> Plugin:
+    check_options(cls, options, source)
     try:
         return cls(**options)
     except Exception as error:  # whatever a stranger's constructor raises
         raise ConfigError(
-            f"{kind} {cls.__name__} cannot be made with {source} {options}: "
+            f"{cls.__name__} cannot be made with {source} {options}: "
             f"{type(error).__name__}: {error}"
         ) from error
-
-
-def _checked(plugin: Plugin, option: str) -> Plugin:
-    """Refuse what was written for another version of the API."""
-    version = plugin.api_version
-    if version != API_VERSION:
-        raise ConfigError(
-            f"{option}: {type(plugin).__name__} was written for version {version} of the API, this "
-            f"engine has version {API_VERSION}; install the release that fits"
-        )
-    return plugin

@@ -37,11 +37,11 @@ class Intake:
         self._kv.ensure_rows(roster.table.num_rows)
         policy, ledger = self._settler.policy, self._settler.ledger
         try:
+            view.predict(req)  # a predictor that lacks something says so before a hook asks it
             verdict = policy.on_add(req, view)
             if isinstance(verdict, Refuse):
                 self._settler.tally.num_refused += 1
                 raise RefusedError(f"request {add.request_id!r} was refused: {verdict.reason}")
-            view.predict(req)  # a predictor that lacks something says so here
         except RequestError:
             self._kv.forget(req)  # the policy may have looked it up in the cache
             roster.table.give_back(req.row)

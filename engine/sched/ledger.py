@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from engine.errors import ConfigError
 from engine.sched.request import Request
 
 
@@ -25,14 +24,11 @@ class Ledger:
     """Accounts by user. Kept by the scheduler while a policy with ``uses_ledger`` runs.
 
     Each prompt token is entered once: to compute it again after a preemption is no service.
-    ``weights`` gives users' shares, above 0; who is not named has 1. Raises ``ConfigError``.
+    ``weights`` gives users' shares, above 0; who is not named has 1.
     """
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self._weights = dict(weights or {})
-        for user, weight in self._weights.items():
-            if not weight > 0:
-                raise ConfigError(f"weight of user {user!r} is {weight}, must be above 0")
         self._accounts: dict[str, Account] = {}
         self._entered: dict[Request, int] = {}  # prompt tokens entered so far
 

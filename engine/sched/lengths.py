@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from itertools import accumulate
@@ -12,6 +13,10 @@ from typing import Any, Protocol, runtime_checkable
 from engine.config.dotted import load_dotted
 from engine.errors import ConfigError, RequestError
 from engine.sched.request import Request
+
+logger = logging.getLogger("engine.sched")
+
+MAX_LOGGED_FAILURES = 3
 
 
 class LengthHistory:
@@ -124,7 +129,7 @@ class OraclePredictor:
 
     def predict(self, req: Request) -> int:
         known = req.hints.get("output_tokens")
-        if not isinstance(known, int) or known < 1:
+        if not isinstance(known, int) or isinstance(known, bool) or known < 1:
             raise RequestError(
                 f"request {req.request_id!r} has hints['output_tokens'] = {known!r}, must be a "
                 "positive integer for the 'oracle' predictor; set it or choose another predictor"
@@ -139,19 +144,39 @@ PREDICTORS: dict[str, type[Predictor]] = {
 }
 
 
+class GuardedPredictor:
+    """A stranger's predictor: where it raises or answers no number, the longest output is expected.
+
+    What it answers is brought within what the request can still become. Its first failures are
+    logged. A ``RequestError`` passes: the request lacks what the predictor needs.
+    """
+
+    def __init__(self, inner: Predictor) -> None:
+        self.inner = inner
+        self.name = inner.name
+        self._num_failures = 0
+
+    def predict(self, req: Request) -> int:
+        try:
+            return int(bounded(req, self.inner.predict(req)))
+        except RequestError:
+            raise
+        except Exception as error:  # a stranger's code
+            self._num_failures += 1
+            if self._num_failures <= MAX_LOGGED_FAILURES:
+                logger.warning(
+                    "length predictor %s, request %s: %s: %s; the longest output is expected",
+                    *(self.name, req.request_id, type(error).__name__, error),
+                )
+            return req.max_total - req.num_prompt
+
+
 def find_predictor(chosen: Any, lengths: LengthHistory) -> Predictor:
     """A shipped predictor by name, any other by dotted path, class or object.
 
     Raises ``ConfigError``.
     """
-    if isinstance(chosen, str) and chosen not in PREDICTORS and "." not in chosen:
-        raise ConfigError(
-            f"length_predictor {chosen!r} is not known; there are: {', '.join(sorted(PREDICTORS))} "
-            "(or give the dotted path of a class with predict(req))"
-        )
-    found = chosen
-    if isinstance(chosen, str):
-        found = PREDICTORS.get(chosen) or load_dotted(chosen)
+    found = look_up_predictor(chosen)
     try:
         predictor = found(lengths) if isinstance(found, type) else found
     except Exception as error:  # whatever a stranger's constructor raises
@@ -160,4 +185,20 @@ def find_predictor(chosen: Any, lengths: LengthHistory) -> Predictor:
         ) from error
     if not isinstance(predictor, Predictor):
         raise ConfigError(f"length_predictor {chosen!r} lacks a name or a predict(req)")
-    return predictor
+    return predictor if type(predictor) in PREDICTORS.values() else GuardedPredictor(predictor)
+
+
+def look_up_predictor(chosen: Any) -> Any:
+    """The class or object that is meant. Raises ``ConfigError``; makes nothing."""
+    found = chosen
+    if isinstance(chosen, str):
+        if chosen not in PREDICTORS and "." not in chosen:
+            raise ConfigError(
+                f"length_predictor {chosen!r} is not known; there are: "
+                f"{', '.join(sorted(PREDICTORS))} (or give the dotted path of a class with "
+                "predict(req))"
+            )
+        found = PREDICTORS.get(chosen) or load_dotted(chosen, "length_predictor")
+    if not callable(getattr(found, "predict", None)):
+        raise ConfigError(f"length_predictor {chosen!r} lacks a name or a predict(req)")
+    return found

@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
-from math import isfinite
+from sys import float_info
 
 from engine.sched.policy import Refuse
 from engine.sched.request import Request
 
 
-def require_positive(**options: float) -> None:
-    """Raise ``ValueError`` naming the first option that is not above 0."""
+def require_positive(*or_zero: str, **options: float) -> None:
+    """Raise ``ValueError`` naming the first option that is no finite number above 0.
+
+    Those named in ``or_zero`` may be 0.
+    """
     for name, value in options.items():
-        if not value > 0:
-            raise ValueError(f"{name} is {value}, must be above 0")
+        if not (is_finite(value) and (value > 0 or (value == 0 and name in or_zero))):
+            limits = "of at least 0" if name in or_zero else "above 0"
+            raise ValueError(f"{name} is {value!r:.80}, must be a finite number {limits}")
+
+
+def require_share(**options: float) -> None:
+    """Raise ``ValueError`` naming the first option that is no number from 0 to 1."""
+    for name, value in options.items():
+        if not (is_finite(value) and 0 <= value <= 1):
+            raise ValueError(f"{name} is {value!r:.80}, must be a number from 0 to 1")
 
 
 def wrong_hints(req: Request, *names: str) -> Refuse | None:
     """For ``on_add``: these hints, where given, must be finite numbers above 0."""
     for name in names:
         value = req.hints.get(name, 1)
-        if not (isinstance(value, int | float) and isfinite(value) and value > 0):
-            return Refuse(f"hints[{name!r}] is {value!r}, must be a number above 0")
+        if not (is_finite(value) and value > 0):
+            return Refuse(f"hints[{name!r}] is {value!r:.80}, must be a finite number above 0")
     return None
+
+
+def is_finite(value: object) -> bool:
+    """Is it a number that can be calculated with? Whole ones may be too large for that."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) <= float_info.max  # and no NaN

@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from simulate import make_request, make_run
 
 from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError
 from engine.kv.manager import KVManager
+from engine.sched import Fit, Policy, Resource
 from engine.sched.find import choose, make_scheduler
+from engine.sched.policies import POLICIES
 from engine.sched.policies.fcfs import FCFS
 
 
@@ -41,3 +44,142 @@ def test_a_module_that_cannot_be_imported_is_named_with_its_error(
     ):
         with pytest.raises(ConfigError, match=f"cannot load '{path}': {error}"):
             choose(SchedulerConfig(scheduling_policy=path))
+        with pytest.raises(ConfigError, match=f"length_predictor: cannot load '{path}': {error}"):
+            choose(SchedulerConfig(length_predictor=path))
+
+
+def test_a_script_that_ends_the_program_when_imported_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_script.py").write_text("import sys\nsys.exit(3)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"cannot load 'my_script\.A': SystemExit: 3"):
+        choose(SchedulerConfig(scheduling_policy="my_script.A"))
+
+
+@pytest.mark.parametrize("path", [".", "..", "a.", ".a", "os."])
+def test_what_is_no_dotted_path_is_said_to_be_none(path: str) -> None:
+    with pytest.raises(ConfigError, match=r"scheduling_policy: .* is no dotted path"):
+        choose(SchedulerConfig(scheduling_policy=path))
+
+
+# What is wrong with a class is said when it is found, not in the middle of serving.
+
+
+class Ranks(Policy):
+    def rank(self, req, view):
+        return (req.arrival,)
+
+
+class LacksRank(Policy):
+    pass
+
+
+class WantsArguments(Ranks):
+    def __init__(self, size: int, factor=1.0) -> None:
+        self.size = size
+
+
+class Falls(Ranks):
+    def __init__(self) -> None:
+        raise KeyError("oops")
+
+
+class RankOfRequest(Policy):
+    def rank(self, req):
+        return (req.arrival,)
+
+
+class ChunkWithoutTokens(Ranks):
+    def chunk(self, req, view):
+        return 5
+
+
+class AsyncRank(Policy):
+    async def rank(self, req, view):
+        return (req.arrival,)
+
+
+class NoMethod(Policy):
+    rank = None
+
+
+class Older(Ranks):
+    api_version = "1"
+
+
+class Fits(Resource):
+    def fit(self, req, num_tokens):
+        return Fit(num_tokens)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (LacksRank, "LacksRank lacks rank"),
+        (WantsArguments, "missing a required argument: 'size'; its options are: size: "),
+        (Falls, r"Falls cannot be made with policy_options {}: KeyError: 'oops'"),
+        (RankOfRequest, r"RankOfRequest\.rank\(self, req\) must take \(self, req, view\)"),
+        (ChunkWithoutTokens, r"chunk\(self, req, view\) must take \(self, req, num_tokens, view"),
+        (AsyncRank, r"AsyncRank\.rank is async"),
+        (NoMethod, r"NoMethod\.rank is None, must be a method \(req, view\)"),
+        (Older, "was written for version '1' of the API, this engine has version 1"),
+        (RankOfRequest(), r"RankOfRequest\.rank\(self, req\)"),
+        (choose, "is no subclass of engine.Policy"),
+        (Path, "is no subclass of engine.Policy"),
+    ],
+)
+def test_a_policy_that_cannot_work_is_refused(wrong: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        choose(SchedulerConfig(scheduling_policy=wrong))
+
+
+def test_a_resource_that_cannot_work_is_refused() -> None:
+    for wrong in (Fits, Fits()):
+        with pytest.raises(ConfigError, match=r"Fits\.fit\(self, req, num_tokens\) must take"):
+            choose(SchedulerConfig(resources=(wrong,)))
+
+
+class Loose(Policy):
+    """Hooks may be written in other ways."""
+
+    @staticmethod
+    def rank(req, view):
+        return (req.arrival,)
+
+    @classmethod
+    def chunk(cls, req, num_tokens, view):
+        return num_tokens
+
+    def admit(self, *args):
+        return super().admit(*args)
+
+    def on_step(self, shape, view=None, **more):
+        pass
+
+
+def test_hooks_may_be_written_in_any_way_that_can_be_called() -> None:
+    run = make_run(policy=choose(SchedulerConfig(scheduling_policy=Loose)).policy)
+    run.add(make_request("a", [1] * 8, 2))
+    run.drain()
+    assert not run.scheduler.guard.faults.messages
+
+
+class Slips(Ranks):
+    dynamik = True
+    due = 5
+
+    def on_finnish(self, req, view):
+        pass
+
+
+def test_names_that_are_nearly_hooks_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    choose(SchedulerConfig(scheduling_policy=Slips))
+    assert [message.split(".", 1)[1] for message in caplog.messages] == [
+        "dynamik is nothing that the engine asks for; did you mean dynamic?",
+        "on_finnish is nothing that the engine asks for; did you mean on_finish?",
+    ]
+    caplog.clear()
+    for name in POLICIES:
+        choose(SchedulerConfig(scheduling_policy=name))
+    assert not caplog.messages

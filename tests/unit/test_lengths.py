@@ -6,11 +6,14 @@ import random
 from collections import Counter
 
 import pytest
+from simulate import expected as tokens
 from simulate import make_request, make_run
 
+from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError, RequestError
 from engine.sched import LengthHistory
-from engine.sched.lengths import PREDICTORS, find_predictor
+from engine.sched.find import choose
+from engine.sched.lengths import PREDICTORS, HistoryPredictor, find_predictor
 
 
 def history(*lengths: int, window: int = 1000) -> LengthHistory:
@@ -120,10 +123,11 @@ class Broken(Seven):
 
 def test_predictors_are_found_by_name_class_and_object():
     lengths = LengthHistory()
-    made = find_predictor(Seven, lengths)
-    assert made.name == "seven"
-    assert made.lengths is lengths
-    assert find_predictor(made, lengths) is made
+    req, own = waiting_request(), Seven(LengthHistory())
+    for given in (Seven, f"{__name__}.Seven", own):
+        found = find_predictor(given, lengths)
+        assert (found.name, found.predict(req)) == ("seven", 7)
+    assert find_predictor(HistoryPredictor, lengths).lengths is lengths
     found = find_predictor("engine.sched.lengths.HistoryPredictor", lengths)
     assert found.name == "history"
 
@@ -138,3 +142,51 @@ def test_a_wrong_predictor_is_refused_with_what_there_is():
         find_predictor(LengthHistory(), lengths)
     with pytest.raises(ConfigError, match="cannot be made: OSError: no such file"):
         find_predictor(Broken, lengths)
+
+
+def test_a_wrong_predictor_is_refused_before_the_model_is_loaded():
+    for wrong in ("magic", "os.path", LengthHistory, 5, None):
+        with pytest.raises(ConfigError, match="length_predictor"):
+            choose(SchedulerConfig(length_predictor=wrong))
+
+
+class Answers(Seven):
+    """Says what it was told to say."""
+
+    def __init__(self, answer: object) -> None:
+        self.answer = answer
+
+    def predict(self, req) -> int:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+@pytest.mark.parametrize(("answer", "used"), [(0, 1), (-5, 1), (10**30, 50), (6.6, 7)])
+def test_what_a_predictor_answers_is_brought_into_range(answer, used, caplog):
+    run = make_run(length_predictor=Answers(answer))
+    run.add(make_request("r", [1] * 10, 50))
+    assert run.scheduler.view.predict(run.scheduler.roster.by_id["r"]) == used
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("rubbish", [None, "7", float("nan"), float("inf"), [7], KeyError("x")])
+def test_rubbish_of_a_predictor_hurts_nobody(rubbish, caplog):
+    run = make_run(length_predictor=Answers(rubbish), policy="ltr")
+    for name in "abcdef":
+        run.add(make_request(name, [ord(name)] * 10, 50))
+        assert run.scheduler.view.predict(run.scheduler.roster.by_id[name]) == 50
+    run.drain()
+    assert run.outputs == {name: tokens([ord(name)] * 10, 50) for name in "abcdef"}
+    assert not run.scheduler.guard.faults.messages, "it is not the policy's fault"
+    assert len(caplog.messages) == 3, "the first ones are logged"
+    assert "length predictor seven, request a: " in caplog.messages[0]
+
+
+def test_requests_that_a_predictor_refuses_leave_the_policy_alone():
+    """Else a client that forgets a hint could have the policy left out for everybody."""
+    run = make_run(policy="blendserve", length_predictor="oracle", max_policy_faults=0)
+    for name in "abc":
+        with pytest.raises(RequestError, match="output_tokens"):
+            run.add(make_request(name, [1, 2], 5))
+    assert not run.scheduler.guard.faults.messages

@@ -28,6 +28,7 @@ class Andes(Policy):
         max_late: float = 100.0,
     ) -> None:
         require_positive(ttft=ttft, tbt=tbt, margin=margin, max_late=max_late)
+        require_positive("max_preemptions", max_preemptions=max_preemptions)
         self.ttft, self.tbt, self.max_late = ttft, tbt, max_late
         self.margin, self.max_preemptions = margin, max_preemptions
 

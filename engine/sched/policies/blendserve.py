@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.sched import Policy, Request, SchedView, require_positive
+from engine.sched import Policy, Request, SchedView, require_positive, require_share
 
 
 class BlendServe(Policy):
@@ -19,6 +19,7 @@ class BlendServe(Policy):
 
     def __init__(self, blend: float = 0.5, max_wait: float = 60.0) -> None:
         require_positive(max_wait=max_wait)
+        require_share(blend=blend)
         self.blend = blend
         self.max_wait = max_wait
         self.shares: dict[Request, float] = {}

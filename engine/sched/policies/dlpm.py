@@ -24,7 +24,8 @@ class DLPM(Policy):
         output_price: float = 2.0,
         max_wait: float = 30.0,
     ) -> None:
-        require_positive(quantum=quantum, max_wait=max_wait)
+        prices = {"input_price": input_price, "output_price": output_price}
+        require_positive(*prices, quantum=quantum, max_wait=max_wait, **prices)
         self.quantum = quantum
         self.prices = (input_price, output_price)
         self.max_wait = max_wait

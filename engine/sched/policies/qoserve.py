@@ -28,6 +28,7 @@ class QoServe(Policy):
         max_wait: float = 60.0,
     ) -> None:
         require_positive(ttft=ttft, tbt=tbt, min_chunk=min_chunk, max_wait=max_wait)
+        require_positive("alpha", alpha=alpha)
         self.ttft, self.tbt, self.alpha = ttft, tbt, alpha
         self.min_chunk, self.max_wait = min_chunk, max_wait
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.sched import Policy, Request, SchedView, require_positive
+from engine.sched import Policy, Request, SchedView, require_positive, require_share
 
 
 class TRAIL(Policy):
@@ -20,6 +20,7 @@ class TRAIL(Policy):
 
     def __init__(self, young: float = 0.8, max_wait: float = 60.0) -> None:
         require_positive(max_wait=max_wait)
+        require_share(young=young)
         self.young = young
         self.max_wait = max_wait
 

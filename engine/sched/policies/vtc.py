@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from engine.sched import Policy, Request, SchedView
+from engine.sched import Policy, Request, SchedView, require_positive
 
 
 class VTC(Policy):
@@ -21,6 +21,8 @@ class VTC(Policy):
     uses_ledger = True
 
     def __init__(self, input_price: float = 1.0, output_price: float = 2.0) -> None:
+        prices = {"input_price": input_price, "output_price": output_price}
+        require_positive(*prices, **prices)
         self.input_price = input_price
         self.output_price = output_price
         self.lifts: defaultdict[str, float] = defaultdict(float)
