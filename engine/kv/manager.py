@@ -94,8 +94,7 @@ class KVManager:
 
     def blocks_for(self, num_tokens: int) -> int:
         """The most blocks a request of this many tokens has at once."""
-        entries = self._entries(num_tokens)
-        return sum(group.bound(entries) for group in self.groups)
+        return sum(group.bound(self._entries(num_tokens)) for group in self.groups)
 
     def held(self, req: Holder, group: int = 0) -> list[int]:
         """The request's table in one group, in order; entries out of its window are 0."""
@@ -107,19 +106,11 @@ class KVManager:
 
     def is_loading(self, req: Holder) -> bool:
         """Does a transfer write into the request's blocks? Then they cannot be taken from it."""
-        holding = self._found(req)
-        return holding is not None and holding.loading
+        return (holding := self._found(req)) is not None and holding.loading
 
     def lookup(self, req: Holder) -> PrefixHit:
         """The longest cached prefix; at most all but the last token, which must be computed."""
-        holding = self._holding(req)
-        hit, known = holding.hit, len(req.tokens)
-        if hit is None or holding.hit_version != self.cache.version or holding.hit_known != known:
-            hit = holding.hit = self._search(req, holding)
-            holding.hit_known = known
-            holding.hit_version = self.cache.version
-            holding.hit_losses = self.cache.num_losses
-        return hit
+        return self._hit(req, self._holding(req))
 
     def cached_prefix(self, req: Holder) -> int:
         """Tokens of the request that are in the cache now, whether it holds blocks or not."""
@@ -134,7 +125,7 @@ class KVManager:
         holding = self._holding(req)
         if holding.blocks:
             return holding.num_ready
-        hit = self.lookup(req)
+        hit = self._hit(req, holding)
         return hit.num_tokens + (0 if hit.asynchronous else hit.num_remote)
 
     def missing(self, req: Holder, upto: int) -> int:
@@ -311,11 +302,10 @@ class KVManager:
 
     def ensure_rows(self, num_rows: int) -> None:
         """Columns for this many rows."""
-        while len(self.num_held) < num_rows:
-            self.num_held = np.concatenate([self.num_held, np.zeros_like(self.num_held)])
-            self.num_published = np.concatenate(
-                [self.num_published, np.zeros_like(self.num_published)]
-            )
+        if missing := max(0, num_rows - len(self.num_held)):
+            more = np.zeros(missing, dtype=np.int32)
+            self.num_held = np.concatenate([self.num_held, more])
+            self.num_published = np.concatenate([self.num_published, more])
 
     def shutdown(self) -> None:
         """Close what reaches outside: the listener for cache events and the KV source."""
@@ -350,19 +340,29 @@ class KVManager:
     def _wanted(self, req: Holder, upto: int) -> int:
         """Free blocks that ``reserve`` takes, less those it gives back first."""
         entries = self._entries(upto)
-        holding = self._found(req)
-        if holding is not None and holding.blocks:
+        holding = self._holding(req)
+        if holding.blocks:
             wanted = (entries - len(holding.blocks)) * self.num_groups
             if self.tables.windows:
                 wanted -= self.tables.num_outside(holding, _first_query(req))
             return max(0, wanted)
-        tables = self.lookup(req).tables
+        tables = self._hit(req, holding).tables
         refs = self.pool.num_refs
         revived = sum([[refs[block] for block in table if block].count(0) for table in tables])
         return (entries - len(tables[0])) * self.num_groups + revived
 
     def _hashes(self, req: Holder) -> list[bytes]:
         return self._sharing.hashes(req, self._found(req))
+
+    def _hit(self, req: Holder, holding: Holding) -> PrefixHit:
+        """The remembered hit as long as it is true."""
+        hit, known = holding.hit, len(req.tokens)
+        if hit is None or holding.hit_version != self.cache.version or holding.hit_known != known:
+            hit = holding.hit = self._search(req, holding)
+            holding.hit_known = known
+            holding.hit_version = self.cache.version
+            holding.hit_losses = self.cache.num_losses
+        return hit
 
     def _search(self, req: Holder, holding: Holding) -> PrefixHit:
         """What ``lookup`` finds now."""
@@ -380,7 +380,7 @@ class KVManager:
 
     def _adopt(self, req: Holder, holding: Holding, upto: int) -> bool:
         """The request's hit becomes the beginning of its tables. Is there more to load at once?"""
-        hit = self.lookup(req)
+        hit = self._hit(req, holding)
         self.tables.adopt(holding, hit.tables)
         holding.num_adopted = self.num_published[req.row] = len(hit.blocks)
         holding.num_ready = hit.num_tokens
@@ -390,8 +390,8 @@ class KVManager:
 
     def _load(self, req: Holder, holding: Holding) -> None:
         source, first = self.transfers.source, holding.num_adopted
-        assert source is not None and holding.num_remote, f"{req}: nothing to load"
         blocks = holding.blocks[first : first + self._entries(holding.num_remote)]
+        assert source is not None and blocks, f"{req}: nothing to load"
         source.start_load(req, blocks, holding.num_remote)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,10 +14,14 @@ from engine.kv.holding import Holding
 class Deltas(NamedTuple):
     """Changed table entries, as columns; ``groups`` is empty if there is one group."""
 
-    rows: list[int]
-    indices: list[int]
-    blocks: list[int]
-    groups: list[int]
+    rows: array[int]
+    indices: array[int]
+    blocks: array[int]
+    groups: array[int]
+
+
+def no_deltas() -> Deltas:
+    return Deltas(array("i"), array("i"), array("i"), array("i"))
 
 
 class BlockTables:
@@ -27,12 +32,13 @@ class BlockTables:
         self.windows = [(g, group) for g, group in enumerate(groups) if group.window]
         self._pool = pool
         self._block_size = block_size
-        self._deltas = Deltas([], [], [], [])
+        self._deltas = no_deltas()
+        self._ascending = array("i")  # 0, 1, 2, ...; grows to the longest table
 
     def adopt(self, holding: Holding, tables: Sequence[Sequence[int]]) -> None:
         """These cached blocks become the beginning of the request's tables."""
         for table in tables:
-            self._pool.adopt(block for block in table if block != NULL_BLOCK)
+            self._pool.adopt([block for block in table if block != NULL_BLOCK])
         holding.tables = [list(table) for table in tables]
 
     def extend(self, holding: Holding, num_entries: int) -> None:
@@ -46,9 +52,9 @@ class BlockTables:
         blocks = self._pool.take(len(rows) * self.num_groups)
         taken = iter(blocks)
         if self.num_groups == 1:  # most models, and half of the time when everybody decodes
-            self._deltas.rows.extend(rows)
-            self._deltas.indices.extend([len(holding.tables[0]) for holding in holdings])
-            self._deltas.blocks.extend(blocks)
+            self._deltas.rows.fromlist(list(rows))
+            self._deltas.indices.fromlist([len(holding.tables[0]) for holding in holdings])
+            self._deltas.blocks.fromlist(blocks)
             for holding, block in zip(holdings, taken, strict=True):
                 holding.tables[0].append(block)
                 holding.num_told += 1
@@ -66,14 +72,14 @@ class BlockTables:
         """The worker will hear of the entries it does not know."""
         told = holding.num_told
         for g, table in enumerate(holding.tables):
-            self._add(row, range(told, len(table)), table[told:], g)
+            self._add(row, self._places(told, len(table)), table[told:], g)
         holding.num_told = len(holding.blocks)
 
     def drain(self) -> Deltas:
         """What the worker must be told."""
         deltas = self._deltas
         if deltas.rows:
-            self._deltas = Deltas([], [], [], [])
+            self._deltas = no_deltas()
         return deltas
 
     def num_outside(self, holding: Holding, position: int) -> int:
@@ -102,7 +108,7 @@ class BlockTables:
             for index in outside:
                 table[index] = NULL_BLOCK
                 if index < holding.num_told:
-                    self._add(row, (index,), (NULL_BLOCK,), g)
+                    self._add(row, self._places(index, index + 1), [NULL_BLOCK], g)
 
     def num_exclusive(self, holdings: Sequence[Holding], keep: Sequence[Sequence[int]]) -> int:
         """Blocks that nobody else would hold without these; those in ``keep`` count as held."""
@@ -114,13 +120,19 @@ class BlockTables:
         kept = sum(lost.get(block) == refs[block] for table in keep for block in table)
         return sum(refs[block] == count for block, count in lost.items()) - kept
 
-    def _add(self, row: int, indices: Sequence[int], blocks: Sequence[int], group: int) -> None:
+    def _places(self, start: int, upto: int) -> array[int]:
+        """start, start + 1, ..., upto - 1: copying is quicker than counting."""
+        if len(self._ascending) < upto:
+            self._ascending.extend(range(len(self._ascending), 2 * upto))
+        return self._ascending[start:upto]
+
+    def _add(self, row: int, places: array[int], blocks: list[int], group: int) -> None:
         deltas = self._deltas
-        deltas.rows.extend([row] * len(blocks))
-        deltas.indices.extend(indices)
-        deltas.blocks.extend(blocks)
+        deltas.rows.extend(array("i", (row,)) * len(blocks))
+        deltas.indices.extend(places)
+        deltas.blocks.fromlist(blocks)
         if self.num_groups > 1:
-            deltas.groups.extend([group] * len(blocks))
+            deltas.groups.extend(array("i", (group,)) * len(blocks))
 
 
 def live_blocks(holding: Holding) -> list[int]:

@@ -48,7 +48,10 @@ CANARIES = (
         "",
     ),
     Canary(
-        "tell the worker a wrong entry", TABLES, "range(told, len(table))", "range(told + 1, 99)"
+        "tell the worker a wrong entry",
+        TABLES,
+        "self._places(told, len(table))",
+        "self._places(told + 1, len(table) + 1)",
     ),
     Canary(
         "forget that the worker was told",

@@ -173,10 +173,10 @@ def test_the_worker_hears_of_held_blocks_when_the_request_gets_a_seat():
     req = holder(3, [1] * 40)
     assert kv.hold(req, 20) and not kv.drain().rows
     assert kv.reserve(req, 40)
-    assert kv.drain() == ([3, 3, 3], [0, 1, 2], [1, 2, 3], [])
+    assert [*map(list, kv.drain())] == [[3, 3, 3], [0, 1, 2], [1, 2, 3], []]
     assert kv.reserve(req, 48) and not kv.drain().rows
     kv.reserve_next([3])
-    assert kv.drain() == ([3], [3], [4], []) and kv.num_held[3] == 4
+    assert [*map(list, kv.drain())] == [[3], [3], [4], []] and kv.num_held[3] == 4
 
 
 def brute_force_peak(lengths, remaining, size):
