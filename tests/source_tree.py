@@ -184,19 +184,17 @@ def attributes(cls: ast.ClassDef) -> set[str]:
     return names
 
 
-def public_signatures(name: str, class_names: tuple[str, ...]) -> list[str]:
-    """One line for each public name of these classes: what a plug-in may override or call."""
-    module = at(name)
-    if module is None:
-        return []
+def public_signatures(module: str, names: tuple[str, ...]) -> list[str]:
+    """These functions, and these classes with a line for each of their public names."""
     lines = []
-    for cls in module.classes():
-        if cls.name not in class_names:
-            continue
-        bases = ", ".join(ast.unparse(base) for base in cls.bases)
-        lines.append(f"class {name}.{cls.name}({bases})")
-        for node in cls.body:
-            lines += [f"    {line}" for line in _member(node)]
+    for node in modules()[module].tree.body:
+        if isinstance(node, Function) and node.name in names:
+            lines += [f"def {module}.{line}" for line in _member(node)]
+        elif isinstance(node, ast.ClassDef) and node.name in names:
+            bases = ", ".join(ast.unparse(base) for base in node.bases)
+            lines.append(f"class {module}.{node.name}({bases})")
+            for inner in node.body:
+                lines += [f"    {line}" for line in _member(inner)]
     return lines
 
 

@@ -10,7 +10,9 @@ import transformers
 from e2e.general_models import GENERAL_CASES, REFUSED, general_config, make_general_model
 from e2e.paged import PagedRun
 from e2e.tiny_models import VOCAB
+from transformers.utils import is_kernels_available
 
+import kernels
 from engine.config.model import ModelConfig, read_model_info
 from engine.errors import ModelError
 from engine.models.general import GeneralModel
@@ -208,3 +210,9 @@ def test_missing_weights_are_named(tmp_path: Path) -> None:
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=r"lacks weights of GlmForCausalLM.*layers\.3"):
         load(path)
+
+
+def test_transformers_does_not_take_our_kernels_for_its_own() -> None:
+    """A distribution called `kernels` switches transformers to downloaded code; ours must not."""
+    assert not hasattr(kernels, "__version__")
+    assert not is_kernels_available()
