@@ -60,6 +60,7 @@ def qkv_rope_write(  # noqa: PLR0913
     k_norm: torch.Tensor | None = None,
     norm_eps: float = 1e-6,
     norm_add_one: bool = False,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Normalise and rotate queries and keys, write K and V to the cache; returns q [N, Hq, D].
 
@@ -67,15 +68,16 @@ def qkv_rope_write(  # noqa: PLR0913
     (-1: padding, nothing is written). cos_sin: [max_pos, rot], cosines in the first half of a
     row and sines in the second, rot <= D; None leaves positions out. interleaved: pairs are
     neighbours (2i, 2i + 1) rather than (i, i + rot / 2). q_norm, k_norm: [D] normalises each
-    head, [Hq * D] and [Hkv * D] the whole width (OLMo-2).
+    head, [Hq * D] and [Hkv * D] the whole width (OLMo-2). kv_scales: [2, Hkv] float32, of keys and
+    of values; the cache holds x / scale. An 8-bit cache saturates.
     """
     rope = reference.Rope(cos_sin, interleaved)
     norm = reference.HeadNorm(q_norm, k_norm, norm_eps, norm_add_one)
     heads = (num_heads, num_kv_heads, head_dim)
-    return _bodies(qkv).qkv_rope_write(qkv, kv_layer, meta, heads, rope, norm)
+    return _bodies(qkv).qkv_rope_write(qkv, kv_layer, meta, heads, rope, norm, kv_scales)
 
 
-def paged_attention(
+def paged_attention(  # noqa: PLR0913
     q: torch.Tensor,
     kv_layer: torch.Tensor,
     meta: AttentionMeta,
@@ -84,13 +86,17 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    alibi: torch.Tensor | None = None,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of this step's tokens over the cache, which already holds their K and V.
 
     q: [N, Hq, D]; returns [N, Hq * D]. Sequences may be decodes (one token) or chunks of any length
     with any context. window: the query at position p sees keys p - window + 1 .. p; 0 sees all.
     softcap: scores become cap * tanh(score / cap); 0 leaves them. sinks: [Hq] logits of a key
-    without a value, one a head. Rows past the last sequence come out as zeros.
+    without a value, one a head. alibi: [Hq] slopes; the score of a key that lies d positions back
+    is lowered by slope * d. kv_scales: as in qkv_rope_write. Rows past the last sequence come out
+    as zeros.
     """
-    variant = reference.Variant(scale, window, softcap, sinks)
+    variant = reference.Variant(scale, window, softcap, sinks, alibi, kv_scales)
     return _bodies(q).paged_attention(q, kv_layer, meta, variant)

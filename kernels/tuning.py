@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-# Of an H200; decode attention asks for twice as many programs.
-NUM_PROCESSORS = 132
+# Processors of the largest device of a family; decode attention asks for twice as many programs.
+PROCESSORS = {"sm_90": 132, "sm_80": 108, "gfx942": 304}
 MAX_SPLITS = 32
 # Splits in batch-invariant mode, whatever else runs.
 FIXED_SPLITS = 16
 # Fewer keys are not worth a split of their own.
 MIN_SPLIT_KEYS = 128
-# Packed query rows from which a sequence's tokens go to the prefill kernel.
-MAX_DECODE_ROWS = 128
+# Query tokens up to which a sequence is split as single tokens are.
 MAX_DECODE_TOKENS = 8
-# Packed query rows a prefill program; the table below may allow fewer.
-ROW_BUCKETS = (16, 32, 64, 128)
+MAX_PREFILL_ROWS = 128
 
 
 class Tile(NamedTuple):
@@ -41,29 +39,60 @@ class Kind(NamedTuple):
 
 # Query rows a program -> (keys, warps, stages); the first entry that holds the rows is taken.
 _Rows = dict[int, tuple[int, int, int]]
+_Table = dict[str, dict[Kind, _Rows]]
 
-_DECODE: dict[Kind, _Rows] = {
-    Kind(2, 2, 64): {32: (64, 4, 3), 128: (64, 4, 3)},
-    Kind(2, 2, 128): {32: (64, 4, 3), 128: (64, 4, 3)},
-    Kind(2, 2, 256): {32: (32, 4, 3), 128: (32, 8, 2)},
-    Kind(2, 1, 64): {32: (32, 4, 3), 128: (32, 4, 3)},
-    Kind(2, 1, 128): {32: (32, 4, 3), 128: (32, 4, 3)},
-    Kind(2, 1, 256): {32: (32, 4, 3), 128: (32, 8, 2)},
-    Kind(4, 4, 64): {32: (32, 4, 2), 128: (16, 8, 2)},
-    Kind(4, 4, 128): {32: (16, 4, 2), 128: (16, 8, 2)},
-    Kind(4, 4, 256): {32: (16, 8, 2), 128: (16, 8, 2)},
+_DECODE: _Table = {
+    "sm_90": {
+        Kind(2, 2, 64): {128: (64, 4, 3)},
+        Kind(2, 2, 128): {64: (64, 4, 3), 128: (64, 8, 3)},
+        Kind(2, 2, 256): {32: (32, 4, 3), 128: (32, 8, 2)},
+        Kind(2, 1, 64): {128: (64, 4, 3)},
+        Kind(2, 1, 128): {32: (64, 4, 3), 128: (32, 8, 2)},
+        Kind(2, 1, 256): {32: (32, 4, 3), 64: (32, 8, 2), 128: (16, 8, 2)},
+        Kind(4, 4, 64): {32: (32, 4, 2), 128: (16, 8, 2)},
+        Kind(4, 4, 128): {32: (16, 4, 2), 128: (16, 8, 2)},
+        Kind(4, 4, 256): {32: (16, 8, 2), 128: (16, 8, 2)},
+    },
+    "sm_80": {
+        Kind(2, 2, 64): {32: (64, 4, 3), 128: (64, 8, 2)},
+        Kind(2, 2, 128): {32: (64, 4, 3), 128: (32, 8, 2)},
+        Kind(2, 2, 256): {32: (32, 4, 2), 64: (32, 8, 2)},
+        Kind(4, 4, 64): {32: (32, 4, 2), 128: (16, 8, 2)},
+        Kind(4, 4, 128): {32: (16, 4, 2), 128: (16, 8, 2)},
+        Kind(4, 4, 256): {32: (16, 8, 2), 128: (16, 8, 2)},
+    },
+    "gfx942": {
+        Kind(2, 2, 64): {128: (64, 4, 1)},
+        Kind(2, 2, 128): {16: (64, 4, 1), 128: (32, 8, 1)},
+        Kind(2, 2, 256): {16: (32, 4, 1), 64: (32, 8, 1)},
+    },
 }
 
-_PREFILL: dict[Kind, _Rows] = {
-    Kind(2, 2, 64): {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3), 128: (64, 8, 3)},
-    Kind(2, 2, 128): {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 2), 128: (64, 8, 3)},
-    Kind(2, 2, 256): {16: (32, 4, 3), 32: (32, 4, 3), 64: (32, 8, 2), 128: (32, 8, 2)},
-    Kind(2, 1, 64): {16: (32, 4, 3), 32: (32, 4, 3), 64: (64, 4, 3), 128: (64, 8, 3)},
-    Kind(2, 1, 128): {16: (32, 4, 3), 32: (32, 4, 3), 64: (32, 4, 2), 128: (64, 8, 2)},
-    Kind(2, 1, 256): {16: (32, 4, 3), 32: (32, 4, 3), 64: (32, 8, 2), 128: (32, 8, 2)},
-    Kind(4, 4, 64): {16: (32, 4, 2), 32: (32, 8, 2)},
-    Kind(4, 4, 128): {16: (16, 4, 2), 32: (16, 8, 2)},
-    Kind(4, 4, 256): {16: (16, 8, 2)},
+_PREFILL: _Table = {
+    "sm_90": {
+        Kind(2, 2, 64): {64: (64, 4, 3), 128: (64, 8, 3)},
+        Kind(2, 2, 128): {32: (64, 4, 3), 64: (64, 4, 2), 128: (64, 8, 3)},
+        Kind(2, 2, 256): {32: (32, 4, 3), 64: (32, 8, 2), 128: (32, 8, 2)},
+        Kind(2, 1, 64): {64: (64, 4, 3), 128: (64, 8, 3)},
+        Kind(2, 1, 128): {32: (32, 4, 2), 64: (32, 4, 2), 128: (64, 8, 2)},
+        Kind(2, 1, 256): {32: (32, 4, 3), 64: (32, 8, 2), 128: (16, 8, 2)},
+        Kind(4, 4, 64): {16: (32, 4, 2), 32: (32, 8, 2)},
+        Kind(4, 4, 128): {16: (16, 4, 2), 32: (16, 8, 2)},
+        Kind(4, 4, 256): {16: (16, 8, 2)},
+    },
+    "sm_80": {
+        Kind(2, 2, 64): {16: (64, 4, 3), 32: (64, 4, 2), 64: (32, 4, 2), 128: (64, 8, 2)},
+        Kind(2, 2, 128): {16: (64, 4, 2), 32: (32, 4, 2), 64: (32, 4, 2), 128: (32, 8, 2)},
+        Kind(2, 2, 256): {32: (32, 4, 2), 64: (32, 8, 2)},
+        Kind(4, 4, 64): {16: (32, 4, 2), 32: (32, 8, 2)},
+        Kind(4, 4, 128): {16: (16, 4, 2), 32: (16, 8, 2)},
+        Kind(4, 4, 256): {16: (16, 8, 2)},
+    },
+    "gfx942": {
+        Kind(2, 2, 64): {64: (64, 4, 1), 128: (64, 8, 1)},
+        Kind(2, 2, 128): {64: (32, 4, 1), 128: (32, 8, 1)},
+        Kind(2, 2, 256): {64: (32, 8, 1)},
+    },
 }
 
 
@@ -77,30 +106,50 @@ def heads_a_program(group: int, most: int) -> int:
     return next(heads for heads in range(min(group, most), 0, -1) if group % heads == 0)
 
 
-def _entry(table: dict[Kind, _Rows], kind: Kind, rows: int) -> Tile:
-    if kind not in table:
+def _rows_of(table: _Table, arch: str, kind: Kind) -> _Rows:
+    if kind not in table[arch]:
         sizes = f"queries of {kind.query_bytes} bytes over a cache of {kind.cache_bytes}"
-        raise ValueError(f"no attention kernel for {sizes}, heads of {kind.head_dim}; see tuning")
-    by_rows = table[kind]
+        raise ValueError(
+            f"no attention kernel on {arch} for {sizes}, heads of {kind.head_dim}; "
+            f"there are {list(map(tuple, table[arch]))}"
+        )
+    return table[arch][kind]
+
+
+def _entry(by_rows: _Rows, rows: int) -> Tile:
     held = next((r for r in by_rows if r >= rows), max(by_rows))
     return Tile(min(rows, held), *by_rows[held])
 
 
-def decode_tile(kind: Kind, rows: int) -> Tile:
-    """For `rows` packed query rows of one sequence, a power of two up to MAX_DECODE_ROWS."""
-    return _entry(_DECODE, kind, rows)
+def most_decode_rows(arch: str, kind: Kind) -> int:
+    return max(_rows_of(_DECODE, arch, kind))
 
 
-def prefill_tile(kind: Kind, longest: int, *, is_fixed: bool) -> Tile:
+def decode_tile(arch: str, kind: Kind, rows: int) -> Tile:
+    """For `rows` packed query rows of one sequence, a power of two."""
+    return _entry(_rows_of(_DECODE, arch, kind), rows)
+
+
+def prefill_tile(arch: str, kind: Kind, longest: int, *, is_fixed: bool) -> Tile:
     """For sequences of up to `longest` packed query rows; is_fixed: whatever they are."""
-    wanted = ROW_BUCKETS[-1] if is_fixed else min(pad_power(longest), ROW_BUCKETS[-1])
-    return _entry(_PREFILL, kind, wanted)
+    wanted = MAX_PREFILL_ROWS if is_fixed else min(pad_power(longest), MAX_PREFILL_ROWS)
+    return _entry(_rows_of(_PREFILL, arch, kind), wanted)
 
 
-def num_splits(num_programs: int, max_seq_len: int, *, is_fixed: bool) -> int:
+def num_splits(arch: str, num_programs: int, max_seq_len: int, *, is_fixed: bool) -> int:
     """Parts of the keys of each sequence, for `num_programs` sequences times blocks of heads."""
     if is_fixed:
         return FIXED_SPLITS
-    wanted = -(-2 * NUM_PROCESSORS // max(num_programs, 1))
+    wanted = -(-2 * PROCESSORS[arch] // max(num_programs, 1))
     useful = -(-max_seq_len // MIN_SPLIT_KEYS)
     return pad_power(max(1, min(wanted, useful, MAX_SPLITS)), 1)
+
+
+def write_heads(num_tokens: int, num_kv_heads: int) -> int:
+    """Heads a program of the KV write: one where there are few tokens to fill the device with."""
+    return 1 if num_tokens < 64 else min(8, pad_power(num_kv_heads, 1))
+
+
+def write_warps(num_elements: int) -> int:
+    """For so many elements a program."""
+    return max(1, min(8, num_elements // 256))

@@ -72,6 +72,7 @@ def values_of(handle: Handle) -> np.ndarray:
 
 _binary, _unary = Builder.binary_op, Builder.unary_op
 _dot, _cast = Builder.create_dot, Builder.cast_impl
+_convert = Builder.create_fp_to_fp
 
 
 def binary_op(self, left, right, op):
@@ -95,14 +96,22 @@ def create_dot(self, a, b, acc, precision, imprecise):
 
 
 def cast_impl(self, source, to):
-    if source.dtype.scalar in (tl.float32, tl.float16):
-        if to.scalar == tl.bfloat16:
-            return Handle(narrow(source.data.astype(np.float32)), tl.bfloat16)
-        if to.scalar == tl.float8e4nv:
-            return Handle(to_fp8(source.data.astype(np.float32)), to.scalar)
+    if to.scalar == tl.bfloat16 and source.dtype.scalar in (tl.float32, tl.float16):
+        return Handle(narrow(source.data.astype(np.float32)), tl.bfloat16)
     if is_bf16(source) and to.scalar != tl.bfloat16:
         return cast_impl(self, Handle(widen(source.data), tl.float32), to)
     return _cast(self, source, to)
+
+
+def create_fp_to_fp(self, source, to, rounding):
+    """What has 8 bits on one side goes through torch, which rounds as the devices do."""
+    values = values_of(source)
+    if to.scalar == tl.float8e4nv:
+        return Handle(to_fp8(values.astype(np.float32)), to.scalar)
+    if source.dtype.scalar != tl.float8e4nv:
+        return _convert(self, source, to, rounding)
+    bits = torch.from_numpy(np.ascontiguousarray(values)).view(torch.float8_e4m3fn)
+    return cast_impl(self, Handle(bits.float().numpy(), tl.float32), to)
 
 
 def repair() -> None:
@@ -110,6 +119,7 @@ def repair() -> None:
     np.seterr(all="ignore")  # infinities are no news to a device
     Builder.binary_op, Builder.unary_op = binary_op, unary_op
     Builder.create_dot, Builder.cast_impl = create_dot, cast_impl
+    Builder.create_fp_to_fp = create_fp_to_fp
     _patch_once()
 
 

@@ -62,10 +62,11 @@ def qkv_rope_write(
     heads: tuple[int, int, int],
     rope_: reference.Rope,
     norm: reference.HeadNorm,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    if _is_plain(qkv, kv_layer, rope_.cos_sin, norm.q, norm.k):
+    if kv_scales is None and _is_plain(qkv, kv_layer, rope_.cos_sin, norm.q, norm.k):
         return rope.qkv_rope_write(qkv, kv_layer, meta, heads, rope_, norm)
-    return reference.qkv_rope_write(qkv, kv_layer, meta, heads, rope_, norm)
+    return reference.qkv_rope_write(qkv, kv_layer, meta, heads, rope_, norm, kv_scales)
 
 
 def paged_attention(

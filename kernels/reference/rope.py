@@ -7,7 +7,9 @@ from typing import NamedTuple
 import torch
 
 from kernels.meta import AttentionMeta
-from kernels.reference.pointwise import rms_norm
+from kernels.reference.pointwise import rms_norm, wide
+
+FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
 class Rope(NamedTuple):
@@ -33,6 +35,7 @@ def qkv_rope_write(
     heads: tuple[int, int, int],
     rope: Rope,
     norm: HeadNorm,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """heads: (Hq, Hkv, D). See kernels.ops.qkv_rope_write."""
     num_heads, num_kv_heads, head_dim = heads
@@ -40,7 +43,10 @@ def qkv_rope_write(
     q, k, v = qkv.split(widths, dim=-1)
     q = _rotate(_normalise(q, norm.q, head_dim, norm), meta.positions, rope)
     k = _rotate(_normalise(k, norm.k, head_dim, norm), meta.positions, rope)
-    write_kv(kv_layer, meta.slots, k, v.unflatten(-1, (num_kv_heads, head_dim)))
+    v = v.unflatten(-1, (num_kv_heads, head_dim))
+    if kv_scales is not None:
+        k, v = (wide(x) / scale[:, None] for x, scale in zip((k, v), kv_scales, strict=True))
+    write_kv(kv_layer, meta.slots, k, v)
     return q.contiguous()
 
 
@@ -49,6 +55,8 @@ def write_kv(kv_layer: torch.Tensor, slots: torch.Tensor, k: torch.Tensor, v: to
     if bool((slots < 0).any()):
         kept = slots >= 0
         slots, k, v = slots[kept], k[kept], v[kept]
+    if kv_layer.dtype is torch.float8_e4m3fn:  # the cast makes NaN of what is too large
+        k, v = k.clamp(-FP8_MAX, FP8_MAX), v.clamp(-FP8_MAX, FP8_MAX)
     block, offset = slots // kv_layer.shape[3], slots % kv_layer.shape[3]
     kv_layer[block, 0, :, offset] = k.to(kv_layer.dtype)
     kv_layer[block, 1, :, offset] = v.to(kv_layer.dtype)

@@ -12,7 +12,7 @@ import triton.language as tl
 from kernels import tuning
 from kernels.meta import AttentionMeta
 from kernels.reference import Variant
-from kernels.triton.launch import Launch
+from kernels.triton.launch import Launch, arch_of
 from kernels.triton.merge import merge_launch
 from kernels.triton.tiles import (
     LOG2E,
@@ -108,11 +108,12 @@ def decode_launches(
     num_rows, num_heads, _ = q.shape
     is_single = num_seqs == meta.num_decodes
     tokens = 1 if is_single else meta.max_query_len
-    group = num_heads // kv_layer.shape[2]
-    heads = tuning.heads_a_program(group, tuning.MAX_DECODE_ROWS // tokens)
-    tile = tuning.decode_tile(kind_of(q, kv_layer), tuning.pad_power(tokens * heads))
+    arch, kind, is_fixed = arch_of(q), kind_of(q, kv_layer), meta.batch_invariant
+    group, most = num_heads // kv_layer.shape[2], tuning.most_decode_rows(arch, kind) // tokens
+    heads = tuning.heads_a_program(group, most)
+    tile = tuning.decode_tile(arch, kind, tuning.pad_power(tokens * heads))
     blocks = num_heads // heads
-    splits = tuning.num_splits(num_seqs * blocks, meta.max_seq_len, is_fixed=meta.batch_invariant)
+    splits = tuning.num_splits(arch, num_seqs * blocks, meta.max_seq_len, is_fixed=is_fixed)
     merges: list[Launch] = []
     if splits > 1:
         parts = q.new_empty((splits, *q.shape), dtype=torch.float32)

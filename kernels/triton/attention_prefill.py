@@ -13,7 +13,7 @@ import triton.language as tl
 from kernels import tuning
 from kernels.meta import AttentionMeta
 from kernels.reference import Variant
-from kernels.triton.launch import Launch
+from kernels.triton.launch import Launch, arch_of
 from kernels.triton.tiles import (
     LOG2E,
     Shape,
@@ -110,8 +110,8 @@ def prefill_launch(
 ) -> Launch:
     num_tokens, num_heads, _ = q.shape
     group = num_heads // kv_layer.shape[2]
-    kind, is_fixed = kind_of(q, kv_layer), meta.batch_invariant
-    tile = tuning.prefill_tile(kind, meta.max_query_len * group, is_fixed=is_fixed)
+    arch, kind, is_fixed = arch_of(q), kind_of(q, kv_layer), meta.batch_invariant
+    tile = tuning.prefill_tile(arch, kind, meta.max_query_len * group, is_fixed=is_fixed)
     heads = tuning.heads_a_program(group, tile.rows)
     tokens = tile.rows // heads
     key = ("prefill work", tokens)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
+
+import torch
+import triton
 
 
 class Launch(NamedTuple):
@@ -22,3 +26,28 @@ class Launch(NamedTuple):
         return self.kernel.warmup(
             **self.args, grid=self.grid, num_warps=self.num_warps, num_stages=self.num_stages
         )
+
+
+def arch_of(x: torch.Tensor) -> str:
+    """The family of devices, as tuning knows them, that a launch on this tensor is for.
+
+    A tensor on the CPU stands for the driver's target: something is compiled, or interpreted.
+    """
+    if triton.knobs.runtime.interpret:
+        return "sm_90"
+    return _arch_of_device(x.device.index) if x.is_cuda else _arch_of_target()
+
+
+@cache
+def _arch_of_device(index: int) -> str:
+    with torch.cuda.device(index):
+        return _arch_of_target()
+
+
+def _arch_of_target() -> str:
+    target = triton.runtime.driver.active.get_current_target()
+    if target.backend == "hip":
+        return "gfx942"
+    if target.arch < 80:
+        raise ValueError(f"compute capability {target.arch / 10} is too old: 8.0 is the least")
+    return "sm_90" if target.arch >= 90 else "sm_80"

@@ -42,9 +42,12 @@ class Shape(NamedTuple):
         _, num_heads, dim = q.shape
         _, _, kv_heads, page, _ = kv_layer.shape
         group = num_heads // kv_heads
-        numbers = (variant.scale, variant.window, variant.softcap)
-        sizes = (tile.rows, tile.keys)
-        return cls(dim, pad_power(dim), page, kv_heads, group, heads, *sizes, *numbers)
+        return cls(
+            *(dim, pad_power(dim), page, kv_heads, group, heads, tile.rows, tile.keys),
+            SCALE=variant.scale,
+            WINDOW=variant.window,
+            SOFTCAP=variant.softcap,
+        )
 
 
 def kind_of(q: torch.Tensor, kv_layer: torch.Tensor) -> Kind:
