@@ -10,6 +10,7 @@ from pathlib import Path
 
 from engine.config.cli import json_object
 from engine.core.replay import replay
+from engine.errors import ConfigError
 
 DIFFERENT = 1
 
@@ -32,6 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
+    for name in ("policy", "log", "allow_truncated"):
+        if name in parsed.changes:
+            raise ConfigError(f"--changes has {name!r}, which is an option of this command itself")
     outcome = replay(
         parsed.log,
         policy=parsed.policy,

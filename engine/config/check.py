@@ -71,6 +71,13 @@ def kinds_of(hint: Any) -> tuple[type, ...]:
 def _is_a(value: object, kind: type) -> bool:
     if isinstance(value, bool):  # which Python counts among the numbers
         return kind is bool
-    if kind is float and isinstance(value, int):  # which may be too large to become one
-        return abs(value) <= sys.float_info.max
+    if kind is float and isinstance(value, int):
+        return is_finite(value)
     return isinstance(value, kind)
+
+
+def is_finite(value: object) -> bool:
+    """Is it a number that can be calculated with? Whole ones may be too large for that."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) <= sys.float_info.max  # and no NaN

@@ -98,7 +98,7 @@ class RecordingScheduler(SchedulerInterface):
     def add_request(self, add: AddRequest) -> Request:
         try:
             self._log.write(steplog.Adding(add))
-        except TypeError as error:
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:  # no plain data
             raise RequestError(
                 f"request {add.request_id!r} cannot be recorded: {error}; give plain data, or "
                 "switch step_log off"

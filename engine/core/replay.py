@@ -87,11 +87,7 @@ def replay(
 
 def _scheduler_config(header: Header, changes: dict[str, Any]) -> SchedulerConfig:
     options = {**header.scheduler, **changes}
-    if unknown := options.keys() - SchedulerConfig.__annotations__.keys():
-        raise ConfigError(
-            f"{min(unknown)!r} is no option of a scheduler; there are: "
-            f"{', '.join(SchedulerConfig.__annotations__)}"
-        )
+    _check_names(SchedulerConfig, options, "a scheduler")
     for name, value in options.items():
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, str) and item.startswith(OBJECT):
@@ -99,7 +95,17 @@ def _scheduler_config(header: Header, changes: dict[str, Any]) -> SchedulerConfi
                     f"{name} was given as an {item}, which the log cannot make again; give one "
                     "like it to replay()"
                 )
-    return SchedulerConfig(**{**options, "resources": tuple(options["resources"])})
+    resources = options["resources"]
+    if isinstance(resources, list):  # as JSON has it
+        options["resources"] = tuple(resources)
+    return SchedulerConfig(**options)
+
+
+def _check_names(cls: type, options: dict[str, Any], owner: str) -> None:
+    if unknown := options.keys() - cls.__annotations__.keys():
+        raise ConfigError(
+            f"{min(unknown)!r} is no option of {owner}; there are: {', '.join(cls.__annotations__)}"
+        )
 
 
 class _Replay:
@@ -107,6 +113,7 @@ class _Replay:
 
     def __init__(self, header: Header, changes: dict[str, Any]) -> None:
         config = _scheduler_config(header, changes)
+        _check_names(CacheConfig, header.cache, "the KV cache")
         cache = CacheConfig(**header.cache)
         kv = KVManager(
             header.num_blocks,

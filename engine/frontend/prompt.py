@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import types
 from array import array
 from collections.abc import Callable, Iterable, Mapping
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple, TypedDict
 
 import msgspec
 
+from engine.config.check import is_finite
 from engine.errors import RequestError, RequestTypeError
 from engine.frontend.tokenizer import Tokenizer
 from engine.messages.params import SamplingParams
@@ -101,13 +101,11 @@ class InputProcessor:
             raise RequestTypeError(
                 f"request_id must be a str, got {type(request_id).__name__}: {request_id!r}"
             )
-        self._check_options(options)
+        arrival_time = self._arrival(options)
         params = _own_params(params)
         parts = self._parts(prompt)
         token_ids = self._checked_ids(parts)
         self._check_params(params)
-        asked = options.get("arrival_time")
-        arrival_time = self._clock() if asked is None else asked
         first = AddRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
@@ -189,6 +187,19 @@ class InputProcessor:
                     "(skip_tokenizer_init); use stop_token_ids or logit_bias with ids"
                 )
 
+    def _arrival(self, options: RequestOptions) -> float:
+        """Check the options and say when the request came."""
+        self._check_options(options)
+        now, asked = self._clock(), options.get("arrival_time")
+        if asked is None:
+            return now
+        if asked > now:
+            raise RequestError(
+                f"arrival_time is {asked!r:.80}, but the engine's clock (time.monotonic, not "
+                f"time.time) says {now:.3f}; read that one, or leave arrival_time out"
+            )
+        return asked
+
     def _check_options(self, options: RequestOptions) -> None:
         unknown = options.keys() - RequestOptions.__annotations__.keys()
         if unknown:
@@ -225,7 +236,7 @@ class InputProcessor:
 
 
 OPTION_KINDS: dict[str, tuple[type | types.UnionType, str]] = {
-    "priority": (int, "a whole number"),
+    "priority": (int, "a whole number of 64 bits"),
     "user": (str, "a str"),
     "arrival_time": (int | float | None, "a finite number of seconds"),
     "deadline": (int | float | None, "a finite number of seconds"),
@@ -239,9 +250,12 @@ def check_option_types(options: RequestOptions) -> None:
     """Raise ``RequestTypeError`` for what would make a policy raise later, in the core."""
     for name, value in options.items():
         kind, wanted = OPTION_KINDS[name]
-        is_finite = not isinstance(value, float) or math.isfinite(value)
-        if not isinstance(value, kind) or not is_finite:
+        is_wrong = isinstance(value, int | float) and not is_finite(value)
+        if is_wrong or not isinstance(value, kind):
             raise RequestTypeError(f"{name} is {value!r:.80}, must be {wanted}")
+    priority = options.get("priority", 0)
+    if not -(2**63) <= priority < 2**63:
+        raise RequestError(f"priority is {priority}, must be {OPTION_KINDS['priority'][1]}")
     for name in ("timeout", "queue_timeout"):
         seconds = options.get(name)
         if isinstance(seconds, int | float) and seconds <= 0:

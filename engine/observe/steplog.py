@@ -1,10 +1,10 @@
 """Step log: all that a scheduler was told and all that it decided, in order, in one file.
 
-    magic | length Header | length record | length record | ...
+    magic | length checksum Header | length checksum record | length checksum record | ...
 
-Lengths are four bytes, little-endian; what follows is msgpack. A record is one call of the
-scheduler, with the clock readings made in it. Plans and results are columns of int32; one that
-follows from the plan before is left out.
+Lengths and checksums (CRC-32) are four bytes, little-endian; what follows is msgpack. A record is
+one call of the scheduler, with the clock readings made in it. Plans and results are columns of
+int32; one that follows from the plan before is left out.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
+from zlib import crc32
 
 import msgspec
 import numpy as np
@@ -25,7 +26,7 @@ from engine.messages.step import EMPTY, Column, StepPlan, StepResult
 MAGIC = b"metronome step log\n"
 FORMAT = 1
 BUFFER_BYTES = 1 << 16
-LENGTH_BYTES = 4
+LENGTH_BYTES = CHECKSUM_BYTES = 4
 
 
 class Header(msgspec.Struct, array_like=True):
@@ -214,7 +215,8 @@ class StepLogWriter:
         self._file.write(MAGIC + first)
 
     def write(self, record: Record) -> None:
-        """Add one record. Raises ``TypeError`` for what is no plain data."""
+        """Add one record. What is no plain data raises what the encoder raises: ``TypeError``,
+        ``ValueError``, ``OverflowError`` or ``RecursionError``."""
         self._file.write(self._frame(record))
 
     def close(self) -> None:
@@ -223,7 +225,8 @@ class StepLogWriter:
 
     def _frame(self, message: Header | Record) -> bytes:
         data = self._encoder.encode(message)
-        return len(data).to_bytes(LENGTH_BYTES, "little") + data
+        checksum = crc32(data).to_bytes(CHECKSUM_BYTES, "little")
+        return len(data).to_bytes(LENGTH_BYTES, "little") + checksum + data
 
 
 class StepLog:
@@ -249,12 +252,7 @@ class StepLog:
             number = 0
             while data := self._read_frame(file, number):
                 number += 1
-                try:
-                    yield decoder.decode(data)
-                except msgspec.MsgspecError as error:
-                    raise ConfigError(
-                        f"step log {self._path!r} is damaged in record {number}: {error}"
-                    ) from error
+                yield decoder.decode(data)
 
     def _open(self) -> BinaryIO:
         try:
@@ -263,30 +261,32 @@ class StepLog:
             raise ConfigError(f"step log {self._path!r} cannot be read: {error}") from error
 
     def _read_header(self, file: BinaryIO) -> tuple[Header, int]:
-        data = self._read_frame(file, 0)
-        try:
-            header = msgspec.msgpack.decode(data, type=tuple[int, str, Any, Any, Any, Any, Any])
-            if header[0] == FORMAT:
-                return msgspec.msgpack.decode(data, type=Header), file.tell()
-        except msgspec.MsgspecError as error:
-            raise ConfigError(f"step log {self._path!r} has a damaged header: {error}") from error
+        data = self._read_frame(file, None)
+        header = msgspec.msgpack.decode(data)
+        if header[0] == FORMAT:
+            return msgspec.msgpack.decode(data, type=Header), file.tell()
         raise ConfigError(
             f"step log {self._path!r} has format {header[0]} (of engine {header[1]}), this engine "
             f"reads format {FORMAT}; use the release that wrote it"
         )
 
-    def _read_frame(self, file: BinaryIO, number: int) -> bytes:
-        """The next record; empty at the end of the file."""
+    def _read_frame(self, file: BinaryIO, number: int | None) -> bytes:
+        """The header, or what is behind so many records: the next one, empty at the end."""
         length = file.read(LENGTH_BYTES)
+        checksum = file.read(CHECKSUM_BYTES)
         data = file.read(int.from_bytes(length, "little"))
-        is_whole = len(length) == LENGTH_BYTES and len(data) == int.from_bytes(length, "little")
-        if not length or (not is_whole and self._allow_truncated and number):
+        is_whole = len(checksum) == CHECKSUM_BYTES and len(data) == int.from_bytes(length, "little")
+        if number is not None and (not length or (not is_whole and self._allow_truncated)):
             return b""
         if not is_whole:
+            place = "within its header" if number is None else f"behind record {number}"
             raise ConfigError(
-                f"step log {self._path!r} breaks off behind record {number} (was its engine "
-                "killed?); allow_truncated reads what is there"
+                f"step log {self._path!r} breaks off {place} (was its engine killed?); "
+                "allow_truncated reads the whole records there are"
             )
+        if crc32(data) != int.from_bytes(checksum, "little"):
+            place = "its header" if number is None else f"record {number + 1}"
+            raise ConfigError(f"step log {self._path!r} is damaged in {place}")
         return data
 
 

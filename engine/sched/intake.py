@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from math import isfinite
-
+from engine.config.check import is_finite
 from engine.config.sched import SchedulerConfig
 from engine.errors import RefusedError, RequestError
 from engine.kv.manager import KVManager
@@ -108,9 +107,9 @@ def check_times(add: AddRequest) -> None:
     """Raise ``RequestError`` for a time that is none: nothing could be ordered by it."""
     for name in ("arrival_time", "deadline", "queue_deadline", "end_deadline"):
         time = getattr(add, name)
-        if time is not None and not isfinite(time):
+        if time is not None and not is_finite(time):
             raise RequestError(
-                f"{name} of request {add.request_id!r} is {time}, must be a finite number"
+                f"{name} of request {add.request_id!r} is {time!r:.80}, must be a finite number"
             )
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from sys import float_info
-
+from engine.config.check import is_finite
 from engine.sched.policy import Refuse
 from engine.sched.request import Request
 
@@ -33,10 +32,3 @@ def wrong_hints(req: Request, *names: str) -> Refuse | None:
         if not (is_finite(value) and value > 0):
             return Refuse(f"hints[{name!r}] is {value!r:.80}, must be a finite number above 0")
     return None
-
-
-def is_finite(value: object) -> bool:
-    """Is it a number that can be calculated with? Whole ones may be too large for that."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return abs(value) <= float_info.max  # and no NaN

@@ -71,16 +71,35 @@ def test_parameters_of_wrong_types_are_refused(llm: LLM, params: Any) -> None:
         {"priority": "high"},
         {"priority": None},
         {"priority": 1.5},
+        {"priority": True},
+        {"priority": 10**400},
         {"user": 5},
         {"arrival_time": "now"},
         {"arrival_time": math.nan},
+        {"arrival_time": 10**400},
         {"deadline": math.inf},
+        {"deadline": True},
+        {"timeout": "5"},
+        {"timeout": True},
+        {"timeout": 10**400},
+        {"queue_timeout": math.nan},
         {"hints": 5},
     ],
 )
 def test_request_options_of_wrong_types_are_refused(llm: LLM, option: Any) -> None:
     with pytest.raises(RequestTypeError, match=f"{next(iter(option))} is .*, must be"):
         llm.llm_engine.add_request("a", "Hello", GREEDY, **option)
+
+
+def test_a_priority_fits_64_bits(llm: LLM) -> None:
+    with pytest.raises(RequestError, match=r"priority is 9223372036854775808, must be .* 64 bits"):
+        llm.llm_engine.add_request("a", "Hello", GREEDY, priority=2**63)
+
+
+def test_an_arrival_of_another_clock_is_refused(llm: LLM) -> None:
+    """By the time of day a request would not age for half a century, nor its timeout end it."""
+    with pytest.raises(RequestError, match=r"arrival_time is 17\d+.*time.monotonic.*leave"):
+        llm.llm_engine.add_request("a", "Hello", GREEDY, arrival_time=1_700_000_000.0)
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import ast
 import random
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from simulate import expected
+from simulate import expected, make_request, make_run
 from timed import TimedRun, timed_run
 
 import engine.sched
 from engine.config.sched import SchedulerConfig
-from engine.errors import ConfigError
+from engine.errors import ConfigError, RequestError
 from engine.sched.find import find_policy
 from engine.sched.policies import POLICIES
 
@@ -135,3 +136,17 @@ def test_a_policy_says_what_it_does_and_where_it_comes_from(name):
     if init is not None:
         for option in init.__code__.co_varnames[1 : init.__code__.co_argcount]:
             assert f"``{option}``" in cls.__doc__, f"{option} is not explained"
+
+
+@pytest.mark.parametrize("hint", ["ttft", "tbt", "offline", "program", "output_tokens"])
+@pytest.mark.parametrize("name", POLICIES)
+def test_no_hint_of_one_client_brings_a_policy_down(name, hint):
+    """It is refused, or taken as it is: no fault, else one client could have it left out."""
+    wrong = (None, "x", "5", b"x", float("nan"), float("inf"), -1, 0, 10**400, True, [1], {})
+    run = make_run(policy=name, max_policy_faults=0)
+    for index, value in enumerate(wrong):
+        with suppress(RequestError):
+            run.add(make_request(str(index), [index + 1] * 4, 3, hints={hint: value}))
+        run.step()
+    run.drain()
+    assert not run.scheduler.guard.faults.messages

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 from data_plane import FeatureWorker, guess
 from fakes import FakeClock
@@ -22,7 +23,7 @@ from engine.errors import ConfigError, RefusedError, RequestError
 from engine.kv.manager import KVManager
 from engine.lora.slots import AdapterSlots
 from engine.observe import steplog
-from engine.observe.steplog import StepLog
+from engine.observe.steplog import StepLog, StepLogWriter
 from engine.sched.find import make_scheduler
 from engine.sched.interface import PauseState
 from engine.sched.policies.fcfs import FCFS
@@ -196,10 +197,13 @@ def test_a_class_is_found_again_by_its_path(tmp_path: Path) -> None:
     assert replay(tmp_path / "log").num_steps == 0
 
 
-def test_hints_that_are_no_data_are_refused_before_they_are_queued(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "fields", [{"hints": {"n": object()}}, {"hints": {"n": 10**30}}, {"user": "half \ud800"}]
+)
+def test_what_is_no_data_is_refused_before_it_is_queued(tmp_path: Path, fields: dict) -> None:
     scheduler = recorded(tmp_path / "log", FakeClock())
-    with pytest.raises(RequestError, match=r"'a' cannot be recorded.*step_log off"):
-        scheduler.add_request(make_request("a", [1], 4, hints={"what": object()}))
+    with pytest.raises(RequestError, match=r"'a' cannot be recorded: .*step_log off"):
+        scheduler.add_request(make_request("a", [1], 4, **fields))
     assert not scheduler.has_unfinished_requests()
     scheduler.shutdown()
     assert replay(tmp_path / "log").num_requests == 0
@@ -215,10 +219,10 @@ def damaged(path: Path, change: Callable[[bytes], bytes]) -> Path:
     [
         (lambda data: b"", "is no step log"),
         (lambda data: b"PK\x03\x04" + data, "is no step log"),
-        (lambda data: data[:22], "breaks off behind record 0"),
+        (lambda data: data[:22], "breaks off within its header"),
         (lambda data: data[:-3], "breaks off behind record [0-9]+ .*killed.*allow_truncated"),
         (lambda data: data[:-1] + b"\xc1", "is damaged in record [0-9]+"),
-        (lambda data: data.replace(b"\x97\x01", b"\x97\x63", 1), "has format 99 .* reads format 1"),
+        (lambda data: data[:40] + b"?" + data[41:], "is damaged in its header"),
     ],
 )
 def test_files_that_cannot_be_replayed(
@@ -227,6 +231,33 @@ def test_files_that_cannot_be_replayed(
     run(tmp_path / "log", random.Random(seed))
     with pytest.raises(ConfigError, match=message):
         replay(damaged(tmp_path / "log", change))
+
+
+def test_a_log_of_another_format_or_with_other_options(tmp_path: Path) -> None:
+    scheduler = recorded(tmp_path / "log", FakeClock())
+    scheduler.shutdown()
+    header = StepLog(tmp_path / "log").header
+    for change, message in (
+        ({"format": 99}, f"has format 99 .of engine {header.version}., this engine reads format 1"),
+        ({"cache": {"colour": "red"}}, "'colour' is no option of the KV cache; there are: block"),
+        ({"scheduler": {"colour": "red"}}, "'colour' is no option of a scheduler; there are: max"),
+    ):
+        StepLogWriter(tmp_path / "other", msgspec.structs.replace(header, **change)).close()
+        with pytest.raises(ConfigError, match=message):
+            replay(tmp_path / "other", resources=())
+
+
+def test_every_flipped_byte_is_noticed(tmp_path: Path, seed: int) -> None:
+    """Else a damaged log would be replayed as something else, or end in the depths."""
+    rng = random.Random(seed)
+    run(tmp_path / "log", rng)
+    whole = (tmp_path / "log").read_bytes()
+    for _ in range(50):
+        data = bytearray(whole)
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        (tmp_path / "other").write_bytes(data)
+        with pytest.raises(ConfigError, match=r"damaged|breaks off|no step log"):
+            list(StepLog(tmp_path / "other"))
 
 
 def test_the_whole_part_of_a_log_that_breaks_off(tmp_path: Path, seed: int) -> None:
@@ -254,4 +285,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], seed: i
     assert "first difference after" in capsys.readouterr().out
     assert main(["replay", path, "--changes", '{"seats": 2}']) == 2
     assert "'seats' is no option of a scheduler" in capsys.readouterr().err
+    for changes, message in (
+        ('{"policy": "fcfs"}', "'policy', which is an option of this command itself"),
+        ('{"max_num_seqs": "8"}', "max_num_seqs is '8' (str), must be a whole number"),
+        ('{"resources": 5}', "resources is 5 (int), must be a tuple"),
+    ):
+        assert main(["replay", path, "--changes", changes]) == 2
+        assert message in capsys.readouterr().err
     assert main(["replay", path, "--policy", "nonsense"]) == 2
