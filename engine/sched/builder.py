@@ -36,6 +36,7 @@ class Step:
         self.plain_rows: Rows = NO_ROWS
         self.plain: list[int] = []  # rows granted by ``Bulk.grant_one``
         self.closed_by = ""  # why admission was closed
+        self.lacks_blocks = False  # a running request could not grow
         self.refused: list[tuple[Request, str]] = []  # waiting ones refused by themselves
         self._roster = roster
         self._next = 0  # index in the queue from which to look for one not offered yet

@@ -88,7 +88,8 @@ class Resources:
                 self._orphans.append(req)
 
     def release(self, req: Request) -> None:
-        self._parked.pop(req, None)
+        if req.is_finished:  # one that loses its blocks may be parked still
+            self._parked.pop(req, None)
         self._tell("release", req)
 
     def describe(self, plan: StepPlan) -> None:

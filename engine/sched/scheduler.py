@@ -27,11 +27,12 @@ from engine.sched import builder, waits
 from engine.sched.agenda import Errand
 from engine.sched.bulk import Bulk
 from engine.sched.faults import FaultLog
-from engine.sched.guard import DECIDING, Guard
+from engine.sched.guard import Guard
 from engine.sched.intake import Intake
 from engine.sched.interface import PauseState, RequestCounts, SchedulerInterface, StepOutputs
 from engine.sched.policy import Admission, Policy
 from engine.sched.request import Request
+from engine.sched.rescue import rescue
 from engine.sched.resource import Fit, OnRefuse, Resource
 from engine.sched.resources import Resources
 from engine.sched.roster import Roster
@@ -104,7 +105,8 @@ class Scheduler(SchedulerInterface):
         return alive
 
     def wake(self, request_id: str) -> None:
-        if (req := self.roster.parked.get(request_id)) is not None:
+        req = self.roster.parked.get(request_id)
+        if req is not None and not self.kv.is_loading(req):  # who loads says ``loaded`` first
             self.view.now = self._clock()
             self.roster.wake(req, self.view.now)
             self.settler.woken(req)
@@ -140,6 +142,8 @@ class Scheduler(SchedulerInterface):
         view.now = self._clock()
         self._run_errands()
         for req in self.resources.take_orphans():
+            if self.kv.is_loading(req):  # and nobody will say when that is over
+                self.settler.end(req, "error", "what loaded its KV was left out")
             self.wake(req.request_id)
         tally.num_steps += 1
         step = view.step = builder.Step(
@@ -199,6 +203,7 @@ class Scheduler(SchedulerInterface):
             start = self.kv.ready(req)
         victims = victims_for(req, start + num_tokens, self.asked, self.view)
         if victims is None:
+            step.lacks_blocks |= not req.is_waiting
             if req.is_waiting:
                 step.close(waits.BLOCKS if step.num_free_seats else waits.SEATS)
             return False
@@ -240,7 +245,9 @@ class Scheduler(SchedulerInterface):
 
     def _park(self, req: Request, fit: Fit, step: builder.Step) -> None:
         """Out of the queue until it is woken, with the blocks it is to hold meanwhile."""
-        if fit.hold and not (self._admits(req, step) and self.kv.hold(req, fit.hold)):
+        if fit.hold and not self._admits(req, step):
+            return
+        if fit.hold and not self.kv.hold(req, fit.hold):
             step.close(waits.BLOCKS)
             return
         self.roster.park(req, self.view.now, fit.cause, holds=fit.hold > 0)
@@ -255,28 +262,13 @@ class Scheduler(SchedulerInterface):
         self.roster.table.considered.at[req.row] = step.index
         step.preempted.append(req)
 
-    def _rescue(self, step: builder.Step) -> None:
-        """Nobody got a token and nothing is in flight: the default order; then room is made."""
-        stalls = self.guard.overrides(*DECIDING) or type(self).schedule is not Scheduler.schedule
-        if stalls and len(self.roster.running) + len(self.roster.waiting):
-            tally = self.settler.tally
-            tally.num_steps += 1
-            step.reopen(tally.num_steps, self.config.max_num_batched_tokens)
-            if self.pause_state is PauseState.PAUSED_NEW:
-                step.close(waits.PAUSED)
-            self.asked = self.guard.overrule()
-            self.serve(self.asked.order(self.view), step)
-            self.asked = self.guard
-            tally.num_rescued_steps += step.has_grants
-        if not step.has_grants and (holder := self.roster.lowest_holder()) is not None:
-            self.preempt(holder, step, by="the lack of KV blocks")
-
     def seal(self, step: builder.Step) -> StepPlan:
         """The plan; from here on the step is in flight, unless there is nothing in it."""
         is_paused = self.pause_state is not PauseState.UNPAUSED
         is_stopped = self.pause_state is PauseState.PAUSED_ALL
         if not (step.has_grants or self.num_in_flight or is_stopped):
-            self._rescue(step)
+            has_own_loop = type(self).schedule is not Scheduler.schedule
+            rescue(self, step, has_own_loop=has_own_loop, is_stuck=self._watch.is_stuck)
         self._bulk.write_back(step)
         cause = waits.PAUSED if is_paused else step.closing_cause()
         self.roster.waits.close(self.view.now, cause, step.refused)
@@ -284,14 +276,14 @@ class Scheduler(SchedulerInterface):
         self._watch.look(is_idle, self.roster.waiting, cause, step.refused)
         plan = builder.seal(step, self.roster, self.kv)
         self.resources.describe(plan)
-        self.num_in_flight += not plan.is_empty
+        self.num_in_flight += plan.num_tokens > 0  # else its end brings nothing
         self.settler.tally.num_scheduled_tokens += plan.num_tokens
         return plan
 
     # -- after the step
 
     def update_from_output(self, plan: StepPlan, result: StepResult) -> StepOutputs:
-        self.num_in_flight -= 1
+        self.num_in_flight -= plan.num_tokens > 0
         self.view.now = self._clock()
         self.view.note(plan, result.seconds)
         outputs = self.settler.settle(plan, result)

@@ -1,4 +1,4 @@
-"""Watch: names the head of a queue that does not move, and why."""
+"""Watch: counts steps without progress; names the head of a queue that does not move, and why."""
 
 from __future__ import annotations
 
@@ -13,12 +13,17 @@ logger = logging.getLogger("engine.sched")
 
 
 class Watch:
-    """Counts steps in which nothing could be computed though somebody waited."""
+    """Counts steps in which nothing could be computed."""
 
     def __init__(self, limit: int, tally: Tally) -> None:
         self._limit = limit
         self._tally = tally
         self._num_idle = 0
+
+    @property
+    def is_stuck(self) -> bool:
+        """Were there ``limit`` idle steps in a row?"""
+        return self._num_idle >= self._limit
 
     def look(
         self,
@@ -28,12 +33,12 @@ class Watch:
         refused: Iterable[tuple[Request, str]],
     ) -> None:
         """After each plan. After ``limit`` idle ones in a row the log names head and cause."""
+        self._num_idle = self._num_idle + 1 if is_idle else 0
         if not (is_idle and len(waiting)):
-            self._num_idle, self._tally.blocked = 0, ""
+            self._tally.blocked = ""
             return
         head = waiting[0]
         why = next((own for req, own in refused if req is head), cause)
-        self._num_idle += 1
         self._tally.blocked = f"{head.request_id}: {why}"
         if self._num_idle == self._limit:
             logger.warning(

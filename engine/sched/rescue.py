@@ -1,0 +1,41 @@
+"""Rescue: nobody got a token, and no step is in flight whose end could change that."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from engine.sched import waits
+from engine.sched.builder import Step
+from engine.sched.guard import DECIDING
+from engine.sched.interface import PauseState
+
+if TYPE_CHECKING:
+    from engine.sched.scheduler import Scheduler
+
+
+def rescue(scheduler: Scheduler, step: Step, *, has_own_loop: bool, is_stuck: bool) -> None:
+    """Serve in the default order, if it was not that already; if nobody can go then, make room.
+
+    Running requests that resources refuse may be refused for a reason that passes: until the engine
+    ``is_stuck`` they lose nothing but to one that lacks blocks.
+    """
+    guard, roster = scheduler.guard, scheduler.roster
+    if (has_own_loop or guard.overrides(*DECIDING)) and len(roster.running) + len(roster.waiting):
+        _serve_by_default(scheduler, step)
+    if step.has_grants or not (step.lacks_blocks or is_stuck or not len(roster.running)):
+        return
+    if (holder := roster.lowest_holder()) is not None:
+        scheduler.preempt(holder, step, by="the lack of KV blocks")
+
+
+def _serve_by_default(scheduler: Scheduler, step: Step) -> None:
+    """The step again, in the default order."""
+    tally = scheduler.settler.tally
+    tally.num_steps += 1
+    step.reopen(tally.num_steps, scheduler.config.max_num_batched_tokens)
+    if scheduler.pause_state is PauseState.PAUSED_NEW:
+        step.close(waits.PAUSED)
+    scheduler.asked = scheduler.guard.overrule()
+    scheduler.serve(scheduler.asked.order(scheduler.view), step)
+    scheduler.asked = scheduler.guard
+    tally.num_rescued_steps += step.has_grants
