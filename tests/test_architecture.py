@@ -89,6 +89,14 @@ LONG_SIGNATURES: dict[str, str] = {
     "kernels.triton.norm.norm_kernel": "a launch's tensors and strides",
     "kernels.triton.sampling.cut_kernel": "a launch's tensors and strides",
     "kernels.triton.sampling.race_kernel": "a launch's tensors and strides",
+    "kernels.triton.bitmask.edit_kernel": "a launch's tensors and strides",
+    "kernels.triton.bitmask.words_kernel": "a launch's tensors and strides",
+    "kernels.triton.logprobs.gather_kernel": "a launch's tensors and strides",
+    "kernels.triton.logprobs.sum_kernel": "a launch's tensors and strides",
+    "kernels.triton.penalties.penalise_kernel": "a launch's tensors and strides",
+    "kernels.triton.penalties.seat_kernel": "a launch's tensors and strides",
+    "kernels.triton.index.prepare_kernel": "a launch's tensors and strides",
+    "kernels.triton.index.settle_kernel": "a launch's tensors and strides",
 }
 
 # What policies, resources and loops of one's own are written with: classes and functions by module.

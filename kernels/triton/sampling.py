@@ -63,7 +63,7 @@ class Cuts(NamedTuple):
     greedy: torch.Tensor  # [R] int32: the largest of greedy rows, else -1
 
 
-@triton.jit(do_not_specialize=["vocab_size", "num_maxima"])
+@triton.jit(do_not_specialize=["num_maxima"])
 def survey_kernel(logits, slots, maxima, stride, vocab_size, num_maxima, S: tl.constexpr):
     """Program (row, block). A NaN counts as +inf: neither can be sampled from."""
     row = tl.program_id(0).to(tl.int64)
@@ -86,7 +86,7 @@ def first_of(row, vocab_size, maxima, peak, PAD: tl.constexpr, S: tl.constexpr):
     return tl.min(tl.where(x == peak, ids, vocab_size))
 
 
-@triton.jit(do_not_specialize=["vocab_size", "num_maxima"])
+@triton.jit(do_not_specialize=["num_maxima"])
 def cut_kernel(  # noqa: PLR0913
     logits, slots, maxima, room, temperature, top_k, top_p, min_p, value, last_tie, greedy,
     stride, vocab_size, num_maxima, PAD: tl.constexpr, S: tl.constexpr,
@@ -154,7 +154,7 @@ def kept(row, start, vocab_size, value, last_tie, S: tl.constexpr):
     return tl.where(stays, x, float("-inf")), ids
 
 
-@triton.jit(do_not_specialize=["vocab_size", "num_blocks"])
+@triton.jit(do_not_specialize=["num_blocks"])
 def race_kernel(  # noqa: PLR0913
     logits, slots, positions, temperature, seeds, value, last_tie, scores, winners,
     stride, vocab_size, num_blocks, S: tl.constexpr,

@@ -5,3 +5,7 @@ import triton_interpreter
 
 def test_sampler_agrees_with_the_other_bodies() -> None:
     triton_interpreter.check("test_sampling.py")
+
+
+def test_edits_of_logits_and_logprobs_agree_with_the_reference() -> None:
+    triton_interpreter.check("test_logits.py")

@@ -1,0 +1,201 @@
+"""A step's inputs from what the device knows: the host need not have seen the last tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.reference.index import Inputs, SlotState
+from kernels.triton.launch import Launch
+
+TILE = 256  # tokens or blocks looked at together
+
+
+@triton.jit(do_not_specialize=["num_seqs", "num_tokens", "width"])
+def prepare_kernel(  # noqa: PLR0913
+    slots, query_start, host_ids, num_computed, last_tokens, drafts, tables,
+    input_ids, positions, cache_slots, seq_lens, seq_tables, stride_table, stride_seq_table,
+    num_seqs, num_tokens, width, PAGE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Program sequence; the one after the last writes the tokens that belong to nobody."""
+    seq = tl.program_id(0)
+    row0 = tl.load(query_start + seq)
+    row1 = num_tokens
+    slot = tl.full([], -1, tl.int64)
+    if seq < num_seqs:
+        row1 = tl.load(query_start + seq + 1)
+        slot = tl.load(slots + seq).to(tl.int64)
+    if slot < 0:
+        if seq < num_seqs:
+            tl.store(seq_lens + seq, 0)
+        for start in range(row0, row1, TILE):
+            row = start + tl.arange(0, TILE)
+            nothing = tl.zeros([TILE], tl.int64)
+            tl.store(input_ids + row, nothing.to(tl.int32), mask=row < row1)
+            tl.store(positions + row, nothing, mask=row < row1)
+            tl.store(cache_slots + row, nothing - 1, mask=row < row1)
+        return
+    context = tl.load(num_computed + slot)
+    length = context + row1 - row0
+    tl.store(seq_lens + seq, length)
+    table = tables + slot * stride_table
+    last = tl.load(last_tokens + slot)
+    for start in range(row0, row1, TILE):
+        row = start + tl.arange(0, TILE)
+        mask = row < row1
+        token = row - row0
+        known = tl.load(host_ids + row, mask=mask, other=0)
+        draft = (known < 0) & (token > 0) & (token <= width)
+        drafted = tl.load(drafts + slot * width + token - 1, mask=mask & draft, other=0)
+        made = tl.where(token == 0, last, drafted)
+        tl.store(input_ids + row, tl.where(known < 0, made, known), mask=mask)
+        place = context + token
+        tl.store(positions + row, place.to(tl.int64), mask=mask)
+        block = tl.load(table + place // PAGE, mask=mask, other=0).to(tl.int64)
+        tl.store(cache_slots + row, block * PAGE + place % PAGE, mask=mask)
+    used = tl.cdiv(length, PAGE)
+    for start in range(0, used, TILE):
+        place = start + tl.arange(0, TILE)
+        block = tl.load(table + place, mask=place < used, other=0)
+        there = seq_tables + seq.to(tl.int64) * stride_seq_table + place
+        tl.store(there, block, mask=place < used)
+
+
+@triton.jit(do_not_specialize=["num"])
+def grow_kernel(tables, slots, places, blocks, stride, num, TILE: tl.constexpr):
+    """Program part of the entries."""
+    entry = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    slot = tl.load(slots + entry, mask=entry < num, other=-1)
+    place = tl.load(places + entry, mask=slot >= 0, other=0)
+    block = tl.load(blocks + entry, mask=slot >= 0, other=0)
+    tl.store(tables + slot.to(tl.int64) * stride + place, block, mask=slot >= 0)
+
+
+@triton.jit(do_not_specialize=["width"])
+def settle_kernel(  # noqa: PLR0913
+    slots, query_start, num_drafts, sampled, num_sampled, num_computed, last_tokens, width
+):
+    """Program sequence."""
+    seq = tl.program_id(0)
+    slot = tl.load(slots + seq)
+    if slot < 0:
+        return
+    computed = tl.load(query_start + seq + 1) - tl.load(query_start + seq)
+    num = tl.load(num_sampled + seq)
+    if num > 0:
+        tl.store(last_tokens + slot, tl.load(sampled + seq * width + num - 1))
+        computed -= tl.load(num_drafts + seq) - (num - 1)
+    tl.store(num_computed + slot, tl.load(num_computed + slot) + computed)
+
+
+def prepare_inputs(
+    state: SlotState,
+    slots: torch.Tensor,
+    query_start: torch.Tensor,
+    host_ids: torch.Tensor,
+    inputs: Inputs,
+    block_size: int,
+) -> None:
+    """See kernels.reference.index.prepare_inputs."""
+    prepare_launch(state, (slots, query_start, host_ids), inputs, block_size).run()
+
+
+def prepare_launch(
+    state: SlotState, batch: tuple[torch.Tensor, ...], inputs: Inputs, block_size: int
+) -> Launch:
+    """batch: slots, query_start and host_ids."""
+    slots, query_start, host_ids = batch
+    args = {
+        "slots": slots,
+        "query_start": query_start,
+        "host_ids": host_ids,
+        "num_computed": state.num_computed,
+        "last_tokens": state.last_tokens,
+        "drafts": state.drafts,
+        "tables": state.block_tables,
+        "input_ids": inputs.input_ids,
+        "positions": inputs.positions,
+        "cache_slots": inputs.cache_slots,
+        "seq_lens": inputs.seq_lens,
+        "seq_tables": inputs.block_tables,
+        "stride_table": state.block_tables.stride(0),
+        "stride_seq_table": inputs.block_tables.stride(0),
+        "num_seqs": len(slots),
+        "num_tokens": len(inputs.input_ids),
+        "width": state.drafts.shape[1],
+        "PAGE": block_size,
+        "TILE": TILE,
+    }
+    return Launch(prepare_kernel, (len(slots) + 1,), args, 4, 1)
+
+
+def grow_block_tables(
+    block_tables: torch.Tensor, slots: torch.Tensor, places: torch.Tensor, blocks: torch.Tensor
+) -> None:
+    """See kernels.reference.index.grow_block_tables."""
+    if len(slots):
+        grow_launch(block_tables, slots, places, blocks).run()
+
+
+def grow_launch(
+    block_tables: torch.Tensor, slots: torch.Tensor, places: torch.Tensor, blocks: torch.Tensor
+) -> Launch:
+    args = {
+        "tables": block_tables,
+        "slots": slots,
+        "places": places,
+        "blocks": blocks,
+        "stride": block_tables.stride(0),
+        "num": len(slots),
+        "TILE": TILE,
+    }
+    return Launch(grow_kernel, (triton.cdiv(len(slots), TILE),), args, 4, 1)
+
+
+def settle(
+    state: SlotState,
+    slots: torch.Tensor,
+    query_start: torch.Tensor,
+    num_drafts: torch.Tensor,
+    sampled: torch.Tensor,
+    num_sampled: torch.Tensor,
+) -> None:
+    """See kernels.reference.index.settle."""
+    if len(slots):
+        settle_launch(state, (slots, query_start, num_drafts), sampled, num_sampled).run()
+
+
+def settle_launch(
+    state: SlotState,
+    batch: tuple[torch.Tensor, ...],
+    sampled: torch.Tensor,
+    num_sampled: torch.Tensor,
+) -> Launch:
+    """batch: slots, query_start and num_drafts; sampled: contiguous."""
+    slots, query_start, num_drafts = batch
+    args = {
+        "slots": slots,
+        "query_start": query_start,
+        "num_drafts": num_drafts,
+        "sampled": sampled,
+        "num_sampled": num_sampled,
+        "num_computed": state.num_computed,
+        "last_tokens": state.last_tokens,
+        "width": sampled.shape[1],
+    }
+    return Launch(settle_kernel, (len(slots),), args, 1, 1)
+
+
+def configurations() -> Iterator[Launch]:
+    """Cache blocks of 16 to 64 tokens."""
+    column = torch.empty(64, dtype=torch.int32, device="meta")
+    table = torch.empty((64, 512), dtype=torch.int32, device="meta")
+    state = SlotState(column, column, table, table)
+    inputs = Inputs(column, column.long(), column.long(), column, table)
+    for block_size in (16, 32, 64):
+        yield prepare_launch(state, (column, column, column), inputs, block_size)
+    yield grow_launch(table, column, column, column)
+    yield settle_launch(state, (column, column, column), table, column)

@@ -1,0 +1,135 @@
+"""Inputs built on the device: what the kernels write against plain torch, padding and all."""
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.reference import index as reference
+from kernels.reference.index import UNKNOWN, Inputs, SlotState
+from kernels.triton import index
+
+BLOCK = 16
+NUM_SLOTS, MAX_BLOCKS, MAX_DRAFTS = 6, 40, 3
+POISON = -77
+
+bodies = pytest.mark.parametrize("body", [reference, index])
+
+
+@pytest.fixture
+def rng(seed: int) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def ints(rng: np.random.Generator, low: int, high: int, *size: int) -> torch.Tensor:
+    return torch.from_numpy(rng.integers(low, high, size).astype(np.int32))
+
+
+def new_state(rng: np.random.Generator) -> SlotState:
+    return SlotState(
+        num_computed=ints(rng, 0, 100, NUM_SLOTS),
+        last_tokens=ints(rng, 0, 1000, NUM_SLOTS),
+        drafts=ints(rng, 0, 1000, NUM_SLOTS, MAX_DRAFTS),
+        block_tables=ints(rng, 1, 2**27, NUM_SLOTS, MAX_BLOCKS),  # slots beyond 32 bits
+    )
+
+
+def room(num_seqs: int, num_tokens: int) -> Inputs:
+    def poisoned(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.full(size, POISON, dtype=dtype)
+
+    return Inputs(
+        input_ids=poisoned(num_tokens),
+        positions=poisoned(num_tokens, dtype=torch.int64),
+        cache_slots=poisoned(num_tokens, dtype=torch.int64),
+        seq_lens=poisoned(num_seqs),
+        block_tables=poisoned(num_seqs, MAX_BLOCKS),
+    )
+
+
+def starts_of(counts: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32)
+
+
+def test_inputs_of_a_mixed_step(rng: np.random.Generator) -> None:
+    """A decode, two verifications, a long chunk, a padded sequence, padded tokens."""
+    state = new_state(rng)
+    counts = [1, 4, 300, 2, 0]
+    slots = torch.tensor([3, 0, 5, 1, -1], dtype=torch.int32)
+    host_ids = torch.full((320,), UNKNOWN, dtype=torch.int32)
+    host_ids[5:305] = ints(rng, 0, 1000, 300)
+    got, wanted = room(5, 320), room(5, 320)
+    kept = [column.clone() for column in state]
+    index.prepare_inputs(state, slots, starts_of(counts), host_ids, got, BLOCK)
+    reference.prepare_inputs(state, slots, starts_of(counts), host_ids, wanted, BLOCK)
+    for mine, theirs in zip(got, wanted, strict=True):
+        assert torch.equal(mine, theirs)
+    assert all(torch.equal(*pair) for pair in zip(state, kept, strict=True))
+    assert got.input_ids[0] == state.last_tokens[3]
+    assert got.input_ids[1:5].tolist() == [int(state.last_tokens[0]), *state.drafts[0].tolist()]
+    assert got.input_ids[5:305].tolist() == host_ids[5:305].tolist()
+    assert (got.cache_slots[307:] == -1).all() and got.seq_lens[4] == 0
+
+
+@bodies
+def test_nothing_is_read_beyond_the_blocks_in_use(body: object, rng: np.random.Generator) -> None:
+    state = new_state(rng)
+    state.num_computed[2] = 31
+    state.block_tables[2, 2:] = POISON
+    inputs = room(1, 1)
+    one = torch.tensor([2], dtype=torch.int32)
+    ids = torch.tensor([UNKNOWN], dtype=torch.int32)
+    body.prepare_inputs(state, one, starts_of([1]), ids, inputs, BLOCK)
+    assert inputs.cache_slots.tolist() == [int(state.block_tables[2, 1]) * BLOCK + 15]
+    assert inputs.block_tables[0, :2].tolist() == state.block_tables[2, :2].tolist()
+    assert (inputs.block_tables[0, 2:] == POISON).all()
+
+
+@bodies
+def test_block_tables_grow_by_what_was_added(body: object, rng: np.random.Generator) -> None:
+    tables = new_state(rng).block_tables
+    wanted = tables.clone()
+    cells = rng.permutation(NUM_SLOTS * MAX_BLOCKS)[:200]
+    slots = torch.from_numpy((cells // MAX_BLOCKS).astype(np.int32))
+    places = torch.from_numpy((cells % MAX_BLOCKS).astype(np.int32))
+    blocks = ints(rng, 0, 100, 200)
+    slots[::5] = -1
+    for slot, place, block in zip(slots.tolist(), places.tolist(), blocks, strict=True):
+        if slot >= 0:
+            wanted[slot, place] = block
+    body.grow_block_tables(tables, slots, places, blocks)
+    assert torch.equal(tables, wanted)
+
+
+@bodies
+def test_slots_advance_by_what_was_accepted(body: object, rng: np.random.Generator) -> None:
+    """A decode, all drafts, one of them, none, half a prompt, nobody."""
+    state = new_state(rng)
+    before = [column.clone() for column in state]
+    slots = torch.tensor([4, 0, 2, 1, 5, -1], dtype=torch.int32)
+    num_drafts = torch.tensor([0, 3, 3, 2, 0, 0], dtype=torch.int32)
+    num_sampled = torch.tensor([1, 4, 2, 1, 0, 0], dtype=torch.int32)
+    sampled = ints(rng, 0, 1000, 6, MAX_DRAFTS + 1)
+    body.settle(state, slots, starts_of([1, 4, 4, 3, 50, 0]), num_drafts, sampled, num_sampled)
+    moved = (state.num_computed - before[0]).tolist()
+    assert moved == [4, 1, 2, 0, 1, 50]
+    last = before[1].clone()
+    last[[4, 0, 2, 1]] = torch.stack([sampled[0, 0], sampled[1, 3], sampled[2, 1], sampled[3, 0]])
+    assert torch.equal(state.last_tokens, last)
+
+
+@bodies
+def test_a_token_goes_round_without_the_host(body: object, rng: np.random.Generator) -> None:
+    """What one step samples is the next one's input, one place further."""
+    state = new_state(rng)
+    slots, starts = torch.tensor([3, 1], dtype=torch.int32), starts_of([1, 1])
+    none, one = torch.zeros(2, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+    unknown = torch.full((2,), UNKNOWN, dtype=torch.int32)
+    first = state.num_computed[slots.long()].tolist()
+    sampled = state.last_tokens[slots.long(), None]
+    for step in range(3):
+        inputs = room(2, 2)
+        body.prepare_inputs(state, slots, starts, unknown, inputs, BLOCK)
+        assert inputs.positions.tolist() == [start + step for start in first]
+        assert torch.equal(inputs.input_ids[:, None], sampled)
+        sampled = ints(rng, 0, 1000, 2, 1)
+        body.settle(state, slots, starts, none, sampled, one)
