@@ -11,12 +11,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from numbers import Real
 from typing import Any
 
 from engine.sched import answers
 from engine.sched.faults import FaultLog
 from engine.sched.policy import Admission, Limits, Policy, SchedView, Verdict
+from engine.sched.ranks import Last, RankCheck
 from engine.sched.request import Request, Status
 from engine.sched.shape import StepShape
 from engine.sched.view import View
@@ -30,22 +30,6 @@ HOOKS = (
 )
 # Hooks that decide who runs; without any of them the default order would decide the same.
 DECIDING = frozenset(("limits", "order", "next_waiting", "admit", "chunk", "victim"))
-
-
-class Last:
-    """Compares as greater than any value: rank of a request that its policy could not rank."""
-
-    def __lt__(self, other: object) -> bool:
-        return False
-
-    def __gt__(self, other: object) -> bool:
-        return not isinstance(other, Last)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Last)
-
-    def __hash__(self) -> int:
-        return 0
 
 
 class Default(Policy):
@@ -71,8 +55,7 @@ class Guard(Policy):
             hook for hook in HOOKS if getattr(type(inner), hook) is not getattr(Policy, hook)
         }
         self._default = Default()
-        self._kinds: list[type] = []  # of the places of a rank: numbers or strings
-        self._good_types: set[tuple[type, ...]] = set()  # of ranks that fit these
+        self._ranks = RankCheck()
         self._num_faults = 0
         self._rerank_due = False
 
@@ -114,8 +97,30 @@ class Guard(Policy):
             return (req.arrival,)
         rank = None
         if not self.is_left_out:  # else the queues are still in order of its ranks
-            rank = self._ask("rank", self._wrong_rank, req, view)
-        return rank if rank is not None else req.rank or (Last(),)
+            rank = self._ask("rank", self._ranks.wrong, req, view)
+        return rank if rank is not None else _former(req)
+
+    def ranks(self, reqs: Sequence[Request], view: SchedView) -> list[tuple[Any, ...]]:
+        """The rank of each of these; timed and checked together as long as nothing is wrong."""
+        if self.is_left_out:
+            return [self.rank(req, view) for req in reqs]
+        ranks: list[Any] = []
+        begun, ask, fault = self._timer(), self.inner.rank, None
+        try:
+            for req in reqs:
+                ranks.append(ask(req, view))
+        except Exception as error:  # a stranger's code
+            fault = answers.raised(error)
+        self.faults.seconds[self._label["rank"]] += self._timer() - begun
+        if not self._ranks.are_good(ranks):
+            ranks = [self._checked(req, rank) for req, rank in zip(reqs, ranks, strict=False)]
+        if fault is not None:
+            broken = reqs[len(ranks)]
+            if not self.is_left_out:
+                self._fault("rank", fault, broken)
+            ranks.append(_former(broken))
+            ranks += [self.rank(req, view) for req in reqs[len(ranks) :]]
+        return ranks
 
     def limits(self, view: SchedView) -> Limits:
         if "limits" not in self._asked:
@@ -272,37 +277,19 @@ class Guard(Policy):
 
     # -- checks
 
+    def _checked(self, req: Request, rank: Any) -> tuple[Any, ...]:
+        """A rank that was asked for, or the former one if it is wrong."""
+        fault = None if self.is_left_out else self._ranks.wrong(rank)
+        if fault is not None:
+            self._fault("rank", fault, req)
+        return _former(req) if self.is_left_out or fault is not None else rank
+
     def _wrong_victims(self, named: list[object]) -> str | None:
         for req in named:
             if not (isinstance(req, Request) and self._view.knows(req)):
                 return f"names {req!r}, which is none of the requests"
             if req.status is not Status.RUNNING:
                 return f"names {req!r}, which is not running"
-        return None
-
-    def _wrong_rank(self, rank: Any) -> str | None:
-        """Ranks must be comparable with each other: numbers and strings, in the same places."""
-        if rank.__class__ is not tuple or tuple(map(type, rank)) not in self._good_types:
-            return self._wrong_types(rank)
-        for value in rank:
-            if value != value:
-                return f"returns {rank!r}, which holds a NaN"
-        return None
-
-    def _wrong_types(self, rank: Any) -> str | None:
-        """The first look at a rank of these types."""
-        if not isinstance(rank, tuple):
-            return f"returns {rank!r}, must be a tuple"
-        if not all(isinstance(value, str | Real) for value in rank):
-            return f"returns {rank!r}, must hold numbers and strings"
-        kinds = [str if isinstance(value, str) else Real for value in rank]
-        kinds.append(Real)  # the number of arrival behind it
-        if any(kind is not known for kind, known in zip(kinds, self._kinds, strict=False)):
-            return f"returns {rank!r}, which cannot be compared with earlier ranks"
-        if any(value != value for value in rank):
-            return f"returns {rank!r}, which holds a NaN"
-        self._kinds += kinds[len(self._kinds) :]
-        self._good_types.add(tuple(map(type, rank)))
         return None
 
     def _wrong_next(self, req: object) -> str | None:
@@ -313,6 +300,11 @@ class Guard(Policy):
         if req.considered == self._view.step.index:
             return f"names {req!r}, which was offered in this step"
         return None
+
+
+def _former(req: Request) -> tuple[Any, ...]:
+    """What a request keeps that cannot be ranked."""
+    return req.rank or (Last(),)
 
 
 class _Overruled(Default):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from engine.sched.request import Request
 
@@ -45,9 +45,13 @@ class RankedQueue:
         del self._keys[index]
         del self._reqs[index]
 
-    def rerank(self, rank: Callable[[Request], tuple[object, ...]]) -> None:
+    def rerank(self, ranks: Callable[[Sequence[Request]], Sequence[tuple[object, ...]]]) -> None:
         """Ask for all ranks again and sort."""
-        for req in self._reqs:
-            req.rank = rank(req)
-        self._reqs.sort(key=by_rank)
-        self._keys = [by_rank(req) for req in self._reqs]
+        reqs, keys = self._reqs, []
+        for req, rank in zip(reqs, ranks(reqs), strict=True):
+            req.rank = rank
+            keys.append((*rank, req.arrival))
+        by_arrival: dict[object, Request] = {req.arrival: req for req in reqs}
+        keys.sort()
+        self._keys = keys
+        self._reqs = [by_arrival[key[-1]] for key in keys]

@@ -154,9 +154,9 @@ class Scheduler(SchedulerInterface):
         for req in view.parked if was_left_out else ():
             req.rank = self.guard.rank(req, view)
         if self.guard.dynamic or was_left_out:
-            self.roster.running.rerank(lambda req: self.guard.rank(req, view))
+            self.roster.running.rerank(lambda reqs: self.guard.ranks(reqs, view))
             if step.admission_open or was_left_out:  # else nobody will look at those who wait
-                self.roster.waiting.rerank(lambda req: self.guard.rank(req, view))
+                self.roster.waiting.rerank(lambda reqs: self.guard.ranks(reqs, view))
         for req in list(self.guard.evict(view)):
             self.preempt(req, step)
         self.resources.begin_step(step)

@@ -78,6 +78,9 @@ def _set(value: Any, memo: Memo) -> Any:
 
 def _array(value: Any, memo: Memo) -> Any:
     made = memo[id(value)] = value[:] if isinstance(value, array) else value.copy()
+    if isinstance(value, np.ndarray) and value.dtype == object:
+        for index, inner in enumerate(value):
+            made[index] = _clone(inner, memo)
     return made
 
 
