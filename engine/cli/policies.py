@@ -152,3 +152,5 @@ def remarks(figures: Sequence[Figures]) -> Iterable[str]:
             yield f"{f.policy}: {f.num_refused} requests were refused or failed"
         if f.num_faults:
             yield f"{f.policy}: {f.num_faults} wrong answers were answered by default instead"
+        if f.num_rescued:
+            yield f"{f.policy}: {f.num_rescued} steps were planned by default, as it let nobody run"

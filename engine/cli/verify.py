@@ -8,12 +8,15 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from itertools import count, islice
+from math import inf
+from os import cpu_count
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from engine.config.cli import json_object
 from engine.errors import ConfigError
 from engine.sched.find import find_policy
 from engine.sched.verify.case import Case
@@ -55,6 +58,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "without it every seed draws a shipped one",
     )
     group.add_argument(
+        "--policy-options",
+        type=json_object,
+        metavar="JSON",
+        help="arguments of its constructor; drawn around its defaults if not given",
+    )
+    group.add_argument(
         "--seconds", type=float, metavar="T", help="stop after this time, whatever --steps says"
     )
     group.add_argument("--jobs", type=int, default=1, metavar="J", help="processes")
@@ -75,15 +84,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    for name in ("steps", "jobs", "every"):
-        if getattr(parsed, name) < 1:
-            raise ConfigError(f"--{name} is {getattr(parsed, name)}, must be at least 1")
-    if not __debug__:
-        raise ConfigError("python -O leaves assertions out, and nothing would be checked")
-    if parsed.policy is not None:
-        find_policy(parsed.policy, {})
+    _check(parsed)
     logging.getLogger("engine").setLevel(logging.CRITICAL)  # refusals and faults are expected
-    hunt = Hunt(parsed.policy, None, parsed.every)
+    hunt = Hunt(parsed.policy, parsed.policy_options, parsed.every)
     console = Console()
     begun = time.monotonic()
     tally = replay_corpus(hunt.swarm())
@@ -98,6 +101,29 @@ def run(parsed: argparse.Namespace) -> int:
         if parsed.corpus is not None and found.seed >= 0:
             keep(found, small, parsed.corpus)
     return VIOLATION if tally.found else 0
+
+
+def _check(parsed: argparse.Namespace) -> None:
+    """Raise ``ConfigError`` for options that cannot work."""
+    limits = {"steps": (1, inf), "every": (1, inf), "seed": (0, inf), "jobs": (1, cpu_count() or 1)}
+    for name, (low, high) in limits.items():
+        value = getattr(parsed, name)
+        if not low <= value <= high:
+            limit = f"at least {low}" if high == inf else f"in {low}..{high}, the cores there are"
+            raise ConfigError(f"--{name} is {value}, must be {limit}")
+    if parsed.seconds is not None and not parsed.seconds > 0:
+        raise ConfigError(f"--seconds is {parsed.seconds}, must be above 0")
+    if parsed.corpus is not None:
+        try:  # now, not when after hours something was found
+            parsed.corpus.open("a").close()
+        except OSError as error:
+            raise ConfigError(f"--corpus {parsed.corpus} cannot be written: {error}") from error
+    if not __debug__:
+        raise ConfigError("python -O leaves assertions out, and nothing would be checked")
+    if parsed.policy is not None:
+        find_policy(parsed.policy, parsed.policy_options or {})
+    elif parsed.policy_options is not None:
+        raise ConfigError("--policy-options are for the policy that --policy names, and none is")
 
 
 def _search(hunt: Hunt, parsed: argparse.Namespace, tally: Tally, console: Console) -> None:

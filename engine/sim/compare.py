@@ -14,6 +14,7 @@ from math import ceil
 from statistics import fmean
 from typing import Any
 
+from engine.config.cache import CacheConfig
 from engine.config.sched import SchedulerConfig
 from engine.core.engine_core import EngineCore
 from engine.errors import ConfigError, RefusedError
@@ -24,7 +25,8 @@ from engine.sim.worker import StepCost, TimedWorker, VirtualClock
 from engine.sim.workload import Job, Workload, draw
 
 IDLE_SECONDS = 0.005  # between two looks while all that is left waits for its time
-MAX_IDLE_LOOKS = 1_000_000
+MAX_IDLE_LOOKS = 200_000  # so, a quarter of an hour
+MAX_LOAD = 1000.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +66,12 @@ class Figures:
     """Real time in hooks of the policy: the one figure that differs from run to run."""
     num_faults: int
     """Wrong answers of the policy; the log names them."""
+    num_rescued: int
+    """Steps that the default planned since the policy let nobody run."""
 
     @property
     def tokens_per_second(self) -> float:
-        return self.output_tokens / self.seconds
+        return self.output_tokens / self.seconds if self.seconds else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +90,11 @@ def compare(policies: Sequence[Any], workload: Workload, engine: Engine, load: f
 
     Raises ``ConfigError`` for options that cannot work, before anything is simulated.
     """
-    if not load > 0:
-        raise ConfigError(f"load is {load}, must be above 0")
+    if not policies:
+        raise ConfigError("there is no policy to compare; name one, such as 'fcfs'")
+    if not 0 < load <= MAX_LOAD:
+        raise ConfigError(f"load is {load}, must be above 0, and at most {MAX_LOAD:g}")
+    CacheConfig(block_size=engine.block_size, num_kv_blocks=engine.num_blocks)
     for policy in policies:
         choose(_config(policy, workload, engine))
     jobs = draw(workload)
@@ -169,7 +176,10 @@ class _Run:
                 continue
             num_idle += 1
             if num_idle > MAX_IDLE_LOOKS:
-                raise ConfigError(f"policy {self._policy!r} never lets its requests end")
+                raise ConfigError(
+                    f"policy {self._policy!r} never lets its requests end: for "
+                    f"{MAX_IDLE_LOOKS * IDLE_SECONDS:g} s nothing was computed"
+                )
             until = coming[0][0] if coming else self._clock.now + IDLE_SECONDS
             if self._core.scheduler.has_unfinished_requests():
                 until = min(until, self._clock.now + IDLE_SECONDS)
@@ -213,6 +223,7 @@ class _Run:
             num_steps=stats.num_steps,
             hook_seconds=sum(stats.hook_seconds.values()),
             num_faults=stats.num_policy_faults,
+            num_rescued=stats.num_rescued_steps,
         )
 
 

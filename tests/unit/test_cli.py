@@ -97,6 +97,34 @@ def test_errors_are_one_line(run: Run, args: list[str], message: str) -> None:
     assert message in err and len(err.splitlines()) == 1 and "Traceback" not in err
 
 
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--steps", "0"], "--steps is 0, must be at least 1"),
+        (["--every", "-1"], "--every is -1, must be at least 1"),
+        (["--seed", "-1"], "--seed is -1, must be at least 0"),
+        (["--jobs", "100000"], "--jobs is 100000, must be in 1.."),
+        (["--seconds", "nan"], "--seconds is nan, must be above 0"),
+        (["--policy", "nobody"], "scheduling_policy 'nobody' is not known; there are: andes"),
+        (["--policy", "edf", "--policy-options", '{"a": 1}'], "'a'; its options are: default_d"),
+        (["--policy-options", "{}"], "--policy-options are for the policy that --policy names"),
+        (["--corpus", "/no/such/file"], "--corpus /no/such/file cannot be written"),
+    ],
+)
+def test_mistakes_of_verify_are_one_line(
+    args: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", *args]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err and len(printed.err.splitlines()) == 1
+
+
+def test_a_corpus_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "notes").write_text("not a case")
+    assert main(["verify", "--corpus", str(tmp_path / "notes")]) == 2
+    assert "notes is no corpus of cases: JSON is malformed" in capsys.readouterr().err
+
+
 def test_prompts_that_are_no_text(run: Run, tmp_path: Path) -> None:
     (tmp_path / "prompts").write_bytes(b"\xff\xfe")
     status, _, err = run("bench latency", "--prompts", str(tmp_path / "prompts"))

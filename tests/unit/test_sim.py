@@ -11,7 +11,7 @@ import pytest
 from engine.cli.main import main
 from engine.errors import ConfigError
 from engine.messages.requests import AddRequest
-from engine.sched import Defer, Policy, Refuse
+from engine.sched import Defer, Limits, Policy, Refuse
 from engine.sim.compare import Engine, compare, percentile, simulate
 from engine.sim.worker import StepCost
 from engine.sim.workload import Job, Workload, dispersion, draw
@@ -140,6 +140,35 @@ def test_the_refused_are_counted_and_the_deferred_end() -> None:
     assert figures.policy == "Choosy"
 
 
+class Refuses(Choosy):
+    def on_add(self, req, view):
+        return Refuse("no")
+
+
+class Idles(Choosy):
+    def on_add(self, req, view):
+        return None
+
+    def limits(self, view):
+        return Limits(max_tokens=0)
+
+
+class Defers(Choosy):
+    def on_add(self, req, view):
+        return Defer(1e12)
+
+
+def test_policies_that_serve_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = draw(WORKLOAD)
+    figures = simulate(Refuses, jobs, WORKLOAD, ENGINE, rate=100.0)
+    assert (figures.num_refused, figures.tokens_per_second, figures.e2e) == (len(jobs), 0.0, [])
+    figures = simulate(Idles, jobs, WORKLOAD, ENGINE, rate=100.0)
+    assert len(figures.e2e) == len(jobs) and figures.num_rescued > 0
+    monkeypatch.setattr("engine.sim.compare.MAX_IDLE_LOOKS", 1000)
+    with pytest.raises(ConfigError, match="Defers'> never lets its requests end: for 5 s nothing"):
+        simulate(Defers, jobs, WORKLOAD, ENGINE, rate=100.0)
+
+
 def test_load_is_measured_against_what_fcfs_can_serve() -> None:
     half = compare(["fcfs"], WORKLOAD, ENGINE, load=0.5)
     over = compare(["fcfs"], WORKLOAD, ENGINE, load=2.0)
@@ -201,7 +230,14 @@ def test_a_policy_in_the_current_directory(
     [
         (["--policies", "nonsense"], "'nonsense' is not known; there are: andes"),
         (["--policies", "no.where.Policy"], "cannot load 'no.where.Policy'"),
+        (["--policies", " , "], "there is no policy to compare"),
         (["--load", "-1"], "load is -1.0, must be above 0"),
+        (["--load", "nan"], "load is nan, must be above 0"),
+        (["--load", "inf"], "load is inf, must be above 0, and at most 1000"),
+        (["--block-size", "0"], "block_size is 0, must be in 1..1024"),
+        (["--num-kv-blocks", "99999999999"], "num_kv_blocks is 99999999999, must be in 2.."),
+        (["--max-num-seqs", "99999999999"], "max_num_seqs is 99999999999, must be in 1.."),
+        (["--prompt-tokens", "1", "9999999999"], "max_model_len is 10000000511, must be in 1.."),
         (["--requests", "0"], "cannot be drawn"),
         (["--max-num-seqs", "0"], "max_num_seqs is 0"),
         (["--length-predictor", "nobody"], "length_predictor 'nobody' is not known"),

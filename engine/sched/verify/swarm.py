@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from engine.errors import ConfigError
 from engine.sched.verify.case import Add, Case, Jump, to_python
 from engine.sched.verify.draw import draw_case
 from engine.sched.verify.shrink import shrink
@@ -152,9 +153,12 @@ def name_of(policy: Any) -> str:
 
 
 def read_corpus(path: Path = CORPUS) -> list[Kept]:
-    """The cases that once broke a rule."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return [msgspec.json.decode(line, type=Kept) for line in lines]
+    """The cases that once broke a rule. Raises ``ConfigError`` for a file that is no corpus."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        return [msgspec.json.decode(line, type=Kept) for line in lines]
+    except (OSError, ValueError) as error:  # as of decoding, too
+        raise ConfigError(f"{path} is no corpus of cases: {error}") from error
 
 
 def replay_corpus(swarm: Swarm, path: Path = CORPUS) -> Tally:
