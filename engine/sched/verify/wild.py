@@ -11,7 +11,8 @@ from engine.sched.request import Request
 class Wild(Policy):
     """Every hook throws the engine's dice; ``rate`` (0 to 1) is how often it does something odd.
 
-    It evicts nobody twice of its own accord, so that everybody comes to an end.
+    It evicts nobody twice of its own accord, so that everybody comes to an end. It remembers what
+    it answered in a step and raises ``AssertionError`` if the mechanism does not keep to it.
     """
 
     dynamic = True
@@ -20,6 +21,12 @@ class Wild(Policy):
 
     def __init__(self, rate: float = 0.2) -> None:
         self.rate = rate
+        self.index = -1  # of the step for which the answers below were given
+        self.bounds = Limits()
+        self.tokens_left = self.most_running = 0
+        self.evicted: list[Request] = []
+        self.named: set[Request] = set()
+        self.allowed: dict[Request, int] = {}
 
     def odd(self, view: SchedView) -> bool:
         """Throw the dice."""
@@ -29,34 +36,71 @@ class Wild(Policy):
         return (view.rng.randrange(3) if self.odd(view) else 1, req.arrival)
 
     def limits(self, view: SchedView) -> Limits:
-        if not self.odd(view):
-            return Limits()
-        rng = view.rng
-        return Limits(rng.choice((None, 0, 1, 7)), rng.choice((None, 0, 1, 3)), rng.random() < 0.5)
+        rng, self.index = view.rng, view.step.index
+        self.bounds = Limits()
+        if self.odd(view):
+            seqs, tokens = rng.choice((None, 0, 1, 3)), rng.choice((None, 0, 1, 7))
+            self.bounds = Limits(tokens, seqs, rng.random() < 0.5)
+        self.tokens_left = view.config.max_num_batched_tokens
+        if self.bounds.max_tokens is not None:
+            self.tokens_left = min(self.tokens_left, self.bounds.max_tokens)
+        self.most_running = view.config.max_num_seqs
+        if self.bounds.max_seqs is not None:  # who runs may be exchanged for another
+            self.most_running = max(self.bounds.max_seqs, len(view.running))
+        self.named.clear()
+        self.allowed.clear()
+        return self.bounds
 
     def evict(self, view: SchedView) -> Iterable[Request]:
-        return [req for req in view.running if not req.num_preempted and self.odd(view)]
+        self.evicted = [req for req in view.running if not req.num_preempted and self.odd(view)]
+        return self.evicted
 
     def order(self, view: SchedView) -> Iterator[Request]:
+        assert all(req.is_waiting for req in self.evicted), f"{self.evicted} were to be evicted"
         named = [req for req in (*view.running, *view.waiting) if not self.odd(view)]
         if self.odd(view):
             view.rng.shuffle(named)
+        self.named.update(named)
         yield from named
 
     def admit(self, req: Request, view: SchedView) -> Admission:
+        answer = super().admit(req, view)
         if self.odd(view):
-            return view.rng.choice((Admission.SKIP, Admission.CLOSE, Admission.YES))
-        return super().admit(req, view)
+            answer = view.rng.choice((Admission.SKIP, Admission.CLOSE, Admission.YES))
+        if answer is not Admission.YES:
+            self.allowed[req] = 0
+        return answer
 
     def chunk(self, req: Request, num_tokens: int, view: SchedView) -> int:
-        return view.rng.randint(1, num_tokens) if self.odd(view) else num_tokens
+        answer = view.rng.randint(0, num_tokens) if self.odd(view) else num_tokens
+        self.allowed[req] = answer
+        return answer
 
     def victim(
         self, candidates: Sequence[Request], req: Request, view: SchedView
     ) -> Request | None:
+        assert req not in candidates, f"{req} may evict itself"
+        assert all(other.considered != view.step.index for other in candidates), "offered before"
         return view.rng.choice((*candidates, None)) if self.odd(view) else candidates[-1]
 
     def on_add(self, req: Request, view: SchedView) -> Verdict:
         if not self.odd(view):
             return None
         return view.rng.choice((Refuse("a whim"), Defer(view.now + view.rng.randrange(64) / 64)))
+
+    def on_grant(self, req: Request, num_tokens: int, view: SchedView) -> None:
+        if view.step.index != self.index:  # the default order had to replace these answers
+            return
+        assert req in self.named, f"{req} was left out and got tokens"
+        allowed = self.allowed.get(req, num_tokens)
+        assert num_tokens <= allowed, f"{req} got {num_tokens} tokens, {allowed} were allowed"
+        self.tokens_left -= num_tokens
+        assert self.tokens_left >= 0, "more tokens than the bound"
+        if req in view.step.new:
+            assert self.bounds.admission, f"{req} started though admission was closed"
+            assert len(view.running) <= self.most_running, f"{req} is one too many to run"
+
+    def on_finish(self, req: Request, view: SchedView) -> None:
+        self.allowed.pop(req, None)
+        self.named.discard(req)
+        self.evicted = [other for other in self.evicted if other is not req]
