@@ -39,6 +39,7 @@ class Bulk:
     ) -> None:
         self.is_open = is_open
         self._roster = settler.roster
+        self._table = settler.roster.table
         self._kv = settler.kv
         self._block_size = np.array(settler.kv.block_size, dtype=np.int32)
         self._appender = settler.appender
@@ -57,7 +58,7 @@ class Bulk:
         """
         if len(self._roster.running) <= ONE_BY_ONE_UPTO and not self._asks:
             return self._grant_few(step)
-        table, kv, columns = self._roster.table, self._kv, self._roster.seated.columns
+        table, kv, columns = self._table, self._kv, self._roster.seated.columns
         rows = columns.rows
         upto = table.num_tokens.all[rows] + table.num_pending.all[rows]
         computed = table.num_computed.all[rows]
@@ -67,8 +68,7 @@ class Bulk:
         is_short = np.count_nonzero(needs_block) * kv.num_groups > kv.num_free
         num_decodes, num_plain = np.count_nonzero(decode), np.count_nonzero(plain)
         if self._asks or num_decodes > step.tokens_left or (is_short and num_plain < num_decodes):
-            # To take a block is the business of ``secure``.
-            table.plain.all[rows[plain & ~needs_block]] = step.index
+            table.plain.all[rows[plain]] = step.index
             return False
         if is_short:
             rows = self._secure_growing(rows[plain], set(rows[needs_block].tolist()), step)
@@ -86,7 +86,7 @@ class Bulk:
 
     def _grant_few(self, step: Step) -> bool:
         """The same, row by row. If blocks are short it is left to the loop."""
-        table, kv = self._roster.table, self._kv
+        table, kv = self._table, self._kv
         tokens, pending, computed = table.num_tokens.at, table.num_pending.at, table.num_computed.at
         plain, growing, num_decodes, num_growing = [], [], 0, 0
         for row in self._roster.seated.list:
@@ -121,7 +121,7 @@ class Bulk:
         Whoever comes before it by rank has its token and is no victim. Returns the rows that are
         left: neither evicted nor refused.
         """
-        considered, index, decodes = self._roster.table.considered, step.index, set(rows.tolist())
+        considered, index, decodes = self._table.considered, step.index, set(rows.tolist())
         ranked = np.array(
             [req.row for req in self._roster.running if req.row in decodes], dtype=np.intp
         )
@@ -136,7 +136,7 @@ class Bulk:
                 self._kv.reserve_next([row for _, row in now])
             elif not self._secure(self._req(now[0][1]), 1, step):
                 refused.add(now[0][1])
-        kept = ranked[self._roster.table.slot.all[ranked] >= 0]
+        kept = ranked[self._table.slot.all[ranked] >= 0]
         if refused:
             kept = kept[~np.isin(kept, list(refused))]
         kept.sort()
@@ -147,31 +147,44 @@ class Bulk:
 
         Its counts are advanced by ``write_back``.
         """
-        table, row = self._roster.table, req.row
-        if table.considered.at[row] == step.index:
+        table, row, size = self._table, req.row, self._kv.block_size
+        considered, index = table.considered.at, step.index
+        if considered[row] == index:
             return
-        table.considered.at[row] = step.index
+        considered[row] = index
         if self._asks_chunk and self._guard.chunk(req, 1, self._view) < 1:
+            return
+        start = table.num_computed.at[row]
+        within = start % size
+        if within == 0 and not self._secure_next(req, start, step):
             return
         step.tokens_left -= 1
         step.plain.append(row)
-        upto = table.num_computed.at[row] + 1
-        if upto % self._kv.block_size == 0 and upto <= table.num_tokens.at[row]:
-            self._kv.commit(req, upto)
+        if within == size - 1 and start < table.num_tokens.at[row]:
+            self._kv.commit(req, start + 1)
         if self._asks_grant:
             self._guard.on_grant(req, 1, self._view)
+
+    def _secure_next(self, req: Request, position: int, step: Step) -> bool:
+        """A block for this position, which may begin one."""
+        kv = self._kv
+        if position < kv.num_held[req.row] * kv.block_size:
+            return True
+        if kv.num_free < kv.num_groups:
+            return self._secure(req, 1, step)
+        kv.reserve_next([req.row])
+        return True
 
     def write_back(self, step: Step) -> None:
         """Advance the counts of rows granted one by one."""
         if step.plain:
-            step.plain_rows = np.array(step.plain, dtype=np.intp)
-            step.plain_rows.sort()
+            step.plain_rows = self._roster.seated.sorted(step.plain)
             self._advance(step.plain_rows)
             step.plain.clear()
 
     def _advance(self, rows: Rows) -> Counts:
         """One token each; returns how many are computed now."""
-        table = self._roster.table
+        table = self._table
         table.num_computed.all[rows] = computed = table.num_computed.all[rows] + ONE
         table.num_pending.all[rows] += ONE
         table.in_flight.all[rows] += ONE
@@ -182,7 +195,7 @@ class Bulk:
         rows = self._roster.seated.columns.rows
         if len(step.plain_rows) == len(rows):
             return []
-        rows = rows[self._roster.table.considered.all[rows] != step.index]
+        rows = rows[self._table.considered.all[rows] != step.index]
         return sorted(self._by_rank(rows.tolist()), key=lambda req: req.num_uncomputed != 1)
 
     def _req(self, row: int) -> Request:

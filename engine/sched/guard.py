@@ -51,6 +51,7 @@ class Guard(Policy):
         self._name = type(inner).__name__
         self._label = {hook: f"{self._name}.{hook}" for hook in HOOKS}
         self._timer = faults.timer
+        self._seconds = faults.seconds
         self._asked = {
             hook for hook in HOOKS if getattr(type(inner), hook) is not getattr(Policy, hook)
         }
@@ -111,7 +112,7 @@ class Guard(Policy):
                 ranks.append(ask(req, view))
         except Exception as error:  # a stranger's code
             fault = answers.raised(error)
-        self.faults.seconds[self._label["rank"]] += self._timer() - begun
+        self._seconds[self._label["rank"]] += self._timer() - begun
         if not self._ranks.are_good(ranks):
             ranks = [self._checked(req, rank) for req, rank in zip(reqs, ranks, strict=False)]
         if fault is not None:
@@ -141,21 +142,24 @@ class Guard(Policy):
             return
         named = self._ask("order", answers.wrong_iterable, view)
         fault = None if named is not None else ""
-        rest, timer = iter(named or ()), self._timer
+        rest, timer, spent = iter(named or ()), self._timer, 0.0
         by_id = self._view.by_id
-        while fault is None:
-            begun = timer()
-            try:
-                req = next(rest, None)
-            except Exception as error:  # a stranger's code
-                req, fault = None, answers.raised(error)
-            self.faults.seconds[self._label["order"]] += timer() - begun
-            if req is None:
-                break
-            if req.__class__ is Request and by_id.get(req.request_id) is req:
-                yield req
-            else:
-                fault = f"names {answers.shown(req)}, which neither waits nor runs"
+        try:
+            while fault is None:
+                begun = timer()
+                try:
+                    req = next(rest, None)
+                except Exception as error:  # a stranger's code
+                    req, fault = None, answers.raised(error)
+                spent += timer() - begun
+                if req is None:
+                    break
+                if req.__class__ is Request and by_id.get(req.request_id) is req:
+                    yield req
+                else:
+                    fault = f"names {answers.shown(req)}, which neither waits nor runs"
+        finally:  # it may be left before its end
+            self._seconds[self._label["order"]] += spent
         if fault is not None:
             if fault:
                 self._fault("order", fault)
@@ -183,7 +187,7 @@ class Guard(Policy):
                 fault = answers.wrong_count(answer, num_tokens)
         except Exception as error:  # a stranger's code
             fault = answers.raised(error)
-        self.faults.seconds[self._label["chunk"]] += self._timer() - begun
+        self._seconds[self._label["chunk"]] += self._timer() - begun
         if fault is None:
             return int(answer)
         self._fault("chunk", fault, req)
@@ -221,7 +225,7 @@ class Guard(Policy):
             self.inner.on_grant(req, num_tokens, view)
         except Exception as error:  # a stranger's code
             self._fault("on_grant", answers.raised(error), req)
-        self.faults.seconds[self._label["on_grant"]] += self._timer() - begun
+        self._seconds[self._label["on_grant"]] += self._timer() - begun
 
     def on_step(self, shape: StepShape, view: SchedView) -> None:
         self._answer("on_step", answers.no_answer, shape, view)
@@ -262,7 +266,7 @@ class Guard(Policy):
             fault = wrong(answer)
         except Exception as error:  # a stranger's code
             fault = answers.raised(error)
-        self.faults.seconds[self._label[hook]] += self._timer() - begun
+        self._seconds[self._label[hook]] += self._timer() - begun
         if fault is None:
             return answer
         self._fault(hook, fault, next((arg for arg in args if isinstance(arg, Request)), None))

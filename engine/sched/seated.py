@@ -46,6 +46,12 @@ class Seated:
             self._columns = SeatedColumns(np.array(self.list, dtype=np.intp), self._table)
         return self._columns
 
+    def sorted(self, rows: list[int]) -> Rows:
+        """Some of the rows in ascending order; all of them are those of ``columns``."""
+        if len(rows) == len(self.list):
+            return self.columns.rows
+        return np.array(sorted(rows), dtype=np.intp)
+
     def are(self, rows: Rows) -> bool:
         """Are these the rows of ``columns``? Then nobody came or went since they were read."""
         return self._columns is not None and self._columns.rows is rows
