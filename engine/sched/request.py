@@ -92,9 +92,9 @@ class Request:
         table.limit.at[self.row] = min(self.num_prompt + add.max_tokens, max_model_len)
         table.client.at[self.row] = add.client_index
         self.stop_ids = stops = list(dict.fromkeys(add.eos_token_ids + add.params.stop_token_ids))
-        table.stop_id.at[self.row] = stops[0] if len(stops) == 1 else (-2 if stops else -1)
-        if add.params.min_tokens and stops:
-            table.stop_id.at[self.row] = -2
+        table.stop_id.at[self.row] = -2 if stops else -1
+        if len(stops) == 1 and 0 <= stops[0] < 1 << 31 and not add.params.min_tokens:
+            table.stop_id.at[self.row] = stops[0]
 
     # -- identity
 

@@ -19,16 +19,26 @@ class Column:
 
     __slots__ = ("all", "at")
 
+    code = "i"  # 32 bits
+
     def __init__(self, length: int) -> None:
-        self._attach(array("i", bytes(4 * length)))
+        self._attach(array(self.code, [0]) * length)
 
     def grow(self) -> None:
         """Twice as long, old values kept."""
-        self._attach(self.at + array("i", bytes(4 * len(self.at))))
+        self._attach(self.at + array(self.code, [0]) * len(self.at))
 
     def _attach(self, buffer: array[int]) -> None:
         self.at = buffer
-        self.all: Counts = np.frombuffer(buffer, dtype=np.int32)
+        self.all: Counts = np.frombuffer(buffer, dtype=self.code)
+
+
+class StepColumn(Column):
+    """Numbers of steps: 32 bits are used up within weeks."""
+
+    __slots__ = ()
+
+    code = "q"  # 64 bits
 
 
 class Table:
@@ -52,8 +62,8 @@ class Table:
         self.client = Column(num_rows)
         self.alive = Column(num_rows)  # 1 from add to finish
         self.watched = Column(num_rows)  # 1 if some resource wants to be asked in each step
-        self.plain = Column(num_rows)  # the last step in which the row was marked as plain
-        self.considered = Column(num_rows)  # the last step in which the request was offered
+        self.plain = StepColumn(num_rows)  # the last step in which the row was marked as plain
+        self.considered = StepColumn(num_rows)  # the last step in which the request was offered
         self.stop_id = Column(num_rows)  # the only token that ends the request; -1 none, -2 several
         self._free = list(range(num_rows - 1, -1, -1))
 

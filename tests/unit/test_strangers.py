@@ -9,6 +9,7 @@ from simulate import expected, make_request, make_run
 
 from engine.core.remote_kv import RemoteKV
 from engine.errors import RequestError
+from engine.messages.params import SamplingParams
 from engine.sched.policies import FCFS
 from engine.sched.policy import Admission, Defer, Limits
 from engine.sched.resource import Fit, OnRefuse, Resource
@@ -185,6 +186,51 @@ def test_errands_of_ended_requests_are_forgotten():
         run.add(make_request(str(index), [1], 1, end_deadline=1e9))
         run.step()
     assert len(run.scheduler.intake.agenda._heap) <= 64
+
+
+class Notes(FCFS):
+    def __init__(self):
+        self.known = set()
+
+    def on_add(self, req, view):
+        self.known.add(req)
+
+    def on_finish(self, req, view):
+        self.known.remove(req)
+
+
+def test_whom_a_predictor_refuses_leaves_no_trace():
+    run = make_run(policy=Notes(), length_predictor="oracle")
+    with pytest.raises(RequestError):
+        run.scheduler.add_request(make_request("a", PROMPT, 3))
+    check_empty(run.scheduler)
+    assert not run.scheduler.policy.known
+
+
+def test_a_stop_token_that_no_model_has_stops_nobody():
+    run = make_run()
+    params = SamplingParams(max_tokens=3, stop_token_ids=[1 << 40])
+    run.add(make_request("a", PROMPT, 3, params=params))
+    run.drain()
+    assert run.outputs["a"] == expected(PROMPT, 3)
+
+
+class Asking(FCFS):
+    """Has its decodes granted one by one."""
+
+    def chunk(self, req, num_tokens, view):
+        return num_tokens
+
+
+@pytest.mark.parametrize("policy", [FCFS, Asking])
+def test_an_engine_outlives_two_thousand_million_steps(policy):
+    """At a thousand steps a second, or idle ones, that is 25 days."""
+    run = make_run(policy=policy(), max_num_seqs=32)
+    run.scheduler.settler.tally.num_steps = (1 << 31) - 5
+    for index in range(20):
+        run.add(make_request(str(index), [index] * 4, 9))
+    run.drain()
+    assert run.outputs["7"] == expected([7] * 4, 9)
 
 
 def test_statistics_are_of_their_moment():
