@@ -89,7 +89,7 @@ def run(parsed: argparse.Namespace) -> int:
     hunt = Hunt(parsed.policy, parsed.policy_options, parsed.every)
     console = Console()
     begun = time.monotonic()
-    tally = replay_corpus(hunt.swarm())
+    tally = Tally() if hunt.policy is not None else replay_corpus(hunt.swarm())
     if parsed.corpus is not None:
         tally.add(replay_corpus(hunt.swarm(), parsed.corpus))
     if not tally.found:

@@ -9,6 +9,7 @@ int32; one that follows from the plan before is left out.
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
@@ -213,6 +214,7 @@ class StepLogWriter:
         except OSError as error:
             raise ConfigError(f"step_log {str(path)!r} cannot be written: {error}") from error
         self._file.write(MAGIC + first)
+        atexit.register(self.close)  # most programs never shut an engine down
 
     def write(self, record: Record) -> None:
         """Add one record. What is no plain data raises what the encoder raises: ``TypeError``,
@@ -222,6 +224,7 @@ class StepLogWriter:
     def close(self) -> None:
         """Write what is left; harmless when repeated."""
         self._file.close()
+        atexit.unregister(self.close)
 
     def _frame(self, message: Header | Record) -> bytes:
         data = self._encoder.encode(message)

@@ -50,7 +50,8 @@ def wrong_iterable(answer: object) -> str | None:
 
 
 def wrong_admission(answer: object) -> str | None:
-    return None if isinstance(answer, Admission) else f"returns {answer!r}, must be an Admission"
+    known = isinstance(answer, Admission)
+    return None if known else f"returns {answer!r}, must be Admission.YES, .SKIP or .CLOSE"
 
 
 def wrong_count(answer: object, most: int) -> str | None:

@@ -71,7 +71,9 @@ def find_policy(name: Any, options: dict[str, Any]) -> Policy:
         return name
     cls = _find("scheduling_policy", name, POLICIES, SCHEDULERS_GROUP)
     if not (isinstance(cls, type) and issubclass(cls, Policy)):
-        raise ConfigError(f"scheduling_policy {name!r} is no subclass of engine.Policy")
+        is_loop = isinstance(cls, type) and issubclass(cls, SchedulerInterface)
+        hint = "; it is a scheduler: give it as scheduler_cls" if is_loop else ""
+        raise ConfigError(f"scheduling_policy {name!r} is no subclass of engine.Policy{hint}")
     _check_class(cls, Policy, "scheduling_policy")
     return _make(cls, options, "policy_options")
 

@@ -10,7 +10,7 @@ from simulate import make_request, make_run
 from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError
 from engine.kv.manager import KVManager
-from engine.sched import Fit, Policy, Resource
+from engine.sched import Fit, Policy, Resource, Scheduler
 from engine.sched.find import choose, make_scheduler
 from engine.sched.policies import POLICIES
 from engine.sched.policies.fcfs import FCFS
@@ -127,6 +127,7 @@ class Fits(Resource):
         (RankOfRequest(), r"RankOfRequest\.rank\(self, req\)"),
         (choose, "is no subclass of engine.Policy"),
         (Path, "is no subclass of engine.Policy"),
+        (Scheduler, "no subclass of engine.Policy; it is a scheduler: give it as scheduler_cls"),
     ],
 )
 def test_a_policy_that_cannot_work_is_refused(wrong: object, message: str) -> None:
