@@ -1,0 +1,51 @@
+"""Products whose matrix each row chooses: mixtures of experts, low-rank adapters."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.reference.pointwise import act_mul, wide
+
+
+def mixture(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+    act: str,
+) -> torch.Tensor:
+    """Each token's experts, weighted: x [N, H] -> [N, H].
+
+    gate_up [E, 2F, H], down [E, H, F]; chosen [N, k] int32 names the experts, -1: none; weights
+    [N, k] float32. The sum over k is done in float32, in order.
+    """
+    rows = []
+    for token, experts, factors in zip(x, chosen.tolist(), weights, strict=True):
+        total = torch.zeros_like(wide(token))
+        for expert, factor in zip(experts, factors, strict=True):
+            if expert >= 0:
+                hidden = (wide(gate_up[expert]) @ wide(token)).to(x.dtype)
+                inner = act_mul(hidden[None], act)[0]
+                part = wide(down[expert]) @ wide(inner) * factor.to(total.dtype)
+                total += part.to(x.dtype).to(total.dtype)
+        rows.append(total.to(x.dtype))
+    return torch.stack(rows) if rows else torch.empty_like(x)
+
+
+def add_lora(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    adapters: torch.Tensor,
+) -> None:
+    """y[n] += b[l] @ (a[l] @ x[n]) in place, with l = adapters[n]; -1: nothing is added.
+
+    x [N, H], y [N, O], a [L, R, H], b [L, O, R] with the adapter's scaling in it; adapters [N]
+    int32. What lies between is kept in float32.
+    """
+    for row, adapter in enumerate(adapters.tolist()):
+        if adapter >= 0:
+            low = wide(a[adapter]) @ wide(x[row])
+            y[row] = (wide(y[row]) + wide(b[adapter]) @ low).to(y.dtype)

@@ -1,0 +1,96 @@
+"""Mixtures of experts against a plain loop over tokens and experts."""
+
+import pytest
+import torch
+
+from kernels.reference import grouped as reference
+from kernels.triton import moe
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+
+
+@pytest.fixture(autouse=True)
+def _seeded(seed: int) -> None:
+    torch.manual_seed(seed)
+
+
+def layer(num_experts: int, hidden: int, inner: int, dtype: torch.dtype) -> tuple:
+    gate_up = torch.randn(num_experts, 2 * inner, hidden) * hidden**-0.5
+    down = torch.randn(num_experts, hidden, inner) * inner**-0.5
+    return gate_up.to(dtype), down.to(dtype)
+
+
+@pytest.mark.parametrize("block", [4, 16])
+@pytest.mark.parametrize("num_pairs", [1, 37, 2500])
+def test_pairs_are_sorted_into_blocks(num_pairs: int, block: int) -> None:
+    """Each block holds pairs of one group, ascending; every pair with a group is there once."""
+    num_groups = 5
+    chosen = torch.randint(-1, num_groups, (num_pairs,), dtype=torch.int32)
+    chosen[chosen == 3] = 1  # a group without pairs
+    groups = moe.align(chosen, num_groups, block)
+    found = []
+    for pairs, group in zip(
+        groups.pairs.view(-1, block).tolist(), groups.block_groups.tolist(), strict=True
+    ):
+        if group >= 0:
+            real = [pair for pair in pairs if pair < num_pairs]
+            assert real and all(chosen[pair] == group for pair in real)
+            assert pairs[len(real) :] == [num_pairs] * (block - len(real))
+            found += [(group, pair) for pair in real]
+    wanted = [(int(group), pair) for pair, group in enumerate(chosen) if group >= 0]
+    assert found == sorted(wanted)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_tokens", "top_k", "act"),
+    [
+        (torch.float32, 1, 2, "silu"),
+        (torch.float32, 21, 1, "gelu_tanh"),
+        (torch.bfloat16, 9, 2, "silu"),
+        (torch.float16, 70, 3, "gelu"),
+    ],
+)
+def test_mixtures(dtype: torch.dtype, num_tokens: int, top_k: int, act: str) -> None:
+    """Sizes that are no multiples of any tile."""
+    num_experts, hidden, inner = 6, 80, 40
+    gate_up, down = layer(num_experts, hidden, inner, dtype)
+    gate_up[2] = torch.nan  # nobody's choice
+    x = torch.randn(num_tokens, hidden).to(dtype)
+    scores = torch.rand(num_tokens, num_experts)
+    scores[:, 2] = -1
+    weights, chosen = scores.topk(top_k)
+    chosen = chosen.int()
+    chosen[0, -1] = -1  # left out
+    got = moe.mixture(x, gate_up, down, chosen, weights, act)
+    wanted = reference.mixture(x.double(), gate_up.double(), down.double(), chosen, weights, act)
+    assert got.dtype is dtype
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(got.double(), wanted, rtol=tolerance, atol=tolerance)
+
+
+def test_a_token_does_not_depend_on_its_company() -> None:
+    gate_up, down = layer(4, 64, 32, torch.float32)
+    x, weights = torch.randn(12, 64), torch.rand(12, 2)
+    chosen = torch.rand(12, 4).topk(2).indices.int()
+    together = moe.mixture(x, gate_up, down, chosen, weights, "silu")
+    for row in (0, 7):
+        one = slice(row, row + 1)
+        alone = moe.mixture(x[one], gate_up, down, chosen[one], weights[one], "silu")
+        assert torch.equal(alone, together[one])
+    assert moe.mixture(x[:0], gate_up, down, chosen[:0], weights[:0], "silu").shape == (0, 64)
+
+
+@pytest.mark.parametrize("num_pairs", [1000, 40_000])
+def test_larger_tiles_multiply_alike(num_pairs: int) -> None:
+    """The tiles of long prompts, on few pairs."""
+    x, matrices = torch.randn(30, 72).bfloat16(), torch.randn(3, 130, 72).bfloat16()
+    chosen = torch.randint(0, 3, (30,), dtype=torch.int32)
+    tiles = moe.tiles_for(num_pairs, 3 if num_pairs > 1000 else 10, 2)
+    assert tiles[0].M >= 64
+    groups = moe.align(chosen, 3, tiles[0].M)
+    out = torch.full((30, 130), torch.nan)
+    moe.product_launch((x, matrices, out), groups, None, 1, tiles).run()
+    wanted = torch.einsum("nh,noh->no", x.double(), matrices.double()[chosen.long()])
+    torch.testing.assert_close(out.double(), wanted, rtol=1e-4, atol=1e-3)
