@@ -37,8 +37,11 @@ from engine.sched.verify.swarm import Swarm
 
 def starved():
     for policy in POLICIES:
-        if policy != "priority" and steps_until_served(policy, {{}}, 1000) is None:
-            return policy + " starves a request"
+        try:
+            if policy != "priority" and steps_until_served(policy, {{}}, 1000) is None:
+                return policy + " starves a request"
+        except Exception as error:
+            return repr(error)
     return ""
 
 def hunt(max_steps):
@@ -78,7 +81,7 @@ def hunt(canary: Canary, max_steps: int = MAX_STEPS) -> Caught:
         except subprocess.TimeoutExpired:
             return Caught(0, "it hangs")
     if done.returncode:
-        return Caught(0, done.stderr.strip().splitlines()[-1])
+        raise RuntimeError(f"{canary.name} does not even run:\n{done.stderr}")
     return Caught(*json.loads(done.stdout))
 
 

@@ -59,6 +59,12 @@ CANARIES = (
         "        holding.num_told = len(holding.blocks)\n",
         "",
     ),
+    Canary(
+        "let go of a block that a window still reads",
+        "kv/groups.py",
+        "position - self.window + 1",
+        "position - self.window + 2",
+    ),
     # the prefix cache
     Canary(
         "drop the salt from the hash",
@@ -152,8 +158,8 @@ CANARIES = (
     Canary(
         "run again before the last token is known",
         SCHEDULER,
-        "if req.is_waiting and req.num_pending:",
-        "if req.is_waiting and req.num_pending > 9:",
+        "if req.num_pending and (req.is_waiting or req.is_serial):",
+        "if req.num_pending > 9 and (req.is_waiting or req.is_serial):",
     ),
     # ends
     Canary(
@@ -228,6 +234,12 @@ CANARIES = (
         SCHEDULER,
         "            if errand is Errand.WAKE:\n                self.wake(req.request_id)\n",
         "            if errand is Errand.WAKE:\n                continue\n",
+    ),
+    Canary(
+        "do not evict whom the policy names",
+        SCHEDULER,
+        "        for req in list(self.guard.evict(view)):\n            self.preempt(req, step)\n",
+        "",
     ),
     Canary(
         "compute in a pause",

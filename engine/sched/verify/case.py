@@ -16,6 +16,7 @@ from engine.sched.interface import PauseState
 class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the simulated engine is made of.
 
+    ``windows``: of each group of layers, 0 for full attention.
     ``needs``: resources by name (see ``needs.py``) and the size of each. ``seed`` throws the
     scheduler's dice and sets the pace: a steady engine launches and settles as the core does, any
     other in every order that is allowed. ``tick``: seconds between two plans, a binary fraction, so
@@ -26,6 +27,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_blocks: int
     block_size: int
     caching: bool = True
+    windows: tuple[int, ...] = (0,)
     needs: dict[str, int] = {}
     seed: int = 0
     is_steady: bool = True

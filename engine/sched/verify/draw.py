@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from random import Random
 from typing import Any
+
+import msgspec
 
 from engine.config.sched import SchedulerConfig
 from engine.messages.params import SamplingParams
@@ -17,6 +20,7 @@ from engine.sched.verify.case import Abort, Add, Case, Event, Jump, Pause, Reset
 from engine.sched.verify.clients import VOCAB_SIZE
 
 WILD = "engine.sched.verify.wild.Wild"
+CROWDED = 0.15  # share of engines in which many run at once
 YEARS = 2.0**28  # seconds; a binary fraction, as all times here
 FEATURES = (
     *("aborts", "resets", "pauses", "jumps", "wakes", "faults", "deadlines", "stops", "salts"),
@@ -30,6 +34,8 @@ def draw_case(seed: int, policy: Any = None, options: dict[str, Any] | None = No
     features = {name for name in FEATURES if rng.random() < 0.4}
     setup = draw_setup(rng, policy, options)
     num_requests = rng.choice((3, 8, 20, 40))
+    if rng.random() < CROWDED:
+        setup, features, num_requests = crowded(rng, setup), {*features, "storms", "short"}, 50
     pace = rng.choice((0.2, 0.7, 2.0))  # requests a tick
     maker = RequestMaker(rng, setup, features)
     events: list[Event] = [
@@ -53,9 +59,25 @@ def draw_setup(rng: Random, policy: Any, options: dict[str, Any] | None) -> Setu
         num_blocks=2 + int(62 * rng.random() ** 1.5),
         block_size=block_size,
         caching=rng.random() < 0.8,
+        windows=rng.choice(((0,), (0,), (0,), (0,), (0, 5), (7,))),
         needs={name: size for name, size in needs.items() if rng.random() < 0.25},
         seed=rng.randrange(2**31),
         is_steady=rng.random() < 0.6,
+    )
+
+
+def crowded(rng: Random, setup: Setup) -> Setup:
+    """Room for more requests at once than are granted one by one."""
+    config = replace(
+        setup.config,
+        max_num_seqs=rng.randint(20, 40),
+        max_num_batched_tokens=max(64, setup.config.max_model_len),
+        max_waiting_requests=None,
+        max_waiting_tokens=None,
+    )
+    sizes = {"num_blocks": rng.randint(60, 120), "block_size": rng.choice((2, 3, 4))}
+    return msgspec.structs.replace(
+        setup, config=config, needs=dict(list(setup.needs.items())[:1]), **sizes
     )
 
 
@@ -126,6 +148,8 @@ class RequestMaker:
         self.features = features
         room = (setup.num_blocks - 1) * setup.block_size
         self.longest = max(1, min(setup.config.max_model_len - 1, room))
+        if "short" in features:
+            self.longest = min(self.longest, 12)
         self.shared = [rng.randrange(VOCAB_SIZE) for _ in range(self.longest)]
 
     def add(self, name: str, at: int) -> Add:

@@ -121,6 +121,9 @@ class Grammars(Delayed):
 
     name = "grammars"
 
+    def serializes(self, req: Request) -> bool:
+        return req.add.grammar is not None
+
     def ticks(self, req: Request) -> int | None:
         return None if req.add.grammar is None else int(req.add.grammar)
 

@@ -80,6 +80,8 @@ def simpler_setups(setup: Setup) -> Iterator[Setup]:
         yield edit(setup, is_steady=True)
     if setup.caching:
         yield edit(setup, caching=False)
+    if setup.windows != (0,):
+        yield edit(setup, windows=(0,))
     for size in smaller(setup.num_blocks, 2):
         yield edit(setup, num_blocks=size)
     for size in smaller(setup.block_size, 1):

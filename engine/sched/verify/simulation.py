@@ -9,6 +9,8 @@ from random import Random
 from typing import NamedTuple
 
 from engine.errors import RefusedError, RequestError
+from engine.kv.groups import FULL, Group
+from engine.kv.layout import window_blocks
 from engine.kv.manager import KVManager
 from engine.messages.requests import AddRequest
 from engine.messages.step import StepPlan, StepResult
@@ -58,6 +60,7 @@ class Simulation:
             setup.num_blocks,
             setup.block_size,
             vocab_size=VOCAB_SIZE,
+            windows=setup.windows,
             content=self.clients.content,
             fail=self.clients.fail,
         )
@@ -191,7 +194,12 @@ class Simulation:
 
     def _make_scheduler(self, setup: Setup) -> Scheduler:
         config = setup.config
-        kv = KVManager(setup.num_blocks, setup.block_size, enable_prefix_caching=setup.caching)
+        kv = KVManager(
+            setup.num_blocks,
+            setup.block_size,
+            enable_prefix_caching=setup.caching,
+            groups=[make_group(window, setup) for window in setup.windows],
+        )
         chosen = choose(config)
         policy = chosen.policy
         if isinstance(config.scheduling_policy, Policy):  # an object is used by one run only
@@ -234,3 +242,11 @@ class Simulation:
         waits = abs(int(req.add.grammar or 0))
         waits += (req.add.kv_transfer_params or {}).get("ticks", 0)
         return int(req.max_total + waits + self.scheduler.config.num_steps_in_flight)
+
+
+def make_group(window: int, setup: Setup) -> Group:
+    """Layers with this window, and the most blocks a request has for them at once."""
+    if not window:
+        return FULL
+    budget = setup.config.max_num_batched_tokens
+    return Group(window=window, max_blocks=window_blocks(window, budget, setup.block_size))

@@ -25,6 +25,7 @@ class Wild(Policy):
         self.bounds = Limits()
         self.tokens_left = self.most_running = 0
         self.evicted: list[Request] = []
+        self.evicted_at = -1
         self.named: set[Request] = set()
         self.allowed: dict[Request, int] = {}
 
@@ -52,10 +53,12 @@ class Wild(Policy):
         return self.bounds
 
     def evict(self, view: SchedView) -> Iterable[Request]:
+        self.evicted_at = view.step.index
         self.evicted = [req for req in view.running if not req.num_preempted and self.odd(view)]
         return self.evicted
 
     def order(self, view: SchedView) -> Iterator[Request]:
+        assert self.evicted_at == view.step.index, "was not asked whom to evict"
         assert all(req.is_waiting for req in self.evicted), f"{self.evicted} were to be evicted"
         named = [req for req in (*view.running, *view.waiting) if not self.odd(view)]
         if self.odd(view):
