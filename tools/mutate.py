@@ -61,7 +61,8 @@ NEAR: dict[str, tuple[str, ...]] = {
     "sched/watch.py": ("limit_behaviours", "queue_bounds", "scheduler_behaviours"),
 }
 SWARM_STEPS = 6000
-SECONDS = 120  # a mutant that takes longer is noticed too
+SECONDS = 120  # of computing: a mutant that takes longer is noticed too
+PATIENCE = 1800  # seconds, for one that sleeps
 GIGABYTES = 6
 TARGET = 0.85
 KILLED, SURVIVED = 1, 0
@@ -100,7 +101,8 @@ def run_forked(planted: Planted | None) -> int:
         return pid
     status, near = KILLED, [*MECHANISM]
     try:
-        signal.alarm(SECONDS)
+        signal.alarm(PATIENCE)
+        resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
         resource.setrlimit(resource.RLIMIT_AS, (GIGABYTES << 30, GIGABYTES << 30))
         nowhere = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):

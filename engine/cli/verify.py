@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from itertools import count, islice
 from math import inf
+from multiprocessing import get_context
 from os import cpu_count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -152,7 +153,7 @@ def _batches(hunt: Hunt, parsed: argparse.Namespace) -> Iterator[Tally]:
     if parsed.jobs == 1:
         while True:
             yield _run_batch(hunt, list(islice(seeds, BATCH)))
-    with ProcessPoolExecutor(parsed.jobs) as pool:
+    with ProcessPoolExecutor(parsed.jobs, mp_context=get_context("spawn")) as pool:
         waiting: set[Future[Tally]] = set()
         try:
             while True:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from hashlib import blake2b
 from itertools import combinations_with_replacement
+from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 from engine.config.sched import SchedulerConfig
@@ -310,7 +311,7 @@ def explore_all(scenarios: Sequence[Scenario], jobs: int = 1) -> Iterator[Explor
     if jobs == 1:
         yield from map(explore, scenarios)
         return
-    with ProcessPoolExecutor(jobs) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         yield from pool.map(explore, scenarios, chunksize=4)
 
 
