@@ -1,6 +1,6 @@
 """What a legal plan and a legal state are. Every test runs with these on.
 
-Numbers in brackets name the invariants of ``docs/verification.md``.
+Numbers in brackets name the invariants listed in ``invariants.py``.
 """
 
 from __future__ import annotations
