@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from engine.sched.request import Request
+from engine.sched.turns import Turn
 
 logger = logging.getLogger("engine.sched")
 
@@ -19,6 +20,7 @@ class FaultLog:
         self.timer = timer
         self.messages: list[str] = []  # the first hundred
         self.num_faults = 0
+        self.turn = Turn()
         self.seconds: defaultdict[str, float] = defaultdict(float)  # by hook
 
     def note(self, culprit: str, request: Request | None, what: str) -> None:

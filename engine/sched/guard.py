@@ -79,8 +79,10 @@ class Guard(Policy):
         return _Overruled(self)
 
     def take_rerank(self) -> bool:
-        """Once after the policy was left out: all ranks must be asked again."""
+        """Once after the policy was left out: the ranks of both queues must be asked again."""
         due, self._rerank_due = self._rerank_due, False
+        for req in self._view.parked if due else ():  # they come back to queues of other ranks
+            req.rank = (req.arrival,)
         return due
 
     def leave_out(self, why: str) -> None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from engine.sched.scheduler import Scheduler
 
 
-def rescue(scheduler: Scheduler, step: Step, *, has_own_loop: bool, is_stuck: bool) -> None:
+def rescue(scheduler: Scheduler, step: Step, has_own_loop: bool, is_stuck: bool) -> None:
     """Serve in the default order, if it was not that already; if nobody can go then, make room.
 
     Running requests that resources refuse may be refused for a reason that passes: until the engine

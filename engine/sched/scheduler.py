@@ -38,6 +38,7 @@ from engine.sched.resources import Resources
 from engine.sched.roster import Roster
 from engine.sched.settle import Settler
 from engine.sched.tally import make_stats
+from engine.sched.turns import in_turn
 from engine.sched.victims import victims_for
 from engine.sched.view import View
 from engine.sched.watch import Watch
@@ -86,10 +87,12 @@ class Scheduler(SchedulerInterface):
 
     # -- requests come and go
 
+    @in_turn
     def add_request(self, add: AddRequest) -> Request:
         self.view.now = self._clock()
         return self.intake.take(add)
 
+    @in_turn
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, reason: FinishReason = "abort"
     ) -> list[Request]:
@@ -139,11 +142,10 @@ class Scheduler(SchedulerInterface):
     def begin_step(self) -> builder.Step:
         """What is due happens; fresh budgets; moving ranks are asked; the policy may evict."""
         view, tally = self.view, self.settler.tally
+        self.guard.faults.turn.begin("schedule")
         view.now = self._clock()
         self._run_errands()
-        for req in self.resources.take_orphans():
-            if self.kv.is_loading(req):  # and nobody will say when that is over
-                self.settler.end(req, "error", "what loaded its KV was left out")
+        for req in self.settler.take_orphans():
             self.wake(req.request_id)
         tally.num_steps += 1
         step = view.step = builder.Step(
@@ -151,8 +153,6 @@ class Scheduler(SchedulerInterface):
         )
         self._limit(step)
         was_left_out = self.guard.take_rerank()
-        for req in view.parked if was_left_out else ():
-            req.rank = self.guard.rank(req, view)
         if self.guard.dynamic or was_left_out:
             self.roster.running.rerank(lambda reqs: self.guard.ranks(reqs, view))
             if step.admission_open or was_left_out:  # else nobody will look at those who wait
@@ -267,8 +267,7 @@ class Scheduler(SchedulerInterface):
         is_paused = self.pause_state is not PauseState.UNPAUSED
         is_stopped = self.pause_state is PauseState.PAUSED_ALL
         if not (step.has_grants or self.num_in_flight or is_stopped):
-            has_own_loop = type(self).schedule is not Scheduler.schedule
-            rescue(self, step, has_own_loop=has_own_loop, is_stuck=self._watch.is_stuck)
+            rescue(self, step, type(self).schedule is not Scheduler.schedule, self._watch.is_stuck)
         self._bulk.write_back(step)
         cause = waits.PAUSED if is_paused else step.closing_cause()
         self.roster.waits.close(self.view.now, cause, step.refused)
@@ -278,10 +277,12 @@ class Scheduler(SchedulerInterface):
         self.resources.describe(plan)
         self.num_in_flight += plan.num_tokens > 0  # else its end brings nothing
         self.settler.tally.num_scheduled_tokens += plan.num_tokens
+        self.guard.faults.turn.end()
         return plan
 
     # -- after the step
 
+    @in_turn
     def update_from_output(self, plan: StepPlan, result: StepResult) -> StepOutputs:
         self.num_in_flight -= plan.num_tokens > 0
         self.view.now = self._clock()
@@ -293,6 +294,7 @@ class Scheduler(SchedulerInterface):
             outputs[min(outputs)].stats = self.make_stats()
         return outputs
 
+    @in_turn
     def take_outputs(self) -> StepOutputs:
         self.view.now = self._clock()
         self._run_errands()
@@ -313,6 +315,7 @@ class Scheduler(SchedulerInterface):
     def set_pause_state(self, state: PauseState) -> None:
         self.pause_state = state
 
+    @in_turn
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
         if reset_running:
             self.view.now = self._clock()

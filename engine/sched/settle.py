@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from engine.config.sched import SchedulerConfig
@@ -98,6 +100,15 @@ class Settler:
         self.policy.on_finish(req, self.view)
         if self.config.include_finished_ids:
             self._finished_ids.setdefault(req.add.client_index, []).append(req.request_id)
+
+    def take_orphans(self) -> Iterator[Request]:
+        """Whom resources had parked that were left out: they are to be woken, unless a transfer
+        writes into their blocks and nobody will say when it is over."""
+        for req in self.resources.take_orphans():
+            if self.kv.is_loading(req):
+                self.end(req, "error", "what loaded its KV was left out")
+            else:
+                yield req
 
     def unseat(self, req: Request, cause: str) -> None:
         """Blocks and seat are taken; the request waits at its rank and will recompute.

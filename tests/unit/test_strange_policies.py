@@ -1,18 +1,15 @@
-"""What plug-ins and clients may do that nobody thought of, each in its smallest form."""
+"""What policies and clients may do that nobody thought of, each in its smallest form."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from data_plane import Source, answer, make_feature_run
 from simulate import expected, make_request, make_run
 
-from engine.core.remote_kv import RemoteKV
 from engine.errors import RequestError
 from engine.messages.params import SamplingParams
 from engine.sched.policies import FCFS
-from engine.sched.policy import Admission, Defer, Limits
-from engine.sched.resource import Fit, OnRefuse, Resource
+from engine.sched.policy import Defer, Limits
 from engine.sched.verify.check import check_empty
 
 PROMPT = list(range(100, 140))
@@ -239,148 +236,3 @@ def test_statistics_are_of_their_moment():
     before = run.scheduler.make_stats()
     run.drain()
     assert before.wait_seconds == {} != run.scheduler.make_stats().wait_seconds
-
-
-class Pace(Resource):
-    """Lets requests go in every so many steps."""
-
-    name = "pace"
-
-    def __init__(self, every):
-        self.every = every
-
-    def fit(self, req, num_tokens, step):
-        return Fit(0 if step.index % self.every else num_tokens)
-
-
-@pytest.mark.parametrize("every", [2, 30])
-def test_who_is_refused_for_a_while_keeps_its_blocks(every):
-    """Each refusal of the only request cost it all that was computed: it never came to its end."""
-    run = make_run(resources=[Pace(every)], caching=False, max_num_batched_tokens=16)
-    run.add(make_request("a", PROMPT, 3))
-    for _ in range(5 * every):
-        run.step()
-    assert run.outputs["a"] == expected(PROMPT, 3)
-    assert run.scheduler.settler.tally.num_preemptions == 0
-
-
-class Exchange(Resource):
-    """Each of two requests goes on only when the other one does not run."""
-
-    def fit(self, req, num_tokens, step):
-        others = [other for other in self.scheduler.view.running if other is not req]
-        return Fit(0 if others and not req.is_waiting else num_tokens)
-
-    def attach(self, scheduler):
-        self.scheduler = scheduler
-
-
-def test_who_blocks_each_other_by_a_resource_is_parted_in_the_end():
-    run = make_run(resources=[Exchange()], stalled_steps=10)
-    prompts = {name: [ord(name)] * 20 for name in "ab"}
-    for name, prompt in prompts.items():
-        run.add(make_request(name, prompt, 3))
-    for _ in range(100):
-        run.step()
-    assert run.outputs == {name: expected(prompt, 3) for name, prompt in prompts.items()}
-
-
-class Idle(FCFS):
-    def order(self, view):
-        return iter(())
-
-
-class Talks(Resource):
-    """Has something to tell the worker in every step."""
-
-    def watches(self, req):
-        return False
-
-    def describe(self, plan):
-        plan.parts["news"] = plan.step
-
-
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_steps_without_a_token_do_not_keep_an_idle_policy_from_being_replaced(depth):
-    """With two of them in flight there always was one, and nobody ever ran."""
-    run = make_run(policy=Idle(), resources=[Talks()], depth=depth)
-    run.add(make_request("a", PROMPT, 3))
-    for _ in range(20):
-        run.step()
-    assert run.outputs["a"] == expected(PROMPT, 3)
-
-
-class Passes(FCFS):
-    """Passes over one request."""
-
-    def admit(self, req, view):
-        return Admission.SKIP if req.request_id == "passed" else super().admit(req, view)
-
-
-class Parks(Resource):
-    """Parks requests with blocks, until somebody wakes them."""
-
-    on_refuse = OnRefuse.PARK
-    is_broken = False
-
-    def fit(self, req, num_tokens, step):
-        return Fit(num_tokens if req.user else 0, hold=0 if req.user else req.num_tokens)
-
-    def begin_step(self, step):
-        assert not self.is_broken
-
-
-def test_who_is_passed_over_before_it_is_parked_does_not_close_admission():
-    run = make_run(policy=Passes(), resources=[Parks()])
-    run.add(make_request("first", PROMPT, 9, user="x"))
-    run.step()
-    run.add(make_request("passed", PROMPT, 3))
-    run.add(make_request("next", PROMPT, 3, user="x"))
-    run.step()
-    assert [req.request_id for req in run.scheduler.roster.running] == ["first", "next"]
-
-
-def test_who_lost_its_blocks_while_it_was_parked_is_woken_if_its_resource_is_left_out():
-    parks = Parks()
-    run = make_run(resources=[parks])
-    run.add(make_request("a", PROMPT, 3))
-    run.step()
-    assert run.scheduler.reset_prefix_cache(reset_running=True)
-    parks.is_broken = True
-    for _ in range(10):
-        run.step()
-    assert run.outputs["a"] == expected(PROMPT, 3)
-
-
-def test_nobody_is_woken_while_its_blocks_are_being_filled():
-    """It ran on what was not there yet, or lost blocks that a transfer wrote into."""
-    source = Source(16)
-    run = make_feature_run(resources=[RemoteKV()], source=source)
-    params = {"num_tokens": 48, "asynchronous": True, "ticks": 3}
-    run.add(request := make_request("a", [7] * 60, 4, kv_transfer_params=params))
-    run.step()
-    run.scheduler.wake("a")
-    assert run.scheduler.get_request_counts().parked == 1
-    run.wait()
-    assert run.outputs["a"] == answer(request)
-
-
-class BrokenLater(RemoteKV):
-    is_broken = False
-
-    def begin_step(self, step):
-        assert not self.is_broken
-
-
-def test_who_waits_for_a_load_that_nobody_will_report_ends():
-    remote = BrokenLater()
-    run = make_feature_run(resources=[remote], source=Source(16))
-    params = {"num_tokens": 48, "asynchronous": True, "ticks": 99}
-    run.add(make_request("a", [7] * 60, 4, kv_transfer_params=params))
-    run.step()
-    remote.is_broken = True
-    for _ in range(10):
-        run.step()
-        run.read(run.scheduler.take_outputs())
-    assert run.finished["a"] == ("error", None)
-    assert run.scheduler.kv.transfers.lent, "a transfer may still write into its blocks"
