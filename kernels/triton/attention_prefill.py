@@ -121,4 +121,5 @@ def prefill_launch(
     args = attention_args(q, kv_layer, meta, variant, out, lse, shape)
     args["work"] = meta.scratch[key]
     grid = (len(args["work"]), num_heads // heads)
-    return Launch(prefill_kernel, grid, args, tile.warps, tile.stages)
+    is_nvidia = arch != "gfx942"
+    return Launch(prefill_kernel, grid, args, tile.warps, tile.stages, fills_registers=is_nvidia)

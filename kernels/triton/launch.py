@@ -10,22 +10,29 @@ import triton
 
 
 class Launch(NamedTuple):
-    """One launch: `run` it where its tensors lie, or `compile` it for a target that is not here."""
+    """One launch: `run` it where its tensors lie, or `compile` it for a target that is not here.
+
+    fills_registers: NVIDIA's assembler likes to spill a little where that lets one more program
+    onto a processor; this says that nothing is worth a spill.
+    """
 
     kernel: Any
     grid: tuple[int, ...]
     args: dict[str, Any]
     num_warps: int
     num_stages: int
+    fills_registers: bool = False
+
+    def options(self) -> dict[str, int]:
+        sizes = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return sizes | ({"maxnreg": 255} if self.fills_registers else {})
 
     def run(self) -> None:
-        self.kernel[self.grid](**self.args, num_warps=self.num_warps, num_stages=self.num_stages)
+        self.kernel[self.grid](**self.args, **self.options())
 
     def compile(self) -> Any:
         """The compiled kernel, specialised by the very path that a launch takes."""
-        return self.kernel.warmup(
-            **self.args, grid=self.grid, num_warps=self.num_warps, num_stages=self.num_stages
-        )
+        return self.kernel.warmup(**self.args, grid=self.grid, **self.options())
 
 
 def arch_of(x: torch.Tensor) -> str:

@@ -1,0 +1,153 @@
+"""The launches we ship, named, without a device: what the compile gate goes through.
+
+A launch is built as a step builds it, from tensors that are never read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import NamedTuple
+
+import torch
+
+from kernels.meta import AttentionMeta
+from kernels.reference import HeadNorm, Rope, Variant
+from kernels.triton.attention_decode import decode_launches
+from kernels.triton.attention_prefill import prefill_launch
+from kernels.triton.kv_write import write_launch
+from kernels.triton.launch import Launch
+from kernels.triton.merge import merge_launch
+
+KV_HEADS = 8
+FP8 = torch.float8_e4m3fn
+# Queries, then cache.
+DTYPES = {
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "fp16": (torch.float16, torch.float16),
+    "fp32": (torch.float32, torch.float32),
+    "bf16 over fp8": (torch.bfloat16, FP8),
+    "fp16 over fp8": (torch.float16, FP8),
+}
+HEAD_DIMS = (32, 64, 80, 96, 128, 256)
+# Query tokens and query heads a key head: packed rows from 16 to 128 in both kernels.
+DECODES = {"decode": (1, 4), "drafts 32": (4, 8), "drafts 64": (8, 8), "decode 71": (1, 71)}
+PREFILLS = {"chunk 16": (9, 1), "chunk 32": (9, 3), "chunk 64": (12, 4), "prefill": (4096, 4)}
+FORMS = (*DECODES, *PREFILLS)
+SWITCHES = (("window", "sinks"), ("window", "softcap"), ("alibi", "log-sum-exp"))
+NORMS = ("none", "head", "width")
+ROPES = ("none", "halves", "neighbours", "partial")
+
+
+class Shipped(NamedTuple):
+    """A launch by name, and whether it needs 8-bit floats or float32 products."""
+
+    name: str
+    build: Callable[[], Launch]
+    dtype: str
+
+
+def attention(dtype: str, head_dim: int, page: int, form: str, switches: frozenset[str]) -> Shipped:
+    query_len, group = {**DECODES, **PREFILLS}[form]
+
+    def build() -> Launch:
+        q_dtype, kv_dtype = DTYPES[dtype]
+        meta = _meta(4, query_len, page)
+        q = torch.empty(4 * query_len, KV_HEADS * group, head_dim, dtype=q_dtype)
+        kv = torch.empty(2, 2, KV_HEADS, page, head_dim, dtype=kv_dtype)
+        lse = torch.empty(q.shape[:2]) if "log-sum-exp" in switches else None
+        variant = _variant(switches, KV_HEADS * group, kv_dtype is FP8)
+        if form in DECODES:
+            return decode_launches(q, kv, meta, variant, 4, torch.empty_like(q), lse)[0]
+        return prefill_launch(q, kv, meta, variant, torch.empty_like(q), lse)
+
+    name = f"{form}, {dtype}, head {head_dim}, page {page}, {' + '.join(sorted(switches))}"
+    return Shipped(name, build, dtype)
+
+
+def write(dtype: str, head_dim: int, norm: str, rope: str, num_tokens: int) -> Shipped:
+    def build() -> Launch:
+        q_dtype, kv_dtype = DTYPES[dtype]
+        qkv = torch.empty(num_tokens, 6 * KV_HEADS * head_dim, dtype=q_dtype)
+        kv = torch.empty(2, 2, KV_HEADS, 64, head_dim, dtype=kv_dtype)
+        scales = torch.empty(2, KV_HEADS) if kv_dtype is FP8 else None
+        heads = (4 * KV_HEADS, KV_HEADS, head_dim)
+        variant = (_rope(rope, head_dim), _norm(norm, q_dtype, head_dim), scales)
+        out = torch.empty(num_tokens, 4 * KV_HEADS, head_dim, dtype=q_dtype)
+        return write_launch(qkv, kv, _meta(4, num_tokens // 4, 64), heads, variant, out)
+
+    name = f"write of {num_tokens}, {dtype}, head {head_dim}, norm {norm}, rope {rope}"
+    return Shipped(name, build, dtype)
+
+
+def merge(num_parts: int, head_dim: int) -> Shipped:
+    def build() -> Launch:
+        parts = torch.empty(num_parts, 4, 32, head_dim)
+        out = torch.empty(4, 32, head_dim, dtype=torch.bfloat16)
+        return merge_launch(parts, torch.empty(num_parts, 4, 32), out, None)
+
+    return Shipped(f"merge of {num_parts}, head {head_dim}", build, "bf16")
+
+
+def shipped() -> Iterator[Shipped]:
+    """Every entry of the table with plain scores, then with each switch; the writes; the merge.
+
+    fp16 differs from bf16 in the instruction alone, a head of 32 or 96 from 64 or 128 in a mask, a
+    block of 32 from 16 or 64 in nothing: they are held by fewer launches.
+    """
+    for dtype, dim, page, form in product(DTYPES, (64, 80, 128, 256), (16, 64), FORMS):
+        if not dtype.startswith("fp16"):
+            yield attention(dtype, dim, page, form, frozenset(("plain",)))
+    for dtype, dim, form in product(("fp16", "fp16 over fp8"), (32, 96), FORMS):
+        yield attention(dtype, dim, 32, form, frozenset(("plain",)))
+    for dtype, dim, form in product(("bf16", "bf16 over fp8"), (64, 128, 256), FORMS):
+        for switches in SWITCHES:
+            yield attention(dtype, dim, 16, form, frozenset(switches))
+    for dtype, norm, rope in product(DTYPES, NORMS, ROPES):
+        yield write(dtype, 128, norm, rope, 4096)
+    for dtype, dim, norm in product(("bf16", "bf16 over fp8"), HEAD_DIMS, NORMS):
+        yield write(dtype, dim, norm, "halves", 16)
+    for parts, dim in product((2, 32), HEAD_DIMS):
+        yield merge(parts, dim)
+
+
+def _meta(num_seqs: int, query_len: int, page: int) -> AttentionMeta:
+    def ints(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    num_tokens = num_seqs * query_len
+    return AttentionMeta(
+        query_start=torch.arange(num_seqs + 1, dtype=torch.int32) * query_len,
+        seq_lens=ints(num_seqs) + 8192,
+        block_tables=ints(num_seqs, 256),
+        positions=ints(num_tokens, dtype=torch.int64),
+        slots=ints(num_tokens, dtype=torch.int64),
+        block_size=page,
+        num_decodes=num_seqs if query_len == 1 else 0,
+        max_query_len=query_len,
+        max_seq_len=8192,
+    )
+
+
+def _variant(switches: frozenset[str], num_heads: int, is_fp8: bool) -> Variant:
+    return Variant(
+        scale=0.0883,
+        window=4096 if "window" in switches else 0,
+        softcap=50.0 if "softcap" in switches else 0.0,
+        sinks=torch.empty(num_heads) if "sinks" in switches else None,
+        alibi=torch.empty(num_heads) if "alibi" in switches else None,
+        kv_scales=torch.empty(2, KV_HEADS) if is_fp8 else None,
+    )
+
+
+def _rope(rope: str, head_dim: int) -> Rope:
+    rot = head_dim // 2 if rope == "partial" else head_dim
+    return Rope(None if rope == "none" else torch.empty(8192, rot), rope == "neighbours")
+
+
+def _norm(norm: str, dtype: torch.dtype, head_dim: int) -> HeadNorm:
+    if norm == "none":
+        return HeadNorm(None, None, 1e-6, False)
+    q_heads, k_heads = (1, 1) if norm == "head" else (4 * KV_HEADS, KV_HEADS)
+    q, k = (torch.empty(n * head_dim, dtype=dtype) for n in (q_heads, k_heads))
+    return HeadNorm(q, k, 1e-6, False)

@@ -1,0 +1,68 @@
+"""Compile every shipped launch for devices that are not here: tools/compile_gate.py --help.
+
+Prints each launch that may not ship and a table of the others' extremes; ends with status 1 if any
+may not. A launch takes about a second of one core.
+"""
+
+import argparse
+import sys
+import time
+from collections import defaultdict
+
+from kernels.compile_gate import DEVICES, Device, Verdict, judge
+from kernels.triton.shipped import shipped
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=DEVICES, action="append", help="default: all")
+    parser.add_argument("--only", default="", help="launches whose name holds this text")
+    parser.add_argument("--every", type=int, default=1, help="take every n-th launch")
+    parser.add_argument("--verbose", action="store_true", help="a line for every launch")
+    options = parser.parse_args()
+    is_sound = True
+    for name in options.device or DEVICES:
+        start = time.perf_counter()
+        verdicts = compile_all(DEVICES[name], options)
+        print(f"{name}: {len(verdicts)} launches, {time.perf_counter() - start:.0f} s\n")
+        print(table(verdicts))
+        is_sound &= not any(verdict.faults for verdict in verdicts)
+    return 0 if is_sound else 1
+
+
+def compile_all(device: Device, options: argparse.Namespace) -> list[Verdict]:
+    chosen = [one for one in shipped() if one.dtype in device.dtypes and options.only in one.name]
+    verdicts = []
+    for one in chosen[:: options.every]:
+        verdict = judge(one, device)
+        verdicts.append(verdict)
+        if verdict.faults or options.verbose:
+            print(verdict.name, verdict.tile, verdict.settings, *verdict.resources, end="  ")
+            print("; ".join(verdict.faults), flush=True)
+    return verdicts
+
+
+def table(verdicts: list[Verdict]) -> str:
+    """The extremes of each kernel's tiles, as markdown."""
+    kinds = defaultdict(list)
+    for verdict in verdicts:
+        form, *rest = verdict.name.split(", ")
+        kinds[form, rest[0], verdict.tile, verdict.settings].append(verdict.resources)
+    lines = ["| launch | tile | warps, stages | registers | shared KiB | spilled | products |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for (form, dtype, tile, settings), found in kinds.items():
+        shared = max(r.shared for r in found) / 1024
+        registers = [r.registers for r in found]
+        kind = "warpgroup" if all(r.num_warpgroup_products for r in found) else "warp"
+        if not any(r.num_warp_products or r.num_warpgroup_products for r in found):
+            kind = "-"
+        lines.append(
+            f"| {form}, {dtype} | {tile} | {settings[0]}, {settings[1]} "
+            f"| {min(registers)}-{max(registers)} | {shared:.1f} "
+            f"| {max(r.spilled for r in found)} | {kind} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
