@@ -89,18 +89,24 @@ def expand_kernel(  # noqa: PLR0913
     tl.store(out, (before + added).to(y.dtype.element_ty), mask=mask)
 
 
-def tiles_for(num_rows: int, itemsize: int) -> tuple[Tiles, int, int]:
+def block_rows(num_rows: int, itemsize: int) -> int:
+    """Rows a program: many would idle in a decode."""
+    return 64 if num_rows >= 512 and itemsize == 2 else 16
+
+
+def tiles_for(num_rows: int, padded_rank: int, itemsize: int) -> tuple[Tiles, int, int]:
     """(tiles, warps, stages)."""
+    rows = block_rows(num_rows, itemsize)
     if itemsize == 4:
-        return Tiles(16, 32, 32), 4, 2
-    if num_rows < 512:
-        return Tiles(16, 64, 128), 4, 3
-    return Tiles(64, 64, 64), 4, 3
+        return Tiles(rows, 32, 32), 4, 2
+    if padded_rank >= 128:
+        return Tiles(rows, 64, 64), 8 if rows == 64 else 4, 3
+    return Tiles(rows, 64, 64 if rows == 64 else 128), 4, 3
 
 
 def group_rows(adapters: torch.Tensor, num_adapters: int, itemsize: int) -> Groups:
     """Rows by adapter: once a step, for all the layers. adapters: [N] int32, -1: none."""
-    return align(adapters, num_adapters, tiles_for(len(adapters), itemsize)[0].M)
+    return align(adapters, num_adapters, block_rows(len(adapters), itemsize))
 
 
 def add_lora(
@@ -128,9 +134,9 @@ def launches(
 ) -> list[Launch]:
     a, b = matrices
     (num_rows, hidden), rank, width = x.shape, a.shape[1], b.shape[1]
-    shape, warps, stages = tiles_for(num_rows, x.element_size())
-    parts, blocks = triton.cdiv(hidden, shape.PART), len(groups.block_groups)
     padded = pad_power(rank)
+    shape, warps, stages = tiles_for(num_rows, padded, x.element_size())
+    parts, blocks = triton.cdiv(hidden, shape.PART), len(groups.block_groups)
     common = {
         "low": torch.empty((parts, num_rows, padded), dtype=torch.float32, device=x.device),
         "rows": groups.pairs,
@@ -144,7 +150,7 @@ def launches(
     expand = {**common, "b": b, "y": y, "stride_y": y.stride(0), "WIDTH": width, "PARTS": parts}
     return [
         Launch(shrink_kernel, (parts, blocks), shrink, warps, stages),
-        Launch(expand_kernel, (triton.cdiv(width, shape.N), blocks), expand, 4, 1),
+        Launch(expand_kernel, (triton.cdiv(width, shape.N), blocks), expand, warps, 1),
     ]
 
 
@@ -156,6 +162,5 @@ def configurations() -> Iterator[Launch]:
                 x = torch.empty((num_rows, 4096), dtype=dtype, device="meta")
                 a, b = x.new_empty((8, rank, 4096)), x.new_empty((8, 4096, rank))
                 adapters = torch.empty(num_rows, dtype=torch.int32, device="meta")
-                block = tiles_for(num_rows, x.element_size())[0].M
-                groups, _ = align_launches(adapters, 8, block)
+                groups, _ = align_launches(adapters, 8, block_rows(num_rows, x.element_size()))
                 yield from launches(x, x, (a, b), groups)

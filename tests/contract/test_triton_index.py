@@ -1,6 +1,9 @@
 """A step's inputs built by Triton, interpreted."""
 
+import pytest
 import triton_interpreter
+
+pytestmark = pytest.mark.timeout(300)  # a process of its own, maybe beside others
 
 
 def test_index_kernels_agree_with_the_reference() -> None:

@@ -1,0 +1,52 @@
+"""Every kernel beside attention compiles for devices that are not here, without spills.
+
+One of each kernel's shipped launches for sm_90, and every third kernel's largest for the others.
+"""
+
+import importlib
+import os
+
+import pytest
+
+from kernels.compile_gate import DEVICES, Device, compiling_for, resources
+from kernels.triton.launch import Launch
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels cannot be compiled"
+)
+
+MODULES = (
+    "norm",
+    "activation",
+    "sampling",
+    "penalties",
+    "bitmask",
+    "logprobs",
+    "rejection",
+    "index",
+    "moe",
+    "lora",
+)
+
+
+def by_kernel(module: str, device: Device) -> list[list[Launch]]:
+    """The launches that a module ships, those of each kernel together."""
+    found: dict[object, list[Launch]] = {}
+    with compiling_for(device):
+        for launch in importlib.import_module(f"kernels.triton.{module}").configurations():
+            found.setdefault(launch.kernel, []).append(launch)
+    return list(found.values())
+
+
+@pytest.mark.parametrize("name", DEVICES)
+@pytest.mark.parametrize("module", MODULES)
+def test_kernels_compile(module: str, name: str) -> None:
+    device = DEVICES[name]
+    order = list(DEVICES).index(name)
+    for number, launches in enumerate(by_kernel(module, device), MODULES.index(module)):
+        if order and number % 3 != order:
+            continue
+        launch = launches[-1] if order else launches[number % len(launches)]
+        got = resources(lambda one=launch: one, device)[1]
+        assert not got.spilled, (launch.kernel, got)
+        assert got.shared <= device.max_shared, (launch.kernel, got)
