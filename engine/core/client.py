@@ -65,8 +65,10 @@ class InprocClient:
         core = self._live()
         try:
             outputs = list(core.step().values())
-        except Exception as error:
+        except BaseException as error:  # whatever it was, the step is half done
             self._cause = error
+            if not isinstance(error, Exception):
+                raise
             raise EngineDeadError(
                 f"the engine core died: {type(error).__name__}: {error}"
             ) from error
@@ -122,7 +124,8 @@ class InprocClient:
 
     def _live(self) -> EngineCore:
         if self._cause is not None:
-            raise EngineDeadError(f"the engine core died: {self._cause}") from self._cause
+            cause = f"{type(self._cause).__name__}: {self._cause}"
+            raise EngineDeadError(f"the engine core died: {cause}") from self._cause
         if self._core is None:
             raise EngineDeadError("the engine was shut down")
         return self._core

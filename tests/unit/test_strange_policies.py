@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from simulate import expected, make_request, make_run
 
-from engine.errors import RequestError
+from engine.core.client import InprocClient
+from engine.core.engine_core import EngineCore
+from engine.errors import EngineDeadError, RequestError
 from engine.messages.params import SamplingParams
 from engine.sched.policies import FCFS
 from engine.sched.policy import Defer, Limits
@@ -236,3 +238,18 @@ def test_statistics_are_of_their_moment():
     before = run.scheduler.make_stats()
     run.drain()
     assert before.wait_seconds == {} != run.scheduler.make_stats().wait_seconds
+
+
+class Quits(FCFS):
+    def admit(self, req, view):
+        raise SystemExit(3)
+
+
+def test_a_core_that_was_left_in_the_middle_of_a_step_does_not_go_on():
+    run = make_run(policy=Quits())
+    client = InprocClient(EngineCore(run.scheduler, run.worker), None)
+    client.add(make_request("a", PROMPT, 3))
+    with pytest.raises(SystemExit):
+        client.step()
+    with pytest.raises(EngineDeadError, match="SystemExit: 3"):
+        client.step()
