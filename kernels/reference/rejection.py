@@ -93,4 +93,4 @@ def judge(logits: torch.Tensor, asked: Asked, draft: int, draft_probs: torch.Ten
 
 
 def _row(asked: Asked, row: int) -> Asked:
-    return Asked(*(column[row : row + 1] for column in asked))
+    return Asked._make(column[row : row + 1] for column in asked)

@@ -233,6 +233,7 @@ def launches(
     rows: Rows, columns: Columns, cut_drafts: tuple[Drafts, Cuts], out: Verified, sizes: Sizes
 ) -> list[Launch]:
     drafts, cuts = cut_drafts
+    assert drafts.probs is not None
     num_rows, vocab_size = rows.logits.shape
     num_seqs, width = out.token_ids.shape
     num_blocks = triton.cdiv(vocab_size, sizes.BLOCK)

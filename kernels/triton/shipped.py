@@ -13,6 +13,18 @@ import torch
 
 from kernels.meta import AttentionMeta
 from kernels.reference import HeadNorm, Rope, Variant
+from kernels.triton import (
+    activation,
+    bitmask,
+    index,
+    logprobs,
+    lora,
+    moe,
+    penalties,
+    rejection,
+    sampling,
+)
+from kernels.triton import norm as norms
 from kernels.triton.attention_decode import decode_launches
 from kernels.triton.attention_prefill import prefill_launch
 from kernels.triton.kv_write import write_launch
@@ -37,6 +49,19 @@ FORMS = (*DECODES, *PREFILLS)
 SWITCHES = (("window", "sinks"), ("window", "softcap"), ("alibi", "log-sum-exp"))
 NORMS = ("none", "head", "width")
 ROPES = ("none", "halves", "neighbours", "partial")
+
+OTHERS = (
+    activation,
+    bitmask,
+    index,
+    logprobs,
+    lora,
+    moe,
+    norms,
+    penalties,
+    rejection,
+    sampling,
+)
 
 
 class Shipped(NamedTuple):
@@ -90,7 +115,13 @@ def merge(num_parts: int, head_dim: int) -> Shipped:
 
 
 def shipped() -> Iterator[Shipped]:
-    """Every entry of the table with plain scores, then with each switch; the writes; the merge.
+    yield from around_the_cache()
+    for module in OTHERS:
+        yield from map(beside_attention, module.configurations())
+
+
+def around_the_cache() -> Iterator[Shipped]:
+    """Every entry of attention's table with plain scores, then with switches; writes; merges.
 
     fp16 differs from bf16 in the instruction alone, a head of 32 or 96 from 64 or 128 in a mask, a
     block of 32 from 16 or 64 in nothing: they are held by fewer launches.
@@ -109,6 +140,14 @@ def shipped() -> Iterator[Shipped]:
         yield write(dtype, dim, norm, "halves", 16)
     for parts, dim in product((2, 32), HEAD_DIMS):
         yield merge(parts, dim)
+
+
+def beside_attention(launch: Launch) -> Shipped:
+    """Its settings are the same for all families, and all families take it in every dtype."""
+    tensors = [arg for arg in launch.args.values() if isinstance(arg, torch.Tensor)]
+    dtype = next((t.dtype for t in tensors if t.is_floating_point()), torch.int32)
+    name = launch.kernel.fn.__name__.removesuffix("_kernel")
+    return Shipped(f"{name}, {str(dtype).removeprefix('torch.')}", lambda: launch, "bf16")
 
 
 def _meta(num_seqs: int, query_len: int, page: int) -> AttentionMeta:
