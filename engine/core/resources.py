@@ -17,8 +17,8 @@ class PipelineCadence(Resource):
 
     name = "pipeline cadence"
 
-    def fit(self, req: Request, num_tokens: int, step: Step) -> Fit:
-        return Fit(0 if req.num_pending else num_tokens)
+    def serializes(self, req: Request) -> bool:
+        return True
 
 
 class PrefillGate(Resource):

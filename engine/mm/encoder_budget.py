@@ -73,7 +73,8 @@ class EncoderBudget(Resource):
         return None
 
     def watches(self, req: Request) -> bool:
-        return bool(req.media)
+        """Behind its media it decodes like any other."""
+        return any(req.num_computed < item.offset + item.length for item in req.media)
 
     def begin_step(self, step: Step) -> None:
         self._tokens_left = self.max_encoder_tokens
@@ -99,6 +100,7 @@ class EncoderBudget(Resource):
                 use = uses[index] = self._use(req, index, step)
             if item.offset + item.length <= upto:
                 self._last_reads.setdefault(step.index, []).append(use)
+        self._scheduler.watch_again(req)
 
     def release(self, req: Request) -> None:
         for use in self._uses.pop(req.request_id, {}).values():

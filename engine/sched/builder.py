@@ -11,6 +11,7 @@ from engine.sched import waits
 from engine.sched.request import Request, Status
 from engine.sched.roster import Roster
 from engine.sched.seated import NO_ROWS, Rows
+from engine.sched.table import WATCHED
 
 ONES = np.ones(1024, dtype=np.int32)
 ONES.flags.writeable = False
@@ -121,10 +122,10 @@ def canonical_rows(step: Step, roster: Roster) -> tuple[Rows, NDArray[np.int32]]
     """
     if not step.grants:
         return step.plain_rows, ones(len(step.plain_rows))
-    watched, new = roster.table.watched.at, {req.row for req in step.new}
+    flags, new = roster.table.flags.at, {req.row for req in step.new}
     plain, others, sizes = step.plain_rows.tolist(), [], []
     for req, count in step.grants:
-        if count == 1 and req.row not in new and not watched[req.row]:
+        if count == 1 and req.row not in new and not flags[req.row] & WATCHED:
             plain.append(req.row)
         else:
             others.append(req.row)

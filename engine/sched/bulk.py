@@ -1,6 +1,7 @@
 """Decodes that need nobody's opinion: all at once, or one by one without the long way round.
 
-A row is plain if it is one token behind and no resource watches it. While everybody fits and the
+A row is plain if it is one token behind and no resource watches it. A serial one whose last token
+is on its way is passed over. While everybody fits and the
 policy does not ask to be asked, plain rows are granted as one block; otherwise each is granted in
 its turn, and their counts are written back together. The plans are those that the long way gives;
 this only costs what changed.
@@ -12,15 +13,18 @@ from collections.abc import Callable
 from typing import cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.sched import queues
 from engine.sched.append import ONE_BY_ONE_UPTO
 from engine.sched.builder import Step
 from engine.sched.guard import Guard
 from engine.sched.request import Request
-from engine.sched.seated import Rows
+from engine.sched.seated import NO_ROWS, Rows
 from engine.sched.settle import Settler
-from engine.sched.table import ONE, Counts
+from engine.sched.table import ONE, SERIAL, WATCHED, Counts
+
+Mask = NDArray[np.bool_]
 
 # Whoever overrides one of these is asked about every request, one by one.
 ASKING_HOOKS = ("order", "chunk", "evict", "on_grant")
@@ -41,6 +45,7 @@ class Bulk:
         self._roster = settler.roster
         self._table = settler.roster.table
         self._kv = settler.kv
+        self._resources = settler.resources
         self._block_size = np.array(settler.kv.block_size, dtype=np.int32)
         self._appender = settler.appender
         self._view = settler.view
@@ -58,45 +63,62 @@ class Bulk:
         """
         if len(self._roster.running) <= ONE_BY_ONE_UPTO and not self._asks:
             return self._grant_few(step)
-        table, kv, columns = self._table, self._kv, self._roster.seated.columns
-        rows = columns.rows
-        upto = table.num_tokens.all[rows] + table.num_pending.all[rows]
-        computed = table.num_computed.all[rows]
-        decode = (upto == computed + ONE) & (upto < columns.limits)
-        needs_block = decode & (computed >= kv.num_held[rows] * self._block_size)
-        plain = decode & ~table.watched.all[rows].astype(bool)
+        table, kv, rows = self._table, self._kv, self._roster.seated.columns.rows
+        decode, plain, held, needs_block = self._decodes()
         is_short = np.count_nonzero(needs_block) * kv.num_groups > kv.num_free
         num_decodes, num_plain = np.count_nonzero(decode), np.count_nonzero(plain)
         if self._asks or num_decodes > step.tokens_left or (is_short and num_plain < num_decodes):
             table.plain.all[rows[plain]] = step.index
             return False
+        held_rows = NO_ROWS if held is None else rows[held]
         if is_short:
-            rows = self._secure_growing(rows[plain], set(rows[needs_block].tolist()), step)
+            growing = set(rows[needs_block].tolist())
+            rows = self._secure_growing(rows[plain], growing, held_rows, step)
         else:
-            if (growing := rows[plain & needs_block]).size:
-                kv.reserve_next([req.row for req in self._by_rank(growing.tolist())])
+            if (growing_rows := rows[plain & needs_block]).size:
+                kv.reserve_next([req.row for req in self._by_rank(growing_rows.tolist())])
             if num_plain < len(rows):
                 rows = rows[plain]
-        table.considered.all[rows] = step.index
+        table.considered.all[rows] = table.considered.all[held_rows] = step.index
         step.plain_rows = rows
         step.tokens_left -= len(rows)
         computed = self._advance(rows)
         self._appender.commit_ends(rows, computed, table.num_tokens)
         return True
 
+    def _decodes(self) -> tuple[Mask, Mask, Mask | None, Mask]:
+        """Which running requests can have one token now; of these, whom nobody watches. Who could
+        if its last token were known (``None``: nobody). Who of the first needs a block."""
+        table, kv, columns = self._table, self._kv, self._roster.seated.columns
+        rows = columns.rows
+        pending, computed = table.num_pending.all[rows], table.num_computed.all[rows]
+        upto = table.num_tokens.all[rows] + pending
+        decode = (upto == computed + ONE) & (upto < columns.limits)
+        plain, held = decode, None
+        if self._resources.members:
+            flags = table.flags.all[rows]
+            held = decode & (flags >= SERIAL) & (pending > 0)
+            decode = decode & ~held
+            plain = decode & (flags & WATCHED == 0)
+        needs_block = decode & (computed >= kv.num_held[rows] * self._block_size)
+        return decode, plain, held, needs_block
+
     def _grant_few(self, step: Step) -> bool:
         """The same, row by row. If blocks are short it is left to the loop."""
         table, kv = self._table, self._kv
         tokens, pending, computed = table.num_tokens.at, table.num_pending.at, table.num_computed.at
-        plain, growing, num_decodes, num_growing = [], [], 0, 0
+        plain, held, growing, num_decodes, num_growing = [], [], [], 0, 0
         for row in self._roster.seated.list:
             upto, start = tokens[row] + pending[row], computed[row]
             if upto - start != 1 or upto >= table.limit.at[row]:
                 continue
+            if pending[row] and table.flags.at[row] >= SERIAL:
+                held.append(row)
+                continue
             needs_block = start % kv.block_size == 0 and start >= kv.num_held[row] * kv.block_size
             num_decodes += 1
             num_growing += needs_block
-            if not table.watched.at[row]:
+            if not table.flags.at[row] & WATCHED:
                 plain.append(row)
                 if needs_block:
                     growing.append(row)
@@ -104,29 +126,36 @@ class Bulk:
             return False
         if growing:
             kv.reserve_next([req.row for req in self._by_rank(growing)])
-        for row in plain:
-            computed[row] = upto = computed[row] + 1
-            pending[row] += 1
-            table.in_flight.at[row] += 1
+        for row in held:
             table.considered.at[row] = step.index
-            if upto % kv.block_size == 0 and upto <= tokens[row]:
-                kv.commit(self._req(row), upto)
-        step.plain_rows = np.array(plain, dtype=np.intp)
-        step.tokens_left -= len(plain)
+        self._advance_few(plain, step)
         return True
 
-    def _secure_growing(self, rows: Rows, growing: set[int], step: Step) -> Rows:
+    def _advance_few(self, rows: list[int], step: Step) -> None:
+        table, kv = self._table, self._kv
+        for row in rows:
+            table.num_computed.at[row] = upto = table.num_computed.at[row] + 1
+            table.num_pending.at[row] += 1
+            table.in_flight.at[row] += 1
+            table.considered.at[row] = step.index
+            if upto % kv.block_size == 0 and upto <= table.num_tokens.at[row]:
+                kv.commit(self._req(row), upto)
+        step.plain_rows = self._roster.seated.sorted(rows)
+        step.tokens_left -= len(rows)
+
+    def _secure_growing(self, rows: Rows, growing: set[int], held: Rows, step: Step) -> Rows:
         """Blocks are short: each that needs one takes it from the pool or from its victims.
 
-        Whoever comes before it by rank has its token and is no victim. Returns the rows that are
-        left: neither evicted nor refused.
+        Whoever comes before it by rank was offered its token and is no victim. Returns the rows
+        that are left: neither evicted nor refused.
         """
-        considered, index, decodes = self._table.considered, step.index, set(rows.tolist())
+        considered, index = self._table.considered, step.index
+        decodes = {*rows.tolist(), *held.tolist()}
         ranked = np.array(
             [req.row for req in self._roster.running if req.row in decodes], dtype=np.intp
         )
         left = [(place, row) for place, row in enumerate(ranked.tolist()) if row in growing]
-        refused, offered = set(), 0
+        refused, offered = set(held.tolist()), 0
         while left := [(place, row) for place, row in left if considered.at[row] != index]:
             room = self._kv.num_free // self._kv.num_groups
             now = left[: max(1, room)]

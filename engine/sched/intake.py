@@ -47,7 +47,7 @@ class Intake:
             raise
         if ledger is not None:
             ledger.on_add(req)
-        roster.table.watched.at[req.row] = int(self._settler.resources.watch(req))
+        roster.table.flags.at[req.row] = self._settler.resources.flags(req)
         req.rank = policy.rank(req, view)
         roster.add(req, view.now)
         if config.log_stats:

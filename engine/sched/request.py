@@ -10,7 +10,7 @@ from typing import Any
 
 from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest, MediaItem
-from engine.sched.table import Table
+from engine.sched.table import SERIAL, Table
 
 
 class Status(Enum):
@@ -186,6 +186,11 @@ class Request:
     @property
     def is_waiting(self) -> bool:
         return self.status is Status.WAITING
+
+    @property
+    def is_serial(self) -> bool:
+        """Some resource wants it in one step at a time."""
+        return self.table.flags.at[self.row] >= SERIAL
 
     @property
     def is_finished(self) -> bool:

@@ -65,8 +65,18 @@ class Resource:
         """The request was queued: what takes long may begin."""
 
     def watches(self, req: Request) -> bool:
-        """Must this request be asked about in every step? Others may be granted in bulk."""
+        """Must this request be asked about in every step? Others may be granted in bulk.
+
+        Asked when it comes, and again when you call ``scheduler.watch_again``.
+        """
         return True
+
+    def serializes(self, req: Request) -> bool:
+        """Must its last token be known before the next one is computed? Asked when it comes.
+
+        Such a request is in one step at a time; nobody need be asked for that.
+        """
+        return False
 
     def begin_step(self, step: Step) -> None:
         """A step is about to be planned."""

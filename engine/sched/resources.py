@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.messages.requests import AddRequest
 from engine.messages.step import StepPlan, StepResult
@@ -12,13 +11,28 @@ from engine.sched import answers
 from engine.sched.faults import FaultLog
 from engine.sched.request import Request, Status
 from engine.sched.resource import Fit, OnRefuse, Resource
+from engine.sched.table import SERIAL, WATCHED
 
 if TYPE_CHECKING:
     from engine.sched.builder import Step
 
 
+HOOKS = (
+    *("objection", "added", "watches", "serializes", "begin_step", "extra", "fit", "take"),
+    *("parked", "release", "describe", "settle"),
+)
+ROW_HOOKS = ("extra", "fit", "take")  # asked about one request in one step
+
+
+class Own(NamedTuple):
+    """A resource that has a hook of its own."""
+
+    resource: Resource
+    label: str  # of the hook, in faults and times
+
+
 class Resources:
-    """Calls hooks of resources and checks their answers.
+    """Calls hooks of resources and checks their answers. Who has no hook of its own is not asked.
 
     One that raises or answers rubbish is named and refuses what it was asked for; after
     ``max_faults`` faults it is left out, and whom it had parked is to be woken.
@@ -28,17 +42,15 @@ class Resources:
         self.members = list(resources)
         self._faults = faults
         self._num_faults = {id(resource): 0 for resource in resources}
-        self._has_extra = any(
-            type(resource).extra is not Resource.extra for resource in self.members
-        )
+        self._own = self._by_hook()
         self._parked: dict[Request, Resource] = {}  # who was parked last as whom it asked
         self._orphans: list[Request] = []
 
     def objection(self, add: AddRequest) -> str | None:
         """Why some resource could never serve such a request."""
-        for resource in self.members:
+        for own in self._own["objection"]:
             answer: str | None
-            answer = self._ask(resource, "objection", None, add, wrong=answers.wrong_objection)
+            answer = self._ask(own, "objection", None, add, wrong=answers.wrong_objection)
             if answer:
                 return answer
         return None
@@ -46,34 +58,46 @@ class Resources:
     def added(self, req: Request) -> None:
         self._tell("added", req)
 
+    def flags(self, req: Request) -> int:
+        """What the mechanism must keep in mind of the request: ``WATCHED``, ``SERIAL``."""
+        return WATCHED * self.watch(req) + SERIAL * self._does_any("serializes", req)
+
     def watch(self, req: Request) -> bool:
         """Must the request be asked about in every step?"""
-        wrong = answers.wrong_bool
-        wishes = [self._ask(r, "watches", True, req, wrong=wrong) for r in self.members]
-        return any(wishes)
+        return self._does_any("watches", req)
 
     def begin_step(self, step: Step) -> None:
         self._tell("begin_step", step)
 
     def extra(self, req: Request, step: Step) -> int:
         """Tokens behind the known ones that some resource wants computed."""
-        if not self._has_extra:
-            return 0
-        wrong = partial(answers.wrong_extra, most=req.max_total)
-        wanted = [int(self._ask(r, "extra", 0, req, step, wrong=wrong)) for r in self.members]
-        return max(wanted, default=0)
+        most = 0
+        for own in self._own["extra"]:
+            begun = self._faults.timer()
+            try:
+                wanted = own.resource.extra(req, step)
+                fault = answers.wrong_extra(wanted, req.max_total)
+            except Exception as error:  # a stranger's code
+                fault = answers.raised(error)
+            self._faults.seconds[own.label] += self._faults.timer() - begun
+            if fault is None:
+                most = max(most, int(wanted))
+            else:
+                self._fault(own, req, fault)
+        return most
 
     def fit(self, req: Request, fit: Fit, step: Step) -> Fit:
         """What all of them allow of ``fit``, and the cause of the last refusal."""
-        settled = fit.num_tokens <= 0
+        own_fits = self._own["fit"]
+        settled = not own_fits or fit.num_tokens <= 0
         while not settled:  # monotone answers: asking again until all agree ends
             settled = True
-            for resource in self.members:
-                answer = self._fit(resource, req, fit.num_tokens, step)
+            for own in own_fits:
+                answer = self._fit(own, req, fit.num_tokens, step)
                 if answer.num_tokens < fit.num_tokens:
-                    on_refuse = answer.on_refuse or resource.on_refuse
-                    cause = answer.cause or resource.name
-                    fit = answer._replace(on_refuse=on_refuse, cause=cause, by=resource)
+                    on_refuse = answer.on_refuse or own.resource.on_refuse
+                    cause = answer.cause or own.resource.name
+                    fit = answer._replace(on_refuse=on_refuse, cause=cause, by=own.resource)
                     settled = False
             settled = settled or fit.num_tokens <= 0
         return fit
@@ -84,7 +108,8 @@ class Resources:
     def parked(self, req: Request, by: Resource | None) -> None:
         if by is not None:
             self._parked[req] = by
-            if self._ask(by, "parked", False, req) is False:  # it does not know whom to wake
+            own = Own(by, f"{type(by).__name__}.parked")
+            if self._ask(own, "parked", False, req) is False:  # it does not know whom to wake
                 self._orphans.append(req)
 
     def release(self, req: Request) -> None:
@@ -103,19 +128,44 @@ class Resources:
         orphans, self._orphans = self._orphans, []
         return [req for req in orphans if req.status is Status.PARKED]
 
-    def _fit(self, resource: Resource, req: Request, num_tokens: int, step: Step) -> Fit:
-        fault = Fit(0, f"fault of {resource.name}", OnRefuse.SKIP)
-        wrong = partial(answers.wrong_fit, most=num_tokens)
-        answer: Fit = self._ask(resource, "fit", fault, req, num_tokens, step, wrong=wrong)
-        return answer
+    # -- helpers
+
+    def _by_hook(self) -> dict[str, list[Own]]:
+        return {
+            hook: [
+                Own(resource, f"{type(resource).__name__}.{hook}")
+                for resource in self.members
+                if _has_own(resource, hook)
+            ]
+            for hook in HOOKS
+        }
+
+    def _fit(self, own: Own, req: Request, num_tokens: int, step: Step) -> Fit:
+        begun = self._faults.timer()
+        try:
+            answer = own.resource.fit(req, num_tokens, step)
+            fault = answers.wrong_fit(answer, num_tokens)
+        except Exception as error:  # a stranger's code
+            fault = answers.raised(error)
+        self._faults.seconds[own.label] += self._faults.timer() - begun
+        if fault is None:
+            return answer
+        self._fault(own, req, fault)
+        return Fit(0, f"fault of {own.resource.name}", OnRefuse.SKIP)
+
+    def _does_any(self, hook: str, req: Request) -> bool:
+        """Does one of them say yes? A fault is one."""
+        own_hooks, wrong = self._own[hook], answers.wrong_bool
+        wishes = [self._ask(own, hook, True, req, wrong=wrong) for own in own_hooks]
+        return any(wishes)
 
     def _tell(self, hook: str, *args: Any) -> None:
-        for resource in self.members:
-            self._ask(resource, hook, None, *args)
+        for own in self._own[hook]:
+            self._ask(own, hook, None, *args)
 
     def _ask(
         self,
-        resource: Resource,
+        own: Own,
         hook: str,
         instead: Any,
         *args: Any,
@@ -123,23 +173,32 @@ class Resources:
     ) -> Any:
         """The resource's answer; ``instead`` if it raises or its answer is wrong."""
         begun = self._faults.timer()
-        culprit = f"{type(resource).__name__}.{hook}"
         try:
-            answer = getattr(resource, hook)(*args)
+            answer = getattr(own.resource, hook)(*args)
             fault = wrong(answer)
         except Exception as error:  # a stranger's code
             fault = answers.raised(error)
-        self._faults.seconds[culprit] += self._faults.timer() - begun
+        self._faults.seconds[own.label] += self._faults.timer() - begun
         if fault is None:
             return answer
-        about = args[0] if isinstance(args[0], Request) else None
-        self._fault(resource, culprit, about, fault)
+        self._fault(own, args[0] if isinstance(args[0], Request) else None, fault)
         return instead
 
-    def _fault(self, resource: Resource, culprit: str, about: Request | None, what: str) -> None:
-        self._faults.note(culprit, about, what)
+    def _fault(self, own: Own, about: Request | None, what: str) -> None:
+        resource = own.resource
+        self._faults.note(own.label, about, what)
         self._num_faults[id(resource)] += 1
         if self._num_faults[id(resource)] > self._faults.max_faults and resource in self.members:
-            self._faults.note(culprit, None, f"{resource.name} is left out from now on")
+            self._faults.note(own.label, None, f"{resource.name} is left out from now on")
             self.members = [other for other in self.members if other is not resource]
+            self._own = self._by_hook()
             self._orphans += [req for req, by in self._parked.items() if by is resource]
+
+
+def _has_own(resource: Resource, hook: str) -> bool:
+    """Would asking it tell more than the base class? Who says nothing of whom it watches, but has
+    a say in a step, watches everybody."""
+    has_own = getattr(type(resource), hook) is not getattr(Resource, hook)
+    if hook == "watches":
+        return has_own or any(_has_own(resource, other) for other in ROW_HOOKS)
+    return has_own

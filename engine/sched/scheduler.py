@@ -37,6 +37,7 @@ from engine.sched.resource import Fit, OnRefuse, Resource
 from engine.sched.resources import Resources
 from engine.sched.roster import Roster
 from engine.sched.settle import Settler
+from engine.sched.table import SERIAL
 from engine.sched.tally import make_stats
 from engine.sched.turns import in_turn
 from engine.sched.victims import victims_for
@@ -114,6 +115,11 @@ class Scheduler(SchedulerInterface):
             self.roster.wake(req, self.view.now)
             self.settler.woken(req)
 
+    def watch_again(self, req: Request) -> None:
+        """A resource would answer ``watches`` otherwise now."""
+        flags = self.roster.table.flags.at
+        flags[req.row] = flags[req.row] & SERIAL | self.resources.watch(req)
+
     # -- the step
 
     def schedule(self) -> StepPlan:
@@ -178,8 +184,8 @@ class Scheduler(SchedulerInterface):
 
     def tokens_for(self, req: Request, step: builder.Step) -> Fit:
         """How many tokens budget, caps, policy and resources allow the request now."""
-        if req.is_waiting and req.num_pending:
-            # Preempted; what it sampled must be known first.
+        if req.num_pending and (req.is_waiting or req.is_serial):
+            # Preempted, or in one step at a time: what it sampled must be known first.
             return Fit(0, waits.BLOCKS, OnRefuse.CLOSE)
         behind = req.num_uncomputed
         if req.is_waiting:

@@ -10,6 +10,9 @@ from numpy.typing import NDArray
 Counts = NDArray[np.int32]
 ONE: Counts = np.array(1, dtype=np.int32)  # numpy adds it twice as fast as a Python int
 
+WATCHED = 1  # some resource wants to be asked in each step
+SERIAL = 2  # while a token is on its way, no step computes the next one
+
 
 class Column:
     """One buffer with two faces: ``at`` for scalars, ``all`` for vectors.
@@ -61,7 +64,7 @@ class Table:
         self.in_flight = Column(num_rows)  # steps launched and not settled that hold the row
         self.client = Column(num_rows)
         self.alive = Column(num_rows)  # 1 from add to finish
-        self.watched = Column(num_rows)  # 1 if some resource wants to be asked in each step
+        self.flags = Column(num_rows)  # what resources want: WATCHED, SERIAL
         self.plain = StepColumn(num_rows)  # the last step in which the row was marked as plain
         self.considered = StepColumn(num_rows)  # the last step in which the request was offered
         self.stop_id = Column(num_rows)  # the only token that ends the request; -1 none, -2 several

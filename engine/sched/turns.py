@@ -25,7 +25,7 @@ class Turn:
         if self._doing:
             raise RuntimeError(
                 f"{what}() was called within {self._doing}(); keep it in mind and call it between "
-                "two steps (only wake() may be called at any time)"
+                "two steps (only wake() and watch_again() may be called at any time)"
             )
         self._doing = what
 

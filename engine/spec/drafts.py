@@ -17,7 +17,8 @@ from engine.errors import ConfigError
 from engine.messages.step import StepPlan, StepResult
 from engine.sched.builder import Step
 from engine.sched.request import Request
-from engine.sched.resource import Fit, Resource
+from engine.sched.resource import Resource
+from engine.sched.scheduler import Scheduler
 
 PADDING = -1  # in place of a draft: computed and never right
 Cut = Callable[[Request, Sequence[int]], int]
@@ -72,8 +73,15 @@ class Drafts(Resource):
         self._taken: dict[int, list[int]] = {}  # by row, in the step being planned
         self._has_prefill = False  # the step being planned computes a part of a prompt
 
-    def watches(self, req: Request) -> bool:
+    def attach(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    def serializes(self, req: Request) -> bool:
         return self.num_speculative_tokens > 0
+
+    def watches(self, req: Request) -> bool:
+        """A decode without drafts is one like any other."""
+        return bool(self._proposed.get(req.row))
 
     def begin_step(self, step: Step) -> None:
         self._taken.clear()
@@ -90,15 +98,11 @@ class Drafts(Resource):
         drafts = self._proposed.get(req.row)
         return min(self._cut(req, drafts), room) if drafts else 0
 
-    def fit(self, req: Request, num_tokens: int, step: Step) -> Fit:
-        is_gated = self.num_speculative_tokens and req.num_pending
-        return Fit(0 if is_gated else num_tokens)
-
     def take(self, req: Request, num_tokens: int, step: Step) -> None:
         if not self.num_speculative_tokens:
             return
         self._running[req.row] = req
-        drafts = self._proposed.pop(req.row, [])
+        drafts = self._drop(req)
         num_slots = max(0, req.num_computed - req.num_tokens)
         if num_slots:
             padding = [PADDING] * num_slots
@@ -107,7 +111,7 @@ class Drafts(Resource):
 
     def release(self, req: Request) -> None:
         self._running.pop(req.row, None)
-        self._proposed.pop(req.row, None)
+        self._drop(req)
 
     def describe(self, plan: StepPlan) -> None:
         if not self._taken:
@@ -125,6 +129,14 @@ class Drafts(Resource):
             req = self._running.get(row)
             if req is not None and req.table.generation.at[row] == plan.generations[index]:
                 self._proposed[row] = list(drafts[: self.num_speculative_tokens])
+                self._scheduler.watch_again(req)
+
+    def _drop(self, req: Request) -> list[int]:
+        """What was proposed for the request, which is not watched for it any more."""
+        drafts = self._proposed.pop(req.row, [])
+        if drafts and not req.is_finished:
+            self._scheduler.watch_again(req)
+        return drafts
 
     def _count(self, plan: StepPlan, result: StepResult) -> None:
         """Padding was no draft, and a row without a result says nothing about its drafts."""

@@ -45,6 +45,10 @@ class GrammarReadiness(Resource):
             self._faulty[req.request_id] = str(error)
 
     def watches(self, req: Request) -> bool:
+        """Whoever runs has its grammar."""
+        return False
+
+    def serializes(self, req: Request) -> bool:
         return req.add.grammar is not None
 
     def begin_step(self, step: Step) -> None:
@@ -58,9 +62,7 @@ class GrammarReadiness(Resource):
             return Fit(num_tokens)
         if what := self._faulty.get(req.request_id):
             return Fit(0, f"the grammar cannot be used: {what}", OnRefuse.FAIL)
-        if req.request_id not in self._matchers:
-            return Fit(0)
-        return Fit(0 if req.num_pending else num_tokens)
+        return Fit(num_tokens if req.request_id in self._matchers else 0)
 
     def parked(self, req: Request) -> None:
         self._parked.add(req.request_id)

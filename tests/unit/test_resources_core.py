@@ -8,6 +8,7 @@ from simulate import expected, make_request
 
 from engine.core.resources import BlockAlignment, PipelineCadence, PrefillGate
 from engine.errors import ConfigError
+from engine.sched import Fit, Resource
 
 
 def add_all(run, lengths, num_output=16):
@@ -141,3 +142,57 @@ def test_alignment_needs_a_budget_that_reaches_a_multiple():
             make_feature_run(resources=[BlockAlignment(32)], **options)
     with pytest.raises(ConfigError, match="aligned to 0 tokens"):
         BlockAlignment(0)
+
+
+# -- whom a resource is asked about
+
+
+class Curious(Resource):
+    """Watches whom it was told to, and counts what it is asked about each."""
+
+    name = "curious"
+
+    def __init__(self):
+        self.watched = set()
+        self.num_asked = {}
+
+    def attach(self, scheduler):
+        self.scheduler = scheduler
+
+    def watches(self, req):
+        return req.request_id in self.watched
+
+    def fit(self, req, num_tokens, step):
+        self.num_asked[req.request_id] = self.num_asked.get(req.request_id, 0) + 1
+        return Fit(num_tokens)
+
+
+def test_a_resource_is_asked_about_whom_it_watches_and_may_change_its_mind():
+    curious = Curious()
+    run = make_feature_run(resources=[curious])
+    add_all(run, [3, 3])
+    for _ in range(5):
+        run.step()
+    assert curious.num_asked == {"0": 1, "1": 1}, "decodes that nobody watches"
+    curious.watched.add("1")
+    curious.scheduler.watch_again(curious.scheduler.roster.by_id["1"])
+    for _ in range(5):
+        run.step()
+    assert curious.num_asked == {"0": 1, "1": 6}
+    run.drain()
+    assert run.outputs == {str(index): expected([index + 1] * 3, 16) for index in range(2)}
+
+
+@pytest.mark.parametrize("num_requests", [3, 40])
+def test_who_is_in_one_step_at_a_time_is_passed_over_without_asking(num_requests):
+    run = make_feature_run(
+        resources=[PipelineCadence()], depth=2, num_blocks=400, max_num_seqs=num_requests
+    )
+    add_all(run, [4] * num_requests)
+    for _ in range(4):
+        run.step()
+    run.launch()
+    assert run.plans[-1] == dict.fromkeys(run.outputs, 1), "all of them decode"
+    assert not run.scheduler.schedule().num_tokens
+    run.drain()
+    assert all(run.outputs[str(index)] == expected([index + 1] * 4, 16) for index in range(3))
