@@ -1,8 +1,9 @@
 """Plants each bug of `tests/canaries/table.py` in a copy of the engine and runs the swarm on it.
 
-    python tools/canaries.py [--steps 1000000] [--only NAME]
+    python tools/canaries.py [--steps 1000000] [--only NAME] [--corpus FILE]
 
-Prints how many simulated steps it took to find each. Exit status 1 if one was not found.
+Prints how many simulated steps it took to find each. Exit status 1 if one was not found. With a
+corpus, the smallest case that shows each is added to it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from itertools import count
 logging.disable(logging.CRITICAL)
 from engine.sched.policies import POLICIES
 from engine.sched.verify.starvation import steps_until_served
-from engine.sched.verify.swarm import Swarm
+from engine.sched.verify.case import to_json
+from engine.sched.verify.swarm import Swarm, smallest
 
 def starved():
     for policy in POLICIES:
@@ -50,19 +52,25 @@ def hunt(max_steps):
     if not tally.found:
         message = starved()
         if message:
-            return tally.num_steps, message
+            return tally.num_steps, message, ""
         tally.add(swarm.run(seeds, max_steps - tally.num_steps))
-    return tally.num_steps, tally.found[0].broken.message if tally.found else ""
+    for found in tally.found:
+        return tally.num_steps, found.broken.message, to_json(smallest(found))
+    return tally.num_steps, "", ""
 
 print(json.dumps(hunt(int(sys.argv[1]))))
 """
 
 
 class Caught(NamedTuple):
-    """What found the bug and after how many steps; an empty message: nothing did."""
+    """What found the bug and after how many steps; an empty message: nothing did.
+
+    ``case``: the smallest that shows it, as JSON, if a case does.
+    """
 
     num_steps: int
     message: str
+    case: str = ""
 
 
 def hunt(canary: Canary, max_steps: int = MAX_STEPS) -> Caught:
@@ -104,6 +112,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=MAX_STEPS, metavar="N")
     parser.add_argument("--only", metavar="NAME", help="part of the names of those to try")
+    parser.add_argument("--corpus", type=Path, metavar="FILE")
     parsed = parser.parse_args()
     chosen = [canary for canary in CANARIES if (parsed.only or "") in canary.name]
     num_caught = 0
@@ -111,6 +120,10 @@ def main() -> int:
         begun = time.monotonic()
         caught = hunt(canary, parsed.steps)
         num_caught += bool(caught.message)
+        if parsed.corpus is not None and caught.case:
+            note = json.dumps(f"canary: {canary.name}")
+            with parsed.corpus.open("a", encoding="utf-8") as lines:
+                lines.write(f'{{"note":{note},"case":{caught.case}}}\n')
         seconds = time.monotonic() - begun
         what = caught.message.splitlines()[0][:70] if caught.message else "NOT FOUND"
         print(f"{canary.name:48} {caught.num_steps:>9,} steps {seconds:6.1f} s  {what}", flush=True)

@@ -123,10 +123,11 @@ def tests_near(path: Path) -> list[str]:
 
 def survives(near: list[str]) -> bool:
     """Does neither swarm nor unit tests notice anything?"""
-    from engine.sched.verify.swarm import Swarm
+    from engine.sched.verify.swarm import Swarm, replay_corpus
 
     logging.disable(logging.CRITICAL)
-    if Swarm(every=1).run(range(10_000), SWARM_STEPS).found:
+    swarm = Swarm(every=1)
+    if replay_corpus(swarm).found or swarm.run(range(10_000), SWARM_STEPS).found:
         return False
     logging.disable(logging.NOTSET)
     paths = sorted({path for part in near for path in glob.glob(f"tests/unit/test_{part}*.py")})
