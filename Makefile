@@ -6,6 +6,8 @@ READY := $(VENV)/.ready
 # Tests run one thread each, so that two workers share two cores without spinning against each other.
 ONE_THREAD := OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1
 PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest -q
+# A file stays with one worker, so that what its tests share is made once.
+SHARED_OUT := -n 2 --dist loadfile
 FAST := tests/test_architecture.py tests/unit
 
 .PHONY: run check lint types unit test campaign bench clean
@@ -33,7 +35,7 @@ types: $(READY)
 	$(BIN)/mypy
 
 unit: $(READY)
-	$(PYTEST) $(FAST)
+	$(PYTEST) $(SHARED_OUT) $(FAST)
 
 # Everything continuous integration runs; under 20 minutes on two cores.
 test: check

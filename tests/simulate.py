@@ -17,7 +17,9 @@ from engine.sched.interface import StepOutputs
 from engine.sched.policies import POLICIES
 from engine.sched.scheduler import Scheduler
 from engine.sched.verify.check import check_empty, check_plan, check_state
-from engine.sched.verify.fake import DigestWorker, token_after
+from engine.sched.verify.fake import DigestWorker, digest_of, mix
+
+VOCAB_SIZE = 1000  # of the digest worker, if it is not told another
 
 
 def make_request(request_id: str, prompt: list[int], max_tokens: int = 16, **fields) -> AddRequest:
@@ -132,10 +134,11 @@ def make_run(*, depth: int = 1, fail=None, **options) -> Run:
 
 def expected(prompt: list[int], num_tokens: int) -> list[int]:
     """What the fake model says after this prompt."""
-    tokens = list(prompt)
+    digest, tokens = digest_of(prompt), []
     for _ in range(num_tokens):
-        tokens.append(token_after(tokens))
-    return tokens[len(prompt) :]
+        tokens.append(digest % VOCAB_SIZE)
+        digest = mix(digest, tokens[-1])
+    return tokens
 
 
 def random_requests(rng: random.Random, count: int, longest: int = 20) -> list[AddRequest]:

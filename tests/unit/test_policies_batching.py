@@ -177,7 +177,7 @@ def test_early_rejection_refuses_what_would_come_too_late():
     with pytest.raises(RequestError, match=r"first token would take 0\.25 s, 0\.21 s"):
         run.ask("late", 500)
     run.ask("patient", 500, hints={"ttft": 1.0})
-    with pytest.raises(RequestError, match=r"hints\['ttft'\] is 'soon', must be a number"):
+    with pytest.raises(RequestError, match=r"hints\['ttft'\] is 'soon', must be a finite number"):
         run.ask("odd", 8, hints={"ttft": "soon"})
     run.drain()
     assert sorted(run.ended) == ["patient", "r0", "r1", "r2", "r3"]

@@ -1,0 +1,50 @@
+"""The names that code outside may lean on are the recorded ones."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import source_tree as tree
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "api.txt"
+
+# What policies, resources and loops of one's own are written with: classes and functions by module.
+PUBLIC = {
+    "interface": ("RequestCounts", "PauseState", "SchedulerInterface"),
+    "policy": ("Admission", "Limits", "Refuse", "Defer", "SchedView", "Policy"),
+    "resource": ("OnRefuse", "Fit", "Resource"),
+    "scheduler": ("Scheduler",),
+    "shape": ("StepShape",),
+    "cost": ("CostModel",),
+    "lengths": ("LengthHistory", "Predictor"),
+    "ledger": ("Ledger",),
+    "plugin": ("require_positive", "require_share", "wrong_hints"),
+    "testing": ("check_policy",),
+}
+
+
+def public_api() -> list[str]:
+    """The names and signatures that code outside may lean on, one a line."""
+    code = (
+        "import engine, engine.sched\n"
+        "for module in (engine, engine.sched):\n"
+        "    print(*(f'{module.__name__}.{name}' for name in module.__all__), sep='\\n')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tree.ROOT, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.split()
+    for module, names in PUBLIC.items():
+        lines += tree.public_signatures(f"engine.sched.{module}", names)
+    return lines
+
+
+def test_public_api_is_the_recorded_one() -> None:
+    """Changing it is allowed, by accident is not: METRONOME_UPDATE_GOLDEN=1 records it anew."""
+    lines = public_api()
+    if os.environ.get("METRONOME_UPDATE_GOLDEN"):
+        GOLDEN.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    recorded = GOLDEN.read_text(encoding="utf-8").splitlines() if GOLDEN.exists() else []
+    assert lines == recorded
