@@ -102,7 +102,7 @@ def _functions_in(node: ast.AST, prefix: str) -> Iterator[tuple[str, Function]]:
             yield from _functions_in(child, f"{prefix}{child.name}.")
         elif isinstance(child, ast.ClassDef):
             yield from _functions_in(child, f"{prefix}{child.name}.")
-        else:
+        elif not isinstance(child, ast.expr):  # which holds no function but lambdas
             yield from _functions_in(child, prefix)
 
 
@@ -120,9 +120,11 @@ def sources() -> tuple[Module, ...]:
 @cache
 def modules() -> dict[str, Module]:
     """The modules of `engine` and `kernels` by dotted name."""
-    tops = {ROOT / top for top in PACKAGES}
-    files = [path for top in tops for path in top.rglob("*.py")]
-    return {module.name: module for module in map(Module, sorted(files))}
+    return {
+        module.name: module
+        for module in sources()
+        if module.path.relative_to(ROOT).parts[0] in PACKAGES
+    }
 
 
 def at(name: str) -> Module | None:
