@@ -15,6 +15,7 @@ from engine.sched.table import WATCHED
 
 ONES = np.ones(1024, dtype=np.int32)
 ONES.flags.writeable = False
+PADDING = -1  # in place of a draft: computed and never right
 
 
 def ones(count: int) -> NDArray[np.int32]:
@@ -152,6 +153,7 @@ def seal(step: Step, roster: Roster, kv: KVManager) -> StepPlan:
         slots, generations = roster.seated.columns.slots, roster.seated.columns.generations
     else:
         slots, generations = table.slot.all[rows], table.generation.all[rows]
+    assert not step.preempted or (slots >= 0).all(), "preempted in the step that grants it tokens"
     grown = kv.drain()
     grown_rows = np.array(grown.rows, dtype=np.intp) if grown.rows else NO_ROWS
     freed, roster.freed_slots = roster.freed_slots, []
@@ -171,6 +173,22 @@ def seal(step: Step, roster: Roster, kv: KVManager) -> StepPlan:
         num_tokens=int(counts.sum()) if step.grants else len(rows),
         block_groups=np.array(grown.groups, dtype=np.int32) if grown.groups else None,
     )
+
+
+def pad_drafts(plan: StepPlan, step: Step) -> None:
+    """Slots behind the known tokens hold drafts. Where no feature says which, they are padded: the
+    worker would take them for known tokens, and nobody would take them back."""
+    slots = {
+        req.row: behind
+        for req, count in step.grants
+        if count > 1 and (behind := req.num_computed - req.num_tokens - req.num_pending + 1) > 0
+    }
+    if not slots and plan.draft_counts is None:
+        return
+    counts = [slots.get(row, 0) for row in plan.rows.tolist()]
+    if plan.draft_counts is None or plan.draft_counts.tolist() != counts:
+        plan.draft_counts = np.array(counts, dtype=np.int32)
+        plan.draft_tokens = np.full(sum(counts), PADDING, dtype=np.int32)
 
 
 def new_seq(req: Request) -> NewSeq:

@@ -281,6 +281,7 @@ class Scheduler(SchedulerInterface):
         self._watch.look(is_idle, self.roster.waiting, cause, step.refused)
         plan = builder.seal(step, self.roster, self.kv)
         self.resources.describe(plan)
+        builder.pad_drafts(plan, step)
         self.num_in_flight += plan.num_tokens > 0  # else its end brings nothing
         self.settler.tally.num_scheduled_tokens += plan.num_tokens
         self.guard.faults.turn.end()

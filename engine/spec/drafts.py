@@ -15,12 +15,11 @@ import numpy as np
 
 from engine.errors import ConfigError
 from engine.messages.step import StepPlan, StepResult
-from engine.sched.builder import Step
+from engine.sched.builder import PADDING, Step
 from engine.sched.request import Request
 from engine.sched.resource import Resource
 from engine.sched.scheduler import Scheduler
 
-PADDING = -1  # in place of a draft: computed and never right
 Cut = Callable[[Request, Sequence[int]], int]
 
 

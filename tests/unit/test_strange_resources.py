@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from data_plane import Source, answer, make_feature_run
 from simulate import expected, make_request, make_run
@@ -10,6 +11,7 @@ from engine.core.remote_kv import RemoteKV
 from engine.sched.policies import FCFS
 from engine.sched.policy import Admission
 from engine.sched.resource import Fit, OnRefuse, Resource
+from engine.sched.scheduler import Scheduler
 
 PROMPT = list(range(100, 140))
 
@@ -157,6 +159,54 @@ def test_who_waits_for_a_load_that_nobody_will_report_ends():
         run.read(run.scheduler.take_outputs())
     assert run.finished["a"] == ("error", None)
     assert run.scheduler.kv.transfers.lent, "a transfer may still write into its blocks"
+
+
+class Guesses(Resource):
+    """Wants slots for drafts, and fails to say which."""
+
+    def __init__(self, failing):
+        self.failing = failing
+
+    def extra(self, req, step):
+        return 2
+
+    def take(self, req, num_tokens, step):
+        assert self.failing != "take"
+
+    def describe(self, plan):
+        assert self.failing != "describe"
+        if self.failing == "counts":
+            plan.draft_counts = np.ones(len(plan.rows), dtype=np.int32)
+            plan.draft_tokens = np.zeros(len(plan.rows), dtype=np.int32)
+
+
+@pytest.mark.parametrize("failing", ["take", "describe", "counts", ""])
+def test_slots_for_drafts_that_nobody_named_are_padded(failing):
+    """The worker read tokens that were not there, and the request never came to its next one."""
+    run = make_run(resources=[Guesses(failing)], depth=2)
+    run.num_drafts = 2
+    run.add(make_request("a", PROMPT, 8))
+    run.add(make_request("b", PROMPT[::-1], 20))
+    run.drain()
+    assert run.outputs == {"a": expected(PROMPT, 8), "b": expected(PROMPT[::-1], 20)}
+
+
+class EvictsLate(Scheduler):
+    """Preempts somebody behind its back."""
+
+    def schedule(self):
+        step = self.begin_step()
+        self.serve(self.offers(step), step)
+        self.preempt(self.roster.by_id["a"], step)
+        return self.seal(step)
+
+
+def test_a_loop_that_preempts_whom_it_granted_tokens_is_told():
+    """The plan named a seat that was none, and the worker wrote into another one."""
+    run = make_run(scheduler_cls=EvictsLate)
+    run.add(make_request("a", PROMPT, 8))
+    with pytest.raises(AssertionError, match="preempted in the step that grants it tokens"):
+        run.scheduler.schedule()
 
 
 def calling_back(hook, call):
