@@ -36,7 +36,7 @@ class SchedulerConfig:
     policy_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the policy."""
     max_policy_faults: int = 3
-    """Faults of a policy or resource after which the default answers in its place."""
+    """Faults a policy or resource may make; with one more it is left out."""
     resources: tuple[Any, ...] = ()
     """Names, classes, dotted paths or objects of resources beside those the model needs."""
     length_predictor: Any = "none"
