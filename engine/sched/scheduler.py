@@ -278,7 +278,7 @@ class Scheduler(SchedulerInterface):
         cause = waits.PAUSED if is_paused else step.closing_cause()
         self.roster.waits.close(self.view.now, cause, step.refused)
         is_idle = not (step.has_grants or self.num_in_flight or is_paused)
-        self._watch.look(is_idle, self.roster.waiting, cause, step.refused)
+        self._watch.look(is_idle, self.roster, cause, step.refused)
         plan = builder.seal(step, self.roster, self.kv)
         self.resources.describe(plan)
         builder.pad_drafts(plan, step)

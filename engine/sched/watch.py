@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from engine.sched.queues import RankedQueue
 from engine.sched.request import Request
+from engine.sched.roster import Roster
 from engine.sched.tally import Tally
 
 logger = logging.getLogger("engine.sched")
@@ -28,14 +28,20 @@ class Watch:
     def look(
         self,
         is_idle: bool,
-        waiting: RankedQueue,
+        roster: Roster,
         cause: str,
         refused: Iterable[tuple[Request, str]],
     ) -> None:
-        """After each plan. After ``limit`` idle ones in a row the log names head and cause."""
+        """After each plan. After ``limit`` idle ones in a row the log names head and cause.
+
+        Who is parked waits for something that takes its time: it is named, but not in the log.
+        """
         self._num_idle = self._num_idle + 1 if is_idle else 0
+        self._tally.blocked = ""
+        waiting = roster.waiting
         if not (is_idle and len(waiting)):
-            self._tally.blocked = ""
+            if is_idle and (parked := next(iter(roster.parked.values()), None)):
+                self._tally.blocked = f"{parked.request_id}: {parked.story.own_cause}"
             return
         head = waiting[0]
         why = next((own for req, own in refused if req is head), cause)

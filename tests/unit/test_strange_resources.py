@@ -115,6 +115,17 @@ def test_who_is_passed_over_before_it_is_parked_does_not_close_admission():
     assert [req.request_id for req in run.scheduler.roster.running] == ["first", "next"]
 
 
+def test_who_is_parked_for_ever_is_named():
+    run = make_run(resources=[Parks()])
+    run.add(make_request("a", PROMPT, 3))
+    for _ in range(3):
+        run.step()
+    assert run.scheduler.make_stats().blocked == "a: resource"
+    run.add(make_request("b", PROMPT, 3, user="x"))
+    run.step()
+    assert run.scheduler.make_stats().blocked == ""
+
+
 def test_who_lost_its_blocks_while_it_was_parked_is_woken_if_its_resource_is_left_out():
     parks = Parks()
     run = make_run(resources=[parks])
