@@ -254,7 +254,8 @@ class Scheduler(SchedulerInterface):
         if fit.hold and not self._admits(req, step):
             return
         if fit.hold and not self.kv.hold(req, fit.hold):
-            step.close(waits.BLOCKS)
+            if not self.settler.end_if_never(req, fit.hold):
+                step.close(waits.BLOCKS)
             return
         self.roster.park(req, self.view.now, fit.cause, holds=fit.hold > 0)
         self.resources.parked(req, fit.by)

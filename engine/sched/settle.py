@@ -101,6 +101,20 @@ class Settler:
         if self.config.include_finished_ids:
             self._finished_ids.setdefault(req.add.client_index, []).append(req.request_id)
 
+    def end_if_never(self, req: Request, num_tokens: int) -> bool:
+        """Blocks for so many tokens at once are not free. If the pool is too small the request
+        ends: it would wait for ever, and others behind it."""
+        needed = -(-num_tokens // self.kv.block_size) * self.kv.num_groups
+        if needed <= self.kv.num_usable:
+            return False
+        self.end(
+            req,
+            "error",
+            f"{num_tokens} tokens that must be held at once take {needed} KV blocks, but the whole "
+            f"pool has {self.kv.num_usable}",
+        )
+        return True
+
     def take_orphans(self) -> Iterator[Request]:
         """Whom resources had parked that were left out: they are to be woken, unless a transfer
         writes into their blocks and nobody will say when it is over."""

@@ -126,6 +126,22 @@ def test_who_is_parked_for_ever_is_named():
     assert run.scheduler.make_stats().blocked == ""
 
 
+class ParksBig(Parks):
+    """Wants more blocks held than there are."""
+
+    def fit(self, req, num_tokens, step):
+        return super().fit(req, num_tokens, step)._replace(hold=0 if req.user else 1 << 30)
+
+
+def test_who_wants_more_held_than_there_is_ends_and_holds_up_nobody():
+    run = make_run(resources=[ParksBig()])
+    run.add(make_request("a", PROMPT, 3))
+    run.add(make_request("b", PROMPT, 3, user="x"))
+    run.drain()
+    assert run.finished == {"a": ("error", None), "b": ("length", None)}
+    assert "the whole pool has 999" in run.ends["a"].message
+
+
 def test_who_lost_its_blocks_while_it_was_parked_is_woken_if_its_resource_is_left_out():
     parks = Parks()
     run = make_run(resources=[parks])
