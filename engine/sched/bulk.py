@@ -174,7 +174,7 @@ class Bulk:
     def grant_one(self, req: Request, step: Step) -> None:
         """One token for a marked row, unless it was offered or evicted in this step.
 
-        Its counts are advanced by ``write_back``.
+        Its counts are advanced by ``write_back``, if no hook looks at them before.
         """
         table, row, size = self._table, req.row, self._kv.block_size
         considered, index = table.considered.at, step.index
@@ -191,7 +191,9 @@ class Bulk:
         step.plain.append(row)
         if within == size - 1 and start < table.num_tokens.at[row]:
             self._kv.commit(req, start + 1)
-        if self._asks_grant:
+        if self._asks_grant:  # the hook sees the counts that it is told of
+            for column in (table.num_computed, table.num_pending, table.in_flight):
+                column.at[row] += 1
             self._guard.on_grant(req, 1, self._view)
 
     def _secure_next(self, req: Request, position: int, step: Step) -> bool:
@@ -208,7 +210,8 @@ class Bulk:
         """Advance the counts of rows granted one by one."""
         if step.plain:
             step.plain_rows = self._roster.seated.sorted(step.plain)
-            self._advance(step.plain_rows)
+            if not self._asks_grant:
+                self._advance(step.plain_rows)
             step.plain.clear()
 
     def _advance(self, rows: Rows) -> Counts:

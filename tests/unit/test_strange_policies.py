@@ -12,6 +12,7 @@ from engine.errors import EngineDeadError, RequestError
 from engine.messages.params import SamplingParams
 from engine.sched.policies import FCFS
 from engine.sched.policy import Defer, Limits
+from engine.sched.resource import Fit, Resource
 from engine.sched.verify.check import check_empty
 
 PROMPT = list(range(100, 140))
@@ -238,6 +239,35 @@ def test_statistics_are_of_their_moment():
     before = run.scheduler.make_stats()
     run.drain()
     assert before.wait_seconds == {} != run.scheduler.make_stats().wait_seconds
+
+
+class Reads(FCFS):
+    """Reads the counts of whom it is told of."""
+
+    def __init__(self):
+        self.read = []
+
+    def on_grant(self, req, num_tokens, view):
+        self.read.append((num_tokens, req.num_computed, req.num_pending, req.num_uncomputed))
+
+
+class Watches(Resource):
+    """Is asked about every row."""
+
+    def fit(self, req, num_tokens, step):
+        return Fit(num_tokens)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_grant_looks_the_same_whether_somebody_watches_the_row(depth):
+    """Rows that nobody watches still had the counts from before their grant."""
+    read = []
+    for resources in ([], [Watches()]):
+        run = make_run(policy=Reads(), resources=resources, depth=depth)
+        run.add(make_request("a", PROMPT, 6))
+        run.drain()
+        read.append(run.scheduler.policy.read)
+    assert read[0] == read[1] and read[0][1] == (1, 41, depth, 1)
 
 
 class Quits(FCFS):
