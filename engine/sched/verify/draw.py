@@ -54,20 +54,19 @@ def draw_setup(rng: Random, policy: Any, options: dict[str, Any] | None) -> Setu
     block_size = rng.choice((1, 2, 3, 4, 8, 16))
     needs = {"adapters": rng.randint(1, 2), "grammars": 1, "loads": 1, "encoder": rng.randint(4, 9)}
     needs |= {"moods": rng.choice((5, 30)), "drafts": rng.randint(1, 4)}
-    setup = Setup(
+    windows = rng.choice(((0,), (0,), (0,), (0,), (0, 5), (7,)))
+    if windows != (0,):  # what comes from elsewhere fills one group of full attention
+        needs = {name: size for name, size in needs.items() if name != "loads"}
+    return Setup(
         config=draw_config(rng, policy, options),
         num_blocks=2 + int(62 * rng.random() ** 1.5),
         block_size=block_size,
         caching=rng.random() < 0.8,
-        windows=rng.choice(((0,), (0,), (0,), (0,), (0, 5), (7,))),
+        windows=windows,
         needs={name: size for name, size in needs.items() if rng.random() < 0.25},
         seed=rng.randrange(2**31),
         is_steady=rng.random() < 0.6,
     )
-    if any(setup.windows):  # what is loaded is held as a whole, which may not fit though they do
-        needs = {name: size for name, size in setup.needs.items() if name != "loads"}
-        setup = msgspec.structs.replace(setup, needs=needs)
-    return setup
 
 
 def crowded(rng: Random, setup: Setup) -> Setup:
