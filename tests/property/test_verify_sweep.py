@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 
+from engine.sched.verify.case import Case, Jump
 from engine.sched.verify.draw import draw_case
 from engine.sched.verify.sweep import sweep
 
@@ -25,16 +26,21 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize(("policy", "need"), SCENARIOS)
 def test_whatever_fails_nothing_is_lost(policy: str, need: str | None) -> None:
     cases = (draw_case(seed, policy) for seed in range(1000))
-    case = next(
-        case
-        for case in cases
-        if 3 <= len(case.events) <= 10 and (need is None or need in case.setup.needs)
-    )
+    case = next(case for case in cases if is_short(case) and has_need(case, need))
     ended = Counter()
     for swept in sweep(case):
         ended[swept.culprit.split(".")[0]] += swept.ended
     assert ended["DigestWorker"] and ended["BlockPool"], "neither worker nor memory ever failed"
     assert not any(count for owner, count in ended.items() if owner not in KERNEL), ended
+
+
+def is_short(case: Case) -> bool:
+    """Some events; no clock jumps, which times everybody out before anything is computed."""
+    return 3 <= len(case.events) <= 10 and not any(isinstance(e, Jump) for e in case.events)
+
+
+def has_need(case: Case, need: str | None) -> bool:
+    return need is None or need in case.setup.needs
 
 
 KERNEL = ("DigestWorker", "BlockPool")  # their failures end the engine; those of hooks do not
