@@ -1,0 +1,71 @@
+"""Launches compile for devices that are not here, without spills and within their memory.
+
+Pairs of what launches differ in; tools/compile_gate.py goes through all that ship.
+"""
+
+import os
+from typing import Any
+
+import pytest
+from pairwise import pairwise
+
+from kernels.compile_gate import DEVICES, judge
+from kernels.triton import shipped
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels cannot be compiled"
+)
+
+ATTENTION = pairwise(
+    {
+        "form": shipped.FORMS,
+        "dtype": list(shipped.DTYPES),
+        "head_dim": [64, 80, 128, 256],
+        "page": [16, 64],
+        "switches": [("plain",), *shipped.SWITCHES],
+        "device": list(DEVICES),
+    }
+)
+WRITES = pairwise(
+    {
+        "dtype": list(shipped.DTYPES),
+        "head_dim": [80, 128],
+        "norm": shipped.NORMS,
+        "rope": shipped.ROPES,
+        "num_tokens": [16, 4096],
+        "device": list(DEVICES),
+    }
+)
+
+
+def name_of(case: dict[str, Any]) -> str:
+    return "-".join(map(str, case.values()))
+
+
+def check(one: shipped.Shipped, device: str) -> None:
+    verdict = judge(one, DEVICES[device])
+    assert not verdict.faults, verdict
+
+
+def at_home(case: dict[str, Any]) -> str:
+    """The case's dtype, or bf16 where its device has no kernel for that."""
+    has = case["dtype"] in DEVICES[case["device"]].dtypes
+    return case["dtype"] if has else "bf16"
+
+
+@pytest.mark.parametrize("case", ATTENTION, ids=name_of)
+def test_attention_compiles(case: dict[str, Any]) -> None:
+    switches = frozenset(case["switches"])
+    sizes = (case["head_dim"], case["page"], case["form"])
+    check(shipped.attention(at_home(case), *sizes, switches), case["device"])
+
+
+@pytest.mark.parametrize("case", WRITES, ids=name_of)
+def test_write_compiles(case: dict[str, Any]) -> None:
+    kinds = (case["norm"], case["rope"], case["num_tokens"])
+    check(shipped.write(at_home(case), case["head_dim"], *kinds), case["device"])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_merge_compiles(device: str) -> None:
+    check(shipped.merge(16, 128), device)
