@@ -13,7 +13,6 @@ from engine.errors import ConfigError
 logger = logging.getLogger("engine.config")
 
 GIB = 1 << 30
-MIN_BLOCKS = 2  # the null block and one to use
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,3 +27,4 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     wait_seconds: dict[str, float] = {}  # by cause, of requests that have left the queue
     hook_seconds: dict[str, float] = {}  # spent in the hooks of policy and resources
     blocked: str = ""  # the head of a queue that does not move, and why
+    num_cache_resets: int = 0  # times the prefix cache was emptied on request

@@ -87,7 +87,10 @@ def find_resource(name: Any) -> Resource:
     if not (isinstance(cls, type) and issubclass(cls, Resource)):
         raise ConfigError(f"resources: {name!r} is no subclass of engine.Resource")
     _check_class(cls, Resource, "resources")
-    return _make(cls, {}, "options")
+    try:
+        return _make(cls, {}, "options")
+    except ConfigError as error:
+        raise ConfigError(f"{error}; a resource that wants some is given as an object") from error
 
 
 def find_scheduler(cls: Any) -> type[Scheduler]:

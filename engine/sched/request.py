@@ -139,6 +139,11 @@ class Request:
     def num_preempted(self) -> int:
         return self.story.num_preempted
 
+    @property
+    def num_cached(self) -> int:
+        """Tokens found in the cache when it first started; 0 before."""
+        return self.story.num_cached
+
     # -- counts
 
     @property

@@ -46,4 +46,5 @@ def make_stats(tally: Tally, roster: Roster, kv: KVManager, faults: FaultLog) ->
         wait_seconds=dict(roster.waits.sums),
         hook_seconds=dict(faults.seconds),
         blocked=tally.blocked,
+        num_cache_resets=kv.counts.num_resets,
     )

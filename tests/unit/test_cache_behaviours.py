@@ -150,7 +150,9 @@ def test_behaviour_65_a_reset_is_refused_while_blocks_are_held():
     assert not run.scheduler.reset_prefix_cache()
     assert run.scheduler.kv.cache.version == version
     run.drain()
+    assert run.scheduler.make_stats().num_cache_resets == 0
     assert run.scheduler.reset_prefix_cache()
+    assert run.scheduler.make_stats().num_cache_resets == 1
     run.add(make_request("b", [1] * 40, 1))
     run.step()
     assert run.plans[-1] == {"b": 40}

@@ -135,7 +135,14 @@ def test_a_policy_that_cannot_work_is_refused(wrong: object, message: str) -> No
         choose(SchedulerConfig(scheduling_policy=wrong))
 
 
+class WantsSize(Resource):
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+
 def test_a_resource_that_cannot_work_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"missing .*'size'.*wants some is given as an object"):
+        choose(SchedulerConfig(resources=(WantsSize,)))
     for wrong in (Fits, Fits()):
         with pytest.raises(ConfigError, match=r"Fits\.fit\(self, req, num_tokens\) must take"):
             choose(SchedulerConfig(resources=(wrong,)))

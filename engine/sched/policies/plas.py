@@ -38,7 +38,7 @@ class PLAS(Policy):
         if "program" not in req.hints:
             return
         program = str(req.hints["program"])
-        computed = req.num_prompt - req.story.num_cached
+        computed = req.num_prompt - req.num_cached
         served = computed + self.output_price * req.num_output
         self.service[program] = self.service.pop(program, 0.0) + served
         if len(self.service) > self.max_programs:
