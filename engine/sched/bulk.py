@@ -227,8 +227,12 @@ class Bulk:
         rows = self._roster.seated.columns.rows
         if len(step.plain_rows) == len(rows):
             return []
-        rows = rows[self._table.considered.all[rows] != step.index]
-        return sorted(self._by_rank(rows.tolist()), key=lambda req: req.num_uncomputed != 1)
+        considered = self._table.considered
+        left = rows[considered.all[rows] != step.index]
+        if 4 * len(left) > len(rows):  # quicker than to sort them
+            decodes_first, index = self._view.decodes_first(), step.index
+            return [req for req in decodes_first if considered.at[req.row] != index]
+        return sorted(self._by_rank(left.tolist()), key=lambda req: req.num_uncomputed != 1)
 
     def _req(self, row: int) -> Request:
         return cast(Request, self._roster.by_row[row])

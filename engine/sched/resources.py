@@ -41,6 +41,8 @@ class Resources:
     def __init__(self, resources: Sequence[Resource], faults: FaultLog) -> None:
         self.members = list(resources)
         self._faults = faults
+        self._timer = faults.timer
+        self._seconds = faults.seconds
         self._num_faults = {id(resource): 0 for resource in resources}
         self._own = self._by_hook()
         self._parked: dict[Request, Resource] = {}  # who was parked last as whom it asked
@@ -73,23 +75,24 @@ class Resources:
         """Tokens behind the known ones that some resource wants computed."""
         most = 0
         for own in self._own["extra"]:
-            begun = self._faults.timer()
+            begun = self._timer()
             try:
                 wanted = own.resource.extra(req, step)
                 fault = answers.wrong_extra(wanted, req.max_total)
             except Exception as error:  # a stranger's code
                 fault = answers.raised(error)
-            self._faults.seconds[own.label] += self._faults.timer() - begun
+            self._seconds[own.label] += self._timer() - begun
             if fault is None:
                 most = max(most, int(wanted))
             else:
                 self._fault(own, req, fault)
         return most
 
-    def fit(self, req: Request, fit: Fit, step: Step) -> Fit:
-        """What all of them allow of ``fit``, and the cause of the last refusal."""
+    def fit(self, req: Request, num_tokens: int, step: Step) -> Fit:
+        """How many of these all of them allow, and the cause of the last refusal."""
+        fit = Fit(num_tokens)
         own_fits = self._own["fit"]
-        settled = not own_fits or fit.num_tokens <= 0
+        settled = not own_fits
         while not settled:  # monotone answers: asking again until all agree ends
             settled = True
             for own in own_fits:
@@ -109,7 +112,8 @@ class Resources:
         if by is not None:
             self._parked[req] = by
             own = Own(by, f"{type(by).__name__}.parked")
-            if self._ask(own, "parked", False, req) is False:  # it does not know whom to wake
+            parked = self._ask(own, "parked", False, req, wrong=answers.no_answer)
+            if parked is False:  # it does not know whom to wake
                 self._orphans.append(req)
 
     def release(self, req: Request) -> None:
@@ -141,13 +145,13 @@ class Resources:
         }
 
     def _fit(self, own: Own, req: Request, num_tokens: int, step: Step) -> Fit:
-        begun = self._faults.timer()
+        begun = self._timer()
         try:
             answer = own.resource.fit(req, num_tokens, step)
             fault = answers.wrong_fit(answer, num_tokens)
         except Exception as error:  # a stranger's code
             fault = answers.raised(error)
-        self._faults.seconds[own.label] += self._faults.timer() - begun
+        self._seconds[own.label] += self._timer() - begun
         if fault is None:
             return answer
         self._fault(own, req, fault)
@@ -161,7 +165,12 @@ class Resources:
 
     def _tell(self, hook: str, *args: Any) -> None:
         for own in self._own[hook]:
-            self._ask(own, hook, None, *args)
+            begun = self._timer()
+            try:
+                getattr(own.resource, hook)(*args)
+            except Exception as error:  # a stranger's code
+                self._fault(own, _request_in(args), answers.raised(error))
+            self._seconds[own.label] += self._timer() - begun
 
     def _ask(
         self,
@@ -169,19 +178,19 @@ class Resources:
         hook: str,
         instead: Any,
         *args: Any,
-        wrong: Callable[[Any], str | None] = answers.no_answer,
+        wrong: Callable[[Any], str | None],
     ) -> Any:
         """The resource's answer; ``instead`` if it raises or its answer is wrong."""
-        begun = self._faults.timer()
+        begun = self._timer()
         try:
             answer = getattr(own.resource, hook)(*args)
             fault = wrong(answer)
         except Exception as error:  # a stranger's code
             fault = answers.raised(error)
-        self._faults.seconds[own.label] += self._faults.timer() - begun
+        self._seconds[own.label] += self._timer() - begun
         if fault is None:
             return answer
-        self._fault(own, args[0] if isinstance(args[0], Request) else None, fault)
+        self._fault(own, _request_in(args), fault)
         return instead
 
     def _fault(self, own: Own, about: Request | None, what: str) -> None:
@@ -202,3 +211,8 @@ def _has_own(resource: Resource, hook: str) -> bool:
     if hook == "watches":
         return has_own or any(_has_own(resource, other) for other in ROW_HOOKS)
     return has_own
+
+
+def _request_in(args: Sequence[Any]) -> Request | None:
+    """Whom a hook was asked about."""
+    return args[0] if isinstance(args[0], Request) else None

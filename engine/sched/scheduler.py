@@ -23,7 +23,7 @@ from engine.messages.outputs import FinishReason
 from engine.messages.requests import AddRequest
 from engine.messages.stats import SchedulerStats
 from engine.messages.step import StepPlan, StepResult
-from engine.sched import builder, waits
+from engine.sched import budget, builder, waits
 from engine.sched.agenda import Errand
 from engine.sched.bulk import Bulk
 from engine.sched.faults import FaultLog
@@ -157,7 +157,8 @@ class Scheduler(SchedulerInterface):
         step = view.step = builder.Step(
             tally.num_steps, self.config.max_num_batched_tokens, self.roster
         )
-        self._limit(step)
+        limits, may_preempt = self.guard.limits(view), self.guard.waiting_may_preempt
+        budget.limit(step, limits, self.pause_state, may_preempt=may_preempt)
         was_left_out = self.guard.take_rerank()
         if self.guard.dynamic or was_left_out:
             self.roster.running.rerank(lambda reqs: self.guard.ranks(reqs, view))
@@ -184,21 +185,25 @@ class Scheduler(SchedulerInterface):
 
     def tokens_for(self, req: Request, step: builder.Step) -> Fit:
         """How many tokens budget, caps, policy and resources allow the request now."""
-        if req.num_pending and (req.is_waiting or req.is_serial):
+        pending, is_waiting = req.num_pending, req.is_waiting
+        if pending and (is_waiting or req.is_serial):
             # Preempted, or in one step at a time: what it sampled must be known first.
             return Fit(0, waits.BLOCKS, OnRefuse.CLOSE)
         behind = req.num_uncomputed
-        if req.is_waiting:
+        if is_waiting:
             behind -= self.kv.ready(req)
-        wanted = min(behind, step.tokens_left, self._prefill_cap())
+        if behind == 1:
+            room = min(step.tokens_left, req.max_total - req.num_tokens - pending)
+            wanted = min(1 + self.resources.extra(req, step), room)
+        else:
+            wanted = min(behind, step.tokens_left, budget.prefill_cap(self.config, self.roster))
         if wanted < behind and not self.config.enable_chunked_prefill:
             return Fit(0, waits.TOKENS, OnRefuse.CLOSE)
-        if behind == 1:
-            room = min(step.tokens_left, req.max_total - req.num_tokens - req.num_pending)
-            wanted = min(1 + self.resources.extra(req, step), room)
         if wanted > 0:
             wanted = min(wanted, self.asked.chunk(req, wanted, self.view))
-        return self.resources.fit(req, Fit(wanted, waits.POLICY, OnRefuse.CLOSE), step)
+        if wanted <= 0:
+            return Fit(0, waits.POLICY, OnRefuse.CLOSE)
+        return self.resources.fit(req, wanted, step)
 
     def secure(self, req: Request, num_tokens: int, step: builder.Step) -> bool:
         """Get a seat and blocks for this many more tokens; decide first, then evict."""
@@ -207,6 +212,8 @@ class Scheduler(SchedulerInterface):
             if not self._admits(req, step):
                 return False
             start = self.kv.ready(req)
+        elif start + num_tokens <= self.kv.num_held[req.row] * self.kv.block_size:
+            return True
         victims = victims_for(req, start + num_tokens, self.asked, self.view)
         if victims is None:
             step.lacks_blocks |= not req.is_waiting
@@ -345,31 +352,6 @@ class Scheduler(SchedulerInterface):
                 self.wake(req.request_id)
             elif errand is Errand.END_BY or req.story.scheduled_time is None:
                 self.settler.expire(req, errand)
-
-    def _limit(self, step: builder.Step) -> None:
-        """Bounds of the policy and of a pause."""
-        limits = self.guard.limits(self.view)
-        if limits.max_tokens is not None:
-            step.tokens_left = min(step.tokens_left, int(limits.max_tokens))
-        if limits.max_seqs is not None:
-            step.max_seqs = min(step.max_seqs, int(limits.max_seqs))
-        if self.pause_state is PauseState.PAUSED_ALL:
-            step.tokens_left = 0
-        if self.pause_state is not PauseState.UNPAUSED:
-            step.close(waits.PAUSED)
-        elif not limits.admission:
-            step.close(waits.POLICY)
-        elif not (step.num_free_seats or self.guard.waiting_may_preempt):
-            step.close(waits.SEATS)
-
-    def _prefill_cap(self) -> int:
-        """Cap on one prompt's tokens in this step: its share if that is above the threshold."""
-        config = self.config
-        if not config.long_prefill_token_threshold or not config.enable_chunked_prefill:
-            return config.max_num_batched_tokens
-        competing = len(self.roster.running) + len(self.roster.waiting)
-        share = config.max_num_batched_tokens // max(1, competing)
-        return max(config.long_prefill_token_threshold, share)
 
     def _admits(self, req: Request, step: builder.Step) -> bool:
         """May this waiting request start? After a preemption only who outranks every victim."""

@@ -15,7 +15,7 @@ def victims_for(req: Request, upto: int, policy: Policy, view: View) -> list[Req
     ``None``: it cannot be had. Changes nothing: whoever is evicted is evicted for a grant.
     """
     victims: list[Request] = []
-    seats = view.step.num_free_seats
+    seats = view.step.num_free_seats if req.is_waiting else 0
     if req.is_waiting and not policy.waiting_may_preempt:
         return victims if seats and view.kv.fits(req, upto) else None
     candidates: list[Request] | None = None

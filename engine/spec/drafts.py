@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.errors import ConfigError
 from engine.messages.step import StepPlan, StepResult
@@ -40,13 +41,13 @@ class DraftStats:
     num_accepted: int = 0
     accepted_at: list[int] = field(default_factory=list)
 
-    def add(self, num_proposed: int, num_accepted: int) -> None:
-        """One row of one step."""
-        self.num_drafts += 1
-        self.num_draft_tokens += num_proposed
-        self.num_accepted += num_accepted
-        for place in range(num_accepted):
-            self.accepted_at[place] += 1
+    def add(self, num_proposed: NDArray[np.int32], num_accepted: NDArray[np.int32]) -> None:
+        """The rows of one step that had drafts."""
+        self.num_drafts += len(num_proposed)
+        self.num_draft_tokens += int(num_proposed.sum())
+        self.num_accepted += int(num_accepted.sum())
+        for place in range(len(self.accepted_at)):
+            self.accepted_at[place] += int(np.count_nonzero(num_accepted > place))
 
 
 class Drafts(Resource):
@@ -68,6 +69,7 @@ class Drafts(Resource):
         self.stats = DraftStats(accepted_at=[0] * num_speculative_tokens)
         self._cut = cut
         self._running: dict[int, Request] = {}  # by row
+        self._watched: set[int] = set()  # rows with drafts in this step or for the next one
         self._proposed: dict[int, list[int]] = {}  # by row, for its next step
         self._taken: dict[int, list[int]] = {}  # by row, in the step being planned
         self._has_prefill = False  # the step being planned computes a part of a prompt
@@ -80,7 +82,7 @@ class Drafts(Resource):
 
     def watches(self, req: Request) -> bool:
         """A decode without drafts is one like any other."""
-        return bool(self._proposed.get(req.row))
+        return req.row in self._watched
 
     def begin_step(self, step: Step) -> None:
         self._taken.clear()
@@ -101,7 +103,7 @@ class Drafts(Resource):
         if not self.num_speculative_tokens:
             return
         self._running[req.row] = req
-        drafts = self._drop(req)
+        drafts = self._proposed.pop(req.row, [])
         num_slots = max(0, req.num_computed - req.num_tokens)
         if num_slots:
             padding = [PADDING] * num_slots
@@ -110,7 +112,8 @@ class Drafts(Resource):
 
     def release(self, req: Request) -> None:
         self._running.pop(req.row, None)
-        self._drop(req)
+        self._proposed.pop(req.row, None)
+        self._watch(req, False)
 
     def describe(self, plan: StepPlan) -> None:
         if not self._taken:
@@ -123,25 +126,27 @@ class Drafts(Resource):
         if plan.draft_counts is not None:
             self._count(plan, result)
         proposals: dict[int, list[int]] = result.parts.get(self.name, {})
-        for index, drafts in proposals.items():
-            row = int(plan.rows[index])
+        if not (proposals or self._watched):
+            return
+        columns = zip(plan.rows.tolist(), plan.generations.tolist(), strict=True)
+        for index, (row, generation) in enumerate(columns):
             req = self._running.get(row)
-            if req is not None and req.table.generation.at[row] == plan.generations[index]:
-                self._proposed[row] = list(drafts[: self.num_speculative_tokens])
-                self._scheduler.watch_again(req)
+            if req is not None and req.table.generation.at[row] == generation:
+                drafts = proposals.get(index, ())[: self.num_speculative_tokens]
+                if drafts:
+                    self._proposed[row] = list(drafts)
+                self._watch(req, len(drafts) > 0)
 
-    def _drop(self, req: Request) -> list[int]:
-        """What was proposed for the request, which is not watched for it any more."""
-        drafts = self._proposed.pop(req.row, [])
-        if drafts and not req.is_finished:
+    def _watch(self, req: Request, wish: bool) -> None:
+        if wish != (req.row in self._watched):
+            (self._watched.add if wish else self._watched.remove)(req.row)
             self._scheduler.watch_again(req)
-        return drafts
 
     def _count(self, plan: StepPlan, result: StepResult) -> None:
         """Padding was no draft, and a row without a result says nothing about its drafts."""
         assert plan.draft_counts is not None and plan.draft_tokens is not None
+        num_real = np.concatenate([[0], np.cumsum(plan.draft_tokens != PADDING)])
         ends = np.cumsum(plan.draft_counts)
-        for index in np.flatnonzero((plan.draft_counts > 0) & (result.counts > 0)).tolist():
-            drafts = plan.draft_tokens[ends[index] - plan.draft_counts[index] : ends[index]]
-            if num_proposed := int((drafts != PADDING).sum()):
-                self.stats.add(num_proposed, int(result.counts[index]) - 1)
+        proposed = num_real[ends] - num_real[ends - plan.draft_counts]
+        counted = (proposed > 0) & (result.counts > 0)
+        self.stats.add(proposed[counted], result.counts[counted] - 1)

@@ -99,12 +99,18 @@ CANARIES = (
         "            self.revoke(req, int(plan.starts[index]))\n",
         "",
     ),
+    Canary(
+        "let go on who starts from what was wrong",
+        SETTLE,
+        "        for row in self.kv.revoke(req, start, involved):\n            self.restart(row)\n",
+        "        self.kv.revoke(req, start, involved)\n",
+    ),
     # budgets and seats
     Canary(
         "one token too many",
         SCHEDULER,
-        "wanted = min(behind, step.tokens_left, self._prefill_cap())",
-        "wanted = min(behind, step.tokens_left + 1, self._prefill_cap())",
+        "wanted = min(behind, step.tokens_left, budget.prefill_cap(",
+        "wanted = min(behind, step.tokens_left + 1, budget.prefill_cap(",
     ),
     Canary(
         "lose a seat",
@@ -158,8 +164,8 @@ CANARIES = (
     Canary(
         "run again before the last token is known",
         SCHEDULER,
-        "if req.num_pending and (req.is_waiting or req.is_serial):",
-        "if req.num_pending > 9 and (req.is_waiting or req.is_serial):",
+        "if pending and (is_waiting or req.is_serial):",
+        "if pending > 9 and (is_waiting or req.is_serial):",
     ),
     # ends
     Canary(
@@ -243,8 +249,8 @@ CANARIES = (
     ),
     Canary(
         "compute in a pause",
-        SCHEDULER,
-        "        if self.pause_state is PauseState.PAUSED_ALL:\n            step.tokens_left = 0\n",
+        "sched/budget.py",
+        "    if pause is PauseState.PAUSED_ALL:\n        step.tokens_left = 0\n",
         "",
     ),
     # accounts

@@ -12,7 +12,7 @@ from zlib import crc32
 
 from engine.messages.outputs import CoreOutputs, Finished
 from engine.messages.requests import AddRequest
-from engine.messages.step import NewSeq
+from engine.messages.step import NewSeq, StepPlan
 from engine.sched.interface import StepOutputs
 from engine.sched.request import Request
 from engine.sched.verify.fake import EMPTY_DIGEST, mix
@@ -31,6 +31,7 @@ class Asked:
     fails: bool  # will it come to a position that fails?
     fails_at: int | None
     num_heard: int = 0
+    num_cached: int | None = None  # tokens it did not compute when it first ran
 
 
 class Clients:
@@ -66,6 +67,16 @@ class Clients:
             tokens[position] += extra
         return tokens
 
+    def watch(self, plan: StepPlan) -> None:
+        """From where do new sequences compute?"""
+        if not plan.new:
+            return
+        starts = dict(zip(plan.slots.tolist(), plan.starts.tolist(), strict=True))
+        for new in plan.new:
+            asked = self.live[new.request_id]
+            if asked.num_cached is None:
+                asked.num_cached = starts[new.slot]
+
     def fail(self, new: NewSeq, upto: int) -> str | None:
         """Does the worker come to a position that fails?"""
         asked = self.live.get(new.request_id)  # a step in flight may outlive its request
@@ -90,7 +101,7 @@ class Clients:
             counts = out.counts or [1] * len(out.request_ids)
             assert len(counts) == len(out.request_ids) == len(set(out.request_ids)), "columns"
             assert sum(counts) == len(out.token_ids), "token columns"
-            starts = {started.index for started in out.started}
+            starts = {started.index: started.num_cached_tokens for started in out.started}
             place = 0
             for index, (name, count) in enumerate(zip(out.request_ids, counts, strict=True)):
                 asked = self._asked(name, client)
@@ -100,6 +111,7 @@ class Clients:
                 assert tokens == right, f"{name}: {tokens} behind {asked.num_heard}, not {right}"
                 is_first = asked.num_heard == 0 and count > 0
                 assert (index in starts) == is_first, f"{name}: started {index in starts}"
+                assert not is_first or starts[index] == asked.num_cached, f"{name}: cached tokens"
                 asked.num_heard += count
             self._hear_ends(out, now)
 
@@ -111,6 +123,14 @@ class Clients:
         for name in out.finished_ids:
             assert name in self.listed, f"{name} is listed as finished and is not"
             self.listed.remove(name)
+
+    def check_over(self, *, lists_ids: bool) -> None:
+        """Everybody has heard the end, and of all ends there is a list if one was wanted."""
+        assert not self.live, f"{list(self.live)} never heard their end"
+        if lists_ids:
+            assert not self.listed, f"{self.listed} were never listed as finished"
+        else:
+            assert len(self.listed) == self.num_ended, "ids are listed, and nobody wants them"
 
     def _end(self, name: str) -> None:
         asked = self.live.pop(name)

@@ -217,6 +217,21 @@ def check_order(scheduler: Scheduler) -> None:
         assert id(req) in excused, f"{req} was overtaken by {step.new}"
 
 
+def check_stats(scheduler: Scheduler, num_tokens: int, num_steps: int) -> None:
+    """Statistics of an engine in which nobody is left are what was counted beside it."""
+    stats = scheduler.make_stats()
+    assert (stats is not None) == scheduler.config.log_stats, "statistics against the wish"
+    if stats is None:
+        return
+    assert stats.num_scheduled_tokens == num_tokens, f"{stats.num_scheduled_tokens} tokens counted"
+    assert stats.num_steps - stats.num_rescued_steps <= 2 * num_steps, "steps are counted twice"
+    assert stats.num_steps >= num_steps, "steps are not counted"
+    gauges = (stats.num_running, stats.num_waiting, stats.num_parked, stats.kv_usage)
+    assert not any(gauges), f"somebody is left in the statistics: {gauges}"
+    assert stats.prefix_hits <= stats.prefix_queries, "more hits than questions"
+    assert stats.preempted_hits <= stats.preempted_queries, "more hits than questions"
+
+
 def check_mirror(scheduler: Scheduler, worker: DigestWorker) -> None:
     """The worker knows the same sequences with the same tables."""
     kv, seqs = scheduler.kv, worker.seqs

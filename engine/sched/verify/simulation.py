@@ -21,7 +21,7 @@ from engine.sched.scheduler import Scheduler
 from engine.sched.verify.case import Abort, Add, Case, Event, Jump, Pause, Reset, Setup, Wake
 from engine.sched.verify.clients import VOCAB_SIZE, Asked, Clients
 from engine.sched.verify.fake import DigestWorker
-from engine.sched.verify.invariants import CacheTruth, Invariants
+from engine.sched.verify.invariants import CacheTruth, Invariants, check_stats
 from engine.sched.verify.needs import NEEDS
 
 SLACK_STEPS = 100
@@ -69,6 +69,7 @@ class Simulation:
             self.scheduler, self.worker, self.needs, every, plugins=plugins
         )
         self._leaks = leaks
+        self._num_tokens = 0
         self._flight: deque[tuple[StepPlan, StepResult]] = deque()
         self._pace = Random(setup.seed)
         self._trace = hashlib.blake2b(digest_size=16)
@@ -144,9 +145,11 @@ class Simulation:
         self._tick()
         plan = scheduler.schedule()
         self.num_steps += 1
+        self._num_tokens += plan.num_tokens
         for column in (plan.rows, plan.starts, plan.counts, plan.block_ids):
             self._trace.update(column.tobytes())
         self.invariants.planned(plan)
+        self.clients.watch(plan)
         if plan.is_empty:
             return False
         result = self.worker.launch(plan)
@@ -186,7 +189,8 @@ class Simulation:
                 f"blocked: {scheduler.settler.tally.blocked!r}"
             )
         self.clients.hear(scheduler.take_outputs(), self.latest)
-        assert not self.clients.live, f"{list(self.clients.live)} never heard their end"
+        self.clients.check_over(lists_ids=scheduler.config.include_finished_ids)
+        check_stats(scheduler, self._num_tokens, self.num_steps)
         self.truth.check()
         self.invariants.ended(leaks=self._leaks)
 
