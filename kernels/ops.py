@@ -9,11 +9,12 @@ from __future__ import annotations
 import torch
 
 from kernels import cpu, reference
+from kernels.bodies import triton_for
 from kernels.meta import AttentionMeta
 
 
 def _bodies(x: torch.Tensor):
-    return cpu if x.is_cpu else reference
+    return triton_for(x) or cpu
 
 
 def rms_norm(

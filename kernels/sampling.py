@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kernels.bodies import triton_for
 from kernels.cpu import sampling as cpu
-from kernels.reference import sampling as reference
 
 
 def choose_tokens(
@@ -28,7 +28,7 @@ def choose_tokens(
     depends on (seed, position, token id) alone, whatever the batch. Tokens at -inf are never
     chosen. A row with NaN, +inf or nothing but -inf yields -1 and disturbs no other.
     """
-    body = cpu if logits.device.type == "cpu" else reference
+    body = triton_for(logits) or cpu
     return body.choose_tokens(logits, temperature, top_k, top_p, min_p, seeds, positions)
 
 
@@ -44,5 +44,5 @@ def penalise(
     divided by repetition, others multiplied; those of output tokens are then lowered by presence
     once and by frequency for every time they occur. Token ids must lie in [0, V).
     """
-    body = cpu if logits.device.type == "cpu" else reference
+    body = triton_for(logits) or cpu
     body.penalise(logits, history, num_prompt, penalties)

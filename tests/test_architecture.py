@@ -33,6 +33,7 @@ LAZY_IMPORTS = {
     "engine": "public names resolve when first used",
     "engine.core.build": "the one place that names concrete classes",
     "engine.llm": "rich is loaded only to draw a progress bar",
+    "kernels.bodies": "Triton is imported only where it computes",
     "engine.models.load": "transformers is imported only for what has no native family",
 }
 

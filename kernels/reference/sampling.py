@@ -9,6 +9,8 @@ of v are as fine as they come: large values, which decide, are never cut off sho
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -17,6 +19,38 @@ GOLDEN = 0x9E3779B97F4A7C15
 MIX_1 = 0xBF58476D1CE4E5B9
 MIX_2 = 0x94D049BB133111EB
 UNIFORM_BITS = 52  # as many as leave (k + 1/2) / 2**bits exact in float64
+
+
+class Columns(NamedTuple):
+    """What requests ask for, by slot, on the device. See `kernels.sampling.choose_tokens`."""
+
+    temperature: torch.Tensor  # float64
+    top_k: torch.Tensor  # int32
+    top_p: torch.Tensor  # float64
+    min_p: torch.Tensor  # float64
+    seeds: torch.Tensor  # int64: the bits of the unsigned seed
+
+
+class Rows(NamedTuple):
+    """Logits and whose they are. Slot -1: padding, the row's token is -1 and nothing is read."""
+
+    logits: torch.Tensor  # [R, V] of any float, rows contiguous
+    slots: torch.Tensor  # [R] int32
+    positions: torch.Tensor  # [R] int32 or int64: where the token will stand
+
+
+def sample(rows: Rows, columns: Columns) -> torch.Tensor:
+    """The token of each row [R] int32, -1 where there is none."""
+    chosen = torch.full_like(rows.slots, -1)
+    real = (rows.slots >= 0).nonzero()[:, 0]
+    if len(real):
+        slots = rows.slots[real].long()
+        temperature, top_k, top_p, min_p, seeds = (c[slots].cpu().numpy() for c in columns)
+        positions = rows.positions[real].int().cpu().numpy()
+        seeds = seeds.view(np.uint64)
+        ids = choose_tokens(rows.logits[real], temperature, top_k, top_p, min_p, seeds, positions)
+        chosen[real] = torch.from_numpy(ids).to(chosen.device)
+    return chosen
 
 
 def choose_tokens(

@@ -1,12 +1,37 @@
 """Bodies for CUDA and ROCm devices. Same signatures as :mod:`kernels.reference`."""
 
+from kernels.triton.activation import act_mul
 from kernels.triton.attention import paged_attention, paged_attention_lse
+from kernels.triton.bitmask import apply_bitmask, apply_edits, forbid_words
+from kernels.triton.index import grow_block_tables, prepare_inputs, settle
 from kernels.triton.kv_write import qkv_rope_write
+from kernels.triton.launch import is_interpreting
+from kernels.triton.logprobs import token_logprobs
 from kernels.triton.merge import merge_states
+from kernels.triton.norm import add_rms_norm, rms_norm
+from kernels.triton.penalties import count_tokens, penalise, penalise_rows, seat
+from kernels.triton.sampling import choose_tokens, sample
 
 __all__ = [
+    "act_mul",
+    "add_rms_norm",
+    "apply_bitmask",
+    "apply_edits",
+    "choose_tokens",
+    "count_tokens",
+    "forbid_words",
+    "grow_block_tables",
+    "is_interpreting",
     "merge_states",
     "paged_attention",
     "paged_attention_lse",
+    "penalise",
+    "penalise_rows",
+    "prepare_inputs",
     "qkv_rope_write",
+    "rms_norm",
+    "sample",
+    "seat",
+    "settle",
+    "token_logprobs",
 ]

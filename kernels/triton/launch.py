@@ -35,12 +35,17 @@ class Launch(NamedTuple):
         return self.kernel.warmup(**self.args, grid=self.grid, **self.options())
 
 
+def is_interpreting() -> bool:
+    """Whether kernels of this process run in Triton's interpreter."""
+    return bool(triton.knobs.runtime.interpret)
+
+
 def arch_of(x: torch.Tensor) -> str:
     """The family of devices, as tuning knows them, that a launch on this tensor is for.
 
     A tensor on the CPU stands for the driver's target: something is compiled, or interpreted.
     """
-    if triton.knobs.runtime.interpret:
+    if is_interpreting():
         return "sm_90"
     return _arch_of_device(x.device.index) if x.is_cuda else _arch_of_target()
 

@@ -14,14 +14,13 @@ import triton
 import triton.language as tl
 
 from kernels.reference import rejection as reference
+from kernels.reference.sampling import Columns, Rows
 from kernels.triton.cut import LOG2E
 from kernels.triton.launch import Launch
 from kernels.triton.noise import gumbel, row_key, steps_of, uniform
 from kernels.triton.sampling import (
     SIZES,
-    Columns,
     Cuts,
-    Rows,
     Sizes,
     cut,
     kept,

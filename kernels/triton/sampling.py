@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
+from kernels.reference.sampling import Columns, Rows
 from kernels.triton.cut import cut_row, load_part
 from kernels.triton.launch import Launch
 from kernels.triton.noise import gumbel, rough_gumbel, row_key, steps_of
@@ -35,24 +36,6 @@ class Sizes(NamedTuple):
 
 
 SIZES = Sizes()
-
-
-class Columns(NamedTuple):
-    """What requests ask for, by slot, on the device. See `kernels.sampling.choose_tokens`."""
-
-    temperature: torch.Tensor  # float64
-    top_k: torch.Tensor  # int32
-    top_p: torch.Tensor  # float64
-    min_p: torch.Tensor  # float64
-    seeds: torch.Tensor  # int64: the bits of the unsigned seed
-
-
-class Rows(NamedTuple):
-    """Logits and whose they are. Slot -1: padding, the row's token is -1 and nothing is read."""
-
-    logits: torch.Tensor  # [R, V] of any float, rows contiguous
-    slots: torch.Tensor  # [R] int32
-    positions: torch.Tensor  # [R] int32 or int64: where the token will stand
 
 
 class Cuts(NamedTuple):

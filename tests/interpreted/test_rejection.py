@@ -9,10 +9,10 @@ from scipy.stats import chisquare
 
 from kernels.reference import rejection as reference
 from kernels.reference.rejection import Asked
-from kernels.reference.sampling import choose_tokens, truncate
+from kernels.reference.sampling import Columns, Rows, choose_tokens, truncate
 from kernels.triton import rejection
 from kernels.triton.rejection import Drafts
-from kernels.triton.sampling import Columns, Rows, Sizes
+from kernels.triton.sampling import Sizes
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

@@ -8,8 +8,9 @@ import torch
 
 from kernels.cpu import sampling as cpu
 from kernels.reference import sampling as reference
+from kernels.reference.sampling import Columns, Rows
 from kernels.triton import sampling
-from kernels.triton.sampling import Columns, Rows, Sizes
+from kernels.triton.sampling import Sizes
 
 # NumPy warns of infinities and of unsigned numbers that wrap around, devices do not.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
