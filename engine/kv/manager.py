@@ -48,9 +48,10 @@ class KVManager:
         source: KVSource | None = None,
         events: EventLog | None = None,
     ) -> None:
-        if source is not None and len(groups) > 1:
+        if source is not None and [group.window for group in groups] != [0]:
             raise ConfigError(
-                f"a KV source needs one group of layers, this model has {len(groups)}"
+                "a KV source needs one group of layers with full attention, this model has windows "
+                f"{[group.window for group in groups]} (0: full); leave the source out"
             )
         self.block_size = block_size
         self.groups = tuple(groups)

@@ -192,8 +192,9 @@ class Bulk:
         if within == size - 1 and start < table.num_tokens.at[row]:
             self._kv.commit(req, start + 1)
         if self._asks_grant:  # the hook sees the counts that it is told of
-            for column in (table.num_computed, table.num_pending, table.in_flight):
-                column.at[row] += 1
+            table.num_computed.at[row] = start + 1
+            table.num_pending.at[row] += 1
+            table.in_flight.at[row] += 1
             self._guard.on_grant(req, 1, self._view)
 
     def _secure_next(self, req: Request, position: int, step: Step) -> bool:

@@ -216,9 +216,11 @@ def test_a_preempted_request_loads_again():
     assert kv.ready(req) == 48 and kv.reserve(req, 60) and len(source.loads) == 2
 
 
-def test_a_source_needs_one_group_of_layers():
-    with pytest.raises(ConfigError, match="needs one group of layers, this model has 2"):
+def test_a_source_needs_one_group_of_full_attention():
+    with pytest.raises(ConfigError, match=r"this model has windows \[0, 16\]"):
         KVManager(10, 16, source=Store(), groups=[Group(), Group(window=16)])
+    with pytest.raises(ConfigError, match=r"this model has windows \[7\]"):
+        KVManager(10, 16, source=Store(), groups=[Group(window=7)])
 
 
 def test_shutdown_closes_the_source():
