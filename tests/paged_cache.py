@@ -21,12 +21,14 @@ class Cache:
         rng: torch.Generator,
         block: int = 16,
         window: int = 0,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         heads, head_dim = shape
         lens = [new + context for new, context in step]
         blocks = [-(-length // block) for length in lens]
         free = (torch.randperm(sum(blocks), generator=rng) + 1).tolist()
-        self.kv = torch.full((sum(blocks) + 2, 2, heads, block, head_dim), float("nan"))
+        pool = (sum(blocks) + 2, 2, heads, block, head_dim)
+        self.kv = torch.full(pool, float("nan"), dtype=dtype)
         tables = torch.zeros((len(step), max(blocks) + 1), dtype=torch.int32)
         positions, slots = [], []
         for s, (_, context) in enumerate(step):
@@ -35,7 +37,7 @@ class Cache:
             where = tables[s].long()[place // block] * block + place % block
             for slot in where.tolist():
                 written = torch.randn(2, heads, head_dim, generator=rng)
-                self.kv[slot // block, :, :, slot % block] = written
+                self.kv[slot // block, :, :, slot % block] = written.to(dtype)
             if window:
                 tables[s, : max(0, lens[s] - step[s][0] - window + 1) // block] = 0
             positions.append(place[context:])

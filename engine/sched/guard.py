@@ -187,11 +187,12 @@ class Guard(Policy):
             answer = self.inner.chunk(req, num_tokens, view)
             if not (answer.__class__ is int and 0 <= answer <= num_tokens):
                 fault = answers.wrong_count(answer, num_tokens)
+                answer = int(answer) if fault is None else num_tokens
         except Exception as error:  # a stranger's code
             fault = answers.raised(error)
         self._seconds[self._label["chunk"]] += self._timer() - begun
         if fault is None:
-            return int(answer)
+            return answer
         self._fault("chunk", fault, req)
         return num_tokens
 

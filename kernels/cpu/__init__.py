@@ -1,6 +1,6 @@
 """Bodies for the CPU: compiled loops for contiguous float32, else the reference's torch.
 
-Same signatures as :mod:`kernels.reference`.
+Same signatures as :mod:`kernels.reference`. A KV cache may be bfloat16 beside float32 tokens.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from kernels import reference
-from kernels.cpu import attention, matmul, pointwise, rope, sampling
+from kernels.cpu import attention, cells, matmul, pointwise, rope, sampling
 from kernels.meta import AttentionMeta
 
 _COMPILED_ACTS = ("silu", "gelu_tanh")
@@ -19,13 +19,17 @@ def prepare() -> None:
 
     The first operation of a process would pay for it otherwise: most of a second, Numba's own.
     """
-    for kernel in (matmul.PACKED, rope.QKV, pointwise.NORM, pointwise.ACT_MUL, sampling.CHOOSE):
+    for kernel in (matmul.PACKED, rope.QKV[4], pointwise.NORM, pointwise.ACT_MUL, sampling.CHOOSE):
         kernel.prepare()
 
 
 def _is_plain(*tensors: torch.Tensor | None) -> bool:
     """Whether compiled loops can read these by address."""
     return all(t is None or (t.dtype is torch.float32 and t.is_contiguous()) for t in tensors)
+
+
+def _is_cache(kv_layer: torch.Tensor) -> bool:
+    return kv_layer.dtype in cells.DTYPES and kv_layer.is_contiguous()
 
 
 def rms_norm(
@@ -64,7 +68,8 @@ def qkv_rope_write(
     norm: reference.HeadNorm,
     kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    if kv_scales is None and _is_plain(qkv, kv_layer, rope_.cos_sin, norm.q, norm.k):
+    has_loops = kv_scales is None and _is_cache(kv_layer)
+    if has_loops and _is_plain(qkv, rope_.cos_sin, norm.q, norm.k):
         return rope.qkv_rope_write(qkv, kv_layer, meta, heads, rope_, norm)
     return reference.qkv_rope_write(qkv, kv_layer, meta, heads, rope_, norm, kv_scales)
 
@@ -72,7 +77,7 @@ def qkv_rope_write(
 def paged_attention(
     q: torch.Tensor, kv_layer: torch.Tensor, meta: AttentionMeta, variant: reference.Variant
 ) -> torch.Tensor:
-    has_loops = variant.alibi is None and variant.kv_scales is None
-    if has_loops and _is_plain(q, kv_layer, variant.sinks):
+    has_loops = variant.alibi is None and variant.kv_scales is None and _is_cache(kv_layer)
+    if has_loops and _is_plain(q, variant.sinks):
         return attention.paged_attention(q, kv_layer, meta, variant)
     return reference.paged_attention(q, kv_layer, meta, variant)

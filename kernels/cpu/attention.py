@@ -1,4 +1,4 @@
-"""Paged attention of float32 tokens."""
+"""Paged attention of float32 tokens over a cache of float32 or bfloat16."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _ENOUGH = 512
 
 
 @cache
-def _single(head_dim: int, group: int) -> Kernel:
-    return Kernel(single_body(head_dim, group), heavy=True)
+def _single(head_dim: int, group: int, cell: int) -> Kernel:
+    return Kernel(single_body(head_dim, group, cell), heavy=True)
 
 
 @cache
-def _chunk(head_dim: int, group: int) -> Kernel:
-    return Kernel(chunk_body(head_dim, group), heavy=True)
+def _chunk(head_dim: int, group: int, cell: int) -> Kernel:
+    return Kernel(chunk_body(head_dim, group, cell), heavy=True)
 
 
 def paged_attention(
     q: torch.Tensor, kv_layer: torch.Tensor, meta: AttentionMeta, variant: Variant
 ) -> torch.Tensor:
-    """See kernels.ops.paged_attention. q, kv_layer and sinks: contiguous float32."""
+    """See kernels.ops.paged_attention. q and sinks: contiguous float32."""
     num_tokens, num_heads, head_dim = q.shape
     _, _, kv_heads, block, _ = kv_layer.shape
-    group, threads = num_heads // kv_heads, num_threads()
+    group, threads, cell = num_heads // kv_heads, num_threads(), kv_layer.element_size()
     key = ("attention", variant.window, group)
     plan = meta.scratch.get(key)
     if plan is None:
@@ -49,7 +49,7 @@ def paged_attention(
     numbers = (bits(variant.scale), bits(variant.softcap), sinks)
     if plan.singles.num:
         room = _partials(meta, plan, num_heads * (head_dim + 2)) if plan.is_cut else 0
-        _single(head_dim, group).run(
+        _single(head_dim, group, cell).run(
             threads if plan.singles.work * num_heads >= _ENOUGH else 1,
             *tensors,
             *shape,
@@ -60,7 +60,7 @@ def paged_attention(
             plan.first_items,
         )
     if plan.chunks.num:
-        _chunk(head_dim, group).run(
+        _chunk(head_dim, group, cell).run(
             threads if plan.chunks.work * num_heads >= _ENOUGH else 1,
             *tensors,
             *shape,

@@ -12,9 +12,10 @@ import numpy as np
 from numba import njit
 
 from kernels.cpu.attention_plan import ITEM_FIELDS
+from kernels.cpu.cells import read_cells
 from kernels.cpu.mathlib import LOG2_E
 from kernels.cpu.native import f32, f64, i32, i64, next_item
-from kernels.cpu.softmax import EMPTY, INLINE, cap, fill, scaled_copy, sink_weight, soften
+from kernels.cpu.softmax import EMPTY, INLINE, cap, divisor, fill, scaled_copy, soften
 from kernels.cpu.vectors import LANES, lanes_of, tile_product, transpose16
 
 NUM_PARAMETERS = 13
@@ -30,8 +31,11 @@ def tokens_an_item(group: int) -> int:
     return max(1, _ROWS // group)
 
 
-def chunk_body(head_dim: int, group: int):
-    """A body for one head size and number of query heads per key head; all else is parameters."""
+def chunk_body(head_dim: int, group: int, cell: int):
+    """A body for one head size, number of query heads per key head and size of a cache element.
+
+    All else is parameters.
+    """
     lanes = lanes_of(head_dim)
     vectors = head_dim // lanes
     rows = -(-tokens_an_item(group) * group // _STEP) * _STEP
@@ -58,7 +62,7 @@ def chunk_body(head_dim: int, group: int):
             base = item[3]
             while base < item[4]:
                 count = min(_KEYS - base % _KEYS, item[4] - base)
-                _gather(p, item[0], head, (base, count), keys, values)
+                _gather(p, item[0], head, (base, count), (keys, values), cell)
                 _score(q, keys, scores, num, count)
                 _weigh(p, item, group, (base, count), softcap, scores, (largest, total, acc))
                 _add(scores, values, acc, num, count, vectors, lanes)
@@ -109,13 +113,14 @@ def _begin(p, item, head, group, scale, q):
         scaled_copy(f32(source, (width,)), flat[token * width : (token + 1) * width], scale)
 
 
-@njit(**INLINE)
-def _gather(p, seq, head, span, keys, values):
+@njit(inline="always")
+def _gather(p, seq, head, span, targets, cell):
     """Keys [head_dim, _KEYS] and values [_KEYS, head_dim] of one head from position span[0] on."""
+    keys, values = targets
     head_dim, block, kv_heads = keys.shape[0], p[7], p[5]
     base, count = span
     table = i32(p[3] + seq * p[6] * 4, (p[6],))
-    size = head_dim * 4
+    size = head_dim * cell
     aligned = block % LANES == 0 and head_dim % LANES == 0 and base % LANES == 0
     done = 0
     while done < count:
@@ -127,19 +132,22 @@ def _gather(p, seq, head, span, keys, values):
             for j in range(0, num, LANES):
                 for d in range(0, head_dim, LANES):
                     target = keys[d].ctypes.data + (done + j) * 4
-                    transpose16(source + j * size + d * 4, size, target, _KEYS * 4)
+                    transpose16(source + j * size + d * cell, size, target, _KEYS * 4, cell)
         else:
-            _turn(f32(source, (num, head_dim)), keys, done)
-        v = f32(source + kv_heads * block * size, (num * head_dim,))
-        scaled_copy(v, values.reshape(-1)[done * head_dim : (done + num) * head_dim], _ONE)
+            _turn(source, keys[:, done : done + num], cell)
+        places = values.reshape(-1)[done * head_dim : (done + num) * head_dim]
+        read_cells(source + kv_heads * block * size, places, cell)
         done += num
 
 
 @njit(**INLINE)
-def _turn(k, keys, first):
-    for j in range(k.shape[0]):
-        for d in range(k.shape[1]):
-            keys[d, first + j] = k[j, d]
+def _turn(source, keys, cell):
+    """Keys [num, head_dim] at an address to the columns of `keys`."""
+    k = np.empty(keys.shape[0], np.float32)
+    for j in range(keys.shape[1]):
+        read_cells(source + j * keys.shape[0] * cell, k, cell)
+        for d in range(keys.shape[0]):
+            keys[d, j] = k[d]
 
 
 @njit(**INLINE)
@@ -170,5 +178,5 @@ def _finish(p, item, head, group, acc, total, largest):
         out = p[4] + _row_address(item[1], token, head, p, group, head_dim)
         for g in range(group):
             r = token * group + g
-            below = total[r, 0] + sink_weight(sinks, head * group + g, largest[r])
+            below = divisor(total[r, 0], sinks, head * group + g, largest[r])
             scaled_copy(acc[r], f32(out + g * (head_dim * 4), (head_dim,)), _ONE / below)

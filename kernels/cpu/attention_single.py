@@ -15,22 +15,25 @@ from numba import njit
 from kernels.cpu.attention_plan import ITEM_FIELDS
 from kernels.cpu.mathlib import LOG2_E, exp2
 from kernels.cpu.native import f32, f64, i32, i64, next_item
-from kernels.cpu.softmax import EMPTY, INLINE, cap, fill, scaled_copy, sink_weight, soften
-from kernels.cpu.vectors import LANES, LINE, dots, lanes_of, prefetch, tile_product
+from kernels.cpu.softmax import EMPTY, INLINE, cap, divisor, fill, scaled_copy, soften
+from kernels.cpu.vectors import LANES, LINE, add_tile_product, dots, lanes_of, prefetch
 
 NUM_PARAMETERS = 15
 _ZERO, _ONE = np.float32(0), np.float32(1)
 
 
-def single_body(head_dim: int, group: int):
-    """A body for one head size and number of query heads per key head; all else is parameters."""
+def single_body(head_dim: int, group: int, cell: int):
+    """A body for one head size, number of query heads per key head and size of a cache element.
+
+    All else is parameters.
+    """
     lanes = lanes_of(head_dim)
     vectors = head_dim // lanes
 
     def body(row):
         p, real = i64(row, (NUM_PARAMETERS + 1,)), f64(row, (NUM_PARAMETERS + 1,))
         kv_heads, block, softcap = p[5], p[7], np.float32(real[11])
-        heads, page_size = kv_heads * group, 2 * kv_heads * block * head_dim * 4
+        heads, page_size = kv_heads * group, 2 * kv_heads * block * head_dim * cell
         scale = np.float32(real[10]) * (LOG2_E if softcap == 0 else _ONE)
         q, acc = np.empty((heads, head_dim), np.float32), np.empty((heads, head_dim), np.float32)
         scores = np.empty((heads, block), np.float32)
@@ -51,45 +54,49 @@ def single_body(head_dim: int, group: int):
                 page = p[2] + np.int64(table[i]) * page_size
                 # Of the next block, keys are fetched ahead during these keys, values thereafter.
                 ahead = p[2] + np.int64(table[min(i + 1, (item[4] - 1) // block)]) * page_size
-                _score(q, (page, ahead), scores, (first, end), group, vectors, lanes)
+                _score((q, scores), (page, ahead), (first, end), group, vectors, lanes, cell)
                 ahead += page_size // 2
                 for h in range(heads):
                     for offset in range(0, page_size // 2 // heads, LINE):
-                        prefetch(ahead + offset, 1, LANES)
+                        prefetch(ahead + offset, 1, LANES, 4)
                     ahead += page_size // 2 // heads
                     if softcap > 0:
                         cap(scores[h, first:end], softcap)
                     largest[h] = soften(scores[h], first, end, largest[h], total[h], acc[h])
-                _add(scores, page, acc, (first, end), group, vectors, lanes)
+                _add((scores, acc), page, (first, end), group, vectors, lanes, cell)
             _finish(p, item, index, acc, total, largest)
 
     return body
 
 
 @njit(inline="always")
-def _score(q, pages, scores, span, group, vectors, lanes):
-    """scores[h, t] = q[h] . key t of the page; the last three are literals."""
-    size, block = q.shape[1] * 4, scores.shape[1]
+def _score(arrays, pages, span, group, vectors, lanes, cell):
+    """scores[h, t] = q[h] . key t of the page; arrays: q, scores. The last four are literals."""
+    q, scores = arrays
+    size, key_size, block = q.shape[1] * 4, q.shape[1] * cell, scores.shape[1]
     for head in range(q.shape[0] // group):
-        offset = (head * block + span[0]) * size
+        offset = (head * block + span[0]) * key_size
         key, next_key = pages[0] + offset, pages[1] + offset
         rows, out = q[head * group].ctypes.data, scores[head * group].ctypes.data
         for t in range(span[0], span[1]):
-            dots(rows, size, key, out + t * 4, block * 4, group, vectors, lanes)
-            prefetch(next_key, vectors, lanes)
-            key += size
-            next_key += size
+            dots(rows, size, key, out + t * 4, block * 4, group, vectors, lanes, cell)
+            prefetch(next_key, vectors, lanes, cell)
+            key += key_size
+            next_key += key_size
 
 
 @njit(inline="always")
-def _add(scores, page, acc, span, group, vectors, lanes):
-    """acc[h] += scores[h] @ values of the page; the last three are literals."""
-    size, block, kv_heads = acc.shape[1] * 4, scores.shape[1], acc.shape[0] // group
-    num = span[1] - span[0]
+def _add(arrays, page, span, group, vectors, lanes, cell):
+    """acc[h] += scores[h] @ values of the page; arrays: scores, acc. The last four are literals."""
+    scores, acc = arrays
+    size, value_size, block = acc.shape[1] * 4, acc.shape[1] * cell, scores.shape[1]
+    kv_heads, num = acc.shape[0] // group, span[1] - span[0]
     for head in range(kv_heads):
-        value = page + ((kv_heads + head) * block + span[0]) * size
+        values = page + ((kv_heads + head) * block + span[0]) * value_size
         weights, out = scores[head * group].ctypes.data + span[0] * 4, acc[head * group].ctypes.data
-        tile_product(weights, block * 4, value, size, out, size, num, group, vectors, lanes, 0)
+        add_tile_product(
+            weights, block * 4, values, value_size, out, size, num, group, vectors, lanes, cell
+        )
 
 
 @njit(**INLINE)
@@ -101,7 +108,7 @@ def _finish(p, item, index, acc, total, largest):
     out = f32(p[4] + np.int64(item[1]) * (heads * head_dim * 4), (heads, head_dim))
     if shared == 1:
         for h in range(heads):
-            below = total[h, 0] + sink_weight(sinks, h, largest[h])
+            below = divisor(total[h, 0], sinks, h, largest[h])
             scaled_copy(acc[h], out[h], _ONE / below)
         return
     size = heads * (head_dim + 2)
@@ -130,4 +137,4 @@ def _merge(partials, sinks, out):
             below += partials[part, h, head_dim] * shrink
             for d in range(head_dim):
                 out[h, d] += partials[part, h, d] * shrink
-        scaled_copy(out[h], out[h], _ONE / (below + sink_weight(sinks, h, best)))
+        scaled_copy(out[h], out[h], _ONE / divisor(below, sinks, h, best))

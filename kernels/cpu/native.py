@@ -47,6 +47,7 @@ _f64_pointer = _pointer_to(types.float64)
 _i32_pointer = _pointer_to(types.int32)
 _i64_pointer = _pointer_to(types.int64)
 _u8_pointer = _pointer_to(types.uint8)
+_u16_pointer = _pointer_to(types.uint16)
 _u64_pointer = _pointer_to(types.uint64)
 
 
@@ -72,6 +73,12 @@ def i64(address, shape):
 def u8(address, shape):
     """The uint8 array of `shape` that starts at `address`."""
     return carray(_u8_pointer(address), shape)
+
+
+@njit(inline="always")
+def u16(address, shape):
+    """The uint16 array of `shape` that starts at `address`."""
+    return carray(_u16_pointer(address), shape)
 
 
 @njit(inline="always")

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from numba import njit
 
+from kernels.cpu.cells import write_cells
 from kernels.cpu.native import FAST, Kernel, bits, f32, f64, i64, next_item
 from kernels.cpu.threads import num_threads
 from kernels.meta import AttentionMeta
@@ -26,11 +27,14 @@ def qkv_rope_write(
     rope: Rope,
     norm: HeadNorm,
 ) -> torch.Tensor:
-    """heads: (Hq, Hkv, D). All tensors: contiguous float32. See kernels.ops.qkv_rope_write."""
+    """heads: (Hq, Hkv, D). All tensors: contiguous float32, kv_layer also bfloat16.
+
+    See kernels.ops.qkv_rope_write.
+    """
     num, width = qkv.shape
     q = qkv.new_empty((num, heads[0], heads[2]))
     table = rope.cos_sin
-    QKV.run(
+    QKV[kv_layer.element_size()].run(
         num_threads() if num * width >= _ENOUGH else 1,
         qkv.data_ptr(),
         q.data_ptr(),
@@ -97,48 +101,53 @@ def _copy(source, target):
         target[i] = source[i]
 
 
-def _qkv_body(row):
-    p = i64(row, (_NUM_PARAMETERS + 1,))
-    eps, extra = f64(row, (_NUM_PARAMETERS + 1,))[13], np.float32(p[14])
-    rot, interleaved, num, heads, kv_heads, dim, block = (
-        p[7],
-        p[8],
-        p[15],
-        p[16],
-        p[17],
-        p[18],
-        p[19],
-    )
-    q_weight, k_weight = f32(p[9], (p[10],)), f32(p[11], (p[12],))
-    q_width, k_width = heads * dim, kv_heads * dim
-    positions, slots = i64(p[4], (num,)), i64(p[5], (num,))
-    keys = np.empty(k_width, np.float32)
-    while True:
-        first = next_item(row) * _TOKENS
-        if first >= num:
-            break
-        for n in range(first, min(first + _TOKENS, num)):
-            source = p[1] + n * (q_width + 2 * k_width) * 4
-            q = f32(p[2] + n * q_width * 4, (q_width,))
-            _copy(f32(source, (q_width,)), q)
-            _copy(f32(source + q_width * 4, (k_width,)), keys)
-            _normalise(q, q_weight, eps, extra)
-            _normalise(keys, k_weight, eps, extra)
-            if rot:
-                angles = f32(p[6] + positions[n] * rot * 4, (rot,))
-                cos, sin = angles[: rot // 2], angles[rot // 2 :]
-                for h in range(heads):
-                    _rotate(q[h * dim : (h + 1) * dim], cos, sin, interleaved)
-                for h in range(kv_heads):
-                    _rotate(keys[h * dim : (h + 1) * dim], cos, sin, interleaved)
-            if slots[n] >= 0:
-                values = f32(source + (q_width + k_width) * 4, (k_width,))
-                page, offset = slots[n] // block, slots[n] % block
-                for h in range(kv_heads):
-                    to_key = p[3] + (((page * 2) * kv_heads + h) * block + offset) * dim * 4
-                    to_value = to_key + kv_heads * block * dim * 4
-                    _copy(keys[h * dim : (h + 1) * dim], f32(to_key, (dim,)))
-                    _copy(values[h * dim : (h + 1) * dim], f32(to_value, (dim,)))
+def _qkv_body(cell: int):
+    """A body for one size of a cache element."""
+
+    def body(row):
+        p = i64(row, (_NUM_PARAMETERS + 1,))
+        eps, extra = f64(row, (_NUM_PARAMETERS + 1,))[13], np.float32(p[14])
+        rot, interleaved, num, heads, kv_heads, dim, block = (
+            p[7],
+            p[8],
+            p[15],
+            p[16],
+            p[17],
+            p[18],
+            p[19],
+        )
+        q_weight, k_weight = f32(p[9], (p[10],)), f32(p[11], (p[12],))
+        q_width, k_width = heads * dim, kv_heads * dim
+        positions, slots = i64(p[4], (num,)), i64(p[5], (num,))
+        keys = np.empty(k_width, np.float32)
+        while True:
+            first = next_item(row) * _TOKENS
+            if first >= num:
+                break
+            for n in range(first, min(first + _TOKENS, num)):
+                source = p[1] + n * (q_width + 2 * k_width) * 4
+                q = f32(p[2] + n * q_width * 4, (q_width,))
+                _copy(f32(source, (q_width,)), q)
+                _copy(f32(source + q_width * 4, (k_width,)), keys)
+                _normalise(q, q_weight, eps, extra)
+                _normalise(keys, k_weight, eps, extra)
+                if rot:
+                    angles = f32(p[6] + positions[n] * rot * 4, (rot,))
+                    cos, sin = angles[: rot // 2], angles[rot // 2 :]
+                    for h in range(heads):
+                        _rotate(q[h * dim : (h + 1) * dim], cos, sin, interleaved)
+                    for h in range(kv_heads):
+                        _rotate(keys[h * dim : (h + 1) * dim], cos, sin, interleaved)
+                if slots[n] >= 0:
+                    values = f32(source + (q_width + k_width) * 4, (k_width,))
+                    page, offset = slots[n] // block, slots[n] % block
+                    for h in range(kv_heads):
+                        to_key = p[3] + (((page * 2) * kv_heads + h) * block + offset) * dim * cell
+                        to_value = to_key + kv_heads * block * dim * cell
+                        write_cells(to_key, keys[h * dim : (h + 1) * dim], cell)
+                        write_cells(to_value, values[h * dim : (h + 1) * dim], cell)
+
+    return body
 
 
-QKV = Kernel(_qkv_body)
+QKV = {cell: Kernel(_qkv_body(cell)) for cell in (4, 2)}  # by bytes of a cache element

@@ -10,7 +10,7 @@ from kernels.cpu.native import FAST
 
 INLINE = {"fastmath": FAST, "error_model": "numpy", "forceinline": True}
 EMPTY = np.float32(-1e30)  # the largest score of no keys: finite, so that differences are too
-_ZERO, _ONE = np.float32(0), np.float32(1)
+_ZERO, _NAN = np.float32(0), np.float32("nan")
 
 
 # A NaN may be missed here: its own weight still becomes one, and so does the sum.
@@ -51,9 +51,14 @@ def cap(scores, softcap):
 
 
 @njit(**INLINE)
-def sink_weight(sinks, head, largest):
-    """What the key without a value adds to a head's sum; sinks of length 0: nothing."""
-    return exp2(sinks[head] * LOG2_E - largest) if sinks.shape[0] else _ZERO
+def divisor(total, sinks, head, largest):
+    """A head's sum of weights, with that of the key without a value if there are sinks.
+
+    NaN where every score was -inf: what is not finite must come out not finite.
+    """
+    if largest == EMPTY:
+        return _NAN
+    return total + (exp2(sinks[head] * LOG2_E - largest) if sinks.shape[0] else _ZERO)
 
 
 @njit(**INLINE)

@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 LANES = 16
 LINE = 64  # bytes of a cache line
 
-_F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+_F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _SECOND_LEVEL = 2  # of LLVM's four degrees of locality
 _FLAGS = ("reassoc", "contract", "nsz")
 # Sums a tile may hold, in vectors: AVX-512 has 32 registers, AVX2 16 of half the size.
@@ -38,6 +38,17 @@ def _load(builder, base, offset, kind):
 def _store(builder, value, base, offset):
     place = builder.inttoptr(builder.add(base, offset), value.type.as_pointer())
     builder.store(value, place, align=4)
+
+
+def _load_floats(builder, base, offset, lanes, size):
+    """A vector of float32 from elements of `size` bytes: 4, or 2 for bfloat16, its upper half."""
+    floats = ir.VectorType(_F32, lanes)
+    if size == 4:
+        return _load(builder, base, offset, floats)
+    words = ir.VectorType(_I32, lanes)
+    place = builder.inttoptr(builder.add(base, offset), ir.VectorType(_I16, lanes).as_pointer())
+    wide = builder.zext(builder.load(place, align=2), words)
+    return builder.bitcast(builder.shl(wide, ir.Constant(words, [16] * lanes)), floats)
 
 
 def _splat(builder, scalar, lanes):
@@ -75,10 +86,21 @@ class _FloatTile:
 
     element = _F32
     zero = 0.0
+    right_bytes = 4  # of an element of b
+
+    @classmethod
+    def right(cls, builder, base, offset, lanes):
+        return _load_floats(builder, base, offset, lanes, cls.right_bytes)
 
     @staticmethod
     def multiply(builder, scalar, vector, total):
         return _fma(builder, scalar, vector, total)
+
+
+class _HalfTile(_FloatTile):
+    """The same with a b of bfloat16."""
+
+    right_bytes = 2
 
 
 class _ByteTile:
@@ -86,6 +108,11 @@ class _ByteTile:
 
     element = _I32
     zero = 0
+    right_bytes = 4
+
+    @staticmethod
+    def right(builder, base, offset, lanes):
+        return _load(builder, base, offset, ir.VectorType(_I32, lanes))
 
     @staticmethod
     def multiply(builder, scalar, vector, total):
@@ -101,7 +128,7 @@ class _Tile(NamedTuple):
     """The places of one tile's operands, and the loop over its depth."""
 
     builder: ir.IRBuilder
-    kind: Any  # _FloatTile or _ByteTile
+    kind: Any  # _FloatTile, _HalfTile or _ByteTile
     a: tuple[Any, Any]  # address and stride of a row, in bytes
     b: tuple[Any, Any]
     c: tuple[Any, Any]
@@ -135,15 +162,18 @@ class _Tile(NamedTuple):
         for place, result in zip(places, results, strict=True):
             _store(builder, result, *place)
 
-    def _place(self, matrix, row, vector) -> tuple[Any, Any]:
-        """Address, and offset of a vector in a row of the matrix."""
+    def _place(self, matrix, row, vector, size=4) -> tuple[Any, Any]:
+        """Address, and offset of a vector of elements of `size` bytes in a row of the matrix."""
         address, stride = matrix
         start = self.builder.mul(stride, row if isinstance(row, ir.Value) else _I64(row))
-        return address, self.builder.add(start, _I64(vector * self.lanes * 4))
+        return address, self.builder.add(start, _I64(vector * self.lanes * size))
 
     def _step(self, k, sums):
-        builder, vector = self.builder, ir.VectorType(self.kind.element, self.lanes)
-        right = [_load(builder, *self._place(self.b, k, v), vector) for v in self.vectors]
+        builder, size = self.builder, self.kind.right_bytes
+        right = [
+            self.kind.right(builder, *self._place(self.b, k, v, size), self.lanes)
+            for v in self.vectors
+        ]
         column = builder.mul(k, _I64(4))
         added = []
         for i, row in enumerate(self.rows):
@@ -157,6 +187,17 @@ class _Tile(NamedTuple):
         return added
 
 
+def _emit_product(builder, kind, args, literals):
+    """The product in as many tiles as the registers ask for; literals as of `tile_product`."""
+    a, lda, b, ldb, c, ldc, depth = args[:7]
+    num_rows, num_vectors, lanes, is_fresh = literals
+    per_row = min(num_vectors, _MAX_VECTORS)
+    for rows in _chunks(num_rows, max(1, _MAX_SUMS // per_row)):
+        for vectors in _chunks(num_vectors, per_row):
+            tile = _Tile(builder, kind, (a, lda), (b, ldb), (c, ldc), rows, vectors, lanes)
+            tile.emit(depth, bool(is_fresh))
+
+
 def _product_intrinsic(kind):
     @intrinsic(prefer_literal=True)
     def product(  # noqa: PLR0913
@@ -165,17 +206,10 @@ def _product_intrinsic(kind):
         literals = (rows, vectors, lanes, is_fresh)
         if not all(isinstance(given, types.Literal) for given in literals):
             return None
-        num_rows, num_vectors, width, fresh = (given.literal_value for given in literals)
+        values = [given.literal_value for given in literals]
 
         def build(context, builder, signature, args):
-            a, lda, b, ldb, c, ldc, depth = args[:7]
-            per_row = min(num_vectors, _MAX_VECTORS)
-            for some_rows in _chunks(num_rows, max(1, _MAX_SUMS // per_row)):
-                for some_vectors in _chunks(num_vectors, per_row):
-                    tile = _Tile(
-                        builder, kind, (a, lda), (b, ldb), (c, ldc), some_rows, some_vectors, width
-                    )
-                    tile.emit(depth, bool(fresh))
+            _emit_product(builder, kind, args, values)
             return context.get_dummy_value()
 
         return types.void(*[types.intp] * 7, *literals), build
@@ -188,23 +222,49 @@ def _product_intrinsic(kind):
 # literals; is_fresh: c is written rather than added to.
 tile_product = _product_intrinsic(_FloatTile)
 byte_tile_product = _product_intrinsic(_ByteTile)
+
+
+@intrinsic(prefer_literal=True)
+def add_tile_product(  # noqa: PLR0913
+    typing_context, a, lda, b, ldb, c, ldc, depth, rows, vectors, lanes, size
+):
+    """c += a @ b as `tile_product` does, elements of b of `size` bytes: 4, or 2 for bfloat16."""
+    literals = (rows, vectors, lanes, size)
+    if not all(isinstance(given, types.Literal) for given in literals):
+        return None
+    *sizes, right_bytes = (given.literal_value for given in literals)
+    kind = _FloatTile if right_bytes == 4 else _HalfTile
+
+    def build(context, builder, signature, args):
+        _emit_product(builder, kind, args, [*sizes, 0])
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 7, *literals), build
+
+
 HAS_BYTE_PRODUCT = bool(_FEATURES.get("avx512vnni"))
 
 
 @intrinsic(prefer_literal=True)
 def dots(  # noqa: PLR0913
-    typing_context, a, lda, b, out, ldo, rows, vectors, lanes
+    typing_context, a, lda, b, out, ldo, rows, vectors, lanes, size
 ):
-    """out[row] = a[row] . b over vectors * lanes floats; rows, vectors and lanes are literals."""
-    literals = (rows, vectors, lanes)
+    """out[row] = a[row] . b over vectors * lanes elements, those of b of `size` bytes: 4 or 2.
+
+    The last four are literals.
+    """
+    literals = (rows, vectors, lanes, size)
     if not all(isinstance(given, types.Literal) for given in literals):
         return None
-    num_rows, num_vectors, width = (given.literal_value for given in literals)
+    num_rows, num_vectors, width, right_bytes = (given.literal_value for given in literals)
 
     def build(context, builder, signature, args):
         a, lda, b, out, ldo = args[:5]
         vector = ir.VectorType(_F32, width)
-        right = [_load(builder, b, _I64(v * width * 4), vector) for v in range(num_vectors)]
+        right = [
+            _load_floats(builder, b, _I64(v * width * right_bytes), width, right_bytes)
+            for v in range(num_vectors)
+        ]
         for row in range(num_rows):
             start = builder.mul(lda, _I64(row))
             total = ir.Constant(vector, [0.0] * width)
@@ -218,12 +278,15 @@ def dots(  # noqa: PLR0913
 
 
 @intrinsic(prefer_literal=True)
-def prefetch(typing_context, address, vectors, lanes):
-    """Start to bring vectors * lanes floats to the second-level cache; both are literals."""
-    literals = (vectors, lanes)
+def prefetch(typing_context, address, vectors, lanes, size):
+    """Start to bring vectors * lanes elements of `size` bytes to the second-level cache.
+
+    All three are literals.
+    """
+    literals = (vectors, lanes, size)
     if not all(isinstance(given, types.Literal) for given in literals):
         return None
-    num = -(-vectors.literal_value * lanes.literal_value * 4 // LINE)
+    num = -(-vectors.literal_value * lanes.literal_value * size.literal_value // LINE)
 
     def build(context, builder, signature, args):
         byte = ir.IntType(8).as_pointer()
@@ -239,14 +302,20 @@ def prefetch(typing_context, address, vectors, lanes):
     return types.void(types.intp, *literals), build
 
 
-@intrinsic
-def transpose16(typing_context, source, ld_source, target, ld_target):
-    """target[j, i] = source[i, j] for 16 x 16 floats."""
+@intrinsic(prefer_literal=True)
+def transpose16(typing_context, source, ld_source, target, ld_target, size):
+    """target[j, i] = source[i, j] for 16 x 16, from elements of `size` bytes, a literal: 4 or 2."""
+    if not isinstance(size, types.Literal):
+        return None
 
     def build(context, builder, signature, args):
-        source, ld_source, target, ld_target = args
-        kind = ir.VectorType(_F32, LANES)
-        rows = [_load(builder, source, builder.mul(ld_source, _I64(i)), kind) for i in range(LANES)]
+        source, ld_source, target, ld_target = args[:4]
+        rows = [
+            _load_floats(
+                builder, source, builder.mul(ld_source, _I64(i)), LANES, size.literal_value
+            )
+            for i in range(LANES)
+        ]
         step = LANES // 2
         while step:
             turned = list(rows)
@@ -259,7 +328,7 @@ def transpose16(typing_context, source, ld_source, target, ld_target):
             _store(builder, row, target, builder.mul(ld_target, _I64(i)))
         return context.get_dummy_value()
 
-    return types.void(*[types.intp] * 4), build
+    return types.void(*[types.intp] * 4, size), build
 
 
 def _exchange(builder, low, high, step):

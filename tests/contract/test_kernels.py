@@ -48,31 +48,40 @@ def variant(name: str, num_heads: int, rng: torch.Generator) -> dict:
 
 
 def attend_both(q: torch.Tensor, cache: Cache, chosen: dict) -> tuple[torch.Tensor, torch.Tensor]:
-    got = kernels.paged_attention(q, cache.kv.to(q.dtype), cache.meta, **chosen)
+    got = kernels.paged_attention(q, cache.kv, cache.meta, **chosen)
     wanted = reference.paged_attention(
-        q.double(), cache.kv.to(q.dtype).double(), cache.meta, reference.Variant(**chosen)
+        q.double(), cache.kv.double(), cache.meta, reference.Variant(**chosen)
     )
     return got, wanted
 
 
+# A cache as the tokens are, and one of half the size, which is read without a further error.
+KEPT = pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+
+
+@KEPT
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("step", STEPS)
-def test_attention_variants(step: str, name: str, rng: torch.Generator) -> None:
-    cache = Cache(STEPS[step], (2, 64), rng)
+def test_attention_variants(step: str, name: str, kept: torch.dtype, rng: torch.Generator) -> None:
+    cache = Cache(STEPS[step], (2, 64), rng, dtype=kept)
     q = torch.randn(cache.num_tokens, 6, 64, generator=rng)
     close(*attend_both(q, cache, variant(name, 6, rng)))
 
 
+@KEPT
 @pytest.mark.parametrize(("head_dim", "group"), SHAPES)
-def test_attention_shapes(head_dim: int, group: int, rng: torch.Generator) -> None:
-    cache = Cache(STEPS["mixed"], (2, head_dim), rng)
+def test_attention_shapes(
+    head_dim: int, group: int, kept: torch.dtype, rng: torch.Generator
+) -> None:
+    cache = Cache(STEPS["mixed"], (2, head_dim), rng, dtype=kept)
     q = torch.randn(cache.num_tokens, 2 * group, head_dim, generator=rng)
     close(*attend_both(q, cache, {"scale": head_dim**-0.5}))
 
 
+@KEPT
 @pytest.mark.parametrize("block", [1, 4, 24, 64])
-def test_attention_block_sizes(block: int, rng: torch.Generator) -> None:
-    cache = Cache(STEPS["mixed"], (2, 32), rng, block)
+def test_attention_block_sizes(block: int, kept: torch.dtype, rng: torch.Generator) -> None:
+    cache = Cache(STEPS["mixed"], (2, 32), rng, block, dtype=kept)
     q = torch.randn(cache.num_tokens, 4, 32, generator=rng)
     close(*attend_both(q, cache, {"scale": 0.2, "window": 50}))
 
@@ -93,9 +102,12 @@ def test_attention_cuts_long_sequences_for_threads(threads: int, rng: torch.Gene
         set_threads(before)
 
 
+@KEPT
 @pytest.mark.parametrize("window", [0, 40])
-def test_attention_does_not_depend_on_company_or_cut(window: int, rng: torch.Generator) -> None:
-    cache = Cache(STEPS["mixed"], (2, 64), rng)
+def test_attention_does_not_depend_on_company_or_cut(
+    window: int, kept: torch.dtype, rng: torch.Generator
+) -> None:
+    cache = Cache(STEPS["mixed"], (2, 64), rng, dtype=kept)
     q = torch.randn(cache.num_tokens, 6, 64, generator=rng)
     together = kernels.paged_attention(q, cache.kv, cache.meta, scale=0.1, window=window)
     starts, lens = cache.meta.query_start.tolist(), cache.meta.seq_lens.tolist()
@@ -124,7 +136,7 @@ def test_attention_does_not_depend_on_company_or_cut(window: int, rng: torch.Gen
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_attention_half_precision(dtype: torch.dtype, rng: torch.Generator) -> None:
-    cache = Cache(STEPS["mixed"], (2, 64), rng)
+    cache = Cache(STEPS["mixed"], (2, 64), rng, dtype=dtype)
     q = torch.randn(cache.num_tokens, 6, 64, generator=rng).to(dtype)
     close(*attend_both(q, cache, {"scale": 0.125, "window": 9}), tolerance=2e-2)
 
@@ -136,10 +148,13 @@ def test_attention_leaves_rows_without_a_sequence_zero(rng: torch.Generator) -> 
     assert torch.equal(got[cache.num_tokens :], torch.zeros(3, 4 * 32))
 
 
+@KEPT
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("step", STEPS)
-def test_attention_keeps_damage_to_its_row(step: str, bad: float, rng: torch.Generator) -> None:
-    cache = Cache(STEPS[step], (2, 64), rng)
+def test_attention_keeps_damage_to_its_row(
+    step: str, bad: float, kept: torch.dtype, rng: torch.Generator
+) -> None:
+    cache = Cache(STEPS[step], (2, 64), rng, dtype=kept)
     q = torch.randn(cache.num_tokens, 6, 64, generator=rng)
     sound = kernels.paged_attention(q, cache.kv, cache.meta, scale=0.1)
     q[1, 0, 3] = bad
@@ -194,6 +209,27 @@ def test_qkv_rope_write(name: str, dtype: torch.dtype, rng: torch.Generator) -> 
     close(got, wanted, tolerance)
     assert torch.equal(got_kv.isnan(), wanted_kv.isnan())
     close(got_kv.nan_to_num(), wanted_kv.nan_to_num(), tolerance)
+
+
+@pytest.mark.parametrize("dim", [64, 24])
+def test_a_bfloat16_cache_rounds_what_is_written_as_torch_does(
+    dim: int, rng: torch.Generator
+) -> None:
+    cache = Cache(STEPS["mixed"], (2, dim), rng, dtype=torch.bfloat16)
+    # Halfway between two bfloat16, beyond the largest, and what is no number.
+    odd = torch.tensor([0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x7F800001, 0x7FFFFFFF, 1, 0x8000])
+    odd = torch.cat((odd, odd + 0x80000000)).to(torch.int32).view(torch.float32)
+    qkv = torch.randn(cache.num_tokens, 8 * dim, generator=rng)
+    qkv[:, 4 * dim : 4 * dim + len(odd)] = qkv[:, -len(odd) :] = odd
+    wanted = cache.kv.clone()
+    heads, plain = (4, 2, dim), (reference.Rope(None, False), reference.HeadNorm(None, None, 0, 0))
+    reference.qkv_rope_write(qkv, wanted, cache.meta, heads, *plain)
+    got = kernels.qkv_rope_write(
+        qkv, cache.kv, cache.meta, num_heads=4, num_kv_heads=2, head_dim=dim
+    )
+    assert torch.equal(got.flatten(1), qkv[:, : 4 * dim])
+    assert torch.equal(cache.kv.isnan(), wanted.isnan())
+    assert torch.equal(cache.kv.nan_to_num(), wanted.nan_to_num())
 
 
 @pytest.mark.parametrize("size", [(1, 128), (7, 96), (300, 130)])
