@@ -23,8 +23,8 @@ from engine.sched.find import find_policy
 from engine.sched.verify.case import Case
 from engine.sched.verify.swarm import (
     Found,
+    Report,
     Swarm,
-    Tally,
     keep,
     replay_corpus,
     reproduction,
@@ -90,18 +90,18 @@ def run(parsed: argparse.Namespace) -> int:
     hunt = Hunt(parsed.policy, parsed.policy_options, parsed.every)
     console = Console()
     begun = time.monotonic()
-    tally = Tally() if hunt.policy is not None else replay_corpus(hunt.swarm())
+    report = Report() if hunt.policy is not None else replay_corpus(hunt.swarm())
     if parsed.corpus is not None:
-        tally.add(replay_corpus(hunt.swarm(), parsed.corpus))
-    if not tally.found:
-        _search(hunt, parsed, tally, console)
-    _print_summary(console, tally, time.monotonic() - begun)
-    for found in tally.found[:1]:
+        report.add(replay_corpus(hunt.swarm(), parsed.corpus))
+    if not report.found:
+        _search(hunt, parsed, report, console)
+    _print_summary(console, report, time.monotonic() - begun)
+    for found in report.found[:1]:
         small = smallest(found)
         _print_violation(console, found, small)
         if parsed.corpus is not None and found.seed >= 0:
             keep(found, small, parsed.corpus)
-    return VIOLATION if tally.found else 0
+    return VIOLATION if report.found else 0
 
 
 def _check(parsed: argparse.Namespace) -> None:
@@ -127,7 +127,7 @@ def _check(parsed: argparse.Namespace) -> None:
         raise ConfigError("--policy-options are for the policy that --policy names, and none is")
 
 
-def _search(hunt: Hunt, parsed: argparse.Namespace, tally: Tally, console: Console) -> None:
+def _search(hunt: Hunt, parsed: argparse.Namespace, report: Report, console: Console) -> None:
     """Seeds from the first on, until there were enough steps, time is up or a rule is broken."""
     columns = (
         BarColumn(),
@@ -139,22 +139,22 @@ def _search(hunt: Hunt, parsed: argparse.Namespace, tally: Tally, console: Conso
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=parsed.steps, rate=0.0)
         for part in _batches(hunt, parsed):
-            tally.add(part)
+            report.add(part)
             seconds = time.monotonic() - begun
-            progress.update(task, completed=tally.num_steps, rate=tally.num_steps / seconds)
+            progress.update(task, completed=report.num_steps, rate=report.num_steps / seconds)
             is_late = parsed.seconds is not None and seconds >= parsed.seconds
-            if tally.found or is_late or tally.num_steps >= parsed.steps:
+            if report.found or is_late or report.num_steps >= parsed.steps:
                 break
 
 
-def _batches(hunt: Hunt, parsed: argparse.Namespace) -> Iterator[Tally]:
+def _batches(hunt: Hunt, parsed: argparse.Namespace) -> Iterator[Report]:
     """What each batch of seeds brought."""
     seeds = count(parsed.seed)
     if parsed.jobs == 1:
         while True:
             yield _run_batch(hunt, list(islice(seeds, BATCH)))
     with ProcessPoolExecutor(parsed.jobs, mp_context=get_context("spawn")) as pool:
-        waiting: set[Future[Tally]] = set()
+        waiting: set[Future[Report]] = set()
         try:
             while True:
                 while len(waiting) < 2 * parsed.jobs:
@@ -165,19 +165,19 @@ def _batches(hunt: Hunt, parsed: argparse.Namespace) -> Iterator[Tally]:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _run_batch(hunt: Hunt, seeds: list[int]) -> Tally:
+def _run_batch(hunt: Hunt, seeds: list[int]) -> Report:
     logging.getLogger("engine").setLevel(logging.CRITICAL)
     return hunt.swarm().run(seeds, num_steps=2**62)
 
 
-def _print_summary(console: Console, tally: Tally, seconds: float) -> None:
-    rate = tally.num_steps / seconds if seconds else 0.0
+def _print_summary(console: Console, report: Report, seconds: float) -> None:
+    rate = report.num_steps / seconds if seconds else 0.0
     console.print(
-        f"{tally.num_steps:,} steps, {tally.num_runs:,} engines, {tally.num_requests:,} requests "
-        f"in {seconds:.1f} s ({rate:,.0f} steps/s); violations: {len(tally.found)}",
+        f"{report.num_steps:,} steps, {report.num_runs:,} engines, {report.num_requests:,} "
+        f"requests in {seconds:.1f} s ({rate:,.0f} steps/s); violations: {len(report.found)}",
         highlight=False,
     )
-    by_policy = ", ".join(f"{name} {n:,}" for name, n in sorted(tally.steps_by_policy.items()))
+    by_policy = ", ".join(f"{name} {n:,}" for name, n in sorted(report.steps_by_policy.items()))
     console.print(f"steps by policy: {by_policy}", highlight=False)
 
 

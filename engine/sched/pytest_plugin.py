@@ -13,13 +13,13 @@ from typing import Protocol
 import pytest
 
 from engine.sched.testing import check_policy
-from engine.sched.verify.swarm import Tally
+from engine.sched.verify.swarm import Report
 
 
 class CheckPolicy(Protocol):
     """``engine.sched.testing.check_policy``, with what the marker gives as defaults."""
 
-    def __call__(self, policy: object, **how: object) -> Tally: ...
+    def __call__(self, policy: object, **how: object) -> Report: ...
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -18,6 +18,7 @@ from itertools import islice
 from random import Random
 
 from engine.config.sched import SchedulerConfig
+from engine.kv.connector import KVSource
 from engine.kv.manager import KVManager
 from engine.messages.outputs import FinishReason
 from engine.messages.requests import AddRequest
@@ -329,6 +330,9 @@ class Scheduler(SchedulerInterface):
 
     def set_pause_state(self, state: PauseState) -> None:
         self.pause_state = state
+
+    def get_kv_connector(self) -> KVSource | None:
+        return self.kv.transfers.source
 
     @in_turn
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 from engine.errors import PolicyError
 from engine.sched.verify.starvation import steps_until_served
-from engine.sched.verify.swarm import Found, Swarm, Tally, name_of, reproduction, smallest
+from engine.sched.verify.swarm import Found, Report, Swarm, name_of, reproduction, smallest
 
 CHECK_EVERY = 4  # steps after which the state as a whole is looked at
 SHRINKING_RUNS = 1000
@@ -28,7 +28,7 @@ def check_policy(
     steps: int = 20_000,
     seed: int = 0,
     max_wait: int | None = 1000,
-) -> Tally:
+) -> Report:
     """Raise ``PolicyError`` if the policy breaks a rule; otherwise say what was tried.
 
     Random engines and workloads of all features, from ``seed`` on, for ``steps`` steps. In each of
@@ -42,15 +42,15 @@ def check_policy(
     one; ``options`` are the arguments of its constructor. The error names hook, request and seed
     and ends with the smallest program found that shows it.
     """
-    tally = Swarm(policy, options or {}, every=CHECK_EVERY).run(count(seed), steps)
-    for found in tally.found:
+    report = Swarm(policy, options or {}, every=CHECK_EVERY).run(count(seed), steps)
+    for found in report.found:
         raise PolicyError(_explain(name_of(policy), found))
     if max_wait is not None and steps_until_served(policy, options or {}, max_wait) is None:
         raise PolicyError(
             f"{name_of(policy)}: a request was not served in {max_wait} steps while better ones "
             "kept coming; let it age, or pass max_wait=None if it is meant to wait"
         )
-    return tally
+    return report
 
 
 def _explain(name: str, found: Found) -> str:

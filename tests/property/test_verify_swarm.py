@@ -15,7 +15,7 @@ from engine.sched.policies import POLICIES
 from engine.sched.verify.draw import draw_case
 from engine.sched.verify.simulation import Simulation
 from engine.sched.verify.starvation import steps_until_served
-from engine.sched.verify.swarm import Swarm, Tally, replay_corpus, reproduction, smallest
+from engine.sched.verify.swarm import Report, Swarm, replay_corpus, reproduction, smallest
 
 NUM_STEPS = 520_000
 STEPS_EACH = NUM_STEPS // len(POLICIES) + 1
@@ -28,7 +28,7 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL, "engine")
 
 
-def assert_holds(tally: Tally) -> None:
+def assert_holds(tally: Report) -> None:
     for found in tally.found:
         pytest.fail(
             f"seed {found.seed}: {found.broken.message} ({found.broken.place})\n"

@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 from holders import fill, holder
 
+from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError
 from engine.kv.connector import Farewell, RemoteMatch
 from engine.kv.groups import Group
 from engine.kv.manager import KVManager
+from engine.sched.policies.fcfs import FCFS
+from engine.sched.scheduler import Scheduler
 
 
 class Store:
@@ -227,3 +230,11 @@ def test_shutdown_closes_the_source():
     kv, source = make()
     kv.shutdown()
     assert not source.is_open
+
+
+def test_the_scheduler_tells_where_kv_comes_from():
+    kv, source = make()
+    config = SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=2, max_model_len=64)
+    assert Scheduler(config, kv, FCFS(), clock=float).get_kv_connector() is source
+    kv.transfers.source = None
+    assert Scheduler(config, kv, FCFS(), clock=float).get_kv_connector() is None

@@ -46,7 +46,7 @@ class Kept(msgspec.Struct, frozen=True):
 
 
 @dataclass
-class Tally:
+class Report:
     """What a swarm has done."""
 
     num_steps: int = 0
@@ -55,7 +55,7 @@ class Tally:
     steps_by_policy: Counter[str] = field(default_factory=Counter)
     found: list[Found] = field(default_factory=list)
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: Report) -> None:
         """Enter what another one has done."""
         self.num_steps += other.num_steps
         self.num_runs += other.num_runs
@@ -80,28 +80,28 @@ class Swarm:
         self.options = options
         self.every = every
 
-    def run(self, seeds: Iterable[int], num_steps: int) -> Tally:
+    def run(self, seeds: Iterable[int], num_steps: int) -> Report:
         """The cases of these seeds, until there were as many steps or one breaks a rule."""
-        tally = Tally()
+        report = Report()
         for seed in seeds:
-            if tally.num_steps >= num_steps:
+            if report.num_steps >= num_steps:
                 break
             case = draw_case(seed, self.policy, self.options)
-            self.enter(tally, seed, case)
-            if tally.found:
+            self.enter(report, seed, case)
+            if report.found:
                 break
-        return tally
+        return report
 
-    def enter(self, tally: Tally, seed: int, case: Case) -> None:
+    def enter(self, report: Report, seed: int, case: Case) -> None:
         """Run one case and count it."""
         done = self.judge(case, twice=seed % TWICE_EVERY == 0, leaks=seed % self.every == 0)
-        tally.num_runs += 1
-        tally.num_steps += done.num_steps
+        report.num_runs += 1
+        report.num_steps += done.num_steps
         if isinstance(done, Broken):
-            tally.found.append(Found(seed, case, done))
+            report.found.append(Found(seed, case, done))
             return
-        tally.num_requests += done.num_accepted
-        tally.steps_by_policy[name_of(case.setup.config.scheduling_policy)] += done.num_steps
+        report.num_requests += done.num_accepted
+        report.steps_by_policy[name_of(case.setup.config.scheduling_policy)] += done.num_steps
 
     def judge(self, case: Case, *, twice: bool = True, leaks: bool = True) -> Outcome | Broken:
         """Run a case. ``twice``: and again, once as it is and once with a clock that never jumps,
@@ -161,12 +161,12 @@ def read_corpus(path: Path = CORPUS) -> list[Kept]:
         raise ConfigError(f"{path} is no corpus of cases: {error}") from error
 
 
-def replay_corpus(swarm: Swarm, path: Path = CORPUS) -> Tally:
+def replay_corpus(swarm: Swarm, path: Path = CORPUS) -> Report:
     """Run them all again: none may break any more."""
-    tally = Tally()
+    report = Report()
     for kept in read_corpus(path):
-        swarm.enter(tally, -1, kept.case)
-    return tally
+        swarm.enter(report, -1, kept.case)
+    return report
 
 
 def keep(found: Found, small: Case, path: Path) -> None:
