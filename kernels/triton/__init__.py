@@ -10,6 +10,7 @@ from kernels.triton.logprobs import token_logprobs
 from kernels.triton.merge import merge_states
 from kernels.triton.norm import add_rms_norm, rms_norm
 from kernels.triton.penalties import count_tokens, penalise, penalise_rows, seat
+from kernels.triton.quant import quantize_rows, weight_only_product
 from kernels.triton.sampling import choose_tokens, sample
 
 __all__ = [
@@ -29,9 +30,11 @@ __all__ = [
     "penalise_rows",
     "prepare_inputs",
     "qkv_rope_write",
+    "quantize_rows",
     "rms_norm",
     "sample",
     "seat",
     "settle",
     "token_logprobs",
+    "weight_only_product",
 ]

@@ -21,6 +21,7 @@ from kernels.triton import (
     lora,
     moe,
     penalties,
+    quant,
     rejection,
     sampling,
 )
@@ -59,6 +60,7 @@ OTHERS = (
     moe,
     norms,
     penalties,
+    quant,
     rejection,
     sampling,
 )
@@ -143,11 +145,12 @@ def around_the_cache() -> Iterator[Shipped]:
 
 
 def beside_attention(launch: Launch) -> Shipped:
-    """Its settings are the same for all families, and all families take it in every dtype."""
+    """Its settings are the same for all families; those without 8-bit floats take the others."""
     tensors = [arg for arg in launch.args.values() if isinstance(arg, torch.Tensor)]
     dtype = next((t.dtype for t in tensors if t.is_floating_point()), torch.int32)
     name = launch.kernel.fn.__name__.removesuffix("_kernel")
-    return Shipped(f"{name}, {str(dtype).removeprefix('torch.')}", lambda: launch, "bf16")
+    needs = "bf16 over fp8" if any(t.dtype is FP8 for t in tensors) else "bf16"
+    return Shipped(f"{name}, {str(dtype).removeprefix('torch.')}", lambda: launch, needs)
 
 
 def _meta(num_seqs: int, query_len: int, page: int) -> AttentionMeta:

@@ -1,0 +1,73 @@
+"""Quantised weights in plain torch: what they stand for, products with them, and how to make them.
+
+Formulas are those of the formats' own tools: w = (q - z) * s.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.quantized import Packed, Quantized, unpack
+from kernels.reference.pointwise import wide
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+LEAST_SCALE = 1e-30  # of rows that are all zero
+
+
+def dequantize(matrix: Quantized, dtype: torch.dtype) -> torch.Tensor:
+    """The weight that a matrix stands for, worked out in float32: [N, K]."""
+    num_inputs, num_groups = matrix.values.shape[1], matrix.scales.shape[1]
+    weight, index = matrix.values.float(), matrix.groups
+    if index is None and num_inputs == num_groups * matrix.group_size:
+        grouped, index = weight.view(len(weight), num_groups, -1), (slice(None), slice(None), None)
+    else:
+        if index is None:
+            index = torch.arange(num_inputs, device=weight.device) // matrix.group_size
+        grouped, index = weight, (slice(None), index)
+    if not matrix.is_float:
+        grouped.sub_(zeros_of(matrix).float()[index])
+    grouped.mul_(matrix.scales.float()[index])
+    return weight.to(dtype)
+
+
+def zeros_of(matrix: Quantized) -> torch.Tensor:
+    """The zeros of integers, given or not: [N, G] uint8."""
+    if matrix.zeros is not None:
+        return matrix.zeros
+    return torch.full_like(matrix.scales, 1 << matrix.bits - 1, dtype=torch.uint8)
+
+
+def weight_only_product(
+    x: torch.Tensor, packed: Packed, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x @ weight.T + bias: [M, K] -> [M, N] of x's dtype; bias: [N]."""
+    product = wide(x) @ dequantize(unpack(packed), torch.float32).to(wide(x).dtype).T
+    return (product if bias is None else product + bias).to(x.dtype)
+
+
+def quantize_rows(
+    x: torch.Tensor, scale: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x / scales as float8_e4m3fn [M, K], scales [M, 1] float32); saturates.
+
+    scale: [1] float32 for all rows; None takes each row's largest number as the largest float.
+    """
+    if scale is None:
+        scales = (wide(x).abs().amax(1, keepdim=True) / FP8_MAX).clamp_(min=LEAST_SCALE)
+    else:
+        scales = scale.expand(len(x), 1)
+    return (wide(x) / scales).clamp_(-FP8_MAX, FP8_MAX).to(FP8), scales.float().contiguous()
+
+
+def quantize_fp8(weight: torch.Tensor) -> Quantized:
+    """weight [N, K] rounded to 8-bit floats with a scale per output."""
+    values, scales = quantize_rows(weight)
+    return Quantized(values, scales, bits=8, group_size=weight.shape[1])
+
+
+def quantize_int8(weight: torch.Tensor) -> Quantized:
+    """weight [N, K] rounded to integers of 8 bits, symmetric, with a scale per output."""
+    scales = (weight.float().abs().amax(1, keepdim=True) / 127).clamp_(min=LEAST_SCALE)
+    integers = (weight.float() / scales).round_() + 128
+    return Quantized(integers.to(torch.uint8), scales, bits=8, group_size=weight.shape[1])

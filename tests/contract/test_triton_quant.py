@@ -1,0 +1,38 @@
+"""Products with quantised weights in Triton: interpreted, and compiled for devices not here."""
+
+import os
+
+import pytest
+import triton_interpreter
+
+from kernels.compile_gate import DEVICES, compiling_for, judge
+from kernels.triton import quant
+from kernels.triton.launch import Launch
+from kernels.triton.shipped import beside_attention
+
+pytestmark = pytest.mark.timeout(300)  # a process of its own, maybe beside others
+
+
+def test_products_agree_with_what_weights_stand_for() -> None:
+    triton_interpreter.check("test_quant.py")
+
+
+def kernels_of(every: int) -> list[Launch]:
+    """Each n-th of the launches that ship, the first of every kernel among them."""
+    launches = list(quant.configurations())
+    firsts = {launch.kernel: launch for launch in reversed(launches)}
+    return [*firsts.values(), *launches[every // 2 :: every]]
+
+
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels cannot be compiled"
+)
+@pytest.mark.parametrize(("name", "every"), [("sm_90", 9), ("sm_80", 17), ("gfx942", 29)])
+def test_launches_compile(name: str, every: int) -> None:
+    device = DEVICES[name]
+    with compiling_for(device):
+        chosen = kernels_of(every)
+    for one in map(beside_attention, chosen):
+        if one.dtype in device.dtypes:
+            verdict = judge(one, device)
+            assert not verdict.faults, verdict

@@ -1,0 +1,106 @@
+"""Weight-only products, and rows made 8-bit floats, against plain torch in float64."""
+
+import pytest
+import torch
+from made_quantized import KINDS, Kind, make
+
+from kernels.quant_tuning import MOST_FUSED_ROWS, Tile
+from kernels.quantized import can_pack, pack, unpack
+from kernels.reference import quant as reference
+from kernels.triton import quant
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+@pytest.fixture(autouse=True)
+def _seeded(seed: int) -> None:
+    torch.manual_seed(seed)
+
+
+def wanted_of(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    product = x.double() @ weight.double().T
+    return product if bias is None else product + bias.double()
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize(
+    ("num_rows", "dtype", "has_bias"),
+    [(1, torch.float32, True), (19, torch.bfloat16, False), (5, torch.float16, True)],
+)
+def test_products(kind: Kind, num_rows: int, dtype: torch.dtype, has_bias: bool) -> None:
+    """Outputs and inputs that fill no tile; what lies between rows of x is not read."""
+    matrix = make(kind, num_outputs=70, num_inputs=448)
+    packed = pack(matrix)
+    x = torch.full((num_rows, 500), torch.nan, dtype=dtype)
+    x[:, :448] = torch.randn(num_rows, 448)
+    x = x[:, :448]
+    bias = torch.randn(70).to(dtype) if has_bias else None
+    got = quant.weight_only_product(x, packed, bias)
+    weight = reference.dequantize(matrix, torch.float32)
+    wanted = wanted_of(x, weight, bias)
+    assert got.dtype is dtype
+    tolerance = TOLERANCE[dtype] * wanted.abs().max()
+    torch.testing.assert_close(got.double(), wanted, rtol=0, atol=float(tolerance))
+    plain = reference.weight_only_product(x, packed, bias)
+    torch.testing.assert_close(plain.double(), wanted, rtol=0, atol=float(tolerance))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_packing_keeps_every_number(kind: Kind) -> None:
+    matrix = make(kind, num_outputs=24, num_inputs=448)
+    assert can_pack(matrix)
+    weight = reference.dequantize(matrix, torch.float32)
+    back = unpack(pack(matrix))
+    assert torch.equal(reference.dequantize(back, torch.float32), weight)
+    ids = torch.tensor([3, 23, 3])
+    some = unpack(pack(matrix).of_outputs(ids))
+    assert torch.equal(reference.dequantize(some, torch.float32), weight[ids])
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_many_rows_take_the_dequantised_weight(kind: Kind) -> None:
+    matrix = make(kind, num_outputs=40, num_inputs=256)
+    x = torch.randn(MOST_FUSED_ROWS + 1, 256)
+    got = quant.weight_only_product(x, pack(matrix))
+    wanted = wanted_of(x, reference.dequantize(matrix, torch.float32), None)
+    torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("splits", [1, 3, 7])
+def test_parts_of_the_inputs_add_up(splits: int) -> None:
+    """Also where the last parts are left with nothing."""
+    packed = pack(make(KINDS[0], num_outputs=70, num_inputs=448))
+    x, bias = torch.randn(3, 448), torch.randn(70)
+    steps = -(-packed.values.shape[1] // packed.piece)
+    parts = torch.full((splits, 3, 70), torch.nan)
+    quant.product_launch((x, packed, None, parts), Tile(16, 32, 4, 2), steps, splits).run()
+    out = torch.full((3, 70), torch.nan)
+    quant.sum_launch(parts, bias, out).run()
+    wanted = reference.weight_only_product(x, packed, bias)
+    torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_row_does_not_depend_on_its_company() -> None:
+    packed = pack(make(KINDS[1], num_outputs=40, num_inputs=256))
+    x = torch.randn(9, 256)
+    together = quant.weight_only_product(x, packed)
+    assert torch.equal(quant.weight_only_product(x[4:5], packed)[0], together[4])
+    assert quant.weight_only_product(x[:0], packed).shape == (0, 40)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [48, 3000])
+def test_rows_become_8_bit_floats(dtype: torch.dtype, width: int) -> None:
+    x = (torch.randn(5, width) * 30).to(dtype)
+    x[2] = 0
+    got, scales = quant.quantize_rows(x)
+    wanted, wanted_scales = reference.quantize_rows(x)
+    torch.testing.assert_close(scales, wanted_scales)
+    assert torch.equal(got.float(), wanted.float())
+    given = torch.tensor([0.05])
+    got, scales = quant.quantize_rows(x, given)
+    wanted, wanted_scales = reference.quantize_rows(x, given)
+    assert torch.equal(got.float(), wanted.float()) and torch.equal(scales, wanted_scales)
+    assert got.float().abs().max() == 448
