@@ -49,6 +49,8 @@ class EngineArgs:
     """Tokens per KV block."""
     num_kv_blocks: int | None = None
     """Blocks in the KV pool; sized from free memory if not given."""
+    kv_cache_dtype: Literal["auto", "bfloat16"] = "auto"
+    """Type of keys and values; auto is the type computed in, bfloat16 halves float32's bytes."""
     kv_cache_memory_bytes: int | None = None
     """Size of the KV pool in bytes, if num_kv_blocks is not given."""
     memory_utilization: float = 0.5
@@ -147,6 +149,7 @@ class EngineArgs:
         return CacheConfig(
             block_size=self.block_size,
             num_kv_blocks=self.num_kv_blocks,
+            kv_cache_dtype=self.kv_cache_dtype,
             enable_prefix_caching=self.enable_prefix_caching,
             prefix_caching_hash_algo=self.prefix_caching_hash_algo,
             kv_cache_memory_bytes=self.kv_cache_memory_bytes,

@@ -10,6 +10,7 @@ from engine.config.check import check_range, check_types
 from engine.errors import ConfigError
 
 HASH_ALGORITHMS = ("sha256", "fast")
+KV_CACHE_DTYPES = ("auto", "bfloat16")
 EVENTS_ENDPOINT = re.compile(r"ipc://.+|tcp://.+:([0-9]+)")
 MAX_EVENTS_PORT = 65534
 MAX_EVENTS_STEPS = 10**9
@@ -24,6 +25,8 @@ class CacheConfig:
     """Tokens per KV block."""
     num_kv_blocks: int | None = None
     """Blocks in the pool; None sizes it from free memory."""
+    kv_cache_dtype: Literal["auto", "bfloat16"] = "auto"
+    """Type of keys and values; auto is the type computed in, bfloat16 halves float32's bytes."""
     enable_prefix_caching: bool = True
     """Reuse the KV of prompts that begin alike."""
     prefix_caching_hash_algo: Literal["sha256", "fast"] = "sha256"
@@ -45,6 +48,11 @@ class CacheConfig:
         check_range(self, 2, MAX_BLOCKS, "num_kv_blocks")
         check_range(self, 1, None, "kv_cache_memory_bytes")
         check_range(self, 1, MAX_EVENTS_STEPS, "kv_events_buffer_steps")
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ConfigError(
+                f"kv_cache_dtype is {self.kv_cache_dtype!r}, must be one of: "
+                f"{', '.join(KV_CACHE_DTYPES)}"
+            )
         if not 0.0 < self.memory_utilization <= 1.0:
             raise ConfigError(f"memory_utilization is {self.memory_utilization}, must be in (0, 1]")
         if self.prefix_caching_hash_algo not in HASH_ALGORITHMS:

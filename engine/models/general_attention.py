@@ -186,7 +186,7 @@ def attend(
     assert layer.module is module, "the module calls its attention layers in another order"
     options = read_options(scaling, query.shape[-1], asked)
     kv_layer = state.step.next_cache(_rows(key, state.head_dim), _rows(value, state.head_dim))
-    queries = _rows(query, state.head_dim).to(kv_layer.dtype)
+    queries = _rows(query, state.head_dim).to(value.dtype)
     out = paged_attention(
         queries.contiguous(),
         kv_layer,

@@ -17,14 +17,15 @@ class Model(Protocol):
     """What each layer keeps per token."""
     vocab_size: int
     dtype: torch.dtype
-    """Type of activations and of the KV cache."""
+    """Type of activations."""
 
     def forward(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> torch.Tensor:
         """Hidden states [R, H] of ``batch.wanted`` (all N if None) after the final norm.
 
         Writes K and V of all tokens.
 
-        kv: one tensor a layer, [num_blocks, 2, num_kv_heads, block_size, head_dim] of ``dtype``.
+        kv: one tensor a layer, [num_blocks, 2, num_kv_heads, block_size, head_dim], of
+        ``dtype`` or of half its size where kernels read that.
         """
         ...
 

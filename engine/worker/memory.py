@@ -28,6 +28,23 @@ def free_host_bytes() -> int:
     return available if limit == "max" else min(available, max(0, int(limit) - used))
 
 
+def choose_kv_dtype(asked: str, computed_in: torch.dtype, device: str) -> torch.dtype:
+    """Type of keys and values. asked: ``kv_cache_dtype``.
+
+    Raises ``ConfigError`` where no kernel reads what was asked for beside such activations.
+    """
+    if asked == "auto":
+        return computed_in
+    is_read = computed_in is torch.bfloat16 or (computed_in is torch.float32 and device == "cpu")
+    if not is_read:
+        raise ConfigError(
+            f"kv_cache_dtype is {asked!r}, but the model is computed in "
+            f"{str(computed_in).removeprefix('torch.')} on {device!r}, which needs a cache of its "
+            'own type: use "auto", or dtype="bfloat16"'
+        )
+    return torch.bfloat16
+
+
 def make_kv_cache(
     spec: KVSpec, num_blocks: int, block_size: int, *, dtype: torch.dtype, device: str
 ) -> list[torch.Tensor]:

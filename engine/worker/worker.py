@@ -19,7 +19,7 @@ from engine.models.decoder import Decoder
 from engine.models.load import load_model
 from engine.sample.sampler import Sampler
 from engine.worker.executor import InprocExecutor
-from engine.worker.memory import free_host_bytes, make_kv_cache
+from engine.worker.memory import choose_kv_dtype, free_host_bytes, make_kv_cache
 from engine.worker.runner import ModelRunner
 from engine.worker.states import States
 from engine.worker.warmup import warm_up
@@ -46,7 +46,8 @@ def make_worker(config: EngineConfig, info: ModelInfo) -> tuple[InprocExecutor, 
         threading.Thread(target=prepare, name="prepare-kernels").start()
     max_model_len = decide_max_model_len(config.model, info)
     model = load_model(config.model, info, device=device, max_model_len=max_model_len)
-    spec: KVSpec = model.kv_spec
+    kv_dtype = choose_kv_dtype(config.cache.kv_cache_dtype, model.dtype, device)
+    spec = replace(model.kv_spec, dtype_bytes=kv_dtype.itemsize)
     num_blocks = decide_num_blocks(
         config.cache,
         block_bytes=spec.block_bytes(config.cache.block_size),
@@ -74,7 +75,7 @@ def make_worker(config: EngineConfig, info: ModelInfo) -> tuple[InprocExecutor, 
         logits_processors=config.logits_processors,
     )
     states = States(sched.max_num_seqs, max_model_len, decided.block_size)
-    kv = make_kv_cache(spec, num_blocks, decided.block_size, dtype=model.dtype, device=device)
+    kv = make_kv_cache(spec, num_blocks, decided.block_size, dtype=kv_dtype, device=device)
     runner = ModelRunner(model, sampler, states, kv)
     if device == "cpu" and isinstance(model, Decoder) and model.dtype is torch.float32:
         leave_threads_to_kernels()

@@ -16,14 +16,21 @@ class PagedRun:
     """Some sequences of one model. Blocks are handed out in random order; unused ones hold junk."""
 
     def __init__(
-        self, model: Model, *, num_blocks: int = 64, block_size: int = 16, seed: int = 0
+        self,
+        model: Model,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 16,
+        seed: int = 0,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         spec = model.kv_spec
         shape = (num_blocks, 2, spec.num_kv_heads, block_size, spec.head_dim)
         self.model = model
         self.block_size = block_size
         # What was never written must never be read, so it may as well poison what reads it.
-        self.kv = [torch.full(shape, 1e4, dtype=model.dtype) for _ in range(spec.num_layers)]
+        kept = kv_dtype or model.dtype
+        self.kv = [torch.full(shape, 1e4, dtype=kept) for _ in range(spec.num_layers)]
         self.free = list(range(1, num_blocks))
         random.Random(seed).shuffle(self.free)
         self.blocks: dict[str, list[int]] = {}
