@@ -11,6 +11,8 @@ from engine.sched.turns import Turn
 
 logger = logging.getLogger("engine.sched")
 
+SLOW_SECONDS = 1.0  # of planning one step, from which on the log names the hook that took them
+
 
 class FaultLog:
     """Faults of plug-ins and the time spent in their hooks."""
@@ -22,6 +24,27 @@ class FaultLog:
         self.num_faults = 0
         self.turn = Turn()
         self.seconds: defaultdict[str, float] = defaultdict(float)  # by hook
+        self._begun = 0.0
+        self._seconds_before: dict[str, float] = {}  # when the step began
+        self._slowest = SLOW_SECONDS
+
+    def begin_step(self) -> None:
+        """A step is planned from now on."""
+        self.turn.begin("schedule")
+        self._begun, self._seconds_before = self.timer(), dict(self.seconds)
+
+    def end_step(self) -> None:
+        """The plan is made. A hook for which everybody had to wait is named, once and again when
+        it has become twice as slow: it cannot be stopped, but it can be known."""
+        self.turn.end()
+        if self.timer() - self._begun < self._slowest:
+            return
+        before = self._seconds_before
+        spent = {hook: now - before.get(hook, 0.0) for hook, now in self.seconds.items()}
+        hook = max(spent, key=spent.__getitem__, default="")
+        if hook and spent[hook] >= self._slowest:
+            self._slowest = 2 * spent[hook]
+            logger.warning("%s took %.1f s in one step; all requests waited", hook, spent[hook])
 
     def note(self, culprit: str, request: Request | None, what: str) -> None:
         """Keep and log one fault."""

@@ -149,7 +149,7 @@ class Scheduler(SchedulerInterface):
     def begin_step(self) -> builder.Step:
         """What is due happens; fresh budgets; moving ranks are asked; the policy may evict."""
         view, tally = self.view, self.settler.tally
-        self.guard.faults.turn.begin("schedule")
+        self.guard.faults.begin_step()
         view.now = self._clock()
         self._run_errands()
         for req in self.settler.take_orphans():
@@ -293,7 +293,7 @@ class Scheduler(SchedulerInterface):
         builder.pad_drafts(plan, step)
         self.num_in_flight += plan.num_tokens > 0  # else its end brings nothing
         self.settler.tally.num_scheduled_tokens += plan.num_tokens
-        self.guard.faults.turn.end()
+        self.guard.faults.end_step()
         return plan
 
     # -- after the step

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 from simulate import expected, make_request, make_run
@@ -13,6 +15,7 @@ from engine.messages.params import SamplingParams
 from engine.sched.policies import FCFS
 from engine.sched.policy import Defer, Limits
 from engine.sched.resource import Fit, Resource
+from engine.sched.scheduler import Scheduler
 from engine.sched.verify.check import check_empty
 
 PROMPT = list(range(100, 140))
@@ -283,3 +286,29 @@ def test_a_core_that_was_left_in_the_middle_of_a_step_does_not_go_on():
         client.step()
     with pytest.raises(EngineDeadError, match="SystemExit: 3"):
         client.step()
+
+
+class Dawdles(FCFS):
+    """Takes as long as it is told to."""
+
+    def __init__(self):
+        self.now = self.delay = 0.0
+
+    def admit(self, req, view):
+        self.now += self.delay
+        return super().admit(req, view)
+
+
+def test_a_hook_that_everybody_waits_for_is_named(caplog):
+    policy = Dawdles()
+    timed = partial(Scheduler, timer=lambda: policy.now)
+    run = make_run(policy=policy, scheduler_cls=timed)
+    for name, delay in (("a", 0.5), ("b", 2.5), ("c", 3.0), ("d", 6.0)):
+        policy.delay = delay
+        run.add(make_request(name, PROMPT, 1))
+        run.drain()
+    named = [record.getMessage() for record in caplog.records]
+    assert named == [  # not every time: it would be a line a step
+        "Dawdles.admit took 2.5 s in one step; all requests waited",
+        "Dawdles.admit took 6.0 s in one step; all requests waited",
+    ]
