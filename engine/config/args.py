@@ -13,6 +13,7 @@ from engine.config.check import check_types
 from engine.config.dotted import load_logits_processor
 from engine.config.engine import EngineConfig
 from engine.config.env import default_log_level
+from engine.config.gpu import GPUConfig
 from engine.config.model import ModelConfig
 from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError
@@ -43,10 +44,10 @@ class EngineArgs:
     max_num_seqs: int = 256
     """Requests that may run at once."""
     max_num_batched_tokens: int | None = None
-    """Token budget of a step; 512 if not given (8192 without chunked prefill), or max_num_seqs if
-    that is more. On a CPU larger steps gain nothing and hold up those who decode."""
-    block_size: int = 16
-    """Tokens per KV block."""
+    """Token budget of a step; 8192 if not given (with chunked prefill on a CPU 512, where larger
+    steps gain nothing and hold up those who decode), or max_num_seqs if that is more."""
+    block_size: int | None = None
+    """Tokens per KV block; 64 on a GPU and 16 on a CPU if not given."""
     num_kv_blocks: int | None = None
     """Blocks in the KV pool; sized from free memory if not given."""
     kv_cache_dtype: Literal["auto", "bfloat16"] = "auto"
@@ -54,7 +55,9 @@ class EngineArgs:
     kv_cache_memory_bytes: int | None = None
     """Size of the KV pool in bytes, if num_kv_blocks is not given."""
     memory_utilization: float = 0.5
-    """Share of the free memory the KV pool may take when it is sized from it."""
+    """Share of the free memory the KV pool may take when it is sized from it (CPU)."""
+    gpu_memory_utilization: float = 0.9
+    """Share of a GPU's memory the engine may take; the KV pool gets what it leaves of that."""
     enable_prefix_caching: bool = True
     """Reuse the KV of prompts that begin alike."""
     prefix_caching_hash_algo: Literal["sha256", "fast"] = "sha256"
@@ -95,9 +98,15 @@ class EngineArgs:
     step_log: str | Path | None = None
     """File to record every input and plan of the scheduler in, for metronome replay."""
     async_scheduling: bool | None = None
-    """Plan the next step while one runs; off if not given, as a CPU has nothing to overlap with."""
+    """Plan the next step while one runs; if not given on with a GPU and off on a CPU, which has
+    nothing to overlap with."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the model runs; auto is the CPU, for which alone there is a worker yet."""
+    """Where the model runs; auto is a CUDA GPU if there is one, else the CPU."""
+    enforce_eager: bool = False
+    """Launch every step call by call: no CUDA graphs."""
+    cudagraph_capture_sizes: list[int] | None = None
+    """Batch sizes decode steps are recorded for; 1, 2, 4, then every 8 and 16 up to max_num_seqs or
+    512 if not given."""
     num_threads: int | None = None
     """Threads of CPU kernels; the cores this process may use if not given."""
     log_level: Literal["debug", "info", "warning", "error"] | None = None
@@ -123,6 +132,7 @@ class EngineArgs:
             model=self._model_config(),
             cache=self._cache_config(),
             scheduler=self._scheduler_config(),
+            gpu=self._gpu_config(),
             device=self.device,
             async_scheduling=self.async_scheduling,
             num_threads=self.num_threads,
@@ -147,7 +157,7 @@ class EngineArgs:
 
     def _cache_config(self) -> CacheConfig:
         return CacheConfig(
-            block_size=self.block_size,
+            block_size=16 if self.block_size is None else self.block_size,
             num_kv_blocks=self.num_kv_blocks,
             kv_cache_dtype=self.kv_cache_dtype,
             enable_prefix_caching=self.enable_prefix_caching,
@@ -157,6 +167,16 @@ class EngineArgs:
             enable_kv_events=self.enable_kv_events,
             kv_events_endpoint=self.kv_events_endpoint,
             kv_events_buffer_steps=self.kv_events_buffer_steps,
+        )
+
+    def _gpu_config(self) -> GPUConfig:
+        sizes = self.cudagraph_capture_sizes
+        return GPUConfig(
+            gpu_memory_utilization=self.gpu_memory_utilization,
+            enforce_eager=self.enforce_eager,
+            cudagraph_capture_sizes=None if sizes is None else tuple(sizes),
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            block_size=self.block_size,
         )
 
     def _scheduler_config(self) -> SchedulerConfig:

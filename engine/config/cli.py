@@ -42,6 +42,8 @@ def argument_kind(hint: Any) -> dict[str, Any]:
         return {"choices": get_args(hint)}
     if get_origin(hint) is dict:
         return {"type": json_object, "metavar": "JSON"}
+    if hint == list[int]:
+        return {"type": int, "nargs": "+", "metavar": "N"}
     if get_origin(hint) is list:
         return {"action": "append", "metavar": "NAME"}
     if hint in (int, float):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from engine.config.cache import CacheConfig
+from engine.config.gpu import GPUConfig
 from engine.config.model import ModelConfig, check_choice
 from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError
@@ -26,10 +27,13 @@ class EngineConfig:
     """How KV memory is cut and shared."""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     """Budgets and policy of the scheduler."""
+    gpu: GPUConfig = field(default_factory=GPUConfig)
+    """How a GPU is used."""
     device: Device = "auto"
-    """Where the model runs; auto is the CPU, for which alone there is a worker yet."""
+    """Where the model runs; auto is a CUDA GPU if there is one, else the CPU."""
     async_scheduling: bool | None = None
-    """Plan the next step while one runs; None is off, as a CPU has nothing to overlap with."""
+    """Plan the next step while one runs; None is on with a GPU and off on a CPU, which has nothing
+    to overlap with."""
     num_threads: int | None = None
     """Threads of CPU kernels; None takes OMP_NUM_THREADS, or the cores this process may use."""
     log_level: LogLevel = "info"

@@ -11,6 +11,15 @@ NUM_THREADS = "OMP_NUM_THREADS"
 """Threads of CPU kernels, for engines that were not told how many; OpenMP's own name for it."""
 
 
+INTERPRET_CUDA = "METRONOME_INTERPRET_CUDA"
+"""1: the CPU stands in for the device of ``device="cuda"``; with TRITON_INTERPRET=1, for tests."""
+
+
+def interprets_cuda() -> bool:
+    """Whether the CUDA worker is to compute on the CPU, in Triton's interpreter."""
+    return os.environ.get(INTERPRET_CUDA) == "1"
+
+
 def default_log_level(fallback: str = "info") -> str:
     """What ``METRONOME_LOG_LEVEL`` says, ``fallback`` if it is not set."""
     return os.environ.get(LOG_LEVEL, fallback).lower()

@@ -37,9 +37,10 @@ class OutputLayer:
         self.multiplier = multiplier
         self.softcap = softcap
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [R, H] -> [R, V] float32."""
-        scores = self.linear(hidden).float()
+    def __call__(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden: [R, H] -> [R, V] float32, in ``out`` if it is given."""
+        scores = self.linear(hidden)
+        scores = scores.float() if out is None else out.copy_(scores)
         if self.multiplier != 1.0:
             scores.mul_(self.multiplier)
         if self.softcap:

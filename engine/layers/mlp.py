@@ -27,6 +27,8 @@ class GatedMLP:
 class MixtureOfExperts:
     """Each token's best ``top_k`` experts, weighted by their softmax scores."""
 
+    can_be_recorded = False  # the host groups the tokens by their experts
+
     def __init__(
         self, router: torch.Tensor, experts: Sequence[GatedMLP], top_k: int, renormalize: bool
     ) -> None:

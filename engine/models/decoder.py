@@ -82,6 +82,8 @@ class Decoder:
         self.kv_spec = kv_spec
         self.vocab_size = output.linear.out_features
         self.dtype = embedding.dtype
+        # A mixture that groups tokens on the host waits for them.
+        self.can_be_recorded = all(getattr(block.mlp, "can_be_recorded", True) for block in blocks)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> torch.Tensor:
@@ -92,6 +94,6 @@ class Decoder:
         x, residual = self.blocks[-1](x, residual, batch.attn, kv[-1], batch.wanted)
         return self.final_norm(x, residual)[0]
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """hidden: [R, H] rows of what ``forward`` returned -> scores [R, V] in float32."""
-        return self.output(hidden)
+        return self.output(hidden, out)

@@ -44,6 +44,8 @@ logger = logging.getLogger("engine.models")
 class GeneralModel:
     """A causal model of transformers over our paged cache. See ``engine.models.model.Model``."""
 
+    can_be_recorded = False
+
     def __init__(self, causal: PreTrainedModel, findings: Findings) -> None:
         self.dtype = causal.dtype
         self.vocab_size = findings.logits.shape[-1]
@@ -73,8 +75,9 @@ class GeneralModel:
         return hidden if batch.wanted is None else hidden[batch.wanted.rows]
 
     @torch.inference_mode()
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """hidden [R, H] -> [R, V] float32, with whatever the module does after its backbone."""
+        assert out is None, "nothing of a stranger's module is recorded"
         ids = torch.zeros(1, hidden.shape[0], dtype=torch.int64, device=hidden.device)
         with self._backbone_answers(self._output_type(last_hidden_state=hidden[None])):
             return self._causal(input_ids=ids, use_cache=False).logits[0].float()

@@ -29,6 +29,12 @@ class Model(Protocol):
         """
         ...
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [R, H] rows of what ``forward`` returned -> scores [R, V] in float32."""
+    can_be_recorded: bool
+    """Whether a pass of single tokens always launches the same work, and waits for none of it."""
+
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden: [R, H] rows of what ``forward`` returned -> scores [R, V] in float32.
+
+        out: where to put them, if the model can be recorded.
+        """
         ...

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from engine.config.decide import GIB, Decided
 from engine.errors import ConfigError
-from engine.kv.layout import KVSpec
+from engine.kv.groups import FULL
+from engine.kv.layout import KVSpec, max_concurrency
+
+logger = logging.getLogger("engine.worker")
 
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -71,3 +76,16 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Ten
     num_bytes = dtype.itemsize * math.prod(shape)
     # torch.zeros would write every page; numpy asks the system for zeroed ones.
     return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
+
+
+def log_pool(spec: KVSpec, decided: Decided) -> None:
+    """Say how large the pool is and what fits into it."""
+    num_usable, block_size = decided.num_kv_blocks - 1, decided.block_size
+    logger.info(
+        "KV pool: %d blocks of %d tokens, %.2f GiB, for %.2f requests of %d tokens",
+        num_usable,
+        block_size,
+        decided.num_kv_blocks * spec.block_bytes(block_size) / GIB,
+        max_concurrency(num_usable, [FULL], block_size, decided.max_model_len),
+        decided.max_model_len,
+    )

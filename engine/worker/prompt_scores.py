@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from engine.messages.outputs import TokenLogprobs
-from engine.sample.sampler import Sampler
+from engine.sample.logprobs import token_logprobs
 from engine.worker.batch import Columns
-from engine.worker.states import States
+from engine.worker.states import LiveSeqs
 
 ROWS_AT_ONCE = 256  # rows of logits in memory: 256 x 150k x 4 bytes is 150 MB
 
@@ -21,13 +21,12 @@ class PromptScores:
     They are complete with the last chunk; a chunk that is run again replaces what it gave before.
     """
 
-    def __init__(self, logits: Callable[[torch.Tensor], torch.Tensor], sampler: Sampler) -> None:
+    def __init__(self, logits: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._logits = logits
-        self._sampler = sampler
         self._parts: dict[int, list[TokenLogprobs]] = {}
 
     def collect(
-        self, columns: Columns, hidden: torch.Tensor, states: States
+        self, columns: Columns, hidden: torch.Tensor, states: LiveSeqs
     ) -> dict[int, list[TokenLogprobs]]:
         """Scores by row of the requests whose last prompt chunk this was."""
         complete: dict[int, list[TokenLogprobs]] = {}
@@ -45,7 +44,7 @@ class PromptScores:
         """The scores of this slot were delivered, or nobody wants them any more."""
         self._parts.pop(slot, None)
 
-    def _score(self, slot: int, start: int, hidden: torch.Tensor, states: States) -> None:
+    def _score(self, slot: int, start: int, hidden: torch.Tensor, states: LiveSeqs) -> None:
         """Row i of ``hidden`` predicts the token at ``start + i + 1``."""
         seq = states.seqs[slot]
         base = max(seq.params.prompt_logprobs_start - 1, 0)
@@ -58,4 +57,4 @@ class PromptScores:
             logits = self._logits(hidden[at - start : upto - start])
             targets = states.tokens[slot, at + 1 : upto + 1].astype(np.int64)
             num = seq.params.prompt_logprobs or 0
-            scores += self._sampler.prompt_logprobs(logits, targets, num)
+            scores += token_logprobs(logits, targets, num)

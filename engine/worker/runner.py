@@ -37,7 +37,7 @@ class ModelRunner:
         self.sampler = sampler
         self.states = states
         self.kv = kv
-        self.prompt_scores = PromptScores(model.logits, sampler)
+        self.prompt_scores = PromptScores(model.logits)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:

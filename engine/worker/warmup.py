@@ -9,6 +9,7 @@ import numpy as np
 
 from engine.messages.params import SamplingParams
 from engine.messages.step import EMPTY, Column, NewSeq, StepPlan
+from engine.worker.cuda.runner import DeviceRunner
 from engine.worker.runner import ModelRunner
 
 logger = logging.getLogger("engine.worker")
@@ -17,7 +18,7 @@ NUM_PROMPT, NUM_DECODES = 4, 2
 WORTH_SAYING = 2.0  # seconds
 
 
-def warm_up(runner: ModelRunner, num_blocks: int) -> None:
+def warm_up(runner: ModelRunner | DeviceRunner, num_blocks: int) -> None:
     """Run a prompt and some decodes: kernels are compiled and loaded before the first request.
 
     What was written is wiped; failures are left for the requests that meet them.

@@ -1,0 +1,41 @@
+"""Which device computes."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.config.env import INTERPRET_CUDA, interprets_cuda
+from engine.errors import ConfigError
+from engine.worker.cuda.platform import CudaPlatform, HostPlatform, Platform
+from kernels.bodies import CPU_TENSORS
+
+
+def resolve_device(asked: str) -> str:
+    """ "cpu" or "cuda"; auto takes a GPU if there is one.
+
+    Raises ``ConfigError`` if a GPU is asked for and there is none.
+    """
+    if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
+        return "cpu"
+    if not torch.cuda.is_available() and not interprets_cuda():
+        built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+        raise ConfigError(
+            f"device is 'cuda', but torch {torch.__version__}, built {built}, sees no GPU; use "
+            "'cpu' or 'auto', or look at the driver and CUDA_VISIBLE_DEVICES"
+        )
+    return "cuda"
+
+
+def make_platform() -> Platform:
+    """The GPU; or the CPU in its place, if the environment says so.
+
+    Raises ``ConfigError`` if Triton does not interpret then.
+    """
+    if not interprets_cuda():
+        CPU_TENSORS.go_to_triton(False)
+        return CudaPlatform()
+    try:
+        CPU_TENSORS.go_to_triton(True)
+    except ValueError as error:
+        raise ConfigError(f"{INTERPRET_CUDA} is set, but {error}") from error
+    return HostPlatform()
