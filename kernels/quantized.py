@@ -52,8 +52,12 @@ class Packed(NamedTuple):
 
     def to(self, device: torch.device | str) -> Packed:
         """A copy on a device."""
-        moved = [part.to(device) if isinstance(part, torch.Tensor) else part for part in self]
-        return Packed(*moved)
+        return self._replace(
+            values=self.values.to(device),
+            scales=self.scales.to(device),
+            zeros=None if self.zeros is None else self.zeros.to(device),
+            order=None if self.order is None else self.order.to(device),
+        )
 
     def of_outputs(self, ids: torch.Tensor) -> Packed:
         """The matrix of some outputs: [I] -> I outputs."""

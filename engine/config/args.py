@@ -31,8 +31,8 @@ class EngineArgs:
     """Token ids in, token ids out: load no tokenizer."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type to compute in; auto is float32 on the CPU and the checkpoint's type on a GPU."""
-    quantization: Literal["int8"] | None = None
-    """Quantise weights when they are loaded (CPU)."""
+    quantization: Literal["int8", "fp8"] | None = None
+    """Quantise plain weights when they are loaded: int8, or fp8 on a GPU."""
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     """dummy: seeded random weights from config.json alone."""
     trust_remote_code: bool = False

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from engine.errors import ConfigError, ModelError
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["int8", "fp8"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 
 
@@ -25,8 +26,9 @@ class ModelConfig:
     """Serve token ids only: no tokenizer is loaded."""
     dtype: DType = "auto"
     """Type to compute in; auto is float32 on the CPU and the checkpoint's type on a GPU."""
-    quantization: Literal["int8"] | None = None
-    """int8: weights quantised when loaded, activations on the fly (CPU)."""
+    quantization: Quantization | None = None
+    """What plain weights become when they are loaded: int8 (on the CPU activations too, on a GPU
+    weights alone) or fp8 (weights and activations, GPU). A quantised directory needs no option."""
     load_format: LoadFormat = "auto"
     """dummy: seeded random weights from config.json alone."""
     max_model_len: int | None = None
@@ -39,7 +41,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         check_choice("load_format", self.load_format, ("auto", "safetensors", "dummy"))
-        check_choice("quantization", self.quantization, (None, "int8"))
+        check_choice("quantization", self.quantization, (None, "int8", "fp8"))
         if self.max_model_len is not None and self.max_model_len < 1:
             raise ConfigError(f"max_model_len is {self.max_model_len}, must be at least 1")
         if not -(2**63) <= self.seed < 2**63:

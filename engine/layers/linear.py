@@ -8,9 +8,12 @@ import torch
 from torch.nn import functional as F
 
 from engine.errors import ConfigError
+from engine.layers.quantized import QuantizedWeight, Weight, plain
+from engine.layers.quantized_linear import device_linear
 from kernels.cpu import matmul, matmul_int8
+from kernels.reference.quant import quantize_fp8, quantize_int8
 
-QUANTIZATIONS = ("int8",)
+QUANTIZATIONS = ("int8", "fp8")
 
 
 class Linear(Protocol):
@@ -29,7 +32,7 @@ class Linear(Protocol):
 
 
 def make_linear(
-    weight: torch.Tensor,
+    weight: Weight,
     bias: torch.Tensor | None = None,
     *,
     quantization: str | None = None,
@@ -37,23 +40,53 @@ def make_linear(
 ) -> Linear:
     """Take over `weight` [out, in] and `bias` [out]; the caller drops its own references.
 
-    quantization: None, or "int8" (weights per channel, activations per token at run time; CPU).
-    float32 on the CPU is packed once; every other dtype and device goes to torch's own product.
+    quantization: None, or what a plain weight becomes: "int8" (a scale per output; on the CPU
+    inputs have 8 bits too, a scale per row) or "fp8" (inputs and weights; not on the CPU).
+    A weight that is quantised already stays so on a GPU where a kernel takes it, and is dequantised
+    anywhere else. float32 on the CPU is packed once; other dtypes go to torch's own product.
     """
+    device = torch.device(device)
+    check_quantization(quantization, device)
+    if device.type == "cpu":
+        return cpu_linear(plain(weight), bias, quantization)
+    bias = None if bias is None else bias.to(device).contiguous()
+    if isinstance(weight, torch.Tensor) and quantization is not None:
+        weight = quantized(weight, quantization)
+    if isinstance(weight, QuantizedWeight):
+        layer = device_linear(weight, bias, device)
+        if layer is not None:
+            return layer
+    return PlainLinear(plain(weight).to(device), bias)
+
+
+def check_quantization(quantization: str | None, device: torch.device) -> None:
+    """Raise ``ConfigError`` unless plain weights can be quantised so on this device."""
     if quantization not in (None, *QUANTIZATIONS):
         raise ConfigError(f"unknown quantization {quantization!r}: use one of {QUANTIZATIONS}")
-    on_cpu = torch.device(device).type == "cpu"
+    if quantization == "fp8" and device.type == "cpu":
+        raise ConfigError(
+            "quantization 'fp8' needs device='cuda', got device='cpu': processors have no product "
+            "of 8-bit floats; quantization='int8' is fast there"
+        )
+
+
+def quantized(weight: torch.Tensor, quantization: str) -> QuantizedWeight:
+    """A plain weight made "int8" or "fp8"."""
+    is_fp8 = quantization == "fp8"
+    make = quantize_fp8 if is_fp8 else quantize_int8
+    return QuantizedWeight(matrix=make(weight), dtype=weight.dtype, quantizes_inputs=is_fp8)
+
+
+def cpu_linear(weight: torch.Tensor, bias: torch.Tensor | None, quantization: str | None) -> Linear:
     if quantization == "int8":
-        if not on_cpu:
-            raise ConfigError(f"quantization 'int8' needs device='cpu', got device={device!r}")
         bias = None if bias is None else bias.float().contiguous()
         return (
             Int8Linear(weight, bias) if matmul_int8.IS_SUPPORTED else TorchInt8Linear(weight, bias)
         )
-    bias = None if bias is None else bias.to(device).contiguous()
-    if on_cpu and weight.dtype is torch.float32:
-        return PackedLinear(weight, bias)
-    return PlainLinear(weight.to(device), bias)
+    bias = None if bias is None else bias.contiguous()
+    return (
+        PackedLinear(weight, bias) if weight.dtype is torch.float32 else PlainLinear(weight, bias)
+    )
 
 
 class PlainLinear:

@@ -14,6 +14,7 @@ from engine.layers.embedding import Embedding, OutputLayer
 from engine.layers.linear import Linear, make_linear
 from engine.layers.mlp import GatedMLP, MixtureOfExperts
 from engine.layers.norm import ResidualNorm, RMSNorm
+from engine.layers.quantized import Weight, plain
 from engine.layers.rope import RopeSpec
 from engine.layers.rotary import cos_sin_table
 from engine.models.decoder import Block, Decoder, Sublayer
@@ -61,10 +62,12 @@ class Assembly:
         spec, table = self.spec, self.tensor("embed")
         dtype = table.dtype
         if spec.tied:
-            head = self.linear_of(table)
+            head = self.head_of(table)
             return Embedding(head.rows, dtype, spec.embedding_multiplier), head
         rows = partial(F.embedding, weight=table)
-        return Embedding(rows, dtype, spec.embedding_multiplier), self.linear("head")
+        return Embedding(rows, dtype, spec.embedding_multiplier), self.head_of(
+            self.weights.take("head")
+        )
 
     def block(self, index: int) -> Block:
         norms = {
@@ -114,12 +117,18 @@ class Assembly:
     def norm(self, name: str) -> RMSNorm:
         return RMSNorm(self.tensor(name), self.spec.norm.eps, self.spec.norm.add_one)
 
+    def head_of(self, weight: Weight) -> Linear:
+        """8-bit floats have a product of 8-bit inputs, which tells scores apart too badly."""
+        asked = self.placement.quantization
+        return make_linear(
+            weight,
+            quantization=None if asked == "fp8" else asked,
+            device=self.placement.device,
+        )
+
     def linear(self, name: str, has_bias: bool = False) -> Linear:
         weight = self.weights.take(name)
-        bias = self.weights.take(f"{name}_bias") if has_bias else None
-        return self.linear_of(weight, bias)
-
-    def linear_of(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        bias = plain(self.weights.take(f"{name}_bias")) if has_bias else None
         return make_linear(
             weight,
             bias,
@@ -128,7 +137,7 @@ class Assembly:
         )
 
     def tensor(self, name: str) -> torch.Tensor:
-        return self.weights.take(name).to(self.placement.device)
+        return plain(self.weights.take(name)).to(self.placement.device)
 
     def rope_table(self, rope: RopeSpec) -> torch.Tensor:
         if rope not in self.tables:

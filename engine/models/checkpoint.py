@@ -25,6 +25,14 @@ DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
+# Of quantised weights, which are read whole and as they are.
+STORED_DTYPES = {
+    **DTYPES,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+}
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 STAGING_BYTES = 1 << 20  # fits a core's cache
 INDEX = "model.safetensors.index.json"
@@ -67,7 +75,8 @@ class Checkpoint:
         if stored.dtype not in DTYPES:
             raise ModelError(
                 f"{name} in {stored.file} is of type {stored.dtype}; weights must be one of "
-                f"{', '.join(DTYPES)} (quantized checkpoints are not read)"
+                f"{', '.join(DTYPES)}, or those of whole modules, quantized as the "
+                "quantization_config of config.json says"
             )
         dtype, flat = DTYPES[stored.dtype], out.view(-1)
         offset = stored.offset + start * dtype.itemsize
@@ -80,6 +89,14 @@ class Checkpoint:
             unconverted = staging[: piece.numel()]
             self._fill(stored.file, offset + begin * dtype.itemsize, unconverted)
             piece.copy_(unconverted)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A whole tensor as it is stored, of one of ``STORED_DTYPES``."""
+        stored = self.tensors[name]
+        out = torch.empty(stored.shape, dtype=STORED_DTYPES[stored.dtype])
+        if out.numel():
+            self._fill(stored.file, stored.offset, out.view(-1))
+        return out
 
     def same(self, one: str, other: str) -> bool:
         """Whether two tensors hold the same numbers."""
@@ -177,6 +194,7 @@ def _entries(
             raise damaged(file, f"its header does not describe {name}") from error
         if not 0 <= begin <= end <= size - start:
             raise damaged(file, f"{name} should end at byte {start + end}, the file ends at {size}")
-        if dtype in DTYPES and end - begin != torch.Size(shape).numel() * DTYPES[dtype].itemsize:
+        known = STORED_DTYPES.get(dtype)
+        if known and end - begin != torch.Size(shape).numel() * known.itemsize:
             raise damaged(file, f"{name} has {end - begin} bytes, not those of its shape {shape}")
         yield name, StoredTensor(file, dtype, shape, start + begin, end - begin)

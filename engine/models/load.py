@@ -10,13 +10,17 @@ from math import prod
 import torch
 
 from engine.config.model import ModelConfig, ModelInfo
-from engine.errors import ModelError
+from engine.errors import ConfigError, ModelError
+from engine.layers.linear import check_quantization
 from engine.models.assemble import Placement, assemble
 from engine.models.checkpoint import Checkpoint
 from engine.models.decoder import Decoder
 from engine.models.families import FAMILIES
 from engine.models.hf_config import NotNative
 from engine.models.model import Model
+from engine.models.quant import format_of
+from engine.models.quant.fields import Format
+from engine.models.quant.modules import is_quantized
 from engine.models.spec import DecoderSpec
 from engine.models.targets import targets
 from engine.models.weights import RandomWeights, Source, StoredWeights, Weights
@@ -32,19 +36,42 @@ def load_model(config: ModelConfig, info: ModelInfo, *, device: str, max_model_l
 
     device: "cpu", "cuda" or "cuda:N". max_model_len: longest sequence there will be, in tokens.
     """
-    if info.hf.get("quantization_config"):
-        method = info.hf["quantization_config"].get("quant_method", "unknown")
-        raise ModelError(
-            f"{info.path} holds weights quantized by {method!r}, which are not read; "
-            'give the original model, with quantization="int8" for less memory'
-        )
+    form = format_of(info)
+    quantization = quantization_of(config, info, form, device)
     spec = native_spec(info)
     if spec is not None:
-        return load_decoder(spec, config, info, device=device, max_model_len=max_model_len)
+        placement = Placement(device=device, quantization=quantization, max_model_len=max_model_len)
+        return load_decoder(spec, config, info, form, placement)
+    if form is not None:
+        raise ModelError(
+            f"{info.path} holds weights quantized by {form.name!r}, read for native families only, "
+            f"and {info.architecture or info.model_type} is none; give the original model"
+        )
     # Only here, so that native families never pay for importing transformers.
     from engine.models.general import load_general
 
     return load_general(config, info, device=device, max_model_len=max_model_len)
+
+
+def quantization_of(
+    config: ModelConfig, info: ModelInfo, form: Format | None, device: str
+) -> str | None:
+    """What plain weights are to be quantised to. Raises ``ConfigError`` if they cannot."""
+    asked = config.quantization
+    if form is None:
+        check_quantization(asked, torch.device(device))
+        return asked
+    stored = f"{info.path} holds weights quantized by {form.name!r}"
+    if config.load_format == "dummy":
+        raise ConfigError(
+            f'{stored}, and load_format="dummy" makes up plain ones; give a config.json without '
+            "its quantization_config"
+        )
+    if asked in (None, form.name):
+        return None
+    if asked == "int8" and torch.device(device).type == "cpu":
+        return asked
+    raise ConfigError(f"{stored}, quantization={asked!r} would do it again; leave it out")
 
 
 def native_spec(info: ModelInfo) -> DecoderSpec | None:
@@ -68,27 +95,30 @@ def native_spec(info: ModelInfo) -> DecoderSpec | None:
 
 
 def load_decoder(
-    spec: DecoderSpec, config: ModelConfig, info: ModelInfo, *, device: str, max_model_len: int
+    spec: DecoderSpec,
+    config: ModelConfig,
+    info: ModelInfo,
+    form: Format | None,
+    placement: Placement,
 ) -> Decoder:
-    """A native family's decoder."""
+    """A native family's decoder. form: how its weights are quantised, if they are."""
     started = time.perf_counter()
-    dtype = compute_dtype(config, info, device)
-    placement = Placement(
-        device=device, quantization=config.quantization, max_model_len=max_model_len
-    )
+    dtype = compute_dtype(config, info, placement.device)
     if config.load_format == "dummy":
         made_up = RandomWeights(config.seed, 0.0 if spec.norm.add_one else 1.0)
         decoder = _build(spec, made_up, dtype, placement)
     else:
         with Checkpoint(info.path) as checkpoint:
             spec = really_tied(spec, checkpoint)
-            decoder = _build(spec, StoredWeights(checkpoint, targets(spec)), dtype, placement)
+            stored = StoredWeights(checkpoint, targets(spec), form)
+            decoder = _build(spec, stored, dtype, placement)
     millions = sum(prod(target.shape) for target in targets(spec)) / 1e6
     logger.info(
-        "%s, %.1f M parameters, computed in %s: loaded in %.2f s",
+        "%s, %.1f M parameters%s, computed in %s: loaded in %.2f s",
         info.architecture,
         millions,
-        config.quantization or str(dtype).removeprefix("torch."),
+        "" if form is None else f" quantized by {form.name}",
+        placement.quantization or str(dtype).removeprefix("torch."),
         time.perf_counter() - started,
     )
     return decoder
@@ -102,6 +132,8 @@ def _build(spec: DecoderSpec, source: Source, dtype: torch.dtype, placement: Pla
 def really_tied(spec: DecoderSpec, checkpoint: Checkpoint) -> DecoderSpec:
     """Some files say tied but hold two tables that differ; then the tensors are believed."""
     stored = checkpoint.tensors
+    if spec.tied and is_quantized(HEAD.removesuffix(".weight"), stored):
+        return replace(spec, tied=False)
     if not (spec.tied and TABLE in stored and HEAD in stored) or checkpoint.same(TABLE, HEAD):
         return spec
     logger.warning("%s: embedding and output layer differ, so they are not tied", checkpoint.root)

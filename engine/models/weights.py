@@ -14,7 +14,10 @@ from typing import Protocol, Self
 import torch
 
 from engine.errors import ModelError
+from engine.layers.quantized import Weight, stack
 from engine.models.checkpoint import Checkpoint
+from engine.models.quant.fields import Format
+from engine.models.quant.modules import QuantizedModules
 from engine.models.targets import Part, Target
 
 # Tensors that older checkpoints hold and nobody needs: they follow from config.json.
@@ -27,8 +30,8 @@ OWN_PAGES_BYTES = 1 << 20
 class Source(Protocol):
     """Where tensors come from."""
 
-    def load(self, target: Target, out: torch.Tensor) -> None:
-        """Fill ``out``, [*target.shape] on the CPU."""
+    def load(self, target: Target, dtype: torch.dtype) -> Weight:
+        """A new tensor [*target.shape] on the CPU, or a quantised one that stands for it."""
         ...
 
 
@@ -42,7 +45,7 @@ class Weights:
         self._targets = deque(targets)
         self._source = source
         self._dtype = dtype
-        self._ready: dict[str, Future[torch.Tensor]] = {}
+        self._ready: dict[str, Future[Weight]] = {}
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="weights")
 
     def __enter__(self) -> Self:
@@ -51,17 +54,13 @@ class Weights:
     def __exit__(self, *exc: object) -> None:
         self._reader.shutdown(cancel_futures=True)
 
-    def take(self, name: str) -> torch.Tensor:
+    def take(self, name: str) -> Weight:
         """The tensor of a target, on the CPU; it is the caller's from now on."""
         while self._targets and (name not in self._ready or len(self._ready) <= AHEAD):
             following = self._targets.popleft()
-            self._ready[following.name] = self._reader.submit(self._load, following)
+            loading = self._reader.submit(self._source.load, following, self._dtype)
+            self._ready[following.name] = loading
         return self._ready.pop(name).result()
-
-    def _load(self, target: Target) -> torch.Tensor:
-        out = allocate(target.shape, self._dtype)
-        self._source.load(target, out)
-        return out
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -81,55 +80,87 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 class StoredWeights:
     """Reads targets from a checkpoint, tensor by tensor."""
 
-    def __init__(self, checkpoint: Checkpoint, targets: Iterable[Target]) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, targets: Iterable[Target], form: Format | None = None
+    ) -> None:
         """Match names and shapes. Raises ``ModelError`` naming what is missing, left over or of
-        another shape, before anything is read."""
-        self._checkpoint = checkpoint
-        self._parts = {target.name: self._choose(target) for target in targets}
-        self._check_shapes()
-        self._check_left_over()
+        another shape, before anything is read.
 
-    def load(self, target: Target, out: torch.Tensor) -> None:
+        form: how modules that are quantised are stored, if any are.
+        """
+        self._checkpoint = checkpoint
+        self._modules = None if form is None else QuantizedModules(checkpoint, form)
+        self._parts = {target.name: self._choose(target) for target in targets}
+        used = {name for parts in self._parts.values() for p in parts for name in self._names(p)}
+        self._check_left_over(used)
+
+    def load(self, target: Target, dtype: torch.dtype) -> Weight:
+        parts = self._parts[target.name]
+        if self._modules is not None and any(map(self._modules.holds, parts)):
+            return stack([self._one(part, dtype) for part in parts])
+        out = allocate(target.shape, dtype)
+        self._fill(parts, out)
+        return out
+
+    def _one(self, part: Part, dtype: torch.dtype) -> Weight:
+        """One of the parts of a target of which some are quantised."""
+        if self._modules is not None and self._modules.holds(part):
+            return self._modules.read(part, dtype)
+        out = allocate(part.shape, dtype)
+        self._fill((part,), out)
+        return out
+
+    def _fill(self, parts: Iterable[Part], out: torch.Tensor) -> None:
         flat, filled = out.view(-1), 0
-        for part in self._parts[target.name]:
+        for part in parts:
             self._checkpoint.read(part.name, part.start, flat[filled : filled + part.size])
             filled += part.size
 
     def _choose(self, target: Target) -> tuple[Part, ...]:
         """The first way whose tensors are all there."""
-        stored = self._checkpoint.tensors
         for way in target.ways:
-            if all(part.name in stored for part in way):
+            if all(map(self._is_there, way)):
                 return way
-        nearest = max(target.ways, key=lambda way: sum(part.name in stored for part in way))
-        missing = next(part for part in nearest if part.name not in stored)
+        nearest = max(target.ways, key=lambda way: sum(map(self._is_there, way)))
+        missing = next(part for part in nearest if not self._is_there(part))
         raise ModelError(
             f"{self._checkpoint.root} lacks the tensor {missing.name} of shape {missing.shape}; "
             "its files are incomplete or do not belong to its config.json"
         )
 
-    def _check_shapes(self) -> None:
-        for parts in self._parts.values():
-            for part in parts:
-                stored = self._checkpoint.tensors[part.name]
-                if stored.shape != part.shape:
-                    raise ModelError(
-                        f"{part.name} in {stored.file} has shape {stored.shape}, config.json "
-                        f"implies {part.shape}; the two do not belong together"
-                    )
+    def _is_there(self, part: Part) -> bool:
+        if part.name in self._checkpoint.tensors:
+            return True
+        return self._modules is not None and self._modules.holds(part)
 
-    def _check_left_over(self) -> None:
-        used = {part.name for parts in self._parts.values() for part in parts}
-        # An output layer beside a table it is tied to holds the same numbers: see load.py.
-        used.add("lm_head.weight")
+    def _names(self, part: Part) -> list[str]:
+        """The tensors that hold a part, checked."""
+        if self._modules is not None and self._modules.holds(part):
+            return list(self._modules.tensors(part).values())
+        stored = self._checkpoint.tensors[part.name]
+        if stored.shape != part.shape:
+            raise ModelError(
+                f"{part.name} in {stored.file} has shape {stored.shape}, config.json "
+                f"implies {part.shape}; the two do not belong together"
+            )
+        return [part.name]
+
+    def _check_left_over(self, used: set[str]) -> None:
         stored = self._checkpoint.tensors
-        left_over = [name for name in stored if name not in used and not DERIVED.search(name)]
+        # An output layer beside a table it is tied to holds the same numbers: see load.py.
+        found = [name for name in stored if name not in used and name != "lm_head.weight"]
+        left_over = [name for name in found if not self._may_be_left(name)]
         if left_over:
             name = left_over[0]
             raise ModelError(
                 f"{len(left_over)} tensors have no place in the model that config.json describes, "
                 f"{name} of shape {stored[name].shape} in {stored[name].file} among them"
             )
+
+    def _may_be_left(self, name: str) -> bool:
+        if self._modules is not None and self._modules.may_be_left(name):
+            return True
+        return DERIVED.search(name) is not None
 
 
 class RandomWeights:
@@ -146,7 +177,8 @@ class RandomWeights:
         self._seed = seed
         self._norm_weight = norm_weight
 
-    def load(self, target: Target, out: torch.Tensor) -> None:
+    def load(self, target: Target, dtype: torch.dtype) -> torch.Tensor:
+        out = allocate(target.shape, dtype)
         generator = torch.Generator().manual_seed(
             zlib.crc32(f"{self._seed} {target.name}".encode())
         )
@@ -159,3 +191,4 @@ class RandomWeights:
         for begin in range(0, flat.numel(), self.RUN):
             piece = flat[begin : begin + self.RUN]
             piece.copy_(run[: piece.numel()])
+        return out

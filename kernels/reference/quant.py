@@ -17,18 +17,25 @@ LEAST_SCALE = 1e-30  # of rows that are all zero
 
 def dequantize(matrix: Quantized, dtype: torch.dtype) -> torch.Tensor:
     """The weight that a matrix stands for, worked out in float32: [N, K]."""
-    num_inputs, num_groups = matrix.values.shape[1], matrix.scales.shape[1]
-    weight, index = matrix.values.float(), matrix.groups
-    if index is None and num_inputs == num_groups * matrix.group_size:
-        grouped, index = weight.view(len(weight), num_groups, -1), (slice(None), slice(None), None)
-    else:
-        if index is None:
-            index = torch.arange(num_inputs, device=weight.device) // matrix.group_size
-        grouped, index = weight, (slice(None), index)
+    weight = matrix.values.float()
+    grouped, index = _by_group(matrix, weight)
     if not matrix.is_float:
         grouped.sub_(zeros_of(matrix).float()[index])
     grouped.mul_(matrix.scales.float()[index])
     return weight.to(dtype)
+
+
+def _by_group(matrix: Quantized, weight: torch.Tensor) -> tuple[torch.Tensor, tuple]:
+    """A view of the weight, and how to index scales to fit it."""
+    num_inputs, num_groups = weight.shape[1], matrix.scales.shape[1]
+    if matrix.groups is not None:
+        return weight, (slice(None), matrix.groups)
+    if num_inputs == num_groups * matrix.group_size:
+        return weight.view(len(weight), num_groups, -1), (slice(None), slice(None), None)
+    return weight, (
+        slice(None),
+        torch.arange(num_inputs, device=weight.device) // matrix.group_size,
+    )
 
 
 def zeros_of(matrix: Quantized) -> torch.Tensor:

@@ -1,0 +1,82 @@
+"""Weights as quantised checkpoints hold them, on the CPU, until a layer takes them over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kernels.quantized import Quantized
+from kernels.reference.quant import dequantize, zeros_of
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class QuantizedWeight:
+    """A matrix [out, in] that stands for numbers of ``dtype``."""
+
+    matrix: Quantized
+    dtype: torch.dtype
+    quantizes_inputs: bool = False
+    """The product may round its inputs to 8-bit floats; else it is of weights alone."""
+    input_scale: float | None = None
+    """Of 8-bit inputs, as calibrated; ``None``: each row has its own."""
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.matrix.values.shape
+
+    def dequantize(self) -> torch.Tensor:
+        """[out, in] of ``dtype``."""
+        return dequantize(self.matrix, self.dtype)
+
+
+Weight = torch.Tensor | QuantizedWeight
+
+
+def plain(weight: Weight) -> torch.Tensor:
+    """The numbers a weight stands for."""
+    return weight if isinstance(weight, torch.Tensor) else weight.dequantize()
+
+
+def stack(parts: Sequence[Weight]) -> Weight:
+    """One matrix, the outputs of ``parts`` end to end.
+
+    Of parts that are quantised in different ways, the plain numbers.
+    """
+    quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
+    if len(parts) == 1:
+        return parts[0]
+    if len(quantized) < len(parts) or not _are_alike(quantized):
+        return torch.cat([plain(part) for part in parts])
+    first, matrices = quantized[0], [part.matrix for part in quantized]
+    has_zeros = any(matrix.zeros is not None for matrix in matrices)
+    matrix = first.matrix._replace(
+        values=torch.cat([matrix.values for matrix in matrices]),
+        scales=torch.cat([matrix.scales for matrix in matrices]),
+        zeros=torch.cat([zeros_of(matrix) for matrix in matrices]) if has_zeros else None,
+    )
+    # Parts see the same inputs; the widest range calibrated cuts none of them off.
+    scales = [part.input_scale for part in quantized if part.input_scale is not None]
+    return QuantizedWeight(
+        matrix=matrix,
+        dtype=first.dtype,
+        quantizes_inputs=first.quantizes_inputs,
+        input_scale=max(scales, default=None),
+    )
+
+
+def _are_alike(weights: Sequence[QuantizedWeight]) -> bool:
+    first = weights[0]
+    return all(_kind(w) == _kind(first) and _same_groups(w, first) for w in weights[1:])
+
+
+def _kind(weight: QuantizedWeight) -> tuple[object, ...]:
+    matrix, has_input_scale = weight.matrix, weight.input_scale is not None
+    sizes = matrix.bits, matrix.group_size, matrix.values.shape[1], matrix.scales.shape[1]
+    return (matrix.values.dtype, *sizes, weight.dtype, weight.quantizes_inputs, has_input_scale)
+
+
+def _same_groups(one: QuantizedWeight, other: QuantizedWeight) -> bool:
+    a, b = one.matrix.groups, other.matrix.groups
+    return a is b if a is None or b is None else torch.equal(a, b)

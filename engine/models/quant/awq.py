@@ -1,0 +1,82 @@
+"""AWQ as AutoAWQ writes it: 4 bits, inputs along the rows, eight outputs interleaved in a number.
+
+Layout of version "gemm" (https://github.com/casper-hansen/AutoAWQ): qweight [in, out / 8] and
+qzeros [G, out / 8] int32, scales [G, out]; w = (q - z) * s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.layers.quantized import QuantizedWeight
+from engine.models.quant.fields import (
+    INTEGERS,
+    SCALES,
+    Field,
+    check_multiple,
+    choose,
+    num_groups,
+    said,
+    size_of_group,
+    unpack_integers,
+)
+from kernels.quantized import Quantized
+
+IN_A_NUMBER = 8
+# Where each of eight outputs lies in its number, in numbers of 4 bits from the lowest.
+PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+@dataclass(frozen=True)
+class Awq:
+    """``group_size`` inputs share a scale and a zero; -1: all of a row."""
+
+    group_size: int
+    name: str = "awq"
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Awq:
+        choose("bits", said(config, "bits", "w_bit", default=4), (4,))
+        version = said(config, "version", "format", "checkpoint_format", default="gemm")
+        choose("version", str(version).lower(), ("gemm",))
+        choose("zero_point", said(config, "zero_point", default=True), (True,))
+        return cls(size_of_group(said(config, "group_size", "q_group_size", default=128)))
+
+    def fields(self, module: str, shape: tuple[int, int]) -> Sequence[Field]:
+        outputs, inputs = shape
+        check_multiple(module, "outputs", outputs, IN_A_NUMBER)
+        packed, groups = outputs // IN_A_NUMBER, num_groups(module, inputs, self._size(inputs))
+        return (
+            Field(("qweight",), ((inputs, packed),), INTEGERS),
+            Field(("qzeros",), ((groups, packed),), INTEGERS),
+            Field(("scales",), ((groups, outputs),), SCALES),
+        )
+
+    def weight(
+        self,
+        module: str,
+        shape: tuple[int, int],
+        tensors: Mapping[str, torch.Tensor],
+        dtype: torch.dtype,
+    ) -> QuantizedWeight:
+        matrix = Quantized(
+            values=outputs_first(tensors["qweight"]),
+            scales=tensors["scales"].T.contiguous(),
+            bits=4,
+            group_size=self._size(shape[1]),
+            zeros=outputs_first(tensors["qzeros"]),
+        )
+        return QuantizedWeight(matrix=matrix, dtype=dtype)
+
+    def _size(self, inputs: int) -> int:
+        return inputs if self.group_size == -1 else self.group_size
+
+
+def outputs_first(packed: torch.Tensor) -> torch.Tensor:
+    """[R, out / 8] int32 -> [out, R] uint8."""
+    eights = unpack_integers(packed, 4).view(len(packed), -1, IN_A_NUMBER)
+    return eights[:, :, PLACES].flatten(1).T.contiguous()

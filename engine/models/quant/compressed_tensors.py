@@ -1,0 +1,225 @@
+"""compressed-tensors, as llm-compressor writes it: 8-bit floats, integers, packed integers.
+
+Groups of modules each have a scheme. Integers are signed: w = (q - z) * s. "pack-quantized" adds
+2 ** (bits - 1) to numbers and zeros and packs them from the lowest bits on, numbers along the
+inputs and zeros along the outputs (https://github.com/vllm-project/compressed-tensors).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.errors import ModelError
+from engine.layers.quantized import QuantizedWeight
+from engine.models.quant.fields import (
+    INTEGERS,
+    SCALES,
+    Field,
+    Shape,
+    by_block,
+    by_output,
+    check_groups,
+    choose,
+    num_groups,
+    said,
+    size_of_group,
+    unpack_integers,
+)
+from engine.models.quant.fp8 import FLOATS, ONE, block_of, float_weight
+from kernels.quantized import Quantized
+
+PLAIN_FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
+PACKED = "pack-quantized"
+BYTES = ("I8",)
+SIGN = 0x80  # flips signed bytes into unsigned ones
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheme:
+    """How the weights of a group of modules are stored."""
+
+    targets: tuple[str, ...]
+    kind: str
+    """float, int or packed."""
+    bits: int
+    group_size: int
+    """-1: a scale an output, or one of all."""
+    block: tuple[int, int] | None
+    is_symmetric: bool
+    is_sorted: bool
+    """actorder "group": inputs are of any group."""
+    quantizes_inputs: bool
+    has_input_scale: bool
+
+    def fields(self, module: str, shape: tuple[int, int]) -> Sequence[Field]:
+        outputs, inputs = shape
+        scales = Field(("weight_scale",), self._scale_shapes(module, shape), SCALES)
+        if self.kind == "float":
+            calibrated = Field(("input_scale",), ONE, SCALES, is_optional=not self.has_input_scale)
+            return Field(("weight",), (shape,), FLOATS), scales, calibrated
+        name = ("weight_zero_point",)
+        if self.kind == "int":
+            zeros = Field(name, scales.shapes, BYTES, is_optional=self.is_symmetric)
+            return Field(("weight",), (shape,), BYTES), scales, zeros
+        in_a_number = 32 // self.bits
+        packed = (outputs, -(-inputs // in_a_number))
+        zero_shape = (-(-outputs // in_a_number), scales.shapes[0][1])
+        return (
+            Field(("weight_packed",), (packed,), INTEGERS),
+            scales,
+            Field(name, (zero_shape,), INTEGERS, is_optional=self.is_symmetric),
+            Field(("weight_g_idx",), ((inputs,),), INTEGERS, is_optional=not self.is_sorted),
+        )
+
+    def _scale_shapes(self, module: str, shape: tuple[int, int]) -> tuple[Shape, ...]:
+        outputs, inputs = shape
+        if self.block is not None:
+            return ((-(-outputs // self.block[0]), -(-inputs // self.block[1])),)
+        if self.group_size != -1:
+            return ((outputs, num_groups(module, inputs, self.group_size)),)
+        return ((outputs, 1), (outputs,), *ONE)
+
+    def weight(
+        self,
+        module: str,
+        shape: tuple[int, int],
+        tensors: Mapping[str, torch.Tensor],
+        dtype: torch.dtype,
+    ) -> QuantizedWeight:
+        outputs, inputs = shape
+        scales = tensors["weight_scale"]
+        if self.kind == "float" and self.group_size == -1:
+            scale = tensors["input_scale"].item() if self.has_input_scale else None
+            return float_weight(
+                tensors["weight"],
+                scales,
+                self.block,
+                dtype,
+                quantizes_inputs=self.quantizes_inputs,
+                input_scale=scale,
+            )
+        if self.block is not None:
+            scales = by_block(scales, self.block[0], outputs)
+        elif self.group_size == -1:
+            scales = by_output(scales, outputs)
+        group_size = inputs if self.group_size == -1 else self.group_size
+        matrix = Quantized(
+            values=self._values(tensors, inputs),
+            scales=scales,
+            bits=self.bits,
+            group_size=self.block[1] if self.block else group_size,
+            zeros=self._zeros(tensors, scales.shape),
+            groups=self._groups(tensors, inputs),
+        )
+        return QuantizedWeight(matrix=check_groups(module, matrix), dtype=dtype)
+
+    def _values(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> torch.Tensor:
+        if self.kind == "packed":
+            return unpack_integers(tensors["weight_packed"], self.bits)[:, :inputs].contiguous()
+        stored = tensors["weight"]
+        return stored if self.kind == "float" else stored.view(torch.uint8) ^ SIGN
+
+    def _zeros(self, tensors: Mapping[str, torch.Tensor], shape: torch.Size) -> torch.Tensor | None:
+        stored = tensors.get("weight_zero_point")
+        if stored is None:
+            return None
+        if self.kind == "packed":
+            return unpack_integers(stored.T, self.bits)[:, : shape[0]].T.contiguous()
+        return (stored.view(torch.uint8) ^ SIGN).reshape(-1, shape[1]).expand(shape).contiguous()
+
+    def _groups(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> torch.Tensor | None:
+        stored = tensors.get("weight_g_idx")
+        return stored.long() if self.is_sorted and stored is not None else None
+
+
+@dataclass(frozen=True)
+class CompressedTensors:
+    """The schemes of a checkpoint, each with the modules it is for."""
+
+    schemes: tuple[Scheme, ...]
+    name: str = "compressed-tensors"
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> CompressedTensors:
+        sparsity = said(config, "sparsity_config", default={})
+        choose("sparsity_config of format", sparsity.get("format", "dense"), ("dense",))
+        if config.get("transform_config"):
+            raise ModelError("its quantization has a transform_config, which is not read")
+        groups = said(config, "config_groups", default={})
+        if not isinstance(groups, dict) or not groups:
+            raise ModelError("its quantization names no config_groups")
+        common = said(config, "format", default="")
+        return cls(tuple(scheme_of(group, common) for group in groups.values()))
+
+    def fields(self, module: str, shape: tuple[int, int]) -> Sequence[Field]:
+        return self._scheme(module).fields(module, shape)
+
+    def weight(
+        self,
+        module: str,
+        shape: tuple[int, int],
+        tensors: Mapping[str, torch.Tensor],
+        dtype: torch.dtype,
+    ) -> QuantizedWeight:
+        return self._scheme(module).weight(module, shape, tensors, dtype)
+
+    def _scheme(self, module: str) -> Scheme:
+        """The scheme that names a module; else that of its class."""
+        for scheme in self.schemes:
+            if any(names(target, module) for target in scheme.targets):
+                return scheme
+        for scheme in self.schemes:
+            if "Linear" in scheme.targets:
+                return scheme
+        raise ModelError(f"{module} is quantized, but no group of the quantization names it")
+
+
+def names(target: str, module: str) -> bool:
+    if target.startswith("re:"):
+        return re.match(target.removeprefix("re:"), module) is not None
+    return target == module
+
+
+def scheme_of(group: Any, common: str) -> Scheme:
+    """The scheme of one of config_groups. Raises ``ModelError`` naming what is not read."""
+    weights = group.get("weights") if isinstance(group, dict) else None
+    if not isinstance(weights, dict):
+        raise ModelError(f"its quantization has a group without weights: {group!r}")
+    choose("output_activations", group.get("output_activations"), (None,))
+    layout = choose("format", said(group, "format", default=common), (*PLAIN_FORMATS, PACKED))
+    number = choose("weights of type", str(said(weights, "type", default="int")), ("int", "float"))
+    strategy = strategy_of(weights)
+    inputs = said(group, "input_activations", default={})
+    is_float_input = number == "float" and inputs.get("type") == "float"
+    block = said(weights, "block_structure", "group_size") if strategy == "block" else None
+    return Scheme(
+        targets=tuple(map(str, said(group, "targets", default=("Linear",)))),
+        kind="packed" if layout == PACKED else number,
+        bits=bits_of(weights, layout, number),
+        group_size=size_of_group(weights.get("group_size")) if strategy == "group" else -1,
+        block=block_of(block),
+        is_symmetric=bool(said(weights, "symmetric", default=True)),
+        is_sorted=weights.get("actorder") in (True, "group", "dynamic"),
+        quantizes_inputs=is_float_input and inputs.get("num_bits") == 8,
+        has_input_scale=is_float_input and not inputs.get("dynamic"),
+    )
+
+
+def strategy_of(weights: Mapping[str, Any]) -> str:
+    """What shares a scale; a config may leave it to group_size."""
+    size = weights.get("group_size")
+    by_size = "tensor" if size is None else "channel" if size == -1 else "group"
+    stated = said(weights, "strategy", default=by_size)
+    return str(choose("strategy", stated, ("tensor", "channel", "group", "block")))
+
+
+def bits_of(weights: Mapping[str, Any], layout: str, number: str) -> int:
+    readable = (4, 8) if layout == PACKED and number == "int" else (8,)
+    if layout == PACKED:
+        choose("packed weights of type", number, ("int",))
+    return int(choose(f"{layout} weights of num_bits", weights.get("num_bits", 8), readable))

@@ -1,0 +1,111 @@
+"""8-bit floats as transformers, DeepSeek, Qwen and AutoFP8 write them.
+
+weight is float8_e4m3fn [out, in]; w = value * scale. With `weight_block_size`, weight_scale_inv
+holds a scale for each block of so many outputs and inputs, the last of which may be cut off;
+without, there is one scale, or one an output. "static": input_scale is what inputs were calibrated
+to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.errors import ModelError
+from engine.layers.quantized import QuantizedWeight
+from engine.models.quant.fields import (
+    SCALES,
+    Field,
+    Shape,
+    by_block,
+    by_output,
+    choose,
+    said,
+)
+from kernels.quantized import Quantized
+
+FLOATS = ("F8_E4M3",)
+ONE: tuple[Shape, ...] = ((), (1,))
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """Scales of blocks (outputs, inputs), or of outputs."""
+
+    block: tuple[int, int] | None
+    has_input_scale: bool
+    name: str = "fp8"
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Fp8:
+        scheme = str(said(config, "activation_scheme", default="dynamic")).lower()
+        choose("activation_scheme", scheme, ("dynamic", "static"))
+        choose("fmt", said(config, "fmt", default="e4m3"), ("e4m3",))
+        choose("scale_fmt", said(config, "scale_fmt", default="float"), ("float",))
+        choose("expert_dtype", said(config, "expert_dtype", default="fp8"), ("fp8",))
+        return cls(block_of(said(config, "weight_block_size")), scheme == "static")
+
+    def fields(self, module: str, shape: tuple[int, int]) -> Sequence[Field]:
+        return (
+            Field(("weight",), (shape,), FLOATS),
+            Field(("weight_scale_inv", "weight_scale"), scale_shapes(shape, self.block), SCALES),
+            Field(
+                ("input_scale", "activation_scale"),
+                ONE,
+                SCALES,
+                is_optional=not self.has_input_scale,
+            ),
+        )
+
+    def weight(
+        self,
+        module: str,
+        shape: tuple[int, int],
+        tensors: Mapping[str, torch.Tensor],
+        dtype: torch.dtype,
+    ) -> QuantizedWeight:
+        scale = tensors["input_scale"].item() if self.has_input_scale else None
+        values, scales = tensors["weight"], tensors["weight_scale_inv"]
+        return float_weight(values, scales, self.block, dtype, input_scale=scale)
+
+
+def block_of(given: Any) -> tuple[int, int] | None:
+    """Outputs and inputs of a block, as a config names them."""
+    if given is None:
+        return None
+    if not (isinstance(given, list) and len(given) == 2 and all(isinstance(n, int) for n in given)):
+        raise ModelError(f"its quantization has weight_block_size {given!r}, must be two numbers")
+    if min(given) < 1:
+        raise ModelError(f"its quantization has weight_block_size {given}, must be at least 1")
+    return given[0], given[1]
+
+
+def scale_shapes(shape: tuple[int, int], block: tuple[int, int] | None) -> tuple[Shape, ...]:
+    outputs, inputs = shape
+    if block is None:
+        return (*ONE, (outputs, 1), (outputs,))
+    return ((-(-outputs // block[0]), -(-inputs // block[1])),)
+
+
+def float_weight(
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    block: tuple[int, int] | None,
+    dtype: torch.dtype,
+    *,
+    quantizes_inputs: bool = True,
+    input_scale: float | None = None,
+) -> QuantizedWeight:
+    """values: [out, in] float8_e4m3fn; scales as stored."""
+    outputs, inputs = values.shape
+    spread = by_output(scales, outputs) if block is None else by_block(scales, block[0], outputs)
+    matrix = Quantized(values, spread, bits=8, group_size=inputs if block is None else block[1])
+    return QuantizedWeight(
+        matrix=matrix,
+        dtype=dtype,
+        quantizes_inputs=quantizes_inputs,
+        input_scale=input_scale,
+    )

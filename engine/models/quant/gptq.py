@@ -1,0 +1,101 @@
+"""GPTQ as AutoGPTQ and GPTQModel write it: 4 or 8 bits, packed along the inputs.
+
+qweight [in * bits / 32, out] and qzeros [G, out * bits / 32] int32, scales [G, out], g_idx [in]
+int32, the group of each input; w = (q - z) * s. Format "gptq" stores z - 1, "gptq_v2" z itself
+(https://github.com/ModelCloud/GPTQModel).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.errors import ModelError
+from engine.layers.quantized import QuantizedWeight
+from engine.models.quant.fields import (
+    INTEGERS,
+    SCALES,
+    Field,
+    check_groups,
+    check_multiple,
+    choose,
+    said,
+    size_of_group,
+    unpack_integers,
+)
+from kernels.quantized import Quantized
+
+
+@dataclass(frozen=True)
+class Gptq:
+    """``group_size`` inputs share a scale and a zero; -1: all of a row."""
+
+    bits: int
+    group_size: int
+    is_sorted: bool
+    """desc_act: inputs were quantised in another order than they lie in, so groups are mixed."""
+    zero_offset: int
+    """What is to be added to a stored zero."""
+    name: str = "gptq"
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Gptq:
+        bits = choose("bits", said(config, "bits"), (4, 8))
+        version = said(config, "checkpoint_format", "format", default="gptq")
+        choose("checkpoint_format", str(version).lower(), ("gptq", "gptq_v2"))
+        choose("is_marlin_format", said(config, "is_marlin_format", default=False), (False,))
+        rules = said(config, "dynamic", default={})
+        if any(not str(rule).startswith("-:") for rule in rules):
+            raise ModelError(
+                "its quantization has `dynamic` rules, bits of their own for some modules"
+            )
+        return cls(
+            bits=bits,
+            group_size=size_of_group(said(config, "group_size", default=128)),
+            is_sorted=bool(said(config, "desc_act", default=False)),
+            zero_offset=0 if str(version).lower() == "gptq_v2" else 1,
+        )
+
+    def fields(self, module: str, shape: tuple[int, int]) -> Sequence[Field]:
+        outputs, inputs = shape
+        in_a_number, groups = 32 // self.bits, -(-inputs // self._size(inputs))
+        check_multiple(module, "inputs", inputs, in_a_number)
+        check_multiple(module, "outputs", outputs, in_a_number)
+        return (
+            Field(("qweight",), ((inputs // in_a_number, outputs),), INTEGERS),
+            Field(("qzeros",), ((groups, outputs // in_a_number),), INTEGERS),
+            Field(("scales",), ((groups, outputs),), SCALES),
+            Field(("g_idx",), ((inputs,),), INTEGERS, is_optional=not self.is_sorted),
+        )
+
+    def weight(
+        self,
+        module: str,
+        shape: tuple[int, int],
+        tensors: Mapping[str, torch.Tensor],
+        dtype: torch.dtype,
+    ) -> QuantizedWeight:
+        stored = unpack_integers(tensors["qzeros"], self.bits)
+        matrix = Quantized(
+            values=unpack_integers(tensors["qweight"].T, self.bits),
+            scales=tensors["scales"].T.contiguous(),
+            bits=self.bits,
+            group_size=self._size(shape[1]),
+            # Zero, stored as -1, has wrapped around.
+            zeros=((stored + self.zero_offset) & (1 << self.bits) - 1).T.contiguous(),
+            groups=self._groups(tensors.get("g_idx"), shape[1]),
+        )
+        return QuantizedWeight(matrix=check_groups(module, matrix), dtype=dtype)
+
+    def _groups(self, stored: torch.Tensor | None, inputs: int) -> torch.Tensor | None:
+        """``None`` where inputs lie in the order of their groups."""
+        regular = torch.arange(inputs) // self._size(inputs)
+        if stored is None or torch.equal(stored.long(), regular):
+            return None
+        return stored.long()
+
+    def _size(self, inputs: int) -> int:
+        return inputs if self.group_size == -1 else self.group_size

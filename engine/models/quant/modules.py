@@ -1,0 +1,109 @@
+"""The quantised modules of a checkpoint: found, checked before anything is read, and read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import torch
+
+from engine.errors import ModelError
+from engine.layers.quantized import QuantizedWeight
+from engine.models.checkpoint import Checkpoint, StoredTensor
+from engine.models.quant.fields import Field, Format
+from engine.models.targets import Part
+
+# A module is quantised if one of these holds its weight: files decide, not lists of exceptions.
+PACKED_NAMES = ("qweight", "weight_packed")
+PACKED_DTYPES = ("F8_E4M3", "F8_E5M2", "I8")
+# Of inputs, outputs and the cache of keys and values, all of which keep their own precision here;
+# and the shape of a packed weight, which config.json tells as well.
+UNUSED = re.compile(r"\.((k|v|q|kv|input|output|activation|prob)_(scale|zero_point)|weight_shape)$")
+
+
+def is_quantized(module: str, tensors: Mapping[str, StoredTensor]) -> bool:
+    """Whether a file holds a module's weight in a quantised form."""
+    stored = tensors.get(f"{module}.weight")
+    if stored is not None:
+        return stored.dtype in PACKED_DTYPES
+    return any(f"{module}.{name}" in tensors for name in PACKED_NAMES)
+
+
+class QuantizedModules:
+    """Reads the weights that one format of a checkpoint holds."""
+
+    def __init__(self, checkpoint: Checkpoint, form: Format) -> None:
+        self._checkpoint = checkpoint
+        self._form = form
+
+    def holds(self, part: Part) -> bool:
+        """Whether a part is the whole weight of a quantised module."""
+        return part.name.endswith(".weight") and is_quantized(
+            module_of(part), self._checkpoint.tensors
+        )
+
+    def tensors(self, part: Part) -> dict[str, str]:
+        """Names of the tensors that hold it, by their fields' first suffix.
+
+        Raises ``ModelError`` for one that is missing, or of another shape or type.
+        """
+        module, found = module_of(part), {}
+        for field in self._form.fields(module, matrix_shape(part)):
+            name = self._find(module, field)
+            if name is not None:
+                found[field.suffixes[0]] = name
+        return found
+
+    def read(self, part: Part, dtype: torch.dtype) -> QuantizedWeight:
+        tensors = {
+            suffix: self._checkpoint.tensor(name) for suffix, name in self.tensors(part).items()
+        }
+        return self._form.weight(module_of(part), matrix_shape(part), tensors, dtype)
+
+    def may_be_left(self, name: str) -> bool:
+        """Whether a tensor says nothing of a model: no part of any weight, or a bias of zeros.
+
+        AutoGPTQ gave every module a bias.
+        """
+        module, _, last = name.rpartition(".")
+        if last == "bias" and is_quantized(module, self._checkpoint.tensors):
+            return not self._checkpoint.tensor(name).any()
+        return UNUSED.search(name) is not None
+
+    def _find(self, module: str, field: Field) -> str | None:
+        tensors = self._checkpoint.tensors
+        names = [f"{module}.{suffix}" for suffix in field.suffixes]
+        name = next((name for name in names if name in tensors), None)
+        if name is not None:
+            self._check(name, tensors[name], field)
+        elif not field.is_optional:
+            shapes = " or ".join(map(str, field.shapes))
+            raise ModelError(
+                f"{self._checkpoint.root} lacks the tensor {' or '.join(names)} of shape {shapes}, "
+                f"part of a weight in {self._form.name} format; its files are incomplete or do not "
+                "belong to its config.json"
+            )
+        return name
+
+    def _check(self, name: str, stored: StoredTensor, field: Field) -> None:
+        if stored.dtype not in field.dtypes:
+            raise ModelError(
+                f"{name} in {stored.file} is of type {stored.dtype}, {self._form.name} format has "
+                f"{' or '.join(field.dtypes)} there; config.json's quantization_config does not "
+                "belong to these files"
+            )
+        if stored.shape not in field.shapes:
+            implied = " or ".join(map(str, field.shapes))
+            raise ModelError(
+                f"{name} in {stored.file} has shape {stored.shape}; config.json, with the bits and "
+                f"group size of its quantization_config, implies {implied}"
+            )
+
+
+def module_of(part: Part) -> str:
+    return part.name.removesuffix(".weight")
+
+
+def matrix_shape(part: Part) -> tuple[int, int]:
+    outputs, inputs = part.shape
+    return outputs, inputs
