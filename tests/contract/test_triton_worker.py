@@ -1,0 +1,10 @@
+"""The GPU's worker from end to end on the CPU: its kernels are interpreted."""
+
+import pytest
+import triton_interpreter
+
+pytestmark = pytest.mark.timeout(300)  # a process of its own, maybe beside others
+
+
+def test_cuda_worker_agrees_with_the_cpu_worker() -> None:
+    triton_interpreter.check("test_cuda_worker.py")

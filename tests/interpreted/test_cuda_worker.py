@@ -1,0 +1,165 @@
+"""The GPU's worker through the public API, its kernels interpreted, beside the CPU's worker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import made_tokenizers
+import pytest
+import torch
+from e2e.tiny_models import CASES, Case, config_of, random_model, save
+
+from engine import EngineArgs, LLMEngine, RequestOutput, SamplingParams
+from engine.config.env import INTERPRET_CUDA
+
+FAMILIES = ("llama", "qwen3", "gemma2")
+SMALL = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "vocab_size": 420,
+}
+LENGTHS = (6, 17, 3)
+GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+# Of the GPU's worker. The CPU's has one step in flight, whole prompts and room for everybody.
+MODES = {
+    "depth 1, call by call, chunks": {
+        "async_scheduling": False,
+        "enforce_eager": True,
+        "max_num_batched_tokens": 9,
+    },
+    "depth 2, recorded, preempted": {"num_kv_blocks": 5, "cudagraph_capture_sizes": [3]},
+}
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(INTERPRET_CUDA, "1")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model of each family, so small that an interpreter gets through it."""
+    root = tmp_path_factory.mktemp("models")
+    paths = {name: root / name for name in FAMILIES}
+    for seed, (name, path) in enumerate(paths.items()):
+        case = CASES[name]
+        small = Case(case.family, {**case.options, **SMALL})
+        save(random_model(config_of(small), seed=seed), path)
+    return paths
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("tokenizer")
+    return made_tokenizers.save(root, made_tokenizers.byte_level())
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(3, 400, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+def engine_for(path: Path, **options) -> LLMEngine:
+    defaults = {"max_model_len": 32, "num_threads": 1, "max_num_seqs": 4, "num_kv_blocks": 40}
+    defaults |= {"block_size": 8, "max_num_batched_tokens": 64, "log_level": "error"}
+    if "tokenizer" not in options:
+        defaults["skip_tokenizer_init"] = True
+    return LLMEngine.from_engine_args(EngineArgs(model=path, **{**defaults, **options}))
+
+
+def run(engine: LLMEngine, params: list[SamplingParams]) -> list[RequestOutput]:
+    """What becomes of each prompt with its parameters."""
+    for index, (ids, own) in enumerate(zip(prompts(), params, strict=True)):
+        engine.add_request(str(index), ids, own)
+    last = {}
+    while engine.has_unfinished_requests():
+        last |= {out.request_id: out for out in engine.step()}
+    return [last[str(index)] for index in range(len(params))]
+
+
+def tokens(outs: list[RequestOutput]) -> list[list[int]]:
+    return [out.outputs[0].token_ids for out in outs]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_the_cpu_worker(family, models):
+    with engine_for(models[family], device="cpu") as engine:
+        wanted = tokens(run(engine, [GREEDY] * 3))
+    for mode, options in MODES.items():
+        with engine_for(models[family], device="cuda", **options) as engine:
+            assert tokens(run(engine, [GREEDY] * 3)) == wanted, mode
+            if "preempted" in mode:
+                assert engine.stats().num_preemptions > 0
+
+
+def test_seeds_edits_and_logprobs_are_those_of_the_cpu_worker(models, tokenizer):
+    """Two steps in flight, recorded: what is edited goes between the two halves of a step."""
+    common = {"max_tokens": 5, "ignore_eos": True}
+    asked = [
+        SamplingParams(temperature=0.9, top_k=50, top_p=0.9, seed=11, **common),
+        SamplingParams(
+            temperature=0.7,
+            seed=12,
+            repetition_penalty=1.5,
+            frequency_penalty=0.8,
+            logprobs=3,
+            prompt_logprobs=1,
+            **common,
+        ),
+        SamplingParams(
+            temperature=0,
+            bad_words=["the", " dog", "x +"],
+            logit_bias={7: 2.0},
+            logprobs=0,
+            **common,
+        ),
+    ]
+    found = []
+    for options in ({"device": "cpu"}, {"device": "cuda", "cudagraph_capture_sizes": [4]}):
+        with engine_for(models["llama"], tokenizer=tokenizer, **options) as engine:
+            found.append(run(engine, asked))
+    assert tokens(found[1]) == tokens(found[0])
+    for here, there in zip(*found, strict=True):
+        for mine, theirs in (
+            (here.outputs[0].logprobs, there.outputs[0].logprobs),
+            (here.prompt_logprobs, there.prompt_logprobs),
+        ):
+            assert (mine is None) == (theirs is None)
+            for one, other in zip(mine or [], theirs or [], strict=True):
+                assert one is other is None or one.keys() == other.keys()
+                for token in one or {}:
+                    assert one[token].logprob == pytest.approx(other[token].logprob, abs=1e-4)
+
+
+def third_token_fails(params: SamplingParams, prompt: list[int]):
+    if not params.extra_args:
+        return None
+
+    def process(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+        if len(output) == 2:
+            raise RuntimeError("third token")
+        return logits
+
+    return process
+
+
+def test_a_failing_request_does_not_disturb_the_others(models):
+    """It ends with what it had; the others' tokens are what they are without it."""
+    bad = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, extra_args={"fail": 1})
+    with engine_for(
+        models["qwen3"], device="cuda", logits_processors=[third_token_fails]
+    ) as engine:
+        alone = tokens(run(engine, [GREEDY] * 3))
+        outs = run(engine, [GREEDY, bad, GREEDY])
+    assert [out.outputs[0].finish_reason for out in outs] == ["length", "error", "length"]
+    assert tokens(outs) == [alone[0], alone[1][:2], alone[2]]
+
+
+def test_a_pool_is_sized_by_a_step_as_large_as_there_can_be(models):
+    options = {"num_kv_blocks": None, "max_num_batched_tokens": 8, "enforce_eager": True}
+    with engine_for(models["llama"], device="cuda", **options) as engine:
+        assert len(tokens(run(engine, [GREEDY] * 3))) == 3

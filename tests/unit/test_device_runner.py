@@ -1,0 +1,247 @@
+"""The GPU's runner on the CPU: plain torch in the kernels' place, graphs that run again."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from simulate import Run, make_request, make_scheduler
+
+from engine.config.engine import EngineConfig
+from engine.config.gpu import GPUConfig, for_gpu, graph_sizes
+from engine.config.gpu_memory import MemoryUse, account, kv_budget
+from engine.config.model import ModelConfig
+from engine.errors import ConfigError
+from engine.kv.layout import KVSpec
+from engine.messages.params import SamplingParams
+from engine.worker.cuda.graphs import RerunGraph
+from engine.worker.cuda.platform import HostPlatform
+from engine.worker.cuda.runner import DeviceRunner
+from engine.worker.cuda.staging import ALIGNMENT, EXTRA_BYTES, Staging
+from engine.worker.cuda.worker import make_machine
+
+VOCAB, BLOCK, LONGEST = 50, 4, 64
+POISON, NAN = 40, 41
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+modes = pytest.mark.parametrize("sizes", [(), (1, 2, 4, 16), (3,)], ids=["eager", "graphs", "few"])
+depths = pytest.mark.parametrize("depth", [1, 2, 3])
+
+
+class SumModel:
+    """Says the sum of all tokens so far, modulo 40; chokes on POISON and answers NAN with NaN.
+
+    The KV cache holds each token itself, so the sum comes through the block table.
+    """
+
+    kv_spec = KVSpec(num_layers=1, num_kv_heads=1, head_dim=1, windows=(0,))
+    vocab_size = VOCAB
+    dtype = torch.float32
+    can_be_recorded = True
+
+    def forward(self, batch, kv):
+        if (batch.input_ids == POISON).any():
+            raise RuntimeError("bad token 40")
+        meta = batch.attn
+        keys = kv[0][:, 0, 0, :, 0]
+        real = meta.slots >= 0
+        places = meta.slots[real]
+        keys[places // BLOCK, places % BLOCK] = batch.input_ids[real].float()
+        hidden = torch.zeros(len(batch.input_ids), 1)
+        for s in range(len(meta.seq_lens)):
+            first, last = int(meta.query_start[s]), int(meta.query_start[s + 1])
+            length = int(meta.seq_lens[s])
+            used = meta.block_tables[s, : -(-length // BLOCK)].long()
+            sums = keys[used].reshape(-1)[:length].cumsum(0)[length - (last - first) :]
+            hidden[first : first + len(sums), 0] = sums
+            hidden[first:last][batch.input_ids[first:last] == NAN] = torch.nan
+        return hidden if batch.wanted is None else hidden[batch.wanted.rows]
+
+    def logits(self, hidden, out=None):
+        logits = torch.zeros(len(hidden), VOCAB) if out is None else out.zero_()
+        for row, total in enumerate(hidden[:, 0]):
+            logits[row, int(total.nan_to_num()) % 40] = 5.0
+            logits[row] += total * 0
+        return logits
+
+
+def says(prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(sum(tokens) % 40)
+    return tokens[len(prompt) :]
+
+
+def make_run(depth: int = 1, sizes=(), num_blocks: int = 64, platform=None, **options) -> Run:
+    options = {"max_model_len": LONGEST, "num_steps_in_flight": depth, **options}
+    scheduler = make_scheduler(num_blocks=num_blocks, block_size=BLOCK, **options)
+    config = EngineConfig(model=ModelConfig(model="m"))
+    machine = make_machine(SumModel(), platform or HostPlatform(), scheduler.config, BLOCK, config)
+    machine.kv.append(torch.full((num_blocks, 2, 1, BLOCK, 1), torch.nan))
+    machine.kv[0][0] = 0  # the null block takes what nobody reads
+    runner = DeviceRunner(machine, LONGEST)
+    runner.capture(sizes)
+    return Run(scheduler, runner, depth)
+
+
+@depths
+@modes
+def test_tokens_go_round_on_the_device(depth, sizes):
+    """Chunks, decodes, preemption and shared prefixes, and nobody's token is anybody else's."""
+    run = make_run(depth, sizes, num_blocks=24, max_num_batched_tokens=20)
+    dice = random.Random(depth)
+    prompts = {str(i): [dice.randrange(40) for _ in range(1 + i * 3 % 17)] for i in range(14)}
+    prompts["7"] = prompts["5"] + [3, 2, 1]
+    for name, prompt in prompts.items():
+        run.add(make_request(name, prompt, 9, params=GREEDY))
+    run.drain()
+    for name, prompt in prompts.items():
+        assert run.outputs[name] == says(prompt, 9), name
+    assert run.scheduler.make_stats().num_preemptions > 0
+
+
+@depths
+@modes
+@pytest.mark.parametrize("bad", [POISON, NAN])
+def test_one_bad_request_among_twelve_fails_alone(bad, depth, sizes):
+    run = make_run(depth, sizes)
+    prompts = {str(i): [i, 3, 5, 7, 2][: 2 + i % 4] for i in range(12)}
+    prompts["5"] = [1, 2, bad]
+    for name, prompt in prompts.items():
+        run.add(make_request(name, prompt, 6, params=GREEDY))
+    run.drain()
+    for name, prompt in prompts.items():
+        if name == "5":
+            assert run.finished[name] == ("error", None)
+            assert run.outputs[name] == []
+        else:
+            assert run.outputs[name] == says(prompt, 6), name
+
+
+def test_a_lost_device_ends_the_engine():
+    run = make_run()
+
+    def lost(*_):
+        raise torch.AcceleratorError("an illegal memory access was encountered")
+
+    run.worker.machine.model.forward = lost
+    run.add(make_request("a", [1, 2], 6, params=GREEDY))
+    with pytest.raises(torch.AcceleratorError):
+        run.drain()
+
+
+@pytest.mark.parametrize("budget", [4, 7, 1024])
+def test_prompt_scores_come_once_and_whole(budget):
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
+    params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=2)
+    run = make_run(max_num_batched_tokens=budget, max_num_seqs=2)
+    run.add(make_request("a", prompt, 3, params=params))
+    delivered = []
+    while run.scheduler.has_unfinished_requests():
+        plan = run.scheduler.schedule()
+        result = run.worker.execute(plan)
+        for out in run.scheduler.update_from_output(plan, result).values():
+            delivered += [out.prompt_logprobs[0]] if out.prompt_logprobs else []
+    (scores,) = delivered
+    assert [entry.token_ids[0] for entry in scores] == prompt[1:]
+
+
+class SlowCopies(HostPlatform):
+    """A device that copies a staging buffer only when somebody waits for it, or for its results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits = 0
+
+    def mark(self):
+        mark = super().mark()
+        mark.synchronize = self.waited
+        return mark
+
+    def waited(self) -> None:
+        self.waits += 1
+
+
+def test_a_buffer_is_filled_again_only_when_its_copy_is_done():
+    platform = SlowCopies()
+    staging = Staging(platform, max_num_seqs=4, max_num_tokens=8, num_buffers=2)
+    filled = []
+    for step in range(4):
+        host = staging.open(2)
+        assert platform.waits == step + 1
+        host.slots[:2] = step
+        filled.append(host.slots)
+        staging.send()
+        assert staging.device.slots[:2].tolist() == [step, step]
+    assert filled[0] is filled[2] and filled[1] is filled[3] and filled[0] is not filled[1]
+
+
+def test_what_is_sent_along_lies_where_kernels_want_it_and_large_things_go_by_themselves():
+    staging = Staging(HostPlatform(), max_num_seqs=4, max_num_tokens=8, num_buffers=1)
+    staging.open(3)
+    values = [np.arange(5, dtype=np.int32), np.linspace(0, 1, 7), np.arange(3, dtype=np.int64)]
+    values.append(np.arange(EXTRA_BYTES, dtype=np.int32))
+    sent = [staging.add(column) for column in values]
+    staging.send()
+    for column, there in zip(values, sent, strict=True):
+        assert there.tolist() == column.tolist()
+        assert (there.data_ptr() - staging.device.slots.data_ptr()) % ALIGNMENT == 0
+
+
+def test_a_graph_reads_new_data_at_old_addresses():
+    runs, place = [], torch.zeros(2)
+    graph = RerunGraph()
+    graph.capture(lambda: runs.append(place.tolist()))
+    place += 3
+    graph.replay()
+    assert runs == [[0, 0], [3, 3]]
+
+
+def test_a_step_takes_the_smallest_graph_that_holds_it():
+    run = make_run(sizes=(8, 2, 4))
+    held = [run.worker._graphed.holding(n) for n in range(1, 10)]
+    assert [step and step.num_rows for step in held] == [2, 2, 4, 4, 8, 8, 8, 8, None]
+
+
+def test_sizes_of_graphs():
+    assert graph_sizes(GPUConfig(), 1) == [1]
+    assert graph_sizes(GPUConfig(), 20) == [1, 2, 4, 8, 16, 20]
+    assert graph_sizes(GPUConfig(), 10_000)[-3:] == [480, 496, 512]
+    assert graph_sizes(GPUConfig(enforce_eager=True), 256) == []
+    assert graph_sizes(GPUConfig(cudagraph_capture_sizes=(300, 7, 7, 2)), 256) == [2, 7]
+
+
+def test_what_is_left_open_is_decided_for_a_gpu():
+    config = EngineConfig(model=ModelConfig(model="m"))
+    sched, cache = for_gpu(config.gpu, config.scheduler, config.cache, None)
+    assert (sched.max_num_batched_tokens, sched.num_steps_in_flight) == (8192, 2)
+    assert cache.block_size == 64
+    asked = GPUConfig(max_num_batched_tokens=300, block_size=16)
+    sched, cache = for_gpu(asked, config.scheduler, config.cache, False)
+    assert (sched.max_num_batched_tokens, sched.num_steps_in_flight) == (300, 1)
+    assert cache.block_size == 16
+
+
+GIB = 1 << 30
+
+
+def test_the_pool_gets_what_the_rest_leaves():
+    use = MemoryUse(total=80 * GIB, loaded=15 * GIB, activations=2 * GIB, others=GIB)
+    assert kv_budget(use, 0.9) == 54 * GIB
+    assert kv_budget(use, 0.5) == 22 * GIB
+
+
+def test_a_lack_of_memory_is_told_with_numbers_and_ways_out():
+    use = MemoryUse(total=16 * GIB, loaded=15 * GIB, activations=2 * GIB, others=GIB // 2)
+    with pytest.raises(ConfigError) as caught:
+        kv_budget(use, 0.9)
+    for part in ("16.00", "0.9", "14.40", "15.00", "2.00", "0.50", "-3.10", "max_model_len"):
+        assert part in str(caught.value)
+    assert "gpu_memory_utilization" in account(use, 0.9)
+
+
+@pytest.mark.parametrize("share", [0, -0.5, 1.01, float("nan")])
+def test_impossible_shares_of_the_memory_are_refused(share):
+    with pytest.raises(ConfigError, match="gpu_memory_utilization is"):
+        GPUConfig(gpu_memory_utilization=share)
