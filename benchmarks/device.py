@@ -1,0 +1,87 @@
+"""A GPU from its ceilings to the whole engine, each figure beside its floor; under nine minutes.
+
+    python benchmarks/device.py [--only correctness,decode,...] [--json FILE] [--dry-run]
+
+First it looks whether the results are right: kernels beside references, tokens beside
+transformers'. Then it measures what the device can do at all, attention, sampler, launches, and the
+engine on random weights of two published shapes. Every section has a budget; what is found is
+written after each row, so that a run that is cut off loses nothing. Ends with status 1 if something
+raised or came out wrong. With --dry-run the CPU goes through all of it on tiny sizes with
+interpreted kernels: figures mean nothing then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+# Triton decides when it is imported, the engine when it is started.
+if "--dry-run" in sys.argv:
+    os.environ |= {"TRITON_INTERPRET": "1", "METRONOME_INTERPRET_CUDA": "1"}
+
+import machine
+import torch
+import triton
+from gpu import attention, ceilings, correctness, engines, pieces
+from gpu.box import Box
+from gpu.report import Report, Section
+
+from kernels.bodies import CPU_TENSORS
+
+RESULTS = Path(__file__).parent / "results"
+SECONDS = 520.0
+
+# The last two take what is left.
+SECTIONS = [
+    Section("correctness", 100, correctness.correctness),
+    Section("ceilings", 15, ceilings.ceilings),
+    Section("decode", 50, attention.decodes),
+    Section("prefill", 45, attention.prompts),
+    Section("launches", 10, pieces.launches),
+    Section("sampler", 25, pieces.samplers),
+    Section("qwen3-0.6b", 110, partial(engines.of_model, "qwen3-0.6b")),
+    Section("llama-3.1-8b", 150, partial(engines.of_model, "llama-3.1-8b")),
+    Section("pieces", 25, pieces.pieces),
+    Section("products", 40, ceilings.products),
+]
+DRY_MODELS = [Section("tiny", 60, partial(engines.of_model, "tiny"))]
+
+
+def sections_of(is_dry: bool, only: str) -> list[Section]:
+    chosen = [s for s in SECTIONS if "." not in s.name] + DRY_MODELS if is_dry else SECTIONS
+    names = only.split(",") if only else [section.name for section in chosen]
+    unknown = set(names) - {section.name for section in chosen}
+    if unknown:
+        known = ", ".join(section.name for section in chosen)
+        raise SystemExit(f"no section {', '.join(sorted(unknown))}; there are: {known}")
+    return [section for section in chosen if section.name in names]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="sections, separated by commas")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="of all sections together")
+    parser.add_argument("--json", type=Path, default=RESULTS / "device.json")
+    parser.add_argument("--dry-run", action="store_true")
+    args = parser.parse_args(arguments)
+    if not args.dry_run and not torch.cuda.is_available():
+        parser.error("torch sees no GPU; --dry-run goes through everything without one")
+    box = Box(is_dry=args.dry_run)
+    CPU_TENSORS.go_to_triton(args.dry_run)
+    about = {
+        "machine": machine.describe(),
+        "device": box.name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+    }
+    report = Report(args.json, about)
+    report.run(sections_of(args.dry_run, args.only), box, args.seconds)
+    return 0 if report.is_sound else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

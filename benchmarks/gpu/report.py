@@ -1,0 +1,98 @@
+"""What was found so far: on disk after every row, on the screen after every section."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from gpu.box import Box, Row, Rows
+
+
+class Section(NamedTuple):
+    """A part of the run. It ends with the first row after `budget` seconds."""
+
+    name: str
+    budget: float
+    rows: Callable[[Box], Rows]
+
+
+@dataclass
+class Found:
+    """A section's rows, and how it ended."""
+
+    rows: list[Row] = field(default_factory=list)
+    seconds: float = 0.0
+    ended: str = "done"  # or "cut off", "skipped", or what was raised
+
+
+class Report:
+    """All sections of a run, written to `path` whenever there is more."""
+
+    def __init__(self, path: Path, about: dict[str, Any]) -> None:
+        self.path = path
+        self.about = about
+        self.sections: dict[str, Found] = {}
+
+    def run(self, sections: Sequence[Section], box: Box, seconds: float) -> None:
+        """One after the other; none is begun when `seconds` have passed."""
+        deadline = time.monotonic() + seconds
+        for section in sections:
+            found = self.sections[section.name] = Found()
+            began = time.monotonic()
+            if began > deadline:
+                found.ended = "skipped"
+            else:
+                self._fill(found, section, box, min(began + section.budget, deadline))
+            found.seconds = round(time.monotonic() - began, 1)
+            self.write()
+            show(section.name, found)
+            box.clear()
+
+    def _fill(self, found: Found, section: Section, box: Box, end: float) -> None:
+        try:
+            with contextlib.closing(section.rows(box)) as rows:
+                for row in rows:
+                    found.rows.append(row)
+                    self.write()
+                    if time.monotonic() > end:
+                        found.ended = "cut off"
+                        break
+        except Exception as error:
+            found.ended = f"{type(error).__name__}: {error}"
+            traceback.print_exc()
+
+    def write(self) -> None:
+        sections = {name: vars(found) for name, found in self.sections.items()}
+        text = json.dumps({**self.about, "sections": sections}, indent=1)
+        self.path.write_text(text + "\n")
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether nothing raised and nothing came out wrong."""
+        ends = {found.ended for found in self.sections.values()}
+        rows = [row for found in self.sections.values() for row in found.rows]
+        return ends <= {"done", "cut off", "skipped"} and all(row.get("ok", True) for row in rows)
+
+
+def show(name: str, found: Found) -> None:
+    """A table; cells of a column stand as its first row has them."""
+    table = Table(title=f"{name}: {found.ended}, {found.seconds:.1f} s", title_justify="left")
+    columns = list(dict.fromkeys(key for row in found.rows for key in row))
+    for column in columns:
+        table.add_column(column)
+    for row in found.rows:
+        table.add_row(*(_cell(row.get(column, "")) for column in columns))
+    Console(width=150).print(table)
+
+
+def _cell(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
