@@ -11,6 +11,7 @@ import torch
 from kernels import cpu, reference
 from kernels.bodies import triton_for
 from kernels.meta import AttentionMeta
+from kernels.reference import grouped
 
 
 def _bodies(x: torch.Tensor):
@@ -45,6 +46,19 @@ def act_mul(gate_up: torch.Tensor, act: str) -> torch.Tensor:
     act: "silu", "gelu_tanh" or "gelu".
     """
     return _bodies(gate_up).act_mul(gate_up, act)
+
+
+def mixture(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+    act: str,
+) -> torch.Tensor:
+    """Each token's experts, weighted: x [N, H] -> [N, H]. See `kernels.reference.grouped`."""
+    body = triton_for(x) or grouped
+    return body.mixture(x, gate_up, down, chosen, weights, act)
 
 
 def qkv_rope_write(  # noqa: PLR0913

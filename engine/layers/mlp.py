@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 import kernels
-from engine.layers.linear import Linear
+from engine.layers.linear import Linear, PlainLinear
 
 
 class GatedMLP:
@@ -58,3 +58,37 @@ class MixtureOfExperts:
         if self.renormalize:
             weights /= weights.sum(-1, keepdim=True)
         return weights.to(x.dtype), chosen
+
+
+class GroupedExperts:
+    """A mixture whose experts lie in one tensor, so that one product on a GPU computes them all."""
+
+    can_be_recorded = True
+
+    def __init__(self, mixture: MixtureOfExperts) -> None:
+        """Takes the weights over; the mixture keeps its router alone. See ``can_be_grouped``."""
+        experts, mixture.experts = mixture.experts, ()
+        self._route = mixture.route
+        self._activation = experts[0].activation
+        self._gate_up = _stacked([expert.gate_up for expert in experts])  # [E, 2F, H]
+        self._down = _stacked([expert.down for expert in experts])  # [E, H, F]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [N, H] -> [N, H]."""
+        weights, chosen = self._route(x)
+        return kernels.mixture(
+            x, self._gate_up, self._down, chosen.int(), weights.float(), self._activation
+        )
+
+
+def can_be_grouped(mixture: MixtureOfExperts) -> bool:
+    """Whether all its weights are plain ones without biases."""
+    return all(
+        isinstance(linear, PlainLinear) and linear.bias is None
+        for expert in mixture.experts
+        for linear in (expert.gate_up, expert.down)
+    )
+
+
+def _stacked(linears: Sequence[Linear]) -> torch.Tensor:
+    return torch.stack([linear.weight for linear in linears if isinstance(linear, PlainLinear)])

@@ -10,6 +10,7 @@ from engine.kv.layout import KVSpec
 from engine.layers.attention import Attention
 from engine.layers.batch import ForwardBatch, Wanted
 from engine.layers.embedding import Embedding, OutputLayer
+from engine.layers.mlp import GroupedExperts, MixtureOfExperts, can_be_grouped
 from engine.layers.norm import ResidualNorm, RMSNorm
 from kernels.meta import AttentionMeta
 
@@ -82,8 +83,17 @@ class Decoder:
         self.kv_spec = kv_spec
         self.vocab_size = output.linear.out_features
         self.dtype = embedding.dtype
-        # A mixture that groups tokens on the host waits for them.
-        self.can_be_recorded = all(getattr(block.mlp, "can_be_recorded", True) for block in blocks)
+
+    @property
+    def can_be_recorded(self) -> bool:
+        """A mixture that groups tokens on the host waits for them."""
+        return all(getattr(block.mlp, "can_be_recorded", True) for block in self.blocks)
+
+    def group_experts(self) -> None:
+        """Put each layer's experts into one tensor, as a GPU likes them, where that is possible."""
+        for block in self.blocks:
+            if isinstance(block.mlp, MixtureOfExperts) and can_be_grouped(block.mlp):
+                block.mlp = GroupedExperts(block.mlp)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> torch.Tensor:

@@ -19,6 +19,11 @@ class Model(Protocol):
     dtype: torch.dtype
     """Type of activations."""
 
+    @property
+    def can_be_recorded(self) -> bool:
+        """Whether a pass of single tokens launches the same work each time and waits for none."""
+        ...
+
     def forward(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> torch.Tensor:
         """Hidden states [R, H] of ``batch.wanted`` (all N if None) after the final norm.
 
@@ -28,9 +33,6 @@ class Model(Protocol):
         ``dtype`` or of half its size where kernels read that.
         """
         ...
-
-    can_be_recorded: bool
-    """Whether a pass of single tokens always launches the same work, and waits for none of it."""
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """hidden: [R, H] rows of what ``forward`` returned -> scores [R, V] in float32.

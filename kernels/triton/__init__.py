@@ -8,6 +8,7 @@ from kernels.triton.kv_write import qkv_rope_write
 from kernels.triton.launch import is_interpreting
 from kernels.triton.logprobs import token_logprobs
 from kernels.triton.merge import merge_states
+from kernels.triton.moe import mixture
 from kernels.triton.norm import add_rms_norm, rms_norm
 from kernels.triton.penalties import count_tokens, penalise, penalise_rows, seat
 from kernels.triton.quant import quantize_rows, weight_only_product
@@ -24,6 +25,7 @@ __all__ = [
     "grow_block_tables",
     "is_interpreting",
     "merge_states",
+    "mixture",
     "paged_attention",
     "paged_attention_lse",
     "penalise",

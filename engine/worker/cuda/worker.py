@@ -18,6 +18,7 @@ from engine.config.model import ModelInfo
 from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError
 from engine.kv.layout import KVSpec
+from engine.models.decoder import Decoder
 from engine.models.load import load_model
 from engine.models.model import Model
 from engine.worker.cuda.batches import Batches
@@ -44,6 +45,8 @@ def make_cuda_worker(
     asked = replace(asked, max_model_len=max_model_len)
     with explained(platform, "the weights were loaded"):
         model = load_model(config.model, info, device=device, max_model_len=max_model_len)
+        if isinstance(model, Decoder):
+            model.group_experts()
     kv_dtype = choose_kv_dtype(cache.kv_cache_dtype, model.dtype, "cuda")
     spec = replace(model.kv_spec, dtype_bytes=kv_dtype.itemsize)
     with explained(platform, "room was made for the requests"):
