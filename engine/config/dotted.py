@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import sys
 from importlib import import_module
 from typing import Any
 
@@ -21,7 +23,22 @@ def load_dotted(path: str, option: str) -> Any:
     except (Exception, SystemExit) as error:  # whatever importing a stranger's module raises
         raise ConfigError(
             f"{option}: cannot load {path!r}: {type(error).__name__}: {error}"
+            f"{_way_out(module, name, error)}"
         ) from error
+
+
+def _way_out(module: str, name: str, error: BaseException) -> str:
+    """What a path that leads nowhere may have meant."""
+    if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
+        return "; is its directory on sys.path?"
+    own = vars(sys.modules[module]) if module in sys.modules else {}
+    if not isinstance(error, AttributeError) or name in own:
+        return ""
+    classes = [each for each, value in own.items() if isinstance(value, type)]
+    if near := difflib.get_close_matches(name, classes, 1):
+        return f"; did you mean '{module}.{near[0]}'?"
+    defined = [each for each in classes if own[each].__module__ == module]
+    return f"; its classes are: {', '.join(defined)}" if defined else ""
 
 
 def load_logits_processor(factory: Any) -> Any:

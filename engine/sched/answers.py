@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterable
 from math import isfinite
 from numbers import Integral, Real
+from pathlib import Path
 
 import numpy as np
 
@@ -23,11 +25,19 @@ def shown(value: object) -> str:
 
 
 def raised(error: Exception) -> str:
-    """How an exception of a hook is told."""
+    """How an exception of a hook is told, and where in its file it came from."""
     try:
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {error}{_line_of(error)}"
     except Exception:  # which cannot even be told
         return type(error).__name__
+
+
+def _line_of(error: Exception) -> str:
+    """The last line in the file of the hook; its caller, the first frame, is ours."""
+    frames = list(traceback.walk_tb(error.__traceback__))[1:]
+    lines = [(frame.f_code.co_filename, line) for frame, line in frames]
+    own = [line for file, line in lines if file == lines[0][0]]
+    return f" ({Path(lines[0][0]).name}:{own[-1]})" if own else ""
 
 
 def no_answer(answer: object) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import difflib
+import logging
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import entry_points
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakValueDictionary
 
 from engine.config.dotted import load_dotted
 from engine.config.sched import SchedulerConfig
@@ -18,10 +21,20 @@ from engine.sched.policy import API_VERSION, Policy
 from engine.sched.resource import Resource
 from engine.sched.scheduler import Scheduler
 
+logger = logging.getLogger("engine.sched")
+
 SCHEDULERS_GROUP = "engine.schedulers"  # entry points: Policy or SchedulerInterface classes
 RESOURCES_GROUP = "engine.resources"  # entry points: Resource classes
 
+KINDS = (  # what a class may be, and where it is given
+    (Policy, "a policy: give it as scheduling_policy"),
+    (Resource, "a resource: give it in resources"),
+    (SchedulerInterface, "a scheduler: give it as scheduler_cls"),
+)
+
 Plugin = TypeVar("Plugin", Policy, Resource)
+
+_deciding: WeakValueDictionary[int, SchedulerInterface] = WeakValueDictionary()  # by id of object
 
 
 class Chosen(NamedTuple):
@@ -46,7 +59,23 @@ def make_scheduler(
     ``chosen``: what ``choose`` found before, since a policy is made once.
     """
     cls, policy, resources = chosen or choose(config)
-    return cls(config, kv, policy, clock=clock, timer=timer, seed=seed, resources=resources)
+    scheduler = cls(config, kv, policy, clock=clock, timer=timer, seed=seed, resources=resources)
+    _note_objects((config.scheduling_policy, *config.resources), scheduler)
+    return scheduler
+
+
+def _note_objects(given: Iterable[Any], scheduler: SchedulerInterface) -> None:
+    """Log an object that another living scheduler has: its books about their requests mix."""
+    for plugin in given:
+        if not isinstance(plugin, Policy | Resource):
+            continue
+        if id(plugin) in _deciding:
+            logger.warning(
+                "the same object of %s decides for two engines, and mixes up their requests; "
+                "give each of them an object of its own, or the class",
+                type(plugin).__name__,
+            )
+        _deciding[id(plugin)] = scheduler
 
 
 def choose(config: SchedulerConfig) -> Chosen:
@@ -69,11 +98,8 @@ def find_policy(name: Any, options: dict[str, Any]) -> Policy:
     if isinstance(name, Policy):
         _check_class(type(name), Policy, "scheduling_policy")
         return name
-    cls = _find("scheduling_policy", name, POLICIES, SCHEDULERS_GROUP)
-    if not (isinstance(cls, type) and issubclass(cls, Policy)):
-        is_loop = isinstance(cls, type) and issubclass(cls, SchedulerInterface)
-        hint = "; it is a scheduler: give it as scheduler_cls" if is_loop else ""
-        raise ConfigError(f"scheduling_policy {name!r} is no subclass of engine.Policy{hint}")
+    cls: type[Policy] = _find("scheduling_policy", name, POLICIES, SCHEDULERS_GROUP)
+    _check_kind(cls, Policy, "scheduling_policy", name)
     _check_class(cls, Policy, "scheduling_policy")
     return _make(cls, options, "policy_options")
 
@@ -83,9 +109,8 @@ def find_resource(name: Any) -> Resource:
     if isinstance(name, Resource):
         _check_class(type(name), Resource, "resources")
         return name
-    cls = _find("resources", name, {}, RESOURCES_GROUP)
-    if not (isinstance(cls, type) and issubclass(cls, Resource)):
-        raise ConfigError(f"resources: {name!r} is no subclass of engine.Resource")
+    cls: type[Resource] = _find("resources", name, {}, RESOURCES_GROUP)
+    _check_kind(cls, Resource, "resources", name)
     _check_class(cls, Resource, "resources")
     try:
         return _make(cls, {}, "options")
@@ -93,16 +118,29 @@ def find_resource(name: Any) -> Resource:
         raise ConfigError(f"{error}; a resource that wants some is given as an object") from error
 
 
-def find_scheduler(cls: Any) -> type[Scheduler]:
+def find_scheduler(name: Any) -> type[Scheduler]:
     """The shared mechanism, or a class (its name or its dotted path) in place of it."""
-    if cls is None:
+    if name is None:
         return Scheduler
-    cls = _find("scheduler_cls", cls, {}, SCHEDULERS_GROUP)
-    if not (isinstance(cls, type) and issubclass(cls, SchedulerInterface)):
-        raise ConfigError(f"scheduler_cls {cls!r} is no subclass of engine.SchedulerInterface")
+    cls: type[Scheduler] = _find("scheduler_cls", name, {}, SCHEDULERS_GROUP)
+    _check_kind(cls, SchedulerInterface, "scheduler_cls", name)
     if missing := getattr(cls, "__abstractmethods__", None):
         raise ConfigError(f"scheduler_cls {cls.__name__} lacks {', '.join(sorted(missing))}")
-    return cls  # type: ignore[return-value]
+    return cls
+
+
+def installed_policies() -> dict[str, type[Policy] | str]:
+    """By name, the policies of installed packages; in place of one that cannot be loaded, why."""
+    found: dict[str, type[Policy] | str] = {}
+    for entry in entry_points(group=SCHEDULERS_GROUP):
+        try:
+            cls = _find("scheduling_policy", entry.name, {}, SCHEDULERS_GROUP)
+        except ConfigError as error:
+            found[entry.name] = str(error)
+            continue
+        if entry.name not in POLICIES and isinstance(cls, type) and issubclass(cls, Policy):
+            found[entry.name] = cls
+    return found
 
 
 def _find(option: str, name: Any, shipped: Mapping[str, Any], group: str) -> Any:
@@ -120,20 +158,36 @@ def _find(option: str, name: Any, shipped: Mapping[str, Any], group: str) -> Any
                 f"{option} {name!r} is installed ({installed[name].value}) but cannot be loaded: "
                 f"{type(error).__name__}: {error}"
             ) from error
-    if "." in name:
+    if "." in name and ":" not in name:
         return load_dotted(name, option)
-    known = ", ".join(sorted({*shipped, *installed})) or "none"
+    known = sorted({*shipped, *installed})
+    near = difflib.get_close_matches(name.lower(), known, 1)
+    meant = name.replace(".py:", ".").replace(":", ".") if ":" in name else "".join(near)
+    hint = f"; did you mean {meant!r}?" if meant else ""
     raise ConfigError(
-        f"{option} {name!r} is not known; there are: {known} (or give the dotted path of a class)"
+        f"{option} {name!r} is not known; there are: {', '.join(known) or 'none'} (or give the "
+        f"dotted path of a class, as my_module.MyClass){hint}"
     )
+
+
+def _check_kind(found: Any, base: type, option: str, name: Any) -> None:
+    """Refuse what is no class of this kind, and say what it is instead."""
+    cls = found if isinstance(found, type) else type(found)
+    if cls is found and issubclass(cls, base):
+        return
+    own = [what for kind, what in KINDS if kind is not base and issubclass(cls, kind)]
+    hint = f"it is {own[0]}" if own else "give such a class, its name or its dotted path"
+    raise ConfigError(f"{option} {name!r} is no subclass of engine.{base.__name__}; {hint}")
 
 
 def _check_class(cls: type[Plugin], base: type, option: str) -> None:
     """Refuse what does not fit this version of the API."""
     if cls.api_version != API_VERSION:
+        is_number = isinstance(cls.api_version, int)
+        hint = "install the release that fits" if is_number else "say it as a number"
         raise ConfigError(
             f"{option}: {cls.__name__} was written for version {cls.api_version!r} of the API, "
-            f"this engine has version {API_VERSION!r}; install the release that fits"
+            f"this engine has version {API_VERSION!r}; {hint}"
         )
     check_hooks(cls, base)
 

@@ -28,7 +28,7 @@ def check_options(cls: type, options: dict[str, Any], source: str) -> None:
     try:
         signature.bind(**options)
     except TypeError as error:
-        known = ", ".join(map(str, signature.parameters.values())) or "none"
+        known = ", ".join(map(_shown, signature.parameters.values())) or "none"
         raise ConfigError(
             f"{cls.__name__} cannot be made with {source} {options}: {error}; its options are: "
             f"{known}"
@@ -38,6 +38,12 @@ def check_options(cls: type, options: dict[str, Any], source: str) -> None:
         kinds = kinds_of(hints.get(name, Any))
         if all(kind in PLAIN for kind in kinds):
             check_kind(f"{source}[{name!r}] of {cls.__name__}", value, kinds)
+
+
+def _shown(parameter: inspect.Parameter) -> str:
+    """A parameter as its author wrote it; an annotation may be kept as a string."""
+    kind = parameter.annotation
+    return str(parameter).replace(repr(kind), kind, 1) if isinstance(kind, str) else str(parameter)
 
 
 def check_hooks(cls: type, base: type) -> None:

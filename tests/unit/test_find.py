@@ -108,6 +108,10 @@ class Older(Ranks):
     api_version = "1"
 
 
+class Newer(Ranks):
+    api_version = 2
+
+
 class Fits(Resource):
     def fit(self, req, num_tokens):
         return Fit(num_tokens)
@@ -123,16 +127,39 @@ class Fits(Resource):
         (ChunkWithoutTokens, r"chunk\(self, req, view\) must take \(self, req, num_tokens, view"),
         (AsyncRank, r"AsyncRank\.rank is async"),
         (NoMethod, r"NoMethod\.rank is None, must be a method \(req, view\)"),
-        (Older, "was written for version '1' of the API, this engine has version 1"),
+        (Older, "version '1' of the API, this engine has version 1; say it as a number"),
+        (Newer, "was written for version 2 of the API, .* install the release that fits"),
         (RankOfRequest(), r"RankOfRequest\.rank\(self, req\)"),
         (choose, "is no subclass of engine.Policy"),
-        (Path, "is no subclass of engine.Policy"),
+        (Path, "is no subclass of engine.Policy; give such a class, its name or its dotted path"),
+        (["fcfs"], r"\['fcfs'\] is no subclass of engine.Policy; give such a class"),
+        (Resource, "no subclass of engine.Policy; it is a resource: give it in resources"),
+        (Resource(), "no subclass of engine.Policy; it is a resource: give it in resources"),
+        ("fcsf", "'fcsf' is not known; there are: andes, .*; did you mean 'fcfs'"),
+        ("EDF", "did you mean 'edf'"),
+        ("qqqq", r"as my_module\.MyClass\)$"),
+        ("mine.py:Mine", r"did you mean 'mine\.Mine'"),
+        (f"{__name__}.LackRank", f"did you mean '{__name__}.LacksRank'"),
+        (f"{__name__}.py", "its classes are: Counted, "),
+        ("no_such_module.Mine", "is its directory on sys.path"),
         (Scheduler, "no subclass of engine.Policy; it is a scheduler: give it as scheduler_cls"),
     ],
 )
 def test_a_policy_that_cannot_work_is_refused(wrong: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         choose(SchedulerConfig(scheduling_policy=wrong))
+
+
+def test_an_object_of_two_engines_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    def make(policy: object) -> object:
+        config = SchedulerConfig(scheduling_policy=policy)
+        return make_scheduler(config, KVManager(8, 4), clock=lambda: 0.0)
+
+    one = Ranks()
+    schedulers = [make(one), make(Ranks()), make(Ranks), make(Ranks)]
+    assert not caplog.messages
+    schedulers.append(make(one))
+    assert ["same object of Ranks decides for two engines" in m for m in caplog.messages] == [True]
 
 
 class WantsSize(Resource):
@@ -143,6 +170,10 @@ class WantsSize(Resource):
 def test_a_resource_that_cannot_work_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"missing .*'size'.*wants some is given as an object"):
         choose(SchedulerConfig(resources=(WantsSize,)))
+    with pytest.raises(ConfigError, match=r"engine\.Resource; it is a policy: give"):
+        choose(SchedulerConfig(resources=(Ranks,)))
+    with pytest.raises(ConfigError, match="SchedulerInterface; it is a policy: give it as schedul"):
+        choose(SchedulerConfig(scheduler_cls=Ranks))
     for wrong in (Fits, Fits()):
         with pytest.raises(ConfigError, match=r"Fits\.fit\(self, req, num_tokens\) must take"):
             choose(SchedulerConfig(resources=(wrong,)))
