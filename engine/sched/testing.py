@@ -10,10 +10,16 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
+from types import NoneType
 from typing import Any
 
-from engine.errors import PolicyError
+from engine.config.check import check_kind
+from engine.errors import ConfigError, PolicyError
+from engine.sched.find import find_policy
 from engine.sched.verify.starvation import steps_until_served
 from engine.sched.verify.swarm import Found, Report, Swarm, name_of, reproduction, smallest
 
@@ -40,17 +46,49 @@ def check_policy(
 
     ``policy``: a class, an object (each run uses a copy), a dotted path or the name of a shipped
     one; ``options`` are the arguments of its constructor. The error names hook, request and seed
-    and ends with the smallest program found that shows it.
+    and ends with the smallest program found that shows it. ``ConfigError``: what was given cannot
+    be checked at all.
     """
-    report = Swarm(policy, options or {}, every=CHECK_EVERY).run(count(seed), steps)
-    for found in report.found:
-        raise PolicyError(_explain(name_of(policy), found))
-    if max_wait is not None and steps_until_served(policy, options or {}, max_wait) is None:
+    __tracebackhide__ = True  # a test that fails shows its own line and the message
+    _check_arguments(steps, seed, max_wait)
+    options = options or {}
+    find_policy(policy, options)
+    with _quiet():  # what a policy does wrong is in the error, once
+        report = Swarm(policy, options, every=CHECK_EVERY).run(count(seed), steps)
+        problems = [_explain(name_of(policy), found) for found in report.found]
+        is_fair = max_wait is None or bool(problems) or _serves(policy, options, max_wait)
+    for problem in problems:
+        raise PolicyError(problem)
+    if not is_fair:
         raise PolicyError(
             f"{name_of(policy)}: a request was not served in {max_wait} steps while better ones "
             "kept coming; let it age, or pass max_wait=None if it is meant to wait"
         )
     return report
+
+
+def _check_arguments(steps: int, seed: int, max_wait: int | None) -> None:
+    """Raise ``ConfigError`` for numbers with which nothing would be checked."""
+    for name, value, least in (("steps", steps, 1), ("seed", seed, 0), ("max_wait", max_wait, 1)):
+        kinds = (int, NoneType) if name == "max_wait" else (int,)
+        check_kind(name, value, kinds)
+        if value is not None and value < least:
+            raise ConfigError(f"{name} is {value}, must be at least {least}")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    logger = logging.getLogger("engine")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _serves(policy: Any, options: dict[str, Any], max_wait: int) -> bool:
+    return steps_until_served(policy, options, max_wait) is not None
 
 
 def _explain(name: str, found: Found) -> str:

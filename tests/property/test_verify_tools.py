@@ -11,7 +11,7 @@ import pytest
 
 from engine.cli.main import main
 from engine.config.sched import SchedulerConfig
-from engine.errors import PolicyError
+from engine.errors import ConfigError, PolicyError
 from engine.messages.step import StepPlan
 from engine.sched import Admission
 from engine.sched.policies import FCFS
@@ -81,6 +81,29 @@ def test_a_good_policy_passes() -> None:
 def test_a_bad_policy_is_named_with_hook_seed_and_request(policy, message) -> None:
     with pytest.raises(PolicyError, match=message):
         check_policy(policy, steps=4000)
+
+
+@pytest.mark.parametrize(
+    ("policy", "how", "message"),
+    [
+        (Good, {"steps": 0}, "steps is 0, must be at least 1"),
+        (Good, {"steps": "many"}, "steps is 'many' .str., must be a whole number"),
+        (Good, {"seed": -1}, "seed is -1, must be at least 0"),
+        (Good, {"max_wait": 0}, "max_wait is 0, must be at least 1"),
+        (Good, {"options": {"busy": 1}}, "cannot be made with policy_options .*'busy'; its opt"),
+        ("fcsf", {}, "did you mean 'fcfs'"),
+    ],
+)
+def test_what_cannot_be_checked_is_refused(policy: object, how: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_policy(policy, **how)
+
+
+def test_a_bad_policy_is_told_once_and_with_the_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "engine")
+    with pytest.raises(PolicyError, match=r"ZeroDivisionError: .* \(test_verify_tools\.py:\d+\)"):
+        check_policy(Raises, steps=4000)
+    assert not caplog.messages and logging.getLogger("engine").level == logging.INFO
 
 
 def test_a_policy_that_is_meant_to_starve_may() -> None:
