@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import io
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -39,14 +41,27 @@ def make_parser() -> argparse.ArgumentParser:
         summary = (module.__doc__ or "").splitlines()[0]
         command = commands.add_parser(name, help=summary, description=summary)
         module.add_arguments(command)
+        command.set_defaults(command_parser=command)
     return parser
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """What was typed. An option that a command does not know is answered with that command's."""
+    parsed, unknown = make_parser().parse_known_args(argv)
+    if unknown:
+        command: argparse.ArgumentParser = parsed.command_parser
+        known = re.findall(r"--[a-z-]+", command.format_help())
+        near = difflib.get_close_matches(unknown[0].partition("=")[0], known, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        command.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    return parsed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status. A user's mistake is one line, not a trace."""
     if os.getcwd() not in sys.path:  # where users keep policies of their own; behind all else
         sys.path.append(os.getcwd())
-    parsed = make_parser().parse_args(argv)
+    parsed = parse(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may not know a model's characters
         sys.stdout.reconfigure(errors="replace")
     try:

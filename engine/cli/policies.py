@@ -1,16 +1,22 @@
 """Compare scheduling policies on drawn requests, on a virtual clock: no model, no GPU, seconds.
 
 The same seed gives the same table. Policies are named as for the engine: a shipped or an installed
-one, or the dotted path of a class of yours in the current directory.
+one, or the dotted path of a class of yours in the current directory; with options as in
+``--policies "fcfs,edf(default_deadline=5),edf(default_deadline=50)"``.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import re
 from collections.abc import Iterable, Sequence
 
+from engine.config.sched import SchedulerConfig
+from engine.errors import ConfigError
+from engine.sched.find import installed_policies
 from engine.sched.policies import POLICIES
-from engine.sim.compare import Comparison, Engine, Figures, compare, mean, percentile
+from engine.sim.compare import Comparison, Engine, Figures, Variant, compare, mean, percentile
 from engine.sim.workload import Workload, dispersion, draw
 
 COLUMNS = (
@@ -21,9 +27,15 @@ COLUMNS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--policies", default="fcfs,residual-sjf", metavar="NAMES", help="default: %(default)s"
+        "--policies",
+        default="fcfs,residual-sjf",
+        metavar="NAMES",
+        help="names or dotted paths, with options if you like, as in "
+        "'fcfs,edf(default_deadline=5)'; default: %(default)s",
     )
-    parser.add_argument("--list", action="store_true", help="the shipped policies, a line each")
+    parser.add_argument(
+        "--list", action="store_true", help="the policies shipped and installed, a line each"
+    )
     group = parser.add_argument_group("requests")
     group.add_argument("--requests", type=int, default=300, metavar="N", help="default: 300")
     group.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
@@ -64,7 +76,7 @@ def _add_range(group: argparse._ArgumentGroup, flag: str, default: tuple[int, in
 
 def run(parsed: argparse.Namespace) -> int:
     if parsed.list:
-        print(*shipped(), sep="\n")
+        print(*listed(), sep="\n")
         return 0
     workload = Workload(
         num_requests=parsed.requests,
@@ -81,19 +93,52 @@ def run(parsed: argparse.Namespace) -> int:
         block_size=parsed.block_size,
         length_predictor=parsed.length_predictor,
     )
-    names = [name.strip() for name in parsed.policies.split(",") if name.strip()]
-    comparison = compare(names, workload, engine, parsed.load)
+    policies = [variant(text) for text in split(parsed.policies)]
+    comparison = compare(policies, workload, engine, parsed.load)
     print(*conditions(comparison, workload, engine), "", sep="\n")
     print(*table(comparison.figures), "", sep="\n")
     print(*remarks(comparison.figures), sep="\n")
     return 0
 
 
-def shipped() -> Iterable[str]:
-    """Name and summary of each shipped policy."""
-    width = max(map(len, POLICIES))
+def split(policies: str) -> list[str]:
+    """What commas divide, those within parentheses aside."""
+    parts = re.findall(r"(?:[^,(]|\([^)]*\)?)+", policies)
+    return [part.strip() for part in parts if part.strip()]
+
+
+def variant(text: str) -> str | Variant:
+    """``name``, or ``name(option=value, ...)`` with values as Python writes them."""
+    name, is_call, options = text.partition("(")
+    if not is_call:
+        return text
+    try:
+        call = ast.parse(f"_({options}", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args:
+            raise ValueError("not one call with options by name")
+        found = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(
+            f"--policies has {text!r}, must be a name, or one with options as in "
+            "edf(default_deadline=5)"
+        ) from error
+    return Variant(name.strip(), found)
+
+
+def listed() -> Iterable[str]:
+    """Name and summary of each policy, those of other packages last."""
+    installed = installed_policies()
+    width = max(map(len, [*POLICIES, *installed]))
     for name, policy in sorted(POLICIES.items()):
-        yield f"{name:{width}}  {(policy.__doc__ or '').strip().splitlines()[0]}"
+        yield f"{name:{width}}  {_summary(policy)}"
+    for name, found in sorted(installed.items()):
+        said = f"{_summary(found)} ({found.__module__})" if isinstance(found, type) else found
+        yield f"{name:{width}}  {said}"
+
+
+def _summary(policy: type) -> str:
+    """The first line of its docstring."""
+    return next(iter((policy.__doc__ or "").strip().splitlines()), "no docstring")
 
 
 def conditions(comparison: Comparison, workload: Workload, engine: Engine) -> Iterable[str]:
@@ -151,6 +196,8 @@ def remarks(figures: Sequence[Figures]) -> Iterable[str]:
         if f.num_refused:
             yield f"{f.policy}: {f.num_refused} requests were refused or failed"
         if f.num_faults:
-            yield f"{f.policy}: {f.num_faults} wrong answers were answered by default instead"
+            is_out = f.num_faults > SchedulerConfig.max_policy_faults
+            rest = "; it was left out, and the rest ran in order of arrival" if is_out else ""
+            yield f"{f.policy}: {f.num_faults} wrong answers were answered by default instead{rest}"
         if f.num_rescued:
             yield f"{f.policy}: {f.num_rescued} steps were planned by default, as it let nobody run"

@@ -19,6 +19,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("log", type=Path, metavar="LOG", help="a file made with --step-log")
     parser.add_argument("--policy", metavar="NAME", help="another policy, by name or dotted path")
     parser.add_argument(
+        "--policy-options",
+        type=json_object,
+        metavar="JSON",
+        help="other arguments of the policy's constructor",
+    )
+    parser.add_argument(
         "--changes",
         type=json_object,
         default={},
@@ -36,11 +42,14 @@ def run(parsed: argparse.Namespace) -> int:
     for name in ("policy", "log", "allow_truncated"):
         if name in parsed.changes:
             raise ConfigError(f"--changes has {name!r}, which is an option of this command itself")
+    changes = dict(parsed.changes)
+    if parsed.policy_options is not None:
+        changes["policy_options"] = parsed.policy_options
     outcome = replay(
         parsed.log,
         policy=parsed.policy,
         allow_truncated=parsed.allow_truncated,
-        **parsed.changes,
+        **changes,
     )
     print(outcome)
     return DIFFERENT if outcome.difference is not None else 0

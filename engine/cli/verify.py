@@ -176,15 +176,16 @@ def _print_summary(console: Console, report: Report, seconds: float) -> None:
         f"{report.num_steps:,} steps, {report.num_runs:,} engines, {report.num_requests:,} "
         f"requests in {seconds:.1f} s ({rate:,.0f} steps/s); violations: {len(report.found)}",
         highlight=False,
+        soft_wrap=True,
     )
     by_policy = ", ".join(f"{name} {n:,}" for name, n in sorted(report.steps_by_policy.items()))
-    console.print(f"steps by policy: {by_policy}", highlight=False)
+    console.print(f"steps by policy: {by_policy}", highlight=False, soft_wrap=True)
 
 
 def _print_violation(console: Console, found: Found, small: Case) -> None:
     """What broke, and the smallest program that breaks it."""
     source = "a kept case" if found.seed < 0 else f"seed {found.seed}"
     console.print(f"\nviolation ({source}, {found.broken.place}):", style="bold red")
-    console.print(found.broken.message, highlight=False, markup=False)
+    console.print(found.broken.message, highlight=False, markup=False, soft_wrap=True)
     console.print("\nthe smallest case found that breaks it:\n", highlight=False)
     console.out(reproduction(small), highlight=False)

@@ -13,6 +13,8 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 T = TypeVar("T")
 
+EXAMPLE = """one looks like '{"name": 8, "other": "text"}', quotes included"""
+
 
 def add_options(parser: argparse.ArgumentParser, options: type[Any]) -> None:
     """Add one ``--flag`` per field of the dataclass ``options``; what is not given stays out."""
@@ -78,7 +80,7 @@ def json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"not JSON: {error}") from error
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}; {EXAMPLE}") from error
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError("must be a JSON object")
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object; {EXAMPLE}")
     return value

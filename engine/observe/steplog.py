@@ -283,9 +283,10 @@ class StepLog:
             return b""
         if not is_whole:
             place = "within its header" if number is None else f"behind record {number}"
+            way_out = "allow_truncated reads the whole records there are"
             raise ConfigError(
                 f"step log {self._path!r} breaks off {place} (was its engine killed?); "
-                "allow_truncated reads the whole records there are"
+                f"{'nothing of it can be read' if number is None else way_out}"
             )
         if crc32(data) != int.from_bytes(checksum, "little"):
             place = "its header" if number is None else f"record {number + 1}"

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.config.cache import CacheConfig
 from engine.config.sched import SchedulerConfig
@@ -27,6 +27,17 @@ from engine.sim.workload import Job, Workload, draw
 IDLE_SECONDS = 0.005  # between two looks while all that is left waits for its time
 MAX_IDLE_LOOKS = 200_000  # so, a quarter of an hour
 MAX_LOAD = 1000.0
+
+
+class Variant(NamedTuple):
+    """A policy with arguments of its constructor, to stand beside itself with others."""
+
+    policy: Any
+    options: dict[str, Any]
+
+    def __str__(self) -> str:
+        options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        return f"{_name(self.policy)}({options})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +99,8 @@ class Comparison:
 def compare(policies: Sequence[Any], workload: Workload, engine: Engine, load: float) -> Comparison:
     """Each policy on the same requests, which come at ``load`` times the engine's capacity.
 
-    Raises ``ConfigError`` for options that cannot work, before anything is simulated.
+    A policy is given as to the engine, or as a ``Variant`` of one. Raises ``ConfigError`` for
+    options that cannot work, before anything is simulated.
     """
     if not policies:
         raise ConfigError("there is no policy to compare; name one, such as 'fcfs'")
@@ -129,11 +141,13 @@ def mean(values: Sequence[float]) -> float:
 
 
 def _config(policy: Any, workload: Workload, engine: Engine) -> SchedulerConfig:
+    policy, options = policy if isinstance(policy, Variant) else (policy, {})
     return SchedulerConfig(
         max_num_batched_tokens=engine.max_num_batched_tokens,
         max_num_seqs=engine.max_num_seqs,
         max_model_len=workload.max_model_len,
         scheduling_policy=policy,
+        policy_options=options,
         length_predictor=engine.length_predictor,
     )
 
@@ -228,6 +242,6 @@ class _Run:
 
 
 def _name(policy: Any) -> str:
-    if isinstance(policy, str):
-        return policy
+    if isinstance(policy, str | Variant):
+        return str(policy)
     return policy.__name__ if isinstance(policy, type) else type(policy).__name__

@@ -119,6 +119,27 @@ def test_mistakes_of_verify_are_one_line(
     assert message in printed.err and len(printed.err.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("line", "usage", "message"),
+    [
+        ("policies --policy fcfs", "metronome policies", "--policy fcfs; did you mean --policies?"),
+        ("verify --policies=fcfs", "metronome verify", "did you mean --policy?"),
+        ("verify fcfs", "metronome verify", "unrecognized arguments: fcfs"),
+        ("replay a.log b.log", "metronome replay", "unrecognized arguments: b.log"),
+        ("verify --policy-options a=1", "metronome verify", "'a=1' is not JSON"),
+        ("replay a.log --changes [1]", "metronome replay", "'[1]' is no JSON object; one looks"),
+    ],
+)
+def test_what_a_command_does_not_know_is_answered_with_its_usage(
+    line: str, usage: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as leave:
+        main(line.split())
+    err = capsys.readouterr().err
+    assert leave.value.code == 2
+    assert err.startswith(f"usage: {usage} [-h]") and message in err.splitlines()[-1]
+
+
 def test_a_corpus_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "notes").write_text("not a case")
     assert main(["verify", "--corpus", str(tmp_path / "notes")]) == 2

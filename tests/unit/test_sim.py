@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from importlib.metadata import EntryPoint
 from itertools import pairwise
 from pathlib import Path
 
@@ -231,6 +232,11 @@ def test_a_policy_in_the_current_directory(
         (["--policies", "nonsense"], "'nonsense' is not known; there are: andes"),
         (["--policies", "no.where.Policy"], "cannot load 'no.where.Policy'"),
         (["--policies", " , "], "there is no policy to compare"),
+        (["--policies", "fcsf"], "did you mean 'fcfs'?"),
+        (["--policies", "edf(5)"], "--policies has 'edf(5)', must be a name, or one with options"),
+        (["--policies", "edf(a=soon)"], "--policies has 'edf(a=soon)', must be"),
+        (["--policies", "fcfs,edf(a=1"], "--policies has 'edf(a=1', must be"),
+        (["--policies", "edf(due=5)"], "'due'; its options are: default_deadline: float = 60.0"),
         (["--load", "-1"], "load is -1.0, must be above 0"),
         (["--load", "nan"], "load is nan, must be above 0"),
         (["--load", "inf"], "load is inf, must be above 0, and at most 1000"),
@@ -251,7 +257,41 @@ def test_mistakes_are_one_line(
     assert message in printed.err and len(printed.err.splitlines()) == 1
 
 
-def test_the_list_of_policies(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_policy_stands_beside_itself_with_other_options(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    policies = "fcfs, sarathi(step_tokens=16), sarathi(step_tokens = 256)"
+    rows = [line for line in table(capsys, "--policies", policies) if line.startswith("sarathi(")]
+    names, figures = zip(*(row.split(maxsplit=1) for row in rows), strict=True)
+    assert names == ("sarathi(step_tokens=16)", "sarathi(step_tokens=256)")
+    assert figures[0] != figures[1]
+
+
+class Falls(Policy):
+    def rank(self, req, view):
+        return (req.nothing,)
+
+
+def test_a_row_of_a_policy_that_was_left_out_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = table(capsys, "--policies", f"{__name__}.Falls")
+    assert "4 wrong answers" in lines[-1] and "left out" in lines[-1]
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, **plugins: str) -> None:
+    entries = [EntryPoint(name, path, "engine.schedulers") for name, path in plugins.items()]
+    monkeypatch.setattr("engine.sched.find.entry_points", lambda group: entries)
+
+
+def test_the_list_of_policies(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that ship, then those installed; a loop of one's own is none, a broken one says why."""
+    installed(
+        monkeypatch, mine=f"{__name__}:Falls", loop="engine.sched:Scheduler", gone="no.where:A"
+    )
     assert main(["policies", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) >= 24 and any(line.startswith("fcfs ") for line in lines)
+    gone, mine = lines[-2:]
+    assert gone.startswith("gone ") and "cannot be loaded: ModuleNotFoundError" in gone
+    assert mine.startswith("mine ") and not any(line.startswith("loop ") for line in lines)
