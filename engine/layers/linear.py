@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from engine.errors import ConfigError
 from engine.layers.quantized import QuantizedWeight, Weight, plain
 from engine.layers.quantized_linear import device_linear
+from kernels.bodies import CPU_TENSORS
 from kernels.cpu import matmul, matmul_int8
 from kernels.reference.quant import quantize_fp8, quantize_int8
 
@@ -47,7 +48,7 @@ def make_linear(
     """
     device = torch.device(device)
     check_quantization(quantization, device)
-    if device.type == "cpu":
+    if is_cpu(device):
         return cpu_linear(plain(weight), bias, quantization)
     bias = None if bias is None else bias.to(device).contiguous()
     if isinstance(weight, torch.Tensor) and quantization is not None:
@@ -59,11 +60,16 @@ def make_linear(
     return PlainLinear(plain(weight).to(device), bias)
 
 
+def is_cpu(device: torch.device) -> bool:
+    """Whether the CPU computes for itself, not in the place of a GPU."""
+    return device.type == "cpu" and not CPU_TENSORS.are_interpreted
+
+
 def check_quantization(quantization: str | None, device: torch.device) -> None:
     """Raise ``ConfigError`` unless plain weights can be quantised so on this device."""
     if quantization not in (None, *QUANTIZATIONS):
         raise ConfigError(f"unknown quantization {quantization!r}: use one of {QUANTIZATIONS}")
-    if quantization == "fp8" and device.type == "cpu":
+    if quantization == "fp8" and is_cpu(device):
         raise ConfigError(
             "quantization 'fp8' needs device='cuda', got device='cpu': processors have no product "
             "of 8-bit floats; quantization='int8' is fast there"

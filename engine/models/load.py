@@ -11,7 +11,7 @@ import torch
 
 from engine.config.model import ModelConfig, ModelInfo
 from engine.errors import ConfigError, ModelError
-from engine.layers.linear import check_quantization
+from engine.layers.linear import check_quantization, is_cpu
 from engine.models.assemble import Placement, assemble
 from engine.models.checkpoint import Checkpoint
 from engine.models.decoder import Decoder
@@ -69,7 +69,7 @@ def quantization_of(
         )
     if asked in (None, form.name):
         return None
-    if asked == "int8" and torch.device(device).type == "cpu":
+    if asked == "int8" and is_cpu(torch.device(device)):
         return asked
     raise ConfigError(f"{stored}, quantization={asked!r} would do it again; leave it out")
 

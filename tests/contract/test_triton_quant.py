@@ -17,6 +17,10 @@ def test_products_agree_with_what_weights_stand_for() -> None:
     triton_interpreter.check("test_quant.py")
 
 
+def test_whole_models_keep_their_weights_packed() -> None:
+    triton_interpreter.check("test_quantized_models.py")
+
+
 def kernels_of(every: int) -> list[Launch]:
     """Each n-th of the launches that ship, the first of every kernel among them."""
     launches = list(quant.configurations())
