@@ -1,6 +1,7 @@
 """Mutants of a module: the same source with one operator, constant, condition or statement changed.
 
-What only words it is left alone: docstrings, messages, log lines, annotations, ``__repr__``.
+What only words it is left alone: docstrings, messages, log lines, annotations, ``__repr__``; and
+so is ``strict=True`` of ``zip``, an assertion that right code never meets.
 """
 
 from __future__ import annotations
@@ -103,6 +104,8 @@ def _is_wording(node: ast.AST) -> bool:
         case ast.JoinedStr() | ast.Raise() | ast.Import() | ast.ImportFrom():
             return True
         case ast.FunctionDef(name="__repr__"):
+            return True
+        case ast.keyword(arg="strict", value=ast.Constant(value=True)):
             return True
         case ast.If(test=ast.Name(id="TYPE_CHECKING")):
             return True

@@ -13,6 +13,7 @@ from engine.sched.verify.explore import (
     all_scenarios,
     all_specs,
     explore,
+    main,
 )
 
 
@@ -75,3 +76,24 @@ def test_a_dead_end_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "serve", lambda self, offers, step: None)
     with pytest.raises(Wrong, match="steps alone lead to no end"):
         explore(Scenario((Spec(1, 2, 1),)))
+
+
+def test_the_command_explores_and_counts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scenarios = all_scenarios(
+        1,
+        (0, 1),
+        policy="priority",
+        options=(("preempt_for_waiting", True),),
+        seats=1,
+        budget=2,
+        depth=1,
+    )
+    num_states = sum(explore(scenario).num_states for scenario in scenarios)
+    options = ["--policy", "priority", "--seats", "1", "--budget", "2", "--depth", "1"]
+    monkeypatch.setattr("sys.argv", ["explore", "--requests", "1", *options])
+    main()
+    out = capsys.readouterr().out
+    assert f"{len(scenarios)} of {len(scenarios)} scenarios" in out
+    assert f"complete: {num_states:,} states, no violation" in out
