@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -93,4 +94,4 @@ def test_every_hook_has_its_line() -> None:
 def test_its_commands_exist() -> None:
     parser = make_parser()
     for line in re.findall(r"^metronome ((?:policies|verify|replay) [^#\n]*)", TEXT, re.MULTILINE):
-        parser.parse_args(line.split())
+        parser.parse_args(shlex.split(line))
