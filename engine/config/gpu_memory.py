@@ -23,26 +23,23 @@ class MemoryUse:
     """Other processes, and libraries of this one."""
 
 
-def kv_budget(use: MemoryUse, utilization: float) -> int:
-    """Bytes for the KV pool. Raises ``ConfigError`` with the numbers if nothing is left."""
+def kv_budget(use: MemoryUse, utilization: float, *, one_request: int) -> int:
+    """Bytes for the KV pool, at least those of one request of full length.
+
+    Raises ``ConfigError`` with the numbers and the ways out if they are not left.
+    """
     allowed = int(use.total * utilization)
     left = allowed - use.loaded - use.activations - use.others
-    if left <= 0:
-        raise ConfigError(f"no GPU memory is left for the KV cache: {account(use, utilization)}")
-    return left
-
-
-def account(use: MemoryUse, utilization: float) -> str:
-    """Where the memory goes, and what can be done about it."""
-    allowed = int(use.total * utilization)
-    left = allowed - use.loaded - use.activations - use.others
-    return (
-        f"of {use.total / GIB:.2f} GiB gpu_memory_utilization {utilization} allows "
-        f"{allowed / GIB:.2f} GiB; weights and tables take {use.loaded / GIB:.2f}, the largest "
-        f"step {use.activations / GIB:.2f}, other processes and libraries "
-        f"{use.others / GIB:.2f}, which leaves {left / GIB:.2f} GiB. Raise "
-        "gpu_memory_utilization, end other processes on the GPU, or lower "
-        "max_num_batched_tokens, max_num_seqs or max_model_len"
+    if left >= one_request:
+        return left
+    raise ConfigError(
+        f"no GPU memory is left for the KV cache: one request of max_model_len tokens needs "
+        f"{one_request / GIB:.2f} GiB. Of {use.total / GIB:.2f} GiB gpu_memory_utilization "
+        f"{utilization} allows {allowed / GIB:.2f} GiB; weights and tables take "
+        f"{use.loaded / GIB:.2f}, the largest step {use.activations / GIB:.2f}, other processes "
+        f"and libraries {use.others / GIB:.2f}, which leaves {left / GIB:.2f} GiB. Raise "
+        "gpu_memory_utilization, end other processes on the GPU, or lower max_model_len, "
+        "max_num_batched_tokens or max_num_seqs"
     )
 
 

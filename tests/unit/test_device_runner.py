@@ -11,7 +11,7 @@ from simulate import Run, make_request, make_scheduler
 
 from engine.config.engine import EngineConfig
 from engine.config.gpu import GPUConfig, for_gpu, graph_sizes
-from engine.config.gpu_memory import MemoryUse, account, kv_budget
+from engine.config.gpu_memory import MemoryUse, kv_budget, shortage
 from engine.config.model import ModelConfig
 from engine.errors import ConfigError
 from engine.kv.layout import KVSpec
@@ -228,17 +228,20 @@ GIB = 1 << 30
 
 def test_the_pool_gets_what_the_rest_leaves():
     use = MemoryUse(total=80 * GIB, loaded=15 * GIB, activations=2 * GIB, others=GIB)
-    assert kv_budget(use, 0.9) == 54 * GIB
-    assert kv_budget(use, 0.5) == 22 * GIB
+    assert kv_budget(use, 0.9, one_request=54 * GIB) == 54 * GIB
+    assert kv_budget(use, 0.5, one_request=0) == 22 * GIB
 
 
-def test_a_lack_of_memory_is_told_with_numbers_and_ways_out():
-    use = MemoryUse(total=16 * GIB, loaded=15 * GIB, activations=2 * GIB, others=GIB // 2)
+@pytest.mark.parametrize("share", [0.9, 1.0])
+def test_a_lack_of_memory_is_told_with_numbers_and_ways_out(share):
+    use = MemoryUse(total=16 * GIB, loaded=13 * GIB, activations=2 * GIB, others=GIB // 2)
     with pytest.raises(ConfigError) as caught:
-        kv_budget(use, 0.9)
-    for part in ("16.00", "0.9", "14.40", "15.00", "2.00", "0.50", "-3.10", "max_model_len"):
+        kv_budget(use, share, one_request=GIB)
+    numbers = ("16.00", "13.00", "2.00", "0.50", "1.00", "-1.10" if share < 1 else "0.50")
+    ways = ("gpu_memory_utilization", "max_model_len", "max_num_batched_tokens", "max_num_seqs")
+    for part in (*numbers, *ways):
         assert part in str(caught.value)
-    assert "gpu_memory_utilization" in account(use, 0.9)
+    assert "12.00 GiB of 16.00 GiB" in shortage("tried", free=12 * GIB, total=16 * GIB)
 
 
 @pytest.mark.parametrize("share", [0, -0.5, 1.01, float("nan")])

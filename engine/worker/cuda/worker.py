@@ -13,7 +13,7 @@ from engine.config.cache import CacheConfig
 from engine.config.decide import Decided, cap_to_pool, decide_max_model_len, decide_num_blocks
 from engine.config.engine import EngineConfig
 from engine.config.gpu import for_gpu, graph_sizes
-from engine.config.gpu_memory import account, kv_budget, shortage
+from engine.config.gpu_memory import kv_budget, shortage
 from engine.config.model import ModelInfo
 from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError
@@ -125,14 +125,13 @@ def _size_pool(
     )
     with explained(platform, f"a step of {sched.max_num_batched_tokens} tokens was tried"):
         use = platform.measure(lambda: runner.rehearse(sched.max_num_batched_tokens))
-    utilization = config.gpu.gpu_memory_utilization
-    budget = kv_budget(use, utilization)
-    try:
-        return decide_num_blocks(
-            replace(cache, kv_cache_memory_bytes=budget), free_bytes=0, **sizes
-        )
-    except ConfigError as error:
-        raise ConfigError(f"{error}. {account(use, utilization)}") from error
+    blocks_of_one = -(-sched.max_model_len // cache.block_size) + 1  # and the null block
+    budget = kv_budget(
+        use,
+        config.gpu.gpu_memory_utilization,
+        one_request=blocks_of_one * spec.block_bytes(cache.block_size),
+    )
+    return decide_num_blocks(replace(cache, kv_cache_memory_bytes=budget), free_bytes=0, **sizes)
 
 
 def _record(runner: DeviceRunner, config: EngineConfig, sched: SchedulerConfig) -> None:
