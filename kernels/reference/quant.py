@@ -5,6 +5,8 @@ Formulas are those of the formats' own tools: w = (q - z) * s.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from kernels.quantized import Packed, Quantized, unpack
@@ -18,24 +20,22 @@ LEAST_SCALE = 1e-30  # of rows that are all zero
 def dequantize(matrix: Quantized, dtype: torch.dtype) -> torch.Tensor:
     """The weight that a matrix stands for, worked out in float32: [N, K]."""
     weight = matrix.values.float()
-    grouped, index = _by_group(matrix, weight)
+    grouped, spread = _by_group(matrix, weight)
     if not matrix.is_float:
-        grouped.sub_(zeros_of(matrix).float()[index])
-    grouped.mul_(matrix.scales.float()[index])
+        grouped.sub_(spread(zeros_of(matrix).float()))
+    grouped.mul_(spread(matrix.scales.float()))
     return weight.to(dtype)
 
 
-def _by_group(matrix: Quantized, weight: torch.Tensor) -> tuple[torch.Tensor, tuple]:
-    """A view of the weight, and how to index scales to fit it."""
+def _by_group(matrix: Quantized, weight: torch.Tensor) -> tuple[torch.Tensor, Callable]:
+    """A view of the weight, and what makes [N, G] fit it."""
     num_inputs, num_groups = weight.shape[1], matrix.scales.shape[1]
-    if matrix.groups is not None:
-        return weight, (slice(None), matrix.groups)
-    if num_inputs == num_groups * matrix.group_size:
-        return weight.view(len(weight), num_groups, -1), (slice(None), slice(None), None)
-    return weight, (
-        slice(None),
-        torch.arange(num_inputs, device=weight.device) // matrix.group_size,
-    )
+    groups = matrix.groups
+    if groups is None and num_inputs == num_groups * matrix.group_size:
+        return weight.view(len(weight), num_groups, -1), lambda part: part[..., None]
+    if groups is None:
+        groups = torch.arange(num_inputs, device=weight.device) // matrix.group_size
+    return weight, lambda part: part.index_select(1, groups)
 
 
 def zeros_of(matrix: Quantized) -> torch.Tensor:

@@ -17,18 +17,18 @@ from engine.models.quant.fields import (
     INTEGERS,
     SCALES,
     Field,
+    as_bytes,
     check_multiple,
     choose,
     num_groups,
     said,
     size_of_group,
-    unpack_integers,
 )
 from kernels.quantized import Quantized
 
 IN_A_NUMBER = 8
-# Where each of eight outputs lies in its number, in numbers of 4 bits from the lowest.
-PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+# The outputs of a number from its lowest bits on.
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 @dataclass(frozen=True)
@@ -78,5 +78,8 @@ class Awq:
 
 def outputs_first(packed: torch.Tensor) -> torch.Tensor:
     """[R, out / 8] int32 -> [out, R] uint8."""
-    eights = unpack_integers(packed, 4).view(len(packed), -1, IN_A_NUMBER)
-    return eights[:, :, PLACES].flatten(1).T.contiguous()
+    pairs = as_bytes(packed.T).transpose(1, 2).contiguous()  # [out / 8, 4, R]
+    outputs = pairs.new_empty((len(pairs), IN_A_NUMBER, len(packed)))
+    outputs[:, ORDER[0::2]] = pairs & 15
+    outputs[:, ORDER[1::2]] = pairs >> 4
+    return outputs.flatten(0, 1)

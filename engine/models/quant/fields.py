@@ -85,9 +85,16 @@ def check_multiple(module: str, what: str, size: int, of: int) -> None:
         raise ModelError(f"{module} has {size} {what}, no multiple of the {of} packed in a number")
 
 
+def as_bytes(packed: torch.Tensor) -> torch.Tensor:
+    """[R, C] int32 -> a new [R, C, 4] uint8, the lowest bits first."""
+    # A column counts as contiguous however its rows lie; a copy lies as it should.
+    copied = packed.clone(memory_format=torch.contiguous_format)
+    return copied.view(torch.uint8).view(*packed.shape, 4)
+
+
 def unpack_integers(packed: torch.Tensor, bits: int) -> torch.Tensor:
     """[R, C] int32, the lowest bits first -> [R, C * 32 / bits] uint8."""
-    values = packed.contiguous().view(torch.uint8)
+    values = as_bytes(packed).flatten(1)
     if bits == 8:
         return values
     return torch.stack((values & 15, values >> 4), dim=-1).flatten(1)
