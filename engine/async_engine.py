@@ -23,6 +23,7 @@ from typing import Any, Unpack
 
 from engine.config.args import EngineArgs
 from engine.core.build import build_core
+from engine.core.launch import open_core
 from engine.errors import ConfigError, EngineDeadError, RequestError
 from engine.frontend.prompt import Prompt, RequestOptions, Submission, as_request_ids
 from engine.frontend.session import PauseScope, Session
@@ -58,7 +59,9 @@ class AsyncLLMEngine:
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> AsyncLLMEngine:
         """Load model and tokenizer. Raises ``ConfigError`` for what cannot work."""
-        return cls(Session.open(args.create_config(), build_core, time.monotonic))
+        return cls(
+            Session.open(args.create_config(), partial(open_core, build_core), time.monotonic)
+        )
 
     async def generate(
         self,

@@ -5,6 +5,7 @@
     │   └── ModelError                  a model directory that is missing, damaged or not supported
     ├── RequestError (ValueError)       a request that can never be served as it was asked
     │   └── RefusedError                a good request that is not taken now: try again later
+    ├── WireError (ValueError)          bytes that are no message, or a value that cannot travel
     ├── PolicyError (RuntimeError)      a scheduling policy or resource broke its contract
     └── EngineDeadError (RuntimeError)  the core has died; carries the cause
 
@@ -44,6 +45,10 @@ class RefusedError(RequestError):
     def __init__(self, message: str, retry_after: float | None = None) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class WireError(EngineError, ValueError):
+    """Bytes that are no message of the protocol, or a value that cannot become one."""
 
 
 class PolicyError(EngineError, RuntimeError):

@@ -127,8 +127,8 @@ class LLM:
         finished: dict[str, RequestOutput] = {}
         unfinished = set(ids)
         try:
-            for submission in submissions:
-                session.submit(submission)
+            for error in session.submit_all(submissions).values():
+                raise error
             with _progress(len(ids), use_tqdm) as bar:
                 while unfinished:
                     with HeldInterrupt():

@@ -1,7 +1,7 @@
 """Stand-ins that do exactly what a test says: a core without a model, a clock without time."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,8 @@ class Live:
 class FakeClient:
     """A core whose requests each get one scripted token a step; ``script`` says which."""
 
+    id_prefix = ""
+
     def __init__(
         self,
         script: Callable[[AddRequest, int], int],
@@ -70,7 +72,20 @@ class FakeClient:
             raise RequestError(f"duplicate id {request.request_id}")
         self.live[request.request_id] = Live(request)
 
-    def abort(self, request_ids: list[str]) -> list[Finished]:
+    def add_all(self, requests: Sequence[AddRequest]) -> dict[int, Exception]:
+        errors: dict[int, Exception] = {}
+        for index, request in enumerate(requests):
+            try:
+                self.add(request)
+            except EngineDeadError:
+                raise
+            except Exception as error:
+                errors[index] = error
+        return errors
+
+    def wake(self) -> None: ...
+
+    def abort(self, request_ids: Sequence[str]) -> list[Finished]:
         self.aborted += request_ids
         alive = [index for index, name in enumerate(request_ids) if self.live.pop(name, None)]
         return [Finished(index, "abort") for index in alive]

@@ -10,9 +10,10 @@ from typing import Any, Literal
 from engine.assets import BOX_MODEL
 from engine.config.cache import CacheConfig
 from engine.config.check import check_types
+from engine.config.core import CoreConfig
 from engine.config.dotted import load_logits_processor
 from engine.config.engine import EngineConfig
-from engine.config.env import default_log_level
+from engine.config.env import core_secret, default_log_level
 from engine.config.gpu import GPUConfig
 from engine.config.model import ModelConfig
 from engine.config.sched import SchedulerConfig
@@ -115,6 +116,16 @@ class EngineArgs:
     """Leave out the line of figures that is logged every few seconds while there is work."""
     logits_processors: list[Any] = field(default_factory=list)
     """Factories of custom logits processors, or their dotted paths, applied in this order."""
+    multiprocess: bool = False
+    """Run the core in a process of its own, which ends with this one."""
+    core_address: str | None = None
+    """Use the core that runs at this address, as metronome core printed it; it has the model."""
+    core_ready_timeout: float = 600.0
+    """Seconds the core's process may take to load the model."""
+    core_hang_timeout: float = 300.0
+    """Seconds one step may take; a core that needs longer is given up, and ended if it is ours."""
+    drain_timeout: float = 30.0
+    """Seconds for unfinished requests after a core's process got SIGTERM."""
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineArgs:
@@ -140,6 +151,17 @@ class EngineArgs:
             disable_log_stats=self.disable_log_stats,
             step_log=None if self.step_log is None else str(self.step_log),
             logits_processors=tuple(map(load_logits_processor, self.logits_processors)),
+            core=self._core_config(),
+        )
+
+    def _core_config(self) -> CoreConfig:
+        return CoreConfig(
+            multiprocess=self.multiprocess,
+            core_address=self.core_address,
+            core_secret=core_secret(),
+            core_ready_timeout=self.core_ready_timeout,
+            core_hang_timeout=self.core_hang_timeout,
+            drain_timeout=self.drain_timeout,
         )
 
     def _model_config(self) -> ModelConfig:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from engine.config.cache import CacheConfig
+from engine.config.core import CoreConfig
 from engine.config.gpu import GPUConfig
 from engine.config.model import ModelConfig, check_choice
 from engine.config.sched import SchedulerConfig
@@ -44,6 +45,8 @@ class EngineConfig:
     """File in which every input and every plan of the scheduler is recorded."""
     logits_processors: tuple[Any, ...] = ()
     """Factories of custom logits processors, applied in this order."""
+    core: CoreConfig = field(default_factory=CoreConfig)
+    """Where the core runs."""
 
     def __post_init__(self) -> None:
         check_choice("device", self.device, ("auto", "cpu", "cuda"))

@@ -20,6 +20,10 @@ def interprets_cuda() -> bool:
     return os.environ.get(INTERPRET_CUDA) == "1"
 
 
+CORE_SECRET = "METRONOME_CORE_SECRET"
+"""What a core and its clients share, for cores that are reached over TCP."""
+
+
 def default_log_level(fallback: str = "info") -> str:
     """What ``METRONOME_LOG_LEVEL`` says, ``fallback`` if it is not set."""
     return os.environ.get(LOG_LEVEL, fallback).lower()
@@ -29,3 +33,8 @@ def default_num_threads() -> int | None:
     """What ``OMP_NUM_THREADS`` says, ``None`` if it is not set to a positive number."""
     value = os.environ.get(NUM_THREADS, "").split(",")[0]
     return int(value) if value.isdecimal() and int(value) else None
+
+
+def core_secret() -> str | None:
+    """What ``METRONOME_CORE_SECRET`` says, ``None`` if it is not set."""
+    return os.environ.get(CORE_SECRET)

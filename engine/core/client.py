@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 from engine.config.decide import Decided
+from engine.core.control import Utilities
 from engine.core.engine_core import EngineCore
-from engine.errors import ConfigError, EngineDeadError
+from engine.errors import EngineDeadError
+from engine.messages.check import check_request
 from engine.messages.outputs import CoreOutputs, Finished
 from engine.messages.requests import AddRequest
 from engine.messages.stats import SchedulerStats
-from engine.sched.interface import PauseState
+from engine.sched.interface import StepOutputs
 
 IDLE_SECONDS = 0.001  # between two looks while all that is left waits for something
-PAUSES = {"new": PauseState.PAUSED_NEW, "all": PauseState.PAUSED_ALL}
 
 
 class InprocClient:
@@ -24,22 +25,35 @@ class InprocClient:
     Once a step has raised, or after ``shutdown``, every call raises ``EngineDeadError``.
     """
 
+    id_prefix = ""
+    """What request ids should begin with so that no other client has the same: there is none."""
+
     def __init__(self, core: EngineCore, decided: Decided) -> None:
         self.decided = decided
         self._core: EngineCore | None = core
         self._cause: BaseException | None = None
-        self._utilities: dict[str, Callable[..., Any]] = {
-            "reset_prefix_cache": self._reset_prefix_cache,
-            "pause": self._pause,
-            "resume": self._resume,
-        }
+        self._utilities = Utilities(core.scheduler)
 
     def add(self, request: AddRequest) -> None:
         """Queue a request. Raises ``RequestError`` for a live id or one that can never fit, and
         ``RefusedError`` for one that is not taken now."""
-        self._live().scheduler.add_request(request)
+        core = self._live()
+        check_request(request, self.decided.vocab_size)
+        core.scheduler.add_request(request)
 
-    def abort(self, request_ids: list[str]) -> list[Finished]:
+    def add_all(self, requests: Sequence[AddRequest]) -> dict[int, Exception]:
+        """Queue these, in order. Returns what ``add`` raised, by place; {} if all were taken."""
+        errors: dict[int, Exception] = {}
+        for index, request in enumerate(requests):
+            try:
+                self.add(request)
+            except EngineDeadError:
+                raise
+            except Exception as error:  # a request its policy chokes on fails alone
+                errors[index] = error
+        return errors
+
+    def abort(self, request_ids: Sequence[str]) -> list[Finished]:
         """Finish these; unknown ids do nothing. No output follows.
 
         Returns what became of those that were alive; ``index`` is their place in ``request_ids``.
@@ -62,9 +76,16 @@ class InprocClient:
 
         Sleeps for a moment if there was nothing to do: requests are paused, or wait to be woken.
         """
+        outputs = list(self.turn().values())
+        if not outputs and self.is_idle:
+            time.sleep(IDLE_SECONDS)
+        return outputs
+
+    def turn(self) -> StepOutputs:
+        """One engine step; what it brought by client index. Never sleeps."""
         core = self._live()
         try:
-            outputs = list(core.step().values())
+            return core.step()
         except BaseException as error:  # whatever it was, the step is half done
             self._cause = error
             if not isinstance(error, Exception):
@@ -72,9 +93,14 @@ class InprocClient:
             raise EngineDeadError(
                 f"the engine core died: {type(error).__name__}: {error}"
             ) from error
-        if core.is_idle and not outputs:
-            time.sleep(IDLE_SECONDS)
-        return outputs
+
+    def wake(self) -> None:
+        """Let ``step`` return soon, if it waits in another thread: here it never waits long."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Did the last step find nothing to compute and nothing to settle?"""
+        return self._live().is_idle
 
     def has_unfinished(self) -> bool:
         return self._core is not None and self._core.scheduler.has_unfinished_requests()
@@ -89,38 +115,13 @@ class InprocClient:
     def call(self, name: str, *args: Any) -> Any:
         """A utility by name. Raises ``ConfigError`` for one that does not exist."""
         self._live()
-        if name not in self._utilities:
-            raise ConfigError(
-                f"utility {name!r} is not available; there are: {', '.join(self._utilities)}"
-            )
-        return self._utilities[name](*args)
+        return self._utilities.call(name, args)
 
     def shutdown(self) -> None:
         """Let go of model and memory; harmless when repeated."""
         if self._core is not None:
             self._core.scheduler.shutdown()
             self._core = None
-
-    # -- utilities
-
-    def _reset_prefix_cache(self, reset_running: bool = False) -> bool:
-        return self._live().scheduler.reset_prefix_cache(reset_running)
-
-    def _pause(self, what: str = "all") -> None:
-        if what not in PAUSES:
-            raise ConfigError(f"pause of {what!r} is not known; there are: {', '.join(PAUSES)}")
-        self._set_pause_state(PAUSES[what])
-
-    def _resume(self) -> None:
-        self._set_pause_state(PauseState.UNPAUSED)
-
-    def _set_pause_state(self, state: PauseState) -> None:
-        try:
-            self._live().scheduler.set_pause_state(state)
-        except NotImplementedError as error:
-            raise ConfigError(f"the scheduler of this engine knows no pause: {error}") from error
-
-    # -- helpers
 
     def _live(self) -> EngineCore:
         if self._cause is not None:

@@ -81,11 +81,16 @@ class InputProcessor:
     """Checks prompts and parameters and turns them into messages for the core."""
 
     def __init__(
-        self, tokenizer: Tokenizer | None, limits: Limits, clock: Callable[[], float]
+        self,
+        tokenizer: Tokenizer | None,
+        limits: Limits,
+        clock: Callable[[], float],
+        id_prefix: str = "",
     ) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
         self._clock = clock
+        self._id_prefix = id_prefix  # of ids in the core
         self._counter = itertools.count()
         self._warned_of_priority = False
 
@@ -107,7 +112,7 @@ class InputProcessor:
         token_ids = self._checked_ids(parts)
         self._check_params(params)
         first = AddRequest(
-            request_id=request_id,
+            request_id=self._id_prefix + request_id,
             prompt_token_ids=token_ids,
             params=params,
             seed=self._seed(params),

@@ -6,10 +6,12 @@ Synchronous and asynchronous engines are this, driven by the caller or by a thre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, Literal, Protocol
 
 from engine.config.engine import EngineConfig
+from engine.errors import EngineDeadError, RequestError
 from engine.frontend.output import OutputProcessor
 from engine.frontend.prompt import InputProcessor, Limits, Submission
 from engine.frontend.tokenizer import Tokenizer, load_tokenizer
@@ -29,7 +31,7 @@ class Decided(Protocol):
     @property
     def vocab_size(self) -> int: ...
     @property
-    def eos_token_ids(self) -> tuple[int, ...]: ...
+    def eos_token_ids(self) -> Sequence[int]: ...
 
 
 class CoreClient(Protocol):
@@ -37,18 +39,25 @@ class CoreClient(Protocol):
 
     @property
     def decided(self) -> Decided: ...
-    def add(self, request: AddRequest) -> None:
-        """Queue a request. Raises ``RequestError`` for one that can never be served, and
-        ``RefusedError`` for one that is not taken now."""
+    @property
+    def id_prefix(self) -> str:
+        """Request ids that begin with it are unique among all clients of the core."""
 
-    def abort(self, request_ids: list[str]) -> list[Finished]:
+    def add_all(self, requests: Sequence[AddRequest]) -> dict[int, Exception]:
+        """Queue these, in order. Returns by place why some were not taken: ``RequestError`` for one
+        that can never be served, ``RefusedError`` for one that is not taken now."""
+
+    def abort(self, request_ids: Sequence[str]) -> list[Finished]:
         """Stop these; unknown ids do nothing. No output follows.
 
         Returns what became of those that were alive; ``index`` is their place in ``request_ids``.
         """
 
     def step(self) -> list[CoreOutputs]:
-        """Run one step and return what it brought."""
+        """What the core's steps have brought; runs one, or waits a moment for one."""
+
+    def wake(self) -> None:
+        """Let ``step`` return soon; the only call for other threads."""
 
     def has_unfinished(self) -> bool: ...
     def stats(self) -> CoreStats | None: ...
@@ -74,7 +83,9 @@ class Session:
     ) -> None:
         self.client = client
         self.tokenizer = tokenizer
-        self.inputs = InputProcessor(tokenizer, _limits(config, client.decided, tokenizer), clock)
+        self.inputs = InputProcessor(
+            tokenizer, _limits(config, client.decided, tokenizer), clock, client.id_prefix
+        )
         self.outputs = OutputProcessor(tokenizer)
         self._clock = clock
         self._stats_log: StatsLog | None = None
@@ -99,13 +110,38 @@ class Session:
 
     def submit(self, submission: Submission) -> None:
         """Give a checked request to the core: all its sequences, or none and it raises."""
-        self.outputs.register(submission)
+        for error in self.submit_all([submission]).values():
+            raise error
+
+    def submit_all(self, submissions: Iterable[Submission]) -> dict[str, Exception]:
+        """Give checked requests to the core, in one go. Returns by id why some were not taken."""
+        errors: dict[str, Exception] = {}
+        asked: list[Submission] = []
+        for submission in submissions:
+            try:
+                self.outputs.register(submission)
+            except RequestError as error:
+                errors[submission.request_id] = error
+            else:
+                asked.append(submission)
+        return errors | self._add(asked)
+
+    def _add(self, submissions: list[Submission]) -> dict[str, Exception]:
+        """Add what is registered. A request is taken whole or, with an error, not at all."""
+        owners = [each.request_id for each in submissions for _ in each.requests]
         try:
-            for request in submission.requests:
-                self.client.add(request)
-        except BaseException:
-            self.client.abort(self.outputs.withdraw(submission.request_id))
+            refused = self.client.add_all([r for each in submissions for r in each.requests])
+        except BaseException:  # an interrupt: some may have been taken
+            core_ids = [i for each in submissions for i in self.outputs.withdraw(each.request_id)]
+            with suppress(EngineDeadError):
+                self.client.abort(core_ids)
             raise
+        errors: dict[str, Exception] = {}
+        for place in sorted(refused):
+            errors.setdefault(owners[place], refused[place])
+        for request_id in errors:
+            self.client.abort(self.outputs.withdraw(request_id))
+        return errors
 
     def step(self) -> list[RequestOutput]:
         """Run one step of the core and return what it means for users."""

@@ -1,4 +1,4 @@
-"""Client to core. Adds and aborts travel on one ordered channel."""
+"""A request as the core gets it."""
 
 from __future__ import annotations
 
@@ -47,20 +47,3 @@ class AddRequest(msgspec.Struct, array_like=True, frozen=True, tag="add"):
     kv_transfer_params: dict[str, Any] | None = None  # for the KV connector
     queue_deadline: float | None = None  # not started by then: it ends with reason "deadline"
     end_deadline: float | None = None  # not finished by then: the same; ``deadline`` is only a wish
-
-
-class AbortRequests(msgspec.Struct, array_like=True, frozen=True, tag="abort"):
-    """Stop these requests; unknown ids do nothing."""
-
-    request_ids: list[str]
-
-
-class Control(msgspec.Struct, array_like=True, frozen=True, tag="control"):
-    """A named utility call (reset_prefix_cache, pause, ...)."""
-
-    call_id: int
-    name: str
-    args: list[Any] = []
-
-
-ClientMessage = AddRequest | AbortRequests | Control

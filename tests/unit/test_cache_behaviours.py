@@ -5,9 +5,8 @@ Blocks have 16 tokens unless said; a pool of n blocks has n - 1 usable ones.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
+from fakes import FakeDecided
 from holders import fill, holder
 from simulate import expected, make_request, make_run, make_scheduler
 
@@ -192,7 +191,7 @@ def test_behaviour_72_twins_in_one_step_share_what_the_first_computes():
 
 def core_and_client():
     core = EngineCore(make_scheduler(), CountingWorker())
-    return core, InprocClient(core, SimpleNamespace())
+    return core, InprocClient(core, FakeDecided())
 
 
 def test_behaviour_101_a_core_has_work_until_the_worker_was_told_of_the_end():

@@ -6,6 +6,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from fakes import FakeDecided
 from simulate import expected, make_request, make_run
 
 from engine.core.client import InprocClient
@@ -280,7 +281,7 @@ class Quits(FCFS):
 
 def test_a_core_that_was_left_in_the_middle_of_a_step_does_not_go_on():
     run = make_run(policy=Quits())
-    client = InprocClient(EngineCore(run.scheduler, run.worker), None)
+    client = InprocClient(EngineCore(run.scheduler, run.worker), FakeDecided())
     client.add(make_request("a", PROMPT, 3))
     with pytest.raises(SystemExit):
         client.step()

@@ -1,0 +1,36 @@
+"""Where the core runs: in this process, in one of its own, or somewhere already."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.config.check import check_range, check_types
+from engine.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoreConfig:
+    """Options of a core that does not run in its user's process."""
+
+    multiprocess: bool = False
+    """Run the core in a process of its own, which ends with this one."""
+    core_address: str | None = None
+    """Use the core that runs at this address; None: start one."""
+    core_secret: str | None = None
+    """What core and clients share, for TCP addresses."""
+    core_ready_timeout: float = 600.0
+    """Seconds the core's process may take to load the model."""
+    core_hang_timeout: float = 300.0
+    """Seconds one step may take; a core that needs longer is given up, and ended if it is ours."""
+    drain_timeout: float = 30.0
+    """Seconds for unfinished requests after SIGTERM."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_range(self, 1.0, 1e6, "core_ready_timeout", "core_hang_timeout")
+        check_range(self, 0.0, 1e6, "drain_timeout")
+        if self.multiprocess and self.core_address is not None:
+            raise ConfigError(
+                f"core_address is {self.core_address!r} and multiprocess is True: use the core "
+                "that runs there, or start one; leave one of both out"
+            )

@@ -1,0 +1,72 @@
+"""Utilities that clients may call by name; there are no others, and arguments are plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from engine.errors import ConfigError, EngineError
+from engine.messages.check import check_plain
+from engine.messages.stats import SchedulerStats
+from engine.sched.interface import PauseState, SchedulerInterface
+
+PAUSES = {"new": PauseState.PAUSED_NEW, "all": PauseState.PAUSED_ALL}
+
+
+class Utilities:
+    """The calls by name. An answer is plain values or a message of the protocol."""
+
+    def __init__(self, scheduler: SchedulerInterface) -> None:
+        self._scheduler = scheduler
+        self._by_name: dict[str, Callable[..., Any]] = {
+            "echo": self._echo,
+            "reset_prefix_cache": self._reset_prefix_cache,
+            "pause": self._pause,
+            "resume": self._resume,
+            "stats": self._stats,
+        }
+
+    def call(self, name: str, args: tuple[Any, ...]) -> Any:
+        """Call a utility. Raises ``ConfigError`` for one that does not exist.
+
+        What a utility raises itself is told with its name, as the same kind of error if it is one
+        of the engine's.
+        """
+        utility = self._by_name.get(name)
+        if utility is None:
+            raise ConfigError(
+                f"utility {name!r:.80} is not available; there are: {', '.join(self._by_name)}"
+            )
+        for value in args:
+            check_plain(name, value)
+        try:
+            return utility(*args)
+        except EngineError as error:
+            raise type(error)(f"Call to {name} method failed: {error}") from error
+        except Exception as error:  # wrong arguments, or a scheduler of the user's own
+            raise EngineError(
+                f"Call to {name} method failed: {type(error).__name__}: {error}"
+            ) from error
+
+    def _echo(self, value: Any) -> Any:
+        return value
+
+    def _reset_prefix_cache(self, reset_running: bool = False) -> bool:
+        return self._scheduler.reset_prefix_cache(reset_running)
+
+    def _pause(self, what: str = "all") -> None:
+        if what not in PAUSES:
+            raise ConfigError(f"pause of {what!r} is not known; there are: {', '.join(PAUSES)}")
+        self._set_pause_state(PAUSES[what])
+
+    def _resume(self) -> None:
+        self._set_pause_state(PauseState.UNPAUSED)
+
+    def _set_pause_state(self, state: PauseState) -> None:
+        try:
+            self._scheduler.set_pause_state(state)
+        except NotImplementedError as error:
+            raise ConfigError(f"the scheduler of this engine knows no pause: {error}") from error
+
+    def _stats(self) -> SchedulerStats | None:
+        return self._scheduler.make_stats()

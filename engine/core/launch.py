@@ -1,0 +1,114 @@
+"""From a configuration to a client of its core, wherever that is to run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from engine.config.engine import EngineConfig
+from engine.core.client import InprocClient
+from engine.core.failures import KINDS, death_of
+from engine.core.host import ORPHANED, EngineCoreHost
+from engine.core.zmq_client import EngineCoreClient
+from engine.errors import EngineDeadError, EngineError
+from engine.ipc.place import Directory, address_of
+from engine.ipc.process import Child, Line, ParentWatch, Report, report_to_parent
+from engine.observe.logs import set_up_logging
+
+
+class CoreBuilder(Protocol):
+    """Makes a core from a configuration. Raises ``ConfigError`` for what cannot work."""
+
+    def __call__(
+        self, config: EngineConfig, *, clock: Callable[[], float] = time.monotonic
+    ) -> InprocClient: ...
+
+
+def open_core(
+    build: CoreBuilder, config: EngineConfig, *, clock: Callable[[], float]
+) -> InprocClient | EngineCoreClient:
+    """A client of the core that was asked for: here, in a process of its own, or one that runs.
+
+    The clock of a core elsewhere is that of this machine, ``time.monotonic``.
+    """
+    if config.core.core_address is not None:
+        return attach_core(config, config.core.core_address)
+    if config.core.multiprocess:
+        return start_core(config, build)
+    return build(config, clock=clock)
+
+
+def start_core(config: EngineConfig, build: CoreBuilder) -> EngineCoreClient:
+    """A core in a process of its own, which ends with the client, or with this process.
+
+    ``build`` and all of ``config`` must be importable there. Raises what ``build`` raises there,
+    ``EngineDeadError`` if the process ends before it is ready.
+    """
+    directory = Directory.create()
+    child = Child(
+        "engine core", serve_child, build, config, str(directory.path), at_end=directory.remove
+    )
+    report = child.wait_until_ready(config.core.core_ready_timeout)
+    if not report.is_ready:
+        child.close()
+        raise start_error(report)
+    return EngineCoreClient(
+        directory.address, child=child, hang_timeout=config.core.core_hang_timeout
+    )
+
+
+def attach_core(config: EngineConfig, address: str) -> EngineCoreClient:
+    """A client of a core that runs already; it stays when the client leaves."""
+    return EngineCoreClient(
+        address_of(address, config.core.core_secret), hang_timeout=config.core.core_hang_timeout
+    )
+
+
+def start_error(report: Report) -> EngineError:
+    """Why a core did not start: the mistake of its user, or its death."""
+    kind = KINDS.get(report.kind)
+    if kind is not None:
+        return kind(report.message)
+    return death_of(
+        f"Engine core initialization failed: {report.kind}: {report.message}", report.traceback
+    )
+
+
+def serve_child(line: Line, build: CoreBuilder, config: EngineConfig, path: str) -> None:
+    """What the core's process runs."""
+    directory = Directory(Path(path))
+    watch = ParentWatch(line, lambda: _leave(directory))  # while the model is loaded, too
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it as well, and ends this one
+    set_up_logging(config.log_level)
+    try:
+        host = EngineCoreHost(
+            build(config),
+            directory.address,
+            directory=directory,
+            drain_timeout=config.core.drain_timeout,
+        )
+    except Exception as error:
+        report_to_parent(
+            line, Report(False, type(error).__name__, str(error), traceback.format_exc())
+        )
+        return
+    watch.on_death = host.end_orphaned
+    host.handle_signals(signal.SIGTERM)
+    report_to_parent(line, Report(True))
+    try:
+        host.serve()
+    except EngineDeadError:  # the clients were told, and the parent sees the status
+        traceback.print_exc()
+        raise SystemExit(1) from None
+    finally:
+        host.close()
+
+
+def _leave(directory: Directory) -> None:
+    directory.remove()
+    os._exit(ORPHANED)

@@ -1,0 +1,220 @@
+"""A synchronous client of a core in another process. Needs neither torch nor transformers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import zmq
+
+from engine.core.failures import death_of
+from engine.core.heart import Heart
+from engine.core.link import Link, Reply, stats_of, value_of
+from engine.errors import EngineDeadError
+from engine.ipc import sockets
+from engine.ipc.place import Address, address_of
+from engine.ipc.process import Child
+from engine.messages.outputs import CoreOutputs, Finished
+from engine.messages.requests import AddRequest
+from engine.messages.stats import SchedulerStats
+from engine.messages.wire import Welcome
+
+STEP_SECONDS = 0.1  # that ``step`` waits for outputs, and between two looks at a silent core
+WELCOME_SECONDS = 10.0
+HANG_SECONDS = 300.0
+
+
+class EngineCoreClient:
+    """What ``InprocClient`` is, for a core in another process: the same calls, the same errors.
+
+    Belongs to one thread at a time; only ``wake`` may be called from others. ``child`` is the
+    process of the core, if it is ours: it ends with the client.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        *,
+        child: Child | None = None,
+        name: str = "",
+        welcome_timeout: float = WELCOME_SECONDS,
+        hang_timeout: float = HANG_SECONDS,
+    ) -> None:
+        self._link = Link()
+        self._child = child
+        self._death: EngineDeadError | None = None
+        self._expected: dict[int, Reply | None] = {}  # answers to what was asked, by number
+        self._waker = sockets.Waker()
+        self._context: zmq.Context[sockets.Socket] = zmq.Context()
+        self._socket, self._lost = sockets.connect(self._context, address.data, address.secret)
+        self._heart = Heart(self._context, address, hang_timeout)
+        self._poller = zmq.Poller()
+        for each in (self._socket, self._lost, self._waker.fd):
+            self._poller.register(each, zmq.POLLIN)
+        try:
+            self.decided = self._greet(address, name, welcome_timeout)
+        except BaseException:
+            self.shutdown()
+            raise
+        self.id_prefix = self.decided.id_prefix
+
+    @classmethod
+    def connect(cls, core: str, secret: str | None = None, *, name: str = "") -> EngineCoreClient:
+        """A client of a running core, by the address that ``metronome core`` printed.
+
+        Raises ``ConfigError`` if that is no address of a core, ``EngineDeadError`` if it does not
+        answer.
+        """
+        return cls(address_of(core, secret), name=name)
+
+    def add(self, request: AddRequest) -> None:
+        """Queue a request. Raises ``RequestError`` for a live id or one that can never fit, and
+        ``RefusedError`` for one that is not taken now."""
+        for error in self.add_all([request]).values():
+            raise error
+
+    def add_all(self, requests: Sequence[AddRequest]) -> dict[int, Exception]:
+        """Queue these, in order. Returns what ``add`` raised, by place; {} if all were taken."""
+        submission = self._link.submit(requests)
+        for part in submission.parts:
+            self._ask(part.number, part.frame)
+        errors = submission.errors
+        for part in submission.parts:
+            errors |= self._link.submitted(requests, part, self._answer(part.number))
+        return errors
+
+    def abort(self, request_ids: Sequence[str]) -> list[Finished]:
+        """Finish these; unknown ids do nothing. No output follows.
+
+        Returns what became of those that were alive; ``index`` is their place in ``request_ids``.
+        """
+        number, frame = self._link.abort(request_ids)
+        self._ask(number, frame)
+        return self._link.aborted(request_ids, self._answer(number))
+
+    def step(self) -> list[CoreOutputs]:
+        """Outputs that have come; waits a moment for them if there are none."""
+        self._live()
+        if not self._link.batches:
+            self._receive(STEP_SECONDS)
+        return self._link.take_batches(self._send)
+
+    def wake(self) -> None:
+        """Let ``step`` return soon, if it waits in another thread."""
+        self._waker.wake()
+
+    def has_unfinished(self) -> bool:
+        return bool(self._link.live)
+
+    def num_unfinished(self) -> int:
+        return len(self._link.live)
+
+    def stats(self) -> SchedulerStats | None:
+        """Gauges and counters of the scheduler, ``None`` if it keeps none."""
+        return stats_of(self.call("stats"))
+
+    def call(self, name: str, *args: Any) -> Any:
+        """A utility by name. Raises ``ConfigError`` for one that does not exist."""
+        self._live()
+        number, frame = self._link.call(name, args)
+        self._ask(number, frame)
+        return value_of(self._answer(number))
+
+    def shutdown(self) -> None:
+        """Leave the core, and end it if it is ours; harmless when repeated."""
+        if self._socket.closed:
+            return
+        if self._death is None:
+            with suppress(zmq.ZMQError):
+                self._socket.send(self._link.bye(), zmq.NOBLOCK)
+            self._death = EngineDeadError("the engine was shut down")
+        self._heart.close()
+        sockets.close(self._socket, linger_ms=sockets.LINGER_MS)
+        sockets.close(self._lost)
+        self._context.term()
+        self._waker.close()
+        if self._child is not None:
+            self._child.close()
+
+    # -- helpers
+
+    def _greet(self, address: Address, name: str, timeout: float) -> Welcome:
+        self._send(self._link.hello(address.token, name))
+        until = time.monotonic() + timeout
+        while self._link.welcome is None:
+            self._receive(STEP_SECONDS)
+            if time.monotonic() > until:
+                raise EngineDeadError(f"no core answers at {address.data} within {timeout:g} s")
+        return self._link.welcome
+
+    def _ask(self, number: int, frame: bytes) -> None:
+        self._live()
+        self._expected[number] = None
+        self._send(frame)
+
+    def _answer(self, number: int) -> Reply:
+        try:
+            while (reply := self._expected[number]) is None:
+                self._receive(STEP_SECONDS)
+        finally:  # interrupted or not: an answer that comes later is for nobody
+            del self._expected[number]
+        return reply
+
+    def _send(self, frame: bytes) -> None:
+        while True:
+            try:
+                return self._socket.send(frame, zmq.NOBLOCK)
+            except zmq.Again:  # the core does not read, or is not there any more
+                self._receive(STEP_SECONDS)
+
+    def _receive(self, seconds: float) -> None:
+        """Wait so long for messages, and take all there are. Raises ``EngineDeadError``."""
+        self._live()
+        ready = dict(self._poller.poll(round(1000 * seconds)))
+        if self._waker.fd in ready:
+            self._waker.clear()
+        try:
+            has_come = self._take_all()
+        except EngineDeadError as error:
+            self._death = error
+            raise
+        if self._lost in ready and not has_come:
+            self._die("lost its connection")
+        if not ready and (complaint := self._heart.complaint(time.monotonic())):
+            self._kill(complaint)
+
+    def _take_all(self) -> bool:
+        """Take what has come; was there anything?"""
+        has_come = False
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return has_come
+            has_come = True
+            self._take(self._link.feed(frames))
+
+    def _take(self, reply: Reply | None) -> None:
+        if isinstance(reply, Welcome):
+            self._link.welcome = reply
+        elif reply is not None and reply.number in self._expected:
+            self._expected[reply.number] = reply
+
+    def _kill(self, complaint: str) -> None:
+        """A core that hangs is given up, and ended if it is ours."""
+        if self._child is not None:
+            self._child.kill()
+        self._death = death_of(f"the engine core died: it {complaint}")
+        raise self._death
+
+    def _die(self, what: str) -> None:
+        how = None if self._child is None else self._child.how_it_ended()
+        story = f"it {what}" if how is None else f"its process {how}"
+        self._death = death_of(f"the engine core died: {story}")
+        raise self._death
+
+    def _live(self) -> None:
+        if self._death is not None:
+            raise EngineDeadError(str(self._death)) from self._death.__cause__

@@ -1,0 +1,149 @@
+"""Where a core can be reached: socket files in a directory of its own, or a TCP port.
+
+    <temporary directory>/metronome-core-XXXX/      only its user can enter
+        core            data socket
+        core-control    control socket
+        core-token      what a client shows in its Hello
+        lock            held by everybody who uses the directory
+
+A directory whose lock nobody holds belongs to processes that were killed; the next core removes it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import secrets
+import shutil
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.errors import ConfigError
+
+IPC, TCP = "ipc://", "tcp://"
+PREFIX = "metronome-core-"
+LOCK = "lock"
+TOKEN_BYTES = 16
+MIN_SECRET_CHARS = 16
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a core's data socket is, and what it takes to speak to it.
+
+    ``secret`` is shared by both sides of a TCP connection and encrypts it; socket files have none.
+    """
+
+    data: str
+    token: bytes
+    secret: str | None = None
+
+    @property
+    def control(self) -> str:
+        """Address of the control socket: beside the file, or at the next port."""
+        if self.data.startswith(IPC):
+            return self.data + "-control"
+        host, _, port = self.data.rpartition(":")
+        return f"{host}:{int(port) + 1}"
+
+
+def address_of(core: str, secret: str | None) -> Address:
+    """The address of a running core, as ``metronome core`` prints it.
+
+    Raises ``ConfigError`` if it is none, or if what it takes to speak to the core is missing.
+    """
+    if core.startswith(TCP):
+        return tcp_address(core, secret)
+    if not core.startswith(IPC):
+        raise ConfigError(f"core address {core!r} must begin with {IPC} or {TCP}")
+    try:
+        token = Path(core.removeprefix(IPC) + "-token").read_bytes()
+    except OSError as error:
+        raise ConfigError(f"no core can be reached at {core!r}: {error}") from error
+    return Address(core, token)
+
+
+def tcp_address(address: str, secret: str | None) -> Address:
+    """A TCP address with its secret. Raises ``ConfigError`` for one that nobody could use."""
+    host, _, port = address.removeprefix(TCP).rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65535:
+        raise ConfigError(
+            f"core address {address!r} must be {TCP}HOST:PORT with a port in 1..65534"
+        )
+    if secret is None or len(secret) < MIN_SECRET_CHARS:
+        raise ConfigError(
+            f"a core at {address} needs a shared secret of at least {MIN_SECRET_CHARS} characters: "
+            "set METRONOME_CORE_SECRET for core and clients, or use an ipc:// address"
+        )
+    return Address(address, derive_key(secret, "token")[:TOKEN_BYTES], secret)
+
+
+def derive_key(secret: str, purpose: str) -> bytes:
+    """32 bytes that both sides of a connection can make from what they share."""
+    return hashlib.sha256(f"metronome/{purpose}/{secret}".encode()).digest()
+
+
+class Directory:
+    """A directory for one core's socket files. Whoever opens it holds its lock until ``close``."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: int | None = _hold(path)
+
+    @classmethod
+    def create(cls) -> Directory:
+        """A new one, with a token in it; what killed processes left behind goes."""
+        parent = Path(tempfile.gettempdir())
+        for left in parent.glob(PREFIX + "*"):
+            _remove_if_left(left)
+        while True:
+            path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+            with suppress(FileNotFoundError):  # somebody who cleans up took it for a left one
+                directory = cls(path)
+                (path / "core-token").write_bytes(secrets.token_bytes(TOKEN_BYTES))
+                return directory
+
+    @property
+    def address(self) -> Address:
+        return Address(f"{IPC}{self.path}/core", (self.path / "core-token").read_bytes())
+
+    def close(self) -> None:
+        """Let go of the lock; harmless when repeated."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def remove(self) -> None:
+        """Delete it, whoever still uses it; harmless when repeated."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.close()
+
+
+def _hold(path: Path) -> int:
+    """Lock a directory together with others. Raises ``FileNotFoundError`` if it has gone."""
+    lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    try:
+        is_same = os.path.samestat(os.stat(path / LOCK), os.fstat(lock))
+    except FileNotFoundError:
+        is_same = False
+    if not is_same:
+        os.close(lock)
+        raise FileNotFoundError(path)
+    return lock
+
+
+def _remove_if_left(path: Path) -> None:
+    """Delete a directory that is ours and that nobody holds."""
+    with suppress(OSError):
+        if path.stat().st_uid != os.getuid():
+            return
+        lock = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
+        finally:
+            os.close(lock)

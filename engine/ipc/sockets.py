@@ -1,0 +1,138 @@
+"""Sockets: how they are made, what they may hold, how they are woken and closed.
+
+Every queue is bounded, no message is larger than ``MAX_MESSAGE_BYTES``, and what goes over TCP is
+encrypted with keys made from the shared secret.
+"""
+
+from __future__ import annotations
+
+import socket
+from contextlib import suppress
+
+import zmq
+import zmq.utils.monitor
+import zmq.utils.z85
+
+from engine.errors import ConfigError
+from engine.ipc.codec import MAX_MESSAGE_BYTES
+from engine.ipc.place import derive_key
+
+HIGH_WATER_MARK = 4096  # messages that a socket queues for a peer
+MAX_CONNECTIONS = 1024
+LINGER_MS = 1000  # for last words
+HANDSHAKE_MS = 5000
+TCP_HEARTBEAT_MS = 1000
+TCP_SILENCE_MS = 5000
+LOST = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+Socket = zmq.Socket[bytes]
+
+
+def bind(context: zmq.Context[Socket], address: str, secret: str | None) -> Socket:
+    """A ROUTER that listens. Raises ``ConfigError`` if the address cannot be had."""
+    router = _socket(context, zmq.ROUTER)
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a client that has gone is an error, not silence
+    router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    router.setsockopt(zmq.BACKLOG, MAX_CONNECTIONS)
+    if secret is not None:
+        _notice_silence(router)
+        router.setsockopt(zmq.CURVE_SERVER, 1)
+        router.setsockopt(zmq.CURVE_SECRETKEY, zmq.utils.z85.encode(_server_key(secret)))
+    try:
+        router.bind(address)
+    except zmq.ZMQError as error:
+        router.close(0)
+        raise ConfigError(f"cannot listen at {address}: {error}; choose another address") from error
+    return router
+
+
+def dealer(context: zmq.Context[Socket], secret: str | None) -> Socket:
+    """A DEALER for one connection, still to be made."""
+    made = _socket(context, zmq.DEALER)
+    made.setsockopt(zmq.RECONNECT_IVL, -1)  # what comes back would be another core
+    if secret is not None:
+        _notice_silence(made)
+        public, own = zmq.curve_keypair()
+        made.setsockopt(zmq.CURVE_PUBLICKEY, public)
+        made.setsockopt(zmq.CURVE_SECRETKEY, own)
+        server = zmq.curve_public(zmq.utils.z85.encode(_server_key(secret)))
+        made.setsockopt(zmq.CURVE_SERVERKEY, server)
+    return made
+
+
+def connect(
+    context: zmq.Context[Socket], address: str, secret: str | None
+) -> tuple[Socket, Socket]:
+    """A connected DEALER, and a socket that becomes readable once the connection is lost.
+
+    That one must live, and be closed behind the first.
+    """
+    made = dealer(context, secret)
+    lost = made.get_monitor_socket(LOST)
+    made.connect(address)
+    return made, lost
+
+
+def close(*sockets: Socket, linger_ms: int = 0) -> None:
+    """Close sockets, in this order; harmless when repeated."""
+    for each in sockets:
+        if not each.closed:
+            each.disable_monitor()  # first: nobody would read what it writes
+            each.close(linger_ms)
+
+
+class Waker:
+    """Wakes whoever polls it; may be used from any thread and from signal handlers."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+
+    @property
+    def fd(self) -> int:
+        """Readable once somebody calls."""
+        return self._reader.fileno()
+
+    @property
+    def signal_fd(self) -> int:
+        """For ``signal.set_wakeup_fd``."""
+        return self._writer.fileno()
+
+    def wake(self) -> None:
+        with suppress(OSError):  # full, so it is awake already; or closed
+            self._writer.send(b"!")
+
+    def clear(self) -> None:
+        with suppress(BlockingIOError):
+            while self._reader.recv(4096):
+                pass
+
+    def close(self) -> None:
+        self._reader.close()
+        self._writer.close()
+
+
+def _socket(context: zmq.Context[Socket], kind: int) -> Socket:
+    made = context.socket(kind)
+    made.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
+    made.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+    made.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    made.setsockopt(zmq.LINGER, 0)
+    return made
+
+
+def _notice_silence(tcp: Socket) -> None:
+    """A host that vanished closes nothing. Socket files need no such thing: the system tells."""
+    tcp.setsockopt(zmq.HEARTBEAT_IVL, TCP_HEARTBEAT_MS)
+    tcp.setsockopt(zmq.HEARTBEAT_TIMEOUT, TCP_SILENCE_MS)
+
+
+def _server_key(secret: str) -> bytes:
+    return derive_key(secret, "server")

@@ -1,0 +1,55 @@
+"""Can it be computed, can it travel? What a front end sends is right; others may send anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from engine.errors import RequestError, RequestTypeError
+from engine.messages.requests import AddRequest
+from engine.messages.validate import check_params_for_vocab
+
+INT32_MAX = 2**31 - 1
+PLAIN = (type(None), bool, int, float, str, bytes)
+INT64 = range(-(2**63), 2**63)
+
+
+def check_request(request: AddRequest, vocab_size: int) -> None:
+    """Raise ``RequestError`` for what would break a scheduler or a worker later."""
+    if not request.prompt_token_ids:
+        raise RequestError(f"request {request.request_id!r:.80} has an empty prompt")
+    _check_ids("prompt_token_ids", request.prompt_token_ids, vocab_size)
+    _check_ids("eos_token_ids", request.eos_token_ids, vocab_size)
+    for word in request.bad_words_ids:
+        _check_ids("bad_words_ids", word, vocab_size)
+    if not 1 <= request.max_tokens <= INT32_MAX:
+        raise RequestError(f"max_tokens is {request.max_tokens}, must be in 1..{INT32_MAX}")
+    for name in ("priority", "seed"):
+        if getattr(request, name) not in INT64:
+            raise RequestError(f"{name} is {getattr(request, name)}, must be a number of 64 bits")
+    check_params_for_vocab(request.params, vocab_size)
+
+
+def _check_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        wrong = next(i for i in token_ids if not 0 <= i < vocab_size)
+        raise RequestError(
+            f"{name} has token id {wrong}, must be in [0, {vocab_size - 1}]: the model's "
+            f"vocabulary has {vocab_size} tokens"
+        )
+
+
+def check_plain(name: str, value: Any) -> None:
+    """Raise ``RequestTypeError`` for an argument that is not made of plain values only."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            check_plain(name, key)
+            check_plain(name, item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            check_plain(name, item)
+    elif type(value) not in PLAIN:
+        raise RequestTypeError(
+            f"an argument of utility {name!r} is {value!r:.80} ({type(value).__name__}); only "
+            "None, booleans, numbers, strings, bytes, lists and dicts can be handed over"
+        )

@@ -1,0 +1,99 @@
+"""Cores without a model that a spawned process can build: everything here is importable there.
+
+What a core is to do beside its work is written in the configuration's ``policy_options``-like
+field ``script``: see ``Script``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.config.core import CoreConfig
+from engine.config.decide import Decided
+from engine.config.engine import EngineConfig
+from engine.config.model import ModelConfig
+from engine.config.sched import SchedulerConfig
+from engine.core.client import InprocClient
+from engine.core.engine_core import EngineCore
+from engine.kv.manager import KVManager
+from engine.messages.step import StepPlan, StepResult
+from engine.sched.find import make_scheduler
+from engine.sched.verify.fake import DigestWorker
+
+NUM_BLOCKS = 400
+BLOCK_SIZE = 16
+VOCAB_SIZE = 1000
+
+
+@dataclass(frozen=True)
+class FakeBuild:
+    """Builds a core around the digest worker; ``step_seconds`` is how long each step sleeps."""
+
+    step_seconds: float = 0.0
+    raise_at: int | None = None
+    """Step that raises."""
+    hang_at: int | None = None
+    """Step that never ends."""
+    fail_start: str = ""
+    """What building it raises."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of the scheduler."""
+
+    def __call__(
+        self, config: EngineConfig, *, clock: Callable[[], float] = time.monotonic
+    ) -> InprocClient:
+        if self.fail_start:
+            raise ValueError(self.fail_start)
+        options = {
+            "max_num_batched_tokens": 256,
+            "max_num_seqs": 64,
+            "max_model_len": 512,
+            **self.options,
+        }
+        sched = SchedulerConfig(**options)
+        decided = Decided(
+            max_model_len=sched.max_model_len,
+            num_kv_blocks=NUM_BLOCKS,
+            block_size=BLOCK_SIZE,
+            vocab_size=VOCAB_SIZE,
+            eos_token_ids=(),
+            device="cpu",
+            scheduler=sched,
+        )
+        scheduler = make_scheduler(sched, KVManager(NUM_BLOCKS, BLOCK_SIZE), clock=clock)
+        return InprocClient(EngineCore(scheduler, ScriptedWorker(self)), decided)
+
+
+class ScriptedWorker(DigestWorker):
+    """The digest worker, with what ``FakeBuild`` says happening in its steps."""
+
+    def __init__(self, script: FakeBuild) -> None:
+        super().__init__(NUM_BLOCKS, BLOCK_SIZE, vocab_size=VOCAB_SIZE)
+        self._script = script
+        self._num_steps = 0
+
+    def collect(self, result: StepResult) -> StepResult:
+        self._num_steps += 1
+        if self._script.step_seconds:
+            time.sleep(self._script.step_seconds)
+        if self._num_steps == self._script.raise_at:
+            raise ArithmeticError("the worker fell over")
+        if self._num_steps == self._script.hang_at:
+            time.sleep(3600)
+        return super().collect(result)
+
+    def launch(self, plan: StepPlan) -> StepResult:
+        return super().launch(plan)
+
+
+def fake_config(**core: Any) -> EngineConfig:
+    """A configuration for a core without a model; ``core`` are fields of ``CoreConfig``."""
+    return EngineConfig(
+        model=ModelConfig(model="fake"),
+        core=CoreConfig(**core),
+        log_level="warning",
+        disable_log_stats=True,
+    )
