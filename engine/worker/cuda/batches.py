@@ -29,15 +29,20 @@ class Extent(NamedTuple):
     max_seq_len: int
 
 
+class Picked(NamedTuple):
+    """Sequences of a step, on the device."""
+
+    draws: torch.Tensor  # behind which a token is sampled, [R] int64
+    hidden: torch.Tensor | None  # whose last hidden state is wanted; None: those of all tokens
+
+
 class Staged(NamedTuple):
     """A step that was sent to the device."""
 
     columns: Columns
     step: DeviceColumns
-    is_padded: bool  # rows of one token, as many as a graph has
     draws: Draws
-    draw_seqs: torch.Tensor  # the sequence of each draw, [R] int64, on the device
-    wanted_seqs: torch.Tensor | None  # whose last hidden state is wanted; None: all tokens'
+    picked: Picked | None  # None: all of them; they have one token each, as many as a graph holds
     changes: Changes | None
 
 
@@ -69,26 +74,14 @@ class Batches:
 
         padded: these rows have one token each, and are made up to so many with rows of nobody.
         """
-        num = len(columns.counts)
         host, num_tokens = self._fill(columns, padded)
-        num_seqs = max(num, padded)
-        rows = np.flatnonzero(columns.samples).astype(np.int64)
-        draw_seqs = self._staging.add(rows)
-        wanted_seqs = None
-        if not padded and len(rows) < num_tokens:
-            wanted_seqs = draw_seqs if len(rows) else self._staging.add(np.array([num - 1]))
+        draws = _padded_draws(host, columns, padded) if padded else _draws(columns)
+        picked = None if padded else self._pick(draws, len(columns.counts), num_tokens)
         changes = None if plan is None else stage_changes(plan, self._staging, self._vocab_size)
-        draws = _padded_draws(host, columns, padded) if padded else _draws(columns, rows)
         self._staging.send()
-        return Staged(
-            columns,
-            self._staging.device.of(num_seqs, num_tokens),
-            padded > 0,
-            draws,
-            draw_seqs,
-            wanted_seqs,
-            changes,
-        )
+        num_seqs = max(len(columns.counts), padded)
+        step = self._staging.device.of(num_seqs, num_tokens)
+        return Staged(columns, step, draws, picked, changes)
 
     def build(self, step: DeviceColumns, extent: Extent) -> ForwardBatch:
         """The forward pass of a step; every hidden state is wanted."""
@@ -109,18 +102,17 @@ class Batches:
         )
         return ForwardBatch(inputs.input_ids, inputs.positions, meta)
 
-    def build_staged(self, staged: Staged) -> ForwardBatch:
-        """The forward pass of a staged step, of the hidden states that somebody wants."""
-        counts = staged.columns.counts
-        not_single = np.flatnonzero(counts != 1)
+    def build_picked(self, columns: Columns, step: DeviceColumns, picked: Picked) -> ForwardBatch:
+        """The forward pass of a step, of the hidden states that somebody wants."""
+        not_single = np.flatnonzero(columns.counts != 1)
         extent = Extent(
-            num_decodes=int(not_single[0]) if not_single.size else len(counts),
-            max_query_len=int(counts.max()),
-            max_seq_len=int((staged.columns.starts + counts).max()),
+            num_decodes=int(not_single[0]) if not_single.size else len(columns.counts),
+            max_query_len=int(columns.counts.max()),
+            max_seq_len=int((columns.starts + columns.counts).max()),
         )
-        batch = self.build(staged.step, extent)
-        if staged.wanted_seqs is not None and not self._live.prompt_scored:
-            batch.wanted = last_tokens(batch.attn, staged.wanted_seqs)
+        batch = self.build(step, extent)
+        if picked.hidden is not None and not self._live.prompt_scored:
+            batch.wanted = last_tokens(batch.attn, picked.hidden)
         return batch
 
     def seq_lens(self, num_seqs: int) -> torch.Tensor:
@@ -148,6 +140,14 @@ class Batches:
         host.query_start[num : padded + 1] = np.arange(num, padded + 1)
         return host, num_tokens
 
+    def _pick(self, draws: Draws, num_seqs: int, num_tokens: int) -> Picked:
+        rows = self._staging.add(draws.rows.astype(np.int64))
+        if len(draws.rows) == num_tokens:
+            return Picked(rows, None)
+        # Somebody's must be, or the last layer would have nothing to compute.
+        last = np.array([num_seqs - 1], dtype=np.int64)
+        return Picked(rows, rows if len(rows) else self._staging.add(last))
+
     def _known(self, slots: NDArray[np.intp], positions: NDArray[np.int64]) -> Column:
         """The ids of tokens that the scheduler sent; the others only the device knows."""
         ids: Column = np.where(
@@ -156,11 +156,10 @@ class Batches:
         return ids
 
 
-def _draws(columns: Columns, rows: NDArray[np.int64]) -> Draws:
+def _draws(columns: Columns) -> Draws:
     """A row of logits for each row of the plan that samples."""
-    return Draws(
-        rows.astype(np.int32), columns.slots[rows], (columns.starts + columns.counts)[rows]
-    )
+    rows = np.flatnonzero(columns.samples).astype(np.int32)
+    return Draws(rows, columns.slots[rows], (columns.starts + columns.counts)[rows])
 
 
 def _padded_draws(host: HostColumns, columns: Columns, padded: int) -> Draws:

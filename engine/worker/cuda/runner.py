@@ -11,7 +11,7 @@ from engine.messages.step import StepPlan, StepResult
 from engine.worker.batch import Columns
 from engine.worker.cuda.batches import Staged
 from engine.worker.cuda.results import Drawn, Failed, Pending, bring_home, collect
-from engine.worker.cuda.steps import EagerStep, GraphedSteps, Machine, record
+from engine.worker.cuda.steps import EagerStep, GraphedStep, GraphedSteps, Machine, record
 from engine.worker.prompt_scores import PromptScores
 
 
@@ -85,14 +85,20 @@ class DeviceRunner:
     def _run(self, staged: Staged) -> Drawn:
         """Forward, logits, draw; what was drawn is on its way home at the end."""
         machine = self.machine
-        graphed = self._graphed.holding(len(staged.step.slots)) if staged.is_padded else None
-        step = graphed or EagerStep(machine, self._prompt_scores, staged)
+        step = self._step_for(staged)
         rows = step.forward()
         drawing = machine.sampler.prepare(rows, staged.draws)
         chosen = step.sample()
         scores = machine.sampler.finish(drawing, chosen)
         drawn = bring_home(machine.platform, staged.draws, drawing, chosen, scores)
         return drawn._replace(prompt_logprobs=step.prompt_logprobs)
+
+    def _step_for(self, staged: Staged) -> EagerStep | GraphedStep:
+        if staged.picked is not None:
+            return EagerStep(self.machine, self._prompt_scores, staged, staged.picked)
+        graphed = self._graphed.holding(len(staged.step.slots))
+        assert graphed is not None, "staged for a size that is not recorded"
+        return graphed
 
     def _isolate(self, columns: Columns, staged: Staged, first: int = 0) -> list[Drawn | Failed]:
         """Run staged rows, of which ``first`` is the plan's; if that raises, in halves.

@@ -84,6 +84,7 @@ class DeviceSampler:
         self._edits = EditTables(platform, len(live.tokens), vocab_size)
         self._penalties = PenaltyTables(platform, vocab_size)
         self._processors: dict[int, list[NamedProcessor]] = {}
+        self._edited: set[int] = set()  # slots that are in any of the three
         self._num_logprobs: dict[int, int] = {}
 
     def add(self, seq: NewSeq) -> None:
@@ -94,6 +95,8 @@ class DeviceSampler:
         named = [NamedProcessor(factory, seq) for factory in self._factories]
         if processors := [processor for processor in named if processor.is_wanted]:
             self._processors[seq.slot] = processors
+        if self._is_edited(seq.slot):
+            self._edited.add(seq.slot)
         if seq.params.logprobs is not None:
             self._num_logprobs[seq.slot] = seq.params.logprobs
         output = seq.token_ids[seq.num_prompt :]
@@ -106,14 +109,16 @@ class DeviceSampler:
         self._edits.remove(slot)
         self._penalties.remove(slot)
         self._processors.pop(slot, None)
+        self._edited.discard(slot)
         self._num_logprobs.pop(slot, None)
 
     def prepare(self, rows: Rows, draws: Draws) -> Drawing:
         """Everything between the model and the draw; changes logits in place."""
+        if not (self._edited or self._num_logprobs):
+            return PLAIN
         slots = draws.slots.tolist()
         raw = self._copy_raw(rows.logits, slots)
-        edited = [row for row, slot in enumerate(slots) if self._is_edited(slot)]
-        if not edited:
+        if self._edited.isdisjoint(slots):
             return PLAIN._replace(raw=raw)
         sound = torch.isfinite(rows.logits.amax(dim=1))
         table = self._slots

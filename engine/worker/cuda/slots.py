@@ -19,8 +19,8 @@ from kernels.slots import Columns, Rows, SlotState
 class Changes(NamedTuple):
     """What a plan changes in the table, on its way to the device."""
 
-    newcomers: tuple[torch.Tensor, ...] | None  # slots, then a value for each column of a slot
-    blocks: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # slots, places in tables, blocks
+    newcomers: list[torch.Tensor]  # slots, then a value for each column of a slot; [] for nobody
+    blocks: list[torch.Tensor]  # slots, places in block tables, blocks; [] for none
 
 
 class Slots:
@@ -59,12 +59,13 @@ class Slots:
 
     def apply(self, changes: Changes) -> None:
         """Seat the newcomers, then grow block tables."""
-        if changes.newcomers is not None:
+        if changes.newcomers:
             slots, *values = changes.newcomers
             columns = (self.state.num_computed, self.num_prompt, *self.asked)
             for column, new in zip(columns, values, strict=True):
                 column[slots] = new
-        on_slots.grow_block_tables(self.state.block_tables, *changes.blocks)
+        if changes.blocks:
+            on_slots.grow_block_tables(self.state.block_tables, *changes.blocks)
 
     def remember(self, slot: int, first: int, tokens: torch.Tensor) -> None:
         """Enter output tokens that somebody comes back with, from position ``first`` on."""
@@ -89,13 +90,14 @@ class Slots:
 
 def stage_changes(plan: StepPlan, staging: Staging, vocab_size: int) -> Changes:
     """Pack what a plan changes; a newcomer begins where its first row does."""
-    blocks = tuple(map(staging.add, (plan.block_slots, plan.block_indices, plan.block_ids)))
-    assert len(blocks) == 3
-    if not plan.new:
-        return Changes(None, blocks)
-    starts = dict(zip(plan.slots.tolist(), plan.starts.tolist(), strict=True))
-    columns = _columns_of(plan.new, starts, vocab_size)
-    return Changes(tuple(map(staging.add, columns)), blocks)
+    newcomers, blocks = [], []
+    if plan.new:
+        starts = dict(zip(plan.slots.tolist(), plan.starts.tolist(), strict=True))
+        newcomers = [staging.add(column) for column in _columns_of(plan.new, starts, vocab_size)]
+    if len(plan.block_ids):
+        deltas = (plan.block_slots, plan.block_indices, plan.block_ids)
+        blocks = [staging.add(column) for column in deltas]
+    return Changes(newcomers, blocks)
 
 
 def _columns_of(

@@ -85,7 +85,7 @@ class Staging:
         self._end = _aligned(end)
         buffer = self._pinned[self._turn].numpy()
         buffer[begin:end] = np.ascontiguousarray(values).view(np.uint8)
-        return self._place[begin:end].view(torch.from_numpy(values[:0]).dtype)
+        return self._place[begin:end].view(torch.from_numpy(np.empty(0, values.dtype)).dtype)
 
     def send(self) -> None:
         """One copy of all that the step has to say."""

@@ -14,7 +14,7 @@ from engine.messages.outputs import TokenLogprobs
 from engine.messages.step import EMPTY
 from engine.models.model import Model
 from engine.worker.batch import Columns
-from engine.worker.cuda.batches import Batches, Extent, Staged
+from engine.worker.cuda.batches import Batches, Extent, Picked, Staged
 from engine.worker.cuda.graphs import Graph
 from engine.worker.cuda.platform import Platform
 from engine.worker.cuda.sampler import DeviceSampler
@@ -41,32 +41,35 @@ class Machine(NamedTuple):
 class EagerStep:
     """A staged step, launched call by call: chunks of prompts, and what no graph holds."""
 
-    def __init__(self, machine: Machine, scores: PromptScores, staged: Staged) -> None:
+    def __init__(
+        self, machine: Machine, scores: PromptScores, staged: Staged, picked: Picked
+    ) -> None:
         self._machine = machine
         self._scores = scores
         self._staged = staged
+        self._picked = picked
         self.prompt_logprobs: PromptLogprobs = {}
 
     def forward(self) -> Rows:
         """Logits of the rows behind which a token is sampled."""
-        model, staged, live = self._machine.model, self._staged, self._machine.live
-        batch = self._machine.batches.build_staged(staged)
+        model, live = self._machine.model, self._machine.live
+        columns, step, seqs = self._staged.columns, self._staged.step, self._picked.draws
+        batch = self._machine.batches.build_picked(columns, step, self._picked)
         hidden = model.forward(batch, self._machine.kv)
-        seqs = staged.draw_seqs
         if live.prompt_scored:
-            self.prompt_logprobs = self._scores.collect(staged.columns, hidden, live)
+            self.prompt_logprobs = self._scores.collect(columns, hidden, live)
             hidden = hidden[last_tokens(batch.attn, seqs).rows]
         if len(seqs):
             logits = model.logits(hidden)
         else:  # the hidden state of one row was wanted all the same
             logits = hidden.new_empty((0, model.vocab_size), dtype=torch.float32)
-        self._rows = Rows(logits, staged.step.slots[seqs], batch.attn.seq_lens[seqs])
+        self._rows = Rows(logits, step.slots[seqs], batch.attn.seq_lens[seqs])
         return self._rows
 
     def sample(self) -> torch.Tensor:
         """Draw from the logits as they are now, and advance the slots; [R] int32."""
         chosen = self._machine.sampler.draw(self._rows)
-        self._machine.slots.settle(self._staged.step, self._rows, chosen, self._staged.draw_seqs)
+        self._machine.slots.settle(self._staged.step, self._rows, chosen, self._picked.draws)
         return chosen
 
 
