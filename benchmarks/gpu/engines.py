@@ -66,7 +66,7 @@ def floor_of(shape: Shape, loads: Sequence[Load], most: Ceilings) -> float:
 def engine_of(box: Box, shape: Shape, **options: object) -> Iterator[LLM]:
     """An engine on random weights; nothing of it is left behind."""
     dry = {"dtype": "float32", "num_kv_blocks": 12, "max_num_seqs": 4, "max_model_len": 64}
-    dry |= {"max_num_batched_tokens": 32, "block_size": 16, "cudagraph_capture_sizes": [1, 4]}
+    dry |= {"max_num_batched_tokens": 32, "block_size": 16, "cudagraph_capture_sizes": [1, 3]}
     real = {"dtype": "bfloat16", "max_num_seqs": 256, "max_model_len": MAX_MODEL_LEN}
     with model_directory(shape, 4096) as root:
         llm = LLM(
@@ -124,8 +124,8 @@ def _prompt(length: int, index: int) -> list[int]:
 
 def _steps(box: Box, llm: LLM, shape: Shape, label: str) -> Rows:
     """Milliseconds of a step of decodes, scheduling and all."""
-    for num in box.sizes((1, 64, 256), (1, 3)):
-        length, num_new = (12, 6) if box.is_dry else (1024, 48)
+    for num in box.sizes((1, 64, 256), (2,)):
+        length, num_new = (5, 3) if box.is_dry else (1024, 48)
         loads = [Load(_prompt(length, index), num_new) for index in range(num)]
         taken = decode_seconds(run(llm, loads), num)
         floor = step_floor(shape, num, num * (length + num_new // 2), box.ceilings)
@@ -140,7 +140,7 @@ def _steps(box: Box, llm: LLM, shape: Shape, label: str) -> Rows:
 
 
 def _alone(box: Box, llm: LLM, shape: Shape) -> Row:
-    length, num_new = (12, 6) if box.is_dry else (128, 256)
+    length, num_new = (5, 3) if box.is_dry else (128, 256)
     run(llm, [Load(_prompt(length, 0), num_new)])
     taken = decode_seconds(run(llm, [Load(_prompt(length, 1), num_new)]), 1)
     floor = step_floor(shape, 1, length + num_new // 2, box.ceilings)
@@ -155,7 +155,7 @@ def _alone(box: Box, llm: LLM, shape: Shape) -> Row:
 
 
 def _headline(box: Box, llm: LLM, shape: Shape) -> Row:
-    loads = headline(3, 4, 8, 500) if box.is_dry else headline()
+    loads = headline(3, 2, 4, 500) if box.is_dry else headline()
     marks = run(llm, loads, temperature=0.6)
     taken, floor = marks[-1][0] - marks[0][0], floor_of(shape, loads, box.ceilings)
     num = sum(load.num_new for load in loads)
