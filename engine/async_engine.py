@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 from engine.config.args import EngineArgs
 from engine.core.build import build_core
@@ -33,6 +33,16 @@ from engine.messages.outputs import RequestOutput
 from engine.messages.params import SamplingParams
 
 JOIN_SECONDS = 60.0  # longest step a shutdown waits for
+
+
+class Arrival(NamedTuple):
+    """A request on its way to the core. Those that come together go there together."""
+
+    submission: Submission
+    stream: Stream
+
+
+Command = Callable[[], None] | Arrival
 Deliveries = dict[asyncio.AbstractEventLoop, list[tuple[Stream, RequestOutput]]]
 
 
@@ -46,7 +56,7 @@ class AsyncLLMEngine:
         self._session = session
         self._changed = threading.Condition()
         # Guarded by the condition: what tasks and the thread share.
-        self._commands: deque[Callable[[], None]] = deque()
+        self._commands: deque[Command] = deque()
         self._open: dict[str, Stream] = {}
         self._death: EngineDeadError | None = None
         self._is_closing = False
@@ -134,6 +144,7 @@ class AsyncLLMEngine:
         with self._changed:
             self._is_closing = True
             self._changed.notify()
+            self._session.client.wake()
         if threading.current_thread() is not self._thread:
             self._thread.join(JOIN_SECONDS)
         atexit.unregister(self.shutdown)
@@ -149,7 +160,7 @@ class AsyncLLMEngine:
                     "choose another, or abort that one first"
                 )
             self._open[submission.request_id] = stream
-            self._command(partial(self._submit, submission, stream))
+            self._command(Arrival(submission, stream))
 
     def _close_stream(self, request_id: str, stream: Stream) -> None:
         with self._changed:
@@ -165,9 +176,10 @@ class AsyncLLMEngine:
             self._command(partial(_run_for, future, function))
         return await asyncio.wrap_future(future)
 
-    def _command(self, command: Callable[[], None]) -> None:
+    def _command(self, command: Command) -> None:
         self._commands.append(command)
         self._changed.notify()
+        self._session.client.wake()  # if the thread waits there, for outputs
 
     def _check_alive(self) -> None:
         if self._death is not None:
@@ -192,21 +204,31 @@ class AsyncLLMEngine:
         with self._changed:
             while not (self._commands or self._is_closing or self._session.has_unfinished):
                 self._changed.wait()
+        arrivals: list[Arrival] = []
         for _ in range(len(self._commands)):
             if self._is_closing:
                 break
-            self._commands.popleft()()  # one at a time: those behind one that raises are not lost
+            command = self._commands.popleft()  # one at a time: those behind a fault are not lost
+            if isinstance(command, Arrival):
+                arrivals.append(command)
+                continue
+            self._submit(arrivals)
+            arrivals = []
+            command()
+        self._submit(arrivals)
         return not self._is_closing
 
-    def _submit(self, submission: Submission, stream: Stream) -> None:
-        try:
-            self._session.submit(submission)
-        except EngineDeadError:
-            raise
-        except Exception as error:  # a request the policy cannot rank is its own reader's trouble
-            stream.post(partial(stream.fail, error))
-        else:
-            self._live[submission.request_id] = stream
+    def _submit(self, arrivals: list[Arrival]) -> None:
+        """Add requests; one that is not taken is its own reader's trouble."""
+        if not arrivals:
+            return
+        errors = self._session.submit_all([arrival.submission for arrival in arrivals])
+        for submission, stream in arrivals:
+            error = errors.get(submission.request_id)
+            if error is None:
+                self._live[submission.request_id] = stream
+            else:
+                stream.post(partial(stream.fail, error))
 
     def _abort(self, request_ids: list[str]) -> None:
         self._deliver(self._session.abort(request_ids))
@@ -239,7 +261,8 @@ class AsyncLLMEngine:
         self._session.client.shutdown()
         for command in commands:  # the core refuses them now, and who waits for one is told so
             with contextlib.suppress(Exception):
-                command()
+                if not isinstance(command, Arrival):  # whose stream has failed already
+                    command()
 
 
 def _put_all(batch: list[tuple[Stream, RequestOutput]]) -> None:
