@@ -6,6 +6,8 @@ different kernels, hence different last bits. What measurements on a device teac
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 # Processors of the largest device of a family; decode attention asks for twice as many programs.
@@ -94,6 +96,24 @@ _PREFILL: _Table = {
         Kind(2, 2, 256): {64: (32, 8, 1)},
     },
 }
+
+
+_KERNELS = {"decode": _DECODE, "prefill": _PREFILL}
+
+
+@contextmanager
+def trying(kernel: str, arch: str, kind: Kind, tile: Tile) -> Iterator[None]:
+    """Within it "decode" or "prefill" launches of up to so many rows take this tile.
+
+    For measuring what belongs into the tables above.
+    """
+    table = _KERNELS[kernel][arch]
+    before = table[kind]
+    table[kind] = dict(sorted({**before, tile.rows: tile[1:]}.items()))
+    try:
+        yield
+    finally:
+        table[kind] = before
 
 
 def pad_power(size: int, least: int = 16) -> int:

@@ -23,7 +23,7 @@ def _queries(box: Box, shape: Shape, num_tokens: int) -> torch.Tensor:
     return torch.randn(num_tokens, shape.heads, shape.head_dim, device=box.device, dtype=box.dtype)
 
 
-def _caches(box: Box, shape: Shape, step: Step, dtype: torch.dtype) -> list[torch.Tensor]:
+def layers_of(box: Box, shape: Shape, step: Step, dtype: torch.dtype) -> list[torch.Tensor]:
     """As many layers as it takes for no cache of the device to hold them."""
     first = step.cache(shape.kv_heads, shape.head_dim, box.dtype).to(dtype)
     if box.is_dry:
@@ -31,16 +31,18 @@ def _caches(box: Box, shape: Shape, step: Step, dtype: torch.dtype) -> list[torc
     return [first, *(first.clone() for _ in range(min(31, L2_BYTES // first.nbytes)))]
 
 
-def _calls(
+def calls_of(
     box: Box, shape: Shape, step: Step, dtype: torch.dtype, kept: Sequence[torch.Tensor]
 ) -> list[Call]:
     q = _queries(box, shape, step.num_tokens)
     ones = torch.ones(2, shape.kv_heads, device=box.device)
     scales = ones if dtype is FP8 else None
 
+    meta = step.meta()  # what a step's layers share is worked out before the clock runs
+
     def attend(cache: torch.Tensor) -> torch.Tensor:
         scale = shape.head_dim**-0.5
-        return kernels.paged_attention(q, cache, step.meta(), scale=scale, kv_scales=scales)
+        return kernels.paged_attention(q, cache, meta, scale=scale, kv_scales=scales)
 
     return [lambda cache=cache: attend(cache) for cache in kept]
 
@@ -57,8 +59,8 @@ def decodes(box: Box) -> Rows:
 def _decode(box: Box, model: str, shape: Shape, size: tuple[int, int], dtype: torch.dtype) -> Row:
     batch, context = size
     step = Step([(1, context - 1)] * batch, BLOCK, box.device)
-    kept = _caches(box, shape, step, dtype)
-    timed = box.time(_calls(box, shape, step, dtype, kept))
+    kept = layers_of(box, shape, step, dtype)
+    timed = box.time(calls_of(box, shape, step, dtype, kept))
     num_bytes = 2 * step.num_keys * shape.kv_heads * shape.head_dim * dtype.itemsize
     floor = num_bytes / box.ceilings.bytes
     return {
@@ -90,8 +92,8 @@ def prompts(box: Box) -> Rows:
     for label, sequences in (DRY_PROMPTS if box.is_dry else PROMPTS).items():
         for model, shape in box.shapes().items():
             step = Step(sequences, BLOCK, box.device)
-            kept = _caches(box, shape, step, box.dtype)[:1]
-            timed = box.time(_calls(box, shape, step, box.dtype, kept))
+            kept = layers_of(box, shape, step, box.dtype)[:1]
+            timed = box.time(calls_of(box, shape, step, box.dtype, kept))
             operations = 4 * step.num_pairs * shape.heads * shape.head_dim
             floor = operations / box.ceilings.operations
             row: Row = {

@@ -8,6 +8,7 @@ import pytest
 import torch
 from shapes import SHAPES, Step, model_directory
 
+from kernels import tuning
 from kernels.cpu.threads import num_threads, set_threads
 
 
@@ -62,3 +63,12 @@ def test_every_group_is_measured_and_kept(tmp_path: Path, threads, monkeypatch) 
     assert all(timing["least_us"] > 0 < timing["floor_us"] for timing in found["timings"])
     assert found["machine"]["cpu"] and found["ceilings"]["bytes"] > 0
     assert torch.get_num_threads() == 1
+
+
+def test_a_tile_is_tried_and_then_forgotten() -> None:
+    kind = tuning.Kind(2, 2, 128)
+    before = tuning.decode_tile("sm_90", kind, 16)
+    with tuning.trying("decode", "sm_90", kind, tuning.Tile(16, 32, 2, 4)):
+        assert tuning.decode_tile("sm_90", kind, 16) == (16, 32, 2, 4)
+        assert tuning.decode_tile("sm_90", kind, 32) == (32, *before[1:])
+    assert tuning.decode_tile("sm_90", kind, 16) == before
