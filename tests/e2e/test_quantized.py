@@ -112,7 +112,9 @@ DIRECTORIES = {
         {**GPTQ, "sym": False, "checkpoint_format": "gptq_v2"},
     ),
     "gptq-head": Directory("llama", gptq(8, 32), {**GPTQ, "bits": 8, "lm_head": True}, keep_none),
+    "gptq-fused-files": Directory("phi3", gptq(4, 32), GPTQ),
     "fp8": Directory("llama", fp8("tensor"), FP8),
+    "fp8-gemma": Directory("gemma3", fp8("tensor"), {**FP8, "ignored_layers": ["lm_head"]}),
     "fp8-static": Directory(
         "qwen3", fp8("tensor", is_static=True), {**FP8, "activation_scheme": "static"}
     ),
