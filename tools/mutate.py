@@ -48,17 +48,17 @@ FAST = (
     *("strange_policies", "strange_resources", "limit_behaviours", "queue_bounds", "waits"),
     *("resources_core", "resources_encoder", "resources_grammar", "resources_lora"),
     *("resources_remote_kv", "ledger", "lengths", "cost", "find"),
-    *("kv.", "kv_events", "kv_transfers"),
+    *("kv.", "kv_events", "kv_transfers", "boundaries", "columns", "own_scheduler", "ranks"),
 )
 COMPILED = ("fast_hash.py",)  # kept under the file's name, which a mutant shares with its original
-POLICIES = ("policies_order", "policies_batching", "policies_sharing", "policies_shipped")
+POLICIES = ("policies_margins", "policies_order", "policies_batching", "policies_sharing")
 # More of them, for the modules that they are about; these run first.
 NEAR: dict[str, tuple[str, ...]] = {
     "engine/kv/": ("kv",),
-    "sched/policies/": POLICIES,
+    "sched/policies/": ("policies_shipped", *POLICIES),
     "sched/policy.py": POLICIES,
-    "sched/plugin.py": POLICIES,
-    "sched/fitting.py": ("options", *POLICIES),
+    "sched/plugin.py": ("policies_shipped", "options"),
+    "sched/fitting.py": ("options",),
     "sched/interface.py": ("options", "steplog"),
     "sched/guard.py": ("rubbish",),
     "sched/answers.py": ("rubbish",),

@@ -1,0 +1,55 @@
+"""Where a rule begins and where it ends: what is one short of it, and whom it does not concern."""
+
+from __future__ import annotations
+
+import pytest
+from simulate import expected, make_request, make_run
+
+from engine.config.sched import SchedulerConfig
+from engine.messages.params import SamplingParams
+from engine.sched.find import choose
+from engine.sched.policies import FCFS
+from engine.sched.verify.fake import DigestWorker
+
+PROMPT = list(range(100, 140))
+
+
+@pytest.mark.parametrize("stop", [(1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32])
+def test_any_number_may_be_a_stop_token(stop):
+    """The table has 32 bits for it."""
+    run = make_run()
+    params = SamplingParams(max_tokens=3, stop_token_ids=[stop])
+    run.add(make_request("a", PROMPT, 3, params=params))
+    run.drain()
+    assert run.outputs["a"] == expected(PROMPT, 3)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_failure_concerns_nobody_who_shares_nothing_with_it(depth):
+    """Neither those who run beside it nor what is cached of others."""
+    run = make_run(depth=depth, block_size=4)
+    run.worker = DigestWorker(
+        1000, 4, fail=lambda seq, upto: "poison" if seq.request_id == "bad" else None
+    )
+    cached, other = [7] * 40, [8] * 40
+    run.add(make_request("cached", cached, 1))
+    run.drain()
+    run.add(make_request("other", other, 20))
+    run.add(make_request("bad", [9] * 40, 20))
+    run.drain()
+    assert run.finished["bad"] == ("error", None)
+    assert run.ends["other"].num_preemptions == 0 and run.outputs["other"] == expected(other, 20)
+    for name, prompt in (("cached again", cached), ("other again", other)):
+        run.add(make_request(name, prompt, 1))
+        assert run.scheduler.kv.cached_prefix(run.scheduler.roster.by_id[name]) == 36
+    run.drain()
+
+
+class Untold(FCFS):
+    """A hook written in C, which does not say what it takes."""
+
+    chunk = min
+
+
+def test_a_hook_that_does_not_tell_what_it_takes_is_tried():
+    assert type(choose(SchedulerConfig(scheduling_policy=Untold)).policy) is Untold
