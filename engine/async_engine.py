@@ -258,7 +258,7 @@ class AsyncLLMEngine:
             self._commands = deque()
         for stream in streams:
             stream.post(partial(stream.fail, death))
-        self._session.client.shutdown()
+        self._session.shutdown()
         for command in commands:  # the core refuses them now, and who waits for one is told so
             with contextlib.suppress(Exception):
                 if not isinstance(command, Arrival):  # whose stream has failed already

@@ -114,7 +114,7 @@ class LLMEngine:
 
     def shutdown(self) -> None:
         """Let go of model and memory; harmless when repeated."""
-        self.session.client.shutdown()
+        self.session.shutdown()
 
     def __enter__(self) -> LLMEngine:
         return self

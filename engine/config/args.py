@@ -16,6 +16,7 @@ from engine.config.engine import EngineConfig
 from engine.config.env import core_secret, default_log_level
 from engine.config.gpu import GPUConfig
 from engine.config.model import ModelConfig
+from engine.config.polling import PollConfig, asked_decode_poll_timeout_ms
 from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError
 
@@ -126,6 +127,13 @@ class EngineArgs:
     """Seconds one step may take; a core that needs longer is given up, and ended if it is ours."""
     drain_timeout: float = 30.0
     """Seconds for unfinished requests after a core's process got SIGTERM."""
+    tokenizer_pool_size: int = 0
+    """Processes that tokenise, and as many that detokenise; 0: this process does both."""
+    decode_poll_timeout_ms: int | None = None
+    """Milliseconds a core in a process of its own looks for messages between decode steps; if not
+    given METRONOME_DECODE_POLL_TIMEOUT_MS, or 0, which does not wait."""
+    idle_wait_ms: int = 1000
+    """Longest sleep of such a core without work, in milliseconds; whatever arrives ends it."""
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineArgs:
@@ -152,6 +160,11 @@ class EngineArgs:
             step_log=None if self.step_log is None else str(self.step_log),
             logits_processors=tuple(map(load_logits_processor, self.logits_processors)),
             core=self._core_config(),
+            polling=PollConfig(
+                decode_poll_timeout_ms=asked_decode_poll_timeout_ms(self.decode_poll_timeout_ms),
+                idle_wait_ms=self.idle_wait_ms,
+            ),
+            tokenizer_pool_size=self.tokenizer_pool_size,
         )
 
     def _core_config(self) -> CoreConfig:

@@ -7,14 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from engine.config.cache import CacheConfig
+from engine.config.check import check_range
 from engine.config.core import CoreConfig
 from engine.config.gpu import GPUConfig
 from engine.config.model import ModelConfig, check_choice
+from engine.config.polling import PollConfig
 from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError
 
 Device = Literal["auto", "cpu", "cuda"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+MAX_POOL_SIZE = 64  # of text processes of each kind
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -47,10 +50,20 @@ class EngineConfig:
     """Factories of custom logits processors, applied in this order."""
     core: CoreConfig = field(default_factory=CoreConfig)
     """Where the core runs."""
+    polling: PollConfig = field(default_factory=PollConfig)
+    """How long the core waits for messages."""
+    tokenizer_pool_size: int = 0
+    """Tokenizer processes, and as many detokenizer processes; 0: the user's process does both."""
 
     def __post_init__(self) -> None:
         check_choice("device", self.device, ("auto", "cpu", "cuda"))
         check_choice("log_level", self.log_level, LOG_LEVELS)
+        check_range(self, 0, MAX_POOL_SIZE, "tokenizer_pool_size")
+        if self.tokenizer_pool_size and self.model.skip_tokenizer_init:
+            raise ConfigError(
+                f"tokenizer_pool_size is {self.tokenizer_pool_size} and skip_tokenizer_init is "
+                "True: without a tokenizer its processes have nothing to do; leave one of both out"
+            )
         cores = os.cpu_count() or 1
         if self.num_threads is not None and not 1 <= self.num_threads <= cores:
             raise ConfigError(

@@ -24,6 +24,15 @@ CORE_SECRET = "METRONOME_CORE_SECRET"
 """What a core and its clients share, for cores that are reached over TCP."""
 
 
+DECODE_POLL_TIMEOUT = "METRONOME_DECODE_POLL_TIMEOUT_MS"
+"""``decode_poll_timeout_ms`` of engines that were not given one."""
+
+
+def decode_poll_timeout() -> str | None:
+    """What ``METRONOME_DECODE_POLL_TIMEOUT_MS`` says, ``None`` if it is not set."""
+    return os.environ.get(DECODE_POLL_TIMEOUT)
+
+
 def default_log_level(fallback: str = "info") -> str:
     """What ``METRONOME_LOG_LEVEL`` says, ``fallback`` if it is not set."""
     return os.environ.get(LOG_LEVEL, fallback).lower()

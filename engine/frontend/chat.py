@@ -64,13 +64,30 @@ def _templates_in(value: Any, root: Path) -> dict[str, str]:
 
 def render_chat(template: str, messages: Messages, values: dict[str, Any]) -> str:
     """The text ``template`` makes of ``messages``. Raises ``RequestError`` if it refuses them."""
+    return fill_template(template, chat_values(messages, values))
+
+
+def chat_values(messages: Messages, values: dict[str, Any]) -> dict[str, Any]:
+    """All that a template sees, as plain data. Raises ``RequestError`` for what is no chat."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise RequestTypeError(f"a conversation must be a list of messages, got {messages!r:.100}")
     chat = [_plain_message(message) for message in messages]
     try:
-        return str(compile_template(template).render({**plain(values), "messages": chat}))
+        return {**plain(values), "messages": chat}
+    except RecursionError as error:
+        raise _refusal(error) from error
+
+
+def fill_template(template: str, values: dict[str, Any]) -> str:
+    """The text of a template. Raises ``RequestError`` if it refuses these values."""
+    try:
+        return str(compile_template(template).render(values))
     except Exception as error:  # a stranger's program: it adds what a message lacks, and the like
-        raise RequestError(f"the chat template refuses this conversation: {error}") from error
+        raise _refusal(error) from error
+
+
+def _refusal(error: Exception) -> RequestError:
+    return RequestError(f"the chat template refuses this conversation: {error}")
 
 
 def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,49 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
 from engine.errors import RequestError
 from engine.frontend.logprobs import prompt_positions
-from engine.frontend.parent import LiveRequest
+from engine.frontend.parent import LiveRequest, Row
+from engine.frontend.pool_texts import PooledTexts, Reading
 from engine.frontend.prompt import Submission
 from engine.frontend.sequence import Sequence
 from engine.frontend.tokenizer import Tokenizer
 from engine.messages.outputs import CoreOutputs, Finished, RequestOutput, Started
 from engine.observe.stats_log import TokenCounts
 
-
-class Row(NamedTuple):
-    """Whom a row of the core's columns belongs to."""
-
-    request: LiveRequest
-    sequence: Sequence
+Moved = dict[LiveRequest, list[Sequence]]
 
 
 class OutputProcessor:
     """Owns text, stop strings and log-probabilities of all unfinished requests.
 
-    What the core still sends for requests that ended here is ignored.
+    What the core still sends for requests that ended here is ignored. With ``texts`` other
+    processes turn tokens into text.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, texts: PooledTexts | None = None) -> None:
         self.counts = TokenCounts()
         self._tokenizer = tokenizer
+        self._texts = texts
         self._requests: dict[str, LiveRequest] = {}
         self._rows: dict[str, Row] = {}  # by the core's request id
         self._ended_here: dict[str, LiveRequest] = {}  # likewise; the core does not know yet
+        self._only_text: set[str] = set()  # of rows: ended in the core, their text is missing
 
     @property
     def num_unfinished(self) -> int:
         """Requests whose last output is still to come."""
         return len(self._requests)
 
+    @property
+    def is_only_text_missing(self) -> bool:
+        """Whether the core has ended all there is, and only texts are still to come."""
+        return 0 < len(self._only_text) == len(self._rows)
+
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._requests
 
     def register(self, submission: Submission) -> None:
         """Expect outputs for these sequences. Raises ``RequestError`` if an id is in use."""
-        live = LiveRequest(submission, self._tokenizer)
+        live = LiveRequest(submission, self._tokenizer, self._texts is None)
         taken = [core_id for core_id in live.core_ids if core_id in self._rows]
         if submission.request_id in self._requests or taken:
             raise RequestError(
@@ -61,7 +64,7 @@ class OutputProcessor:
         for started in batch.started:
             self._start(batch.request_ids[started.index], started)
         ends = {end.index: end for end in batch.finished}
-        moved: dict[LiveRequest, list[Sequence]] = {}
+        moved: Moved = {}
         for index, (core_id, token_ids) in enumerate(_rows(batch)):
             row = self._rows.get(core_id)
             if row is None:
@@ -70,23 +73,47 @@ class OutputProcessor:
                 self._take_prompt_logprobs(row.request, batch, index)
             end = ends.get(index)
             if token_ids or end is not None:
-                self._advance(core_id, row, token_ids, batch, index, end)
+                self._take(row, token_ids, batch, index, end)
+                if self._is_read_elsewhere(row):
+                    self._send(core_id, row, end, batch.time)
+                else:
+                    row.sequence.read(end)
+                    self._settled(core_id, row, end, batch.time)
+                    moved.setdefault(row.request, []).append(row.sequence)
+        return _outputs(moved) + self.take_texts(wait_for_all=False)
+
+    def take_texts(self, wait_for_all: bool) -> list[RequestOutput]:
+        """What users get of texts that other processes have made."""
+        if self._texts is None:
+            return []
+        moved: Moved = {}
+        for reading, delta in self._texts.exchange(wait_for_all):
+            core_id, row, _, end, time = reading
+            if core_id in self._rows:  # no earlier text has ended it
+                row.sequence.settle(delta, end)
+                self._settled(core_id, row, end, time)
                 moved.setdefault(row.request, []).append(row.sequence)
-        outputs = (request.output(sequences) for request, sequences in moved.items())
-        return [output for output in outputs if output is not None]
+        return _outputs(moved)
 
     def abort(self, request_ids: Iterable[str], time: float) -> list[RequestOutput]:
         """End these requests now; unknown ids do nothing. Their last outputs say ``"abort"``."""
-        outputs = []
+        outputs = self.take_texts(wait_for_all=True)  # who only waits for text is no longer alive
+        aborted = Finished(0, "abort")
+        moved: Moved = {}
         for request_id in dict.fromkeys(request_ids):
             request = self._requests.get(request_id)
-            if request is None:
-                continue
-            core_ids = [core_id for core_id in request.core_ids if core_id in self._rows]
-            output = request.output([self._end_by_abort(core_id, time) for core_id in core_ids])
-            assert output is not None  # the last one always comes
-            outputs.append(output)
-        return outputs
+            for core_id in request.core_ids if request else ():
+                row = self._rows.get(core_id)
+                if row is None:
+                    continue
+                self._ended_here[core_id] = row.request
+                if self._is_read_elsewhere(row):
+                    self._send(core_id, row, aborted, time)
+                else:
+                    row.sequence.read(aborted)
+                    self._settled(core_id, row, aborted, time)
+                    moved.setdefault(row.request, []).append(row.sequence)
+        return outputs + _outputs(moved) + self.take_texts(wait_for_all=True)
 
     def withdraw(self, request_id: str) -> list[str]:
         """Forget a request that was not taken. Returns its ids in the core."""
@@ -99,13 +126,6 @@ class OutputProcessor:
         """Sequences that ended here since the last call, by the core's ids: it must stop them."""
         ended, self._ended_here = self._ended_here, {}
         return ended
-
-    def _end_by_abort(self, core_id: str, time: float) -> Sequence:
-        row = self._rows[core_id]
-        row.sequence.advance([], None, Finished(0, "abort"))
-        self._ended_here[core_id] = row.request
-        self._finish(core_id, row, time)
-        return row.sequence
 
     def _start(self, core_id: str, started: Started) -> None:
         row = self._rows.get(core_id)
@@ -121,15 +141,15 @@ class OutputProcessor:
             batch.prompt_logprobs[index], len(request.prompt_token_ids), self._tokenizer
         )
 
-    def _advance(
+    def _take(
         self,
-        core_id: str,
         row: Row,
         token_ids: list[int],
         batch: CoreOutputs,
         index: int,
         end: Finished | None,
     ) -> None:
+        """Append what a step brought, less its text."""
         request, sequence = row
         metrics = request.metrics
         if token_ids:
@@ -138,13 +158,31 @@ class OutputProcessor:
                 self.counts.prompt_tokens += len(request.prompt_token_ids)
             metrics.last_token_time = batch.time
             self.counts.generation_tokens += len(token_ids)
-        sequence.advance(token_ids, batch.logprobs.get(index), end)
+        sequence.take(token_ids, batch.logprobs.get(index))
         if end is not None:
             request.note(end)
-        if sequence.end is not None:
-            if end is None:
-                self._ended_here[core_id] = request
-            self._finish(core_id, row, batch.time)
+
+    def _is_read_elsewhere(self, row: Row) -> bool:
+        return self._texts is not None and row.sequence.params.detokenize
+
+    def _send(self, core_id: str, row: Row, end: Finished | None, time: float) -> None:
+        """Have the tokens of a row read that are to be read now."""
+        assert self._texts is not None
+        if end is not None:
+            self._only_text.add(core_id)
+        if row.sequence.is_read_now(end):
+            self._texts.add(Reading(core_id, row, row.sequence.unread(end), end, time))
+
+    def _settled(self, core_id: str, row: Row, end: Finished | None, time: float) -> None:
+        """Its text is known up to here: it has perhaps ended, by ``end`` or by what it says."""
+        if row.sequence.end is None:
+            return
+        if end is None:
+            self._ended_here[core_id] = row.request
+        if self._texts is not None:
+            self._texts.forget(row.sequence)
+            self._only_text.discard(core_id)
+        self._finish(core_id, row, time)
 
     def _finish(self, core_id: str, row: Row, time: float) -> None:
         request, sequence = row
@@ -155,6 +193,11 @@ class OutputProcessor:
             request.metrics.finished_time = time
             self.counts.finished[sequence.end.reason] += 1
             del self._requests[request.request_id]
+
+
+def _outputs(moved: Moved) -> list[RequestOutput]:
+    outputs = (request.output(sequences) for request, sequences in moved.items())
+    return [output for output in outputs if output is not None]
 
 
 def _rows(batch: CoreOutputs) -> Iterator[tuple[str, list[int]]]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.frontend.logprobs import Position
 from engine.frontend.prompt import Submission
 from engine.frontend.sequence import Sequence
+from engine.frontend.text import TextReader, wish_of
 from engine.frontend.tokenizer import Tokenizer
 from engine.messages.outputs import Finished, RequestMetrics, RequestOutput
 
@@ -16,17 +17,25 @@ class LiveRequest:
     """Gathers the sequences of one request into outputs of the kind its user asked for.
 
     cumulative: all n sequences so far · delta: what is new in those that moved · final: all n,
-    once, when the last has finished. Sequences stand in the order of their index.
+    once, when the last has finished. Sequences stand in the order of their index. Their text is
+    made here if it ``reads_here``.
     """
 
-    def __init__(self, submission: Submission, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, submission: Submission, tokenizer: Tokenizer | None, reads_here: bool
+    ) -> None:
         self.request_id = submission.request_id
         self.core_ids = [request.request_id for request in submission.requests]
         self.prompt = submission.prompt
         self.prompt_token_ids = submission.prompt_token_ids
         self.kind = submission.params.output_kind
         self.sequences = [
-            Sequence(index, submission.params, submission.prompt_token_ids, tokenizer)
+            Sequence(
+                index,
+                submission.params,
+                tokenizer,
+                _reader(submission, tokenizer) if reads_here else None,
+            )
             for index in range(submission.params.n)
         ]
         self._num_running = len(self.sequences)
@@ -75,3 +84,16 @@ class LiveRequest:
         if self.kind == "delta":
             self.prompt_logprobs = None  # sent once
         return output
+
+
+class Row(NamedTuple):
+    """Whom a row of the core's columns belongs to."""
+
+    request: LiveRequest
+    sequence: Sequence
+
+
+def _reader(submission: Submission, tokenizer: Tokenizer | None) -> TextReader | None:
+    if tokenizer is None or not submission.params.detokenize:
+        return None
+    return TextReader(tokenizer.backend, submission.prompt_token_ids, wish_of(submission.params))

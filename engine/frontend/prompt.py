@@ -7,6 +7,8 @@ import logging
 import types
 from array import array
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, NamedTuple, TypedDict
@@ -14,7 +16,8 @@ from typing import Any, NamedTuple, TypedDict
 import msgspec
 
 from engine.config.check import is_finite
-from engine.errors import RequestError, RequestTypeError
+from engine.errors import RequestError, RequestTypeError, WireError
+from engine.frontend.pool import TextPool
 from engine.frontend.tokenizer import Tokenizer
 from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest
@@ -86,8 +89,10 @@ class InputProcessor:
         limits: Limits,
         clock: Callable[[], float],
         id_prefix: str = "",
+        pool: TextPool | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._pool = pool
         self._limits = limits
         self._clock = clock
         self._id_prefix = id_prefix  # of ids in the core
@@ -100,8 +105,12 @@ class InputProcessor:
         prompt: Prompt,
         params: SamplingParams | None,
         options: RequestOptions,
+        ahead: Future[list[int]] | None = None,
     ) -> Submission:
-        """A request ready to be added. Raises ``RequestError`` naming value, limit and way out."""
+        """A request ready to be added. Raises ``RequestError`` naming value, limit and way out.
+
+        ``ahead`` is what ``encode_ahead`` of the prompt has returned, if it was asked.
+        """
         if not isinstance(request_id, str):
             raise RequestTypeError(
                 f"request_id must be a str, got {type(request_id).__name__}: {request_id!r}"
@@ -109,7 +118,7 @@ class InputProcessor:
         arrival_time = self._arrival(options)
         params = _own_params(params)
         parts = self._parts(prompt)
-        token_ids = self._checked_ids(parts)
+        token_ids = self._checked_ids(parts, ahead)
         self._check_params(params)
         first = AddRequest(
             request_id=self._id_prefix + request_id,
@@ -132,6 +141,20 @@ class InputProcessor:
             request_id, parts.get("prompt"), token_ids, params, arrival_time, children(first)
         )
 
+    def encode_ahead(self, prompt: Prompt) -> Future[list[int]] | None:
+        """Begin to tokenise a prompt in another process, if there is one and it is a text.
+
+        Raises nothing: what is wrong with a prompt is said by ``process``.
+        """
+        text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+        has_ids = isinstance(prompt, dict) and prompt.get("prompt_token_ids") is not None
+        if self._pool is None or has_ids or not isinstance(text, str):
+            return None
+        try:
+            return self._pool.encode(text)
+        except UnicodeError:
+            return None
+
     def _parts(self, prompt: Prompt) -> TextPrompt:
         if isinstance(prompt, str):
             return {"prompt": prompt}
@@ -153,9 +176,9 @@ class InputProcessor:
                 raise RequestTypeError(f"{key} must be a str, got {value!r:.80}")
         return prompt
 
-    def _checked_ids(self, parts: TextPrompt) -> list[int]:
+    def _checked_ids(self, parts: TextPrompt, ahead: Future[list[int]] | None) -> list[int]:
         ids = parts.get("prompt_token_ids")
-        token_ids = self._encode(parts["prompt"]) if ids is None else _whole_numbers(ids)
+        token_ids = self._encode(parts["prompt"], ahead) if ids is None else _whole_numbers(ids)
         limit, vocab_size = self._limits.max_model_len, self._limits.vocab_size
         if not token_ids:
             raise RequestError("the prompt is empty; it must have at least one token")
@@ -171,7 +194,7 @@ class InputProcessor:
             )
         return token_ids
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str, ahead: Future[list[int]] | None) -> list[int]:
         if self._tokenizer is None:
             raise RequestError(
                 "the engine has no tokenizer (skip_tokenizer_init): pass token ids, as "
@@ -179,6 +202,10 @@ class InputProcessor:
             )
         if not isinstance(text, str):
             raise RequestTypeError(f"prompt must be a str, got {type(text).__name__}")
+        begun = self.encode_ahead(text) if ahead is None else ahead
+        if begun is not None:
+            with suppress(WireError):  # too long to travel: it is refused here soon enough
+                return begun.result()
         return self._tokenizer.encode(text)
 
     def _check_params(self, params: SamplingParams) -> None:

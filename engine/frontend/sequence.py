@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
-from engine.frontend.detokenizer import Detokenizer, StopMatch, StopStrings
+from typing import NamedTuple
+
+from engine.frontend.detokenizer import StopStrings
 from engine.frontend.logprobs import Position, position_logprobs
+from engine.frontend.text import TextReader
 from engine.frontend.tokenizer import Tokenizer
 from engine.messages.outputs import CompletionOutput, Finished, TokenLogprobs
 from engine.messages.params import SamplingParams
+from engine.messages.text import TextDelta
+
+
+class Unread(NamedTuple):
+    """Tokens on their way to a reader. ``is_last``: none follow."""
+
+    token_ids: list[int]
+    is_last: bool
 
 
 class Sequence:
-    """Grows by the tokens of each step until ``end`` is set, by the core or by a stop string."""
+    """Grows until ``end`` is set, by the core or by a stop string; a stop string wins.
+
+    It takes the tokens of each step, then ``read`` has its own reader make text of them. If that
+    happens elsewhere, what is ``unread`` goes there and the answer is settled.
+    """
 
     def __init__(
         self,
         index: int,
         params: SamplingParams,
-        prompt_token_ids: list[int],
         tokenizer: Tokenizer | None,
+        reader: TextReader | None,
     ) -> None:
         self.index = index
         self.params = params
@@ -27,34 +42,55 @@ class Sequence:
         self.cumulative_logprob = 0.0
         self.end: Finished | None = None
         self._tokenizer = tokenizer
-        self._detokenizer: Detokenizer | None = None
-        if tokenizer is not None and params.detokenize:
-            self._detokenizer = Detokenizer(
-                tokenizer.backend, prompt_token_ids, params.skip_special_tokens
-            )
-        self._stops: StopStrings | None = None
+        self._reader = reader
+        # What may turn out to be the beginning of a stop string is not shown yet.
+        self._num_held_back = 0
         if params.stop:
-            self._stops = StopStrings(params.stop, params.include_stop_str_in_output)
+            stops = StopStrings(params.stop, params.include_stop_str_in_output)
+            self._num_held_back = stops.num_held_back
         # Text that nobody sees before the end is made in one go at the end.
-        self._is_lazy = self._stops is None and params.output_kind == "final"
-        self._num_read = 0  # tokens the detokeniser has seen
+        self._is_lazy = not params.stop and params.output_kind == "final"
+        self._num_read = 0  # tokens a reader has got
         self._num_sent_tokens = 0
         self._num_sent_chars = 0
 
-    def advance(
-        self,
-        token_ids: list[int],
-        logprobs: list[TokenLogprobs] | None = None,
-        end: Finished | None = None,
-    ) -> None:
-        """Append what a step brought, ``end`` with the last. A stop string wins over ``end``."""
+    def take(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> None:
+        """Append tokens whose text is still to come."""
         self.token_ids += token_ids
         if self.logprobs is not None and logprobs is not None:
             self.logprobs += [position_logprobs(entry, self._tokenizer) for entry in logprobs]
             self.cumulative_logprob += sum(entry.logprobs[0] for entry in logprobs)
-        if self._detokenizer is not None and (end is not None or not self._is_lazy):
-            self._read(self._detokenizer, end)
-        if self.end is None:
+
+    def is_read_now(self, end: Finished | None) -> bool:
+        """Whether tokens become text before the sequence has ended."""
+        return end is not None or not self._is_lazy
+
+    def unread(self, end: Finished | None) -> Unread:
+        """The tokens that no reader has got; they get to one now."""
+        token_ids = self.token_ids[self._num_read :]
+        self._num_read = len(self.token_ids)
+        is_stopped = end is not None and end.reason == "stop" and bool(token_ids)
+        if is_stopped and not self.params.include_stop_str_in_output:
+            token_ids.pop()  # the token that ended it is no text, unless asked for
+        return Unread(token_ids, end is not None)
+
+    def read(self, end: Finished | None) -> None:
+        """Have the own reader read what was taken, ``end`` with the last of it."""
+        if self._reader is None:
+            self.end = end
+        elif self.is_read_now(end):
+            self.settle(self._reader.read(*self.unread(end)), end)
+
+    def settle(self, delta: TextDelta, end: Finished | None) -> None:
+        """Add what a reader made of tokens; ``end`` is what came with the last of them."""
+        if delta.num_dropped:
+            self.text = self.text[: -delta.num_dropped]
+        self.text += delta.text
+        if delta.error:
+            self.end = Finished(0, "error", message=delta.error)
+        elif delta.stop is not None:
+            self._stop_at(delta.stop, delta.num_tokens)
+        elif self.end is None:
             self.end = end
 
     def output(self) -> CompletionOutput:
@@ -83,42 +119,14 @@ class Sequence:
         )
 
     def _num_visible_chars(self) -> int:
-        if self._stops is None or self.end is not None:
+        if not self._num_held_back or self.end is not None:
             return len(self.text)
-        return max(self._num_sent_chars, len(self.text) - self._stops.num_held_back)
+        return max(self._num_sent_chars, len(self.text) - self._num_held_back)
 
-    def _read(self, detokenizer: Detokenizer, end: Finished | None) -> None:
-        """Turn the tokens not read yet into text; at the end, all that is withheld too."""
-        upto = len(self.token_ids)
-        if end is not None and end.reason == "stop" and self._num_read < upto:
-            # The token that ended it is no text, unless asked for.
-            upto -= not self.params.include_stop_str_in_output
-        if self._stops is None:
-            self.text += detokenizer.feed(self.token_ids[self._num_read : upto])
-            self._num_read = upto
-        elif self._read_for_stops(detokenizer, self._stops, upto):
-            return
-        if end is not None:
-            self.text += detokenizer.flush()
-
-    def _read_for_stops(self, detokenizer: Detokenizer, stops: StopStrings, upto: int) -> bool:
-        """Token by token, since the one that completes a stop string is the last that counts."""
-        for position in range(self._num_read, upto):
-            new = detokenizer.feed([self.token_ids[position]])
-            self.text += new
-            if new and position >= self.params.min_tokens:
-                match = stops.find(self.text, len(new))
-                if match is not None:
-                    self._stop_at(match, position + 1)
-                    return True
-        self._num_read = upto
-        return False
-
-    def _stop_at(self, match: StopMatch, num_tokens: int) -> None:
-        self.text = self.text[: match.keep]
+    def _stop_at(self, string: str, num_tokens: int) -> None:
         del self.token_ids[num_tokens:]
         if self.logprobs is not None:
             cut = self.logprobs[num_tokens:]
             self.cumulative_logprob -= sum(next(iter(p.values())).logprob for p in cut)
             del self.logprobs[num_tokens:]
-        self.end = Finished(0, "stop", match.string)
+        self.end = Finished(0, "stop", string)

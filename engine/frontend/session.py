@@ -13,6 +13,8 @@ from typing import Any, Literal, Protocol
 from engine.config.engine import EngineConfig
 from engine.errors import EngineDeadError, RequestError
 from engine.frontend.output import OutputProcessor
+from engine.frontend.pool import TextPool
+from engine.frontend.pool_texts import PooledTexts
 from engine.frontend.prompt import InputProcessor, Limits, Submission
 from engine.frontend.tokenizer import Tokenizer, load_tokenizer
 from engine.messages.outputs import CoreOutputs, Finished, RequestOutput
@@ -80,13 +82,15 @@ class Session:
         client: CoreClient,
         tokenizer: Tokenizer | None,
         clock: Callable[[], float],
+        pool: TextPool | None = None,
     ) -> None:
         self.client = client
         self.tokenizer = tokenizer
         self.inputs = InputProcessor(
-            tokenizer, _limits(config, client.decided, tokenizer), clock, client.id_prefix
+            tokenizer, _limits(config, client.decided, tokenizer), clock, client.id_prefix, pool
         )
-        self.outputs = OutputProcessor(tokenizer)
+        self.outputs = OutputProcessor(tokenizer, None if pool is None else PooledTexts(pool))
+        self._pool = pool
         self._clock = clock
         self._stats_log: StatsLog | None = None
         if not config.disable_log_stats:
@@ -102,7 +106,18 @@ class Session:
         """Load what ``config`` asks for. The tokenizer comes first: it fails sooner."""
         set_up_logging(config.log_level)
         tokenizer = None if config.model.skip_tokenizer_init else load_tokenizer(config.model)
-        return cls(config, build(config, clock=clock), tokenizer, clock)
+        pool = None
+        if tokenizer is not None and config.tokenizer_pool_size:
+            pool = TextPool(config.model, config.tokenizer_pool_size)
+        try:
+            client = build(config, clock=clock)
+            if pool is not None:
+                pool.wait_until_ready()
+        except BaseException:
+            if pool is not None:
+                pool.close()
+            raise
+        return cls(config, client, tokenizer, clock, pool)
 
     @property
     def has_unfinished(self) -> bool:
@@ -145,9 +160,13 @@ class Session:
 
     def step(self) -> list[RequestOutput]:
         """Run one step of the core and return what it means for users."""
-        outputs = []
-        for batch in self.client.step():
-            outputs += self.outputs.process(batch)
+        outputs: list[RequestOutput] = []
+        if self.outputs.is_only_text_missing:
+            outputs += self.outputs.take_texts(wait_for_all=True)
+        else:
+            for batch in self.client.step():
+                outputs += self.outputs.process(batch)
+            outputs += self.outputs.take_texts(wait_for_all=False)
         self._stop_in_core()
         if self._stats_log is not None:
             self._stats_log.after_step(is_idle=not self.has_unfinished)
@@ -158,6 +177,12 @@ class Session:
         outputs = self.outputs.abort(request_ids, self._clock())
         self._stop_in_core()
         return outputs
+
+    def shutdown(self) -> None:
+        """End the core and the text processes; harmless when repeated."""
+        self.client.shutdown()
+        if self._pool is not None:
+            self._pool.close()
 
     def _stop_in_core(self) -> None:
         """What ended here ends in the core too, which then tells how it had fared."""

@@ -11,7 +11,7 @@ import importlib
 import logging
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as RustTokenizer
@@ -25,6 +25,14 @@ logger = logging.getLogger(__name__)
 
 # Files from which transformers can build a tokenizer when there is no tokenizer.json.
 OTHER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
+
+
+class ChatInputs(NamedTuple):
+    """A conversation, the source of its template and what else that sees."""
+
+    template: str
+    messages: Messages
+    values: dict[str, Any]
 
 
 class Tokenizer:
@@ -55,7 +63,8 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``, with what the model expects around it unless told otherwise.
 
-        Raises ``RequestTypeError`` for what is no text, halves of characters included.
+        Raises ``RequestTypeError`` for what is no text, halves of characters included, and
+        ``RequestError`` for a text that the tokenizer refuses.
         """
         try:
             return self.backend.encode(text, add_special_tokens)
@@ -64,6 +73,8 @@ class Tokenizer:
                 f"{text!r:.80} is no text that can be tokenised: it must be a str without lone "
                 "surrogates (half a character, as a wrongly decoded file has)"
             ) from error
+        except Exception as error:  # the library raises plain Exception
+            raise RequestError(f"{text!r:.80} cannot be tokenised: {error}") from error
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """Text of ``token_ids``; bytes that are no whole character become U+FFFD."""
@@ -90,6 +101,26 @@ class Tokenizer:
         ``chat_template`` is a template or the name of one; ``variables`` reach it untouched. Raises
         ``RequestError`` if there is none or the template refuses the conversation.
         """
+        return render_chat(
+            *self.chat_inputs(
+                messages,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                tools=tools,
+                **variables,
+            )
+        )
+
+    def chat_inputs(
+        self,
+        messages: Messages,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+        **variables: Any,
+    ) -> ChatInputs:
+        """What ``apply_chat_template`` fills in, and where. Raises what it does."""
         template = self._template(chat_template, has_tools=tools is not None)
         values = {
             **self.special_tokens,
@@ -98,7 +129,7 @@ class Tokenizer:
             "add_generation_prompt": add_generation_prompt,
             **variables,
         }
-        return render_chat(template, messages, values)
+        return ChatInputs(template, messages, values)
 
     def _template(self, asked: str | None, has_tools: bool) -> str:
         if asked is not None:

@@ -1,0 +1,235 @@
+"""Tokenizer and detokenizer processes, as many of each as asked for.
+
+    any thread ── encode, render ─> Future ──┐                      ┌─> tokenizer process
+    session    ── read           ─> Future ──┴─> thread ── socket ──┴─> detokenizer process
+
+One thread owns sockets and processes. It sleeps until something arrives, a process ends or hangs.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from itertools import count
+from typing import Any, NamedTuple
+
+import zmq
+
+from engine.config.model import ModelConfig
+from engine.errors import EngineDeadError, WireError
+from engine.frontend.chat import chat_values
+from engine.frontend.pool_process import pack_ids, unpack_ids
+from engine.frontend.pool_slot import START_SECONDS, Asked, Slot, Task, TextProcess, describe
+from engine.frontend.tokenizer import ChatInputs
+from engine.ipc.channel import Delivery
+from engine.ipc.sockets import Socket, Waker
+from engine.messages.text import (
+    Encode,
+    Encoded,
+    Read,
+    Render,
+    Rendered,
+    Rendering,
+    Reply,
+    Role,
+    TextDelta,
+    TextRow,
+    Texts,
+)
+
+ARENA_BYTES = 32 << 20  # in each direction of each process; memory is taken when first used
+HANG_SECONDS = 30.0
+
+
+class Seat(NamedTuple):
+    """A task and whom it is for; ``slot`` None is the tokenizer with the least to do."""
+
+    task: Task
+    slot: int | None
+
+
+class TextPool:
+    """``size`` tokenizer and ``size`` detokenizer processes. May be used from any thread.
+
+    Futures raise ``RequestError`` for an input that cannot be done, ``RefusedError`` while a
+    process cannot be started, and ``EngineDeadError`` once the pool is closed.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        size: int,
+        *,
+        arena_bytes: int = ARENA_BYTES,
+        hang_seconds: float = HANG_SECONDS,
+    ) -> None:
+        asked = Asked(
+            model.model, model.tokenizer, model.trust_remote_code, arena_bytes, hang_seconds
+        )
+        self.size = size
+        self._loop = PoolLoop(asked, size)
+        self._numbers = count()
+        self.close: Callable[[], None] = weakref.finalize(self, self._loop.close)
+        """End the processes; harmless when repeated."""
+
+    def wait_until_ready(self) -> None:
+        """Raises ``EngineDeadError`` naming a process that could not be started."""
+        for slot in self._loop.slots:
+            slot.started.result(START_SECONDS * 2)
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Of the processes that run, by name."""
+        running = [(slot.name, slot.process) for slot in self._loop.slots]
+        return {name: process.program.pid for name, process in running if process is not None}
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> Future[list[int]]:
+        """``Tokenizer.encode`` of a text that can be written as UTF-8."""
+        job = Encode(next(self._numbers), add_special_tokens)
+        return self._ask(Task(job, [text.encode()], _ids_of, what=describe(text)))
+
+    def render(self, inputs: ChatInputs) -> Future[Rendering]:
+        """A conversation as a prompt, and its ids. Raises ``RequestError`` for what is no chat."""
+        job = Render(next(self._numbers), chat_values(inputs.messages, inputs.values))
+        payloads = [inputs.template.encode()]
+        return self._ask(Task(job, payloads, _rendering_of, what=describe(inputs.messages)))
+
+    def read(
+        self, detokenizer: int, epoch: int, rows: list[TextRow], prompts: list[list[int]]
+    ) -> Future[list[TextDelta]]:
+        """Turn rows into text at a detokenizer; ``prompts`` are those of openings in them.
+
+        Raises ``TextsLost`` if it has died, with all it knew, or is not that of ``epoch``.
+        """
+        job = Read(next(self._numbers), rows)
+        task = Task(job, [pack_ids(prompt) for prompt in prompts], _deltas_of, epoch=epoch)
+        return self._ask(task, self.size + detokenizer)
+
+    def _ask(self, task: Task, slot: int | None = None) -> Future[Any]:
+        self._loop.add(Seat(task, slot))
+        return task.future
+
+
+class PoolLoop:
+    """The thread of a pool. ``add`` and ``close`` may be called from others."""
+
+    def __init__(self, asked: Asked, size: int) -> None:
+        self._context: zmq.Context[Socket] = zmq.Context()
+        self._inbox: deque[Seat] = deque()
+        self._waker = Waker()
+        self._lock = threading.Lock()  # nothing is added once it is closing
+        self._is_closing = False
+        self.num_tokenizers = size
+        names: tuple[Role, Role] = ("tokenizer", "detokenizer")
+        roles = [role for role in names for _ in range(size)]
+        self.slots = [
+            Slot(
+                f"{role} process {index % size}",
+                partial(TextProcess, self._context, role, asked),
+                time.monotonic,
+                asked.hang_seconds,
+            )
+            for index, role in enumerate(roles)
+        ]
+        for slot in self.slots:
+            slot.start()
+        self._thread = threading.Thread(target=self._run, name="text-pool", daemon=True)
+        self._thread.start()
+
+    def add(self, seat: Seat) -> None:
+        """Queue a task. Raises ``EngineDeadError`` after ``close``."""
+        with self._lock:
+            if self._is_closing:
+                raise EngineDeadError("the engine was shut down")
+            self._inbox.append(seat)
+            self._waker.wake()
+
+    def close(self) -> None:
+        """End thread and processes; harmless when repeated."""
+        with self._lock:
+            self._is_closing = True
+        self._waker.wake()
+        self._thread.join()
+
+    # In the thread.
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing:
+                ready = self._wait()
+                if self._waker.fd in ready:
+                    self._waker.clear()
+                    self._take_inbox()
+                for slot in self.slots:
+                    self._attend(slot, ready)
+        finally:
+            with self._lock:
+                self._is_closing = True
+            for slot in self.slots:
+                slot.close()
+            for task, _ in self._inbox:
+                task.future.set_exception(EngineDeadError("the engine was shut down"))
+            self._context.destroy(linger=0)
+            self._waker.close()
+
+    def _wait(self) -> dict[Any, int]:
+        poller = zmq.Poller()
+        poller.register(self._waker.fd, zmq.POLLIN)
+        for slot in self.slots:
+            if slot.process is not None:
+                poller.register(slot.process.socket, zmq.POLLIN)
+                poller.register(slot.process.program.pidfd, zmq.POLLIN)
+        deadlines = [slot.deadline for slot in self.slots if slot.deadline is not None]
+        if not deadlines:
+            return dict(poller.poll())
+        left = max(0.0, min(deadlines) - time.monotonic())
+        return dict(poller.poll(int(left * 1000) + 1))
+
+    def _attend(self, slot: Slot, ready: dict[Any, int]) -> None:
+        process = slot.process
+        if process is None:
+            return
+        if process.socket in ready:
+            slot.receive()
+        if process.program.pidfd in ready:
+            slot.died()
+        else:
+            slot.check()
+
+    def _take_inbox(self) -> None:
+        while self._inbox:
+            task, slot = self._inbox.popleft()
+            tokenizers = self.slots[: self.num_tokenizers]
+            chosen = self.slots[slot] if slot is not None else min(tokenizers, key=_load)
+            chosen.add(task)
+
+
+def _load(slot: Slot) -> int:
+    return slot.num_tasks
+
+
+def _ids_of(delivery: Delivery[Reply]) -> list[int]:
+    _expect(delivery, Encoded, 1)
+    return unpack_ids(delivery.payloads[0])
+
+
+def _rendering_of(delivery: Delivery[Reply]) -> Rendering:
+    _expect(delivery, Rendered, 2)
+    text, ids = delivery.payloads
+    return Rendering(str(text, "utf-8"), unpack_ids(ids))
+
+
+def _deltas_of(delivery: Delivery[Reply]) -> list[TextDelta]:
+    _expect(delivery, Texts, 0)
+    assert isinstance(delivery.message, Texts)
+    return delivery.message.deltas
+
+
+def _expect(delivery: Delivery[Reply], kind: type, num_payloads: int) -> None:
+    if not isinstance(delivery.message, kind) or len(delivery.payloads) != num_payloads:
+        raise WireError(f"{delivery.message!r:.80} is no answer to what was asked")

@@ -1,0 +1,135 @@
+"""A tokenizer or detokenizer process: jobs in, answers out, in order. Blocks while there are none.
+
+Started by ``pool_slot.TextProcess`` as a program; imports neither torch nor transformers, unless
+the tokenizer of the model exists only there.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+
+import msgspec
+import zmq
+
+from engine.config.model import ModelConfig
+from engine.core.failures import failure_of
+from engine.errors import RequestError, WireError
+from engine.frontend.chat import fill_template
+from engine.frontend.text import TextReader
+from engine.frontend.tokenizer import Tokenizer, load_tokenizer
+from engine.ipc.channel import Channel, Delivery
+from engine.ipc.program import start_message
+from engine.ipc.shm import Arena, ArenaReader
+from engine.ipc.sockets import connect
+from engine.messages.text import (
+    Encode,
+    Encoded,
+    Failed,
+    Job,
+    Read,
+    Ready,
+    Render,
+    Rendered,
+    Reply,
+    StartText,
+    TextDelta,
+    TextRow,
+    Texts,
+)
+
+Answer = tuple[Reply, list[bytes]]
+
+
+def main(descriptor: int) -> None:
+    """Serve until the parent ends this process."""
+    start = msgspec.msgpack.decode(start_message(descriptor), type=StartText)
+    desk = Desk(load_tokenizer(_model(start)))
+    channel = Channel[Job](Job, *_arenas(start))
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    dealer, _ = connect(context, start.address, None)
+    dealer.send_multipart(channel.pack(Ready(start.token)))
+    while True:
+        reply, payloads = _answer(desk, channel, dealer.recv_multipart())
+        dealer.send_multipart(channel.pack(reply, payloads))
+
+
+def _answer(desk: Desk, channel: Channel[Job], frames: list[bytes]) -> Answer:
+    try:
+        delivery = channel.unpack(frames)
+    except WireError as error:
+        return Failed(-1, failure_of(error)), []
+    try:
+        return desk.do(delivery)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except Exception as error:
+        return Failed(delivery.message.number, failure_of(error, RequestError)), []
+    except BaseException as error:  # what the tokenizer library raises when it has a fault itself
+        wrapped = RequestError(f"{type(error).__name__}: {error}")
+        return Failed(delivery.message.number, failure_of(wrapped)), []
+
+
+class Desk:
+    """Does the jobs; remembers the sequences it reads for."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._readers: dict[int, TextReader] = {}
+
+    def do(self, delivery: Delivery[Job]) -> Answer:
+        """The answer to a job, with its payloads."""
+        match delivery.message:
+            case Encode(number, add_special_tokens):
+                text = str(delivery.payloads[0], "utf-8")
+                ids = self._tokenizer.encode(text, add_special_tokens)
+                return Encoded(number), [pack_ids(ids)]
+            case Render(number, values):
+                text = fill_template(str(delivery.payloads[0], "utf-8"), values)
+                ids = self._tokenizer.encode(text, add_special_tokens=False)
+                return Rendered(number), [text.encode(), pack_ids(ids)]
+            case Read(number, rows):
+                return Texts(number, [self._read(row, delivery.payloads) for row in rows]), []
+
+    def _read(self, row: TextRow, payloads: list[bytes]) -> TextDelta:
+        if row.opening is not None:
+            prompt = unpack_ids(payloads[row.opening.prompt])
+            reader = TextReader(self._tokenizer.backend, prompt, row.opening.wish)
+            for token_id in row.opening.read:
+                reader.read([token_id], is_last=False)
+            self._readers[row.sequence] = reader
+        if row.sequence not in self._readers:
+            return TextDelta()  # tokens behind a stop string
+        delta = self._readers[row.sequence].read(row.token_ids, row.is_last)
+        if row.is_last or delta.stop is not None or delta.error:
+            del self._readers[row.sequence]
+        return delta
+
+
+def pack_ids(token_ids: list[int]) -> bytes:
+    """Ids as 32-bit integers of this machine."""
+    return array("i", token_ids).tobytes()
+
+
+def unpack_ids(data: bytes) -> list[int]:
+    """Raises ``WireError`` if these are no ids."""
+    if len(data) % array("i").itemsize:
+        raise WireError(f"{len(data)} bytes are no token ids")
+    return array("i", data).tolist()
+
+
+def _model(start: StartText) -> ModelConfig:
+    return ModelConfig(
+        model=start.model, tokenizer=start.tokenizer, trust_remote_code=start.trust_remote_code
+    )
+
+
+def _arenas(start: StartText) -> tuple[Arena | None, ArenaReader | None]:
+    if start.fd_to_parent < 0:
+        return None, None
+    own = Arena(start.fd_to_parent, f"shared memory of a {start.role} process")
+    return own, ArenaReader(start.fd_from_parent)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

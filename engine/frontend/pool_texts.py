@@ -1,0 +1,211 @@
+"""Sequences whose text is made in detokenizer processes.
+
+A sequence stays with one detokenizer. Its tokens are kept in the front end, so one that died is no
+loss: the next one is told what was read already, and the rest is asked again. Who waits for a text
+of this step gets it in this step; texts that are shown only at the end come when they come.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from typing import NamedTuple
+
+from engine.errors import EngineDeadError
+from engine.frontend.parent import Row
+from engine.frontend.pool import TextPool
+from engine.frontend.pool_slot import MAX_DEATHS, TextsLost
+from engine.frontend.sequence import Sequence, Unread
+from engine.frontend.text import wish_of
+from engine.messages.outputs import Finished
+from engine.messages.text import Opening, TextDelta, TextRow, TextWish
+
+
+class Reading(NamedTuple):
+    """Tokens on their way to become text, and what came with them."""
+
+    core_id: str
+    row: Row
+    unread: Unread
+    end: Finished | None
+    time: float  # of the step, on the core's clock
+
+    @property
+    def is_awaited(self) -> bool:
+        """Somebody sees this text as soon as it is there, or it may end its sequence."""
+        params = self.row.sequence.params
+        return params.output_kind != "final" or bool(params.stop)
+
+
+class ReadText(NamedTuple):
+    """A reading with its text."""
+
+    reading: Reading
+    delta: TextDelta
+
+
+class Remote:
+    """What a detokenizer must know of a sequence, and knows."""
+
+    def __init__(self, number: int, prompt_token_ids: list[int], wish: TextWish) -> None:
+        self.number = number
+        self.prompt_token_ids = prompt_token_ids
+        self.wish = wish
+        self.epoch = 0  # of the process that knows it
+        self.num_settled = 0  # tokens whose text is known here
+        self.num_deaths = 0  # of processes that read nothing but its tokens, in a row
+
+
+class Sent(NamedTuple):
+    """Readings that a detokenizer has."""
+
+    readings: list[Reading]
+    future: Future[list[TextDelta]]
+
+    @property
+    def is_awaited(self) -> bool:
+        return any(reading.is_awaited for reading in self.readings)
+
+
+class Shard:
+    """The sequences of one detokenizer."""
+
+    def __init__(self, pool: TextPool, index: int) -> None:
+        self._pool = pool
+        self._index = index
+        self._epoch = 1
+        self._waiting: list[Reading] = []
+        self._sent: deque[Sent] = deque()
+        self._remotes: dict[Sequence, Remote] = {}
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._remotes)
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._waiting or self._sent)
+
+    def open(self, sequence: Sequence, remote: Remote) -> None:
+        self._remotes[sequence] = remote
+
+    def add(self, reading: Reading) -> None:
+        """Keep for the next ``send``."""
+        self._waiting.append(reading)
+
+    def send(self) -> None:
+        """Send what was added, as one job."""
+        readings, self._waiting = self._waiting, []
+        self._send(readings)
+
+    def take(self, wait_for_all: bool) -> Iterator[ReadText]:
+        """Texts that are there, in order; waits for those somebody waits for."""
+        while self._sent:
+            is_due = wait_for_all or any(sent.is_awaited for sent in self._sent)
+            if not is_due and not self._sent[0].future.done():
+                return
+            try:
+                deltas = self._sent[0].future.result()
+            except TextsLost as lost:
+                yield from self._resend(lost)
+                continue
+            except EngineDeadError:
+                raise
+            except Exception as error:  # it cannot be started
+                deltas = [TextDelta(error=str(error))] * len(self._sent[0].readings)
+            for reading, delta in zip(self._sent.popleft().readings, deltas, strict=True):
+                self._note(reading, delta)
+                yield ReadText(reading, delta)
+
+    def forget(self, sequence: Sequence) -> None:
+        """It has ended."""
+        self._remotes.pop(sequence, None)
+
+    def _note(self, reading: Reading, delta: TextDelta) -> None:
+        remote = self._remotes.get(reading.row.sequence)
+        if remote is not None:
+            remote.num_settled += len(reading.unread.token_ids)
+            remote.num_deaths = 0
+
+    def _send(self, readings: list[Reading]) -> None:
+        readings = [each for each in readings if each.row.sequence in self._remotes]
+        if not readings:
+            return
+        rows: list[TextRow] = []
+        prompts: list[list[int]] = []
+        for reading in readings:
+            remote = self._remotes[reading.row.sequence]
+            opening = None
+            if remote.epoch != self._epoch:
+                remote.epoch = self._epoch
+                read = reading.row.sequence.token_ids[: remote.num_settled]
+                opening = Opening(remote.wish, len(prompts), read)
+                prompts.append(remote.prompt_token_ids)
+            rows.append(TextRow(remote.number, *reading.unread, opening))
+        future = self._pool.read(self._index, self._epoch, rows, prompts)
+        self._sent.append(Sent(readings, future))
+
+    def _resend(self, lost: TextsLost) -> Iterator[ReadText]:
+        """Ask anew for what a dead process had. Those it died over go one by one."""
+        self._epoch = lost.epoch
+        sent, self._sent = self._sent, deque()
+        suspects = sent.popleft().readings if lost.is_suspect else []
+        if len(suspects) == 1:
+            yield from self._blame(suspects[0])
+        for reading in suspects:
+            self._send([reading])
+        for each in sent:
+            self._send(each.readings)
+
+    def _blame(self, reading: Reading) -> Iterator[ReadText]:
+        remote = self._remotes.get(reading.row.sequence)
+        if remote is None:
+            return
+        remote.num_deaths += 1
+        if remote.num_deaths == MAX_DEATHS:
+            self.forget(reading.row.sequence)
+            error = f"the detokenizer process died over its tokens, {MAX_DEATHS} times"
+            yield ReadText(reading, TextDelta(error=error))
+
+
+class PooledTexts:
+    """All sequences that get their text from a pool. Belongs to the session's thread."""
+
+    def __init__(self, pool: TextPool) -> None:
+        self._shards = [Shard(pool, index) for index in range(pool.size)]
+        self._shard_of: dict[Sequence, Shard] = {}
+        self._numbers = itertools.count()
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences a detokenizer may know."""
+        return len(self._shard_of)
+
+    def add(self, reading: Reading) -> None:
+        """Tokens of a sequence; they leave with the next ``exchange``."""
+        sequence = reading.row.sequence
+        shard = self._shard_of.get(sequence)
+        if shard is None:
+            shard = self._shard_of[sequence] = min(self._shards, key=_load)
+            prompt, wish = reading.row.request.prompt_token_ids, wish_of(sequence.params)
+            shard.open(sequence, Remote(next(self._numbers), prompt, wish))
+        shard.add(reading)
+
+    def exchange(self, wait_for_all: bool = False) -> Iterable[ReadText]:
+        """Send what was added; texts that are there or waited for, in order for each sequence."""
+        for shard in self._shards:
+            shard.send()
+        for shard in self._shards:
+            yield from shard.take(wait_for_all)
+
+    def forget(self, sequence: Sequence) -> None:
+        """It has ended: nothing more is read for it."""
+        shard = self._shard_of.pop(sequence, None)
+        if shard is not None:
+            shard.forget(sequence)
+
+
+def _load(shard: Shard) -> int:
+    return shard.num_sequences
