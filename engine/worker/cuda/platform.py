@@ -46,6 +46,8 @@ class Platform(Protocol):
     """What the runner asks of a device. Work is done in the order in which it is asked for."""
 
     device: torch.device
+    compiles: bool
+    """Whether a kernel costs seconds when it is first launched in a new shape."""
 
     def mark(self) -> Mark:
         """A new mark behind all that was asked for so far."""
@@ -78,6 +80,8 @@ class Platform(Protocol):
 
 class CudaPlatform:
     """The current CUDA device. One stream computes, another brings results home."""
+
+    compiles = True
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
@@ -150,6 +154,8 @@ class HostMark:
 
 class HostPlatform:
     """The CPU in a device's place."""
+
+    compiles = False
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")

@@ -57,9 +57,10 @@ class DeviceRunner:
         self._graphed = record(self.machine, sizes, self._max_model_len)
 
     @torch.inference_mode()
-    def rehearse(self, num_tokens: int) -> None:
-        """A step as large as there can be, of made-up sequences that all lie in block 0."""
-        num_seqs = min(len(self.states.tokens), num_tokens)
+    def rehearse(self, num_tokens: int, num_seqs: int) -> None:
+        """A step of so many tokens, of made-up sequences that all lie in the null block."""
+        self.machine.slots.state.num_computed.zero_()
+        num_seqs = min(num_seqs, num_tokens)
         slots = np.arange(num_seqs, dtype=np.int32)
         share, rest = divmod(num_tokens, num_seqs)
         counts = np.minimum(share + (slots >= num_seqs - rest), self._max_model_len)

@@ -32,6 +32,8 @@ from engine.worker.memory import choose_kv_dtype, log_pool, make_kv_cache
 from engine.worker.states import LiveSeqs
 from engine.worker.warmup import warm_up
 
+CHUNKS = (2, 4, 8, 16, 32, 64, 128)  # tokens; launch settings differ between them, not beyond
+
 logger = logging.getLogger("engine.worker")
 
 
@@ -65,6 +67,8 @@ def make_cuda_worker(
     )
     log_pool(spec, decided)
     machine.kv[:] = make_kv_cache(spec, num_blocks, cache.block_size, dtype=kv_dtype, device=device)
+    if platform.compiles:
+        _meet_shapes(runner, sched)
     warm_up(runner, num_blocks)
     _record(runner, config, sched)
     return runner, decided
@@ -124,7 +128,9 @@ def _size_pool(
         spec, 1, cache.block_size, dtype=kv_dtype, device=platform.device.type
     )
     with explained(platform, f"a step of {sched.max_num_batched_tokens} tokens was tried"):
-        use = platform.measure(lambda: runner.rehearse(sched.max_num_batched_tokens))
+        use = platform.measure(
+            lambda: runner.rehearse(sched.max_num_batched_tokens, sched.max_num_seqs)
+        )
     blocks_of_one = -(-sched.max_model_len // cache.block_size) + 1  # and the null block
     budget = kv_budget(
         use,
@@ -132,6 +138,14 @@ def _size_pool(
         one_request=blocks_of_one * spec.block_bytes(cache.block_size),
     )
     return decide_num_blocks(replace(cache, kv_cache_memory_bytes=budget), free_bytes=0, **sizes)
+
+
+def _meet_shapes(runner: DeviceRunner, sched: SchedulerConfig) -> None:
+    """A chunk of every kind of length, or kernels are compiled while somebody waits for them."""
+    longest = min(sched.max_num_batched_tokens, sched.max_model_len)
+    for num_tokens in CHUNKS:
+        if num_tokens <= longest:
+            runner.rehearse(num_tokens, 1)
 
 
 def _record(runner: DeviceRunner, config: EngineConfig, sched: SchedulerConfig) -> None:
