@@ -87,7 +87,12 @@ class AsyncLLMEngine:
         if the queue is full, ``EngineDeadError`` if the core has died. Options are those of
         ``LLMEngine.add_request``.
         """
-        submission = self._session.inputs.process(request_id, prompt, sampling_params, options)
+        inputs = self._session.inputs
+        ahead = inputs.encode_ahead(prompt)
+        if ahead is not None:  # other tasks go on meanwhile; what is wrong is said by process()
+            with contextlib.suppress(Exception):
+                await asyncio.wrap_future(ahead)
+        submission = inputs.process(request_id, prompt, sampling_params, options, ahead)
         stream = Stream(asyncio.get_running_loop(), submission.params.output_kind)
         self._open_stream(submission, stream)
         try:

@@ -18,7 +18,7 @@ from engine.errors import RequestError, RequestTypeError
 from engine.frontend.chat import Messages
 from engine.frontend.interrupts import HeldInterrupt
 from engine.frontend.progress import RequestProgress
-from engine.frontend.prompt import Prompt, RequestOptions, Submission, TextPrompt
+from engine.frontend.prompt import Prompt, RequestOptions, Submission
 from engine.frontend.tokenizer import Tokenizer
 from engine.llm_engine import LLMEngine
 from engine.messages.outputs import RequestOutput
@@ -64,17 +64,22 @@ class LLM:
         asked = SamplingParams() if sampling_params is None else sampling_params
         params = _one_each("sampling_params", asked, len(todo), SamplingParams)
         ranks = _one_each("priority", 0 if priority is None else priority, len(todo), int)
-        process = self.llm_engine.session.inputs.process
+        inputs = self.llm_engine.session.inputs
+        begun = [inputs.encode_ahead(prompt) for prompt in todo]
         options: RequestOptions = {}
         if timeout is not None:
             options["timeout"] = timeout
         if queue_timeout is not None:
             options["queue_timeout"] = queue_timeout
         submissions = [
-            process(
-                str(next(self._counter)), prompt, _only_final(own), {**options, "priority": rank}
+            inputs.process(
+                str(next(self._counter)),
+                prompt,
+                _only_final(own),
+                {**options, "priority": rank},
+                ahead,
             )
-            for prompt, own, rank in zip(todo, params, ranks, strict=True)
+            for prompt, own, rank, ahead in zip(todo, params, ranks, begun, strict=True)
         ]
         with self._turn:
             return self._run(submissions, use_tqdm)
@@ -94,19 +99,14 @@ class LLM:
 
         ``chat_template_kwargs`` are variables of the template. Otherwise like ``generate``.
         """
-        tokenizer = self.get_tokenizer()
-        variables = _template_variables(chat_template_kwargs)
-        prompts: list[TextPrompt] = []
-        for conversation in _as_conversations(messages):
-            text = tokenizer.apply_chat_template(
-                conversation,
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                tools=tools,
-                **variables,
-            )
-            ids = tokenizer.encode(text, add_special_tokens=False)  # the template has written them
-            prompts.append({"prompt": text, "prompt_token_ids": ids})
+        self.get_tokenizer()  # or its ConfigError
+        options = {
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "tools": tools,
+            **_template_variables(chat_template_kwargs),
+        }
+        prompts = self.llm_engine.session.inputs.render(_as_conversations(messages), options)
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def get_tokenizer(self) -> Tokenizer:

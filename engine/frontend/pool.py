@@ -22,10 +22,8 @@ import zmq
 
 from engine.config.model import ModelConfig
 from engine.errors import EngineDeadError, WireError
-from engine.frontend.chat import chat_values
 from engine.frontend.pool_process import pack_ids, unpack_ids
 from engine.frontend.pool_slot import START_SECONDS, Asked, Slot, Task, TextProcess, describe
-from engine.frontend.tokenizer import ChatInputs
 from engine.ipc.channel import Delivery
 from engine.ipc.sockets import Socket, Waker
 from engine.messages.text import (
@@ -93,11 +91,12 @@ class TextPool:
         job = Encode(next(self._numbers), add_special_tokens)
         return self._ask(Task(job, [text.encode()], _ids_of, what=describe(text)))
 
-    def render(self, inputs: ChatInputs) -> Future[Rendering]:
-        """A conversation as a prompt, and its ids. Raises ``RequestError`` for what is no chat."""
-        job = Render(next(self._numbers), chat_values(inputs.messages, inputs.values))
-        payloads = [inputs.template.encode()]
-        return self._ask(Task(job, payloads, _rendering_of, what=describe(inputs.messages)))
+    def render(self, template: str, values: dict[str, Any]) -> Future[Rendering]:
+        """Fill in the source of a chat template with plain data. Raises ``WireError`` for values
+        that cannot travel, through the future."""
+        job = Render(next(self._numbers), values)
+        what = describe(values.get("messages"))
+        return self._ask(Task(job, [template.encode()], _rendering_of, what=what))
 
     def read(
         self, detokenizer: int, epoch: int, rows: list[TextRow], prompts: list[list[int]]

@@ -17,21 +17,15 @@ import msgspec
 
 from engine.config.check import is_finite
 from engine.errors import RequestError, RequestTypeError, WireError
+from engine.frontend.chat import Messages
 from engine.frontend.pool import TextPool
+from engine.frontend.rendering import TextPrompt, render_chats
 from engine.frontend.tokenizer import Tokenizer
 from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest
 from engine.messages.validate import check_params_for_vocab
 
 logger = logging.getLogger(__name__)
-
-
-class TextPrompt(TypedDict, total=False):
-    """A prompt as text or as token ids (``prompt`` is then only shown), with its own options."""
-
-    prompt: str
-    prompt_token_ids: list[int]
-    cache_salt: str
 
 
 Prompt = str | list[int] | TextPrompt
@@ -118,7 +112,7 @@ class InputProcessor:
         arrival_time = self._arrival(options)
         params = _own_params(params)
         parts = self._parts(prompt)
-        token_ids = self._checked_ids(parts, ahead)
+        token_ids = self._checked_ids(parts, params.truncate_prompt_tokens, ahead)
         self._check_params(params)
         first = AddRequest(
             request_id=self._id_prefix + request_id,
@@ -155,6 +149,16 @@ class InputProcessor:
         except UnicodeError:
             return None
 
+    def render(
+        self, conversations: Iterable[Messages], options: dict[str, Any]
+    ) -> list[TextPrompt]:
+        """Conversations as prompts; ``options`` are those of ``apply_chat_template``.
+
+        Raises the ``RequestError`` of the first one that cannot be rendered.
+        """
+        assert self._tokenizer is not None
+        return render_chats(self._tokenizer, self._pool, conversations, options)
+
     def _parts(self, prompt: Prompt) -> TextPrompt:
         if isinstance(prompt, str):
             return {"prompt": prompt}
@@ -176,10 +180,14 @@ class InputProcessor:
                 raise RequestTypeError(f"{key} must be a str, got {value!r:.80}")
         return prompt
 
-    def _checked_ids(self, parts: TextPrompt, ahead: Future[list[int]] | None) -> list[int]:
+    def _checked_ids(
+        self, parts: TextPrompt, num_kept: int | None, ahead: Future[list[int]] | None
+    ) -> list[int]:
         ids = parts.get("prompt_token_ids")
         token_ids = self._encode(parts["prompt"], ahead) if ids is None else _whole_numbers(ids)
         limit, vocab_size = self._limits.max_model_len, self._limits.vocab_size
+        if num_kept is not None:
+            token_ids = _last(token_ids, limit - 1 if num_kept < 0 else num_kept)
         if not token_ids:
             raise RequestError("the prompt is empty; it must have at least one token")
         if not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
@@ -190,7 +198,8 @@ class InputProcessor:
         if len(token_ids) >= limit:
             raise RequestError(
                 f"the prompt has {len(token_ids)} tokens, but max_model_len is {limit}, prompt and "
-                "at least one output token together; shorten the prompt or raise max_model_len"
+                "at least one output token together; shorten the prompt, have it shortened by "
+                "truncate_prompt_tokens=-1, or raise max_model_len"
             )
         return token_ids
 
@@ -315,6 +324,11 @@ def as_request_ids(request_id: object) -> list[str]:
         if not isinstance(item, str):
             raise RequestTypeError(f"request_id must be a str or several, got {item!r:.80}")
     return ids
+
+
+def _last(token_ids: list[int], count: int) -> list[int]:
+    """The end of a prompt is what is to be continued."""
+    return token_ids[max(0, len(token_ids) - count) :]
 
 
 def _whole_numbers(ids: list[int]) -> list[int]:

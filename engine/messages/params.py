@@ -21,7 +21,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     the k most likely tokens and the sampled one (-1: the whole vocabulary); ``prompt_logprobs``
     does so for prompt tokens from ``prompt_logprobs_start`` on. Log-probabilities are those of the
     model, before penalties and temperature. ``extra_args`` reaches policies and custom logits
-    processors untouched.
+    processors untouched. ``truncate_prompt_tokens=k`` keeps the last k tokens of a longer prompt
+    (-1: as many as leave room for one output token).
 
     Raises ``RequestError`` (a ``ValueError``) that names field, value and range.
     """
@@ -51,6 +52,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     skip_special_tokens: bool = True
     output_kind: OutputKind = "cumulative"
     extra_args: dict[str, Any] | None = None
+    truncate_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
         self.stop = as_list(self.stop)

@@ -55,6 +55,7 @@ OPTIONAL_WHOLE_RANGES = (
     Range("seed", -(2**63), 2**63 - 1, "64 bits"),
     Range("logprobs", -1, math.inf, "-1 is the whole vocabulary, None is off"),
     Range("prompt_logprobs", -1, math.inf, "-1 is the whole vocabulary, None is off"),
+    Range("truncate_prompt_tokens", -1, math.inf, "-1 is all that fits, None is off"),
 )
 
 

@@ -1,0 +1,79 @@
+"""Conversations to prompts, here or in tokenizer processes, with the same results and errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, TypedDict
+
+from engine.errors import WireError
+from engine.frontend.chat import Messages, chat_values
+from engine.frontend.pool import TextPool
+from engine.frontend.tokenizer import Tokenizer
+from engine.messages.text import Rendering
+
+
+class TextPrompt(TypedDict, total=False):
+    """A prompt as text or as token ids (``prompt`` is then only shown), with its own options."""
+
+    prompt: str
+    prompt_token_ids: list[int]
+    cache_salt: str
+
+
+Begun = Callable[[], Rendering]
+"""A rendering that may still be under way; raises what went wrong."""
+
+
+def render_chats(
+    tokenizer: Tokenizer,
+    pool: TextPool | None,
+    conversations: Iterable[Messages],
+    options: dict[str, Any],
+) -> list[TextPrompt]:
+    """A prompt for each conversation, with its ids: the template has written special tokens.
+
+    ``options`` are those of ``Tokenizer.apply_chat_template``. Raises the ``RequestError`` of the
+    first conversation that cannot be rendered.
+    """
+    begun = [_begin(tokenizer, pool, messages, options) for messages in conversations]
+    return [
+        {"prompt": text, "prompt_token_ids": token_ids} for text, token_ids in (f() for f in begun)
+    ]
+
+
+def _begin(
+    tokenizer: Tokenizer, pool: TextPool | None, messages: Messages, options: dict[str, Any]
+) -> Begun:
+    here = partial(_render_here, tokenizer, messages, options)
+    if pool is None:
+        return here
+    try:
+        inputs = tokenizer.chat_inputs(messages, **options)
+        values = chat_values(inputs.messages, inputs.values)
+        if _has_tuple(values):  # it would arrive as a list, which templates show otherwise
+            return here
+        future = pool.render(inputs.template, values)
+    except Exception:  # said again in its turn: a conversation before it may be wrong too
+        return here
+    return partial(_result, future.result, here)
+
+
+def _result(elsewhere: Begun, here: Begun) -> Rendering:
+    try:
+        return elsewhere()
+    except WireError:  # numbers or sizes that cannot travel
+        return here()
+
+
+def _render_here(tokenizer: Tokenizer, messages: Messages, options: dict[str, Any]) -> Rendering:
+    text = tokenizer.apply_chat_template(messages, **options)
+    return Rendering(text, tokenizer.encode(text, add_special_tokens=False))
+
+
+def _has_tuple(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(_has_tuple(item) for pair in value.items() for item in pair)
+    if isinstance(value, list):
+        return any(_has_tuple(item) for item in value)
+    return isinstance(value, tuple)
