@@ -253,6 +253,12 @@ CANARIES = (
         "    if pause is PauseState.PAUSED_ALL:\n        step.tokens_left = 0\n",
         "",
     ),
+    Canary(
+        "leave a token that somebody could use",
+        SCHEDULER,
+        "            if step.tokens_left <= 0:\n",
+        "            if step.tokens_left <= 1:\n",
+    ),
     # accounts
     Canary(
         "lose seconds of a wait",

@@ -20,6 +20,7 @@
 [17]   a clock that jumps changes no plan of fcfs and priority         ``swarm``
 [18]   pauses hold back, deadlines end                                 ``check_wishes``
 [19]   who is better goes first, unless the policy says otherwise      ``check_order``
+[20]   nothing is left over that somebody could use                    ``spare.check_spare``
 =====  ==============================================================  ==========================
 """
 
@@ -40,6 +41,7 @@ from engine.sched.scheduler import Scheduler
 from engine.sched.verify.check import check_empty, check_plan, check_state
 from engine.sched.verify.fake import EMPTY_DIGEST, DigestWorker, mix
 from engine.sched.verify.needs import Drafts, Need
+from engine.sched.verify.spare import check_spare
 
 IDLE_STEPS = 4  # plans in a row that may be empty though somebody could run
 FUTILE_PREEMPTIONS = 12  # of one request in a row, without a new token between them
@@ -74,6 +76,7 @@ class Invariants:
         """The scheduler has made a plan."""
         if self.plugins:
             self._check_plugins()
+            check_spare(self.scheduler, plan)
         if not plan.is_empty:
             check_plan(self.scheduler, plan)
         self.progress.planned(plan)
