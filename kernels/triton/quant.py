@@ -39,18 +39,36 @@ class Shape(NamedTuple):
 
 
 @triton.jit
-def piece_of(raw, half: tl.constexpr, zeros, there, is_column, S: tl.constexpr):
-    """Values minus their zeros in float32: [N, PIECE]; 8-bit floats have no zeros."""
-    value = raw
-    if S.BITS == 4:
-        value = (raw >> (4 * half)) & 15
-    value = value.to(tl.float32)
-    if zeros is not None:
-        zero = tl.load(zeros + there, mask=is_column, other=0)
-        value = value - zero.to(tl.float32)[:, None]
-    elif raw.dtype == tl.uint8:
-        value = value - (1 << (S.BITS - 1))
-    return value
+def as_float(nibble, dtype: tl.constexpr):
+    """Numbers below 16, of 16 bits plus a power of two: they become bits of the mantissa.
+
+    The power cancels against that of the zero, and nothing is converted, which is slow.
+    """
+    if dtype == tl.bfloat16:
+        return (nibble.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)
+    elif dtype == tl.float16:
+        return (nibble.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True)
+    else:
+        return nibble.to(tl.float32)
+
+
+@triton.jit
+def piece_of(
+    raw, half: tl.constexpr, zeros, there, is_column, dtype: tl.constexpr, S: tl.constexpr
+):
+    """Values minus their zeros: [N, PIECE] of dtype, exact; 8-bit floats have no zeros."""
+    if raw.dtype != tl.uint8:
+        return raw.to(tl.float32).to(dtype)
+    else:
+        if zeros is None:
+            zero = tl.full([S.N], 1 << (S.BITS - 1), tl.uint8)
+        else:
+            zero = tl.load(zeros + there, mask=is_column, other=0)
+        if S.BITS == 4:
+            value = as_float((raw >> (4 * half)) & 15, dtype) - as_float(zero, dtype)[:, None]
+        else:
+            value = raw.to(tl.float32) - zero.to(tl.float32)[:, None]
+        return value.to(dtype)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -79,7 +97,7 @@ def product_kernel(  # noqa: PLR0913
                 place = tl.load(order + k + inner, mask=in_k, other=0)
             a = tl.load(rows + place[None, :], mask=is_row[:, None] & in_k[None, :], other=0.0)
             there = tl.minimum(k // S.GROUP, S.GROUPS - 1) * num_outputs + column
-            weight = piece_of(raw, half, zeros, there, is_column, S).to(a.dtype)
+            weight = piece_of(raw, half, zeros, there, is_column, x.dtype.element_ty, S)
             part = tl.dot(a, tl.trans(weight), input_precision="ieee")
             scale = tl.load(scales + there, mask=is_column, other=0.0)
             acc += part * scale.to(tl.float32)[None, :]
@@ -116,9 +134,9 @@ def dequantize_kernel(values, scales, zeros, out, num_outputs, S: tl.constexpr):
     for half in tl.static_range(8 // S.BITS):
         k = (step * (8 // S.BITS) + half) * S.PIECE
         there = tl.minimum(k // S.GROUP, S.GROUPS - 1) * num_outputs + column
-        weight = piece_of(raw, half, zeros, there, is_column, S)
+        weight = piece_of(raw, half, zeros, there, is_column, out.dtype.element_ty, S)
         scale = tl.load(scales + there, mask=is_column, other=0.0)
-        weight = weight * scale.to(tl.float32)[:, None]
+        weight = weight.to(tl.float32) * scale.to(tl.float32)[:, None]
         place = out + column.to(tl.int64)[:, None] * S.K + (k + inner)[None, :]
         mask = is_column[:, None] & (k + inner < S.K)[None, :]
         tl.store(place, weight.to(out.dtype.element_ty), mask=mask)
