@@ -127,4 +127,7 @@ def decode_launches(
     args |= {"num_rows": num_rows, "num_splits": splits}
     args["min_tiles"] = -(-tuning.MIN_SPLIT_KEYS // tile.keys)
     grid = (num_seqs, blocks, splits)
-    return [Launch(decode_kernel, grid, args, tile.warps, tile.stages), *merges]
+    # Single tokens are bound by memory: there, more programs a processor are worth more.
+    fills = not is_single and arch != "gfx942"
+    launch = Launch(decode_kernel, grid, args, tile.warps, tile.stages, fills_registers=fills)
+    return [launch, *merges]
