@@ -28,8 +28,9 @@ pytestmark = [
     ),
 ]
 
-SMALL = {"num_hidden_layers": 1, "hidden_size": 128, "head_dim": 64, "vocab_size": 512}
+SMALL = {"num_hidden_layers": 2, "hidden_size": 128, "head_dim": 64, "vocab_size": 512}
 LENGTHS = (3, 100, 200)
+LONGER = (1, 2, 3, 5, 7, 9, 12, 16, 17, 33, 48, 64, 65, 90, 128, 150)
 COMMON = {"max_tokens": 4, "ignore_eos": True, "detokenize": False}
 PLAIN = SamplingParams(temperature=0.5, **COMMON)
 EDITED = [
@@ -108,6 +109,7 @@ def test_every_launch_of_a_run_compiles(family: str, compiled: Compiled, tmp_pat
         run(engine, LENGTHS, EDITED)
         before = dict(compiled.by_name)
         assert {"decode_kernel", "prefill_kernel", "race_kernel", "penalise_kernel"} < set(before)
-        lengths = (1, 2, 5, 7, 16, 17, 33, 48, 64, 65, 90, 128, 150)
-        run(engine, lengths, [PLAIN] * len(lengths))
+        run(engine, LONGER, [PLAIN] * len(LONGER))
+        for length in LONGER:
+            run(engine, [length], [PLAIN])
         assert compiled.by_name == before, "compiled while requests wait"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from e2e.tiny_models import CASES, Case, config_of, random_model, save
 
-from engine import EngineArgs, LLMEngine, RequestOutput, SamplingParams
+from engine import LLM, RequestOutput, SamplingParams
 from engine.config.env import INTERPRET_CUDA
 
 FAMILIES = ("llama", "qwen3", "gemma2")
@@ -63,22 +63,18 @@ def prompts() -> list[list[int]]:
     return [torch.randint(3, 400, (n,), generator=generator).tolist() for n in LENGTHS]
 
 
-def engine_for(path: Path, **options) -> LLMEngine:
+def llm_for(path: Path, **options) -> LLM:
     defaults = {"max_model_len": 32, "num_threads": 1, "max_num_seqs": 4, "num_kv_blocks": 40}
     defaults |= {"block_size": 8, "max_num_batched_tokens": 64, "log_level": "error"}
     if "tokenizer" not in options:
         defaults["skip_tokenizer_init"] = True
-    return LLMEngine.from_engine_args(EngineArgs(model=path, **{**defaults, **options}))
+    return LLM(path, **{**defaults, **options})
 
 
-def run(engine: LLMEngine, params: list[SamplingParams]) -> list[RequestOutput]:
-    """What becomes of each prompt with its parameters."""
-    for index, (ids, own) in enumerate(zip(prompts(), params, strict=True)):
-        engine.add_request(str(index), ids, own)
-    last = {}
-    while engine.has_unfinished_requests():
-        last |= {out.request_id: out for out in engine.step()}
-    return [last[str(index)] for index in range(len(params))]
+def run(llm: LLM, params: SamplingParams | list[SamplingParams] = GREEDY) -> list[RequestOutput]:
+    """What becomes of the prompts with these parameters."""
+    asked = [{"prompt_token_ids": ids} for ids in prompts()]
+    return llm.generate(asked, params, use_tqdm=False)
 
 
 def tokens(outs: list[RequestOutput]) -> list[list[int]]:
@@ -87,13 +83,13 @@ def tokens(outs: list[RequestOutput]) -> list[list[int]]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_are_those_of_the_cpu_worker(family, models):
-    with engine_for(models[family], device="cpu") as engine:
-        wanted = tokens(run(engine, [GREEDY] * 3))
+    with llm_for(models[family], device="cpu") as llm:
+        wanted = tokens(run(llm))
     for mode, options in MODES.items():
-        with engine_for(models[family], device="cuda", **options) as engine:
-            assert tokens(run(engine, [GREEDY] * 3)) == wanted, mode
+        with llm_for(models[family], device="cuda", **options) as llm:
+            assert tokens(run(llm)) == wanted, mode
             if "preempted" in mode:
-                assert engine.stats().num_preemptions > 0
+                assert llm.llm_engine.stats().num_preemptions > 0
 
 
 def test_seeds_edits_and_logprobs_are_those_of_the_cpu_worker(models, tokenizer):
@@ -120,8 +116,8 @@ def test_seeds_edits_and_logprobs_are_those_of_the_cpu_worker(models, tokenizer)
     ]
     found = []
     for options in ({"device": "cpu"}, {"device": "cuda", "cudagraph_capture_sizes": [4]}):
-        with engine_for(models["llama"], tokenizer=tokenizer, **options) as engine:
-            found.append(run(engine, asked))
+        with llm_for(models["llama"], tokenizer=tokenizer, **options) as llm:
+            found.append(run(llm, asked))
     assert tokens(found[1]) == tokens(found[0])
     for here, there in zip(*found, strict=True):
         for mine, theirs in (
@@ -150,16 +146,14 @@ def third_token_fails(params: SamplingParams, prompt: list[int]):
 def test_a_failing_request_does_not_disturb_the_others(models):
     """It ends with what it had; the others' tokens are what they are without it."""
     bad = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, extra_args={"fail": 1})
-    with engine_for(
-        models["qwen3"], device="cuda", logits_processors=[third_token_fails]
-    ) as engine:
-        alone = tokens(run(engine, [GREEDY] * 3))
-        outs = run(engine, [GREEDY, bad, GREEDY])
+    with llm_for(models["qwen3"], device="cuda", logits_processors=[third_token_fails]) as llm:
+        alone = tokens(run(llm))
+        outs = run(llm, [GREEDY, bad, GREEDY])
     assert [out.outputs[0].finish_reason for out in outs] == ["length", "error", "length"]
     assert tokens(outs) == [alone[0], alone[1][:2], alone[2]]
 
 
 def test_a_pool_is_sized_by_a_step_as_large_as_there_can_be(models):
     options = {"num_kv_blocks": None, "max_num_batched_tokens": 8, "enforce_eager": True}
-    with engine_for(models["llama"], device="cuda", **options) as engine:
-        assert len(tokens(run(engine, [GREEDY] * 3))) == 3
+    with llm_for(models["llama"], device="cuda", **options) as llm:
+        assert len(tokens(run(llm))) == 3
