@@ -1,7 +1,8 @@
 """Mutants of a module: the same source with one operator, constant, condition or statement changed.
 
-What only words it is left alone: docstrings, messages, log lines, annotations, ``__repr__``; and
-so is ``strict=True`` of ``zip``, an assertion that right code never meets.
+What only words it is left alone: docstrings, messages, log lines, annotations, ``__repr__``. So is
+what never runs, the bodies and defaults of protocols, and ``strict=True`` of ``zip``, an assertion
+that right code never meets.
 """
 
 from __future__ import annotations
@@ -104,6 +105,8 @@ def _is_wording(node: ast.AST) -> bool:
         case ast.JoinedStr() | ast.Raise() | ast.Import() | ast.ImportFrom():
             return True
         case ast.FunctionDef(name="__repr__"):
+            return True
+        case ast.ClassDef(bases=[ast.Name(id="Protocol"), *_]):
             return True
         case ast.keyword(arg="strict", value=ast.Constant(value=True)):
             return True

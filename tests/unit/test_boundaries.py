@@ -53,3 +53,27 @@ class Untold(FCFS):
 
 def test_a_hook_that_does_not_tell_what_it_takes_is_tried():
     assert type(choose(SchedulerConfig(scheduling_policy=Untold)).policy) is Untold
+
+
+def test_deadlines_at_one_moment_are_met_at_that_moment():
+    """Of one request and of several; who came first is told first."""
+    now = [0.0]
+    run = make_run(max_num_seqs=1, clock=lambda: now[0])
+    run.add(make_request("runs", [1] * 4, 90))
+    run.step()
+    for name in "cab":
+        run.add(make_request(name, PROMPT, 3, queue_deadline=5.0, end_deadline=5.0))
+    run.add(make_request("later", PROMPT, 3, queue_deadline=5.5))
+    run.add(make_request("sooner", PROMPT, 3, end_deadline=4.5))
+    now[0] = 4.0
+    run.step()
+    assert run.finished == {}
+    now[0] = 5.0
+    run.step()
+    assert list(run.finished) == ["sooner", "c", "a", "b"]
+    assert {run.ends[name].reason for name in run.finished} == {"deadline"}
+    assert run.scheduler.make_stats().num_expired == 4
+    now[0] = 6.0
+    run.drain()
+    assert run.ends["later"].message == "not started by its deadline"
+    assert run.ends["runs"].reason == "length"
