@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from operator import attrgetter
 
 from engine.errors import RequestError
 from engine.frontend.logprobs import prompt_positions
@@ -93,6 +94,8 @@ class OutputProcessor:
                 row.sequence.settle(delta, end)
                 self._settled(core_id, row, end, time)
                 moved.setdefault(row.request, []).append(row.sequence)
+        for sequences in moved.values():  # which may come from several processes
+            sequences.sort(key=attrgetter("index"))
         return _outputs(moved)
 
     def abort(self, request_ids: Iterable[str], time: float) -> list[RequestOutput]:

@@ -1,0 +1,295 @@
+"""One suite for text made in the front end and in processes: same outputs, same errors."""
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import made_tokenizers as made
+import pytest
+from fakes import FakeClient, FakeDecided, replay
+
+from engine import LLM, AsyncLLMEngine, LLMEngine, RequestOutput, SamplingParams
+from engine.config.engine import EngineConfig
+from engine.config.model import ModelConfig
+from engine.frontend.pool import ARENA_BYTES, TextPool
+from engine.frontend.session import Session
+from engine.frontend.tokenizer import load_tokenizer
+from engine.messages.params import OutputKind
+
+TEXT = "The quick brown fox, café 日本語 😀👍🏽, jumps over the lazy dog.\n\n  Füchse springen."
+TEMPLATE = """{% for m in messages %}{% if m.role == 'bad' %}{{ raise_exception('no bad') }}\
+{% endif %}<{{ m.role }}>{{ m.content | trim }}{{ eos_token }}{% endfor %}\
+{{ extra | default('') }}{% if add_generation_prompt %}<assistant>{% endif %}"""
+KINDS: tuple[OutputKind, ...] = ("cumulative", "delta", "final")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("tokenizer")
+    return made.save(root, made.metaspace(), {"chat_template.jinja": TEMPLATE})
+
+
+@pytest.fixture(scope="module")
+def model(directory: Path) -> ModelConfig:
+    return ModelConfig(model=str(directory))
+
+
+POOLS = {"pool of 0": None, "pool of 2": ARENA_BYTES, "pool of 2, frames only": 0}
+
+
+@pytest.fixture(scope="module", params=POOLS, ids=str)
+def pool(request: pytest.FixtureRequest, model: ModelConfig) -> Iterator[TextPool | None]:
+    if POOLS[request.param] is None:
+        yield None
+        return
+    started = TextPool(model, 2, arena_bytes=POOLS[request.param])
+    started.wait_until_ready()
+    yield started
+    started.close()
+
+
+Open = Callable[..., Session]
+
+
+@pytest.fixture
+def open_session(pool: TextPool | None, model: ModelConfig) -> Open:
+    """A session on a scripted core that answers ``TEXT``, with or without a pool."""
+    tokenizer = load_tokenizer(model)
+    ids = tokenizer.encode(TEXT, add_special_tokens=False)
+
+    def make(with_pool: TextPool | None = pool, **of_client: Any) -> Session:
+        client = FakeClient(replay(ids), FakeDecided(vocab_size=tokenizer.vocab_size), **of_client)
+        config = EngineConfig(model=model, disable_log_stats=True)
+        return Session(config, client, tokenizer, client.clock, with_pool)
+
+    return make
+
+
+def llm_around(session: Session) -> LLM:
+    llm = LLM.__new__(LLM)
+    llm.llm_engine = LLMEngine(session)
+    llm._counter = itertools.count()
+    llm._turn = threading.Lock()
+    return llm
+
+
+def run(session: Session, params: dict[str, SamplingParams]) -> dict[str, list[RequestOutput]]:
+    """Every output of these requests, side by side."""
+    llm_engine = LLMEngine(session)
+    outputs: dict[str, list[RequestOutput]] = {name: [] for name in params}
+    for name, own in params.items():
+        llm_engine.add_request(name, f"Prompt of {name}: 日本", own)
+    while llm_engine.has_unfinished_requests():
+        for output in llm_engine.step():
+            outputs[output.request_id].append(output)
+    return outputs
+
+
+def many_params() -> dict[str, SamplingParams]:
+    """What can be asked of a text, in all kinds of output."""
+    asked: dict[str, dict[str, Any]] = {
+        "plain": {"max_tokens": 60},
+        "short": {"max_tokens": 1},
+        "stop": {"max_tokens": 60, "stop": ["jumps over", "lazy"]},
+        "stop in": {"max_tokens": 60, "stop": ["ö", "日本"], "include_stop_str_in_output": True},
+        "stop later": {"max_tokens": 60, "stop": ["f"], "min_tokens": 12},
+        "never": {"max_tokens": 60, "stop": ["not there at all"]},
+        "special": {"max_tokens": 60, "skip_special_tokens": False},
+        "stop id": {"max_tokens": 60, "stop_token_ids": [260]},
+        "stop id in": {
+            "max_tokens": 60,
+            "stop_token_ids": [260],
+            "include_stop_str_in_output": True,
+        },
+        "no text": {"max_tokens": 9, "detokenize": False},
+        "logprobs": {"max_tokens": 30, "logprobs": 1, "stop": ["quick brown"]},
+        "several": {"max_tokens": 20, "n": 3, "stop": ["fox"]},
+    }
+    return {
+        f"{name} {kind}": SamplingParams(**{**options, "output_kind": kind})
+        for name, options in asked.items()
+        for kind in KINDS
+    }
+
+
+def test_outputs_equal_those_of_the_front_end(open_session: Open) -> None:
+    """117 to 120, 123, 124: object for object, step by step."""
+    params = many_params()
+    found, expected = run(open_session(), params), run(open_session(None), params)
+    for name in params:
+        assert found[name] == expected[name], name
+
+
+def test_the_core_is_stopped_in_the_same_step(open_session: Open) -> None:
+    """119: a stop string ends the sequence in the core, wherever it was found."""
+    params = {
+        kind: SamplingParams(max_tokens=60, stop=["lazy"], output_kind=kind) for kind in KINDS
+    }
+    sessions = [open_session(), open_session(None)]
+    for session in sessions:
+        run(session, params)
+    clients = [session.client for session in sessions]
+    assert sorted(clients[0].aborted) == sorted(clients[1].aborted)  # type: ignore[attr-defined]
+    assert clients[0].num_steps == clients[1].num_steps  # type: ignore[attr-defined]
+    counts = [session.outputs.counts for session in sessions]
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_steps", [0, 1, 7])
+def test_113_aborts_deliver_the_text_so_far_once(
+    open_session: Open, kind: OutputKind, num_steps: int
+) -> None:
+    found = []
+    for session in (open_session(), open_session(None)):
+        llm_engine = LLMEngine(session)
+        for name in ("a", "b", "c"):
+            llm_engine.add_request(name, "Prompt", SamplingParams(max_tokens=20, output_kind=kind))
+        outputs = [output for _ in range(num_steps) for output in llm_engine.step()]
+        llm_engine.abort_request(["b", "unknown"])
+        while llm_engine.has_unfinished_requests():
+            outputs += llm_engine.step()
+        found.append({name: [o for o in outputs if o.request_id == name] for name in "abc"})
+        assert [o.finished for o in found[-1]["b"]].count(True) == 1
+        assert found[-1]["b"][-1].outputs[0].finish_reason == "abort"
+    assert found[0] == found[1]
+
+
+BAD_PROMPTS: list[Any] = [
+    "half \ud800",
+    {"prompt": 5},
+    {"prompt": "half \udfff"},
+    {"prompt": None, "prompt_token_ids": None},
+    {"text": "x"},
+    5,
+    None,
+    [1 << 40],
+    [5, -1],
+    "long " * 3000,
+    {"prompt": "x", "cache_salt": 5},
+]
+
+
+@pytest.mark.parametrize("number", range(len(BAD_PROMPTS)))
+def test_wrong_prompts_raise_the_same_errors(open_session: Open, number: int) -> None:
+    errors = []
+    for session in (open_session(), open_session(None)):
+        for act in (
+            LLMEngine(session).add_request,
+            lambda i, p, s=session: llm_around(s).generate(p),
+        ):
+            with pytest.raises((ValueError, TypeError)) as caught:
+                act("id", BAD_PROMPTS[number])
+            errors.append((caught.type, str(caught.value)))
+        assert not session.has_unfinished
+    assert errors[:2] == errors[2:]
+
+
+def test_the_first_of_several_errors_is_the_one_raised(open_session: Open) -> None:
+    prompts = ["fine", "long " * 3000, "half \ud800"]
+    for wrong in (prompts, prompts[::-1]):
+        errors = []
+        for session in (open_session(), open_session(None)):
+            with pytest.raises(ValueError) as caught:
+                llm_around(session).generate(wrong)
+            errors.append(str(caught.value))
+        assert errors[0] == errors[1]
+
+
+@pytest.mark.parametrize("kept", [-1, 1, 3, 10_000])
+def test_prompts_are_cut_alike(open_session: Open, kept: int) -> None:
+    """The last tokens stay, whether the prompt is text or ids."""
+    params = SamplingParams(max_tokens=1, truncate_prompt_tokens=kept)
+    found = []
+    for session in (open_session(), open_session(None)):
+        encoded = session.inputs.process("a", "one two three four", None, {}).prompt_token_ids
+        for prompt in ("one two three four", encoded, "long " * 3000):
+            if kept == 10_000 and prompt == "long " * 3000:
+                continue  # still too long
+            (output,) = llm_around(session).generate(prompt, params, use_tqdm=False)
+            found.append(output.prompt_token_ids)
+        limit = 255 if kept == -1 else kept
+        assert found[-1] == found[-1][-limit:] and len(found[-1]) <= limit
+        assert found[-2] == encoded[-limit:]
+    assert found[: len(found) // 2] == found[len(found) // 2 :]
+
+
+CHATS: list[Any] = [
+    [{"role": "user", "content": " Hello 😀 "}],
+    [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Hi"}] * 20,
+    [{"role": "user", "content": ("a", "tuple")}],
+    [{"role": "user", "content": 10**30}],
+    [],
+    [{"role": "bad", "content": "x"}],
+    [{"content": "no role"}],
+    [{"role": "user", "content": "half \ud800"}],
+    "no list",
+    5,
+]
+
+
+@pytest.mark.parametrize("number", range(len(CHATS)))
+def test_chats_equal_those_of_the_front_end(open_session: Open, number: int) -> None:
+    params = SamplingParams(max_tokens=3)
+    found: list[Any] = []
+    for session in (open_session(), open_session(None)):
+        try:
+            (output,) = llm_around(session).chat(
+                CHATS[number], params, use_tqdm=False, chat_template_kwargs={"extra": "!"}
+            )
+            found.append((output.prompt, output.prompt_token_ids, output.outputs))
+        except (ValueError, TypeError) as error:
+            found.append((type(error), str(error)))
+    assert found[0] == found[1]
+
+
+def test_many_chats_stand_in_order_and_the_first_error_wins(open_session: Open) -> None:
+    chats = [[{"role": "user", "content": f"number {i}"}] for i in range(50)]
+    wrong = [*chats[:10], CHATS[5], CHATS[6], *chats[10:]]
+    prompts, errors = [], []
+    for session in (open_session(), open_session(None)):
+        outputs = llm_around(session).chat(chats, SamplingParams(max_tokens=1), use_tqdm=False)
+        prompts.append([output.prompt for output in outputs])
+        with pytest.raises(ValueError) as caught:
+            llm_around(session).chat(wrong, SamplingParams(max_tokens=1), use_tqdm=False)
+        errors.append(str(caught.value))
+    assert prompts[0] == prompts[1]
+    assert errors[0] == errors[1] and "no bad" in errors[0]
+
+
+def test_whole_lists_equal_those_of_the_front_end(open_session: Open) -> None:
+    prompts = [f"Prompt {'x ' * i}" for i in range(100)]
+    params = [SamplingParams(max_tokens=1 + i % 40, stop=["lazy"] * (i % 2)) for i in range(100)]
+    found = []
+    for session in (open_session(), open_session(None)):
+        outputs = llm_around(session).generate(prompts, params, use_tqdm=False)
+        found.append([(o.prompt, o.prompt_token_ids, o.outputs, o.finished) for o in outputs])
+        assert not session.has_unfinished
+    assert found[0] == found[1]
+
+
+async def test_126_a_hundred_streams_with_cancels(open_session: Open) -> None:
+    """Exact texts; cancelling some, while they are tokenised too, disturbs nobody."""
+    expected = run(open_session(None), {"x": SamplingParams(max_tokens=40, output_kind="delta")})
+    text = "".join(output.outputs[0].text for output in expected["x"])
+    async_engine = AsyncLLMEngine(open_session())
+    for _ in range(2):  # ids can be used again
+
+        async def collect(name: str) -> str:
+            params = SamplingParams(max_tokens=40, output_kind="delta")
+            prompt = f"Prompt of {name} 日本"
+            stream = async_engine.generate(prompt, params, name)
+            return "".join([output.outputs[0].text async for output in stream])
+
+        tasks = [asyncio.create_task(collect(str(i))) for i in range(100)]
+        for task in tasks[::10]:
+            await asyncio.sleep(0)
+            task.cancel()
+        results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
+        for i, result in enumerate(results):
+            assert isinstance(result, asyncio.CancelledError) if i % 10 == 0 else result == text
+    async_engine._session._pool = None  # which other tests go on to use
+    async_engine.shutdown()

@@ -1,0 +1,38 @@
+"""The program of a text process, with inputs that kill it, hang it, or make it talk rubbish."""
+
+import os
+import signal
+import time
+from typing import Any
+
+from engine.frontend import pool_process
+from engine.frontend.text import TextReader
+from engine.messages.text import TextDelta
+
+DEADLY, HANGING, RUBBISH = "deadly", "hanging", "rubbish"
+DEADLY_ID = 300
+"""A token that no process survives."""
+
+
+class DeadlyDesk(pool_process.Desk):
+    def do(self, delivery: Any) -> Any:
+        payload = delivery.payloads[0] if delivery.payloads else b""
+        if payload.startswith(DEADLY.encode()):
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if payload.startswith(HANGING.encode()):
+            time.sleep(1000)
+        reply, payloads = super().do(delivery)
+        return (reply, [b"xxx"]) if payload.startswith(RUBBISH.encode()) else (reply, payloads)
+
+
+class DeadlyReader(TextReader):
+    def read(self, token_ids: list[int], is_last: bool) -> TextDelta:
+        if DEADLY_ID in token_ids:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().read(token_ids, is_last)
+
+
+def main(descriptor: int) -> None:
+    pool_process.Desk = DeadlyDesk  # type: ignore[misc]
+    pool_process.TextReader = DeadlyReader  # type: ignore[misc]
+    pool_process.main(descriptor)
