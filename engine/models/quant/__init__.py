@@ -42,6 +42,11 @@ def format_of(info: ModelInfo) -> Format | None:
         return FORMATS[method](found)
     except ModelError as error:
         raise ModelError(f"{info.path} cannot be read: {error}") from None
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"{info.path} says of its quantization what cannot be understood as {method}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def stated(info: ModelInfo) -> Mapping[str, Any] | None:
