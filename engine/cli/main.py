@@ -39,7 +39,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, module in COMMANDS.items():
         summary = (module.__doc__ or "").splitlines()[0]
-        command = commands.add_parser(name, help=summary, description=summary)
+        command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         module.add_arguments(command)
         command.set_defaults(command_parser=command)
     return parser
@@ -51,7 +51,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if unknown:
         command: argparse.ArgumentParser = parsed.command_parser
         known = re.findall(r"--[a-z-]+", command.format_help())
-        near = difflib.get_close_matches(unknown[0].partition("=")[0], known, 1)
+        typed = unknown[0].partition("=")[0]
+        whole = [option for option in known if typed[:2] == "--" and option.endswith(typed[1:])]
+        near = whole or difflib.get_close_matches(typed, known, 1)  # --policy: --scheduling-policy
         hint = f"; did you mean {near[0]}?" if near else ""
         command.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     return parsed

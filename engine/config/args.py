@@ -241,6 +241,7 @@ class EngineArgs:
 
 
 def _unknown_option(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
+    ends = [option for option in known if option.endswith(f"_{name}")]  # as policy, predictor
+    near = ends or difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else "known are: " + ", ".join(known)
     return f"unknown option {name!r}; {hint}"

@@ -264,7 +264,7 @@ class Guard(Policy):
         answer, self._failed = None, False
         try:
             answer = getattr(self.inner, hook)(*args)
-            if at_most is not None:
+            if at_most is not None and isinstance(answer, Iterable):
                 answer = list(islice(answer, at_most))
             fault = wrong(answer)
         except Exception as error:  # a stranger's code
@@ -291,7 +291,9 @@ class Guard(Policy):
             self._fault("rank", fault, req)
         return _former(req) if self.is_left_out or fault is not None else rank
 
-    def _wrong_victims(self, named: list[object]) -> str | None:
+    def _wrong_victims(self, named: object) -> str | None:
+        if not isinstance(named, list):
+            return answers.wrong_iterable(named)
         for req in named:
             if not (isinstance(req, Request) and self._view.knows(req)):
                 return f"names {req!r}, which is none of the requests"

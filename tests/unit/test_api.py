@@ -168,6 +168,8 @@ def test_chat(client: FakeClient, model: str) -> None:
 
 
 def test_unknown_options_are_named(client: FakeClient) -> None:
+    with pytest.raises(ConfigError, match="'policy'; did you mean 'scheduling_policy'"):
+        LLM(policy="edf")
     with pytest.raises(ConfigError, match="unknown option 'max_num_seq'; did you mean 'max_num_s"):
         LLM(max_num_seq=3)
     with pytest.raises(ConfigError, match="max_num_seqs is 0"):

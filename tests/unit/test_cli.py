@@ -125,6 +125,7 @@ def test_mistakes_of_verify_are_one_line(
         ("policies --policy fcfs", "metronome policies", "--policy fcfs; did you mean --policies?"),
         ("verify --policies=fcfs", "metronome verify", "did you mean --policy?"),
         ("verify fcfs", "metronome verify", "unrecognized arguments: fcfs"),
+        ("generate --policy edf x", "metronome generate", "did you mean --scheduling-policy?"),
         ("replay a.log b.log", "metronome replay", "unrecognized arguments: b.log"),
         ("verify --policy-options a=1", "metronome verify", "'a=1' is not JSON"),
         ("replay a.log --changes [1]", "metronome replay", "'[1]' is no JSON object; one looks"),

@@ -95,6 +95,11 @@ class Ragged(FCFS):
         return (1,) if req.arrival % 2 else (1, "x")
 
 
+class EvictsNothing(FCFS):
+    def evict(self, view):
+        """Forgets to return anything."""
+
+
 @pytest.mark.parametrize(
     ("policy", "fault"),
     [
@@ -103,6 +108,7 @@ class Ragged(FCFS):
         (Speechless, "Untold"),
         (LateLedger, ""),
         (Ragged, "cannot be compared with earlier ranks"),
+        (EvictsNothing, "EvictsNothing.evict: returns None, must be iterable"),
     ],
 )
 def test_answers_nobody_thought_of(policy, fault):
