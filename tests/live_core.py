@@ -1,0 +1,141 @@
+"""A core in a process of its own, sized at will and looked at from outside."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from spawned import fake_config
+
+from engine.config.decide import Decided
+from engine.config.engine import EngineConfig
+from engine.config.sched import SchedulerConfig
+from engine.core.client import InprocClient
+from engine.core.engine_core import EngineCore, Executor
+from engine.core.launch import start_core
+from engine.core.zmq_client import EngineCoreClient
+from engine.kv.manager import KVManager
+from engine.sched.find import make_scheduler
+from engine.sched.verify.fake import DigestWorker
+
+VOCAB_SIZE = 1000
+BLOCK_SIZE = 16
+MAX_MODEL_LEN = 512
+
+
+@dataclass(frozen=True)
+class SizedBuild:
+    """Builds a core around a worker that computes digests, or around the one that it is given."""
+
+    num_blocks: int = 400
+    num_seats: int = 64
+    options: dict[str, Any] = field(default_factory=dict)
+    """More of the scheduler's."""
+    worker: Callable[[], Executor] | None = None
+
+    def __call__(
+        self, config: EngineConfig, *, clock: Callable[[], float] = time.monotonic
+    ) -> InprocClient:
+        options = {
+            "max_num_batched_tokens": max(256, 2 * self.num_seats),
+            "max_num_seqs": self.num_seats,
+            "max_model_len": MAX_MODEL_LEN,
+            **self.options,
+        }
+        sched = SchedulerConfig(**options)
+        decided = Decided(
+            max_model_len=MAX_MODEL_LEN,
+            num_kv_blocks=self.num_blocks,
+            block_size=BLOCK_SIZE,
+            vocab_size=VOCAB_SIZE,
+            eos_token_ids=(),
+            device="cpu",
+            scheduler=sched,
+        )
+        kv = KVManager(self.num_blocks, BLOCK_SIZE)
+        scheduler = make_scheduler(sched, kv, clock=clock)
+        return InprocClient(EngineCore(scheduler, self._worker()), decided)
+
+    def _worker(self) -> Executor:
+        if self.worker is not None:
+            return self.worker()
+        return DigestWorker(self.num_blocks, BLOCK_SIZE, vocab_size=VOCAB_SIZE)
+
+
+def start(build: SizedBuild | None = None, **core: Any) -> EngineCoreClient:
+    """A client whose core was just spawned; ``core`` are fields of ``CoreConfig``."""
+    return start_core(fake_config(**core), build or SizedBuild())
+
+
+def pid_of(client: EngineCoreClient) -> int:
+    """The process of a client's own core."""
+    assert client._child is not None
+    return client._child.pid
+
+
+def rss_mib(pid: int) -> float:
+    """Resident memory of a process."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time that all threads of a process have had, to the nanosecond."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
+
+
+def is_running(pid: int) -> bool:
+    """Does this process exist, other than as a dead one that nobody asked for?"""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+def wait_until(is_so: Callable[[], object], seconds: float) -> float | None:
+    """Seconds until it was so; ``None`` if it never was."""
+    began = time.monotonic()
+    while (waited := time.monotonic() - began) < seconds:
+        if is_so():
+            return waited
+        time.sleep(0.005)
+    return None
+
+
+@contextmanager
+def own_directory() -> Iterator[Path]:
+    """Cores that are started meanwhile have their directories in this one; it goes at the end."""
+    before = tempfile.tempdir, os.environ.get("TMPDIR")
+    with tempfile.TemporaryDirectory(prefix="cores-") as path:
+        tempfile.tempdir = os.environ["TMPDIR"] = path
+        try:
+            yield Path(path)
+        finally:
+            tempfile.tempdir = before[0]
+            del os.environ["TMPDIR"]
+            if before[1] is not None:
+                os.environ["TMPDIR"] = before[1]
+
+
+def shared_names() -> set[Path]:
+    """What has a name in shared memory."""
+    return set(Path("/dev/shm").iterdir())
+
+
+def slope(points: Iterable[tuple[float, float]]) -> float:
+    """Of the straight line through these points that fits best; 0.0 for fewer than two."""
+    known = list(points)
+    if len(known) < 2:
+        return 0.0
+    x_mean = sum(x for x, _ in known) / len(known)
+    y_mean = sum(y for _, y in known) / len(known)
+    spread = sum((x - x_mean) ** 2 for x, _ in known)
+    return sum((x - x_mean) * (y - y_mean) for x, y in known) / spread if spread else 0.0
