@@ -1,8 +1,4 @@
-"""Cores without a model that a spawned process can build: everything here is importable there.
-
-What a core is to do beside its work is written in the configuration's ``policy_options``-like
-field ``script``: see ``Script``.
-"""
+"""Cores without a model that a spawned process can build: everything here is importable there."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from engine.config.sched import SchedulerConfig
 from engine.core.client import InprocClient
 from engine.core.engine_core import EngineCore
 from engine.kv.manager import KVManager
-from engine.messages.step import StepPlan, StepResult
+from engine.messages.step import StepResult
 from engine.sched.find import make_scheduler
 from engine.sched.verify.fake import DigestWorker
 
@@ -37,6 +33,8 @@ class FakeBuild:
     """Step that raises."""
     hang_at: int | None = None
     """Step that never ends."""
+    start_seconds: float = 0.0
+    """How long building it takes."""
     fail_start: str = ""
     """What building it raises."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -45,6 +43,7 @@ class FakeBuild:
     def __call__(
         self, config: EngineConfig, *, clock: Callable[[], float] = time.monotonic
     ) -> InprocClient:
+        time.sleep(self.start_seconds)
         if self.fail_start:
             raise ValueError(self.fail_start)
         options = {
@@ -84,9 +83,6 @@ class ScriptedWorker(DigestWorker):
         if self._num_steps == self._script.hang_at:
             time.sleep(3600)
         return super().collect(result)
-
-    def launch(self, plan: StepPlan) -> StepResult:
-        return super().launch(plan)
 
 
 def fake_config(**core: Any) -> EngineConfig:

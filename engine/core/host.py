@@ -132,6 +132,8 @@ class EngineCoreHost:
             self._thread.join()
         sockets.close(self._data, self._control, linger_ms=sockets.LINGER_MS)
         self._context.term()
+        for waker in (self._loop.waker, self._control_waker):
+            waker.close()
         if self._directory is not None:
             self._directory.remove()
         self._core.shutdown()

@@ -12,7 +12,7 @@ import zmq
 from engine.core.failures import death_of
 from engine.core.heart import Heart
 from engine.core.link import Link, Reply, stats_of, value_of
-from engine.errors import EngineDeadError
+from engine.errors import EngineDeadError, WireError
 from engine.ipc import sockets
 from engine.ipc.place import Address, address_of
 from engine.ipc.process import Child
@@ -42,6 +42,7 @@ class EngineCoreClient:
         welcome_timeout: float = WELCOME_SECONDS,
         hang_timeout: float = HANG_SECONDS,
     ) -> None:
+        self.address = address
         self._link = Link()
         self._child = child
         self._death: EngineDeadError | None = None
@@ -96,10 +97,9 @@ class EngineCoreClient:
 
     def step(self) -> list[CoreOutputs]:
         """Outputs that have come; waits a moment for them if there are none."""
-        self._live()
         if not self._link.batches:
             self._receive(STEP_SECONDS)
-        return self._link.take_batches(self._send)
+        return self._link.take_batches(self._send_credit)
 
     def wake(self) -> None:
         """Let ``step`` return soon, if it waits in another thread."""
@@ -144,7 +144,10 @@ class EngineCoreClient:
         self._send(self._link.hello(address.token, name))
         until = time.monotonic() + timeout
         while self._link.welcome is None:
-            self._receive(STEP_SECONDS)
+            try:
+                self._receive(STEP_SECONDS)
+            except WireError as error:
+                raise EngineDeadError(f"the core refused this client: {error}") from error
             if time.monotonic() > until:
                 raise EngineDeadError(f"no core answers at {address.data} within {timeout:g} s")
         return self._link.welcome
@@ -165,9 +168,14 @@ class EngineCoreClient:
     def _send(self, frame: bytes) -> None:
         while True:
             try:
-                return self._socket.send(frame, zmq.NOBLOCK)
+                self._socket.send(frame, zmq.NOBLOCK)
+                return
             except zmq.Again:  # the core does not read, or is not there any more
                 self._receive(STEP_SECONDS)
+
+    def _send_credit(self, frame: bytes) -> None:
+        if self._death is None:
+            self._send(frame)
 
     def _receive(self, seconds: float) -> None:
         """Wait so long for messages, and take all there are. Raises ``EngineDeadError``."""
@@ -175,26 +183,26 @@ class EngineCoreClient:
         ready = dict(self._poller.poll(round(1000 * seconds)))
         if self._waker.fd in ready:
             self._waker.clear()
-        try:
-            has_come = self._take_all()
-        except EngineDeadError as error:
-            self._death = error
-            raise
+        has_come = self._take_all()
         if self._lost in ready and not has_come:
             self._die("lost its connection")
         if not ready and (complaint := self._heart.complaint(time.monotonic())):
             self._kill(complaint)
 
     def _take_all(self) -> bool:
-        """Take what has come; was there anything?"""
+        """Take what has come; was there anything? What came before last words still counts."""
         has_come = False
         while True:
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                self._take(self._link.feed(self._socket.recv_multipart(zmq.NOBLOCK)))
             except zmq.Again:
                 return has_come
+            except EngineDeadError as error:
+                self._death = error
+                if not has_come:
+                    raise
+                return True
             has_come = True
-            self._take(self._link.feed(frames))
 
     def _take(self, reply: Reply | None) -> None:
         if isinstance(reply, Welcome):

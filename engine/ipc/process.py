@@ -53,6 +53,7 @@ class Child:
     ) -> None:
         context = multiprocessing.get_context("spawn")
         self.line, theirs = context.Pipe()
+        self._lock = threading.Lock()  # on the process: only one may wait for its end
         self._process = context.Process(target=target, args=(theirs, *args), name=name, daemon=True)
         try:
             self._process.start()
@@ -105,10 +106,11 @@ class Child:
 
     def how_it_ended(self) -> str | None:
         """``"was killed by SIGKILL"``, ``"exited with status 1"``; ``None`` if it has not."""
-        if not self._end.alive:
-            return "was ended"
-        self._process.join(EXIT_SECONDS)
-        code = self._process.exitcode
+        with self._lock:
+            if not self._end.alive:
+                return "was ended"
+            self._process.join(EXIT_SECONDS)
+            code = self._process.exitcode
         if code is None:
             return None
         if code < 0:
@@ -116,15 +118,16 @@ class Child:
         return f"exited with status {code}"
 
     def kill(self) -> None:
-        """End it at once, even one that is stopped."""
-        if self._end.alive:
-            self._process.kill()
-            self._process.join(STOP_SECONDS)
+        """End it at once, even one that is stopped; ``close`` is still to come."""
+        with self._lock:
+            if self._end.alive:
+                self._process.kill()
 
     def close(self) -> None:
         """Ask it to end, wait, insist; harmless when repeated."""
         atexit.unregister(self._end)
-        self._end()
+        with self._lock:
+            self._end()
 
 
 def _end(process: SpawnProcess, line: Line, at_end: Callable[[], object]) -> None:

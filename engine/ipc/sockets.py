@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 from contextlib import suppress
+from typing import Any
 
 import zmq
 import zmq.utils.monitor
@@ -31,7 +32,7 @@ LOST = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 
-Socket = zmq.Socket[bytes]
+Socket = Any  # zmq.Socket, or its asyncio twin, which has no type in common with it
 
 
 def bind(context: zmq.Context[Socket], address: str, secret: str | None) -> Socket:

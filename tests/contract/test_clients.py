@@ -1,0 +1,424 @@
+"""One contract for every way to a core: same outputs, same errors."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+from core_clients import (
+    KINDS,
+    a_client,
+    attach,
+    drain,
+    own_place,
+    pid_of,
+    read,
+    spawn_client,
+)
+from simulate import expected, make_request
+from spawned import FakeBuild, fake_config
+
+from engine.core.launch import start_core
+from engine.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineError,
+    RefusedError,
+    RequestError,
+    RequestTypeError,
+)
+from engine.frontend.session import Session
+from engine.llm_engine import LLMEngine
+from engine.messages.outputs import Finished
+from engine.messages.params import SamplingParams
+
+REMOTE = KINDS[1:]
+SLOW = FakeBuild(step_seconds=0.002)
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def client(kind: str) -> Iterator[Any]:
+    """A client of a core, at which the test leaves nothing."""
+    with a_client(kind) as client:
+        yield client
+        assert not client.has_unfinished()
+        counts = client.stats()
+        assert (counts.num_running, counts.num_waiting, counts.kv_usage) == (0, 0, 0.0)
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[..., Any]]:
+    """Opens clients that are closed after the test."""
+    with ExitStack() as stack:
+        yield lambda kind, build=None: stack.enter_context(a_client(kind, build))
+
+
+@pytest.fixture(autouse=True)
+def _place(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with own_place(monkeypatch):
+        yield
+
+
+@pytest.fixture(params=REMOTE)
+def remote(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+# -- outputs
+
+
+def test_106_ten_requests_get_twenty_tokens_each(client: Any) -> None:
+    prompts = {str(i): [i + 1] * (i + 1) for i in range(10)}
+    assert client.add_all([make_request(name, ids, 20) for name, ids in prompts.items()]) == {}
+    tokens, ends = drain(client)
+    assert tokens == {name: expected(ids, 20) for name, ids in prompts.items()}
+    assert {end.reason for end in ends.values()} == {"length"} and len(ends) == 10
+
+
+def test_106_113_who_is_aborted_stops_early_and_the_others_are_exact(
+    kind: str, opened: Any
+) -> None:
+    client = opened(kind, SLOW)
+    client.add_all([make_request(str(i), [i + 1] * 4, 20) for i in range(10)])
+    tokens: dict[str, list[int]] = {}
+    ends: dict[str, Finished] = {}
+    while len(tokens) < 10:
+        for batch in client.step():
+            read(batch, tokens, ends)
+    stopped = [str(i) for i in range(0, 10, 2)]
+    ended = client.abort([*stopped, "nobody"])
+    assert sorted(end.index for end in ended) == [0, 1, 2, 3, 4]
+    assert {end.reason for end in ended} == {"abort"}
+    while client.has_unfinished():
+        for batch in client.step():
+            read(batch, tokens, ends)
+    for i in range(10):
+        whole = expected([i + 1] * 4, 20)
+        if str(i) in stopped:
+            assert len(tokens[str(i)]) < 20 and tokens[str(i)] == whole[: len(tokens[str(i)])]
+        else:
+            assert tokens[str(i)] == whole
+    assert sorted(ends) == [str(i) for i in range(1, 10, 2)]
+
+
+def test_an_abort_says_how_the_request_had_fared(client: Any) -> None:
+    client.add(make_request("a", [1] * 4, 400))
+    while not client.step():
+        pass
+    (end,) = client.abort(["nobody", "a"])
+    assert end.index == 1 and end.reason == "abort"
+    assert [event for event, _ in end.events] == ["queued", "scheduled"]
+    assert client.abort(["a"]) == [] and not client.has_unfinished()
+
+
+def test_first_output_says_when_it_started_and_what_was_cached(client: Any) -> None:
+    prompt = list(range(100, 140))
+    for name, num_cached in (("cold", 0), ("warm", 32)):
+        client.add(make_request(name, prompt, 1))
+        batches: list[Any] = []
+        while client.has_unfinished():
+            batches += client.step()
+        (started,) = [s for batch in batches for s in batch.started]
+        assert started.num_cached_tokens == num_cached
+        assert abs(started.scheduled_time - time.monotonic()) < 60
+    assert client.call("reset_prefix_cache") is True
+
+
+def test_requests_of_n_sequences(kind: str, opened: Any) -> None:
+    if kind == "asyncio":
+        pytest.skip("the front end uses the synchronous client")
+    client = opened(kind)
+    engine = LLMEngine(Session(fake_config(), client, None, time.monotonic))
+    params = SamplingParams(n=3, max_tokens=5, temperature=1.0)
+    engine.add_request("a", [7, 8], params)
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert [c.token_ids for c in outputs[-1].outputs] == [expected([7, 8], 5)] * 3
+    assert outputs[-1].finished
+    engine.add_request("b", [7, 8], SamplingParams(n=2, max_tokens=400, temperature=1.0))
+    engine.abort_request("b")
+    assert [o.outputs[0].finish_reason for o in engine.step()] == ["abort"]
+
+
+# -- errors
+
+
+def test_103_an_id_in_use_is_refused_and_free_again_after_its_end(client: Any) -> None:
+    client.call("pause")
+    client.add(make_request("a", [1], 3))
+    with pytest.raises(RequestError, match="'a' is in use"):
+        client.add(make_request("a", [2], 3))
+    client.call("resume")
+    assert drain(client)[0] == {"a": expected([1], 3)}
+    client.add(make_request("a", [2], 3))
+    assert drain(client)[0] == {"a": expected([2], 3)}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt_token_ids": [1000]}, "prompt_token_ids has token id 1000, must be in .0, 999."),
+        ({"prompt_token_ids": [-1]}, "prompt_token_ids has token id -1"),
+        ({"prompt_token_ids": []}, "empty prompt"),
+        ({"prompt_token_ids": [1] * 600}, "prompt has 600 tokens, must have 1 to 511"),
+        ({"eos_token_ids": [5000]}, "eos_token_ids has token id 5000"),
+        ({"bad_words_ids": [[1], [-7]]}, "bad_words_ids has token id -7"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"max_tokens": 2**40}, "max_tokens is"),
+        ({"seed": 2**63}, "seed is 9223372036854775808"),
+        ({"end_deadline": float("nan")}, "end_deadline of request 'a' is nan"),
+        ({"params": SamplingParams(stop_token_ids=[4000])}, "stop_token_ids has token id 4000"),
+    ],
+)
+def test_a_request_that_cannot_be_computed_is_refused_alone(
+    client: Any, change: dict[str, Any], message: str
+) -> None:
+    bad = msgspec.structs.replace(make_request("a", [1, 2], 4), **change)
+    good = make_request("b", [3], 4)
+    errors = client.add_all([bad, good])
+    assert list(errors) == [0] and isinstance(errors[0], RequestError)
+    with pytest.raises(RequestError, match=message):
+        raise errors[0]
+    assert drain(client)[0] == {"b": expected([3], 4)}
+
+
+def test_130_a_full_queue_refuses_and_counts(kind: str, opened: Any) -> None:
+    client = opened(kind, FakeBuild(options={"max_waiting_requests": 4, "max_num_seqs": 1}))
+    client.call("pause", "all")
+    errors = client.add_all([make_request(str(i), [i + 1], 2) for i in range(7)])
+    assert sorted(errors) == [4, 5, 6]
+    for error in errors.values():
+        assert isinstance(error, RefusedError) and "the queue is full" in str(error)
+        assert error.retry_after is None
+    assert client.stats().num_refused == 3
+    client.call("resume")
+    assert sorted(drain(client)[0]) == ["0", "1", "2", "3"]
+
+
+def test_deadlines_end_requests_that_wait_and_requests_that_run(client: Any) -> None:
+    now = time.monotonic()
+    client.call("pause", "all")
+    client.add(make_request("waits", [1], 4, queue_deadline=now + 0.05))
+    client.add(make_request("ends", [2], 4, end_deadline=now + 0.1))
+    client.add(make_request("stays", [3], 4, end_deadline=now + 60))
+    ends: dict[str, Finished] = {}
+    while len(ends) < 2:
+        for batch in client.step():
+            read(batch, {}, ends)
+    assert time.monotonic() - now < 5
+    assert {name: end.reason for name, end in ends.items()} == {
+        "waits": "deadline",
+        "ends": "deadline",
+    }
+    client.call("resume")
+    assert drain(client)[0] == {"stays": expected([3], 4)}
+
+
+# -- utilities
+
+
+def test_107_a_utility_answers_and_one_that_raises_says_so(client: Any) -> None:
+    value = [None, True, -(2**63), 2**64 - 1, 0.5, "text", b"bytes", [1, [2]], {"a": {"b": 1}}]
+    assert client.call("echo", value) == value
+    with pytest.raises(ConfigError, match="Call to pause method failed: pause of 'x' is not"):
+        client.call("pause", "x")
+    with pytest.raises(EngineError, match="Call to echo method failed: TypeError"):
+        client.call("echo", 1, 2)
+    assert client.call("echo", "still there") == "still there"
+
+
+@pytest.mark.parametrize("name", ["nothing", "shutdown", "__class__", "_stats", "", "x" * 100_000])
+def test_108_an_unknown_utility_is_an_error_and_nothing_more(client: Any, name: str) -> None:
+    with pytest.raises(ConfigError, match="is not available; there are: echo, ") as info:
+        client.call(name)
+    assert len(str(info.value)) < 300
+    assert client.call("echo", 1) == 1
+
+
+class Custom:
+    pass
+
+
+@pytest.mark.parametrize("value", [Custom(), [Custom()], {"a": Custom()}, 1j, {1, 2}, Finished])
+def test_109_custom_types_are_refused(client: Any, value: Any) -> None:
+    with pytest.raises(RequestTypeError, match="only None, booleans, numbers"):
+        client.call("echo", value)
+    assert client.call("echo", 1) == 1
+
+
+def test_115_pause_of_new_and_of_all_and_resume(client: Any) -> None:
+    client.call("pause", "all")
+    client.add(make_request("a", [1], 3))
+    for _ in range(3):
+        assert client.step() == []
+    client.call("resume")
+    assert drain(client)[0] == {"a": expected([1], 3)}
+    client.call("pause", "new")
+    client.add(make_request("b", [2], 3))
+    assert client.step() == [] and client.stats().num_waiting == 1
+    client.call("resume")
+    assert drain(client)[0] == {"b": expected([2], 3)}
+
+
+def test_129_counters_agree_with_the_outputs(kind: str, opened: Any) -> None:
+    client = opened(kind)
+    lengths = {str(i): (3 + i, 1 + 2 * i) for i in range(8)}
+    client.add_all([make_request(name, [9] * p, m) for name, (p, m) in lengths.items()])
+    tokens, ends = drain(client)
+    stats = client.stats()
+    num_prompt = sum(p for p, _ in lengths.values())
+    num_output = sum(map(len, tokens.values()))
+    assert num_output == sum(m for _, m in lengths.values()) and len(ends) == 8
+    # The last token of each is never computed; what was found in the cache neither.
+    assert stats.num_scheduled_tokens == num_prompt + num_output - 8 - stats.prefix_hits
+    assert (stats.num_running, stats.num_waiting, stats.num_failed) == (0, 0, 0)
+
+
+# -- several clients
+
+
+def test_114_each_client_gets_its_own(remote: str, opened: Any) -> None:
+    first = opened(remote, SLOW)
+    others = [attach(remote, first) for _ in range(2)]
+    clients = [first, *others]
+    assert len({client.id_prefix for client in clients}) == 3
+    for i, client in enumerate(clients):
+        client.add_all([make_request(f"{client.id_prefix}{n}", [i + 1, n + 1], 9) for n in (0, 1)])
+    with pytest.raises(RequestError, match="in use"):
+        others[0].add(make_request(f"{first.id_prefix}0", [1], 1))
+    assert others[0].abort([f"{first.id_prefix}0"]) == []  # not its own
+    for i, client in enumerate(clients):
+        tokens, _ = drain(client)
+        assert tokens == {f"{client.id_prefix}{n}": expected([i + 1, n + 1], 9) for n in (0, 1)}
+    for client in others:
+        client.shutdown()
+
+
+def test_what_a_client_had_at_the_core_ends_when_it_leaves(remote: str, opened: Any) -> None:
+    stays = opened(remote, SLOW)
+    leaves = attach(remote, stays)
+    leaves.add_all([make_request(f"x{i}", [i + 1], 400) for i in range(5)])
+    while not leaves.step():
+        pass
+    leaves.shutdown()
+    until = time.monotonic() + 10
+    while stays.stats().num_running and time.monotonic() < until:
+        time.sleep(0.01)
+    counts = stays.stats()
+    assert (counts.num_running, counts.num_waiting, counts.kv_usage) == (0, 0, 0.0)
+
+
+# -- the end
+
+
+def test_110_death_reaches_who_waits_and_who_comes_later_with_its_cause(
+    kind: str, opened: Any
+) -> None:
+    client = opened(kind, FakeBuild(raise_at=3))
+    client.add_all([make_request(str(i), [i + 1], 20) for i in range(3)])
+    with pytest.raises(EngineDeadError, match="ArithmeticError: the worker fell over") as info:
+        for _ in range(100):
+            client.step()
+    assert "the worker fell over" in str(info.value.__cause__)
+    for call in (
+        client.step,
+        lambda: client.add(make_request("later", [1], 1)),
+        lambda: client.abort(["0"]),
+        lambda: client.call("echo", 1),
+        client.stats,
+    ):
+        with pytest.raises(EngineDeadError, match="the worker fell over"):
+            call()
+
+
+@pytest.mark.parametrize("waits_in", ["step", "call"])
+def test_110_a_killed_core_is_noticed_within_a_second(remote: str, waits_in: str) -> None:
+    client = spawn_client(remote, FakeBuild(step_seconds=0.3))
+    client.add(make_request("a", [1], 400))
+    assert client.call("echo", 1) == 1
+    os.kill(pid_of(client), signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(EngineDeadError, match="its process was killed by SIGKILL"):
+        for _ in range(100):
+            client.step() if waits_in == "step" else client.call("echo", 2)
+    assert time.monotonic() - start < 1.0
+    client.shutdown()
+
+
+def test_110_what_building_the_core_raised_is_told() -> None:
+    with pytest.raises(EngineDeadError, match="initialization failed: ValueError: no luck") as info:
+        start_core(fake_config(), FakeBuild(fail_start="no luck"))
+    assert "FakeBuild" in str(info.value.__cause__) or "spawned.py" in str(info.value.__cause__)
+    assert isinstance(info.value, RuntimeError)
+
+
+def test_a_mistake_in_the_options_is_the_same_error_as_in_this_process() -> None:
+    build = FakeBuild(options={"max_num_seqs": -1})
+    for kind in ("in-process", "zmq"):
+        with pytest.raises(ConfigError, match="max_num_seqs is -1"):
+            build(fake_config()) if kind == "in-process" else spawn_client(kind, build)
+
+
+def test_111_the_time_to_get_ready_is_bounded_and_the_message_says_what_was_awaited() -> None:
+    start = time.monotonic()
+    with pytest.raises(EngineDeadError, match=r"waited 1 s for .*engine core.* to be ready"):
+        start_core(fake_config(core_ready_timeout=1.0), FakeBuild(start_seconds=60))
+    assert time.monotonic() - start < 15
+
+
+def test_options_that_cannot_travel_are_a_config_error() -> None:
+    class Local(FakeBuild):
+        pass
+
+    with pytest.raises(ConfigError, match="cannot be handed to the process of the engine core"):
+        start_core(fake_config(), Local())
+
+
+def test_116_shutdown_twice_leaves_nothing(remote: str) -> None:
+    children = set(psutil.Process().children(recursive=True))
+    client = spawn_client(remote, FakeBuild())
+    client.add(make_request("a", [1], 400))
+    client.step()
+    for _ in range(2):
+        client.shutdown()
+    with pytest.raises(EngineDeadError, match="shut down"):
+        client.add(make_request("b", [1], 1))
+    left = set(psutil.Process().children(recursive=True)) - children
+    assert not [p for p in left if "resource_tracker" not in " ".join(p.cmdline())]
+
+
+def test_a_core_that_hangs_is_given_up(remote: str) -> None:
+    client = spawn_client(remote, FakeBuild(hang_at=2), core_hang_timeout=1.0)
+    client.add(make_request("a", [1], 20))
+    start = time.monotonic()
+    with pytest.raises(EngineDeadError, match=r"has been in one step for .* the limit is 1"):
+        for _ in range(100):
+            client.step()
+    assert time.monotonic() - start < 3.0
+    client.shutdown()
+
+
+def test_a_core_that_is_stopped_is_given_up(remote: str) -> None:
+    client = spawn_client(remote, SLOW, core_hang_timeout=1.0)
+    client.add(make_request("a", [1], 400))
+    client.call("echo", 1)
+    os.kill(pid_of(client), signal.SIGSTOP)
+    start = time.monotonic()
+    with pytest.raises(EngineDeadError, match="has not answered for 1 s"):
+        for _ in range(100):
+            client.step()
+    assert time.monotonic() - start < 3.0
+    client.shutdown()
