@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +69,12 @@ class SizedBuild:
 
 
 def start(build: SizedBuild | None = None, **core: Any) -> EngineCoreClient:
-    """A client whose core was just spawned; ``core`` are fields of ``CoreConfig``."""
-    return start_core(fake_config(**core), build or SizedBuild())
+    """A client whose core was just spawned; ``core`` are fields of ``CoreConfig``.
+
+    Its log has errors only: a line for each hostile message would fill a disk.
+    """
+    config = replace(fake_config(**core), log_level="error")
+    return start_core(config, build or SizedBuild())
 
 
 def pid_of(client: EngineCoreClient) -> int:
