@@ -11,7 +11,7 @@ SHARED_OUT := -n 2 --dist loadfile
 FAST := tests/test_architecture.py tests/unit
 
 # The tests of the decision packages, by how the names of their files begin.
-DECIDING := boundaries cache_behaviours columns cost example_policies find kv ledger lengths limit_behaviours \
+DECIDING := boundaries cache_behaviours columns cost example_policies find hook_times kv ledger lengths limit_behaviours \
 	options overlap_rules own_scheduler pause policies queue_bounds random_blast ranks resources \
 	rubbish scheduler sim strange verify waits
 DECISIONS = $(foreach kind,unit contract property,\
