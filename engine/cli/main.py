@@ -11,12 +11,13 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from engine.cli import bench, chat, generate, policies, replay, verify
+from engine.cli import bench, chat, core, generate, policies, replay, verify
 from engine.errors import EngineError
 
 COMMANDS = {
     "generate": generate,
     "chat": chat,
+    "core": core,
     "bench": bench,
     "policies": policies,
     "replay": replay,

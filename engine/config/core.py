@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.config.check import check_range, check_types
 from engine.errors import ConfigError
@@ -16,7 +16,7 @@ class CoreConfig:
     """Run the core in a process of its own, which ends with this one."""
     core_address: str | None = None
     """Use the core that runs at this address; None: start one."""
-    core_secret: str | None = None
+    core_secret: str | None = field(default=None, repr=False)
     """What core and clients share, for TCP addresses."""
     core_ready_timeout: float = 600.0
     """Seconds the core's process may take to load the model."""

@@ -58,7 +58,7 @@ class EngineCoreHost:
     ) -> None:
         self.ending = Ending()
         self._core = core
-        self._address = address
+        self.address = address
         self._directory = directory
         self._drain_timeout = drain_timeout
         self._clock = clock
@@ -163,7 +163,7 @@ class EngineCoreHost:
         poller = zmq.Poller()
         poller.register(self._control, zmq.POLLIN)
         poller.register(self._control_waker.fd, zmq.POLLIN)
-        desk = ControlDesk(self, self._address.token)
+        desk = ControlDesk(self, self.address.token)
         while not self._is_over.is_set():
             ready = dict(poller.poll())
             if self._control in ready:
