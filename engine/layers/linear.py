@@ -52,7 +52,7 @@ def make_linear(
         return cpu_linear(plain(weight), bias, quantization)
     bias = None if bias is None else bias.to(device).contiguous()
     if isinstance(weight, torch.Tensor) and quantization is not None:
-        weight = quantized(weight, quantization)
+        weight = quantized(weight.to(device), quantization)
     if isinstance(weight, QuantizedWeight):
         layer = device_linear(weight, bias, device)
         if layer is not None:

@@ -50,12 +50,11 @@ class Fp8Linear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         rows, scales = quant.quantize_rows(x, self.input_scale)
-        y = self._product(rows, scales, x.dtype)
+        y = self.product(rows, scales, x.dtype)
         return y if self.bias is None else y.add_(self.bias)
 
-    def _product(
-        self, rows: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def product(self, rows: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """rows: [M, in] float8_e4m3fn, scales: [M, 1] float32 -> [M, out] of dtype."""
         columns = self.values.T
         if dtype is torch.bfloat16:  # the only one that scales by row come with
             return torch._scaled_mm(

@@ -3,12 +3,13 @@
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from engine.models.families import FAMILIES
 from engine.models.targets import targets
@@ -56,12 +57,37 @@ def write(root: Path, hf: dict[str, Any], dtype: torch.dtype) -> int:
     return sum(part.size for part in parts)
 
 
+def write_awq(root: Path, hf: dict[str, Any]) -> int:
+    """The same with modules of 4 bits, in groups of 64."""
+    count = write(root, hf, torch.bfloat16)
+    for file in root.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name in [name for name in tensors if name.endswith("_proj.weight")]:
+            (outputs, inputs), module = tensors.pop(name).shape, name.removesuffix(".weight")
+            groups = inputs // 64
+            tensors[f"{module}.qweight"] = torch.ones(inputs, outputs // 8, dtype=torch.int32)
+            tensors[f"{module}.qzeros"] = torch.ones(groups, outputs // 8, dtype=torch.int32)
+            tensors[f"{module}.scales"] = torch.ones(groups, outputs, dtype=torch.float16)
+        save_file(tensors, file)
+    stated = {"quant_method": "awq", "bits": 4, "group_size": 64}
+    (root / "config.json").write_text(json.dumps({**hf, "quantization_config": stated}))
+    return count
+
+
+WRITERS = {
+    "float32": partial(write, dtype=torch.float32),
+    "bfloat16": partial(write, dtype=torch.bfloat16),
+    "awq": write_awq,
+}
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_peak_memory_of_loading(tmp_path: Path, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("stored", WRITERS)
+def test_peak_memory_of_loading(tmp_path: Path, stored: str) -> None:
+    """However it is stored, it is computed in float32."""
     small = {**HF, "vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 1}
-    write(tmp_path / "small", small, dtype)
-    num_bytes = 4 * write(tmp_path / "model", HF, dtype)
+    WRITERS[stored](tmp_path / "small", small)
+    num_bytes = 4 * WRITERS[stored](tmp_path / "model", HF)
     arguments = [str(tmp_path / "small"), str(tmp_path / "model")]
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, *arguments], capture_output=True, text=True, timeout=100

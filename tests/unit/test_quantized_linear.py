@@ -3,6 +3,7 @@
 import pytest
 import torch
 from made_quantized import KINDS, Kind, make
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from engine.layers import quantized_linear
@@ -58,6 +59,18 @@ def test_8_bit_floats_do_what_they_say(dtype: torch.dtype, input_scale: float | 
     torch.testing.assert_close(layer(x).float(), wanted, rtol=tolerance, atol=tolerance)
     ids = torch.tensor([3, 3, 40])
     assert torch.equal(layer.rows(ids), weight.dequantize()[ids])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_torch_takes_these_products_on_a_gpu(dtype: torch.dtype) -> None:
+    """Its own checks of shapes and strides for CUDA, on tensors without memory."""
+    gpu = torch.device("cuda:0")
+    weight = weight_of(FLOATS, dtype=dtype, quantizes_inputs=True, input_scale=0.5)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        layer = Fp8Linear(weight, None, gpu)
+        rows = torch.empty(5, 128, dtype=torch.float8_e4m3fn, device=gpu)
+        got = layer.product(rows, torch.empty(5, 1, device=gpu), dtype)
+    assert (got.shape, got.dtype, got.device) == ((5, 48), dtype, gpu)
 
 
 def test_a_layer_is_chosen_by_what_kernels_take(monkeypatch: pytest.MonkeyPatch) -> None:
