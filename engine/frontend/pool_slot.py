@@ -1,8 +1,9 @@
 """The parent's side of one text process: what it was asked, and another one when it has died.
 
-Tasks are answered in order, so the first one is what a process was at when it died. It is asked
-again; after ``MAX_DEATHS`` it fails, alone, and those behind it go on. Detokenizers remember
-sequences, which die with them: tasks of theirs are given back as ``TextsLost``, to be asked anew.
+A process has several tasks at a time, and answers may die with it: after a death tasks are sent
+one by one for a while, so that it is known over which one another dies. After ``MAX_DEATHS`` that
+one fails, alone. Detokenizers remember sequences, which die with them: tasks of theirs are given
+back as ``TextsLost``, to be asked anew.
 """
 
 from __future__ import annotations
@@ -37,19 +38,21 @@ MAX_FAILED_STARTS = 3  # in a row
 RETRY_SECONDS = 10.0  # until a process that does not start is tried again
 START_SECONDS = 60.0  # until a process that has not said it is ready is ended
 MAX_SENT = 16  # tasks a process has at a time; the others wait here
+NUM_CAREFUL = 64  # tasks that are sent one by one after a death
 PROGRAM = "engine.frontend.pool_process"
 
 
 class TextsLost(Exception):
     """A detokenizer has died. ``epoch``: the process that takes its place.
 
-    ``is_suspect``: it died while it did this task.
+    ``is_suspect``: the process had this task; ``is_culprit``: and no other.
     """
 
-    def __init__(self, epoch: int, is_suspect: bool) -> None:
-        super().__init__(epoch, is_suspect)
+    def __init__(self, epoch: int, *, is_suspect: bool = False, is_culprit: bool = False) -> None:
+        super().__init__(epoch, is_suspect, is_culprit)
         self.epoch = epoch
         self.is_suspect = is_suspect
+        self.is_culprit = is_culprit
 
 
 @dataclass
@@ -148,6 +151,7 @@ class Slot:
         self._hang_seconds = hang_seconds
         self._tasks: deque[Task] = deque()
         self._num_sent = 0
+        self._num_careful = 0  # tasks that are still to be sent one by one
         self._since = 0.0  # when the process began its first task, or its start
         self._epoch = 0
         self._num_failed_starts = 0
@@ -172,9 +176,9 @@ class Slot:
 
     def add(self, task: Task) -> None:
         """Take a task; its future tells what came of it."""
+        self._tasks.append(task)
         if self.process is None and self._clock() >= self._down_until:
             self.start()
-        self._tasks.append(task)
         if self.process is None:
             self._give_up("could not be started")
         self._pump()
@@ -210,10 +214,12 @@ class Slot:
         num_sent, self._num_sent = self._num_sent, 0
         if was_ready:
             logger.warning("the %s %s; another one is started", self.name, how)
-            self._blame(how, num_sent)
+            self._num_careful = NUM_CAREFUL
         else:
             self._num_failed_starts += 1
-        self._lose_reads()
+        if num_sent == 1:
+            self._blame(self._tasks[0], how)
+        self._lose_reads(num_sent)
         if self._num_failed_starts < MAX_FAILED_STARTS:
             self.start()
         else:
@@ -247,6 +253,7 @@ class Slot:
         result = error_of(reply.failure) if isinstance(reply, Failed) else task.result_of(delivery)
         self._tasks.popleft()
         self._num_sent -= 1
+        self._num_careful -= self._num_careful > 0
         self._since = self._clock()
         if isinstance(result, Exception):
             task.future.set_exception(result)
@@ -258,7 +265,8 @@ class Slot:
         process = self.process
         if process is None or not process.is_ready:
             return
-        while self._num_sent < min(MAX_SENT, len(self._tasks)):
+        most = 1 if self._num_careful else MAX_SENT
+        while self._num_sent < min(most, len(self._tasks)):
             task = self._tasks[self._num_sent]
             if not self._is_wanted(task):
                 del self._tasks[self._num_sent]
@@ -276,36 +284,36 @@ class Slot:
     def _is_wanted(self, task: Task) -> bool:
         """Not if nobody waits any more, or if it was meant for a process that has died."""
         if isinstance(task.job, Read) and task.epoch != self._epoch:
-            task.future.set_exception(TextsLost(self._epoch, is_suspect=False))
+            task.future.set_exception(TextsLost(self._epoch))
             return False
         return task.future.running() or task.future.set_running_or_notify_cancel()
 
-    def _blame(self, how: str, num_sent: int) -> None:
-        if not num_sent:
-            return
-        task = self._tasks[0]
-        if isinstance(task.job, Read):
-            self._tasks.popleft()
-            task.future.set_exception(TextsLost(self._epoch + 1, is_suspect=True))
-            return
+    def _blame(self, task: Task, how: str) -> None:
+        """A process has died over this task."""
         task.num_deaths += 1
-        if task.num_deaths == MAX_DEATHS:
-            self._tasks.popleft()
-            task.future.set_exception(
-                RequestError(
-                    f"the tokenizer process {how} over {task.what}, {MAX_DEATHS} times; this input "
-                    "cannot be tokenised"
-                )
+        if isinstance(task.job, Read) or task.num_deaths < MAX_DEATHS:
+            return
+        self._tasks.popleft()
+        task.future.set_exception(
+            RequestError(
+                f"the tokenizer process {how} over {task.what}, {MAX_DEATHS} times; this input "
+                "cannot be tokenised"
             )
+        )
 
-    def _lose_reads(self) -> None:
-        kept: deque[Task] = deque()
-        for task in self._tasks:
+    def _lose_reads(self, num_sent: int) -> None:
+        """Give back what only the dead process could do; it had the first ``num_sent`` of them."""
+        for place, task in enumerate(self._tasks):
             if isinstance(task.job, Read):
-                task.future.set_exception(TextsLost(self._epoch + 1, is_suspect=False))
-            else:
-                kept.append(task)
-        self._tasks = kept
+                is_suspect = place < num_sent
+                task.future.set_exception(
+                    TextsLost(
+                        self._epoch + 1,
+                        is_suspect=is_suspect,
+                        is_culprit=is_suspect and num_sent == 1,
+                    )
+                )
+        self._tasks = deque(task for task in self._tasks if not isinstance(task.job, Read))
 
     def _give_up(self, why: str) -> None:
         """Fail what waits; who comes later than ``RETRY_SECONDS`` has it tried again."""

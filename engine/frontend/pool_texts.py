@@ -109,7 +109,8 @@ class Shard:
             try:
                 deltas = self._sent[0].future.result()
             except TextsLost as lost:
-                yield from self._resend(lost)
+                self._epoch = lost.epoch
+                yield from self._resend()
                 continue
             except EngineDeadError:
                 raise
@@ -147,17 +148,18 @@ class Shard:
         future = self._pool.read(self._index, self._epoch, rows, prompts)
         self._sent.append(Sent(readings, future))
 
-    def _resend(self, lost: TextsLost) -> Iterator[ReadText]:
-        """Ask anew for what a dead process had. Those it died over go one by one."""
-        self._epoch = lost.epoch
+    def _resend(self) -> Iterator[ReadText]:
+        """Ask anew for what a dead process had, one by one if it may have died of it."""
         sent, self._sent = self._sent, deque()
-        suspects = sent.popleft().readings if lost.is_suspect else []
-        if len(suspects) == 1:
-            yield from self._blame(suspects[0])
-        for reading in suspects:
-            self._send([reading])
-        for each in sent:
-            self._send(each.readings)
+        for readings, future in sent:
+            lost = future.exception()
+            if not isinstance(lost, TextsLost):  # none starts any more; asked again, they hear it
+                self._send(readings)
+                continue
+            if lost.is_culprit and len(readings) == 1:
+                yield from self._blame(readings[0])
+            for group in [[each] for each in readings] if lost.is_suspect else [readings]:
+                self._send(group)
 
     def _blame(self, reading: Reading) -> Iterator[ReadText]:
         remote = self._remotes.get(reading.row.sequence)
