@@ -39,8 +39,10 @@ class SumModel:
     vocab_size = VOCAB
     dtype = torch.float32
     can_be_recorded = True
+    lowest_id = 0
 
     def forward(self, batch, kv):
+        self.lowest_id = min(self.lowest_id, int(batch.input_ids.min()))
         if (batch.input_ids == POISON).any():
             raise RuntimeError("bad token 40")
         meta = batch.attn
@@ -81,7 +83,7 @@ def make_run(depth: int = 1, sizes=(), num_blocks: int = 64, platform=None, **op
     machine.kv.append(torch.full((num_blocks, 2, 1, BLOCK, 1), torch.nan))
     machine.kv[0][0] = 0  # the null block takes what nobody reads
     runner = DeviceRunner(machine, LONGEST)
-    runner.capture(sizes)
+    runner.capture([size for size in sizes if size <= scheduler.config.max_num_seqs])
     return Run(scheduler, runner, depth)
 
 
@@ -117,6 +119,15 @@ def test_one_bad_request_among_twelve_fails_alone(bad, depth, sizes):
             assert run.outputs[name] == []
         else:
             assert run.outputs[name] == says(prompt, 6), name
+    assert run.worker.machine.model.lowest_id == 0, "an embedding has no such row"
+
+
+@modes
+def test_logits_that_nobody_samples_from_may_be_anything(sizes):
+    run = make_run(1, sizes, max_num_batched_tokens=1, max_num_seqs=1)
+    run.add(make_request("a", [NAN, 1, 2], 4, params=GREEDY))
+    run.drain()
+    assert run.outputs["a"] == says([NAN, 1, 2], 4)
 
 
 def test_a_lost_device_ends_the_engine():

@@ -10,6 +10,7 @@ from sampling import random_logits
 from engine.messages.params import SamplingParams
 from engine.messages.step import NewSeq, StepPlan, StepResult
 from engine.sample.sampler import Sampler
+from engine.worker.cuda import penalties
 from engine.worker.cuda.platform import HostPlatform
 from engine.worker.cuda.results import Pending, bring_home, collect
 from engine.worker.cuda.sampler import DeviceSampler, Draws
@@ -139,8 +140,11 @@ def asks(dice: np.random.Generator) -> tuple[SamplingParams, dict]:
 
 
 @pytest.mark.parametrize("round_", range(6))
-def test_both_samplers_say_the_same(round_: int, seed: int) -> None:
+def test_both_samplers_say_the_same(
+    round_: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """New requests, resumed ones with output of their own, departures, padding."""
+    monkeypatch.setattr(penalties, "FIRST_SEATS", 2)
     dice = np.random.default_rng((seed, round_))
     both = Both()
     for turn in range(5):
