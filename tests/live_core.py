@@ -21,6 +21,7 @@ from engine.core.engine_core import EngineCore, Executor
 from engine.core.launch import start_core
 from engine.core.zmq_client import EngineCoreClient
 from engine.kv.manager import KVManager
+from engine.messages.step import StepResult
 from engine.sched.find import make_scheduler
 from engine.sched.verify.fake import DigestWorker
 
@@ -38,10 +39,13 @@ class SizedBuild:
     options: dict[str, Any] = field(default_factory=dict)
     """More of the scheduler's."""
     worker: Callable[[], Executor] | None = None
+    start_seconds: float = 0.0
+    """How long building it takes."""
 
     def __call__(
         self, config: EngineConfig, *, clock: Callable[[], float] = time.monotonic
     ) -> InprocClient:
+        time.sleep(self.start_seconds)
         options = {
             "max_num_batched_tokens": max(256, 2 * self.num_seats),
             "max_num_seqs": self.num_seats,
@@ -66,6 +70,33 @@ class SizedBuild:
         if self.worker is not None:
             return self.worker()
         return DigestWorker(self.num_blocks, BLOCK_SIZE, vocab_size=VOCAB_SIZE)
+
+
+@dataclass(frozen=True)
+class Triggered:
+    """A worker that does to itself what a file says, once there is one: "raise" or "hang"."""
+
+    trigger: str
+    step_seconds: float
+    num_blocks: int = 400
+
+    def __call__(self) -> Executor:
+        return TriggeredWorker(self)
+
+
+class TriggeredWorker(DigestWorker):
+    def __init__(self, made_by: Triggered) -> None:
+        super().__init__(made_by.num_blocks, BLOCK_SIZE, vocab_size=VOCAB_SIZE)
+        self._trigger = Path(made_by.trigger)
+        self._step_seconds = made_by.step_seconds
+
+    def collect(self, result: StepResult) -> StepResult:
+        time.sleep(self._step_seconds)
+        if self._trigger.exists():
+            if self._trigger.read_text() == "raise":
+                raise ArithmeticError("the worker fell over")
+            time.sleep(3600)
+        return super().collect(result)
 
 
 def start(build: SizedBuild | None = None, **core: Any) -> EngineCoreClient:

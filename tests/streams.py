@@ -19,9 +19,18 @@ from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest
 from engine.sched.verify.fake import digest_of, mix
 
-PROMPT_TOKENS = (1, 48)
-OUTPUT_TOKENS = (1, 64)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=None)
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Least and most tokens of a request."""
+
+    prompt: tuple[int, int] = (1, 48)
+    output: tuple[int, int] = (1, 64)
+
+
+LENGTHS = Lengths()
 
 
 @dataclass
@@ -61,31 +70,39 @@ class Streams:
     """
 
     def __init__(
-        self, client: Any, num: int, rng: random.Random, *, cancel_share: float = 0.0
+        self,
+        client: Any,
+        num: int,
+        rng: random.Random,
+        *,
+        cancel_share: float = 0.0,
+        lengths: Lengths = LENGTHS,
     ) -> None:
         self.counts = Counts()
+        self.reasons = {"length"}
+        """How requests may end without having been given up."""
         self.live: dict[str, Stream] = {}
         self._client = client
         self._num = num
         self._rng = rng
         self._cancel_share = cancel_share
+        self._lengths = lengths
         self._ids = (f"{client.id_prefix}{number}" for number in itertools.count())
         self._cancelled: dict[str, Stream] = {}  # what was sent before may still be read
 
     def turn(self) -> None:
         """Add those that are missing, read what there is, give up whose time has come."""
-        self._fill()
-        self._read_all()
-        self._cancel()
+        self.fill()
+        self.read()
 
     def finish(self) -> None:
         """Read until the last one has ended."""
         while self.live:
-            self._read_all()
-            self._cancel()
+            self.read()
         assert not self._client.has_unfinished()
 
-    def _fill(self) -> None:
+    def fill(self) -> None:
+        """Add those that are missing."""
         made = [self._make(next(self._ids)) for _ in range(self._num - len(self.live))]
         errors = self._client.add_all([stream.request for stream in made])
         for place, stream in enumerate(made):
@@ -98,19 +115,20 @@ class Streams:
 
     def _make(self, request_id: str) -> Stream:
         rng = self._rng
-        max_tokens = rng.randint(*OUTPUT_TOKENS)
+        max_tokens = rng.randint(*self._lengths.output)
         is_cancelled = rng.random() < self._cancel_share
-        request = request_of(request_id, max_tokens)
+        request = request_of(request_id, max_tokens, self._lengths.prompt)
         digest = digest_of(request.prompt_token_ids)
         return Stream(request, digest, rng.randrange(max_tokens) if is_cancelled else None)
 
-    def _read_all(self) -> None:
-        batches = self._client.step()
-        for batch in batches:
-            self._read(batch)
+    def read(self) -> None:
+        """Read what there is, or comes within a moment; give up those whose time has come."""
+        for batch in self._client.step():
+            self._take(batch)
         self._cancelled.clear()  # all that came before the answer has been read now
+        self._cancel()
 
-    def _read(self, batch: CoreOutputs) -> None:
+    def _take(self, batch: CoreOutputs) -> None:
         tokens = iter(batch.token_ids)
         counts = itertools.repeat(1) if batch.counts is None else batch.counts
         for name, count in zip(batch.request_ids, counts, strict=False):
@@ -126,9 +144,10 @@ class Streams:
     def _end(self, name: str, end: Finished) -> None:
         stream = self.live.pop(name, None)
         assert stream is not None, f"{name}: a second end, {end}"
-        assert end.reason == "length", f"{name}: {end}"
+        assert end.reason in self.reasons, f"{name}: {end}"
         wanted = stream.request.max_tokens
-        assert stream.num_tokens == wanted, f"{name}: {stream.num_tokens} tokens of {wanted}"
+        if end.reason == "length":
+            assert stream.num_tokens == wanted, f"{name}: {stream.num_tokens} tokens of {wanted}"
         self.counts.finished += 1
 
     def _cancel(self) -> None:
@@ -149,8 +168,8 @@ class Streams:
                 self.live[name].cancel_at = None
 
 
-def request_of(request_id: str, max_tokens: int) -> AddRequest:
+def request_of(request_id: str, max_tokens: int, prompt_tokens: tuple[int, int]) -> AddRequest:
     """A request whose prompt follows from its id alone."""
     rng = random.Random(request_id)
-    prompt = rng.choices(range(VOCAB_SIZE), k=rng.randint(*PROMPT_TOKENS))
+    prompt = rng.choices(range(VOCAB_SIZE), k=rng.randint(*prompt_tokens))
     return AddRequest(request_id, prompt, GREEDY, 0, 0.0, max_tokens)

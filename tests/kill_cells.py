@@ -1,0 +1,339 @@
+"""One fault in one process of an engine in one phase, and what the others must do about it."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import kill_actor
+from hostile import Hostile
+from live_core import is_running, own_directory, pid_of, shared_names, wait_until
+
+from engine.core.aio_client import AsyncEngineCoreClient
+from engine.core.zmq_client import EngineCoreClient
+from engine.errors import EngineDeadError
+
+DEATH_SECONDS = 1.0  # from a core's death to errors
+HANG_SECONDS = kill_actor.HANG_SECONDS + 1.0  # from its last sign of life
+TREE_SECONDS = 2.0  # from a parent's death to its core's end
+WORK_SECONDS = 20.0  # for streams to end that nothing hinders, on a machine that may be busy
+READY_SECONDS = 4.0  # a core may take to start
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What happens to whom, when."""
+
+    target: str
+    fault: str
+    phase: str
+
+    def __str__(self) -> str:
+        return f"{self.target}/{self.fault}/{self.phase}"
+
+
+@dataclass
+class Outcome:
+    """How long others took to react, and what was wrong."""
+
+    cell: Cell
+    seconds: float | None = None
+    failures: list[str] = field(default_factory=list)
+
+    def check(self, is_so: object, failure: str) -> None:
+        if not is_so and is_so != 0.0:
+            self.failures.append(failure)
+
+    def within(self, seconds: float | None, limit: float, what: str) -> None:
+        """``seconds``: how long something took, ``None`` if it never came."""
+        if seconds is not None:
+            self.seconds = round(max(seconds, self.seconds or 0.0), 3)
+        if seconds is None or seconds > limit:
+            self.failures.append(f"{what} took {seconds or 'too'} s, the limit is {limit}")
+
+    def __str__(self) -> str:
+        took = "-" if self.seconds is None else f"{self.seconds:.3f} s"
+        return f"{self.cell!s:32} {took:>9}  {'; '.join(self.failures) or 'right'}"
+
+
+class Scene:
+    """Where it happens: a directory, and processes that use it."""
+
+    def __init__(self, directory: Path, phase: str) -> None:
+        self.directory = directory
+        self.phase = phase
+        self.trigger = directory / "trigger"
+
+    def spawn(self, kind: str, argument: str) -> subprocess.Popen[str]:
+        """An actor that has come to the phase."""
+        paths = os.pathsep.join(path for path in sys.path if path)
+        actor = subprocess.Popen(
+            [sys.executable, kill_actor.__file__, kind, self.phase, argument],
+            env={**os.environ, "PYTHONPATH": paths},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        assert actor.stdout is not None
+        assert actor.stdout.readline() == "ready\n", f"the {kind} failed before {self.phase}"
+        actor.stdout.close()
+        return actor
+
+    def sockets(self) -> list[str]:
+        """Directories of cores."""
+        return [path.name for path in self.directory.iterdir() if path != self.trigger]
+
+    @staticmethod
+    def tree(pid: int) -> list[int]:
+        """A process and all that it started."""
+        tasks = Path(f"/proc/{pid}/task").glob("*/children")
+        children = [int(child) for task in tasks for child in task.read_text().split()]
+        return [pid, *(each for child in children for each in Scene.tree(child))]
+
+    @staticmethod
+    def alive(pids: Iterable[int]) -> list[int]:
+        return [pid for pid in pids if is_running(pid)]
+
+    @staticmethod
+    def kill(pid: int, number: int) -> None:
+        if is_running(pid):
+            os.kill(pid, number)
+
+
+class Waiter(threading.Thread):
+    """Somebody who uses a core until it dies, or until the work is done."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        super().__init__(daemon=True)
+        self.error: BaseException | None = None
+        self.ended_at: float | None = None
+        self._work = work
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            self.error = error
+        self.ended_at = time.monotonic()
+
+    def seconds_after(self, began: float, limit: float) -> float | None:
+        """When it ended; ``None`` if it has not by then."""
+        self.join(max(0.0, began + limit - time.monotonic()))
+        return None if self.ended_at is None else max(0.0, self.ended_at - began)
+
+
+def run_cell(cell: Cell) -> Outcome:
+    """Let it happen, in a directory of its own, and look what is left."""
+    outcome = Outcome(cell)
+    names = shared_names()
+    hit = {"core": _hit_core, "client": _hit_client, "parent": _hit_parent}[cell.target]
+    if cell.phase == "handshake" and cell.target == "core":
+        hit = _hit_start
+    with own_directory() as directory:
+        scene = Scene(directory, cell.phase)
+        try:
+            hit(cell, scene, outcome)
+        except Exception as error:
+            outcome.failures.append(f"{type(error).__name__}: {error}")
+        outcome.check(wait_until(lambda: not scene.sockets(), 1.0), f"left: {scene.sockets()}")
+    new = {path.name for path in shared_names() - names}
+    outcome.check(not new, f"left in shared memory: {new}")
+    return outcome
+
+
+# The core
+
+
+def _hit_start(cell: Cell, scene: Scene, outcome: Outcome) -> None:
+    """While the core loads."""
+    waiter = Waiter(
+        lambda: kill_actor.start_core(
+            str(scene.trigger), cell.phase, core_ready_timeout=READY_SECONDS
+        )
+    )
+    assert wait_until(multiprocessing.active_children, 5.0), "no core was started"
+    (child,) = multiprocessing.active_children()
+    time.sleep(0.3)
+    began = time.monotonic()
+    scene.kill(child.pid or 0, signal.Signals[cell.fault])
+    # One that is stopped is found out when it should have been ready.
+    limit = DEATH_SECONDS + (READY_SECONDS if cell.fault == "SIGSTOP" else 0.0)
+    took = waiter.seconds_after(began, limit + 20.0)
+    outcome.within(took, limit, "the error")
+    error = waiter.error
+    outcome.check(isinstance(error, EngineDeadError), f"start_core: {error!r}")
+    outcome.check("initialization failed" in str(error), f"the error says {error}")
+
+
+def _hit_core(cell: Cell, scene: Scene, outcome: Outcome) -> None:
+    owner = kill_actor.start_core(
+        str(scene.trigger), cell.phase, core_hang_timeout=kill_actor.HANG_SECONDS
+    )
+    pid = pid_of(owner)
+    caller = EngineCoreClient(owner.address, hang_timeout=kill_actor.HANG_SECONDS)
+    streams = kill_actor.come_to(cell.phase, owner)
+    if cell.phase == "draining":
+        streams.reasons.add("abort")
+        scene.kill(pid, signal.SIGTERM)
+    waiters = [
+        Waiter(lambda: (streams.finish(), _step_for_ever(owner))),
+        Waiter(lambda: _call_for_ever(caller)),
+        Waiter(lambda: asyncio.run(_call_for_ever_in_a_loop(owner))),
+    ]
+    time.sleep(0.1)
+    began = time.monotonic()
+    if cell.fault == "garbage":
+        _survive_garbage(cell, owner, waiters, outcome)
+    else:
+        _harm(cell, scene, pid)
+        _all_hear_of_it(cell, waiters, began, outcome)
+    caller.shutdown()
+    owner.shutdown()
+    outcome.check(wait_until(lambda: not is_running(pid), 2.0), "the core lives on")
+
+
+def _harm(cell: Cell, scene: Scene, pid: int) -> None:
+    if cell.fault in ("raise", "hang"):
+        scene.trigger.write_text(cell.fault)
+    else:
+        scene.kill(pid, signal.Signals[cell.fault])
+
+
+def _all_hear_of_it(cell: Cell, waiters: list[Waiter], began: float, outcome: Outcome) -> None:
+    """Each gets an error of the engine, in time. A core that drains does its work before."""
+    limit = HANG_SECONDS if cell.fault in ("SIGSTOP", "hang") else DEATH_SECONDS
+    if cell.fault == "SIGTERM" and cell.phase in ("prefill", "decode"):
+        limit = WORK_SECONDS
+    for waiter in waiters:
+        outcome.within(waiter.seconds_after(began, limit + 10.0), limit, "an error")
+        error = waiter.error
+        outcome.check(isinstance(error, EngineDeadError), f"somebody heard {error!r}")
+    if cell.fault == "raise":
+        outcome.check("the worker fell over" in str(waiters[0].error), "the cause is not named")
+
+
+def _survive_garbage(
+    cell: Cell, owner: EngineCoreClient, waiters: list[Waiter], outcome: Outcome
+) -> None:
+    hostile = Hostile(owner.address, random.Random(str(cell)))
+    hostile.attack(200)
+    hostile.close()
+    if cell.phase == "draining":
+        _all_hear_of_it(Cell("core", "SIGTERM", "decode"), waiters, time.monotonic(), outcome)
+        return
+    time.sleep(0.5)
+    for waiter in waiters[1:]:
+        outcome.check(waiter.is_alive(), f"somebody heard {waiter.error!r}")
+    assert owner._child is not None
+    owner._child.kill()
+    _all_hear_of_it(Cell("core", "SIGKILL", "idle"), waiters, time.monotonic(), outcome)
+
+
+def _step_for_ever(client: EngineCoreClient) -> None:
+    while True:
+        client.step()
+        client.call("stats")
+
+
+def _call_for_ever(client: EngineCoreClient) -> None:
+    while True:
+        client.call("stats")
+        time.sleep(0.01)
+
+
+async def _call_for_ever_in_a_loop(owner: EngineCoreClient) -> None:
+    client = await AsyncEngineCoreClient.connect(
+        owner.address, hang_timeout=kill_actor.HANG_SECONDS
+    )
+    try:
+        while True:
+            await client.call("stats")
+            await asyncio.sleep(0.01)
+    finally:
+        await client.shutdown()
+
+
+# A client of a core that others use too
+
+
+def _hit_client(cell: Cell, scene: Scene, outcome: Outcome) -> None:
+    owner = kill_actor.start_core(str(scene.trigger), "idle")
+    pid = pid_of(owner)
+    try:
+        actor = scene.spawn("client", owner.address.data)
+        bystander = kill_actor.come_to("decode", owner)
+        if cell.phase == "draining":
+            scene.kill(pid, signal.SIGTERM)
+        _hurt(cell, scene, actor)
+        began = time.monotonic()
+        bystander.finish()
+        outcome.check(time.monotonic() - began < WORK_SECONDS, "the bystander waited")
+        if cell.phase == "draining":
+            ended = wait_until(lambda: not is_running(pid), 5.0)
+            outcome.check(ended is not None, "the core did not end")
+        else:
+            outcome.within(wait_until(lambda: _is_quiet(owner), 5.0), 5.0, "its requests' end")
+        _revive(cell, scene, actor, outcome)
+    finally:
+        owner.shutdown()
+
+
+def _hurt(cell: Cell, scene: Scene, actor: subprocess.Popen[str]) -> None:
+    own = {"raise": signal.SIGUSR1, "garbage": signal.SIGUSR2}
+    number = own.get(cell.fault) or signal.Signals[cell.fault]
+    scene.kill(actor.pid, number)
+    if number in (signal.SIGKILL, signal.SIGTERM):
+        actor.wait(5.0)
+
+
+def _revive(cell: Cell, scene: Scene, actor: subprocess.Popen[str], outcome: Outcome) -> None:
+    """Who was only stopped goes on as if nothing had been."""
+    if cell.fault != "SIGSTOP" or cell.phase == "handshake":
+        scene.kill(actor.pid, signal.SIGKILL)
+        actor.wait(5.0)
+        return
+    scene.kill(actor.pid, signal.SIGCONT)
+    status = actor.wait(WORK_SECONDS)
+    if cell.target == "parent" or cell.phase != "draining":
+        outcome.check(status == 0, f"who was stopped for a while ended with {status}")
+
+
+def _is_quiet(owner: EngineCoreClient) -> bool:
+    stats = owner.stats()
+    assert stats is not None
+    return not stats.num_running + stats.num_waiting + stats.num_parked
+
+
+# The process that started the core
+
+
+def _hit_parent(cell: Cell, scene: Scene, outcome: Outcome) -> None:
+    actor = scene.spawn("parent", str(scene.trigger))
+    if cell.phase == "handshake":
+        assert wait_until(lambda: len(scene.tree(actor.pid)) > 1, 5.0), "no core was started"
+        time.sleep(0.3)
+    tree = scene.tree(actor.pid)
+    try:
+        _hurt(cell, scene, actor)
+        if cell.fault == "SIGSTOP":
+            time.sleep(0.3)
+            outcome.check(scene.alive(tree[1:]), "the core ended with a parent that is stopped")
+            _revive(cell, scene, actor, outcome)
+        else:
+            actor.wait(5.0)
+        gone = wait_until(lambda: not scene.alive(tree), 10.0)
+        outcome.within(gone, TREE_SECONDS, "the end of the tree")
+    finally:
+        for pid in scene.alive(tree):
+            scene.kill(pid, signal.SIGKILL)

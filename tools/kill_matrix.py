@@ -1,0 +1,96 @@
+"""Kills, stops and misleads each process of an engine in each phase, and looks what the others do.
+
+    python tools/kill_matrix.py [--restarts 100] [--only TARGET/FAULT/PHASE]
+
+Prints a line for each cell: how long it took until everybody knew, and what was wrong. Exit status
+1 if anything was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from kill_cells import TREE_SECONDS, Cell, Outcome, Scene, run_cell  # noqa: E402
+from live_core import own_directory, wait_until  # noqa: E402
+
+PHASES = ("handshake", "idle", "prefill", "decode", "draining")
+FAULTS = {
+    "core": ("SIGKILL", "SIGSTOP", "SIGTERM", "raise", "hang", "garbage"),
+    "client": ("SIGKILL", "SIGSTOP", "SIGTERM", "raise", "garbage"),
+    "parent": ("SIGKILL", "SIGSTOP", "SIGTERM", "raise"),
+}
+NEVER = {  # what cannot happen then: steps without work, messages of who has said nothing yet
+    *(("core", fault, phase) for fault in ("raise", "hang") for phase in ("handshake", "idle")),
+    ("core", "garbage", "handshake"),
+    ("client", "garbage", "handshake"),
+}
+
+
+def cells() -> Iterator[Cell]:
+    """All that can happen."""
+    for target, faults in FAULTS.items():
+        for fault in faults:
+            for phase in PHASES:
+                if (target, fault, phase) not in NEVER:
+                    yield Cell(target, fault, phase)
+
+
+def restarts(num: int, seed: int) -> Outcome:
+    """Kill parent and core together, again and again; what they leave must hinder nobody."""
+    outcome = Outcome(Cell("parent and core", "SIGKILL", f"{num} times"))
+    rng = random.Random(seed)
+    with own_directory() as directory:
+        for _ in range(num):
+            _start_and_kill(Scene(directory, "decode"), rng.random() * 0.2, outcome)
+        last = Scene(directory, "idle")
+        outcome.check(last.spawn("parent", str(last.trigger)).wait() == 0, "the last start failed")
+        outcome.check(not last.sockets(), f"left: {last.sockets()}")
+    return outcome
+
+
+def _start_and_kill(scene: Scene, seconds: float, outcome: Outcome) -> None:
+    parent = scene.spawn("parent", str(scene.trigger))
+    tree = scene.tree(parent.pid)
+    time.sleep(seconds)
+    for pid in tree:
+        scene.kill(pid, signal.SIGKILL)
+    parent.wait()
+    gone = wait_until(lambda: not scene.alive(tree), TREE_SECONDS)
+    outcome.within(gone, TREE_SECONDS, "the end of the tree")
+    outcome.check(len(scene.sockets()) <= 1, f"not cleaned up: {scene.sockets()}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--restarts", type=int, default=100)
+    parser.add_argument("--only", default="", help="target/fault/phase, or the beginning of one")
+    parser.add_argument("--seed", type=int, default=random.randrange(10**6))
+    args = parser.parse_args()
+    print(f"seed {args.seed}", flush=True)
+    num_wrong = num_all = 0
+    for cell in cells():
+        if str(cell).startswith(args.only):
+            outcome = run_cell(cell)
+            print(outcome, flush=True)
+            num_all += 1
+            num_wrong += bool(outcome.failures)
+    if not args.only:
+        outcome = restarts(args.restarts, args.seed)
+        print(outcome)
+        num_wrong += bool(outcome.failures)
+    print(json.dumps({"cells": num_all, "wrong": num_wrong, "restarts": args.restarts}))
+    return bool(num_wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
