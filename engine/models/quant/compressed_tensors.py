@@ -30,7 +30,7 @@ from engine.models.quant.fields import (
     size_of_group,
     unpack_integers,
 )
-from engine.models.quant.fp8 import FLOATS, ONE, block_of, float_weight
+from engine.models.quant.fp8 import FLOATS, ONE, block_of
 from kernels.quantized import Quantized
 
 PLAIN_FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
@@ -62,19 +62,16 @@ class Scheme:
         if self.kind == "float":
             calibrated = Field(("input_scale",), ONE, SCALES, is_optional=not self.has_input_scale)
             return Field(("weight",), (shape,), FLOATS), scales, calibrated
-        name = ("weight_zero_point",)
-        if self.kind == "int":
-            zeros = Field(name, scales.shapes, BYTES, is_optional=self.is_symmetric)
-            return Field(("weight",), (shape,), BYTES), scales, zeros
-        in_a_number = 32 // self.bits
-        packed = (outputs, -(-inputs // in_a_number))
-        zero_shape = (-(-outputs // in_a_number), scales.shapes[0][1])
-        return (
-            Field(("weight_packed",), (packed,), INTEGERS),
-            scales,
-            Field(name, (zero_shape,), INTEGERS, is_optional=self.is_symmetric),
-            Field(("weight_g_idx",), ((inputs,),), INTEGERS, is_optional=not self.is_sorted),
-        )
+        numbers, zeros = Field(("weight",), (shape,), BYTES), (scales.shapes, BYTES)
+        if self.kind == "packed":
+            in_a_number = 32 // self.bits
+            packed = (outputs, -(-inputs // in_a_number))
+            zero_shape = (-(-outputs // in_a_number), scales.shapes[0][1])
+            numbers = Field(("weight_packed",), (packed,), INTEGERS)
+            zeros = ((zero_shape,), INTEGERS)
+        order = Field(("weight_g_idx",), ((inputs,),), INTEGERS, is_optional=not self.is_sorted)
+        zero_point = Field(("weight_zero_point",), *zeros, is_optional=self.is_symmetric)
+        return numbers, scales, zero_point, order
 
     def _scale_shapes(self, module: str, shape: tuple[int, int]) -> tuple[Shape, ...]:
         outputs, inputs = shape
@@ -92,31 +89,27 @@ class Scheme:
         dtype: torch.dtype,
     ) -> QuantizedWeight:
         outputs, inputs = shape
-        scales = tensors["weight_scale"]
-        if self.kind == "float" and self.group_size == -1:
-            scale = tensors["input_scale"].item() if self.has_input_scale else None
-            return float_weight(
-                tensors["weight"],
-                scales,
-                self.block,
-                dtype,
-                quantizes_inputs=self.quantizes_inputs,
-                input_scale=scale,
-            )
-        if self.block is not None:
-            scales = by_block(scales, self.block[0], outputs)
-        elif self.group_size == -1:
-            scales = by_output(scales, outputs)
-        group_size = inputs if self.group_size == -1 else self.group_size
+        scales = self._scales(tensors, outputs)
         matrix = Quantized(
             values=self._values(tensors, inputs),
             scales=scales,
             bits=self.bits,
-            group_size=self.block[1] if self.block else group_size,
+            group_size=inputs // scales.shape[1] if self.block is None else self.block[1],
             zeros=self._zeros(tensors, scales.shape),
-            groups=self._groups(tensors, inputs),
+            groups=tensors["weight_g_idx"].long() if self.is_sorted else None,
         )
-        return QuantizedWeight(matrix=check_groups(module, matrix), dtype=dtype)
+        return QuantizedWeight(
+            matrix=check_groups(module, matrix),
+            dtype=dtype,
+            quantizes_inputs=self.quantizes_inputs,
+            input_scale=tensors["input_scale"].item() if self.has_input_scale else None,
+        )
+
+    def _scales(self, tensors: Mapping[str, torch.Tensor], outputs: int) -> torch.Tensor:
+        stored = tensors["weight_scale"]
+        if self.block is not None:
+            return by_block(stored, self.block[0], outputs)
+        return stored if self.group_size != -1 else by_output(stored, outputs)
 
     def _values(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> torch.Tensor:
         if self.kind == "packed":
@@ -131,10 +124,6 @@ class Scheme:
         if self.kind == "packed":
             return unpack_integers(stored.T, self.bits)[:, : shape[0]].T.contiguous()
         return (stored.view(torch.uint8) ^ SIGN).reshape(-1, shape[1]).expand(shape).contiguous()
-
-    def _groups(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> torch.Tensor | None:
-        stored = tensors.get("weight_g_idx")
-        return stored.long() if self.is_sorted and stored is not None else None
 
 
 @dataclass(frozen=True)
@@ -204,7 +193,7 @@ def scheme_of(group: Any, common: str) -> Scheme:
         group_size=size_of_group(weights.get("group_size")) if strategy == "group" else -1,
         block=block_of(block),
         is_symmetric=bool(said(weights, "symmetric", default=True)),
-        is_sorted=weights.get("actorder") in (True, "group", "dynamic"),
+        is_sorted=number == "int" and weights.get("actorder") in (True, "group", "dynamic"),
         quantizes_inputs=is_float_input and inputs.get("num_bits") == 8,
         has_input_scale=is_float_input and not inputs.get("dynamic"),
     )

@@ -67,9 +67,20 @@ class Fp8:
         tensors: Mapping[str, torch.Tensor],
         dtype: torch.dtype,
     ) -> QuantizedWeight:
-        scale = tensors["input_scale"].item() if self.has_input_scale else None
-        values, scales = tensors["weight"], tensors["weight_scale_inv"]
-        return float_weight(values, scales, self.block, dtype, input_scale=scale)
+        outputs, inputs = shape
+        scales, block = tensors["weight_scale_inv"], self.block
+        matrix = Quantized(
+            values=tensors["weight"],
+            scales=by_block(scales, block[0], outputs) if block else by_output(scales, outputs),
+            bits=8,
+            group_size=block[1] if block else inputs,
+        )
+        return QuantizedWeight(
+            matrix=matrix,
+            dtype=dtype,
+            quantizes_inputs=True,
+            input_scale=tensors["input_scale"].item() if self.has_input_scale else None,
+        )
 
 
 def block_of(given: Any) -> tuple[int, int] | None:
@@ -88,24 +99,3 @@ def scale_shapes(shape: tuple[int, int], block: tuple[int, int] | None) -> tuple
     if block is None:
         return (*ONE, (outputs, 1), (outputs,))
     return ((-(-outputs // block[0]), -(-inputs // block[1])),)
-
-
-def float_weight(
-    values: torch.Tensor,
-    scales: torch.Tensor,
-    block: tuple[int, int] | None,
-    dtype: torch.dtype,
-    *,
-    quantizes_inputs: bool = True,
-    input_scale: float | None = None,
-) -> QuantizedWeight:
-    """values: [out, in] float8_e4m3fn; scales as stored."""
-    outputs, inputs = values.shape
-    spread = by_output(scales, outputs) if block is None else by_block(scales, block[0], outputs)
-    matrix = Quantized(values, spread, bits=8, group_size=inputs if block is None else block[1])
-    return QuantizedWeight(
-        matrix=matrix,
-        dtype=dtype,
-        quantizes_inputs=quantizes_inputs,
-        input_scale=input_scale,
-    )
