@@ -77,3 +77,32 @@ def test_deadlines_at_one_moment_are_met_at_that_moment():
     run.drain()
     assert run.ends["later"].message == "not started by its deadline"
     assert run.ends["runs"].reason == "length"
+
+
+class Turning(FCFS):
+    """The first to come is first until five o'clock, the last from then on."""
+
+    dynamic = True
+
+    def rank(self, req, view):
+        return (req.arrival if view.now < 5 else -req.arrival,)
+
+
+def test_a_rank_that_moves_counts_for_those_who_run_and_those_who_wait():
+    now = [4.0]
+    run = make_run(
+        policy=Turning(),
+        clock=lambda: now[0],
+        max_num_seqs=2,
+        max_num_batched_tokens=12,
+        long_prefill_token_threshold=8,
+    )
+    for index, name in enumerate(["a", "b", "c", "d"]):
+        run.add(make_request(name, [index + 1] * (64 if index < 2 else 8), 1))
+    run.step()
+    now[0] = 5.0
+    run.step()
+    assert run.plans == [{"a": 8, "b": 4}, {"b": 8, "a": 4}]
+    run.drain()
+    ended = list(run.finished)
+    assert ended.index("b") < ended.index("a") and ended.index("d") < ended.index("c")
