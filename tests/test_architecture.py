@@ -74,6 +74,7 @@ RECORDS: dict[str, str] = {
 LONG_SIGNATURES: dict[str, str] = {
     "kernels.ops.qkv_rope_write": "three fused operations, each with its variants",
     "kernels.cpu.vectors._product_intrinsic.product": "three matrices, each with its stride",
+    "kernels.cpu.vectors.add_tile_product": "the same, and the size of an element",
     "kernels.cpu.vectors.dots": "three matrices and the literal shape",
     "kernels.ops.paged_attention": "an operation with its variants",
     "kernels.triton.tiles.attend_tiles": "registers of one program, inlined",
