@@ -37,7 +37,11 @@ class AsyncFace:
     @classmethod
     def connect(cls, *args: Any, **options: Any) -> AsyncFace:
         runner = asyncio.Runner()
-        return cls(runner.run(AsyncEngineCoreClient.connect(*args, **options)), runner)
+        try:
+            return cls(runner.run(AsyncEngineCoreClient.connect(*args, **options)), runner)
+        except BaseException:
+            runner.close()
+            raise
 
     @property
     def decided(self) -> Any:
@@ -92,10 +96,10 @@ class AsyncFace:
 class HostedCore:
     """A core behind sockets in a thread of the test: all that a process has but the process."""
 
-    def __init__(self, build: FakeBuild, **options: Any) -> None:
+    def __init__(self, build: FakeBuild, address: Address | None = None, **options: Any) -> None:
         directory = Directory.create()
         core = build(fake_config())
-        self.address = directory.address
+        self.address = address or directory.address
         self.host = EngineCoreHost(core, self.address, directory=directory, **options)
         self._thread = threading.Thread(target=self._serve, name="hosted-core")
         self._thread.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from dataclasses import dataclass
 
 import msgspec
 
@@ -35,15 +36,25 @@ from engine.messages.wire import (
 logger = logging.getLogger("engine.core")
 
 
+@dataclass
+class Ending:
+    """When the core is to end: set from outside, by the control thread or a signal."""
+
+    at: float | None = None
+    """Take nothing new, finish what there is, and end by this time at the latest."""
+
+    def no_later_than(self, when: float) -> None:
+        self.at = when if self.at is None else min(self.at, when)
+
+
 class Desk:
     """Reads messages of clients. Whatever they are, only their sender is concerned."""
 
-    def __init__(self, core: InprocClient, peers: Peers, token: bytes) -> None:
-        self.is_closed = False
-        """Nothing new is taken: the core is about to end."""
+    def __init__(self, core: InprocClient, peers: Peers, token: bytes, ending: Ending) -> None:
         self._core = core
         self._peers = peers
         self._token = token
+        self._ending = ending
         self._decoder: Decoder[FromClient] = Decoder(FromClient)
 
     def take(self, identity: bytes, frames: list[bytes], now: float) -> None:
@@ -111,7 +122,7 @@ class Desk:
     def _add(self, peer: Peer, request: AddRequest) -> Failure | None:
         """Queue a request of this client; why not, if it was not taken."""
         try:
-            if self.is_closed:
+            if self._ending.at is not None:
                 raise RefusedError("the engine core is shutting down and takes no more requests")
             self._core.add(msgspec.structs.replace(request, client_index=peer.index))
         except EngineDeadError:

@@ -23,8 +23,8 @@ from types import FrameType
 import zmq
 
 from engine.core.client import InprocClient
-from engine.core.desk import Desk
-from engine.core.loop import CoreLoop, Ending
+from engine.core.desk import Desk, Ending
+from engine.core.loop import CoreLoop
 from engine.core.peers import MAX_BACKLOG_BYTES, Peers
 from engine.errors import EngineDeadError, WireError
 from engine.ipc import sockets
@@ -70,7 +70,7 @@ class EngineCoreHost:
             self._context.destroy(linger=0)
             raise
         self._peers = Peers(self._data, core.abort, max_backlog_bytes=max_backlog_bytes)
-        desk = Desk(core, self._peers, address.token)
+        desk = Desk(core, self._peers, address.token, self.ending)
         self._loop = CoreLoop(core, self._data, desk, self._peers, ending=self.ending, clock=clock)
         self._is_over = threading.Event()
         self._control_waker = sockets.Waker()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import zmq
 
 from engine.core.client import InprocClient
-from engine.core.desk import Desk
+from engine.core.desk import Desk, Ending
 from engine.core.peers import Peers
 from engine.ipc.sockets import Socket, Waker
 
@@ -28,17 +28,6 @@ class Pulse:
     """When the present step did; ``None`` while the loop waits for work."""
     num_unfinished: int = 0
     num_clients: int = 0
-
-
-@dataclass
-class Ending:
-    """When the loop is to end: set from outside, by the control thread or a signal."""
-
-    at: float | None = None
-    """Finish what there is, and end by this time at the latest."""
-
-    def no_later_than(self, when: float) -> None:
-        self.at = when if self.at is None else min(self.at, when)
 
 
 class CoreLoop:
@@ -118,7 +107,6 @@ class CoreLoop:
     def _is_over(self) -> bool:
         if self._ending.at is None:
             return False
-        self._desk.is_closed = True
         if self._clock() >= self._ending.at:
             return True
         return not self._core.has_unfinished() and not self._peers.has_backlog()

@@ -11,7 +11,6 @@ from contextlib import suppress
 from typing import Any
 
 import zmq
-import zmq.utils.monitor
 import zmq.utils.z85
 
 from engine.errors import ConfigError

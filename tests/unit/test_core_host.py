@@ -1,0 +1,440 @@
+"""A core behind sockets: strangers, rubbish, slow readers, deadlines of its own, the end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from core_clients import HostedCore, connect, drain, own_place, read
+from simulate import expected, make_request
+from spawned import FakeBuild
+from wire_frames import HOSTILE, mutated, recorded
+
+from engine.core.heart import Heart
+from engine.core.peers import NUM_CREDITS
+from engine.core.zmq_client import EngineCoreClient
+from engine.errors import ConfigError, EngineDeadError, RefusedError
+from engine.ipc import sockets
+from engine.ipc.codec import Decoder, Encoder
+from engine.ipc.place import Address, Directory, address_of, tcp_address
+from engine.messages.outputs import Finished
+from engine.messages.wire import (
+    Answer,
+    Bye,
+    Call,
+    Credit,
+    Dead,
+    Fault,
+    Health,
+    Hello,
+    Outputs,
+    Ping,
+    Shutdown,
+    Submit,
+    ToClient,
+    Welcome,
+)
+
+SECRET = "a secret of some length"
+
+
+@pytest.fixture(autouse=True)
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with own_place(monkeypatch) as path:
+        yield path
+
+
+@pytest.fixture
+def core() -> Iterator[HostedCore]:
+    with HostedCore(FakeBuild()) as core:
+        yield core
+
+
+class RawClient:
+    """Speaks to a core by hand: sends any bytes, reads only when asked to."""
+
+    def __init__(self, address: str, secret: str | None = None) -> None:
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._socket = sockets.dealer(self._context, secret)
+        self._socket.connect(address)
+        self._encode = Encoder().encode
+        self._decoder: Decoder[Any] = Decoder(ToClient | Health)
+
+    def send(self, message: Any) -> None:
+        self.send_bytes(self._encode(message))
+
+    def send_bytes(self, *frames: bytes) -> None:
+        with suppress(zmq.Again):  # the connection is lost
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+
+    def receive(self, seconds: float = 20.0) -> Any:
+        """The next message; ``None`` if none comes."""
+        if not self._socket.poll(round(1000 * seconds)):
+            return None
+        return self._decoder.decode(self._socket.recv_multipart())
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+    def __enter__(self) -> RawClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@pytest.fixture
+def raw(core: HostedCore) -> Iterator[RawClient]:
+    with RawClient(core.address.data) as client:
+        yield client
+
+
+# -- strangers and rubbish
+
+
+@pytest.mark.parametrize(
+    ("hello", "message"),
+    [
+        (Bye(), "the first message of a client must be hello"),
+        (Call(0, "echo", [1]), "the first message of a client must be hello"),
+        (Hello(1, b"0123456789abcdef"), "the token is not that of this core"),
+        (Hello(1, b""), "the token is not that of this core"),
+        (Hello(2, b""), "the token is not"),
+    ],
+)
+def test_strangers_are_told_so(raw: RawClient, hello: Any, message: str) -> None:
+    raw.send(hello)
+    answer = raw.receive()
+    assert isinstance(answer, Fault) and message in answer.message
+
+
+def test_another_version_is_told_so(core: HostedCore, raw: RawClient) -> None:
+    raw.send(Hello(2, core.address.token))
+    answer = raw.receive()
+    assert isinstance(answer, Fault)
+    assert "speaks version 2 of the protocol, this core speaks version 1" in answer.message
+
+
+def test_a_wrong_token_is_an_error_of_the_client(core: HostedCore) -> None:
+    for kind in ("zmq", "asyncio"):
+        with pytest.raises(EngineDeadError, match="the core refused this client"):
+            connect(kind, Address(core.address.data, b"wrong"))
+
+
+def test_hostile_frames_cost_their_sender_an_error_and_nothing_else(
+    core: HostedCore, seed: int
+) -> None:
+    """Rubbish before and after a handshake, between the requests of others."""
+    dice, seeds = random.Random(seed), [*recorded().values(), *HOSTILE[:17]]
+    client = EngineCoreClient(core.address)
+    with RawClient(core.address.data) as stranger, RawClient(core.address.data) as member:
+        member.send(Hello(1, core.address.token))
+        assert isinstance(member.receive(), Welcome)
+        for turn in range(20):
+            client.add_all([make_request(f"{turn}/{i}", [turn + 1, i + 1], 5) for i in range(4)])
+            for sender in (stranger, member):
+                for _ in range(50):
+                    sender.send_bytes(mutated(dice.choice(seeds), dice))
+                sender.send_bytes(*[b"frame"] * dice.randrange(2, 5))
+            tokens, _ = drain(client)
+            assert tokens == {f"{turn}/{i}": expected([turn + 1, i + 1], 5) for i in range(4)}
+        assert isinstance(stranger.receive(), Fault)
+    assert client.call("echo", "alive") == "alive"
+    client.shutdown()
+
+
+def test_rubbish_at_the_bare_socket_is_ignored(core: HostedCore) -> None:
+    """Not even ZeroMQ: as a port scanner would."""
+    for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01", b"\xff" * 5000, b""):
+        for address in (core.address.data, core.address.control):
+            with socket.socket(socket.AF_UNIX) as plain:
+                plain.connect(address.removeprefix("ipc://"))
+                plain.sendall(garbage)
+    client = EngineCoreClient(core.address)
+    client.add(make_request("a", [1], 5))
+    assert drain(client)[0] == {"a": expected([1], 5)}
+    client.shutdown()
+
+
+# -- slow readers
+
+
+def test_a_slow_reader_is_bounded_and_named_and_blocks_nobody(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with (
+        HostedCore(FakeBuild(), max_backlog_bytes=3000) as core,
+        RawClient(core.address.data) as slow,
+        caplog.at_level(logging.WARNING),
+    ):
+        slow.send(Hello(1, core.address.token, "sleepy"))
+        assert isinstance(slow.receive(), Welcome)
+        slow.send(Submit(0, [make_request("slow", [1, 2], 500)]))
+        quick = EngineCoreClient(core.address)
+        name = quick.id_prefix + "quick"
+        quick.add(make_request(name, [3], 400))
+        assert drain(quick)[0] == {name: expected([3], 400)}
+        until = time.monotonic() + 20
+        while quick.stats().num_running and time.monotonic() < until:
+            time.sleep(0.01)
+        assert "bytes of outputs waited for client 0 (sleepy)" in caplog.text
+        batches = read_outputs(slow, NUM_CREDITS)
+        assert [token for b in batches for token in b.token_ids] == expected([1, 2], 500)[:256]
+        assert slow.receive(0.1) is None  # not a message without a credit
+        slow.send(Credit(1))
+        (end,) = read_outputs(slow, 1)[0].finished
+        assert end.reason == "abort" and "client 0 (sleepy) to read them" in end.message
+        quick.shutdown()
+
+
+def read_outputs(client: RawClient, count: int) -> list[Any]:
+    """So many batches; other messages are passed over."""
+    batches: list[Any] = []
+    while len(batches) < count:
+        message = client.receive()
+        assert message is not None
+        if isinstance(message, Outputs):
+            batches.append(message.batch)
+    return batches
+
+
+def test_outputs_wait_for_credits_and_come_in_order(core: HostedCore, raw: RawClient) -> None:
+    raw.send(Hello(1, core.address.token))
+    raw.send(Submit(0, [make_request("a", [7], 500)]))
+    raw.receive()
+    batches = read_outputs(raw, NUM_CREDITS)
+    raw.send(Call(1, "echo", [5]))
+    assert raw.receive() == Answer(1, 5)  # what was asked is answered without a credit
+    while sum(len(batch.token_ids) for batch in batches) < 500:
+        raw.send(Credit(60))
+        batches += read_outputs(raw, min(60, 500 - len(batches)))
+    assert [token for batch in batches for token in batch.token_ids] == expected([7], 500)
+
+
+def test_who_vanishes_without_a_word_leaves_nothing(core: HostedCore) -> None:
+    client = EngineCoreClient(core.address)
+    with RawClient(core.address.data) as gone:
+        gone.send(Hello(1, core.address.token))
+        gone.send(Submit(0, [make_request(f"x{i}", [i + 1], 500) for i in range(8)]))
+        read_outputs(gone, 1)
+    until = time.monotonic() + 20
+    while client.stats().num_running and time.monotonic() < until:
+        time.sleep(0.01)
+    counts = client.stats()
+    assert (counts.num_running, counts.num_waiting, counts.kv_usage) == (0, 0, 0.0)
+    client.shutdown()
+
+
+# -- health and the end
+
+
+def control(core: HostedCore) -> RawClient:
+    return RawClient(core.address.control)
+
+
+def test_health_is_told_while_a_step_runs() -> None:
+    with HostedCore(FakeBuild(step_seconds=0.5)) as core, control(core) as asker:
+        asker.send(Ping(core.address.token))
+        idle = asker.receive()
+        assert (idle.state, idle.seconds_in_step, idle.num_unfinished) == ("ready", 0.0, 0)
+        client = EngineCoreClient(core.address)
+        client.add(make_request("a", [1], 2))
+        time.sleep(0.2)
+        start = time.monotonic()
+        asker.send(Ping(core.address.token))
+        health = asker.receive()
+        assert time.monotonic() - start < 0.25 and health.seconds_in_step > 0.05
+        assert (health.num_unfinished, health.num_clients) == (1, 1)
+        for wrong in (Ping(b"wrong"), Shutdown(b"wrong"), Shutdown(core.address.token, -1.0)):
+            asker.send(wrong)
+            assert isinstance(asker.receive(), Fault)
+        for frame in HOSTILE[:17]:
+            asker.send_bytes(frame)
+            assert isinstance(asker.receive(), Fault)
+        assert drain(client)[0] == {"a": expected([1], 2)}
+        client.shutdown()
+
+
+def test_shutdown_drains_refuses_what_is_new_and_says_so() -> None:
+    with HostedCore(FakeBuild(step_seconds=0.005)) as core, control(core) as asker:
+        client = EngineCoreClient(core.address)
+        client.add_all([make_request(str(i), [i + 1], 40) for i in range(4)])
+        asker.send(Shutdown(core.address.token, 20.0))
+        assert asker.receive().state == "draining"
+        with pytest.raises(RefusedError, match="is shutting down and takes no more requests"):
+            client.add(make_request("late", [1], 1))
+        tokens, ends = drain(client)
+        assert tokens == {str(i): expected([i + 1], 40) for i in range(4)}
+        assert {end.reason for end in ends.values()} == {"length"}
+        with pytest.raises(EngineDeadError, match="the engine core was shut down"):
+            for _ in range(100):
+                client.step()
+        client.shutdown()
+
+
+def test_when_time_is_up_whoever_is_left_is_told() -> None:
+    with HostedCore(FakeBuild(step_seconds=0.01)) as core:
+        client = EngineCoreClient(core.address)
+        client.add_all([make_request(str(i), [i + 1], 400) for i in range(4)])
+        core.host.drain(0.05)
+        _, ends = drain(client)
+        assert [(end.reason, end.message) for end in ends.values()] == [
+            ("abort", "the core was shut down")
+        ] * 4
+        client.shutdown()
+
+
+def test_silence_is_counted_in_questions_not_by_the_clock() -> None:
+    """A laptop that slept for an hour asks once more before it gives up."""
+    with HostedCore(FakeBuild()) as core:
+        context: zmq.Context[Any] = zmq.Context()
+        heart = Heart(context, core.address, 2.0)
+        now = 1000.0
+        assert heart.complaint(now) is None
+        time.sleep(0.2)
+        for hours in range(1, 6):
+            assert heart.complaint(now + 3600 * hours) is None
+            time.sleep(0.05)
+        heart.close()
+        context.term()
+
+
+# -- places
+
+
+def test_the_directory_is_for_its_user_alone(core: HostedCore) -> None:
+    directory = Path(core.address.data.removeprefix("ipc://")).parent
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    assert sorted(path.name for path in directory.iterdir()) == [
+        "core",
+        "core-control",
+        "core-token",
+        "lock",
+    ]
+    assert address_of(core.address.data, None) == core.address
+
+
+def test_directories_that_killed_processes_left_are_removed(place: Path) -> None:
+    code = (
+        "import os, signal, sys, tempfile\n"
+        f"tempfile.tempdir = {str(place)!r}\n"
+        "from engine.ipc.place import Directory\n"
+        "held = Directory.create()\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=False)
+    (left,) = place.iterdir()
+    lives = Directory.create()
+    assert not left.exists() and lives.path.exists()
+    other = Directory.create()  # does not remove one that lives
+    assert lives.path.exists()
+    for each in (lives, other):
+        each.remove()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize("kind", ["zmq", "asyncio"])
+def test_tcp_works_with_the_shared_secret_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    address = f"tcp://127.0.0.1:{free_port()}"
+    with HostedCore(FakeBuild(), address=tcp_address(address, SECRET)):
+        client = connect(kind, address_of(address, SECRET))
+        client.add(make_request("a", [1], 20))
+        assert drain(client)[0] == {"a": expected([1], 20)}
+        client.shutdown()
+        monkeypatch.setattr(f"engine.core.{MODULES[kind]}.WELCOME_SECONDS", 1.0)
+        with pytest.raises(EngineDeadError):
+            connect(kind, address_of(address, "another secret of some length"))
+        with RawClient(address) as plain:  # without encryption
+            plain.send(Hello(1, tcp_address(address, SECRET).token))
+            assert plain.receive(0.5) is None
+
+
+MODULES = {"zmq": "zmq_client", "asyncio": "aio_client"}
+
+
+@pytest.mark.parametrize(
+    ("address", "secret", "message"),
+    [
+        ("tcp://127.0.0.1:5000", None, "needs a shared secret of at least 16 characters"),
+        ("tcp://127.0.0.1:5000", "short", "needs a shared secret of at least 16 characters"),
+        ("tcp://127.0.0.1", SECRET, "must be tcp://HOST:PORT"),
+        ("tcp://:5000", SECRET, "must be tcp://HOST:PORT"),
+        ("tcp://x:0", SECRET, "must be tcp://HOST:PORT"),
+        ("tcp://x:65535", SECRET, "must be tcp://HOST:PORT"),
+        ("udp://x:5000", SECRET, "must begin with ipc:// or tcp://"),
+        ("ipc:///nowhere/core", None, "no core can be reached at"),
+    ],
+)
+def test_addresses_that_cannot_work_are_refused(
+    address: str, secret: str | None, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        address_of(address, secret)
+
+
+# -- what a client costs
+
+
+@pytest.mark.parametrize("name", ["zmq_client", "aio_client"])
+def test_112_a_client_is_quick_to_import_and_needs_no_torch(name: str) -> None:
+    code = (
+        "import sys, time\nstart = time.perf_counter()\n"
+        f"import engine.core.{name}\n"
+        "print(time.perf_counter() - start)\n"
+        "print([m for m in ('torch', 'transformers', 'numpy', 'tokenizers') if m in sys.modules])\n"
+    )
+    seconds = []
+    for _ in range(3):  # the best of three: the machine may be busy
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+        took, loaded = done.stdout.splitlines()
+        assert loaded == "[]"
+        seconds.append(float(took))
+    assert min(seconds) < 0.3
+
+
+def test_112_a_core_is_built_where_no_accelerator_is_visible() -> None:
+    code = (
+        "import sys; sys.path.insert(0, 'tests')\n"
+        "from spawned import FakeBuild, fake_config\n"
+        "FakeBuild()(fake_config()).shutdown()\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run([sys.executable, "-c", code], env=environment, timeout=60, check=True)
+
+
+def test_a_dead_core_says_why_to_who_reads_late(raw: RawClient) -> None:
+    with HostedCore(FakeBuild(raise_at=3)) as core, RawClient(core.address.data) as reader:
+        reader.send(Hello(1, core.address.token))
+        reader.send(Submit(0, [make_request("a", [1], 9)]))
+        time.sleep(0.3)
+        messages = []
+        while (message := reader.receive(1.0)) is not None:
+            messages.append(message)
+    tokens: dict[str, list[int]] = {}
+    ends: dict[str, Finished] = {}
+    for message in messages:
+        if isinstance(message, Outputs):
+            read(message.batch, tokens, ends)
+    assert tokens == {"a": expected([1], 9)[: len(tokens["a"])]} and not ends
+    assert isinstance(messages[-1], Dead) and "fell over" in messages[-1].message
