@@ -79,7 +79,7 @@ class CudaDevice:
     def map(self, handle: bytes) -> Mapped:
         if len(handle) != HANDLE_BYTES:
             raise OSError(f"a handle has {HANDLE_BYTES} bytes, this one {len(handle)}")
-        torch.cuda.init()
+        torch.empty(0, device=self._device)  # has torch make the context that is mapped into
         pointer, base, size = ctypes.c_uint64(), ctypes.c_uint64(), ctypes.c_size_t()
         packed = _Handle.from_buffer_copy(handle)
         flags = ctypes.c_uint(LAZY_PEER_ACCESS)
