@@ -106,3 +106,13 @@ def test_a_rank_that_moves_counts_for_those_who_run_and_those_who_wait():
     run.drain()
     ended = list(run.finished)
     assert ended.index("b") < ended.index("a") and ended.index("d") < ended.index("c")
+
+
+def test_there_is_room_for_any_number_of_requests_again_and_again():
+    """Rows are added as they are needed, and none is lost when everybody has gone."""
+    run = make_run(max_num_seqs=32)
+    for turn in range(2):
+        for index in range(200):
+            run.add(make_request(f"{turn}-{index}", [index + 1] * 4, 3))
+        run.drain()
+    assert run.outputs["0-199"] == run.outputs["1-199"] == expected([200] * 4, 3)
