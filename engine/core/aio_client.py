@@ -169,7 +169,10 @@ class AsyncEngineCoreClient:
         self._live()
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._expected[number] = future
-        await self._socket.send(frame)
+        sending = self._socket.send(frame)  # for ever, if the connection was just lost
+        await asyncio.wait((sending, future), return_when=asyncio.FIRST_COMPLETED)
+        if not sending.cancel():
+            sending.result()
         return future
 
     def _send_now(self, frame: bytes) -> None:
