@@ -18,10 +18,12 @@ from pathlib import Path
 import kill_actor
 from hostile import Hostile
 from live_core import is_running, own_directory, pid_of, shared_names, wait_until
+from streams import Streams
 
 from engine.core.aio_client import AsyncEngineCoreClient
 from engine.core.zmq_client import EngineCoreClient
 from engine.errors import EngineDeadError
+from engine.ipc.place import Address
 
 DEATH_SECONDS = 1.0  # from a core's death to errors
 HANG_SECONDS = kill_actor.HANG_SECONDS + 1.0  # from its last sign of life
@@ -59,7 +61,7 @@ class Outcome:
         if seconds is not None:
             self.seconds = round(max(seconds, self.seconds or 0.0), 3)
         if seconds is None or seconds > limit:
-            self.failures.append(f"{what} took {seconds or 'too'} s, the limit is {limit}")
+            self.failures.append(f"{what} took {seconds or 'too many'} s, the limit is {limit}")
 
     def __str__(self) -> str:
         took = "-" if self.seconds is None else f"{self.seconds:.3f} s"
@@ -113,24 +115,30 @@ class Scene:
 class Waiter(threading.Thread):
     """Somebody who uses a core until it dies, or until the work is done."""
 
-    def __init__(self, work: Callable[[], object]) -> None:
-        super().__init__(daemon=True)
+    def __init__(self, name: str, work: Callable[[Waiter], object]) -> None:
+        super().__init__(name=name, daemon=True)
         self.error: BaseException | None = None
-        self.ended_at: float | None = None
+        self.is_at_work = threading.Event()
+        self._ended_at: float | None = None
         self._work = work
         self.start()
 
     def run(self) -> None:
         try:
-            self._work()
+            self._work(self)
         except BaseException as error:
-            self.error = error
-        self.ended_at = time.monotonic()
+            self.note(error)
+        self.note(None)
+
+    def note(self, error: BaseException | None) -> None:
+        """It is over now, whatever is still to be tidied up."""
+        if self._ended_at is None:
+            self._ended_at, self.error = time.monotonic(), error
 
     def seconds_after(self, began: float, limit: float) -> float | None:
         """When it ended; ``None`` if it has not by then."""
-        self.join(max(0.0, began + limit - time.monotonic()))
-        return None if self.ended_at is None else max(0.0, self.ended_at - began)
+        wait_until(lambda: self._ended_at is not None, began + limit - time.monotonic())
+        return None if self._ended_at is None else max(0.0, self._ended_at - began)
 
 
 def run_cell(cell: Cell) -> Outcome:
@@ -158,9 +166,10 @@ def run_cell(cell: Cell) -> Outcome:
 def _hit_start(cell: Cell, scene: Scene, outcome: Outcome) -> None:
     """While the core loads."""
     waiter = Waiter(
-        lambda: kill_actor.start_core(
+        "start",
+        lambda waiter: kill_actor.start_core(
             str(scene.trigger), cell.phase, core_ready_timeout=READY_SECONDS
-        )
+        ),
     )
     assert wait_until(multiprocessing.active_children, 5.0), "no core was started"
     (child,) = multiprocessing.active_children()
@@ -187,11 +196,12 @@ def _hit_core(cell: Cell, scene: Scene, outcome: Outcome) -> None:
         streams.reasons.add("abort")
         scene.kill(pid, signal.SIGTERM)
     waiters = [
-        Waiter(lambda: (streams.finish(), _step_for_ever(owner))),
-        Waiter(lambda: _call_for_ever(caller)),
-        Waiter(lambda: asyncio.run(_call_for_ever_in_a_loop(owner))),
+        Waiter("streams", lambda waiter: _read_for_ever(waiter, owner, streams)),
+        Waiter("calls", lambda waiter: _call_for_ever(waiter, caller)),
+        Waiter("asyncio", lambda waiter: asyncio.run(_call_in_a_loop(waiter, owner.address))),
     ]
-    time.sleep(0.1)
+    for waiter in waiters:
+        assert waiter.is_at_work.wait(10.0), f"{waiter.name} never began: {waiter.error!r}"
     began = time.monotonic()
     if cell.fault == "garbage":
         _survive_garbage(cell, owner, waiters, outcome)
@@ -216,9 +226,11 @@ def _all_hear_of_it(cell: Cell, waiters: list[Waiter], began: float, outcome: Ou
     if cell.fault == "SIGTERM" and cell.phase in ("prefill", "decode"):
         limit = WORK_SECONDS
     for waiter in waiters:
-        outcome.within(waiter.seconds_after(began, limit + 10.0), limit, "an error")
+        outcome.within(
+            waiter.seconds_after(began, limit + 10.0), limit, f"the error of {waiter.name}"
+        )
         error = waiter.error
-        outcome.check(isinstance(error, EngineDeadError), f"somebody heard {error!r}")
+        outcome.check(isinstance(error, EngineDeadError), f"{waiter.name} heard {error!r}")
     if cell.fault == "raise":
         outcome.check("the worker fell over" in str(waiters[0].error), "the cause is not named")
 
@@ -234,32 +246,36 @@ def _survive_garbage(
         return
     time.sleep(0.5)
     for waiter in waiters[1:]:
-        outcome.check(waiter.is_alive(), f"somebody heard {waiter.error!r}")
+        outcome.check(waiter.is_alive(), f"{waiter.name} heard {waiter.error!r}")
     assert owner._child is not None
     owner._child.kill()
     _all_hear_of_it(Cell("core", "SIGKILL", "idle"), waiters, time.monotonic(), outcome)
 
 
-def _step_for_ever(client: EngineCoreClient) -> None:
+def _read_for_ever(waiter: Waiter, client: EngineCoreClient, streams: Streams) -> None:
+    waiter.is_at_work.set()
+    streams.finish()
     while True:
         client.step()
         client.call("stats")
 
 
-def _call_for_ever(client: EngineCoreClient) -> None:
+def _call_for_ever(waiter: Waiter, client: EngineCoreClient) -> None:
     while True:
         client.call("stats")
+        waiter.is_at_work.set()
         time.sleep(0.01)
 
 
-async def _call_for_ever_in_a_loop(owner: EngineCoreClient) -> None:
-    client = await AsyncEngineCoreClient.connect(
-        owner.address, hang_timeout=kill_actor.HANG_SECONDS
-    )
+async def _call_in_a_loop(waiter: Waiter, address: Address) -> None:
+    client = await AsyncEngineCoreClient.connect(address, hang_timeout=kill_actor.HANG_SECONDS)
     try:
         while True:
             await client.call("stats")
+            waiter.is_at_work.set()
             await asyncio.sleep(0.01)
+    except EngineDeadError as error:
+        waiter.note(error)
     finally:
         await client.shutdown()
 
