@@ -49,7 +49,7 @@ FAST = (
     *("resources_core", "resources_encoder", "resources_grammar", "resources_lora"),
     *("resources_remote_kv", "ledger", "lengths", "cost", "find"),
     *("kv.", "kv_events", "kv_transfers", "boundaries", "columns", "own_scheduler", "ranks"),
-    *("hook_times", "statistics"),
+    *("hook_times", "statistics", "view"),
 )
 COMPILED = ("fast_hash.py",)  # kept under the file's name, which a mutant shares with its original
 POLICIES = ("policies_margins", "policies_order", "policies_batching", "policies_sharing")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from timed import timed_run
 
+from engine.sched.policies import POLICIES
 from engine.sched.policies.andes import Andes
 from engine.sched.policies.blendserve import BlendServe
 from engine.sched.policies.conserve import ConServe
@@ -38,9 +39,9 @@ def queue_up(policy):
         run.ask(str(index), 8)
         run.scheduler.finish_requests(str(index))
     now = run.clock.now
-    run.ask("old", 300, arrival_time=now - 20.0)
-    run.ask("nearly", 300, arrival_time=now - 19.5)
     run.ask("short", 8)
+    run.ask("nearly", 300, arrival_time=now - 19.5)
+    run.ask("old", 300, arrival_time=now - 20.0)
     run.ask("evicted", 400)
     run.request("evicted").story.num_preempted = 1
     view = run.scheduler.view
@@ -191,3 +192,16 @@ def test_early_rejection_predicts_the_steps_that_are_ahead():
     assert policy.predicted_ttft(new, view) == pytest.approx(2 * full + last)
     run.scheduler.roster.waiting.add(new)
     run.drain()
+
+
+@pytest.mark.parametrize("num_seats", [3, 12])
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_whoever_runs_finds_a_victim_when_memory_is_short(name, num_seats):
+    """No policy leaves it to the mechanism to make room: ``drain`` sees to that."""
+    run = timed_run(POLICIES[name](), num_blocks=11, block_size=4, max_num_seqs=num_seats)
+    for index in range(10):
+        run.ask(str(index), 7, 25, deadline=90.0 - index)
+        run.steps(2)
+    run.drain()
+    assert len(run.ended) == 10
+    assert (run.num_preemptions > 0) == (name not in ("mc-sf", "past-future")), "those foresee it"
