@@ -1,0 +1,46 @@
+"""A sample of the kill matrix, and what it has found; `tools/kill_matrix.py` has all of it."""
+
+import asyncio
+import time
+
+import pytest
+from kill_cells import Cell, run_cell
+from live_core import start
+
+from engine.core.aio_client import AsyncEngineCoreClient
+from engine.errors import EngineDeadError
+
+SAMPLE = (
+    "core/SIGKILL/decode",
+    "core/SIGSTOP/decode",
+    "core/SIGTERM/decode",
+    "core/raise/prefill",
+    "core/hang/decode",
+    "core/garbage/decode",
+    "client/SIGKILL/decode",
+    "client/SIGSTOP/decode",
+    "client/garbage/prefill",
+    "parent/SIGKILL/prefill",
+    "parent/SIGKILL/handshake",
+    "parent/raise/decode",
+)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("cell", SAMPLE)
+def test_110_116_everybody_knows_in_time_and_nothing_is_left(cell: str) -> None:
+    outcome = run_cell(Cell(*cell.split("/")))
+    assert not outcome.failures, outcome
+
+
+async def test_110_who_asks_a_core_that_just_died_hears_of_it() -> None:
+    owner = start()
+    client = await AsyncEngineCoreClient.connect(owner.address)
+    assert await client.call("echo", 1) == 1
+    assert owner._child is not None
+    owner._child.kill()
+    time.sleep(0.2)  # so that the socket knows of it, and the event loop does not
+    with pytest.raises(EngineDeadError):
+        await asyncio.wait_for(client.call("stats"), 2.0)
+    await client.shutdown()
+    owner.shutdown()
