@@ -205,3 +205,24 @@ def test_the_time_of_each_hook_of_a_resource_is_known():
     assert told.pop("Quick.rank") == 0.0
     assert told == meter.spent
     assert set(told) == {f"SlowResource.{hook}" for hook in RESOURCE_HOOKS}
+
+
+@pytest.mark.parametrize(("num_hooks", "is_named"), [(7, False), (8, True)])
+def test_a_hook_is_named_from_the_first_second_on_that_all_wait_for_it(num_hooks, is_named, caplog):
+    """Each call takes an eighth of a second, and one is made for each request."""
+    meter = Meter()
+
+    class Admits(Policy):
+        def rank(self, req, view):
+            return (req.arrival,)
+
+        def admit(self, req, view):
+            meter.spend("admit")
+            return Admission.YES
+
+    run = make_run(policy=Admits(), scheduler_cls=partial(Scheduler, timer=lambda: meter.now))
+    for index in range(num_hooks):
+        run.add(make_request(str(index), [index + 1] * 4, 1))
+    run.drain()
+    slow = [message for message in caplog.messages if "all requests waited" in message]
+    assert slow == ["Admits.admit took 1.0 s in one step; all requests waited"] * is_named
