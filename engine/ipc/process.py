@@ -91,6 +91,8 @@ class Child:
             if self.line in ready:
                 return msgspec.msgpack.decode(self.line.recv_bytes(), type=Report)
         how = self.how_it_ended() if ready else None
+        if how is None:
+            self.kill()  # it may be stopped, and hear nothing
         self.close()
         name = self._process.name
         if how is None:
