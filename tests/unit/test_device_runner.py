@@ -259,3 +259,44 @@ def test_a_lack_of_memory_is_told_with_numbers_and_ways_out(share):
 def test_impossible_shares_of_the_memory_are_refused(share):
     with pytest.raises(ConfigError, match="gpu_memory_utilization is"):
         GPUConfig(gpu_memory_utilization=share)
+
+
+@pytest.mark.parametrize("round_", range(8))
+def test_random_lives(round_: int, seed: int) -> None:
+    """Arrivals, aborts, bad tokens, preemption, shared prefixes: who ends well said his sums."""
+    dice = random.Random(f"{seed} {round_}")
+    depth, sizes = dice.randint(1, 3), dice.choice([(), (1, 2, 4, 8), (3, 8)])
+    room = {"num_blocks": dice.randint(18, 40), "max_num_seqs": 8}
+    run = make_run(depth, sizes, max_num_batched_tokens=dice.choice([8, 13, 40]), **room)
+    shared = [dice.randrange(40) for _ in range(20)]
+    prompts: dict[str, list[int]] = {}
+    asked: dict[str, int] = {}
+    for turn in range(120):
+        if turn < 80 and dice.random() < 0.4:
+            name = str(turn)
+            prompt = [*shared[: dice.randint(0, 20)], dice.randrange(40)]
+            if dice.random() < 0.1:
+                prompt[-1] = dice.choice([POISON, NAN])
+            prompts[name], asked[name] = prompt, dice.randint(1, 12)
+            scores = 1 if dice.random() < 0.2 else None
+            params = SamplingParams(
+                temperature=0, max_tokens=asked[name], ignore_eos=True, prompt_logprobs=scores
+            )
+            run.add(make_request(name, prompt, asked[name], params=params))
+        if prompts and dice.random() < 0.05:
+            gone = dice.choice(list(prompts))
+            if gone not in run.finished:
+                run.scheduler.finish_requests(gone, "abort")
+                run.finished[gone] = ("abort", None)
+        run.step()
+    run.drain()
+    reasons = [run.finished[name][0] for name in prompts]
+    assert reasons.count("length") > 5, reasons
+    for name, prompt in prompts.items():
+        reason = run.finished[name][0]
+        is_bad = bool({POISON, NAN} & set(prompt))
+        assert reason in (("error", "abort") if is_bad else ("length", "abort")), name
+        if not is_bad:
+            said = says(prompt, asked[name])
+            assert run.outputs[name] == said[: len(run.outputs[name])], name
+            assert reason == "abort" or run.outputs[name] == said, name
