@@ -116,3 +116,19 @@ def test_there_is_room_for_any_number_of_requests_again_and_again():
             run.add(make_request(f"{turn}-{index}", [index + 1] * 4, 3))
         run.drain()
     assert run.outputs["0-199"] == run.outputs["1-199"] == expected([200] * 4, 3)
+
+
+class EvictsAll(FCFS):
+    """Clears the seats in the third step."""
+
+    def evict(self, view):
+        return list(view.running) if view.step.index == 3 else ()
+
+
+@pytest.mark.parametrize("num_running", [1, 2, 5])
+def test_a_policy_may_evict_everybody(num_running):
+    run = make_run(policy=EvictsAll())
+    for index in range(num_running):
+        run.add(make_request(str(index), [index + 1] * 20, 6))
+    run.drain()
+    assert [end.num_preemptions for end in run.ends.values()] == [1] * num_running
