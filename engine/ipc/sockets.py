@@ -21,6 +21,7 @@ HIGH_WATER_MARK = 4096  # messages that a socket queues for a peer
 MAX_CONNECTIONS = 1024
 LINGER_MS = 1000  # for last words
 HANDSHAKE_MS = 5000
+NEVER_MS = 1_000_000_000
 TCP_HEARTBEAT_MS = 1000
 TCP_SILENCE_MS = 5000
 LOST = (
@@ -55,7 +56,8 @@ def bind(context: zmq.Context[Socket], address: str, secret: str | None) -> Sock
 def dealer(context: zmq.Context[Socket], secret: str | None) -> Socket:
     """A DEALER for one connection, still to be made."""
     made = _socket(context, zmq.DEALER)
-    made.setsockopt(zmq.RECONNECT_IVL, -1)  # what comes back would be another core
+    # What came back would be another core. -1 would do too, but it drops what was not read yet.
+    made.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
     if secret is not None:
         _notice_silence(made)
         public, own = zmq.curve_keypair()
