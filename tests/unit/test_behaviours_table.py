@@ -9,9 +9,7 @@ from types import ModuleType
 import pytest
 
 TOOL = Path(__file__).parents[2] / "tools" / "behaviours_table.py"
-# What a scheduler and its cache do, and what clients see of it; the others wait for a server, for
-# a core in a process of its own, or hold in the tests of outputs.
-WANTED = [*range(1, 101), 113, 114, 115]
+WANTED = list(range(1, 131))
 
 
 @pytest.fixture(scope="module")
