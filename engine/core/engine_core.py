@@ -33,6 +33,12 @@ class EngineCore:
         """Launch what fits into the flight and settle its oldest step; {} when there is nothing."""
         while len(self.flight) < self.depth:
             plan = self.scheduler.schedule()
+            if not isinstance(plan, StepPlan):  # a scheduler of one's own may forget to return it
+                name = type(self.scheduler).__name__
+                raise TypeError(
+                    f"{name}.schedule() returned {plan!r:.80}, must return a StepPlan: a loop of "
+                    "one's own ends with `return self.seal(step)`"
+                )
             if plan.is_empty:
                 break
             self.flight.append((plan, self.executor.launch(plan)))

@@ -48,11 +48,9 @@ class KVManager:
         source: KVSource | None = None,
         events: EventLog | None = None,
     ) -> None:
-        if source is not None and [group.window for group in groups] != [0]:
-            raise ConfigError(
-                "a KV source needs one group of layers with full attention, this model has windows "
-                f"{[group.window for group in groups]} (0: full); leave the source out"
-            )
+        windows = [group.window for group in groups]
+        if source is not None and windows != [0]:
+            raise ConfigError(f"a KV source needs one window of 0 (all), this model has {windows}")
         self.block_size = block_size
         self.groups = tuple(groups)
         self.caching = enable_prefix_caching

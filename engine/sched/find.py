@@ -81,11 +81,14 @@ def _note_objects(given: Iterable[Any], scheduler: SchedulerInterface) -> None:
 def choose(config: SchedulerConfig) -> Chosen:
     """Find and make what the configuration names. Raises ``ConfigError``."""
     look_up_predictor(config.length_predictor)  # made later; what it is may be said now
-    return Chosen(
-        find_scheduler(config.scheduler_cls),
-        find_policy(config.scheduling_policy, config.policy_options),
-        tuple(find_resource(name) for name in config.resources),
-    )
+    policy = find_policy(config.scheduling_policy, config.policy_options)
+    if config.user_weights and not policy.uses_ledger:
+        logger.warning(
+            "user_weights change nothing: %s does not look at what users were served, vtc does",
+            type(policy).__name__,
+        )
+    resources = tuple(find_resource(name) for name in config.resources)
+    return Chosen(find_scheduler(config.scheduler_cls), policy, resources)
 
 
 def find_policy(name: Any, options: dict[str, Any]) -> Policy:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from engine.sched import waits
@@ -11,6 +12,8 @@ from engine.sched.interface import PauseState
 
 if TYPE_CHECKING:
     from engine.sched.scheduler import Scheduler
+
+logger = logging.getLogger("engine.sched")
 
 
 def rescue(scheduler: Scheduler, step: Step, has_own_loop: bool, is_stuck: bool) -> None:
@@ -22,6 +25,7 @@ def rescue(scheduler: Scheduler, step: Step, has_own_loop: bool, is_stuck: bool)
     guard, roster = scheduler.guard, scheduler.roster
     if (has_own_loop or guard.overrides(*DECIDING)) and len(roster.running) + len(roster.waiting):
         _serve_by_default(scheduler, step)
+        _count(scheduler, step, has_own_loop)
     if step.has_grants or not (step.lacks_blocks or is_stuck or not len(roster.running)):
         return
     if (holder := roster.lowest_holder()) is not None:
@@ -38,4 +42,15 @@ def _serve_by_default(scheduler: Scheduler, step: Step) -> None:
     scheduler.asked = scheduler.guard.overrule()
     scheduler.serve(scheduler.asked.order(scheduler.view), step)
     scheduler.asked = scheduler.guard
+
+
+def _count(scheduler: Scheduler, step: Step, has_own_loop: bool) -> None:
+    """Steps that were saved are counted, the first of them is told."""
+    tally = scheduler.settler.tally
     tally.num_rescued_steps += step.has_grants
+    if step.has_grants and tally.num_rescued_steps == 1:
+        logger.warning(
+            "%s let nobody run though somebody could; such steps are served in the default order "
+            "and counted in num_rescued_steps",
+            type(scheduler if has_own_loop else scheduler.policy).__name__,
+        )

@@ -220,9 +220,9 @@ def test_a_preempted_request_loads_again():
 
 
 def test_a_source_needs_one_group_of_full_attention():
-    with pytest.raises(ConfigError, match=r"this model has windows \[0, 16\]"):
+    with pytest.raises(ConfigError, match=r"this model has \[0, 16\]"):
         KVManager(10, 16, source=Store(), groups=[Group(), Group(window=16)])
-    with pytest.raises(ConfigError, match=r"this model has windows \[7\]"):
+    with pytest.raises(ConfigError, match=r"this model has \[7\]"):
         KVManager(10, 16, source=Store(), groups=[Group(window=7)])
 
 

@@ -9,10 +9,12 @@ import pytest
 from fakes import FakeDecided
 from simulate import expected, make_request, make_run
 
+from engine.config.sched import SchedulerConfig
 from engine.core.client import InprocClient
 from engine.core.engine_core import EngineCore
 from engine.errors import EngineDeadError, RequestError
 from engine.messages.params import SamplingParams
+from engine.sched.find import choose
 from engine.sched.policies import FCFS
 from engine.sched.policy import Defer, Limits
 from engine.sched.resource import Fit, Resource
@@ -319,3 +321,40 @@ def test_a_hook_that_everybody_waits_for_is_named(caplog):
         "Dawdles.admit took 2.5 s in one step; all requests waited",
         "Dawdles.admit took 6.0 s in one step; all requests waited",
     ]
+
+
+class Forgets(Scheduler):
+    def schedule(self):
+        step = self.begin_step()
+        self.serve(self.offers(step), step)
+        self.seal(step)
+
+
+def test_a_loop_that_forgets_its_plan_is_named():
+    run = make_run(scheduler_cls=Forgets)
+    client = InprocClient(EngineCore(run.scheduler, run.worker), FakeDecided())
+    client.add(make_request("a", PROMPT, 3))
+    with pytest.raises(
+        EngineDeadError, match=r"Forgets\.schedule\(\) returned None, must return a"
+    ):
+        client.step()
+
+
+class Idles(FCFS):
+    def limits(self, view):
+        return Limits(max_tokens=0)
+
+
+def test_a_policy_that_lets_nobody_run_is_named_once(caplog):
+    run = make_run(policy=Idles())
+    run.add(make_request("a", PROMPT, 4))
+    run.drain()
+    assert run.outputs["a"] == expected(PROMPT, 4)
+    assert [record.getMessage()[:21] for record in caplog.records] == ["Idles let nobody run "]
+
+
+def test_weights_that_nobody_looks_at_are_told(caplog):
+    choose(SchedulerConfig(user_weights={"ann": 2.0}))
+    choose(SchedulerConfig(user_weights={"ann": 2.0}, scheduling_policy="vtc"))
+    (record,) = caplog.records
+    assert record.getMessage().startswith("user_weights change nothing: FCFS does not look at")
