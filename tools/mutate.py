@@ -165,7 +165,7 @@ def survives(parts: list[str]) -> bool:
 def key_of(mutant: Mutant) -> str:
     """Stands for a mutant of this very source."""
     source = hashlib.sha256((ROOT / mutant.file).read_bytes()).hexdigest()[:16]
-    return f"{mutant.file}:{source}:{mutant.number}"
+    return f"{mutant.file}:{source}:{mutant.number}: {mutant.before} -> {mutant.after}"
 
 
 def read_ledger(path: Path | None) -> set[str]:
