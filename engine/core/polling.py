@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from engine.config.polling import PollConfig
+from engine.config.engine import EngineConfig
 
 Work = Literal["none", "prefill", "decode"]
 """What the next step would do: nothing, some prompt's tokens, or one token each for all."""
 
 
-def poll_timeout_ms(config: PollConfig, work: Work, is_first: bool) -> int:
+def poll_timeout_ms(config: EngineConfig, work: Work, is_first: bool) -> int:
     """Milliseconds of a poll; ``is_first`` of those that drain the inbox before a step.
 
     The same whatever brings the messages. What comes behind a first message is there already or
@@ -18,4 +18,5 @@ def poll_timeout_ms(config: PollConfig, work: Work, is_first: bool) -> int:
     """
     if not is_first or work == "prefill":
         return 0
-    return config.idle_wait_ms if work == "none" else config.decode_poll_timeout_ms
+    asked = config.polling
+    return asked.idle_wait_ms if work == "none" else asked.decode_poll_timeout_ms

@@ -75,11 +75,12 @@ class OutputProcessor:
             end = ends.get(index)
             if token_ids or end is not None:
                 self._take(row, token_ids, batch, index, end)
-                if self._is_read_elsewhere(row):
+                if self._texts is not None and self._is_read_elsewhere(row):
                     self._send(core_id, row, end, batch.time)
                 else:
                     row.sequence.read(end)
-                    self._settled(core_id, row, end, batch.time)
+                    if row.sequence.end is not None:
+                        self._ended(core_id, row, end, batch.time)
                     moved.setdefault(row.request, []).append(row.sequence)
         return _outputs(moved) + self.take_texts(wait_for_all=False)
 
@@ -92,7 +93,8 @@ class OutputProcessor:
             core_id, row, _, end, time = reading
             if core_id in self._rows:  # no earlier text has ended it
                 row.sequence.settle(delta, end)
-                self._settled(core_id, row, end, time)
+                if row.sequence.end is not None:
+                    self._ended(core_id, row, end, time)
                 moved.setdefault(row.request, []).append(row.sequence)
         for sequences in moved.values():  # which may come from several processes
             sequences.sort(key=attrgetter("index"))
@@ -114,7 +116,7 @@ class OutputProcessor:
                     self._send(core_id, row, aborted, time)
                 else:
                     row.sequence.read(aborted)
-                    self._settled(core_id, row, aborted, time)
+                    self._ended(core_id, row, aborted, time)
                     moved.setdefault(row.request, []).append(row.sequence)
         return outputs + _outputs(moved) + self.take_texts(wait_for_all=True)
 
@@ -176,10 +178,8 @@ class OutputProcessor:
         if row.sequence.is_read_now(end):
             self._texts.add(Reading(core_id, row, row.sequence.unread(end), end, time))
 
-    def _settled(self, core_id: str, row: Row, end: Finished | None, time: float) -> None:
-        """Its text is known up to here: it has perhaps ended, by ``end`` or by what it says."""
-        if row.sequence.end is None:
-            return
+    def _ended(self, core_id: str, row: Row, end: Finished | None, time: float) -> None:
+        """It has ended: by ``end``, or by what its text says."""
         if end is None:
             self._ended_here[core_id] = row.request
         if self._texts is not None:

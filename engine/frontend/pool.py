@@ -8,6 +8,7 @@ One thread owns sockets and processes. It sleeps until something arrives, a proc
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import weakref
@@ -39,6 +40,8 @@ from engine.messages.text import (
     TextRow,
     Texts,
 )
+
+logger = logging.getLogger(__name__)
 
 ARENA_BYTES = 32 << 20  # in each direction of each process; memory is taken when first used
 HANG_SECONDS = 30.0
@@ -123,6 +126,7 @@ class PoolLoop:
         self._waker = Waker()
         self._lock = threading.Lock()  # nothing is added once it is closing
         self._is_closing = False
+        self._death = EngineDeadError("the engine was shut down")
         self.num_tokenizers = size
         names: tuple[Role, Role] = ("tokenizer", "detokenizer")
         roles = [role for role in names for _ in range(size)]
@@ -144,7 +148,7 @@ class PoolLoop:
         """Queue a task. Raises ``EngineDeadError`` after ``close``."""
         with self._lock:
             if self._is_closing:
-                raise EngineDeadError("the engine was shut down")
+                raise EngineDeadError(str(self._death)) from self._death.__cause__
             self._inbox.append(seat)
             self._waker.wake()
 
@@ -166,15 +170,21 @@ class PoolLoop:
                     self._take_inbox()
                 for slot in self.slots:
                     self._attend(slot, ready)
-        finally:
-            with self._lock:
-                self._is_closing = True
-            for slot in self.slots:
-                slot.close()
-            for task, _ in self._inbox:
-                task.future.set_exception(EngineDeadError("the engine was shut down"))
-            self._context.destroy(linger=0)
-            self._waker.close()
+        except BaseException as error:  # whatever it is, those who wait must hear of it
+            self._death = EngineDeadError(f"the text processes were given up: {error!r}")
+            self._death.__cause__ = error
+            logger.exception("the thread of the text processes has died")
+        self._end()
+
+    def _end(self) -> None:
+        with self._lock:
+            self._is_closing = True
+        for slot in self.slots:
+            slot.close(self._death)
+        for task, _ in self._inbox:
+            task.future.set_exception(self._death)
+        self._context.destroy(linger=0)
+        self._waker.close()
 
     def _wait(self) -> dict[Any, int]:
         poller = zmq.Poller()

@@ -231,12 +231,14 @@ class Slot:
             while self.process is not None and (delivery := self.process.receive()) is not None:
                 self._answered(delivery)
 
-    def close(self) -> None:
-        """End the process; tasks fail with ``EngineDeadError``."""
+    def close(self, death: EngineDeadError) -> None:
+        """End the process; tasks fail with ``death``."""
         if self.process is not None:
             self.process.close()
             self.process = None
-        self._fail_all(EngineDeadError("the engine was shut down"))
+        if not self.started.done():
+            self.started.set_exception(death)
+        self._fail_all(death)
 
     # -- helpers
 

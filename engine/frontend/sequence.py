@@ -78,20 +78,20 @@ class Sequence:
         """Have the own reader read what was taken, ``end`` with the last of it."""
         if self._reader is None:
             self.end = end
-        elif self.is_read_now(end):
+        elif end is not None:
             self.settle(self._reader.read(*self.unread(end)), end)
+        elif not self._is_lazy:
+            num_read, self._num_read = self._num_read, len(self.token_ids)
+            self.settle(self._reader.read(self.token_ids[num_read:], False), None)
 
     def settle(self, delta: TextDelta, end: Finished | None) -> None:
         """Add what a reader made of tokens; ``end`` is what came with the last of them."""
-        if delta.num_dropped:
-            self.text = self.text[: -delta.num_dropped]
-        self.text += delta.text
-        if delta.error:
+        self.end = end
+        if delta.stop is not None:
+            self._stop_at(delta.stop, delta)
+        elif delta.error:
             self.end = Finished(0, "error", message=delta.error)
-        elif delta.stop is not None:
-            self._stop_at(delta.stop, delta.num_tokens)
-        elif self.end is None:
-            self.end = end
+        self.text += delta.text
 
     def output(self) -> CompletionOutput:
         """The whole sequence so far."""
@@ -123,10 +123,11 @@ class Sequence:
             return len(self.text)
         return max(self._num_sent_chars, len(self.text) - self._num_held_back)
 
-    def _stop_at(self, string: str, num_tokens: int) -> None:
-        del self.token_ids[num_tokens:]
+    def _stop_at(self, string: str, delta: TextDelta) -> None:
+        self.text = self.text[: len(self.text) - delta.num_dropped]
+        del self.token_ids[delta.num_tokens :]
         if self.logprobs is not None:
-            cut = self.logprobs[num_tokens:]
+            cut = self.logprobs[delta.num_tokens :]
             self.cumulative_logprob -= sum(next(iter(p.values())).logprob for p in cut)
-            del self.logprobs[num_tokens:]
+            del self.logprobs[delta.num_tokens :]
         self.end = Finished(0, "stop", string)
