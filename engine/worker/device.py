@@ -10,6 +10,9 @@ from engine.worker.cuda.platform import CudaPlatform, HostPlatform, Platform
 from kernels.bodies import CPU_TENSORS
 
 
+LEAST_CAPABILITY = (8, 0)  # of the kernels: Ampere
+
+
 def resolve_device(asked: str) -> str:
     """ "cpu" or "cuda"; auto takes a GPU if there is one.
 
@@ -29,13 +32,23 @@ def resolve_device(asked: str) -> str:
 def make_platform() -> Platform:
     """The GPU; or the CPU in its place, if the environment says so.
 
-    Raises ``ConfigError`` if Triton does not interpret then.
+    Raises ``ConfigError`` if the GPU is too old, or Triton does not interpret.
     """
     if not interprets_cuda():
         CPU_TENSORS.go_to_triton(False)
+        _check_capability()
         return CudaPlatform()
     try:
         CPU_TENSORS.go_to_triton(True)
     except ValueError as error:
         raise ConfigError(f"{INTERPRET_CUDA} is set, but {error}") from error
     return HostPlatform()
+
+
+def _check_capability() -> None:
+    found = torch.cuda.get_device_capability()
+    if found < LEAST_CAPABILITY:
+        raise ConfigError(
+            f"{torch.cuda.get_device_name()} has compute capability {found[0]}.{found[1]}, the "
+            f"kernels need {LEAST_CAPABILITY[0]}.{LEAST_CAPABILITY[1]} at least; use device='cpu'"
+        )

@@ -38,6 +38,13 @@ def test_the_cpu_stands_in_only_where_triton_interprets(monkeypatch: pytest.Monk
     assert not CPU_TENSORS.are_interpreted
 
 
+def test_a_gpu_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
+    with pytest.raises(ConfigError, match=r"Some GPU has compute capability 7\.5, .* 8\.0"):
+        make_platform()
+
+
 def test_tensors_on_the_cpu_are_computed_by_the_cpu() -> None:
     x, weight = torch.randn(3, 8), torch.rand(8)
     assert triton_for(x) is None

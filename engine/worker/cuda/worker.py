@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,7 +14,7 @@ from engine.config.cache import CacheConfig
 from engine.config.decide import Decided, cap_to_pool, decide_max_model_len, decide_num_blocks
 from engine.config.engine import EngineConfig
 from engine.config.gpu import for_gpu, graph_sizes
-from engine.config.gpu_memory import kv_budget, shortage
+from engine.config.gpu_memory import GIB, kv_budget, shortage
 from engine.config.model import ModelInfo
 from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError
@@ -131,6 +132,12 @@ def _size_pool(
         use = platform.measure(
             lambda: runner.rehearse(sched.max_num_batched_tokens, sched.max_num_seqs)
         )
+    logger.info(
+        "GPU memory: %.2f GiB of weights and tables, %.2f of activations, %.2f of others",
+        use.loaded / GIB,
+        use.activations / GIB,
+        use.others / GIB,
+    )
     blocks_of_one = -(-sched.max_model_len // cache.block_size) + 1  # and the null block
     budget = kv_budget(
         use,
@@ -153,5 +160,9 @@ def _record(runner: DeviceRunner, config: EngineConfig, sched: SchedulerConfig) 
     if not runner.machine.model.can_be_recorded and sizes:
         logger.info("this model's decode steps are launched call by call: it waits for the device")
         return
+    started = time.perf_counter()
     with explained(runner.machine.platform, "decode steps were recorded"):
         runner.capture(sizes)
+    if sizes:
+        seconds = time.perf_counter() - started
+        logger.info("decode steps of %d sizes recorded in %.1f s", len(sizes), seconds)
