@@ -9,7 +9,6 @@ from engine.errors import ConfigError
 from engine.worker.cuda.platform import CudaPlatform, HostPlatform, Platform
 from kernels.bodies import CPU_TENSORS
 
-
 LEAST_CAPABILITY = (8, 0)  # of the kernels: Ampere
 
 
