@@ -14,7 +14,7 @@ from engine.messages.step import Column, StepPlan, StepResult
 from engine.worker.cuda.platform import Fetched, Mark, Platform
 from engine.worker.cuda.sampler import Drawing, Draws, Scores, entries_of
 
-PromptLogprobs = Mapping[int, list[TokenLogprobs]]
+PromptLogprobs = Mapping[int, list[TokenLogprobs]]  # by row of the step they came with
 NO_SCORES: PromptLogprobs = MappingProxyType({})
 
 

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from engine.layers.batch import last_tokens
-from engine.messages.outputs import TokenLogprobs
 from engine.messages.step import EMPTY
 from engine.models.model import Model
 from engine.worker.batch import Columns
 from engine.worker.cuda.batches import Batches, Extent, Picked, Staged
 from engine.worker.cuda.graphs import Graph
 from engine.worker.cuda.platform import Platform
+from engine.worker.cuda.results import NO_SCORES
 from engine.worker.cuda.sampler import DeviceSampler
 from engine.worker.cuda.slots import Slots
 from engine.worker.prompt_scores import PromptScores
 from engine.worker.states import LiveSeqs
 from kernels.slots import Rows
-
-PromptLogprobs = Mapping[int, list[TokenLogprobs]]  # by row of the staged step
 
 
 class Machine(NamedTuple):
@@ -48,7 +45,7 @@ class EagerStep:
         self._scores = scores
         self._staged = staged
         self._picked = picked
-        self.prompt_logprobs: PromptLogprobs = {}
+        self.prompt_logprobs = NO_SCORES
 
     def forward(self) -> Rows:
         """Logits of the rows behind which a token is sampled."""
@@ -79,7 +76,7 @@ class GraphedStep:
     Between the two there is time to change logits.
     """
 
-    prompt_logprobs: PromptLogprobs = MappingProxyType({})
+    prompt_logprobs = NO_SCORES
 
     def __init__(self, graphs: tuple[Graph, Graph], rows: Rows, chosen: torch.Tensor) -> None:
         self._graphs = graphs
