@@ -13,6 +13,7 @@ from typing import Any
 
 from spawned import FakeBuild, fake_config
 
+from engine.config.engine import EngineConfig
 from engine.core.aio_client import AsyncEngineCoreClient
 from engine.core.host import EngineCoreHost
 from engine.core.launch import start_core
@@ -96,11 +97,19 @@ class AsyncFace:
 class HostedCore:
     """A core behind sockets in a thread of the test: all that a process has but the process."""
 
-    def __init__(self, build: FakeBuild, address: Address | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        build: FakeBuild,
+        address: Address | None = None,
+        config: EngineConfig | None = None,
+        **options: Any,
+    ) -> None:
         directory = Directory.create()
-        core = build(fake_config())
+        config = config or fake_config()
         self.address = address or directory.address
-        self.host = EngineCoreHost(core, self.address, directory=directory, **options)
+        self.host = EngineCoreHost(
+            build(config), config, self.address, directory=directory, **options
+        )
         self._thread = threading.Thread(target=self._serve, name="hosted-core")
         self._thread.start()
 

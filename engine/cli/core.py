@@ -6,6 +6,7 @@ import argparse
 import signal
 
 from engine.cli.options import add_engine_options, engine_args
+from engine.config.engine import EngineConfig
 from engine.core.build import build_core
 from engine.core.client import InprocClient
 from engine.core.host import EngineCoreHost
@@ -34,7 +35,7 @@ def run(parsed: argparse.Namespace) -> int:
     set_up_logging(config.log_level)
     address = None if listen is None else tcp_address(listen, config.core.core_secret)
     core = build_core(config)
-    host = _host_at(address, core, config.core.drain_timeout)
+    host = _host_at(address, core, config)
     try:
         host.handle_signals(signal.SIGTERM, signal.SIGINT)
         print(f"core address: {host.address.data}", flush=True)
@@ -44,9 +45,9 @@ def run(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _host_at(address: Address | None, core: InprocClient, drain_timeout: float) -> EngineCoreHost:
+def _host_at(address: Address | None, core: InprocClient, config: EngineConfig) -> EngineCoreHost:
     """A host at this address, or at a new socket file."""
     if address is not None:
-        return EngineCoreHost(core, address, drain_timeout=drain_timeout)
+        return EngineCoreHost(core, config, address)
     directory = Directory.create()
-    return EngineCoreHost(core, directory.address, directory=directory, drain_timeout=drain_timeout)
+    return EngineCoreHost(core, config, directory.address, directory=directory)

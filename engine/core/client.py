@@ -9,6 +9,7 @@ from typing import Any
 from engine.config.decide import Decided
 from engine.core.control import Utilities
 from engine.core.engine_core import EngineCore
+from engine.core.polling import Work
 from engine.errors import EngineDeadError
 from engine.messages.check import check_request
 from engine.messages.outputs import CoreOutputs, Finished
@@ -101,6 +102,11 @@ class InprocClient:
     def is_idle(self) -> bool:
         """Did the last step find nothing to compute and nothing to settle?"""
         return self._live().is_idle
+
+    def next_work(self, num_moved: int) -> Work:
+        """What the next step would do, after one in which so many requests got tokens."""
+        counts = self._live().scheduler.get_request_counts()
+        return "prefill" if counts.waiting or counts.running > num_moved else "decode"
 
     def has_unfinished(self) -> bool:
         return self._core is not None and self._core.scheduler.has_unfinished_requests()

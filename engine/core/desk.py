@@ -54,7 +54,7 @@ class Desk:
         self._core = core
         self._peers = peers
         self._token = token
-        self._ending = ending
+        self.ending = ending
         self._decoder: Decoder[FromClient] = Decoder(FromClient)
 
     def take(self, identity: bytes, frames: list[bytes], now: float) -> None:
@@ -122,7 +122,7 @@ class Desk:
     def _add(self, peer: Peer, request: AddRequest) -> Failure | None:
         """Queue a request of this client; why not, if it was not taken."""
         try:
-            if self._ending.at is not None:
+            if self.ending.at is not None:
                 raise RefusedError("the engine core is shutting down and takes no more requests")
             self._core.add(msgspec.structs.replace(request, client_index=peer.index))
         except EngineDeadError:

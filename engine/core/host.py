@@ -22,6 +22,7 @@ from types import FrameType
 
 import zmq
 
+from engine.config.engine import EngineConfig
 from engine.core.client import InprocClient
 from engine.core.desk import Desk, Ending
 from engine.core.loop import CoreLoop
@@ -42,17 +43,17 @@ ORPHANED = 70  # exit status of a core whose parent died in the middle of a step
 class EngineCoreHost:
     """Serves ``core`` at ``address`` until it is told to end. Close it when done.
 
-    ``directory``: of the socket files, removed at the end. ``drain_timeout``: seconds for
-    unfinished requests after SIGTERM. Raises ``ConfigError`` if the address cannot be had.
+    ``directory``: of the socket files, removed at the end. Raises ``ConfigError`` if the address
+    cannot be had.
     """
 
     def __init__(
         self,
         core: InprocClient,
+        config: EngineConfig,
         address: Address,
         *,
         directory: Directory | None = None,
-        drain_timeout: float = 30.0,
         max_backlog_bytes: int = MAX_BACKLOG_BYTES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -60,7 +61,7 @@ class EngineCoreHost:
         self._core = core
         self.address = address
         self._directory = directory
-        self._drain_timeout = drain_timeout
+        self._drain_timeout = config.core.drain_timeout
         self._clock = clock
         self._context = zmq.Context()
         try:
@@ -71,7 +72,7 @@ class EngineCoreHost:
             raise
         self._peers = Peers(self._data, core.abort, max_backlog_bytes=max_backlog_bytes)
         desk = Desk(core, self._peers, address.token, self.ending)
-        self._loop = CoreLoop(core, self._data, desk, self._peers, ending=self.ending, clock=clock)
+        self._loop = CoreLoop(core, self._data, desk, self._peers, config, clock)
         self._is_over = threading.Event()
         self._control_waker = sockets.Waker()
         self._thread = threading.Thread(target=self._run_control, name="core-control", daemon=True)

@@ -86,12 +86,7 @@ def serve_child(line: Line, build: CoreBuilder, config: EngineConfig, path: str)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it as well, and ends this one
     set_up_logging(config.log_level)
     try:
-        host = EngineCoreHost(
-            build(config),
-            directory.address,
-            directory=directory,
-            drain_timeout=config.core.drain_timeout,
-        )
+        host = EngineCoreHost(build(config), config, directory.address, directory=directory)
     except Exception as error:
         report_to_parent(
             line, Report(False, type(error).__name__, str(error), traceback.format_exc())

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import zmq
 
+from engine.config.engine import EngineConfig
 from engine.core.client import InprocClient
-from engine.core.desk import Desk, Ending
+from engine.core.desk import Desk
 from engine.core.peers import Peers
+from engine.core.polling import Work, poll_timeout_ms
 from engine.ipc.sockets import Socket, Waker
 
 MAX_ARRIVALS = 1000  # messages read between two steps, so that a flood of them stops nobody
 PARKED_SECONDS = (0.001, 0.02)  # between two looks at requests that wait for something else
+MAX_WAIT_SECONDS = 1e6  # so that it can be counted in milliseconds
 PARKED_SHARE = 0.05  # of the time that they have waited already
 
 
@@ -39,9 +41,8 @@ class CoreLoop:
         router: Socket,
         desk: Desk,
         peers: Peers,
-        *,
-        ending: Ending,
-        clock: Callable[[], float] = time.monotonic,
+        config: EngineConfig,
+        clock: Callable[[], float],
     ) -> None:
         self.pulse = Pulse()
         self.waker = Waker()
@@ -49,9 +50,11 @@ class CoreLoop:
         self._router = router
         self._desk = desk
         self._peers = peers
-        self._ending = ending
+        self._ending = desk.ending
+        self._config = config
         self._clock = clock
         self._idle_since: float | None = None
+        self._work: Work = "none"
         self._poller = zmq.Poller()
         self._poller.register(router, zmq.POLLIN)
         self._poller.register(self.waker.fd, zmq.POLLIN)
@@ -64,20 +67,22 @@ class CoreLoop:
     def _step(self) -> None:
         now = self._clock()
         self._beat(now)
-        for index, batch in self._core.turn().items():
+        outputs = self._core.turn()
+        for index, batch in outputs.items():
             self._peers.publish(index, batch)
-        if not self._core.is_idle:
+        if self._core.is_idle:
+            self._idle_since = now if self._idle_since is None else self._idle_since
+            self._work = "none"
+        else:
             self._idle_since = None
-        elif self._idle_since is None:
-            self._idle_since = now
+            self._work = self._core.next_work(sum(len(b.request_ids) for b in outputs.values()))
 
     def _take_arrivals(self) -> bool:
         """Carry out what clients asked, having waited for it if there is no other work.
 
         False: it is time to end.
         """
-        if self._idle_since is not None:
-            self._sleep(self._patience(self._idle_since))
+        self._wait(poll_timeout_ms(self._config, self._work, is_first=True))
         for _ in range(MAX_ARRIVALS):
             try:
                 identity, *frames = self._router.recv_multipart(zmq.NOBLOCK)
@@ -87,22 +92,24 @@ class CoreLoop:
             self._idle_since = None
         return not self._is_over()
 
-    def _sleep(self, seconds: float | None) -> None:
-        self._beat(None)
-        timeout = None if seconds is None else max(0, math.ceil(1000.0 * seconds))
-        if self.waker.fd in dict(self._poller.poll(timeout)):
+    def _wait(self, longest_ms: int) -> None:
+        """Wait so long for arrivals, less if something else is due; not at all while busy."""
+        if self._work == "none":
+            self._beat(None)
+            longest_ms = min(longest_ms, self._patience_ms())
+        if longest_ms and self.waker.fd in dict(self._poller.poll(longest_ms)):
             self.waker.clear()
 
-    def _patience(self, idle_since: float) -> float | None:
-        """How long to wait for arrivals: until something else is due, for ever if nothing is."""
+    def _patience_ms(self) -> int:
+        """Until something is due that no arrival tells of."""
         now = self._clock()
-        due = [] if self._ending.at is None else [self._ending.at]
+        due = [math.inf] if self._ending.at is None else [self._ending.at]
         if self._core.has_unfinished():
             shortest, longest = PARKED_SECONDS
-            parked = min(max(shortest, PARKED_SHARE * (now - idle_since)), longest)
-            due.append(now + parked)
+            waited = 0.0 if self._idle_since is None else now - self._idle_since
+            due.append(now + min(max(shortest, PARKED_SHARE * waited), longest))
             due += (time for time in self._peers.deadlines() if time > now)
-        return min(due) - now if due else None
+        return math.ceil(1000.0 * min(max(0.0, min(due) - now), MAX_WAIT_SECONDS))
 
     def _is_over(self) -> bool:
         if self._ending.at is None:

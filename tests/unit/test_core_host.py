@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ import pytest
 import zmq
 from core_clients import HostedCore, connect, drain, own_place, read
 from simulate import expected, make_request
-from spawned import FakeBuild
+from spawned import FakeBuild, fake_config
 from wire_frames import HOSTILE, mutated, recorded
 
+from engine.config.polling import PollConfig
 from engine.core.heart import Heart
 from engine.core.peers import NUM_CREDITS
 from engine.core.zmq_client import EngineCoreClient
@@ -309,6 +311,18 @@ def test_silence_is_counted_in_questions_not_by_the_clock() -> None:
             time.sleep(0.05)
         heart.close()
         context.term()
+
+
+def test_a_poll_while_decoding_waits_only_if_asked_to_and_never_before_a_prompt() -> None:
+    asked = replace(fake_config(), polling=PollConfig(decode_poll_timeout_ms=20))
+    for config, shortest, longest in ((fake_config(), 0.0, 0.3), (asked, 0.8, 3.0)):
+        with HostedCore(FakeBuild(), config=config) as core:
+            client = EngineCoreClient(core.address)
+            start = time.monotonic()
+            client.add(make_request("a", [1], 50))
+            assert drain(client)[0] == {"a": expected([1], 50)}
+            assert shortest < time.monotonic() - start < longest
+            client.shutdown()
 
 
 # -- places
