@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import zmq
 from spawned import FakeBuild, fake_config
 
 from engine.config.engine import EngineConfig
@@ -19,9 +20,12 @@ from engine.core.host import EngineCoreHost
 from engine.core.launch import start_core
 from engine.core.zmq_client import EngineCoreClient
 from engine.errors import EngineDeadError
+from engine.ipc import sockets
+from engine.ipc.codec import Decoder, Encoder
 from engine.ipc.place import Address, Directory
 from engine.messages.outputs import CoreOutputs, Finished
 from engine.messages.requests import AddRequest
+from engine.messages.wire import Health, ToClient
 
 KINDS = ("in-process", "zmq", "asyncio")
 WAIT_SECONDS = 30.0  # for what should come at once, on a machine that may be busy
@@ -211,3 +215,36 @@ def own_place(monkeypatch: Any) -> Iterator[Path]:
         yield Path(place)
         left = sorted(Path(place).rglob("*"))
         assert not left, left
+
+
+class RawClient:
+    """Speaks to a core by hand: sends any bytes, reads only when asked to."""
+
+    def __init__(self, address: str, secret: str | None = None) -> None:
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._socket = sockets.dealer(self._context, secret)
+        self._socket.connect(address)
+        self._encode = Encoder().encode
+        self._decoder: Decoder[Any] = Decoder(ToClient | Health)
+
+    def send(self, message: Any) -> None:
+        self.send_bytes(self._encode(message))
+
+    def send_bytes(self, *frames: bytes) -> None:
+        with suppress(zmq.Again):  # the connection is lost
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+
+    def receive(self, seconds: float = 20.0) -> Any:
+        """The next message; ``None`` if none comes."""
+        if not self._socket.poll(round(1000 * seconds)):
+            return None
+        return self._decoder.decode(self._socket.recv_multipart())
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+    def __enter__(self) -> RawClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

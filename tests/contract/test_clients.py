@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import msgspec
-import psutil
 import pytest
 from core_clients import (
     KINDS,
@@ -18,17 +15,13 @@ from core_clients import (
     attach,
     drain,
     own_place,
-    pid_of,
     read,
-    spawn_client,
 )
 from simulate import expected, make_request
 from spawned import FakeBuild, fake_config
 
-from engine.core.launch import start_core
 from engine.errors import (
     ConfigError,
-    EngineDeadError,
     EngineError,
     RefusedError,
     RequestError,
@@ -319,106 +312,3 @@ def test_what_a_client_had_at_the_core_ends_when_it_leaves(remote: str, opened: 
         time.sleep(0.01)
     counts = stays.stats()
     assert (counts.num_running, counts.num_waiting, counts.kv_usage) == (0, 0, 0.0)
-
-
-# -- the end
-
-
-def test_110_death_reaches_who_waits_and_who_comes_later_with_its_cause(
-    kind: str, opened: Any
-) -> None:
-    client = opened(kind, FakeBuild(raise_at=3))
-    client.add_all([make_request(str(i), [i + 1], 20) for i in range(3)])
-    with pytest.raises(EngineDeadError, match="ArithmeticError: the worker fell over") as info:
-        for _ in range(100):
-            client.step()
-    assert "the worker fell over" in str(info.value.__cause__)
-    for call in (
-        client.step,
-        lambda: client.add(make_request("later", [1], 1)),
-        lambda: client.abort(["0"]),
-        lambda: client.call("echo", 1),
-        client.stats,
-    ):
-        with pytest.raises(EngineDeadError, match="the worker fell over"):
-            call()
-
-
-@pytest.mark.parametrize("waits_in", ["step", "call"])
-def test_110_a_killed_core_is_noticed_within_a_second(remote: str, waits_in: str) -> None:
-    client = spawn_client(remote, FakeBuild(step_seconds=0.3))
-    client.add(make_request("a", [1], 400))
-    assert client.call("echo", 1) == 1
-    os.kill(pid_of(client), signal.SIGKILL)
-    start = time.monotonic()
-    with pytest.raises(EngineDeadError, match="its process was killed by SIGKILL"):
-        for _ in range(100):
-            client.step() if waits_in == "step" else client.call("echo", 2)
-    assert time.monotonic() - start < 1.0
-    client.shutdown()
-
-
-def test_110_what_building_the_core_raised_is_told() -> None:
-    with pytest.raises(EngineDeadError, match="initialization failed: ValueError: no luck") as info:
-        start_core(fake_config(), FakeBuild(fail_start="no luck"))
-    assert "FakeBuild" in str(info.value.__cause__) or "spawned.py" in str(info.value.__cause__)
-    assert isinstance(info.value, RuntimeError)
-
-
-def test_a_mistake_in_the_options_is_the_same_error_as_in_this_process() -> None:
-    build = FakeBuild(options={"max_num_seqs": -1})
-    for kind in ("in-process", "zmq"):
-        with pytest.raises(ConfigError, match="max_num_seqs is -1"):
-            build(fake_config()) if kind == "in-process" else spawn_client(kind, build)
-
-
-def test_111_the_time_to_get_ready_is_bounded_and_the_message_says_what_was_awaited() -> None:
-    start = time.monotonic()
-    with pytest.raises(EngineDeadError, match=r"waited 1 s for .*engine core.* to be ready"):
-        start_core(fake_config(core_ready_timeout=1.0), FakeBuild(start_seconds=60))
-    assert time.monotonic() - start < 15
-
-
-def test_options_that_cannot_travel_are_a_config_error() -> None:
-    class Local(FakeBuild):
-        pass
-
-    with pytest.raises(ConfigError, match="cannot be handed to the process of the engine core"):
-        start_core(fake_config(), Local())
-
-
-def test_116_shutdown_twice_leaves_nothing(remote: str) -> None:
-    children = set(psutil.Process().children(recursive=True))
-    client = spawn_client(remote, FakeBuild())
-    client.add(make_request("a", [1], 400))
-    client.step()
-    for _ in range(2):
-        client.shutdown()
-    with pytest.raises(EngineDeadError, match="shut down"):
-        client.add(make_request("b", [1], 1))
-    left = set(psutil.Process().children(recursive=True)) - children
-    assert not [p for p in left if "resource_tracker" not in " ".join(p.cmdline())]
-
-
-def test_a_core_that_hangs_is_given_up(remote: str) -> None:
-    client = spawn_client(remote, FakeBuild(hang_at=2), core_hang_timeout=1.0)
-    client.add(make_request("a", [1], 20))
-    start = time.monotonic()
-    with pytest.raises(EngineDeadError, match=r"has been in one step for .* the limit is 1"):
-        for _ in range(100):
-            client.step()
-    assert time.monotonic() - start < 3.0
-    client.shutdown()
-
-
-def test_a_core_that_is_stopped_is_given_up(remote: str) -> None:
-    client = spawn_client(remote, SLOW, core_hang_timeout=1.0)
-    client.add(make_request("a", [1], 400))
-    client.call("echo", 1)
-    os.kill(pid_of(client), signal.SIGSTOP)
-    start = time.monotonic()
-    with pytest.raises(EngineDeadError, match="has not answered for 1 s"):
-        for _ in range(100):
-            client.step()
-    assert time.monotonic() - start < 3.0
-    client.shutdown()

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import logging
-import os
 import random
 import socket
-import stat
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
-from core_clients import HostedCore, connect, drain, own_place, read
+from core_clients import HostedCore, RawClient, connect, drain, own_place, read
 from simulate import expected, make_request
 from spawned import FakeBuild, fake_config
 from wire_frames import HOSTILE, mutated, recorded
@@ -27,10 +22,8 @@ from engine.config.polling import PollConfig
 from engine.core.heart import Heart
 from engine.core.peers import NUM_CREDITS
 from engine.core.zmq_client import EngineCoreClient
-from engine.errors import ConfigError, EngineDeadError, RefusedError
-from engine.ipc import sockets
-from engine.ipc.codec import Decoder, Encoder
-from engine.ipc.place import Address, Directory, address_of, tcp_address
+from engine.errors import EngineDeadError, RefusedError
+from engine.ipc.place import Address
 from engine.messages.outputs import Finished
 from engine.messages.wire import (
     Answer,
@@ -39,17 +32,13 @@ from engine.messages.wire import (
     Credit,
     Dead,
     Fault,
-    Health,
     Hello,
     Outputs,
     Ping,
     Shutdown,
     Submit,
-    ToClient,
     Welcome,
 )
-
-SECRET = "a secret of some length"
 
 
 @pytest.fixture(autouse=True)
@@ -62,39 +51,6 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def core() -> Iterator[HostedCore]:
     with HostedCore(FakeBuild()) as core:
         yield core
-
-
-class RawClient:
-    """Speaks to a core by hand: sends any bytes, reads only when asked to."""
-
-    def __init__(self, address: str, secret: str | None = None) -> None:
-        self._context: zmq.Context[Any] = zmq.Context()
-        self._socket = sockets.dealer(self._context, secret)
-        self._socket.connect(address)
-        self._encode = Encoder().encode
-        self._decoder: Decoder[Any] = Decoder(ToClient | Health)
-
-    def send(self, message: Any) -> None:
-        self.send_bytes(self._encode(message))
-
-    def send_bytes(self, *frames: bytes) -> None:
-        with suppress(zmq.Again):  # the connection is lost
-            self._socket.send_multipart(frames, zmq.NOBLOCK)
-
-    def receive(self, seconds: float = 20.0) -> Any:
-        """The next message; ``None`` if none comes."""
-        if not self._socket.poll(round(1000 * seconds)):
-            return None
-        return self._decoder.decode(self._socket.recv_multipart())
-
-    def close(self) -> None:
-        self._context.destroy(linger=0)
-
-    def __enter__(self) -> RawClient:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 @pytest.fixture
@@ -323,118 +279,6 @@ def test_a_poll_while_decoding_waits_only_if_asked_to_and_never_before_a_prompt(
             assert drain(client)[0] == {"a": expected([1], 50)}
             assert shortest < time.monotonic() - start < longest
             client.shutdown()
-
-
-# -- places
-
-
-def test_the_directory_is_for_its_user_alone(core: HostedCore) -> None:
-    directory = Path(core.address.data.removeprefix("ipc://")).parent
-    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-    assert sorted(path.name for path in directory.iterdir()) == [
-        "core",
-        "core-control",
-        "core-token",
-        "lock",
-    ]
-    assert address_of(core.address.data, None) == core.address
-
-
-def test_directories_that_killed_processes_left_are_removed(place: Path) -> None:
-    code = (
-        "import os, signal, sys, tempfile\n"
-        f"tempfile.tempdir = {str(place)!r}\n"
-        "from engine.ipc.place import Directory\n"
-        "held = Directory.create()\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    subprocess.run([sys.executable, "-c", code], timeout=60, check=False)
-    (left,) = place.iterdir()
-    lives = Directory.create()
-    assert not left.exists() and lives.path.exists()
-    other = Directory.create()  # does not remove one that lives
-    assert lives.path.exists()
-    for each in (lives, other):
-        each.remove()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@pytest.mark.parametrize("kind", ["zmq", "asyncio"])
-def test_tcp_works_with_the_shared_secret_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    address = f"tcp://127.0.0.1:{free_port()}"
-    with HostedCore(FakeBuild(), address=tcp_address(address, SECRET)):
-        client = connect(kind, address_of(address, SECRET))
-        client.add(make_request("a", [1], 20))
-        assert drain(client)[0] == {"a": expected([1], 20)}
-        client.shutdown()
-        monkeypatch.setattr(f"engine.core.{MODULES[kind]}.WELCOME_SECONDS", 1.0)
-        with pytest.raises(EngineDeadError):
-            connect(kind, address_of(address, "another secret of some length"))
-        with RawClient(address) as plain:  # without encryption
-            plain.send(Hello(1, tcp_address(address, SECRET).token))
-            assert plain.receive(0.5) is None
-
-
-MODULES = {"zmq": "zmq_client", "asyncio": "aio_client"}
-
-
-@pytest.mark.parametrize(
-    ("address", "secret", "message"),
-    [
-        ("tcp://127.0.0.1:5000", None, "needs a shared secret of at least 16 characters"),
-        ("tcp://127.0.0.1:5000", "short", "needs a shared secret of at least 16 characters"),
-        ("tcp://127.0.0.1", SECRET, "must be tcp://HOST:PORT"),
-        ("tcp://:5000", SECRET, "must be tcp://HOST:PORT"),
-        ("tcp://x:0", SECRET, "must be tcp://HOST:PORT"),
-        ("tcp://x:65535", SECRET, "must be tcp://HOST:PORT"),
-        ("udp://x:5000", SECRET, "must begin with ipc:// or tcp://"),
-        ("ipc:///nowhere/core", None, "no core can be reached at"),
-    ],
-)
-def test_addresses_that_cannot_work_are_refused(
-    address: str, secret: str | None, message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        address_of(address, secret)
-
-
-# -- what a client costs
-
-
-@pytest.mark.parametrize("name", ["zmq_client", "aio_client"])
-def test_112_a_client_is_quick_to_import_and_needs_no_torch(name: str) -> None:
-    code = (
-        "import sys, time\nstart = time.process_time()\n"
-        f"import engine.core.{name}\n"
-        "print(time.process_time() - start)\n"
-        "print([m for m in ('torch', 'transformers', 'numpy', 'tokenizers') if m in sys.modules])\n"
-    )
-    seconds = []
-    for _ in range(3):  # the best of three: the machine may be busy
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
-        )
-        assert done.returncode == 0, done.stderr
-        took, loaded = done.stdout.splitlines()
-        assert loaded == "[]"
-        seconds.append(float(took))
-    assert min(seconds) < 0.3
-
-
-def test_112_a_core_is_built_where_no_accelerator_is_visible() -> None:
-    code = (
-        "import sys; sys.path.insert(0, 'tests')\n"
-        "from spawned import FakeBuild, fake_config\n"
-        "FakeBuild()(fake_config()).shutdown()\n"
-        "assert 'torch' not in sys.modules\n"
-    )
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    subprocess.run([sys.executable, "-c", code], env=environment, timeout=60, check=True)
 
 
 def test_a_dead_core_says_why_to_who_reads_late(raw: RawClient) -> None:
