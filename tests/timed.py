@@ -28,6 +28,7 @@ class TimedRun(Run):
     clock: Clock = field(default_factory=Clock)
     step_seconds: float = 1.0
     made: count = field(default_factory=lambda: count(1))
+    may_be_rescued: bool = False  # where a policy leaves it to the mechanism to go on
 
     def ask(self, request_id: str, prompt: int | list[int], num_output: int = 1, **fields) -> None:
         """Add a request now. A number asks for a prompt of that length with no known beginning."""
@@ -45,7 +46,7 @@ class TimedRun(Run):
         """Step until nobody is left; the policy alone has seen to that."""
         super().drain(limit)
         stats = self.scheduler.make_stats()
-        assert stats.num_rescued_steps == 0, "the policy had to be overruled"
+        assert self.may_be_rescued or not stats.num_rescued_steps, "the policy had to be overruled"
         assert stats.num_policy_faults == 0, self.scheduler.guard.faults.messages
 
     def steps(self, number: int) -> list[dict[str, int]]:
