@@ -109,7 +109,8 @@ class TextPool:
         Raises ``TextsLost`` if it has died, with all it knew, or is not that of ``epoch``.
         """
         job = Read(next(self._numbers), rows)
-        task = Task(job, [pack_ids(prompt) for prompt in prompts], _deltas_of, epoch=epoch)
+        payloads = [pack_ids(prompt) for prompt in prompts]
+        task = Task(job, payloads, partial(_deltas_of, len(rows)), epoch=epoch)
         return self._ask(task, self.size + detokenizer)
 
     def _ask(self, task: Task, slot: int | None = None) -> Future[Any]:
@@ -233,10 +234,13 @@ def _rendering_of(delivery: Delivery[Reply]) -> Rendering:
     return Rendering(str(text, "utf-8"), unpack_ids(ids))
 
 
-def _deltas_of(delivery: Delivery[Reply]) -> list[TextDelta]:
+def _deltas_of(num_rows: int, delivery: Delivery[Reply]) -> list[TextDelta]:
     _expect(delivery, Texts, 0)
     assert isinstance(delivery.message, Texts)
-    return delivery.message.deltas
+    deltas = delivery.message.deltas
+    if len(deltas) != num_rows:
+        raise WireError(f"{len(deltas)} texts are no answer to {num_rows} rows")
+    return deltas
 
 
 def _expect(delivery: Delivery[Reply], kind: type, num_payloads: int) -> None:

@@ -4,40 +4,32 @@ import asyncio
 import itertools
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-import made_tokenizers as made
 import pytest
-from fakes import FakeClient, FakeDecided, replay
+from pooled import make_model, session_on
 
 from engine import LLM, AsyncLLMEngine, LLMEngine, RequestOutput, SamplingParams
-from engine.config.engine import EngineConfig
 from engine.config.model import ModelConfig
 from engine.frontend.pool import ARENA_BYTES, TextPool
 from engine.frontend.session import Session
 from engine.frontend.tokenizer import load_tokenizer
 from engine.messages.params import OutputKind
 
-TEXT = "The quick brown fox, café 日本語 😀👍🏽, jumps over the lazy dog.\n\n  Füchse springen."
-TEMPLATE = """{% for m in messages %}{% if m.role == 'bad' %}{{ raise_exception('no bad') }}\
-{% endif %}<{{ m.role }}>{{ m.content | trim }}{{ eos_token }}{% endfor %}\
-{{ extra | default('') }}{% if add_generation_prompt %}<assistant>{% endif %}"""
 KINDS: tuple[OutputKind, ...] = ("cumulative", "delta", "final")
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("tokenizer")
-    return made.save(root, made.metaspace(), {"chat_template.jinja": TEMPLATE})
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    return make_model(tmp_path_factory.mktemp("tokenizer"))
 
 
-@pytest.fixture(scope="module")
-def model(directory: Path) -> ModelConfig:
-    return ModelConfig(model=str(directory))
-
-
-POOLS = {"pool of 0": None, "pool of 2": ARENA_BYTES, "pool of 2, frames only": 0}
+POOLS = {
+    "pool of 0": None,
+    "pool of 2": ARENA_BYTES,
+    "pool of 2, frames only": 0,
+    "pool of 2, small memory": 1 << 14,
+}
 
 
 @pytest.fixture(scope="module", params=POOLS, ids=str)
@@ -56,16 +48,9 @@ Open = Callable[..., Session]
 
 @pytest.fixture
 def open_session(pool: TextPool | None, model: ModelConfig) -> Open:
-    """A session on a scripted core that answers ``TEXT``, with or without a pool."""
+    """A session on a scripted core, with or without a pool."""
     tokenizer = load_tokenizer(model)
-    ids = tokenizer.encode(TEXT, add_special_tokens=False)
-
-    def make(with_pool: TextPool | None = pool, **of_client: Any) -> Session:
-        client = FakeClient(replay(ids), FakeDecided(vocab_size=tokenizer.vocab_size), **of_client)
-        config = EngineConfig(model=model, disable_log_stats=True)
-        return Session(config, client, tokenizer, client.clock, with_pool)
-
-    return make
+    return lambda with_pool=pool: session_on(with_pool, tokenizer)
 
 
 def llm_around(session: Session) -> LLM:

@@ -1,0 +1,68 @@
+"""Sessions with text processes on scripted cores, for tests of what becomes of them."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import made_tokenizers as made
+from fakes import FakeClient, FakeDecided, replay
+
+from engine import LLMEngine, SamplingParams
+from engine.config.engine import EngineConfig
+from engine.config.model import ModelConfig
+from engine.frontend.pool import TextPool
+from engine.frontend.session import Session
+from engine.frontend.tokenizer import Tokenizer
+
+WAIT = 30.0  # longest any test waits for anything
+PARAMS = SamplingParams(max_tokens=50, output_kind="delta")
+TEXT = "The quick brown fox, café 日本語 😀👍🏽, jumps over the lazy dog.\n\n  Füchse springen."
+TEMPLATE = """{% for m in messages %}{% if m.role == 'bad' %}{{ raise_exception('no bad') }}\
+{% endif %}<{{ m.role }}>{{ m.content | trim }}{{ eos_token }}{% endfor %}\
+{{ extra | default('') }}{% if add_generation_prompt %}<assistant>{% endif %}"""
+
+
+def make_model(root: Path) -> ModelConfig:
+    """A directory with a tokenizer and a chat template, and no weights."""
+    made.save(root, made.metaspace(), {"chat_template.jinja": TEMPLATE})
+    return ModelConfig(model=str(root))
+
+
+class Pools(ExitStack):
+    """Starts pools and closes them in the end. A process that hangs is given ``hang_seconds``."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.model = model
+
+    def start(self, size: int = 1, hang_seconds: float = 1.0) -> TextPool:
+        pool = TextPool(self.model, size, hang_seconds=hang_seconds)
+        self.callback(pool.close)
+        pool.wait_until_ready()
+        return pool
+
+
+def session_on(
+    pool: TextPool | None,
+    tokenizer: Tokenizer,
+    pace: Callable[[], object] = lambda: None,
+    max_model_len: int = 256,
+) -> Session:
+    """A session whose core says ``TEXT`` over and over."""
+    ids = tokenizer.encode(TEXT, add_special_tokens=False)
+    decided = FakeDecided(max_model_len, tokenizer.vocab_size)
+    client = FakeClient(replay(ids), decided, pace=pace)
+    config = EngineConfig(model=ModelConfig(model="fake"), disable_log_stats=True)
+    return Session(config, client, tokenizer, client.clock, pool)
+
+
+def texts_of(session: Session, num: int, params: SamplingParams = PARAMS) -> list[str]:
+    """What ``num`` requests get, side by side: all pieces joined."""
+    llm_engine = LLMEngine(session)
+    for i in range(num):
+        llm_engine.add_request(str(i), [5, 6, 7], params)
+    texts = [""] * num
+    while llm_engine.has_unfinished_requests():
+        for output in llm_engine.step():
+            texts[int(output.request_id)] += output.outputs[0].text
+    return texts
