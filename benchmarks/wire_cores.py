@@ -1,0 +1,125 @@
+"""Cores in processes whose model takes no time, or exactly so long: what surrounds it is measured.
+
+Three ways to wait, all on the same core: `ours` blocks on the device and on arrivals, `spin` asks
+both over and over, and `poll` waits 1 ms for arrivals before each step, and 1 ms at a time
+while it is idle.
+"""
+
+import ctypes
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import engine.core.host
+from engine.config.decide import Decided
+from engine.config.engine import EngineConfig
+from engine.config.model import ModelConfig
+from engine.config.polling import PollConfig
+from engine.config.sched import SchedulerConfig
+from engine.core.client import InprocClient
+from engine.core.engine_core import EngineCore
+from engine.core.launch import start_core
+from engine.core.loop import CoreLoop
+from engine.core.zmq_client import EngineCoreClient
+from engine.kv.manager import KVManager
+from engine.messages.params import SamplingParams
+from engine.messages.requests import AddRequest
+from engine.messages.step import StepPlan, StepResult
+from engine.sched.find import make_scheduler
+from engine.sched.verify.fake import CountingWorker
+
+VOCAB_SIZE = 1000
+BLOCK_SIZE = 16
+MAX_MODEL_LEN = 4096
+PR_SET_TIMERSLACK = 29
+GREEDY = SamplingParams(temperature=0.0, max_tokens=None)
+
+
+class SpinLoop(CoreLoop):
+    """Never blocks."""
+
+    def _wait(self, longest_ms: int) -> None:
+        super()._wait(0)
+
+
+LOOPS = {"ours": CoreLoop, "poll": CoreLoop, "spin": SpinLoop}
+POLLING = PollConfig(decode_poll_timeout_ms=1, idle_wait_ms=1)  # of `poll`
+
+
+class Device(CountingWorker):
+    """Is done with a step so long after its launch; waiting for it blocks, or spins."""
+
+    def __init__(self, seconds: float, is_spinning: bool) -> None:
+        super().__init__()
+        self._seconds = seconds
+        self._is_spinning = is_spinning
+        self._due = 0.0
+
+    def launch(self, plan: StepPlan) -> StepResult:
+        self._due = time.monotonic() + self._seconds
+        return super().launch(plan)
+
+    def collect(self, result: StepResult) -> StepResult:
+        while (left := self._due - time.monotonic()) > 0.0:
+            if not self._is_spinning:
+                time.sleep(left)
+        return result
+
+
+@dataclass(frozen=True)
+class WaitingBuild:
+    """Builds a core whose device takes ``step_seconds``, and that waits as ``variant`` says."""
+
+    variant: str = "ours"
+    step_seconds: float = 0.0
+
+    def __call__(
+        self, config: EngineConfig, *, clock: Callable[[], float] = time.monotonic
+    ) -> InprocClient:
+        engine.core.host.CoreLoop = LOOPS[self.variant]
+        # A device interrupts when it is done; a sleep would otherwise end up to 50 µs late.
+        ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1)
+        sched = SchedulerConfig(
+            max_num_batched_tokens=2048, max_num_seqs=64, max_model_len=MAX_MODEL_LEN
+        )
+        num_blocks = 64 * MAX_MODEL_LEN // BLOCK_SIZE
+        decided = Decided(
+            max_model_len=MAX_MODEL_LEN,
+            num_kv_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            vocab_size=VOCAB_SIZE,
+            eos_token_ids=(),
+            device="cpu",
+            scheduler=sched,
+        )
+        scheduler = make_scheduler(sched, KVManager(num_blocks, BLOCK_SIZE), clock=clock)
+        device = Device(self.step_seconds, self.variant == "spin")
+        return InprocClient(EngineCore(scheduler, device), decided)
+
+
+def start(build: WaitingBuild) -> EngineCoreClient:
+    """A client of a new core."""
+    config = EngineConfig(
+        model=ModelConfig(model="fake"),
+        polling=POLLING if build.variant == "poll" else PollConfig(),
+        disable_log_stats=True,
+        log_level="warning",
+    )
+    return start_core(config, build)
+
+
+def pid_of(client: EngineCoreClient) -> int:
+    return client._child.pid
+
+
+def request(name: Any, num_output: int, num_prompt: int = 8) -> AddRequest:
+    prompt = [1 + (7 * i) % (VOCAB_SIZE - 1) for i in range(num_prompt)]
+    return AddRequest(str(name), prompt, GREEDY, 0, time.monotonic(), num_output)
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time of all threads of a process, to the nanosecond."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
