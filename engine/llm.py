@@ -64,23 +64,12 @@ class LLM:
         asked = SamplingParams() if sampling_params is None else sampling_params
         params = _one_each("sampling_params", asked, len(todo), SamplingParams)
         ranks = _one_each("priority", 0 if priority is None else priority, len(todo), int)
-        inputs = self.llm_engine.session.inputs
-        begun = [inputs.encode_ahead(prompt) for prompt in todo]
         options: RequestOptions = {}
         if timeout is not None:
             options["timeout"] = timeout
         if queue_timeout is not None:
             options["queue_timeout"] = queue_timeout
-        submissions = [
-            inputs.process(
-                str(next(self._counter)),
-                prompt,
-                _only_final(own),
-                {**options, "priority": rank},
-                ahead,
-            )
-            for prompt, own, rank, ahead in zip(todo, params, ranks, begun, strict=True)
-        ]
+        submissions = self._process(todo, params, [{**options, "priority": rank} for rank in ranks])
         with self._turn:
             return self._run(submissions, use_tqdm)
 
@@ -120,6 +109,25 @@ class LLM:
     def shutdown(self) -> None:
         """Let go of model and memory; harmless when repeated."""
         self.llm_engine.shutdown()
+
+    def _process(
+        self,
+        prompts: list[Prompt],
+        params: Sequence[SamplingParams],
+        options: list[RequestOptions],
+    ) -> list[Submission]:
+        """Check requests; all texts are begun before the first is waited for."""
+        inputs = self.llm_engine.session.inputs
+        begun = [inputs.encode_ahead(prompt) for prompt in prompts]
+        try:
+            return [
+                inputs.process(str(next(self._counter)), prompt, _only_final(own), option, ahead)
+                for prompt, own, option, ahead in zip(prompts, params, options, begun, strict=True)
+            ]
+        finally:  # behind an error, nobody wants the others
+            for ahead in begun:
+                if ahead is not None:
+                    ahead.cancel()
 
     def _run(self, submissions: list[Submission], use_tqdm: bool) -> list[RequestOutput]:
         session = self.llm_engine.session
