@@ -1,4 +1,4 @@
-"""What the way to a core in a process may cost; the benchmarks `wire_*.py` say what it does cost."""
+"""What the way to a core in a process may cost; benchmarks/wire_*.py say what it does cost."""
 
 import statistics
 
