@@ -5,13 +5,16 @@ import signal
 import time
 from typing import Any
 
-from engine.frontend import pool_process
+from engine.frontend import pool_process, text
+from engine.frontend.detokenizer import Detokenizer
 from engine.frontend.text import TextReader
 from engine.messages.text import TextDelta
 
 DEADLY, HANGING, RUBBISH = "deadly", "hanging", "rubbish"
 DEADLY_ID = 300
 """A token that no process survives."""
+RAISING_ID = 302
+"""A token that cannot be read."""
 
 
 class DeadlyDesk(pool_process.Desk):
@@ -32,7 +35,15 @@ class DeadlyReader(TextReader):
         return super().read(token_ids, is_last)
 
 
+class RaisingDetokenizer(Detokenizer):
+    def feed(self, token_ids: list[int]) -> str:
+        if RAISING_ID in token_ids:
+            raise LookupError(f"no piece {RAISING_ID}")
+        return super().feed(token_ids)
+
+
 def main(descriptor: int) -> None:
     pool_process.Desk = DeadlyDesk  # type: ignore[misc]
     pool_process.TextReader = DeadlyReader  # type: ignore[misc]
+    text.Detokenizer = RaisingDetokenizer  # type: ignore[misc]
     pool_process.main(descriptor)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import zmq
-from deadly_program import DEADLY, DEADLY_ID, HANGING, RUBBISH
+from deadly_program import DEADLY, DEADLY_ID, HANGING, RAISING_ID, RUBBISH, RaisingDetokenizer
 from fakes import FakeClient, FakeDecided
 from pooled import TEXT, WAIT, Pools, make_model, session_on, texts_of
 
@@ -17,7 +17,7 @@ from engine import LLMEngine, SamplingParams
 from engine.config.engine import EngineConfig
 from engine.config.model import ModelConfig
 from engine.errors import EngineDeadError, RefusedError, RequestError
-from engine.frontend import pool_slot
+from engine.frontend import pool_slot, text
 from engine.frontend.pool import TextPool
 from engine.frontend.pool_slot import Asked, Task, TextProcess
 from engine.frontend.session import Session
@@ -26,6 +26,7 @@ from engine.messages.outputs import CompletionOutput
 from engine.messages.params import OutputKind
 from engine.messages.text import Encode, Encoded, Failed, Ready, Reply
 
+KINDS: tuple[OutputKind, ...] = ("cumulative", "delta", "final")
 SIGNALS = [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGSTOP]
 
 
@@ -128,8 +129,8 @@ def test_a_deadly_prompt_fails_alone(pools: Pools, tokenizer: Tokenizer, poison:
     with pytest.raises(RequestError, match=poison) as caught:
         futures[poison].result(WAIT)
     assert "cannot be tokenised" in str(caught.value)
-    for text in ("before", "behind", "last"):
-        assert futures[text].result(WAIT) == tokenizer.encode(text)
+    for other in ("before", "behind", "last"):
+        assert futures[other].result(WAIT) == tokenizer.encode(other)
 
 
 @pytest.mark.usefixtures("deadly")
@@ -142,6 +143,28 @@ def test_a_process_that_talks_rubbish_is_replaced(pools: Pools, tokenizer: Token
 
 
 @pytest.mark.parametrize("stop", [[], ["never there"]])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("deadly")
+def test_tokens_that_raise_fail_their_sequence_alone(
+    pools: Pools,
+    tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: OutputKind,
+    stop: list[str],
+) -> None:
+    """The same error wherever they are read."""
+    ids = tokenizer.encode(TEXT, add_special_tokens=False)
+    params = SamplingParams(output_kind=kind, stop=stop)
+    healthy = ends_of(None, tokenizer, ids, ids, params)
+    monkeypatch.setattr(text, "Detokenizer", RaisingDetokenizer)
+    bad_ids = [*ids[:9], RAISING_ID, *ids[9:]]
+    here, there = (ends_of(p, tokenizer, ids, bad_ids, params) for p in (None, pools.start()))
+    assert here == there
+    assert healthy[:7] + healthy[8:] == here[:7] + here[8:]
+    assert here[7].finish_reason == "error" and f"no piece {RAISING_ID}" in str(here[7].error)
+
+
+@pytest.mark.parametrize("stop", [[], ["never there"]])
 @pytest.mark.parametrize("kind", ["delta", "final"])
 @pytest.mark.usefixtures("deadly")
 def test_deadly_tokens_fail_their_sequence_alone(
@@ -150,27 +173,34 @@ def test_deadly_tokens_fail_their_sequence_alone(
     """Among 16: the others lose nothing."""
     ids = [i for i in tokenizer.encode(TEXT, add_special_tokens=False) if i != DEADLY_ID]
     deadly_ids = [*ids[:9], DEADLY_ID, *ids[9:]]
-
-    def ends(pool: TextPool | None) -> list[CompletionOutput]:
-        client = FakeClient(
-            lambda request, at: (deadly_ids if request.request_id == "7" else ids)[at],
-            FakeDecided(vocab_size=tokenizer.vocab_size),
-        )
-        config = EngineConfig(model=ModelConfig(model="fake"), disable_log_stats=True)
-        llm_engine = LLMEngine(Session(config, client, tokenizer, client.clock, pool))
-        params = SamplingParams(max_tokens=30, output_kind="cumulative", stop=stop)
-        params.output_kind = kind if kind == "final" else "cumulative"
-        for i in range(16):
-            llm_engine.add_request(str(i), [5, 6, 7], params)
-        last = {}
-        while llm_engine.has_unfinished_requests():
-            last.update({output.request_id: output.outputs[0] for output in llm_engine.step()})
-        assert not client.live
-        return [last[str(i)] for i in range(16)]
-
-    found, expected = ends(pools.start()), ends(None)
+    params = SamplingParams(max_tokens=30, stop=stop, output_kind=kind)
+    found = ends_of(pools.start(), tokenizer, ids, deadly_ids, params)
+    expected = ends_of(None, tokenizer, ids, deadly_ids, params)
     assert found[:7] + found[8:] == expected[:7] + expected[8:]
     assert found[7].finish_reason == "error" and "detokenizer process died" in str(found[7].error)
+
+
+def ends_of(
+    pool: TextPool | None,
+    tokenizer: Tokenizer,
+    ids: list[int],
+    bad_ids: list[int],
+    params: SamplingParams,
+) -> list[CompletionOutput]:
+    """The last outputs of 16 requests, the eighth of which gets ``bad_ids``."""
+    client = FakeClient(
+        lambda request, at: (bad_ids if request.request_id == "7" else ids)[at],
+        FakeDecided(vocab_size=tokenizer.vocab_size),
+    )
+    config = EngineConfig(model=ModelConfig(model="fake"), disable_log_stats=True)
+    llm_engine = LLMEngine(Session(config, client, tokenizer, client.clock, pool))
+    for i in range(16):
+        llm_engine.add_request(str(i), [5, 6, 7], params)
+    last = {}
+    while llm_engine.has_unfinished_requests():
+        last.update({output.request_id: output.outputs[0] for output in llm_engine.step()})
+    assert not client.live
+    return [last[str(i)] for i in range(16)]
 
 
 GARBAGE = [
