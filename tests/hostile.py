@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import zmq
-from wire_samples import SAMPLES, TOKEN, frames_of
+from wire_frames import HOSTILE
+from wire_samples import SAMPLES, frames_of, harmless_to_others
 
 from engine.ipc import sockets
 from engine.ipc.codec import Encoder
 from engine.ipc.place import IPC, Address
-from engine.messages.wire import PROTOCOL_VERSION, FromClient, Hello, ToControl
+from engine.messages.wire import PROTOCOL_VERSION, Hello, ToControl
 
 MARKS = bytes((0x00, 0x7F, 0x80, 0x90, 0xA0, 0xC0, 0xC1, 0xC6, 0xC9, 0xCB, 0xCF, 0xD3, 0xD9, 0xDB))
 HEADS = bytes((0xC6, 0xDB, 0xDD, 0xDF))  # bin 32, str 32, array 32, map 32
@@ -86,9 +87,8 @@ class Hostile:
         self._data = [self._dealer(address.data) for _ in range(NUM_HOSTILE)]
         self._control = [self._dealer(address.control)]
         # Who knows the token may ask for anything that is legal: an end of the core, too.
-        good = frames_of(SAMPLES[FromClient])
-        known = [frame.replace(TOKEN, address.token) for frame in good]
-        self._to_core = Mutator(known, rng)
+        known = frames_of(harmless_to_others(address.token))
+        self._to_core = Mutator([*known, *HOSTILE], rng)
         self._to_control = Mutator(frames_of(SAMPLES[ToControl]), rng)
 
     def attack(self, num: int) -> None:
