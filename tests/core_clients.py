@@ -18,6 +18,7 @@ from engine.config.engine import EngineConfig
 from engine.core.aio_client import AsyncEngineCoreClient
 from engine.core.host import EngineCoreHost
 from engine.core.launch import start_core
+from engine.core.many_client import ManyCoresClient
 from engine.core.zmq_client import EngineCoreClient
 from engine.errors import EngineDeadError
 from engine.ipc import sockets
@@ -27,7 +28,8 @@ from engine.messages.outputs import CoreOutputs, Finished
 from engine.messages.requests import AddRequest
 from engine.messages.wire import Health, ToClient
 
-KINDS = ("in-process", "zmq", "asyncio")
+KINDS = ("in-process", "zmq", "asyncio", "two cores")
+REMOTE = ("zmq", "asyncio")  # one core, with sockets between
 WAIT_SECONDS = 30.0  # for what should come at once, on a machine that may be busy
 
 
@@ -143,8 +145,12 @@ def a_client(kind: str, build: FakeBuild | None = None) -> Iterator[Any]:
         yield client
         client.shutdown()
         return
-    with HostedCore(build) as core:
-        client = connect(kind, core.address)
+    with HostedCore(build) as core, HostedCore(build) as other:
+        if kind == "two cores":
+            addresses = (core.address, other.address)
+            client: Any = ManyCoresClient([EngineCoreClient(each) for each in addresses])
+        else:
+            client = connect(kind, core.address)
         yield client
         client.shutdown()
 

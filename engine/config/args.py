@@ -119,6 +119,9 @@ class EngineArgs:
     """Factories of custom logits processors, or their dotted paths, applied in this order."""
     multiprocess: bool = False
     """Run the core in a process of its own, which ends with this one."""
+    data_parallel_size: int = 1
+    """Cores that share the work, each in a process of its own with the whole model; a request goes
+    where its prompt is cached, or where least is to be done."""
     core_address: str | None = None
     """Use the core that runs at this address, as metronome core printed it; it has the model."""
     core_ready_timeout: float = 600.0
@@ -170,6 +173,7 @@ class EngineArgs:
     def _core_config(self) -> CoreConfig:
         return CoreConfig(
             multiprocess=self.multiprocess,
+            data_parallel_size=self.data_parallel_size,
             core_address=self.core_address,
             core_secret=core_secret(),
             core_ready_timeout=self.core_ready_timeout,

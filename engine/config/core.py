@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from engine.config.check import check_range, check_types
 from engine.errors import ConfigError
 
+MAX_CORES = 64
+
 
 @dataclass(frozen=True, kw_only=True)
 class CoreConfig:
@@ -14,6 +16,8 @@ class CoreConfig:
 
     multiprocess: bool = False
     """Run the core in a process of its own, which ends with this one."""
+    data_parallel_size: int = 1
+    """Cores that share the work, each in a process of its own with the whole model."""
     core_address: str | None = None
     """Use the core that runs at this address; None: start one."""
     core_secret: str | None = field(default=None, repr=False)
@@ -29,6 +33,12 @@ class CoreConfig:
         check_types(self)
         check_range(self, 1.0, 1e6, "core_ready_timeout", "core_hang_timeout")
         check_range(self, 0.0, 1e6, "drain_timeout")
+        check_range(self, 1, MAX_CORES, "data_parallel_size")
+        if self.data_parallel_size > 1 and not self.multiprocess:
+            raise ConfigError(
+                f"data_parallel_size is {self.data_parallel_size} and multiprocess is False: "
+                "several cores need processes of their own; set multiprocess=True"
+            )
         if self.multiprocess and self.core_address is not None:
             raise ConfigError(
                 f"core_address is {self.core_address!r} and multiprocess is True: use the core "

@@ -70,3 +70,14 @@ class EngineConfig:
                 f"num_threads is {self.num_threads}, must be in 1..{cores}, the cores of this "
                 "machine (None takes those this process may use)"
             )
+        if self.core.data_parallel_size > 1 and self.step_log is not None:
+            raise ConfigError(
+                f"step_log is {self.step_log!r} and data_parallel_size is "
+                f"{self.core.data_parallel_size}: a log is of one scheduler; leave one of both out"
+            )
+        if self.core.data_parallel_size > 1 and self.cache.kv_events_endpoint is not None:
+            raise ConfigError(
+                f"kv_events_endpoint is {self.cache.kv_events_endpoint!r} and data_parallel_size "
+                f"is {self.core.data_parallel_size}: each core needs an address of its own; leave "
+                "it out and they are logged"
+            )

@@ -7,6 +7,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -14,9 +15,10 @@ from engine.config.engine import EngineConfig
 from engine.core.client import InprocClient
 from engine.core.failures import KINDS, death_of
 from engine.core.host import ORPHANED, EngineCoreHost
+from engine.core.many_client import ManyCoresClient
 from engine.core.zmq_client import EngineCoreClient
 from engine.errors import EngineDeadError, EngineError
-from engine.ipc.place import Directory, address_of
+from engine.ipc.place import Address, Directory, address_of
 from engine.ipc.process import Child, Line, ParentWatch, Report, report_to_parent
 from engine.observe.logs import set_up_logging
 
@@ -31,13 +33,15 @@ class CoreBuilder(Protocol):
 
 def open_core(
     build: CoreBuilder, config: EngineConfig, *, clock: Callable[[], float]
-) -> InprocClient | EngineCoreClient:
+) -> InprocClient | EngineCoreClient | ManyCoresClient:
     """A client of the core that was asked for: here, in a process of its own, or one that runs.
 
     The clock of a core elsewhere is that of this machine, ``time.monotonic``.
     """
     if config.core.core_address is not None:
         return attach_core(config, config.core.core_address)
+    if config.core.data_parallel_size > 1:
+        return start_cores(config, build)
     if config.core.multiprocess:
         return start_core(config, build)
     return build(config, clock=clock)
@@ -49,17 +53,54 @@ def start_core(config: EngineConfig, build: CoreBuilder) -> EngineCoreClient:
     ``build`` and all of ``config`` must be importable there. Raises what ``build`` raises there,
     ``EngineDeadError`` if the process ends before it is ready.
     """
+    return meet(config, *spawn(config, build))
+
+
+def start_cores(config: EngineConfig, build: CoreBuilder) -> ManyCoresClient:
+    """``data_parallel_size`` cores, each in a process of its own with its share of the machine."""
+    own = share_of(config, config.core.data_parallel_size)
+    spawned = [spawn(own, build) for _ in range(config.core.data_parallel_size)]
+    clients: list[EngineCoreClient] = []
+    try:
+        for child, address in spawned:
+            clients.append(meet(own, child, address))
+    except BaseException:
+        for client in clients:
+            client.shutdown()
+        for child, _ in spawned:
+            child.close()
+        raise
+    return ManyCoresClient(clients)
+
+
+def share_of(config: EngineConfig, num_cores: int) -> EngineConfig:
+    """What each of several cores on one machine is to use of it."""
+    cache = config.cache
+    cores = len(os.sched_getaffinity(0)) if config.num_threads is None else config.num_threads
+    return replace(
+        config,
+        cache=replace(cache, memory_utilization=cache.memory_utilization / num_cores),
+        num_threads=max(1, cores // num_cores),
+    )
+
+
+def spawn(config: EngineConfig, build: CoreBuilder) -> tuple[Child, Address]:
+    """A process that begins to build a core, and where that is going to be."""
     directory = Directory.create()
+    address = directory.address
     child = Child(
         "engine core", serve_child, build, config, str(directory.path), at_end=directory.remove
     )
+    return child, address
+
+
+def meet(config: EngineConfig, child: Child, address: Address) -> EngineCoreClient:
+    """A client of the core in a process, once that is ready."""
     report = child.wait_until_ready(config.core.core_ready_timeout)
     if not report.is_ready:
         child.close()
         raise start_error(report)
-    return EngineCoreClient(
-        directory.address, child=child, hang_timeout=config.core.core_hang_timeout
-    )
+    return EngineCoreClient(address, child=child, hang_timeout=config.core.core_hang_timeout)
 
 
 def attach_core(config: EngineConfig, address: str) -> EngineCoreClient:

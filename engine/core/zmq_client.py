@@ -51,8 +51,10 @@ class EngineCoreClient:
         self._context: zmq.Context[sockets.Socket] = zmq.Context()
         self._socket, self._lost = sockets.connect(self._context, address.data, address.secret)
         self._heart = Heart(self._context, address, hang_timeout)
+        self.sources = (self._socket, self._lost, self._waker.fd)
+        """What becomes readable when there is something for ``step``."""
         self._poller = zmq.Poller()
-        for each in (self._socket, self._lost, self._waker.fd):
+        for each in self.sources:
             self._poller.register(each, zmq.POLLIN)
         try:
             self.decided = self._greet(address, name, welcome_timeout)
@@ -101,6 +103,12 @@ class EngineCoreClient:
             self._receive(STEP_SECONDS)
         return self._link.take_batches(self._send_credit)
 
+    def take(self) -> list[CoreOutputs]:
+        """Outputs that have come; does not wait."""
+        if not self._link.batches:
+            self._receive(0.0)
+        return self._link.take_batches(self._send_credit)
+
     def wake(self) -> None:
         """Let ``step`` return soon, if it waits in another thread."""
         self._waker.wake()
@@ -117,7 +125,7 @@ class EngineCoreClient:
 
     def call(self, name: str, *args: Any) -> Any:
         """A utility by name. Raises ``ConfigError`` for one that does not exist."""
-        self._live()
+        self.check_alive()
         number, frame = self._link.call(name, args)
         self._ask(number, frame)
         return value_of(self._answer(number))
@@ -138,6 +146,11 @@ class EngineCoreClient:
         if self._child is not None:
             self._child.close()
 
+    def check_alive(self) -> None:
+        """Raise ``EngineDeadError`` if the core is known to be dead."""
+        if self._death is not None:
+            raise EngineDeadError(str(self._death)) from self._death.__cause__
+
     # -- helpers
 
     def _greet(self, address: Address, name: str, timeout: float) -> Welcome:
@@ -153,7 +166,7 @@ class EngineCoreClient:
         return self._link.welcome
 
     def _ask(self, number: int, frame: bytes) -> None:
-        self._live()
+        self.check_alive()
         self._expected[number] = None
         self._send(frame)
 
@@ -179,7 +192,7 @@ class EngineCoreClient:
 
     def _receive(self, seconds: float) -> None:
         """Wait so long for messages, and take all there are. Raises ``EngineDeadError``."""
-        self._live()
+        self.check_alive()
         ready = dict(self._poller.poll(round(1000 * seconds)))
         if self._waker.fd in ready:
             self._waker.clear()
@@ -222,7 +235,3 @@ class EngineCoreClient:
         story = f"it {what}" if how is None else f"its process {how}"
         self._death = death_of(f"the engine core died: {story}")
         raise self._death
-
-    def _live(self) -> None:
-        if self._death is not None:
-            raise EngineDeadError(str(self._death)) from self._death.__cause__

@@ -11,14 +11,13 @@ from typing import Any
 
 import psutil
 import pytest
-from core_clients import KINDS, a_client, own_place, pid_of, spawn_client
+from core_clients import KINDS, REMOTE, a_client, own_place, pid_of, spawn_client
 from simulate import make_request
 from spawned import FakeBuild, fake_config
 
 from engine.core.launch import start_core
 from engine.errors import ConfigError, EngineDeadError
 
-REMOTE = KINDS[1:]
 SLOW = FakeBuild(step_seconds=0.002)
 
 

@@ -1,0 +1,72 @@
+"""Which of several cores gets a request: the one that has its beginning cached, if that is fair.
+
+A pure decision from what was sent where. A prompt goes to the core that was sent the longest part
+of it before, as long as that core has not much more to do than the others; else to the one with
+least to do. (Cache-aware load balancing, as SGLang's router does it.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from engine.messages.requests import AddRequest
+
+MAX_REMEMBERED = 100_000  # blocks of prompts
+MAX_LEAD = 1.5  # times the work of the least loaded core that a preferred one may have
+MIN_LEAD_TOKENS = 2048  # below which a lead is no matter
+
+
+class Balancer:
+    """Chooses among ``num_cores``; told of the end of every request."""
+
+    def __init__(self, num_cores: int, block_size: int) -> None:
+        self.loads = [0] * num_cores
+        """Tokens of unfinished requests by core: prompts, and outputs at their longest."""
+        self._block_size = block_size
+        self._seen: dict[int, int] = {}  # beginning of a prompt, as a hash -> the last core it met
+        self._placed: dict[str, tuple[int, int]] = {}  # request -> core, tokens
+
+    def choose(self, request: AddRequest) -> int:
+        """The core for a request, which is then on its way there."""
+        beginnings = list(self._beginnings(request))
+        core = self._fair(beginnings)
+        num_tokens = len(request.prompt_token_ids) + request.max_tokens
+        self.loads[core] += num_tokens
+        self._placed[request.request_id] = (core, num_tokens)
+        self._remember(beginnings, core)
+        return core
+
+    def core_of(self, request_id: str) -> int | None:
+        """Where an unfinished request is."""
+        placed = self._placed.get(request_id)
+        return None if placed is None else placed[0]
+
+    def end(self, request_id: str) -> None:
+        """It has ended, or was not taken; unknown ids do nothing."""
+        core, num_tokens = self._placed.pop(request_id, (0, 0))
+        self.loads[core] -= num_tokens
+
+    def _fair(self, beginnings: list[int]) -> int:
+        """Who has most of it cached, if it is not too busy; else who has least to do."""
+        least = min(self.loads)
+        limit = max(MAX_LEAD * least, least + MIN_LEAD_TOKENS)
+        for beginning in reversed(beginnings):
+            core = self._seen.get(beginning)
+            if core is not None and self.loads[core] <= limit:
+                return core
+        return self.loads.index(least)
+
+    def _beginnings(self, request: AddRequest) -> Iterator[int]:
+        """Hashes of ever longer parts of the prompt, in whole blocks."""
+        tokens, size = request.prompt_token_ids, self._block_size
+        digest = hash((request.cache_salt, request.adapter))
+        for end in range(size, len(tokens) + 1, size):
+            digest = hash((digest, *tokens[end - size : end]))
+            yield digest
+
+    def _remember(self, beginnings: list[int], core: int) -> None:
+        for beginning in beginnings:
+            self._seen.pop(beginning, None)  # so that it becomes the youngest
+            self._seen[beginning] = core
+        while len(self._seen) > MAX_REMEMBERED:
+            del self._seen[next(iter(self._seen))]
