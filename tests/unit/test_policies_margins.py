@@ -205,3 +205,13 @@ def test_whoever_runs_finds_a_victim_when_memory_is_short(name, num_seats):
     run.drain()
     assert len(run.ended) == 10
     assert (run.num_preemptions > 0) == (name not in ("mc-sf", "past-future")), "those foresee it"
+
+
+@pytest.mark.parametrize(("quantum", "second"), [(20.0, "b"), (20.5, "again")])
+def test_credit_is_spent_when_nothing_is_left_of_it(quantum, second):
+    run = timed_run(DLPM(quantum=quantum), max_num_seqs=1, block_size=4)
+    run.ask("a", list(range(10)), 5, user="a")  # ten tokens of a prompt, five of output at two
+    run.steps(1)
+    run.ask("again", [*range(10), 1], 5, user="a")
+    run.ask("b", 10, 5, user="b")
+    assert run.order()[1] == second
