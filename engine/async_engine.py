@@ -33,6 +33,7 @@ from engine.messages.outputs import RequestOutput
 from engine.messages.params import SamplingParams
 
 JOIN_SECONDS = 60.0  # longest step a shutdown waits for
+ALIVE_SECONDS = 1.0  # between two looks at a core with nothing to do
 
 
 class Arrival(NamedTuple):
@@ -208,18 +209,20 @@ class AsyncLLMEngine:
         """Carry out what was asked; sleep if there is no other work. False: time to stop."""
         with self._changed:
             while not (self._commands or self._is_closing or self._session.has_unfinished):
-                self._changed.wait()
+                if not self._changed.wait(ALIVE_SECONDS):
+                    self._session.client.check_alive()
         arrivals: list[Arrival] = []
         for _ in range(len(self._commands)):
             if self._is_closing:
                 break
+            if not isinstance(self._commands[0], Arrival):
+                self._submit(arrivals)
+                arrivals = []
             command = self._commands.popleft()  # one at a time: those behind a fault are not lost
             if isinstance(command, Arrival):
                 arrivals.append(command)
-                continue
-            self._submit(arrivals)
-            arrivals = []
-            command()
+            else:
+                command()
         self._submit(arrivals)
         return not self._is_closing
 
