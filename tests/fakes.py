@@ -85,6 +85,8 @@ class FakeClient:
 
     def wake(self) -> None: ...
 
+    def check_alive(self) -> None: ...
+
     def abort(self, request_ids: Sequence[str]) -> list[Finished]:
         self.aborted += request_ids
         alive = [index for index, name in enumerate(request_ids) if self.live.pop(name, None)]

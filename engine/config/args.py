@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +19,13 @@ from engine.config.model import ModelConfig
 from engine.config.polling import PollConfig, asked_decode_poll_timeout_ms
 from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError
+
+# Options of a front end: those that still mean something when the core runs already.
+OF_CLIENTS = (
+    *("model", "tokenizer", "skip_tokenizer_init", "tokenizer_pool_size", "trust_remote_code"),
+    *("seed", "log_level", "disable_log_stats", "multiprocess", "core_address"),
+    "core_hang_timeout",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +157,7 @@ class EngineArgs:
     def create_config(self) -> EngineConfig:
         """The checked configuration. Raises ``ConfigError`` naming value, limit and way out."""
         check_types(self)
+        self._check_attached()
         return EngineConfig(
             model=self._model_config(),
             cache=self._cache_config(),
@@ -169,6 +177,19 @@ class EngineArgs:
             ),
             tokenizer_pool_size=self.tokenizer_pool_size,
         )
+
+    def _check_attached(self) -> None:
+        """A core that runs already was given its options when it was started."""
+        if self.core_address is None:
+            return
+        for option in fields(self):
+            make, value = option.default_factory, getattr(self, option.name)
+            default = option.default if make is MISSING else make()
+            if option.name not in OF_CLIENTS and value != default:
+                raise ConfigError(
+                    f"{option.name} is {value!r:.80}, but the core at {self.core_address} runs "
+                    "already; give it to metronome core, or leave it out"
+                )
 
     def _core_config(self) -> CoreConfig:
         return CoreConfig(

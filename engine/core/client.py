@@ -98,6 +98,10 @@ class InprocClient:
     def wake(self) -> None:
         """Let ``step`` return soon, if it waits in another thread: here it never waits long."""
 
+    def check_alive(self) -> None:
+        """Raise ``EngineDeadError`` if the core has died."""
+        self._live()
+
     @property
     def is_idle(self) -> bool:
         """Did the last step find nothing to compute and nothing to settle?"""

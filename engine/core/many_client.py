@@ -50,7 +50,7 @@ class ManyCoresClient:
 
     def add_all(self, requests: Sequence[AddRequest]) -> dict[int, Exception]:
         """Queue these, in order. Returns what ``add`` raised, by place; {} if all were taken."""
-        self._check_alive()
+        self.check_alive()
         errors: dict[int, Exception] = {}
         places: defaultdict[int, list[int]] = defaultdict(list)  # by core
         for place, request in enumerate(requests):
@@ -73,7 +73,7 @@ class ManyCoresClient:
 
         Returns what became of those that were alive; ``index`` is their place in ``request_ids``.
         """
-        self._check_alive()
+        self.check_alive()
         finished: list[Finished] = []
         places: defaultdict[int, list[int]] = defaultdict(list)
         for place, request_id in enumerate(request_ids):
@@ -100,6 +100,11 @@ class ManyCoresClient:
         """Let ``step`` return soon, if it waits in another thread."""
         self._cores[0].wake()
 
+    def check_alive(self) -> None:
+        """Raise ``EngineDeadError`` if one of the cores has died."""
+        for core in self._cores:
+            core.check_alive()
+
     def has_unfinished(self) -> bool:
         return any(core.has_unfinished() for core in self._cores)
 
@@ -108,7 +113,7 @@ class ManyCoresClient:
 
     def stats(self) -> SchedulerStats | None:
         """Gauges and counters of all cores together, ``None`` if they keep none."""
-        self._check_alive()
+        self.check_alive()
         return sum_of([core.stats() for core in self._cores])
 
     def call(self, name: str, *args: Any) -> Any:
@@ -116,7 +121,7 @@ class ManyCoresClient:
 
         True if it is for all; else what the first core answered.
         """
-        self._check_alive()
+        self.check_alive()
         if name == "stats":
             raise ConfigError("utility 'stats' is not available for several cores; use stats()")
         answers = [core.call(name, *args) for core in self._cores]
@@ -126,10 +131,6 @@ class ManyCoresClient:
         """Leave the cores, and end those that are ours; harmless when repeated."""
         for core in self._cores:
             core.shutdown()
-
-    def _check_alive(self) -> None:
-        for core in self._cores:
-            core.check_alive()
 
     def _take(self) -> list[CoreOutputs]:
         batches = [batch for core in self._cores for batch in core.take()]

@@ -125,7 +125,7 @@ class EngineCoreClient:
 
     def call(self, name: str, *args: Any) -> Any:
         """A utility by name. Raises ``ConfigError`` for one that does not exist."""
-        self.check_alive()
+        self._live()
         number, frame = self._link.call(name, args)
         self._ask(number, frame)
         return value_of(self._answer(number))
@@ -147,9 +147,8 @@ class EngineCoreClient:
             self._child.close()
 
     def check_alive(self) -> None:
-        """Raise ``EngineDeadError`` if the core is known to be dead."""
-        if self._death is not None:
-            raise EngineDeadError(str(self._death)) from self._death.__cause__
+        """Raise ``EngineDeadError`` if the core has died."""
+        self._receive(0.0)
 
     # -- helpers
 
@@ -166,7 +165,7 @@ class EngineCoreClient:
         return self._link.welcome
 
     def _ask(self, number: int, frame: bytes) -> None:
-        self.check_alive()
+        self._live()
         self._expected[number] = None
         self._send(frame)
 
@@ -192,7 +191,7 @@ class EngineCoreClient:
 
     def _receive(self, seconds: float) -> None:
         """Wait so long for messages, and take all there are. Raises ``EngineDeadError``."""
-        self.check_alive()
+        self._live()
         ready = dict(self._poller.poll(round(1000 * seconds)))
         if self._waker.fd in ready:
             self._waker.clear()
@@ -235,3 +234,7 @@ class EngineCoreClient:
         story = f"it {what}" if how is None else f"its process {how}"
         self._death = death_of(f"the engine core died: {story}")
         raise self._death
+
+    def _live(self) -> None:
+        if self._death is not None:
+            raise EngineDeadError(str(self._death)) from self._death.__cause__

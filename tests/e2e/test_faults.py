@@ -120,6 +120,17 @@ async def test_110_all_streams_hear_of_a_killed_core_within_a_second() -> None:
     await asyncio.to_thread(engine.shutdown)
 
 
+async def test_110_an_idle_engine_hears_of_its_core_s_death() -> None:
+    engine, client = async_engine(FakeBuild())
+    assert await collect(engine, "a", [1], 3) == expected([1], 3)
+    os.kill(pid_of(client), signal.SIGKILL)
+    start = time.monotonic()
+    while engine.is_running:
+        assert time.monotonic() - start < 2 * DEAD_SECONDS
+        await asyncio.sleep(0.01)
+    await asyncio.to_thread(engine.shutdown)
+
+
 async def test_126_a_hundred_streams_over_the_wire_and_cancelling_disturbs_nobody() -> None:
     engine, client = async_engine(FakeBuild(step_seconds=0.001))
     for _ in range(2):  # ids can be used again

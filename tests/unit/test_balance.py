@@ -105,6 +105,8 @@ def test_each_core_has_its_share_of_the_machine() -> None:
             "kv_events_endpoint is 'ipc:///tmp/x' and data_parallel_size is 2",
         ),
         ({"multiprocess": True, "core_address": "ipc:///x"}, "core_address is 'ipc:///x' and"),
+        ({"core_address": "ipc:///x", "max_num_seqs": 4}, "max_num_seqs is 4, but the core at"),
+        ({"core_address": "ipc:///x", "policy_options": {"a": 1}}, "policy_options is"),
     ],
 )
 def test_options_that_cannot_work_together_are_refused(
