@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import kill_actor
+import kill_text
 from hostile import Hostile
 from live_core import is_running, own_directory, pid_of, shared_names, wait_until
 from streams import Streams
@@ -145,7 +146,7 @@ def run_cell(cell: Cell) -> Outcome:
     """Let it happen, in a directory of its own, and look what is left."""
     outcome = Outcome(cell)
     names = shared_names()
-    hit = {"core": _hit_core, "client": _hit_client, "parent": _hit_parent}[cell.target]
+    hit = HITS[cell.target]
     if cell.phase == "handshake" and cell.target == "core":
         hit = _hit_start
     with own_directory() as directory:
@@ -353,3 +354,28 @@ def _hit_parent(cell: Cell, scene: Scene, outcome: Outcome) -> None:
     finally:
         for pid in scene.alive(tree):
             scene.kill(pid, signal.SIGKILL)
+
+
+# The processes that make ids and text
+
+
+def _hit_text(cell: Cell, scene: Scene, outcome: Outcome) -> None:
+    def hurt(pid: int) -> None:
+        scene.kill(pid, signal.Signals[cell.fault])
+        if cell.fault == "SIGSTOP":
+            time.sleep(0.3)
+            scene.kill(pid, signal.SIGCONT)
+
+    texts = kill_text.texts_with(
+        cell.target, cell.phase, hurt, core=lambda pid: scene.kill(pid, signal.SIGTERM)
+    )
+    outcome.check(texts == kill_text.texts_of_nobody_hurt(), "texts differ")
+
+
+HITS: dict[str, Callable[[Cell, Scene, Outcome], None]] = {
+    "core": _hit_core,
+    "client": _hit_client,
+    "parent": _hit_parent,
+    "tokenizer": _hit_text,
+    "detokenizer": _hit_text,
+}

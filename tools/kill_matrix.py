@@ -24,15 +24,19 @@ from kill_cells import TREE_SECONDS, Cell, Outcome, Scene, run_cell  # noqa: E40
 from live_core import own_directory, wait_until  # noqa: E402
 
 PHASES = ("handshake", "idle", "prefill", "decode", "draining")
+TEXT_FAULTS = ("SIGKILL", "SIGSTOP", "SIGTERM")
 FAULTS = {
     "core": ("SIGKILL", "SIGSTOP", "SIGTERM", "raise", "hang", "garbage"),
     "client": ("SIGKILL", "SIGSTOP", "SIGTERM", "raise", "garbage"),
     "parent": ("SIGKILL", "SIGSTOP", "SIGTERM", "raise"),
+    "tokenizer": TEXT_FAULTS,
+    "detokenizer": TEXT_FAULTS,
 }
 NEVER = {  # what cannot happen then: steps without work, messages of who has said nothing yet
     *(("core", fault, phase) for fault in ("raise", "hang") for phase in ("handshake", "idle")),
     ("core", "garbage", "handshake"),
     ("client", "garbage", "handshake"),
+    *((kind, fault, "handshake") for kind in ("tokenizer", "detokenizer") for fault in TEXT_FAULTS),
 }
 
 
