@@ -61,6 +61,9 @@ campaign: $(READY)
 	$(BIN)/metronome verify --steps 20000000 --jobs 2
 	$(BIN)/python -m engine.sched.verify.explore --jobs 2
 	$(BIN)/python tools/canaries.py
+	$(ONE_THREAD) $(BIN)/python tools/kill_matrix.py
+	$(ONE_THREAD) $(BIN)/python tools/fuzz_wire.py
+	$(ONE_THREAD) $(BIN)/python tools/soak.py
 
 bench: $(READY)
 	$(BIN)/python benchmarks/step_overhead.py
