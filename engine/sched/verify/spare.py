@@ -18,6 +18,8 @@ def check_spare(scheduler: Scheduler, plan: StepPlan) -> None:
     is_paused = scheduler.pause_state is not PauseState.UNPAUSED
     if frugal or is_paused or scheduler.resources.members or type(scheduler) is not Scheduler:
         return
+    if scheduler.view.step.preempted:  # what they held may have come too late for somebody
+        return
     left = scheduler.config.max_num_batched_tokens - plan.num_tokens
     if left <= 0:
         return
@@ -41,8 +43,8 @@ def _check_running(scheduler: Scheduler, req: Request, count: int, left: int) ->
 
 def _check_head(scheduler: Scheduler, left: int) -> None:
     """The head of the queue waits for a seat, for blocks, or for a token that is on its way."""
-    kv, roster, step = scheduler.kv, scheduler.roster, scheduler.view.step
-    if not len(roster.waiting) or not roster.num_free_seats or step.preempted:
+    kv, roster = scheduler.kv, scheduler.roster
+    if not len(roster.waiting) or not roster.num_free_seats:
         return
     head = roster.waiting[0]
     if head.num_pending or not (scheduler.config.enable_chunked_prefill or head.num_tokens <= left):
