@@ -212,7 +212,6 @@ class Guard(Policy):
             known = answer is None or any(answer is other for other in given)
             return None if known else f"names {answer!r}, which is no candidate"
 
-        self._failed = False
         victim = self._ask("victim", wrong, given, req, view)
         return candidates[-1] if self._failed else victim
 
