@@ -17,6 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from itertools import count
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import zmq
@@ -215,12 +216,10 @@ class PoolLoop:
         while self._inbox:
             task, slot = self._inbox.popleft()
             tokenizers = self.slots[: self.num_tokenizers]
-            chosen = self.slots[slot] if slot is not None else min(tokenizers, key=_load)
+            chosen = (
+                self.slots[slot] if slot is not None else min(tokenizers, key=attrgetter("load"))
+            )
             chosen.add(task)
-
-
-def _load(slot: Slot) -> int:
-    return slot.num_tasks
 
 
 def _ids_of(delivery: Delivery[Reply]) -> list[int]:

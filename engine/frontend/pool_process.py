@@ -6,7 +6,6 @@ the tokenizer of the model exists only there.
 
 from __future__ import annotations
 
-import sys
 from array import array
 
 import msgspec
@@ -129,7 +128,3 @@ def _arenas(start: StartText) -> tuple[Arena | None, ArenaReader | None]:
         return None, None
     own = Arena(start.fd_to_parent, f"shared memory of a {start.role} process")
     return own, ArenaReader(start.fd_from_parent)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

@@ -158,8 +158,13 @@ class Slot:
         self._down_until = 0.0
 
     @property
-    def num_tasks(self) -> int:
-        return len(self._tasks)
+    def load(self) -> tuple[bool, int]:
+        """What it has to do; the least is first, and one that does not start is last."""
+        return self._is_down, len(self._tasks)
+
+    @property
+    def _is_down(self) -> bool:
+        return self.process is None and self._clock() < self._down_until
 
     @property
     def deadline(self) -> float | None:
@@ -177,7 +182,7 @@ class Slot:
     def add(self, task: Task) -> None:
         """Take a task; its future tells what came of it."""
         self._tasks.append(task)
-        if self.process is None and self._clock() >= self._down_until:
+        if self.process is None and not self._is_down:
             self.start()
         if self.process is None:
             self._give_up("could not be started")

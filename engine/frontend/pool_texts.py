@@ -8,15 +8,17 @@ of this step gets it in this step; texts that are shown only at the end come whe
 from __future__ import annotations
 
 import itertools
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
+from operator import attrgetter
 from typing import NamedTuple
 
 from engine.errors import EngineDeadError
 from engine.frontend.parent import Row
 from engine.frontend.pool import TextPool
-from engine.frontend.pool_slot import MAX_DEATHS, TextsLost
+from engine.frontend.pool_slot import MAX_DEATHS, RETRY_SECONDS, TextsLost
 from engine.frontend.sequence import Sequence, Unread
 from engine.frontend.text import wish_of
 from engine.messages.outputs import Finished
@@ -79,14 +81,12 @@ class Shard:
         self._waiting: list[Reading] = []
         self._sent: deque[Sent] = deque()
         self._remotes: dict[Sequence, Remote] = {}
+        self._down_until = 0.0
 
     @property
-    def num_sequences(self) -> int:
-        return len(self._remotes)
-
-    @property
-    def is_busy(self) -> bool:
-        return bool(self._waiting or self._sent)
+    def load(self) -> tuple[bool, int]:
+        """What it has to do; the least is first, and one that does not start is last."""
+        return time.monotonic() < self._down_until, len(self._remotes)
 
     def open(self, sequence: Sequence, remote: Remote) -> None:
         self._remotes[sequence] = remote
@@ -115,6 +115,7 @@ class Shard:
             except EngineDeadError:
                 raise
             except Exception as error:  # it cannot be started
+                self._down_until = time.monotonic() + RETRY_SECONDS
                 deltas = [TextDelta(error=str(error))] * len(self._sent[0].readings)
             for reading, delta in zip(self._sent.popleft().readings, deltas, strict=True):
                 self._note(reading, delta)
@@ -190,7 +191,7 @@ class PooledTexts:
         sequence = reading.row.sequence
         shard = self._shard_of.get(sequence)
         if shard is None:
-            shard = self._shard_of[sequence] = min(self._shards, key=_load)
+            shard = self._shard_of[sequence] = min(self._shards, key=attrgetter("load"))
             prompt, wish = reading.row.request.prompt_token_ids, wish_of(sequence.params)
             shard.open(sequence, Remote(next(self._numbers), prompt, wish))
         shard.add(reading)
@@ -207,7 +208,3 @@ class PooledTexts:
         shard = self._shard_of.pop(sequence, None)
         if shard is not None:
             shard.forget(sequence)
-
-
-def _load(shard: Shard) -> int:
-    return shard.num_sequences

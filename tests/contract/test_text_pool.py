@@ -40,6 +40,10 @@ def pool(request: pytest.FixtureRequest, model: ModelConfig) -> Iterator[TextPoo
     started = TextPool(model, 2, arena_bytes=POOLS[request.param])
     started.wait_until_ready()
     yield started
+    for slot in started._loop.slots:  # nothing of any request is left
+        assert slot.process is not None and slot.load == (False, 0)
+        own = slot.process._channel._own
+        assert own is None or own.num_lent == 0
     started.close()
 
 
@@ -47,10 +51,19 @@ Open = Callable[..., Session]
 
 
 @pytest.fixture
-def open_session(pool: TextPool | None, model: ModelConfig) -> Open:
-    """A session on a scripted core, with or without a pool."""
+def open_session(pool: TextPool | None, model: ModelConfig) -> Iterator[Open]:
+    """Opens sessions on scripted cores, with or without a pool."""
     tokenizer = load_tokenizer(model)
-    return lambda with_pool=pool: session_on(with_pool, tokenizer)
+    opened: list[Session] = []
+
+    def make(with_pool: TextPool | None = pool) -> Session:
+        opened.append(session_on(with_pool, tokenizer))
+        return opened[-1]
+
+    yield make
+    for session in opened:
+        texts = session.outputs._texts
+        assert texts is None or texts.num_sequences == 0
 
 
 def llm_around(session: Session) -> LLM:

@@ -236,6 +236,27 @@ def next_reply(process: TextProcess) -> Reply:
     return delivery.message
 
 
+def test_one_that_does_not_start_again_is_passed_over(
+    pools: Pools, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ones do its work."""
+    pool = pools.start(size=2)
+    expected = texts_of(session_on(None, tokenizer), 8)
+    monkeypatch.setattr(pool_slot, "PROGRAM", "no_such_module_anywhere")
+    session = session_on(pool, tokenizer)
+    for slot in (pool._loop.slots[0], pool._loop.slots[3]):
+        send(pool, slot.name, signal.SIGKILL)
+        deadline = time.monotonic() + WAIT
+        while not slot.load[0]:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert pool.encode("fine").result(WAIT) == tokenizer.encode("fine")
+    lost = texts_of(session, 2)  # by which it is noticed
+    assert sorted(map(bool, lost)) == [False, True]
+    assert texts_of(session, 8) == expected
+    assert session.outputs._texts is not None and session.outputs._texts.num_sequences == 0
+
+
 def test_110_a_program_that_does_not_start_is_named(
     model: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
