@@ -35,6 +35,17 @@ def evict(run, name):
     run.worker.launch(run.scheduler.seal(step))
 
 
+def add_four(run):
+    """One that is parked, one that goes, one that fails behind its prompt, one that expires."""
+    assert told(run) == {}
+    run.add(make_request("parked", PROMPT, 3, user="slow", queue_deadline=4.5))
+    run.add(make_request("a", [1] * 8, 9))
+    run.add(make_request("bad", [2] * 8, 9))
+    run.add(make_request("late", [3] * 8, 9, queue_deadline=2.5))
+    with pytest.raises(RefusedError):
+        run.add(make_request("refused", PROMPT, 3))
+
+
 def test_statistics_of_a_run_step_by_step():
     now = [1.0]
     run = make_run(
@@ -46,13 +57,7 @@ def test_statistics_of_a_run_step_by_step():
         resources=[Parks()],
         fail=lambda seq, upto: "poison" if seq.request_id == "bad" and upto > 8 else None,
     )
-    assert told(run) == {}
-    run.add(make_request("parked", PROMPT, 3, user="slow", queue_deadline=4.5))
-    run.add(make_request("a", [1] * 8, 9))
-    run.add(make_request("bad", [2] * 8, 9))
-    run.add(make_request("late", [3] * 8, 9, queue_deadline=2.5))
-    with pytest.raises(RefusedError):
-        run.add(make_request("refused", PROMPT, 3))
+    add_four(run)
     waiting = {"num_refused": 1}
     assert told(run) == {"num_waiting": 4, **waiting}
 
