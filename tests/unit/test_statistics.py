@@ -35,8 +35,17 @@ def evict(run, name):
     run.worker.launch(run.scheduler.seal(step))
 
 
-def add_four(run):
+def make_run_for_four(clock):
     """One that is parked, one that goes, one that fails behind its prompt, one that expires."""
+    run = make_run(
+        num_blocks=11,
+        block_size=4,
+        max_num_seqs=2,
+        max_waiting_requests=4,
+        clock=clock,
+        resources=[Parks()],
+        fail=lambda seq, upto: "poison" if seq.request_id == "bad" and upto > 8 else None,
+    )
     assert told(run) == {}
     run.add(make_request("parked", PROMPT, 3, user="slow", queue_deadline=4.5))
     run.add(make_request("a", [1] * 8, 9))
@@ -44,20 +53,12 @@ def add_four(run):
     run.add(make_request("late", [3] * 8, 9, queue_deadline=2.5))
     with pytest.raises(RefusedError):
         run.add(make_request("refused", PROMPT, 3))
+    return run
 
 
 def test_statistics_of_a_run_step_by_step():
     now = [1.0]
-    run = make_run(
-        num_blocks=11,
-        block_size=4,
-        max_num_seqs=2,
-        max_waiting_requests=4,
-        clock=lambda: now[0],
-        resources=[Parks()],
-        fail=lambda seq, upto: "poison" if seq.request_id == "bad" and upto > 8 else None,
-    )
-    add_four(run)
+    run = make_run_for_four(lambda: now[0])
     waiting = {"num_refused": 1}
     assert told(run) == {"num_waiting": 4, **waiting}
 
