@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from engine.async_engine import AsyncLLMEngine as AsyncLLMEngine
     from engine.config.args import EngineArgs as EngineArgs
+    from engine.core.aio_client import AsyncEngineCoreClient as AsyncEngineCoreClient
+    from engine.core.zmq_client import EngineCoreClient as EngineCoreClient
     from engine.errors import ConfigError as ConfigError
     from engine.errors import EngineDeadError as EngineDeadError
     from engine.errors import EngineError as EngineError
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from engine.errors import RefusedError as RefusedError
     from engine.errors import RequestError as RequestError
     from engine.errors import RequestTypeError as RequestTypeError
+    from engine.errors import WireError as WireError
     from engine.llm import LLM as LLM
     from engine.llm_engine import LLMEngine as LLMEngine
     from engine.messages.outputs import CompletionOutput as CompletionOutput
@@ -35,10 +38,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "AsyncEngineCoreClient": "engine.core.aio_client",
     "AsyncLLMEngine": "engine.async_engine",
     "CompletionOutput": "engine.messages.outputs",
     "ConfigError": "engine.errors",
     "EngineArgs": "engine.config.args",
+    "EngineCoreClient": "engine.core.zmq_client",
     "EngineDeadError": "engine.errors",
     "EngineError": "engine.errors",
     "LLM": "engine.llm",
@@ -57,6 +62,7 @@ _HOMES = {
     "SamplingParams": "engine.messages.params",
     "Scheduler": "engine.sched.scheduler",
     "SchedulerInterface": "engine.sched.interface",
+    "WireError": "engine.errors",
 }
 
 __all__ = [*_HOMES, "__version__"]
