@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from operator import attrgetter
 from typing import NamedTuple
 
-from engine.errors import EngineDeadError
+from engine.errors import EngineDeadError, EngineError, RefusedError
 from engine.frontend.parent import Row
 from engine.frontend.pool import TextPool
 from engine.frontend.pool_slot import MAX_DEATHS, RETRY_SECONDS, TextsLost
@@ -114,8 +114,10 @@ class Shard:
                 continue
             except EngineDeadError:
                 raise
-            except Exception as error:  # it cannot be started
+            except RefusedError as error:  # it cannot be started
                 self._down_until = time.monotonic() + RETRY_SECONDS
+                deltas = [TextDelta(error=str(error))] * len(self._sent[0].readings)
+            except EngineError as error:  # of these rows
                 deltas = [TextDelta(error=str(error))] * len(self._sent[0].readings)
             for reading, delta in zip(self._sent.popleft().readings, deltas, strict=True):
                 self._note(reading, delta)

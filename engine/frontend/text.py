@@ -5,6 +5,8 @@ The same class reads in the front end and in a detokenizer process.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from engine.frontend.backends import Backend
 from engine.frontend.detokenizer import Detokenizer, StopStrings
 from engine.messages.params import SamplingParams
@@ -25,7 +27,9 @@ class TextReader:
     """Turns tokens into text until a stop string is found or ``is_last`` was said."""
 
     def __init__(self, backend: Backend, prompt_token_ids: list[int], wish: TextWish) -> None:
-        self._detokenizer = Detokenizer(backend, prompt_token_ids, wish.skip_special_tokens)
+        self._backend = backend
+        self._prompt_token_ids = prompt_token_ids
+        self._skip_special_tokens = wish.skip_special_tokens
         self._stops: StopStrings | None = None
         if wish.stop:
             self._stops = StopStrings(wish.stop, wish.include_stop_str_in_output)
@@ -43,9 +47,16 @@ class TextReader:
                 delta = self._read_for_stops(self._stops, token_ids)
             if is_last and delta.stop is None:
                 delta.text += self._detokenizer.flush()
-        except Exception as error:  # a tokenizer of a stranger: one request's trouble
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # faults of a tokenizer library too: one request's trouble
             return TextDelta(error=f"its tokens are no text: {type(error).__name__}: {error}")
         return delta
+
+    @cached_property
+    def _detokenizer(self) -> Detokenizer:
+        """Made by the first read: a prompt it cannot take is an error in the answer as well."""
+        return Detokenizer(self._backend, self._prompt_token_ids, self._skip_special_tokens)
 
     def _read_for_stops(self, stops: StopStrings, token_ids: list[int]) -> TextDelta:
         """Token by token, since the one that completes a stop string is the last that counts."""
