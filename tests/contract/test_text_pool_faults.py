@@ -133,6 +133,17 @@ def test_a_deadly_prompt_fails_alone(pools: Pools, tokenizer: Tokenizer, poison:
         assert futures[other].result(WAIT) == tokenizer.encode(other)
 
 
+def test_a_template_without_end_fails_alone(pools: Pools, tokenizer: Tokenizer) -> None:
+    """A stranger's program: in the front end nothing could stop it."""
+    pool = pools.start(hang_seconds=0.3)
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    bomb = pool.render(endless, {"messages": [{"role": "user", "content": "boom"}]})
+    fine = pool.render("{{ messages[0].content }}", {"messages": [{"content": "fine"}]})
+    with pytest.raises(RequestError, match="boom.*3 times"):
+        bomb.result(WAIT)
+    assert fine.result(WAIT) == ("fine", tokenizer.encode("fine", add_special_tokens=False))
+
+
 @pytest.mark.usefixtures("deadly")
 def test_a_process_that_talks_rubbish_is_replaced(pools: Pools, tokenizer: Tokenizer) -> None:
     pool = pools.start()
