@@ -139,7 +139,7 @@ def test_a_template_without_end_fails_alone(pools: Pools, tokenizer: Tokenizer) 
     endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     bomb = pool.render(endless, {"messages": [{"role": "user", "content": "boom"}]})
     fine = pool.render("{{ messages[0].content }}", {"messages": [{"content": "fine"}]})
-    with pytest.raises(RequestError, match="boom.*3 times"):
+    with pytest.raises(RequestError, match=r"boom.*3 times"):
         bomb.result(WAIT)
     assert fine.result(WAIT) == ("fine", tokenizer.encode("fine", add_special_tokens=False))
 
