@@ -84,7 +84,7 @@ class Desk:
             )
         if len(self._peers) >= MAX_CONNECTIONS:
             raise WireError(f"{MAX_CONNECTIONS} clients are there already")
-        peer = self._peers.welcome(identity, hello.name[:80])
+        peer = self._peers.welcome(identity, hello.name)
         logger.info("%s has come", peer)
         decided = self._core.decided
         welcome = Welcome(
@@ -115,6 +115,8 @@ class Desk:
             case Call():
                 self._peers.send(peer.identity, self._call(message))
             case Credit():
+                if message.num_batches < 1:
+                    raise WireError(f"credit for {message.num_batches} batches, must be at least 1")
                 self._peers.grant(peer, message.num_batches)
             case Bye():
                 self._peers.leave(peer)

@@ -84,8 +84,10 @@ class EngineCoreHost:
             self._loop.run()
             self._end_the_rest()
             self._peers.broadcast(Dead("the engine core was shut down"))
-        except EngineDeadError as error:
-            self._peers.broadcast(Dead(str(error), traceback.format_exc()))
+        except Exception as error:
+            dead = isinstance(error, EngineDeadError)
+            story = str(error) if dead else f"the engine core died: {type(error).__name__}: {error}"
+            self._peers.broadcast(Dead(story, traceback.format_exc()))
             raise
         finally:
             self._end_control()

@@ -12,8 +12,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import msgspec
 import zmq
 
+from engine.errors import WireError
 from engine.ipc.codec import Encoder
 from engine.ipc.sockets import Socket
 from engine.messages.outputs import CoreOutputs, Finished
@@ -23,6 +25,7 @@ logger = logging.getLogger("engine.core")
 
 NUM_CREDITS = 256  # batches that may be on their way to a client
 MAX_BACKLOG_BYTES = 64 << 20
+MAX_NAME = 80  # characters of a client's name that are kept
 Deadlines = tuple[float, ...]
 
 
@@ -75,7 +78,8 @@ class Peers:
         """A new client; those that vanished without a word are forgotten first."""
         for peer in self:
             self.send(peer.identity, Probe())
-        peer = Peer(identity, self._num_seen, name)
+        shown = "".join(c if c.isprintable() else "?" for c in name[:MAX_NAME])
+        peer = Peer(identity, self._num_seen, shown)
         self._num_seen += 1
         self._by_identity[identity] = self._by_index[peer.index] = peer
         return peer
@@ -101,9 +105,13 @@ class Peers:
         peer = self._by_index.get(index)
         if peer is None:  # it left while its step was computed
             return
+        try:
+            frame = self._encoder.encode(Outputs(batch))
+        except WireError as error:
+            batch = self._without_details(batch, str(error))
+            frame = self._encoder.encode(Outputs(batch))
         for end in batch.finished:
             peer.live.pop(batch.request_ids[end.index], None)
-        frame = self._encoder.encode(Outputs(batch))
         if peer.credits and not peer.backlog:
             self._spend(peer, frame)
         else:
@@ -157,6 +165,15 @@ class Peers:
         last = CoreOutputs(ids, [], [0] * len(ids), time, finished=ends)
         peer.backlog = deque([self._encoder.encode(Outputs(last))])
         peer.backlog_bytes = 0
+
+    def _without_details(self, batch: CoreOutputs, why: str) -> CoreOutputs:
+        """A batch that is too large, less its log-probabilities: who wanted them fails."""
+        rows = sorted(batch.logprobs.keys() | batch.prompt_logprobs.keys())
+        logger.warning("outputs of %d requests cannot be sent: %s", len(rows), why)
+        self._end([batch.request_ids[row] for row in rows])
+        ends = [end for end in batch.finished if end.index not in rows]
+        ends += [Finished(row, "error", message=f"log-probabilities: {why}") for row in rows]
+        return msgspec.structs.replace(batch, logprobs={}, prompt_logprobs={}, finished=ends)
 
     def _send(self, identity: bytes, frame: bytes) -> bool:
         try:

@@ -139,7 +139,7 @@ def _hold(path: Path) -> int:
 def _remove_if_left(path: Path) -> None:
     """Delete a directory that is ours and that nobody holds."""
     with suppress(OSError):
-        if path.stat().st_uid != os.getuid():
+        if path.lstat().st_uid != os.getuid():  # of a link: who made it
             return
         lock = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC)
         try:
