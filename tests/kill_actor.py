@@ -31,6 +31,8 @@ HANG_SECONDS = 1.0
 NUM_STREAMS = 4
 PREFILL = Lengths(prompt=(400, 400), output=(4, 4))
 DECODE = Lengths(prompt=(4, 8), output=(40, 50))
+LONG_PREFILL = Lengths(prompt=(400, 400), output=(110, 110))  # of who is not to end by itself
+LONG_DECODE = Lengths(prompt=(4, 8), output=(250, 250))
 
 
 def start_core(trigger: str, phase: str, **core: Any) -> EngineCoreClient:
@@ -43,14 +45,15 @@ def start_core(trigger: str, phase: str, **core: Any) -> EngineCoreClient:
     return start(build, **core)
 
 
-def come_to(phase: str, client: EngineCoreClient) -> Streams:
+def come_to(phase: str, client: EngineCoreClient, *, is_long: bool = False) -> Streams:
     """Streams of a client that is in this phase, a core of its own included."""
     is_idle = phase in ("handshake", "idle")
+    prefill, decode = (LONG_PREFILL, LONG_DECODE) if is_long else (PREFILL, DECODE)
     streams = Streams(
         client,
         0 if is_idle else NUM_STREAMS,
         random.Random(phase),
-        lengths=PREFILL if phase == "prefill" else DECODE,
+        lengths=prefill if phase == "prefill" else decode,
     )
     streams.fill()
     while phase in ("decode", "draining") and streams.counts.tokens < 3 * NUM_STREAMS:
@@ -66,7 +69,7 @@ def be_client(phase: str, core: str) -> None:
         time.sleep(60)
         return
     client = EngineCoreClient.connect(core)
-    _use(phase, client)
+    _use(phase, client, is_long=True)
 
 
 def be_parent(phase: str, trigger: str) -> None:
@@ -82,13 +85,13 @@ def be_parent(phase: str, trigger: str) -> None:
     _use(phase, client)
 
 
-def _use(phase: str, client: EngineCoreClient) -> None:
+def _use(phase: str, client: EngineCoreClient, *, is_long: bool = False) -> None:
     def misbehave(number: int, frame: FrameType | None) -> None:
         for _ in range(20):
             client._socket.send_multipart([random.randbytes(50)] * random.randint(1, 3))
 
     signal.signal(signal.SIGUSR2, misbehave)
-    streams = come_to(phase, client)
+    streams = come_to(phase, client, is_long=is_long)
     if phase != "handshake":
         _say("ready")
     until = time.monotonic() + (3.0 if phase in ("handshake", "idle") else 0.0)
