@@ -27,8 +27,8 @@ from engine.messages.wire import Welcome
 class AsyncEngineCoreClient:
     """What ``EngineCoreClient`` is, for tasks of one event loop: any number of calls at once.
 
-    A call that is cancelled leaves the client usable; what it asked is done all the same. ``step``
-    belongs to one task. Made by ``connect``.
+    A call that is cancelled leaves the client usable; a utility is carried out all the same.
+    ``step`` belongs to one task. Made by ``connect``.
     """
 
     def __init__(
@@ -91,12 +91,20 @@ class AsyncEngineCoreClient:
             raise error
 
     async def add_all(self, requests: Sequence[AddRequest]) -> dict[int, Exception]:
-        """Queue these, in order. Returns what ``add`` raised, by place; {} if all were taken."""
+        """Queue these, in order. Returns what ``add`` raised, by place; {} if all were taken.
+
+        Cancelled, it leaves none of them at the core.
+        """
         submission = self._link.submit(requests)
-        futures = [await self._ask(part.number, part.frame) for part in submission.parts]
         errors = submission.errors
-        for part, future in zip(submission.parts, futures, strict=True):
-            errors |= self._link.submitted(requests, part, await future)
+        new = [each.request_id for each in requests if each.request_id not in self._link.live]
+        try:
+            futures = [await self._ask(part.number, part.frame) for part in submission.parts]
+            for part, future in zip(submission.parts, futures, strict=True):
+                errors |= self._link.submitted(requests, part, await future)
+        except asyncio.CancelledError:
+            self._withdraw(new)
+            raise
         return errors
 
     async def abort(self, request_ids: Sequence[str]) -> list[Finished]:
@@ -174,6 +182,12 @@ class AsyncEngineCoreClient:
         if not sending.cancel():
             sending.result()
         return future
+
+    def _withdraw(self, request_ids: list[str]) -> None:
+        """Abort what was submitted before; the answer is for nobody."""
+        _, frame = self._link.abort(request_ids)
+        self._link.live.difference_update(request_ids)
+        self._send_now(frame)
 
     def _send_now(self, frame: bytes) -> None:
         """Send without waiting until it could be. A lost connection is noticed elsewhere."""
