@@ -35,7 +35,8 @@ logger = logging.getLogger(__name__)
 
 MAX_DEATHS = 3  # of processes by one input
 MAX_FAILED_STARTS = 3  # in a row
-RETRY_SECONDS = 10.0  # until a process that does not start is tried again
+MAX_IDLE_DEATHS = 8  # in a row, of processes that had done nothing; above MAX_DEATHS
+RETRY_SECONDS = 10.0  # until a process that does not start, or stay, is tried again
 START_SECONDS = 60.0  # until a process that has not said it is ready is ended
 MAX_SENT = 16  # tasks a process has at a time; the others wait here
 NUM_CAREFUL = 64  # tasks that are sent one by one after a death
@@ -155,6 +156,7 @@ class Slot:
         self._since = 0.0  # when the process began its first task, or its start
         self._epoch = 0
         self._num_failed_starts = 0
+        self._num_idle_deaths = 0
         self._down_until = 0.0
 
     @property
@@ -220,15 +222,17 @@ class Slot:
         if was_ready:
             logger.warning("the %s %s; another one is started", self.name, how)
             self._num_careful = NUM_CAREFUL
-        else:
-            self._num_failed_starts += 1
+        self._num_failed_starts += not was_ready
+        self._num_idle_deaths += 1
         if num_sent == 1:
             self._blame(self._tasks[0], how)
         self._lose_reads(num_sent)
-        if self._num_failed_starts < MAX_FAILED_STARTS:
-            self.start()
+        if self._num_failed_starts == MAX_FAILED_STARTS:
+            self._give_up(f"{how} before it was ready, {MAX_FAILED_STARTS} times")
+        elif self._num_idle_deaths == MAX_IDLE_DEATHS:
+            self._give_up(f"{how} before it had done anything, {MAX_IDLE_DEATHS} times")
         else:
-            self._give_up(f"{how} before it was ready, {self._num_failed_starts} times")
+            self.start()
 
     def receive_last(self) -> None:
         """Take the answers a process gave before it died."""
@@ -260,6 +264,7 @@ class Slot:
         result = error_of(reply.failure) if isinstance(reply, Failed) else task.result_of(delivery)
         self._tasks.popleft()
         self._num_sent -= 1
+        self._num_idle_deaths = 0
         self._num_careful -= self._num_careful > 0
         self._since = self._clock()
         if isinstance(result, Exception):
@@ -327,8 +332,8 @@ class Slot:
         message = f"the {self.name} {why}; what it wrote to standard error says more"
         if not self.started.done():
             self.started.set_exception(EngineDeadError(message))
-        if self._num_failed_starts:
-            self._num_failed_starts = 0
+        if not self._is_down:
+            self._num_failed_starts = self._num_idle_deaths = 0
             self._down_until = self._clock() + RETRY_SECONDS
             logger.error("%s", message)
         self._fail_all(RefusedError(message, retry_after=RETRY_SECONDS))

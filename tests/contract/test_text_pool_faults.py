@@ -268,6 +268,26 @@ def test_one_that_does_not_start_again_is_passed_over(
     assert session.outputs._texts is not None and session.outputs._texts.num_sequences == 0
 
 
+def test_one_that_never_stays_is_given_up_for_a_while(
+    pools: Pools, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No endless row of restarts; later it is tried again."""
+    monkeypatch.setattr(pool_slot, "RETRY_SECONDS", 0.2)
+    pool = pools.start()
+    slot = pool._loop.slots[0]
+    deadline = time.monotonic() + WAIT
+    num_kills = 0
+    while not slot.load[0]:
+        assert time.monotonic() < deadline
+        if slot.process is not None and slot.process.is_ready:
+            send(pool, slot.name, signal.SIGKILL)
+            num_kills += 1
+        time.sleep(0.02)
+    assert num_kills >= pool_slot.MAX_IDLE_DEATHS
+    time.sleep(0.25)
+    assert pool.encode("fine").result(WAIT) == tokenizer.encode("fine")
+
+
 def test_110_a_program_that_does_not_start_is_named(
     model: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
