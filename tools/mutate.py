@@ -56,7 +56,7 @@ POLICIES = ("policies_margins", "policies_order", "policies_batching", "policies
 # More of them, for the modules that they are about; these run first.
 NEAR: dict[str, tuple[str, ...]] = {
     "engine/kv/": ("kv",),
-    "sched/policies/": ("policies_shipped", *POLICIES),
+    "sched/policies/": ("options", "policies_shipped", *POLICIES),
     "sched/policy.py": POLICIES,
     "sched/plugin.py": ("policies_shipped", "options"),
     "sched/fitting.py": ("options",),
