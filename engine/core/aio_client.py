@@ -142,13 +142,14 @@ class AsyncEngineCoreClient:
         """Leave the core, and end it if it is ours; harmless when repeated."""
         if self._socket.closed:
             return
+        linger_ms = sockets.LINGER_MS if self._death is None else 0  # last words for somebody
         self._send_now(self._link.bye())
         self._die(EngineDeadError("the engine was shut down"))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._heart.close()
-        sockets.close(self._socket, linger_ms=sockets.LINGER_MS)
+        sockets.close(self._socket, linger_ms=linger_ms)
         sockets.close(self._lost)
         await asyncio.to_thread(self._end)
 

@@ -134,12 +134,14 @@ class EngineCoreClient:
         """Leave the core, and end it if it is ours; harmless when repeated."""
         if self._socket.closed:
             return
-        if self._death is None:
+        linger_ms = 0
+        if self._death is None and not self._lost.poll(0):  # last words for somebody
+            linger_ms = sockets.LINGER_MS
             with suppress(zmq.ZMQError):
                 self._socket.send(self._link.bye(), zmq.NOBLOCK)
-            self._death = EngineDeadError("the engine was shut down")
+        self._death = self._death or EngineDeadError("the engine was shut down")
         self._heart.close()
-        sockets.close(self._socket, linger_ms=sockets.LINGER_MS)
+        sockets.close(self._socket, linger_ms=linger_ms)
         sockets.close(self._lost)
         self._context.term()
         self._waker.close()

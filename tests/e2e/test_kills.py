@@ -42,5 +42,7 @@ async def test_110_who_asks_a_core_that_just_died_hears_of_it() -> None:
     time.sleep(0.2)  # so that the socket knows of it, and the event loop does not
     with pytest.raises(EngineDeadError):
         await asyncio.wait_for(client.call("stats"), 2.0)
+    began = time.monotonic()
     await client.shutdown()
     owner.shutdown()
+    assert time.monotonic() - began < 0.8, "last words for nobody"
