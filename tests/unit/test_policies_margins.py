@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from timed import timed_run
 
+from engine.errors import ConfigError
+from engine.sched.find import find_policy
 from engine.sched.policies import POLICIES
 from engine.sched.policies.andes import Andes
 from engine.sched.policies.blendserve import BlendServe
@@ -215,3 +217,32 @@ def test_credit_is_spent_when_nothing_is_left_of_it(quantum, second):
     run.ask("again", [*range(10), 1], 5, user="a")
     run.ask("b", 10, 5, user="b")
     assert run.order()[1] == second
+
+
+def test_shares_are_from_nothing_to_all():
+    for share in (0.0, 1.0):
+        assert find_policy("blendserve", {"blend": share}).blend == share
+    for share in (-0.01, 1.01, 2.0):
+        with pytest.raises(ConfigError, match=f"blend is {share}, must be a number from 0 to 1"):
+            find_policy("blendserve", {"blend": share})
+
+
+def test_trail_calls_nobody_young_at_the_share_itself():
+    run = timed_run(TRAIL(young=0.5), max_num_seqs=1, length_predictor="oracle")
+    run.ask("a", 8, 10, hints={"output_tokens": 10})
+    seen = []
+    for _ in range(7):
+        run.step()
+        req = run.request("a")
+        seen.append((req.num_output, run.scheduler.policy.rank(req, run.scheduler.view)[0]))
+    assert seen == [(1, 1), (2, 1), (3, 1), (4, 1), (5, 0), (6, 0), (7, 0)]
+    run.drain()
+
+
+def test_conserve_bounds_no_online_prompt():
+    run = timed_run(ConServe(tbt=0.01), step_seconds=0.0)
+    run.ask("first", 8, 10)
+    run.steps(1)
+    run.ask("second", 1500, 2)
+    assert run.steps(1) == [{"first": 1, "second": 1023}]
+    run.drain()
