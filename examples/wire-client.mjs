@@ -106,6 +106,7 @@ function dealer(path, take, lost) {
   const socket = connect(path);
   let rest = Buffer.alloc(0);
   let isGreeted = false;
+  let waiting = []; // a message before the other side's READY would be taken for part of the handshake
   socket.write(Buffer.concat([greeting(), ready()]));
   socket.on("data", (bytes) => {
     rest = Buffer.concat([rest, bytes]);
@@ -123,11 +124,16 @@ function dealer(path, take, lost) {
       rest = rest.subarray(end);
       if (flags & MORE) throw new Error("a message of this protocol is one frame");
       if (!(flags & COMMAND)) take(unpack(body));
+      else if (waiting) {
+        for (const bytes of waiting) socket.write(bytes);
+        waiting = null; // READY came
+      }
     }
   });
   socket.on("close", () => lost("the connection was lost"));
   socket.on("error", (error) => lost(error.message));
-  return { send: (message) => socket.write(frame(0, pack(message))), end: () => socket.end() };
+  const send = (bytes) => (waiting ? waiting.push(bytes) : socket.write(bytes));
+  return { send: (message) => send(frame(0, pack(message))), end: () => socket.end() };
 }
 
 // ---- the conversation with the core
