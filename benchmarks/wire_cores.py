@@ -49,20 +49,22 @@ POLLING = PollConfig(decode_poll_timeout_ms=1, idle_wait_ms=1)  # of `poll`
 
 
 class Device(CountingWorker):
-    """Is done with a step so long after its launch; waiting for it blocks, or spins."""
+    """Takes so long for a step, one after the other; waiting for one blocks, or spins."""
 
     def __init__(self, seconds: float, is_spinning: bool) -> None:
         super().__init__()
         self._seconds = seconds
         self._is_spinning = is_spinning
-        self._due = 0.0
+        self._free_at = 0.0
 
-    def launch(self, plan: StepPlan) -> StepResult:
-        self._due = time.monotonic() + self._seconds
-        return super().launch(plan)
+    def launch(self, plan: StepPlan) -> tuple[float, StepResult]:
+        """When the step will be done, and what it brings."""
+        self._free_at = max(time.monotonic(), self._free_at) + self._seconds
+        return self._free_at, super().launch(plan)
 
-    def collect(self, result: StepResult) -> StepResult:
-        while (left := self._due - time.monotonic()) > 0.0:
+    def collect(self, ticket: tuple[float, StepResult]) -> StepResult:
+        done_at, result = ticket
+        while (left := done_at - time.monotonic()) > 0.0:
             if not self._is_spinning:
                 time.sleep(left)
         return result
@@ -74,6 +76,7 @@ class WaitingBuild:
 
     variant: str = "ours"
     step_seconds: float = 0.0
+    num_steps_in_flight: int = 1
 
     def __call__(
         self, config: EngineConfig, *, clock: Callable[[], float] = time.monotonic
@@ -82,7 +85,10 @@ class WaitingBuild:
         # A device interrupts when it is done; a sleep would otherwise end up to 50 µs late.
         ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1)
         sched = SchedulerConfig(
-            max_num_batched_tokens=2048, max_num_seqs=64, max_model_len=MAX_MODEL_LEN
+            max_num_batched_tokens=2048,
+            max_num_seqs=64,
+            max_model_len=MAX_MODEL_LEN,
+            num_steps_in_flight=self.num_steps_in_flight,
         )
         num_blocks = 64 * MAX_MODEL_LEN // BLOCK_SIZE
         decided = Decided(
@@ -96,7 +102,8 @@ class WaitingBuild:
         )
         scheduler = make_scheduler(sched, KVManager(num_blocks, BLOCK_SIZE), clock=clock)
         device = Device(self.step_seconds, self.variant == "spin")
-        return InprocClient(EngineCore(scheduler, device), decided)
+        core = EngineCore(scheduler, device, self.num_steps_in_flight)
+        return InprocClient(core, decided)
 
 
 def start(build: WaitingBuild) -> EngineCoreClient:

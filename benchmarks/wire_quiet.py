@@ -1,6 +1,6 @@
 """What a core in a process costs while it waits, and how soon it is awake.
 
-    python benchmarks/wire_quiet.py [--seconds 5] [--rounds 3] [--json FILE]
+    python benchmarks/wire_quiet.py [--seconds 5] [--rounds 3] [--steps-in-flight 2] [--json FILE]
 
 Idle: share of a core that the process uses, and time from a client's send to the first step.
 Decode: a device step of 10 ms, with 1 and 64 running: share of a core, and what a token takes
@@ -81,9 +81,12 @@ def decode(client: EngineCoreClient, running: int, seconds: float) -> Figures:
     }
 
 
-def measure(variant: str, seconds: float) -> Figures:
-    """All figures of one way to wait, in a process of its own."""
-    client = start(WaitingBuild(variant, STEP_SECONDS))
+def measure(variant: str, seconds: float, num_steps_in_flight: int = 2) -> Figures:
+    """All figures of one way to wait, in a process of its own.
+
+    A GPU has two steps in flight unless told otherwise, a CPU one.
+    """
+    client = start(WaitingBuild(variant, STEP_SECONDS, num_steps_in_flight))
     try:
         figures = {"idle_percent": idle_share(client, seconds)}
         wakes = wake_times(client)
@@ -119,6 +122,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--seconds", type=float, default=5.0, help="of each figure")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps-in-flight", type=int, default=2)
     parser.add_argument("--json", type=Path, help="keep the figures here")
     asked = parser.parse_args()
     before = Usage.now()
