@@ -64,9 +64,10 @@ async def test_107_a_cancelled_call_leaves_the_client_usable() -> None:
 
 
 async def test_a_cancelled_add_leaves_nothing_at_the_core() -> None:
-    with HostedCore(FakeBuild(step_seconds=0.05)) as core:
+    with HostedCore(FakeBuild(step_seconds=0.5)) as core:
         client = await AsyncEngineCoreClient.connect(core.address)
-        await client.add(make_request("a", [1], 6))
+        await client.add(make_request("a", [1], 3))
+        await asyncio.sleep(0.1)  # the core is in the middle of a step now and answers later
         adding = asyncio.create_task(client.add(make_request("b", [2], 400)))
         await asyncio.sleep(0.01)
         adding.cancel()
@@ -79,7 +80,7 @@ async def test_a_cancelled_add_leaves_nothing_at_the_core() -> None:
         assert counts is not None and counts.num_running + counts.num_waiting == 1
         await client.add(make_request("b", [3], 2))  # the id is free again
         tokens = await drained(client)
-        assert tokens["a"] == expected([1], 6) and tokens["b"][-2:] == expected([3], 2)
+        assert tokens["a"] == expected([1], 3) and tokens["b"][-2:] == expected([3], 2)
         await client.shutdown()
 
 
