@@ -127,7 +127,8 @@ def main() -> None:
     asked = parser.parse_args()
     before = Usage.now()
     rounds = [
-        {variant: measure(variant, asked.seconds) for variant in LOOPS} for _ in range(asked.rounds)
+        {variant: measure(variant, asked.seconds, asked.steps_in_flight) for variant in LOOPS}
+        for _ in range(asked.rounds)
     ]
     medians = {
         variant: {
