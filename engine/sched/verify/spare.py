@@ -18,7 +18,8 @@ def check_spare(scheduler: Scheduler, plan: StepPlan) -> None:
     is_paused = scheduler.pause_state is not PauseState.UNPAUSED
     if frugal or is_paused or scheduler.resources.members or type(scheduler) is not Scheduler:
         return
-    if scheduler.view.step.preempted:  # what they held may have come too late for somebody
+    # What is given back in the middle of a step may come too late for somebody.
+    if scheduler.view.step.preempted or scheduler.kv.tables.windows:
         return
     left = scheduler.config.max_num_batched_tokens - plan.num_tokens
     if left <= 0:
