@@ -133,8 +133,10 @@ class Link:
         """
         message = self._decoder.decode(frames)
         match message:
-            case Outputs():
-                self.batches.append(message.batch)
+            case Outputs(batch=batch):
+                _check_places([each.index for each in batch.finished], batch.request_ids)
+                _check_places([each.index for each in batch.started], batch.request_ids)
+                self.batches.append(batch)
             case Dead():
                 raise death_of(message.message, message.traceback)
             case Fault():
@@ -148,6 +150,7 @@ class Link:
     ) -> dict[int, Exception]:
         """Note what was taken. Returns why the others were not, by place."""
         assert isinstance(reply, Submitted)
+        _check_places([each.index for each in reply.refusals], part.places)
         errors: dict[int, Exception] = {
             part.places[each.index]: error_of(each.failure) for each in reply.refusals
         }
@@ -166,6 +169,13 @@ class Link:
         number = next(self._numbers)
         frame = self._encoder.encode(Submit(number, [requests[place] for place in places]))
         return Part(frame, number, places)
+
+
+def _check_places(places: Sequence[int], among: Sequence[object]) -> None:
+    """Raise ``WireError`` for a place that is none: a core with a fault, or none at all."""
+    for place in places:
+        if not 0 <= place < len(among):
+            raise WireError(f"the core speaks of place {place}, where there are {len(among)}")
 
 
 def value_of(reply: Reply) -> Any:

@@ -14,7 +14,6 @@ from engine.messages.requests import AddRequest
 from engine.messages.wire import Failure, Outputs, Refusal, Submitted
 
 
-@pytest.mark.xfail(raises=IndexError, reason="a client looks up places that the core names unseen")
 @pytest.mark.parametrize(
     "message",
     [
