@@ -99,6 +99,11 @@ POISON = [
         ("queue_deadline", NAN),
         ("end_deadline", NAN),
         ("end_deadline", -INF),
+        ("adapter", "none-such"),
+        ("grammar", "}{"),
+        ("kv_transfer_params", {"do": "it"}),
+        ("media", [[0, 2, "h"]]),
+        ("media", [[-5, 10**9, "h"]]),
     ),
     *_fields(
         "fault",
@@ -126,11 +131,6 @@ POISON = [
         ("priority", -(2**63)),
         ("user", "\x00" * 10_000),
         ("cache_salt", ""),
-        ("adapter", "none-such"),
-        ("grammar", "}{"),
-        ("kv_transfer_params", {"do": "it"}),
         ("hints", {"tier": {"a": [{}] * 100}}),
-        ("media", [[0, 2, "h"]]),
-        ("media", [[-5, 10**9, "h"]]),
     ),
 ]

@@ -11,6 +11,7 @@ from engine.messages.validate import check_params_for_vocab
 
 INT32_MAX = 2**31 - 1
 PLAIN = (type(None), bool, int, float, str, bytes)
+NOT_COMPUTED = ("adapter", "grammar", "media", "kv_transfer_params")  # schedulers know them
 INT64 = range(-(2**63), 2**63)
 
 
@@ -27,6 +28,12 @@ def check_request(request: AddRequest, vocab_size: int) -> None:
     for name in ("priority", "seed"):
         if getattr(request, name) not in INT64:
             raise RequestError(f"{name} is {getattr(request, name)}, must be a number of 64 bits")
+    for name in NOT_COMPUTED:
+        if getattr(request, name):
+            raise RequestError(
+                f"{name} is {getattr(request, name)!r:.80}, and this core has no worker that reads "
+                "it: leave it out"
+            )
     check_params_for_vocab(request.params, vocab_size)
 
 
