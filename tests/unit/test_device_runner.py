@@ -142,6 +142,30 @@ def test_a_lost_device_ends_the_engine():
         run.drain()
 
 
+@depths
+@modes
+def test_what_fails_behind_the_draw_is_not_drawn_again(depth, sizes):
+    """The slots had advanced: to run the step again put every token one place too far."""
+    run = make_run(depth, sizes)
+    finish, calls = run.worker.machine.sampler.finish, []
+
+    def short_of_memory(drawing, chosen):
+        calls.append(len(chosen))
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("no room for log-probabilities")
+        return finish(drawing, chosen)
+
+    run.worker.machine.sampler.finish = short_of_memory
+    for name in "ab":
+        run.add(make_request(name, [1, 2], 6, params=GREEDY))
+    run.drain()
+    assert {run.finished[name] for name in "ab"} == {("error", None)}
+    run.add(make_request("c", [1, 2], 6, params=GREEDY))
+    run.drain()
+    assert run.outputs["c"] == says([1, 2], 6)
+    assert all(run.outputs[name] == says([1, 2], 6)[: len(run.outputs[name])] for name in "ab")
+
+
 @pytest.mark.parametrize("budget", [4, 7, 1024])
 def test_prompt_scores_come_once_and_whole(budget):
     prompt = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]

@@ -15,6 +15,10 @@ from engine.worker.cuda.steps import EagerStep, GraphedStep, GraphedSteps, Machi
 from engine.worker.prompt_scores import PromptScores
 
 
+class Settled(Exception):
+    """Something failed when the slots had advanced: to run again would advance them twice."""
+
+
 class DeviceRunner:
     """Computes plans on one device; an `Executor`.
 
@@ -90,8 +94,13 @@ class DeviceRunner:
         rows = step.forward()
         drawing = machine.sampler.prepare(rows, staged.draws)
         chosen = step.sample()
-        scores = machine.sampler.finish(drawing, chosen)
-        drawn = bring_home(machine.platform, staged.draws, drawing, chosen, scores)
+        try:
+            scores = machine.sampler.finish(drawing, chosen)
+            drawn = bring_home(machine.platform, staged.draws, drawing, chosen, scores)
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:
+            raise Settled(f"{type(error).__name__}: {error}") from error
         return drawn._replace(prompt_logprobs=step.prompt_logprobs)
 
     def _step_for(self, staged: Staged) -> EagerStep | GraphedStep:
@@ -104,13 +113,15 @@ class DeviceRunner:
     def _isolate(self, columns: Columns, staged: Staged, first: int = 0) -> list[Drawn | Failed]:
         """Run staged rows, of which ``first`` is the plan's; if that raises, in halves.
 
-        Running again is harmless: slots advance last of all, the same K and V are written to the
-        same places, and plan order keeps the writer of a shared block before its readers.
+        Running again is harmless until slots advance: the same K and V are written to the same
+        places, and plan order keeps the writer of a shared block before its readers.
         """
         try:
             return [self._run(staged)._replace(first=first)]
         except torch.AcceleratorError:  # the device is lost, and with it everybody
             raise
+        except Settled as error:
+            return [Failed(first + row, str(error)) for row in range(len(columns.counts))]
         except Exception as error:
             num = len(columns.counts)
             if num == 1:
