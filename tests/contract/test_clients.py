@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
 from core_clients import (
-    KINDS,
-    REMOTE,
     a_client,
     attach,
     drain,
-    own_place,
     read,
 )
 from simulate import expected, make_request
@@ -33,12 +29,9 @@ from engine.llm_engine import LLMEngine
 from engine.messages.outputs import Finished
 from engine.messages.params import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("place")
+
 SLOW = FakeBuild(step_seconds=0.002)
-
-
-@pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 @pytest.fixture
@@ -49,24 +42,6 @@ def client(kind: str) -> Iterator[Any]:
         assert not client.has_unfinished()
         counts = client.stats()
         assert (counts.num_running, counts.num_waiting, counts.kv_usage) == (0, 0, 0.0)
-
-
-@pytest.fixture
-def opened() -> Iterator[Callable[..., Any]]:
-    """Opens clients that are closed after the test."""
-    with ExitStack() as stack:
-        yield lambda kind, build=None: stack.enter_context(a_client(kind, build))
-
-
-@pytest.fixture(autouse=True)
-def _place(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with own_place(monkeypatch):
-        yield
-
-
-@pytest.fixture(params=REMOTE)
-def remote(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 # -- outputs

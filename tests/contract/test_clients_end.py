@@ -5,43 +5,20 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import psutil
 import pytest
-from core_clients import KINDS, REMOTE, a_client, own_place, pid_of, spawn_client
+from core_clients import pid_of, spawn_client
 from simulate import make_request
 from spawned import FakeBuild, fake_config
 
 from engine.core.launch import start_core
 from engine.errors import ConfigError, EngineDeadError
 
+pytestmark = pytest.mark.usefixtures("place")
+
 SLOW = FakeBuild(step_seconds=0.002)
-
-
-@pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def opened() -> Iterator[Callable[..., Any]]:
-    """Opens clients that are closed after the test."""
-    with ExitStack() as stack:
-        yield lambda kind, build=None: stack.enter_context(a_client(kind, build))
-
-
-@pytest.fixture(autouse=True)
-def _place(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with own_place(monkeypatch):
-        yield
-
-
-@pytest.fixture(params=REMOTE)
-def remote(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 def test_110_death_reaches_who_waits_and_who_comes_later_with_its_cause(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from pooled import make_model, session_on
+from pooled import session_on
 
 from engine import LLM, AsyncLLMEngine, LLMEngine, RequestOutput, SamplingParams
 from engine.config.model import ModelConfig
@@ -17,11 +17,6 @@ from engine.frontend.tokenizer import load_tokenizer
 from engine.messages.params import OutputKind
 
 KINDS: tuple[OutputKind, ...] = ("cumulative", "delta", "final")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
-    return make_model(tmp_path_factory.mktemp("tokenizer"))
 
 
 POOLS = {

@@ -5,13 +5,12 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 import zmq
 from deadly_program import DEADLY, DEADLY_ID, HANGING, RAISING_ID, RUBBISH, RaisingDetokenizer
 from fakes import FakeClient, FakeDecided
-from pooled import TEXT, WAIT, Pools, make_model, session_on, texts_of
+from pooled import TEXT, WAIT, Pools, session_on, texts_of
 
 from engine import LLMEngine, SamplingParams
 from engine.config.engine import EngineConfig
@@ -21,29 +20,13 @@ from engine.frontend import pool_slot, text
 from engine.frontend.pool import TextPool
 from engine.frontend.pool_slot import Asked, Task, TextProcess
 from engine.frontend.session import Session
-from engine.frontend.tokenizer import Tokenizer, load_tokenizer
+from engine.frontend.tokenizer import Tokenizer
 from engine.messages.outputs import CompletionOutput
 from engine.messages.params import OutputKind
 from engine.messages.text import Encode, Encoded, Failed, Ready, Reply
 
 KINDS: tuple[OutputKind, ...] = ("cumulative", "delta", "final")
 SIGNALS = [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGSTOP]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
-    return make_model(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(model: ModelConfig) -> Tokenizer:
-    return load_tokenizer(model)
-
-
-@pytest.fixture
-def pools(model: ModelConfig) -> Iterator[Pools]:
-    with Pools(model) as pools:
-        yield pools
 
 
 @pytest.fixture

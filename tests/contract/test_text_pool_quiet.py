@@ -6,37 +6,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from pooled import WAIT, Pools, make_model, session_on, texts_of
+from pooled import WAIT, Pools, session_on, texts_of
 
 from engine import AsyncLLMEngine, SamplingParams
 from engine.config.model import ModelConfig
 from engine.errors import EngineDeadError, RequestError
 from engine.frontend.pool import TextPool
-from engine.frontend.tokenizer import Tokenizer, load_tokenizer
+from engine.frontend.tokenizer import Tokenizer
 from engine.messages.params import OutputKind
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
-    return make_model(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(model: ModelConfig) -> Tokenizer:
-    return load_tokenizer(model)
-
-
-@pytest.fixture
-def pools(model: ModelConfig) -> Iterator[Pools]:
-    with Pools(model) as pools:
-        yield pools
-
-
+@pytest.mark.usefixtures("place")  # other tests may open sockets meanwhile
 def test_116_closed_pools_leave_nothing_and_refuse(pools: Pools) -> None:
     """No child, no file, no descriptor; closing again does nothing."""
     me = psutil.Process()

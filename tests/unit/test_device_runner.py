@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from one_bad import check_that_one_fails_alone, says
 from simulate import Run, make_request, make_scheduler
 
 from engine.config.engine import EngineConfig
@@ -68,13 +69,6 @@ class SumModel:
         return logits
 
 
-def says(prompt: list[int], count: int) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(sum(tokens) % 40)
-    return tokens[len(prompt) :]
-
-
 def make_run(depth: int = 1, sizes=(), num_blocks: int = 64, platform=None, **options) -> Run:
     options = {"max_model_len": LONGEST, "num_steps_in_flight": depth, **options}
     scheduler = make_scheduler(num_blocks=num_blocks, block_size=BLOCK, **options)
@@ -108,17 +102,7 @@ def test_tokens_go_round_on_the_device(depth, sizes):
 @pytest.mark.parametrize("bad", [POISON, NAN])
 def test_one_bad_request_among_twelve_fails_alone(bad, depth, sizes):
     run = make_run(depth, sizes)
-    prompts = {str(i): [i, 3, 5, 7, 2][: 2 + i % 4] for i in range(12)}
-    prompts["5"] = [1, 2, bad]
-    for name, prompt in prompts.items():
-        run.add(make_request(name, prompt, 6, params=GREEDY))
-    run.drain()
-    for name, prompt in prompts.items():
-        if name == "5":
-            assert run.finished[name] == ("error", None)
-            assert run.outputs[name] == []
-        else:
-            assert run.outputs[name] == says(prompt, 6), name
+    check_that_one_fails_alone(run, bad, GREEDY)
     assert run.worker.machine.model.lowest_id == 0, "an embedding has no such row"
 
 

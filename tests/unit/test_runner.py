@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from one_bad import check_that_one_fails_alone, says
 from simulate import Run, make_request, make_scheduler
 
 from engine.kv.layout import KVSpec
@@ -61,13 +62,6 @@ def make_runner_run(model: SumModel, depth: int = 1, **options) -> Run:
     return Run(scheduler, InprocExecutor(ModelRunner(model, sampler, states, kv)), depth)
 
 
-def says(prompt: list[int], count: int) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(sum(tokens) % 40)
-    return tokens[len(prompt) :]
-
-
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 
 
@@ -75,17 +69,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6)
 @pytest.mark.parametrize("bad", [POISON, NAN])
 def test_one_bad_request_among_twelve_fails_alone(bad, depth):
     run = make_runner_run(SumModel(), depth)
-    prompts = {str(i): [i, 3, 5, 7, 2][: 2 + i % 4] for i in range(12)}
-    prompts["5"] = [1, 2, bad]
-    for name, prompt in prompts.items():
-        run.add(make_request(name, prompt, 6, params=GREEDY))
-    run.drain()
-    for name, prompt in prompts.items():
-        if name == "5":
-            assert run.finished[name] == ("error", None)
-            assert run.outputs[name] == []
-        else:
-            assert run.outputs[name] == says(prompt, 6), name
+    check_that_one_fails_alone(run, bad, GREEDY)
     assert run.scheduler.make_stats().num_failed == 1
 
 
