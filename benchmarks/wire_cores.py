@@ -82,8 +82,7 @@ class WaitingBuild:
         self, config: EngineConfig, *, clock: Callable[[], float] = time.monotonic
     ) -> InprocClient:
         engine.core.host.CoreLoop = LOOPS[self.variant]
-        # A device interrupts when it is done; a sleep would otherwise end up to 50 µs late.
-        ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1)
+        no_timer_slack()
         sched = SchedulerConfig(
             max_num_batched_tokens=2048,
             max_num_seqs=64,
@@ -104,6 +103,11 @@ class WaitingBuild:
         device = Device(self.step_seconds, self.variant == "spin")
         core = EngineCore(scheduler, device, self.num_steps_in_flight)
         return InprocClient(core, decided)
+
+
+def no_timer_slack() -> None:
+    """A device interrupts when it is done; a sleep would otherwise end up to 50 µs late."""
+    ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1)
 
 
 def start(build: WaitingBuild) -> EngineCoreClient:

@@ -4,8 +4,8 @@
 
 Idle: share of a core that the process uses, and time from a client's send to the first step.
 Decode: a device step of 10 ms, with 1 and 64 running: share of a core, and what a token takes
-beyond the 10 ms. Three ways to wait are measured in turn (`wire_cores.py`); the medians over the
-rounds are shown.
+beyond the 10 ms. Three ways to wait are measured in turn (`wire_cores.py`), and a process that does
+nothing but sleep and send (`wire_floor.py`); the medians over the rounds are shown.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from measure import Usage, quantile
 from rich.console import Console
 from rich.table import Table
 from wire_cores import LOOPS, WaitingBuild, cpu_seconds, pid_of, request, start
+from wire_floor import floor_percent
 
 from engine.core.zmq_client import EngineCoreClient
 
@@ -102,6 +103,14 @@ def measure(variant: str, seconds: float, num_steps_in_flight: int = 2) -> Figur
     return {name: round(value, 2) for name, value in figures.items()}
 
 
+def floor(seconds: float) -> Figures:
+    """What no core in a process of its own can go below."""
+    return {
+        f"cpu_percent_{running}": round(floor_percent(STEP_SECONDS, running, seconds), 2)
+        for running in RUNNING
+    }
+
+
 def _until_some(client: EngineCoreClient) -> list[Any]:
     while not (batches := client.step()):
         pass
@@ -113,8 +122,10 @@ def show(figures: dict[str, Figures]) -> None:
     view.add_column("")
     for variant in figures:
         view.add_column(variant, justify="right")
-    for name in next(iter(figures.values())):
-        view.add_row(name, *(f"{each[name]:,.1f}" for each in figures.values()))
+    for name in figures["ours"]:
+        view.add_row(
+            name, *(f"{each[name]:,.1f}" if name in each else "" for each in figures.values())
+        )
     Console(width=100).print(view)
 
 
@@ -128,6 +139,7 @@ def main() -> None:
     before = Usage.now()
     rounds = [
         {variant: measure(variant, asked.seconds, asked.steps_in_flight) for variant in LOOPS}
+        | {"floor": floor(asked.seconds)}
         for _ in range(asked.rounds)
     ]
     medians = {
@@ -135,7 +147,7 @@ def main() -> None:
             name: statistics.median(each[variant][name] for each in rounds)
             for name in rounds[0][variant]
         }
-        for variant in LOOPS
+        for variant in rounds[0]
     }
     show(medians)
     others = Usage.now().since(before)
