@@ -131,6 +131,22 @@ class AsyncLLMEngine:
         """End a pause; harmless without one."""
         await self._call(partial(self._session.client.call, "resume"))
 
+    async def start_profile(self) -> None:
+        """Record what the worker does, until ``stop_profile``.
+
+        Raises ``ConfigError`` if the engine was started without ``torch_profiler_dir``, or if a
+        profile is being recorded already.
+        """
+        await self._call(partial(self._session.client.call, "profile", "start"))
+
+    async def stop_profile(self) -> list[str]:
+        """Write what was recorded; paths of the traces, one or more of each core.
+
+        Takes seconds for a long profile, in which nothing is computed. Raises ``ConfigError`` if
+        none is being recorded.
+        """
+        return list(await self._call(partial(self._session.client.call, "profile", "stop")))
+
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises ``ConfigError`` if none was loaded."""
         if self._session.tokenizer is None:

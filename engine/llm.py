@@ -106,6 +106,16 @@ class LLM:
         """Forget all cached prefixes. False, and nothing happens, while requests use them."""
         return self.llm_engine.reset_prefix_cache(reset_running)
 
+    def start_profile(self) -> None:
+        """Record what the worker does, until ``stop_profile``: give ``torch_profiler_dir``."""
+        with self._turn:
+            self.llm_engine.start_profile()
+
+    def stop_profile(self) -> list[str]:
+        """Write what was recorded; paths of the traces, one or more of each core."""
+        with self._turn:
+            return self.llm_engine.stop_profile()
+
     def shutdown(self) -> None:
         """Let go of model and memory; harmless when repeated."""
         self.llm_engine.shutdown()

@@ -106,6 +106,8 @@ class EngineArgs:
     """Keep statistics, request events and waits, and show them in outputs."""
     step_log: str | Path | None = None
     """File to record every input and plan of the scheduler in, for metronome replay."""
+    torch_profiler_dir: str | Path | None = None
+    """Directory for the traces of start_profile and stop_profile; made if it is not there."""
     async_scheduling: bool | None = None
     """Plan the next step while one runs; if not given on with a GPU and off on a CPU, which has
     nothing to overlap with."""
@@ -169,6 +171,7 @@ class EngineArgs:
             log_level=default_log_level() if self.log_level is None else self.log_level,  # type: ignore[arg-type]
             disable_log_stats=self.disable_log_stats,
             step_log=None if self.step_log is None else str(self.step_log),
+            torch_profiler_dir=_absolute("torch_profiler_dir", self.torch_profiler_dir),
             logits_processors=tuple(map(load_logits_processor, self.logits_processors)),
             core=self._core_config(),
             polling=PollConfig(
@@ -263,6 +266,15 @@ class EngineArgs:
             stalled_steps=self.stalled_steps,
             log_stats=self.log_stats,
         )
+
+
+def _absolute(name: str, path: str | Path | None) -> str | None:
+    """The path as a process with another current directory can use it."""
+    if path is None:
+        return None
+    if not str(path):
+        raise ConfigError(f"{name} is '', must be a path; leave it out if there is none")
+    return str(Path(path).expanduser().absolute())
 
 
 def _unknown_option(name: str, known: list[str]) -> str:

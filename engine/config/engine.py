@@ -46,6 +46,8 @@ class EngineConfig:
     """Leave out the line of figures that is logged every few seconds while there is work."""
     step_log: str | None = None
     """File in which every input and every plan of the scheduler is recorded."""
+    torch_profiler_dir: str | None = None
+    """Directory for traces of the worker."""
     logits_processors: tuple[Any, ...] = ()
     """Factories of custom logits processors, applied in this order."""
     core: CoreConfig = field(default_factory=CoreConfig)

@@ -12,7 +12,7 @@ import zmq.asyncio
 
 from engine.core.failures import death_of
 from engine.core.heart import Heart
-from engine.core.link import Link, Reply, stats_of, value_of
+from engine.core.link import Link, Reply, value_of
 from engine.core.zmq_client import HANG_SECONDS, STEP_SECONDS, WELCOME_SECONDS
 from engine.errors import EngineDeadError, WireError
 from engine.ipc import sockets
@@ -131,12 +131,13 @@ class AsyncEngineCoreClient:
 
     async def stats(self) -> SchedulerStats | None:
         """Gauges and counters of the scheduler, ``None`` if it keeps none."""
-        return stats_of(await self.call("stats"))
+        stats: SchedulerStats | None = await self.call("stats")
+        return stats
 
     async def call(self, name: str, *args: Any) -> Any:
         """A utility by name. Raises ``ConfigError`` for one that does not exist."""
         future = await self._ask(*self._link.call(name, args))
-        return value_of(await future)
+        return value_of(name, await future)
 
     async def shutdown(self) -> None:
         """Leave the core, and end it if it is ours; harmless when repeated."""

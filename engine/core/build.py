@@ -34,10 +34,13 @@ def build_core(
     info = read_model_info(config.model.model)
     if config.model.load_format != "dummy":
         read_ahead(info.path)
+    from engine.worker.profiler import TorchProfiler
     from engine.worker.worker import make_worker
 
+    profiler = TorchProfiler(config.torch_profiler_dir)
     executor, decided = make_worker(config, info)
-    client = InprocClient(wire(config, decided, executor, clock=clock, chosen=chosen), decided)
+    core = wire(config, decided, executor, clock=clock, chosen=chosen)
+    client = InprocClient(core, decided, profiler)
     gc.freeze()  # or each full collection walks all that imports made, a tenth of a second
     return client
 

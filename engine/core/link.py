@@ -178,17 +178,14 @@ def _check_places(places: Sequence[int], among: Sequence[object]) -> None:
             raise WireError(f"the core speaks of place {place}, where there are {len(among)}")
 
 
-def value_of(reply: Reply) -> Any:
+def value_of(name: str, reply: Reply) -> Any:
     """What a utility returned. Raises what it raised."""
     assert isinstance(reply, Answer)
     if reply.failure is not None:
         raise error_of(reply.failure)
+    if name == "stats":
+        return msgspec.convert(reply.value, SchedulerStats | None)
     return reply.value
-
-
-def stats_of(value: Any) -> SchedulerStats | None:
-    """The answer of the utility ``stats``."""
-    return None if value is None else msgspec.convert(value, SchedulerStats)
 
 
 def _in_parts(requests: Sequence[AddRequest]) -> Iterator[list[int]]:

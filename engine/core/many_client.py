@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -11,7 +11,7 @@ import zmq
 
 from engine.core.balance import Balancer
 from engine.core.zmq_client import STEP_SECONDS, EngineCoreClient
-from engine.errors import ConfigError, RequestError
+from engine.errors import RequestError
 from engine.messages.outputs import CoreOutputs, Finished
 from engine.messages.requests import AddRequest
 from engine.messages.stats import SchedulerStats
@@ -119,13 +119,12 @@ class ManyCoresClient:
     def call(self, name: str, *args: Any) -> Any:
         """A utility by name, on all cores. Raises ``ConfigError`` for one that does not exist.
 
-        True if it is for all; else what the first core answered.
+        What they answer together: the sum of their statistics, all traces, True if it is for all;
+        else what the first core answered.
         """
         self.check_alive()
-        if name == "stats":
-            raise ConfigError("utility 'stats' is not available for several cores; use stats()")
         answers = [core.call(name, *args) for core in self._cores]
-        return all(answers) if isinstance(answers[0], bool) else answers[0]
+        return JOINED.get(name, first_of)(answers)
 
     def shutdown(self) -> None:
         """Leave the cores, and end those that are ours; harmless when repeated."""
@@ -138,6 +137,16 @@ class ManyCoresClient:
             for end in batch.finished:
                 self._balancer.end(batch.request_ids[end.index])
         return batches
+
+
+def first_of(answers: list[Any]) -> Any:
+    """What every core answers alike."""
+    return answers[0]
+
+
+def traces_of(answers: list[list[str] | None]) -> list[str] | None:
+    """Those of all cores; ``None`` if a profile was started."""
+    return [path for answer in answers for path in answer or ()] or None
 
 
 def sum_of(stats: Sequence[SchedulerStats | None]) -> SchedulerStats | None:
@@ -162,3 +171,11 @@ def _sum(values: list[Any]) -> Any:
         for key, value in each.items():
             total[key] += value
     return dict(total)
+
+
+JOINED: dict[str, Callable[[list[Any]], Any]] = {
+    "reset_prefix_cache": all,
+    "stats": sum_of,
+    "profile": traces_of,
+}
+"""What several cores' answers are together, by utility."""

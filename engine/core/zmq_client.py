@@ -11,7 +11,7 @@ import zmq
 
 from engine.core.failures import death_of
 from engine.core.heart import Heart
-from engine.core.link import Link, Reply, stats_of, value_of
+from engine.core.link import Link, Reply, value_of
 from engine.errors import EngineDeadError, WireError
 from engine.ipc import sockets
 from engine.ipc.place import Address, address_of
@@ -121,14 +121,15 @@ class EngineCoreClient:
 
     def stats(self) -> SchedulerStats | None:
         """Gauges and counters of the scheduler, ``None`` if it keeps none."""
-        return stats_of(self.call("stats"))
+        stats: SchedulerStats | None = self.call("stats")
+        return stats
 
     def call(self, name: str, *args: Any) -> Any:
         """A utility by name. Raises ``ConfigError`` for one that does not exist."""
         self._live()
         number, frame = self._link.call(name, args)
         self._ask(number, frame)
-        return value_of(self._answer(number))
+        return value_of(name, self._answer(number))
 
     def shutdown(self) -> None:
         """Leave the core, and end it if it is ours; harmless when repeated."""

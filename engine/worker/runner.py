@@ -13,6 +13,7 @@ from engine.messages.step import Column, StepPlan, StepResult
 from engine.models.model import Model
 from engine.sample.sampler import Sampler
 from engine.worker.batch import Columns, build_batch
+from engine.worker.profiler import section
 from engine.worker.prompt_scores import PromptScores
 from engine.worker.states import States
 
@@ -68,7 +69,8 @@ class ModelRunner:
     def _run(self, columns: Columns) -> Partial:
         """Forward, logits, sample."""
         batch = build_batch(columns, self.states, every_row=bool(self.states.prompt_scored))
-        hidden = self.model.forward(batch, self.kv)
+        with section("forward"):
+            hidden = self.model.forward(batch, self.kv)
         rows = np.flatnonzero(columns.samples)
         scored = {}
         if self.states.prompt_scored:
@@ -78,7 +80,10 @@ class ModelRunner:
             return Partial(np.empty(0, dtype=np.int32), prompt_logprobs=scored)
         slots = columns.slots[rows]
         positions = (columns.starts + columns.counts)[rows]
-        out = self.sampler.sample(self.model.logits(hidden), slots, positions, self.states.tokens)
+        with section("logits"):
+            logits = self.model.logits(hidden)
+        with section("sample"):
+            out = self.sampler.sample(logits, slots, positions, self.states.tokens)
         self.states.tokens[slots, positions] = out.token_ids
         return Partial(
             out.token_ids,

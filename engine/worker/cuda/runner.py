@@ -12,6 +12,7 @@ from engine.worker.batch import Columns
 from engine.worker.cuda.batches import Staged
 from engine.worker.cuda.results import Drawn, Failed, Pending, bring_home, collect
 from engine.worker.cuda.steps import EagerStep, GraphedStep, GraphedSteps, Machine, record
+from engine.worker.profiler import section
 from engine.worker.prompt_scores import PromptScores
 
 
@@ -49,7 +50,8 @@ class DeviceRunner:
 
     def collect(self, ticket: Pending) -> StepResult:
         """Sleep until a launched step is done and read what it brought."""
-        return collect(ticket)
+        with section("collect"):
+            return collect(ticket)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """A step from its launch to its result."""
@@ -91,9 +93,11 @@ class DeviceRunner:
         """Forward, logits, draw; what was drawn is on its way home at the end."""
         machine = self.machine
         step = self._step_for(staged)
-        rows = step.forward()
+        with section("forward"):
+            rows = step.forward()
         drawing = machine.sampler.prepare(rows, staged.draws)
-        chosen = step.sample()
+        with section("sample"):
+            chosen = step.sample()
         try:
             scores = machine.sampler.finish(drawing, chosen)
             drawn = bring_home(machine.platform, staged.draws, drawing, chosen, scores)
