@@ -6,7 +6,8 @@
         core-token      what a client shows in its Hello
         lock            held by everybody who uses the directory
 
-A directory whose lock nobody holds belongs to processes that were killed; the next core removes it.
+A directory whose lock nobody holds belongs to processes that were killed; the next core removes it,
+and one that has had no lock for a minute, whose maker was killed before it could take one.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import secrets
 import shutil
 import tempfile
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +30,7 @@ PREFIX = "metronome-core-"
 LOCK = "lock"
 TOKEN_BYTES = 16
 MIN_SECRET_CHARS = 16
+UNLOCKED_SECONDS = 60.0  # from making a directory to its lock, at most
 
 
 @dataclass(frozen=True)
@@ -139,9 +142,11 @@ def _hold(path: Path) -> int:
 def _remove_if_left(path: Path) -> None:
     """Delete a directory that is ours and that nobody holds."""
     with suppress(OSError):
-        if path.lstat().st_uid != os.getuid():  # of a link: who made it
+        known = path.lstat()  # of a link: who made it
+        if known.st_uid != os.getuid():
             return
-        lock = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC)
+        is_old = time.time() - known.st_mtime > UNLOCKED_SECONDS
+        lock = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if is_old else 0), 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path, ignore_errors=True)

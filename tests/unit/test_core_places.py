@@ -7,6 +7,7 @@ import socket
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,6 +65,19 @@ def test_directories_that_killed_processes_left_are_removed(place: Path) -> None
     assert lives.path.exists()
     for each in (lives, other):
         each.remove()
+
+
+def test_a_directory_whose_maker_was_killed_before_it_took_the_lock_is_removed_too(
+    place: Path,
+) -> None:
+    old, new = place / "metronome-core-old", place / "metronome-core-new"
+    for each in (old, new):
+        each.mkdir(0o700)
+    os.utime(old, (time.time() - 120, time.time() - 120))
+    held = Directory.create()
+    assert not old.exists() and new.exists()  # that one may get its lock in a moment
+    held.remove()
+    new.rmdir()
 
 
 def free_port() -> int:
