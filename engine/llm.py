@@ -104,7 +104,8 @@ class LLM:
 
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
         """Forget all cached prefixes. False, and nothing happens, while requests use them."""
-        return self.llm_engine.reset_prefix_cache(reset_running)
+        with self._turn:
+            return self.llm_engine.reset_prefix_cache(reset_running)
 
     def start_profile(self) -> None:
         """Record what the worker does, until ``stop_profile``: give ``torch_profiler_dir``."""

@@ -68,11 +68,13 @@ class Utilities:
         return value
 
     def _reset_prefix_cache(self, reset_running: bool = False) -> bool:
+        if not isinstance(reset_running, bool):
+            raise ConfigError(f"reset_running is {reset_running!r:.80}, must be True or False")
         return self._scheduler.reset_prefix_cache(reset_running)
 
     def _pause(self, what: str = "all") -> None:
-        if what not in PAUSES:
-            raise ConfigError(f"pause of {what!r} is not known; there are: {', '.join(PAUSES)}")
+        if not isinstance(what, str) or what not in PAUSES:
+            raise ConfigError(f"pause of {what!r:.80} is not known; there are: {', '.join(PAUSES)}")
         self._set_pause_state(PAUSES[what])
 
     def _resume(self) -> None:

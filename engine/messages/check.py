@@ -12,6 +12,7 @@ from engine.messages.validate import check_params_for_vocab
 INT32_MAX = 2**31 - 1
 PLAIN = (type(None), bool, int, float, str, bytes)
 NOT_COMPUTED = ("adapter", "grammar", "media", "kv_transfer_params")  # schedulers know them
+MAX_PLAIN_DEPTH = 64
 INT64 = range(-(2**63), 2**63)
 
 
@@ -46,17 +47,34 @@ def _check_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
         )
 
 
-def check_plain(name: str, value: Any) -> None:
+def check_plain(name: str, value: Any, depth: int = 0) -> None:
     """Raise ``RequestTypeError`` for an argument that is not made of plain values only."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            check_plain(name, key)
-            check_plain(name, item)
-    elif isinstance(value, list | tuple):
+    if isinstance(value, dict | list | tuple):
+        if depth == MAX_PLAIN_DEPTH:
+            raise RequestTypeError(
+                f"an argument of utility {name!r:.80} has more than {MAX_PLAIN_DEPTH} levels"
+            )
         for item in value:
-            check_plain(name, item)
+            check_plain(name, item, depth + 1)
+        for item in value.values() if isinstance(value, dict) else ():
+            check_plain(name, item, depth + 1)
     elif type(value) not in PLAIN:
         raise RequestTypeError(
-            f"an argument of utility {name!r} is {value!r:.80} ({type(value).__name__}); only "
+            f"an argument of utility {name!r:.80} is {value!r:.80} ({type(value).__name__}); only "
             "None, booleans, numbers, strings, bytes, lists and dicts can be handed over"
         )
+    elif type(value) is int and not -(2**63) <= value < 2**64:
+        raise RequestTypeError(f"an argument of utility {name!r:.80} is no number of 64 bits")
+    elif type(value) is str and not _is_unicode(value):
+        raise RequestTypeError(
+            f"an argument of utility {name!r:.80} is {value!r:.80}, which has half a character"
+        )
+
+
+def _is_unicode(text: str) -> bool:
+    """Python's strings may hold surrogates, which have no bytes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,199 @@
+"""Utilities by name: the same answers and the same errors, wherever the core is."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from core_clients import drain, read
+from simulate import expected, make_request
+from spawned import FakeBuild
+
+from engine.config.engine import EngineConfig
+from engine.core.client import InprocClient
+from engine.errors import ConfigError, EngineError, RequestTypeError
+from engine.messages.stats import SchedulerStats
+from engine.sched import Scheduler
+from engine.sched.interface import PauseState
+
+pytestmark = pytest.mark.usefixtures("place")
+
+SLOW = FakeBuild(step_seconds=0.002)
+
+
+class Recorder:
+    """A profiler that records nothing."""
+
+    def __init__(self) -> None:
+        self.is_running = False
+
+    def start(self) -> None:
+        if self.is_running:
+            raise ConfigError("a profile is being recorded already")
+        self.is_running = True
+
+    def stop(self) -> list[str]:
+        if not self.is_running:
+            raise ConfigError("no profile is being recorded")
+        self.is_running = False
+        return ["trace"]
+
+    def close(self) -> None:
+        self.is_running = False
+
+
+@dataclass(frozen=True)
+class ProfiledBuild(FakeBuild):
+    """A fake core whose worker has a profiler."""
+
+    def __call__(self, config: EngineConfig, **options: Any) -> InprocClient:
+        client = super().__call__(config, **options)
+        assert client._core is not None
+        return InprocClient(client._core, client.decided, Recorder())
+
+
+class Restless(Scheduler):
+    """Cannot be paused, and forgets nothing."""
+
+    def set_pause_state(self, state: PauseState) -> None:
+        raise NotImplementedError("no rest")
+
+    def reset_prefix_cache(self, reset_running: bool = False) -> bool:
+        raise ZeroDivisionError("of nothing")
+
+
+def test_107_what_a_scheduler_of_ones_own_raises_is_told_with_the_utility(
+    kind: str, opened: Any
+) -> None:
+    client = opened(kind, FakeBuild(options={"scheduler_cls": Restless}))
+    told = r"^Call to pause method failed: the scheduler of this engine knows no pause: no rest$"
+    with pytest.raises(ConfigError, match=told):
+        client.call("pause", "all")
+    told = r"^Call to reset_prefix_cache method failed: ZeroDivisionError: of nothing$"
+    with pytest.raises(EngineError, match=told):
+        client.call("reset_prefix_cache")
+    client.add(make_request("a", [1], 3))
+    assert drain(client)[0] == {"a": expected([1], 3)}
+
+
+def test_the_prefix_cache_is_reset_when_nobody_uses_it_or_running_requests_start_again(
+    kind: str, opened: Any
+) -> None:
+    client = opened(kind, SLOW)
+    client.add_all([make_request(str(i), [i + 1] * 40, 60) for i in range(4)])
+    tokens: dict[str, list[int]] = {}
+    while len(tokens) < 4:
+        for batch in client.step():
+            read(batch, tokens, {})
+    assert client.call("reset_prefix_cache") is False
+    assert client.call("reset_prefix_cache", True) is True
+    more, ends = drain(client)
+    assert {name: ids + more[name] for name, ids in tokens.items()} == {
+        str(i): expected([i + 1] * 40, 60) for i in range(4)
+    }
+    assert len(ends) == 4
+    stats = client.call("stats")
+    assert stats.num_cache_resets and stats.num_preemptions
+    assert client.call("reset_prefix_cache") is True
+
+
+def test_statistics_are_those_of_all_cores_together(kind: str, opened: Any) -> None:
+    client = opened(kind)
+    assert isinstance(client.call("stats"), SchedulerStats)
+    client.add_all([make_request(str(i), [i + 1] * 4, 5) for i in range(6)])
+    drain(client)
+    stats = client.call("stats")
+    assert client.stats().num_scheduled_tokens == stats.num_scheduled_tokens
+    assert stats.num_scheduled_tokens == 6 * (4 + 5 - 1) and stats.kv_usage == 0.0
+
+
+def test_a_core_that_keeps_no_statistics_says_so(kind: str, opened: Any) -> None:
+    client = opened(kind, FakeBuild(options={"log_stats": False}))
+    assert client.call("stats") is None and client.stats() is None
+
+
+def test_a_profile_is_started_once_and_stopped_once(kind: str, opened: Any) -> None:
+    client = opened(kind, ProfiledBuild())
+    with pytest.raises(ConfigError, match=r"^Call to profile method failed: no profile is being"):
+        client.call("profile", "stop")
+    assert client.call("profile", "start") is None
+    with pytest.raises(ConfigError, match=r"^Call to profile method failed: a profile is being"):
+        client.call("profile", "start")
+    assert client.call("profile", "stop") == ["trace"] * (2 if kind == "two cores" else 1)
+
+
+def test_a_worker_without_profiler_says_that_there_is_none(kind: str, opened: Any) -> None:
+    client = opened(kind)
+    with pytest.raises(ConfigError, match="profile is not available: the worker of this core has"):
+        client.call("profile", "start")
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "told"),
+    [
+        ("profile", ("begin",), "Call to profile method failed: profile of 'begin' is not known"),
+        ("profile", ([],), "Call to profile method failed: profile of .* is not known"),
+        ("pause", ("new!",), "Call to pause method failed: pause of 'new!' is not known; there"),
+        ("pause", (["all"],), r"Call to pause method failed: pause of \['all'\] is not known"),
+        ("reset_prefix_cache", ("no",), "reset_running is 'no', must be True or False"),
+        ("reset_prefix_cache", (1,), "reset_running is 1, must be True or False"),
+    ],
+)
+def test_wrong_arguments_are_named_with_the_right_ones(
+    kind: str, opened: Any, name: str, args: tuple[Any, ...], told: str
+) -> None:
+    client = opened(kind, ProfiledBuild())
+    with pytest.raises(ConfigError, match=told):
+        client.call(name, *args)
+    assert client.call("echo", 1) == 1
+
+
+@pytest.mark.parametrize(("name", "args"), [("echo", ()), ("resume", (1,)), ("profile", ())])
+def test_too_many_arguments_or_too_few_are_an_error(
+    kind: str, opened: Any, name: str, args: tuple[Any, ...]
+) -> None:
+    client = opened(kind)
+    with pytest.raises(EngineError, match=f"^Call to {name} method failed: TypeError"):
+        client.call(name, *args)
+    assert client.call("echo", 1) == 1
+
+
+def nested(levels: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(levels - 1):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (2**64, "is no number of 64 bits"),
+        ([{"a": -(2**63) - 1}], "is no number of 64 bits"),
+        ("half \ud800", "has half a character"),
+        ({"\udfff": 1}, "has half a character"),
+        (nested(65), "has more than 64 levels"),
+        (nested(5000), "has more than 64 levels"),
+    ],
+)
+def test_109_what_cannot_travel_is_refused_everywhere(
+    kind: str, opened: Any, value: Any, told: str
+) -> None:
+    client = opened(kind)
+    with pytest.raises(RequestTypeError, match=told):
+        client.call("echo", value)
+    assert client.call("echo", nested(64)) == nested(64)
+
+
+def test_pause_and_resume_may_be_repeated(kind: str, opened: Any) -> None:
+    client = opened(kind)
+    for what in ("new", "all", "all", "new"):
+        assert client.call("pause", what) is None
+    client.add(make_request("a", [1], 3))
+    until = time.monotonic() + 0.2
+    while time.monotonic() < until:
+        assert client.step() == []
+    assert client.call("resume") is None and client.call("resume") is None
+    assert drain(client)[0] == {"a": expected([1], 3)}
