@@ -1,0 +1,67 @@
+"""start_profile and stop_profile, wherever the core is."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import LLM, AsyncLLMEngine, ConfigError, EngineArgs, SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+WHERE: dict[str, tuple[int, dict[str, Any]]] = {
+    "here": (1, {}),
+    "a process": (1, {"multiprocess": True}),
+    "two processes": (2, {"multiprocess": True, "data_parallel_size": 2}),
+}
+
+
+def sections_in(path: str) -> Counter[str]:
+    trace = json.loads(Path(path).read_text())
+    return Counter(each["name"] for each in trace["traceEvents"] if each.get("cat") != "Trace")
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_every_core_writes_a_trace_of_its_steps(where: str, tmp_path: Path) -> None:
+    num_cores, options = WHERE[where]
+    directory = tmp_path / "traces"
+    with LLM(num_threads=num_cores, torch_profiler_dir=directory, **options) as llm:
+        with pytest.raises(ConfigError, match="no profile is being recorded"):
+            llm.stop_profile()
+        llm.start_profile()
+        with pytest.raises(ConfigError, match="being recorded already"):
+            llm.start_profile()
+        llm.generate(["one", "two"], GREEDY, use_tqdm=False)
+        paths = llm.stop_profile()
+        assert sorted(paths) == sorted(map(str, directory.iterdir()))
+        assert len(paths) == num_cores
+        for path in paths:
+            counts = sections_in(path)
+            assert counts["forward"] == counts["logits"] == counts["sample"] >= 4
+        llm.start_profile()  # and ends with it
+
+
+async def test_profiles_of_an_engine_for_tasks(tmp_path: Path) -> None:
+    args = EngineArgs(num_threads=1, torch_profiler_dir=tmp_path)
+    engine = AsyncLLMEngine.from_engine_args(args)
+    try:
+        await engine.start_profile()
+        async for output in engine.generate("one", GREEDY, "a"):
+            assert output.request_id == "a"
+        (path,) = await engine.stop_profile()
+        assert sections_in(path)["forward"] == 4
+        with pytest.raises(ConfigError, match="no profile is being recorded"):
+            await engine.stop_profile()
+    finally:
+        engine.shutdown()
+
+
+def test_without_the_option_it_is_named(tmp_path: Path) -> None:
+    with LLM(num_threads=1) as llm:
+        with pytest.raises(ConfigError, match="torch_profiler_dir is not set"):
+            llm.start_profile()
+        with pytest.raises(ConfigError, match="no profile is being recorded"):
+            llm.stop_profile()
