@@ -10,7 +10,7 @@ from engine.frontend.detokenizer import Detokenizer
 from engine.frontend.text import TextReader
 from engine.messages.text import TextDelta
 
-DEADLY, HANGING, RUBBISH = "deadly", "hanging", "rubbish"
+DEADLY, HANGING, RUBBISH, NO_TEXT = "deadly", "hanging", "rubbish", "no text"
 DEADLY_ID = 300
 """A token that no process survives."""
 RAISING_ID = 302
@@ -25,6 +25,8 @@ class DeadlyDesk(pool_process.Desk):
         if payload.startswith(HANGING.encode()):
             time.sleep(1000)
         reply, payloads = super().do(delivery)
+        if payload.startswith(NO_TEXT.encode()):
+            return reply, [b"\xff", *payloads[1:]]
         return (reply, [b"xxx"]) if payload.startswith(RUBBISH.encode()) else (reply, payloads)
 
 

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import made_tokenizers as made
-from fakes import FakeClient, FakeDecided, replay
+from fakes import FakeClient, FakeDecided, Live, replay
 
 from engine import LLMEngine, SamplingParams
 from engine.config.engine import EngineConfig
@@ -13,6 +13,7 @@ from engine.config.model import ModelConfig
 from engine.frontend.pool import TextPool
 from engine.frontend.session import Session
 from engine.frontend.tokenizer import Tokenizer
+from engine.messages.outputs import CoreOutputs
 
 WAIT = 30.0  # longest any test waits for anything
 PARAMS = SamplingParams(max_tokens=50, output_kind="delta")
@@ -66,3 +67,16 @@ def texts_of(session: Session, num: int, params: SamplingParams = PARAMS) -> lis
         for output in llm_engine.step():
             texts[int(output.request_id)] += output.outputs[0].text
     return texts
+
+
+class LeapingClient(FakeClient):
+    """A core whose requests get several tokens a step: as many as ``stride`` says."""
+
+    stride = staticmethod(lambda position: 1 + position % 4)
+
+    def _advance(self, index: int, row: Live, batch: CoreOutputs) -> None:
+        before = len(batch.token_ids)
+        for _ in range(self.stride(row.num_output)):
+            if row.request.request_id in self.live:
+                super()._advance(index, row, batch)
+        batch.counts = [*(batch.counts or []), len(batch.token_ids) - before]

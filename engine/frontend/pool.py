@@ -23,9 +23,11 @@ from typing import Any, NamedTuple
 import zmq
 
 from engine.config.model import ModelConfig
-from engine.errors import EngineDeadError, WireError
+from engine.errors import EngineDeadError, RefusedError, WireError
+from engine.frontend.pool_child import Asked, TextProcess
 from engine.frontend.pool_process import pack_ids, unpack_ids
-from engine.frontend.pool_slot import START_SECONDS, Asked, Slot, Task, TextProcess, describe
+from engine.frontend.pool_slot import MAX_FAILED_STARTS, START_SECONDS, Slot, describe
+from engine.frontend.pool_tasks import Task
 from engine.ipc.channel import Delivery
 from engine.ipc.sockets import Socket, Waker
 from engine.messages.text import (
@@ -82,7 +84,7 @@ class TextPool:
     def wait_until_ready(self) -> None:
         """Raises ``EngineDeadError`` naming a process that could not be started."""
         for slot in self._loop.slots:
-            slot.started.result(START_SECONDS * 2)
+            slot.started.result(START_SECONDS * (MAX_FAILED_STARTS + 1))  # it gives up before
 
     @property
     def pids(self) -> dict[str, int]:
@@ -138,6 +140,7 @@ class PoolLoop:
                 partial(TextProcess, self._context, role, asked),
                 time.monotonic,
                 asked.hang_seconds,
+                self._pass_on,
             )
             for index, role in enumerate(roles)
         ]
@@ -147,10 +150,16 @@ class PoolLoop:
         self._thread.start()
 
     def add(self, seat: Seat) -> None:
-        """Queue a task. Raises ``EngineDeadError`` after ``close``."""
+        """Queue a task. Raises ``EngineDeadError`` after ``close``, and in a fork of the process
+        that started this."""
         with self._lock:
             if self._is_closing:
                 raise EngineDeadError(str(self._death)) from self._death.__cause__
+            if not self._thread.is_alive():
+                raise EngineDeadError(
+                    "the text processes belong to the process that this one was forked from; "
+                    "make an engine of its own here"
+                )
             self._inbox.append(seat)
             self._waker.wake()
 
@@ -159,7 +168,8 @@ class PoolLoop:
         with self._lock:
             self._is_closing = True
         self._waker.wake()
-        self._thread.join()
+        if threading.current_thread() is not self._thread:  # which may be collecting garbage
+            self._thread.join()
 
     # In the thread.
 
@@ -184,7 +194,7 @@ class PoolLoop:
         for slot in self.slots:
             slot.close(self._death)
         for task, _ in self._inbox:
-            task.future.set_exception(self._death)
+            task.fail(self._death)
         self._context.destroy(linger=0)
         self._waker.close()
 
@@ -215,11 +225,19 @@ class PoolLoop:
     def _take_inbox(self) -> None:
         while self._inbox:
             task, slot = self._inbox.popleft()
-            tokenizers = self.slots[: self.num_tokenizers]
-            chosen = (
-                self.slots[slot] if slot is not None else min(tokenizers, key=attrgetter("load"))
-            )
+            chosen = self._least_busy() if slot is None else self.slots[slot]
             chosen.add(task)
+
+    def _least_busy(self) -> Slot:
+        return min(self.slots[: self.num_tokenizers], key=attrgetter("load"))
+
+    def _pass_on(self, task: Task, error: RefusedError) -> None:
+        """Give a task to another tokenizer than that which cannot be started, if one can."""
+        another = self._least_busy()
+        if isinstance(task.job, Read) or another.is_down:
+            task.fail(error)
+        else:
+            another.add(task)
 
 
 def _ids_of(delivery: Delivery[Reply]) -> list[int]:
@@ -230,7 +248,10 @@ def _ids_of(delivery: Delivery[Reply]) -> list[int]:
 def _rendering_of(delivery: Delivery[Reply]) -> Rendering:
     _expect(delivery, Rendered, 2)
     text, ids = delivery.payloads
-    return Rendering(str(text, "utf-8"), unpack_ids(ids))
+    try:
+        return Rendering(str(text, "utf-8"), unpack_ids(ids))
+    except UnicodeDecodeError as error:
+        raise WireError(f"a rendered chat is no text: {error}") from error
 
 
 def _deltas_of(num_rows: int, delivery: Delivery[Reply]) -> list[TextDelta]:

@@ -1,6 +1,6 @@
 """A tokenizer or detokenizer process: jobs in, answers out, in order. Blocks while there are none.
 
-Started by ``pool_slot.TextProcess`` as a program; imports neither torch nor transformers, unless
+Started by ``pool_child.TextProcess`` as a program; imports neither torch nor transformers, unless
 the tokenizer of the model exists only there.
 """
 
@@ -49,24 +49,24 @@ def main(descriptor: int) -> None:
     dealer, _ = connect(context, start.address, None)
     dealer.send_multipart(channel.pack(Ready(start.token)))
     while True:
-        reply, payloads = _answer(desk, channel, dealer.recv_multipart())
-        dealer.send_multipart(channel.pack(reply, payloads))
+        dealer.send_multipart(_answer(desk, channel, dealer.recv_multipart()))
 
 
-def _answer(desk: Desk, channel: Channel[Job], frames: list[bytes]) -> Answer:
+def _answer(desk: Desk, channel: Channel[Job], frames: list[bytes]) -> list[bytes]:
+    """Frames of the answer. An answer that cannot travel, being too long, is an error too."""
     try:
         delivery = channel.unpack(frames)
     except WireError as error:
-        return Failed(-1, failure_of(error)), []
+        return channel.pack(Failed(-1, failure_of(error)))
     try:
-        return desk.do(delivery)
+        return channel.pack(*desk.do(delivery))
     except (KeyboardInterrupt, SystemExit):
         raise
     except Exception as error:
-        return Failed(delivery.message.number, failure_of(error, RequestError)), []
+        return channel.pack(Failed(delivery.message.number, failure_of(error, RequestError)))
     except BaseException as error:  # what the tokenizer library raises when it has a fault itself
         wrapped = RequestError(f"{type(error).__name__}: {error}")
-        return Failed(delivery.message.number, failure_of(wrapped)), []
+        return channel.pack(Failed(delivery.message.number, failure_of(wrapped)))
 
 
 class Desk:
@@ -94,8 +94,8 @@ class Desk:
         if row.opening is not None:
             prompt = unpack_ids(payloads[row.opening.prompt])
             reader = TextReader(self._tokenizer.backend, prompt, row.opening.wish)
-            for token_id in row.opening.read:
-                reader.read([token_id], is_last=False)
+            for token_ids in row.opening.read:
+                reader.read(token_ids, is_last=False)
             self._readers[row.sequence] = reader
         if row.sequence not in self._readers:
             return TextDelta()  # tokens behind a stop string

@@ -8,28 +8,20 @@ back as ``TextsLost``, to be asked anew.
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
-import secrets
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-import msgspec
 import zmq
 
 from engine.core.failures import error_of
-from engine.errors import EngineDeadError, RefusedError, RequestError, WireError
-from engine.ipc.channel import Channel, Delivery
-from engine.ipc.place import Directory
-from engine.ipc.program import Program
-from engine.ipc.shm import Arena, ArenaReader, create_memory
-from engine.ipc.sockets import Socket, bind, close
-from engine.messages.text import Failed, Job, Read, Ready, Reply, Role, StartText
+from engine.errors import ConfigError, EngineDeadError, RefusedError, RequestError, WireError
+from engine.frontend.pool_child import TextProcess
+from engine.frontend.pool_tasks import Task, TaskQueue, TextsLost
+from engine.ipc.channel import Delivery
+from engine.messages.text import Failed, Read, Ready, Reply
 
 logger = logging.getLogger(__name__)
 
@@ -40,101 +32,21 @@ RETRY_SECONDS = 10.0  # until a process that does not start, or stay, is tried a
 START_SECONDS = 60.0  # until a process that has not said it is ready is ended
 MAX_SENT = 16  # tasks a process has at a time; the others wait here
 NUM_CAREFUL = 64  # tasks that are sent one by one after a death
-PROGRAM = "engine.frontend.pool_process"
+SAYS_MORE = "what it wrote to standard error says more"
 
 
-class TextsLost(Exception):
-    """A detokenizer has died. ``epoch``: the process that takes its place.
+class Down(NamedTuple):
+    """Why there is no process, and until when none is tried."""
 
-    ``is_suspect``: the process had this task; ``is_culprit``: and no other.
-    """
-
-    def __init__(self, epoch: int, *, is_suspect: bool = False, is_culprit: bool = False) -> None:
-        super().__init__(epoch, is_suspect, is_culprit)
-        self.epoch = epoch
-        self.is_suspect = is_suspect
-        self.is_culprit = is_culprit
-
-
-@dataclass
-class Task:
-    """A job on its way. ``what`` names it in errors."""
-
-    job: Job
-    payloads: list[bytes]
-    result_of: Callable[[Delivery[Reply]], Any]
-    """What the future brings; raises ``WireError`` for what is no answer to this job."""
-    what: str = ""
-    epoch: int = 0  # of a Read: the process it is meant for
-    future: Future[Any] = field(default_factory=Future)
-    num_deaths: int = 0
-
-
-@dataclass(frozen=True)
-class Asked:
-    """How text processes are to be started. ``arena_bytes``: in each direction; 0 is none."""
-
-    model: str
-    tokenizer: str | None
-    trust_remote_code: bool
-    arena_bytes: int
-    hang_seconds: float
-    """A process that works on one task for longer is taken for hung and ended."""
-
-
-class TextProcess:
-    """A spawned process with its socket and its shared memory."""
-
-    def __init__(self, context: zmq.Context[Socket], role: Role, asked: Asked) -> None:
-        self.is_ready = False
-        self._identity = b""
-        self._token = secrets.token_bytes(16)
-        self._directory = Directory.create()  # its socket has a name only until it is connected
-        address = f"ipc://{self._directory.path}/text"
-        self.socket = bind(context, address, None)
-        fds = [create_memory(asked.arena_bytes) for _ in range(2)] if asked.arena_bytes else []
-        start = StartText(
-            role, address, self._token, asked.model, asked.tokenizer, asked.trust_remote_code, *fds
-        )
-        own = Arena(fds[0], f"shared memory towards a {role} process") if fds else None
-        self._channel = Channel[Reply](Reply, own, ArenaReader(fds[1]) if fds else None)
-        self.program = Program(PROGRAM, msgspec.msgpack.encode(start), fds)
-        for fd in fds:
-            os.close(fd)
-
-    def send(self, task: Task) -> None:
-        """Raises ``WireError`` for a job that cannot travel."""
-        frames = self._channel.pack(task.job, task.payloads)
-        try:
-            self.socket.send_multipart([self._identity, *frames], zmq.NOBLOCK, copy=False)
-        except zmq.ZMQError as error:
-            if error.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
-                raise  # those two: it has died, which its descriptor tells
-
-    def receive(self) -> Delivery[Reply] | None:
-        """The next message; ``None`` if there is none. Raises ``WireError`` for rubbish."""
-        try:
-            identity, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
-            return None
-        delivery = self._channel.unpack(frames)
-        if isinstance(delivery.message, Ready):
-            if self.is_ready or delivery.message.token != self._token:
-                raise WireError("a stranger speaks on the socket of a text process")
-            self.is_ready = True
-            self._identity = identity
-            self._directory.remove()
-        return delivery
-
-    def close(self) -> None:
-        self.program.close()
-        close(self.socket)
-        self._directory.remove()
-        self._channel.close()
+    until: float
+    error: RefusedError
 
 
 class Slot:
-    """A text process and its tasks. Belongs to the thread of the pool."""
+    """A text process and its tasks. Belongs to the thread of the pool.
+
+    ``pass_on`` gets tasks that another process may do as well, when this one cannot be started.
+    """
 
     def __init__(
         self,
@@ -142,6 +54,7 @@ class Slot:
         spawn: Callable[[], TextProcess],
         clock: Callable[[], float],
         hang_seconds: float,
+        pass_on: Callable[[Task, RefusedError], None],
     ) -> None:
         self.name = name
         self.started: Future[None] = Future()
@@ -150,23 +63,25 @@ class Slot:
         self._spawn = spawn
         self._clock = clock
         self._hang_seconds = hang_seconds
-        self._tasks: deque[Task] = deque()
+        self._pass_on = pass_on
+        self._tasks = TaskQueue()
         self._num_sent = 0
         self._num_careful = 0  # tasks that are still to be sent one by one
         self._since = 0.0  # when the process began its first task, or its start
         self._epoch = 0
         self._num_failed_starts = 0
         self._num_idle_deaths = 0
-        self._down_until = 0.0
+        self._down: Down | None = None
 
     @property
     def load(self) -> tuple[bool, int]:
         """What it has to do; the least is first, and one that does not start is last."""
-        return self._is_down, len(self._tasks)
+        return self.is_down, self._tasks.cost
 
     @property
-    def _is_down(self) -> bool:
-        return self.process is None and self._clock() < self._down_until
+    def is_down(self) -> bool:
+        """There is no process, and none is tried now."""
+        return self.process is None and self._down is not None and self._clock() < self._down.until
 
     @property
     def deadline(self) -> float | None:
@@ -176,18 +91,21 @@ class Slot:
         return self._since + (self._hang_seconds if self.process.is_ready else START_SECONDS)
 
     def start(self) -> None:
-        """Spawn a process."""
+        """Spawn a process, or give up for a while if the system has no room for one."""
         self._epoch += 1
         self._since = self._clock()
-        self.process = self._spawn()
+        try:
+            self.process = self._spawn()
+        except (OSError, zmq.ZMQError, ConfigError) as error:
+            self._give_up(f"could not be started: {error}")
 
     def add(self, task: Task) -> None:
         """Take a task; its future tells what came of it."""
         self._tasks.append(task)
-        if self.process is None and not self._is_down:
+        if self._down is not None and self.is_down:
+            self._refuse(self._down.error)
+        elif self.process is None:
             self.start()
-        if self.process is None:
-            self._give_up("could not be started")
         self._pump()
 
     def receive(self) -> None:
@@ -200,8 +118,9 @@ class Slot:
                 self._answered(delivery)
         except WireError as error:
             logger.error("the %s talks rubbish and is ended: %s", self.name, error)
-            process.program.kill()
-        self._pump()
+            process.program.kill()  # its death is noticed like any other
+        else:
+            self._pump()
 
     def check(self) -> None:
         """End a process that hangs; its death is noticed like any other."""
@@ -228,9 +147,11 @@ class Slot:
             self._blame(self._tasks[0], how)
         self._lose_reads(num_sent)
         if self._num_failed_starts == MAX_FAILED_STARTS:
-            self._give_up(f"{how} before it was ready, {MAX_FAILED_STARTS} times")
+            self._give_up(f"{how} before it was ready, {MAX_FAILED_STARTS} times; {SAYS_MORE}")
         elif self._num_idle_deaths == MAX_IDLE_DEATHS:
-            self._give_up(f"{how} before it had done anything, {MAX_IDLE_DEATHS} times")
+            self._give_up(
+                f"{how} before it had done anything, {MAX_IDLE_DEATHS} times; {SAYS_MORE}"
+            )
         else:
             self.start()
 
@@ -247,7 +168,8 @@ class Slot:
             self.process = None
         if not self.started.done():
             self.started.set_exception(death)
-        self._fail_all(death)
+        for task in self._tasks.take_all():
+            task.fail(death)
 
     # -- helpers
 
@@ -262,7 +184,7 @@ class Slot:
             raise WireError(f"an answer to job {reply.number}, which was not asked")
         task = self._tasks[0]
         result = error_of(reply.failure) if isinstance(reply, Failed) else task.result_of(delivery)
-        self._tasks.popleft()
+        self._tasks.take()
         self._num_sent -= 1
         self._num_idle_deaths = 0
         self._num_careful -= self._num_careful > 0
@@ -280,33 +202,27 @@ class Slot:
         most = 1 if self._num_careful else MAX_SENT
         while self._num_sent < min(most, len(self._tasks)):
             task = self._tasks[self._num_sent]
-            if not self._is_wanted(task):
-                del self._tasks[self._num_sent]
+            if isinstance(task.job, Read) and task.epoch != self._epoch:
+                self._tasks.take(self._num_sent).fail(TextsLost(self._epoch))
+                continue
+            if not task.is_wanted():
+                self._tasks.take(self._num_sent)
                 continue
             try:
                 process.send(task)
             except WireError as error:
-                del self._tasks[self._num_sent]
-                task.future.set_exception(error)
+                self._tasks.take(self._num_sent).fail(error)
                 continue
             if not self._num_sent:
                 self._since = self._clock()
             self._num_sent += 1
-
-    def _is_wanted(self, task: Task) -> bool:
-        """Not if nobody waits any more, or if it was meant for a process that has died."""
-        if isinstance(task.job, Read) and task.epoch != self._epoch:
-            task.future.set_exception(TextsLost(self._epoch))
-            return False
-        return task.future.running() or task.future.set_running_or_notify_cancel()
 
     def _blame(self, task: Task, how: str) -> None:
         """A process has died over this task."""
         task.num_deaths += 1
         if isinstance(task.job, Read) or task.num_deaths < MAX_DEATHS:
             return
-        self._tasks.popleft()
-        task.future.set_exception(
+        self._tasks.take().fail(
             RequestError(
                 f"the tokenizer process {how} over {task.what}, {MAX_DEATHS} times; this input "
                 "cannot be tokenised"
@@ -315,34 +231,28 @@ class Slot:
 
     def _lose_reads(self, num_sent: int) -> None:
         """Give back what only the dead process could do; it had the first ``num_sent`` of them."""
-        for place, task in enumerate(self._tasks):
-            if isinstance(task.job, Read):
-                is_suspect = place < num_sent
-                task.future.set_exception(
-                    TextsLost(
-                        self._epoch + 1,
-                        is_suspect=is_suspect,
-                        is_culprit=is_suspect and num_sent == 1,
-                    )
-                )
-        self._tasks = deque(task for task in self._tasks if not isinstance(task.job, Read))
+        for place, task in enumerate(self._tasks.take_all()):
+            if not isinstance(task.job, Read):
+                self._tasks.append(task)
+                continue
+            is_suspect = place < num_sent
+            is_culprit = is_suspect and num_sent == 1
+            task.fail(TextsLost(self._epoch + 1, is_suspect=is_suspect, is_culprit=is_culprit))
 
     def _give_up(self, why: str) -> None:
-        """Fail what waits; who comes later than ``RETRY_SECONDS`` has it tried again."""
-        message = f"the {self.name} {why}; what it wrote to standard error says more"
+        """Pass on what waits; who comes later than ``RETRY_SECONDS`` has it tried again."""
+        message = f"the {self.name} {why}"
+        logger.error("%s", message)
         if not self.started.done():
             self.started.set_exception(EngineDeadError(message))
-        if not self._is_down:
-            self._num_failed_starts = self._num_idle_deaths = 0
-            self._down_until = self._clock() + RETRY_SECONDS
-            logger.error("%s", message)
-        self._fail_all(RefusedError(message, retry_after=RETRY_SECONDS))
+        self._num_failed_starts = self._num_idle_deaths = 0
+        refused = RefusedError(message, retry_after=RETRY_SECONDS)
+        self._down = Down(self._clock() + RETRY_SECONDS, refused)
+        self._refuse(refused)
 
-    def _fail_all(self, error: Exception) -> None:
-        for task in self._tasks:
-            if task.future.running() or task.future.set_running_or_notify_cancel():
-                task.future.set_exception(error)
-        self._tasks.clear()
+    def _refuse(self, error: RefusedError) -> None:
+        for task in self._tasks.take_all():
+            self._pass_on(task, error)
 
 
 def describe(text: Any) -> str:

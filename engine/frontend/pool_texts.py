@@ -7,18 +7,19 @@ of this step gets it in this step; texts that are shown only at the end come whe
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
+from itertools import count, islice
 from operator import attrgetter
 from typing import NamedTuple
 
 from engine.errors import EngineDeadError, EngineError, RefusedError
 from engine.frontend.parent import Row
 from engine.frontend.pool import TextPool
-from engine.frontend.pool_slot import MAX_DEATHS, RETRY_SECONDS, TextsLost
+from engine.frontend.pool_slot import MAX_DEATHS, RETRY_SECONDS
+from engine.frontend.pool_tasks import TextsLost
 from engine.frontend.sequence import Sequence, Unread
 from engine.frontend.text import wish_of
 from engine.messages.outputs import Finished
@@ -56,7 +57,7 @@ class Remote:
         self.prompt_token_ids = prompt_token_ids
         self.wish = wish
         self.epoch = 0  # of the process that knows it
-        self.num_settled = 0  # tokens whose text is known here
+        self.counts: list[int] = []  # of tokens whose text is known here, as they were read
         self.num_deaths = 0  # of processes that read nothing but its tokens, in a row
 
 
@@ -130,7 +131,7 @@ class Shard:
     def _note(self, reading: Reading, delta: TextDelta) -> None:
         remote = self._remotes.get(reading.row.sequence)
         if remote is not None:
-            remote.num_settled += len(reading.unread.token_ids)
+            remote.counts.append(len(reading.unread.token_ids))
             remote.num_deaths = 0
 
     def _send(self, readings: list[Reading]) -> None:
@@ -144,7 +145,8 @@ class Shard:
             opening = None
             if remote.epoch != self._epoch:
                 remote.epoch = self._epoch
-                read = reading.row.sequence.token_ids[: remote.num_settled]
+                tokens = iter(reading.row.sequence.token_ids)
+                read = [list(islice(tokens, number)) for number in remote.counts]
                 opening = Opening(remote.wish, len(prompts), read)
                 prompts.append(remote.prompt_token_ids)
             rows.append(TextRow(remote.number, *reading.unread, opening))
@@ -181,7 +183,7 @@ class PooledTexts:
     def __init__(self, pool: TextPool) -> None:
         self._shards = [Shard(pool, index) for index in range(pool.size)]
         self._shard_of: dict[Sequence, Shard] = {}
-        self._numbers = itertools.count()
+        self._numbers = count()
 
     @property
     def num_sequences(self) -> int:

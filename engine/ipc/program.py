@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 LENGTH = struct.Struct("<I")
-END_SECONDS = 2.0  # from the end of a program's pipe to a harder way of ending it
 
 
 class Program:
@@ -45,8 +44,13 @@ class Program:
             raise
         finally:
             os.close(theirs)
-        self.pidfd = os.pidfd_open(self._popen.pid)
-        """Readable once the process has ended."""
+        try:
+            self.pidfd = os.pidfd_open(self._popen.pid)
+            """Readable once the process has ended."""
+        except OSError:  # no descriptor is left
+            self.kill()
+            os.close(self._ours)
+            raise
         with suppress(BrokenPipeError):  # it died at once, which the descriptor tells
             os.write(self._ours, LENGTH.pack(len(start)) + start)
 
@@ -55,13 +59,11 @@ class Program:
         return self._popen.pid
 
     def close(self) -> None:
-        """End it, one that is stopped or hangs too; harmless when repeated."""
+        """End it at once, whatever it does; harmless when repeated."""
         if self.pidfd < 0:
             return
-        os.close(self._ours)
-        with suppress(subprocess.TimeoutExpired):
-            self._popen.wait(END_SECONDS)
         self.kill()
+        os.close(self._ours)
         os.close(self.pidfd)
         self.pidfd = -1
 

@@ -53,11 +53,12 @@ class TextWish(msgspec.Struct, array_like=True, frozen=True):
 
 class Opening(msgspec.Struct, array_like=True, frozen=True):
     """A sequence the process does not know (any more). ``prompt``: index of the payload with its
-    prompt's ids; ``read``: its tokens whose text is known already."""
+    prompt's ids; ``read``: its tokens whose text is known already, grouped as they were read, since
+    half a character withholds the text of its whole group."""
 
     wish: TextWish
     prompt: int
-    read: list[int]
+    read: list[list[int]]
 
 
 class TextRow(msgspec.Struct, array_like=True, frozen=True):

@@ -16,9 +16,10 @@ from engine import LLMEngine, SamplingParams
 from engine.config.engine import EngineConfig
 from engine.config.model import ModelConfig
 from engine.errors import EngineDeadError, RefusedError, RequestError
-from engine.frontend import pool_slot, text
+from engine.frontend import pool_child, pool_slot, text
 from engine.frontend.pool import TextPool
-from engine.frontend.pool_slot import Asked, Task, TextProcess
+from engine.frontend.pool_child import Asked, TextProcess
+from engine.frontend.pool_tasks import Task
 from engine.frontend.session import Session
 from engine.frontend.tokenizer import Tokenizer
 from engine.messages.outputs import CompletionOutput
@@ -31,7 +32,7 @@ SIGNALS = [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGSTOP]
 
 @pytest.fixture
 def deadly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_slot, "PROGRAM", "deadly_program")
+    monkeypatch.setattr(pool_child, "PROGRAM", "deadly_program")
 
 
 def send(pool: TextPool, name: str, number: signal.Signals) -> None:
@@ -236,7 +237,7 @@ def test_one_that_does_not_start_again_is_passed_over(
     """The other ones do its work."""
     pool = pools.start(size=2)
     expected = texts_of(session_on(None, tokenizer), 8)
-    monkeypatch.setattr(pool_slot, "PROGRAM", "no_such_module_anywhere")
+    monkeypatch.setattr(pool_child, "PROGRAM", "no_such_module_anywhere")
     session = session_on(pool, tokenizer)
     for slot in (pool._loop.slots[0], pool._loop.slots[3]):
         send(pool, slot.name, signal.SIGKILL)
@@ -275,7 +276,7 @@ def test_110_a_program_that_does_not_start_is_named(
     model: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Within seconds, with its cause on standard error."""
-    monkeypatch.setattr(pool_slot, "PROGRAM", "no_such_module_anywhere")
+    monkeypatch.setattr(pool_child, "PROGRAM", "no_such_module_anywhere")
     pool = TextPool(model, 1)
     with pytest.raises(EngineDeadError, match="tokenizer process 0 exited with status 1 before"):
         pool.wait_until_ready()
