@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import logging
 import secrets
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
 
 import msgspec
 
 from engine.core.client import InprocClient
 from engine.core.failures import failure_of
-from engine.core.peers import NUM_CREDITS, Peer, Peers
-from engine.errors import EngineDeadError, RefusedError, RequestError, WireError
-from engine.ipc.codec import Decoder
-from engine.ipc.sockets import MAX_CONNECTIONS
+from engine.core.mend import mended_ends
+from engine.core.outbox import NUM_CREDITS, aborted
+from engine.core.peers import Peer, Peers
+from engine.errors import EngineDeadError, EngineError, RefusedError, RequestError, WireError
+from engine.ipc.codec import MAX_MESSAGE_BYTES, Decoder, Encoder, is_tagged
+from engine.messages.outputs import Finished
 from engine.messages.requests import AddRequest
 from engine.messages.wire import (
+    MAX_CALL_BYTES,
+    MAX_HELLO_BYTES,
+    MAX_SUBMIT_REQUESTS,
     PROTOCOL_VERSION,
     Abort,
     Aborted,
@@ -32,19 +38,24 @@ from engine.messages.wire import (
     Submitted,
     Welcome,
 )
+from engine.observe.logs import Throttle
 
 logger = logging.getLogger("engine.core")
+
+WITH_REQUESTS = ("submit", "abort")  # messages that may be as large as any
 
 
 @dataclass
 class Ending:
-    """When the core is to end: set from outside, by the control thread or a signal."""
+    """When the core is to end: set from outside, by other threads or a signal."""
 
     at: float | None = None
     """Take nothing new, finish what there is, and end by this time at the latest."""
+    _lock: threading.RLock = field(default_factory=threading.RLock)  # a signal comes at any time
 
     def no_later_than(self, when: float) -> None:
-        self.at = when if self.at is None else min(self.at, when)
+        with self._lock:
+            self.at = when if self.at is None else min(self.at, when)
 
 
 class Desk:
@@ -56,25 +67,29 @@ class Desk:
         self._token = token
         self.ending = ending
         self._decoder: Decoder[FromClient] = Decoder(FromClient)
+        self._encoder = Encoder()
+        self._complaints = Throttle()  # about strangers
 
     def take(self, identity: bytes, frames: list[bytes], now: float) -> None:
         """Carry out one message. Raises nothing but ``EngineDeadError``."""
         peer = self._peers.get(identity)
         try:
+            _check_size(frames, is_known=peer is not None)
             message = self._decoder.decode(frames)
             if isinstance(message, Hello):
-                self._greet(identity, peer, message, now)
+                self._greet(identity, message, now)
             elif peer is None:
                 raise WireError("the first message of a client must be hello")
             else:
                 self._serve(peer, message)
         except WireError as error:
-            logger.warning("a message of %s was refused: %s", peer or "a stranger", error)
+            complaints = self._complaints if peer is None else peer.complaints
+            if (others := complaints.admit()) is not None:
+                who = peer or "a stranger"
+                logger.warning("a message of %s was refused: %s%s", who, error, others)
             self._peers.send(identity, Fault(str(error)))
 
-    def _greet(self, identity: bytes, peer: Peer | None, hello: Hello, now: float) -> None:
-        if peer is not None:
-            raise WireError("hello was said already")
+    def _greet(self, identity: bytes, hello: Hello, now: float) -> None:
         if not secrets.compare_digest(hello.token, self._token):
             raise WireError("the token is not that of this core")
         if hello.version != PROTOCOL_VERSION:
@@ -82,8 +97,6 @@ class Desk:
                 f"the client speaks version {hello.version} of the protocol, this core speaks "
                 f"version {PROTOCOL_VERSION}; install the same release on both sides"
             )
-        if len(self._peers) >= MAX_CONNECTIONS:
-            raise WireError(f"{MAX_CONNECTIONS} clients are there already")
         peer = self._peers.welcome(identity, hello.name)
         logger.info("%s has come", peer)
         decided = self._core.decided
@@ -104,6 +117,11 @@ class Desk:
     def _serve(self, peer: Peer, message: FromClient) -> None:
         match message:
             case Submit():
+                if len(message.requests) > MAX_SUBMIT_REQUESTS:
+                    raise WireError(
+                        f"{len(message.requests)} requests in one message, at most "
+                        f"{MAX_SUBMIT_REQUESTS} may be"
+                    )
                 refusals = [
                     Refusal(index, failure)
                     for index, request in enumerate(message.requests)
@@ -113,7 +131,7 @@ class Desk:
             case Abort():
                 self._abort(peer, message)
             case Call():
-                self._peers.send(peer.identity, self._call(message))
+                self._answer(peer, message)
             case Credit():
                 if message.num_batches < 1:
                     raise WireError(f"credit for {message.num_batches} batches, must be at least 1")
@@ -126,6 +144,11 @@ class Desk:
         try:
             if self.ending.at is not None:
                 raise RefusedError("the engine core is shutting down and takes no more requests")
+            if request.request_id in peer.outbox.unread:
+                raise RequestError(
+                    f"request {request.request_id!r:.80} has ended, and its last outputs wait: "
+                    "read them first, or choose another id"
+                )
             self._core.add(msgspec.structs.replace(request, client_index=peer.index))
         except EngineDeadError:
             raise
@@ -136,15 +159,31 @@ class Desk:
         return None
 
     def _abort(self, peer: Peer, message: Abort) -> None:
-        """Stop what is this client's; ids of others are as unknown to it."""
-        places = {name: i for i, name in enumerate(message.request_ids) if name in peer.live}
-        own = list(places)
-        finished = self._core.abort(own)
-        for name in own:
+        """Stop what is this client's; ids of others are as unknown to it.
+
+        What waits of them is not sent: they end with the answer, also if they had ended before.
+        """
+        places = {name: i for i, name in enumerate(message.request_ids)}
+        own = [name for name in places if name in peer.live]
+        finished: list[Finished] = []
+        for end in self._core.abort(own):
+            name = own[end.index]
             del peer.live[name]
-        for end in finished:
-            end.index = places[own[end.index]]
-        self._peers.send(peer.identity, Aborted(message.number, finished))
+            finished.append(msgspec.structs.replace(end, index=places[name]))
+        for name, end in peer.outbox.forget(places).items():
+            finished.append(msgspec.structs.replace(aborted(end, end.message), index=places[name]))
+        try:
+            self._peers.send(peer.identity, Aborted(message.number, finished))
+        except WireError:
+            ends = mended_ends(finished, self._encoder.encode)
+            self._peers.send(peer.identity, Aborted(message.number, ends))
+
+    def _answer(self, peer: Peer, call: Call) -> None:
+        try:
+            self._peers.send(peer.identity, self._call(call), MAX_CALL_BYTES)
+        except WireError as error:
+            told = EngineError(f"Call to {call.name} method failed: its answer: {error}")
+            self._peers.send(peer.identity, Answer(call.number, failure=failure_of(told)))
 
     def _call(self, call: Call) -> Answer:
         try:
@@ -153,3 +192,13 @@ class Desk:
             raise
         except Exception as error:
             return Answer(call.number, failure=failure_of(error))
+
+
+def _check_size(frames: list[bytes], *, is_known: bool) -> None:
+    """Raise ``WireError`` for what is too large to be read at all."""
+    limit = MAX_CALL_BYTES if is_known else MAX_HELLO_BYTES
+    if is_known and any(is_tagged(frame, tag) for tag in WITH_REQUESTS for frame in frames[:1]):
+        limit = MAX_MESSAGE_BYTES
+    num_bytes = sum(map(len, frames))
+    if num_bytes > limit:
+        raise WireError(f"a message of {num_bytes} bytes, the limit is {limit}")

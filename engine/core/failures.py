@@ -13,6 +13,7 @@ from engine.errors import (
     RequestTypeError,
     WireError,
 )
+from engine.ipc.codec import plain_text
 from engine.messages.wire import Failure
 
 KINDS: dict[str, type[EngineError]] = {
@@ -40,9 +41,9 @@ class CoreTraceback(Exception):
 def failure_of(error: Exception, default: type[EngineError] = EngineError) -> Failure:
     """An error as data; one that is not the engine's own is told as a ``default``."""
     if type(error).__name__ not in KINDS:
-        return Failure(default.__name__, f"{type(error).__name__}: {error}")
+        return Failure(default.__name__, plain_text(f"{type(error).__name__}: {error}"))
     retry_after = error.retry_after if isinstance(error, RefusedError) else None
-    return Failure(type(error).__name__, str(error), retry_after)
+    return Failure(type(error).__name__, plain_text(str(error)), retry_after)
 
 
 def error_of(failure: Failure) -> EngineError:

@@ -27,7 +27,8 @@ class Pulse:
 
     num_steps: int = 0
     step_began: float | None = None
-    """When the present step did; ``None`` while the loop waits for work."""
+    """When the present step did, which takes in what clients asked before it; ``None`` while the
+    loop waits for work."""
     num_unfinished: int = 0
     num_clients: int = 0
 
@@ -61,28 +62,17 @@ class CoreLoop:
 
     def run(self) -> None:
         """Until it is to end. Raises ``EngineDeadError`` if the core dies."""
-        while self._take_arrivals():
+        while True:
+            self._wait(poll_timeout_ms(self._config, self._work, is_first=True))
+            self._take_arrivals()
+            if self._is_over():
+                return
             self._step()
 
-    def _step(self) -> None:
-        now = self._clock()
-        self._beat(now)
-        outputs = self._core.turn()
-        for index, batch in outputs.items():
-            self._peers.publish(index, batch)
-        if self._core.is_idle:
-            self._idle_since = now if self._idle_since is None else self._idle_since
-            self._work = "none"
-        else:
-            self._idle_since = None
-            self._work = self._core.next_work(sum(len(b.request_ids) for b in outputs.values()))
-
-    def _take_arrivals(self) -> bool:
-        """Carry out what clients asked, having waited for it if there is no other work.
-
-        False: it is time to end.
-        """
-        self._wait(poll_timeout_ms(self._config, self._work, is_first=True))
+    def _take_arrivals(self) -> None:
+        """Carry out what clients asked. A step begins here: any of it may hang."""
+        self.pulse.step_began = self._clock()
+        self.pulse.num_steps += 1
         for _ in range(MAX_ARRIVALS):
             try:
                 identity, *frames = self._router.recv_multipart(zmq.NOBLOCK)
@@ -90,12 +80,25 @@ class CoreLoop:
                 break
             self._desk.take(identity, frames, self._clock())
             self._idle_since = None
-        return not self._is_over()
+        self._peers.tend(self._clock())
+        self._count()
+
+    def _step(self) -> None:
+        outputs = self._core.turn()
+        for index, batch in outputs.items():
+            self._peers.publish(index, batch)
+        if self._core.is_idle:
+            self._idle_since = self._clock() if self._idle_since is None else self._idle_since
+            self._work = "none"
+        else:
+            self._idle_since = None
+            self._work = self._core.next_work(sum(len(b.request_ids) for b in outputs.values()))
 
     def _wait(self, longest_ms: int) -> None:
         """Wait so long for arrivals, less if something else is due; not at all while busy."""
         if self._work == "none":
-            self._beat(None)
+            self.pulse.step_began = None
+            self._count()
             longest_ms = min(longest_ms, self._patience_ms())
         if longest_ms and self.waker.fd in dict(self._poller.poll(longest_ms)):
             self.waker.clear()
@@ -103,7 +106,9 @@ class CoreLoop:
     def _patience_ms(self) -> int:
         """Until something is due that no arrival tells of."""
         now = self._clock()
-        due = [math.inf] if self._ending.at is None else [self._ending.at]
+        due = [self._peers.next_look()]
+        if self._ending.at is not None:
+            due.append(self._ending.at)
         if self._core.has_unfinished():
             shortest, longest = PARKED_SECONDS
             waited = 0.0 if self._idle_since is None else now - self._idle_since
@@ -118,9 +123,6 @@ class CoreLoop:
             return True
         return not self._core.has_unfinished() and not self._peers.has_backlog()
 
-    def _beat(self, step_began: float | None) -> None:
-        pulse = self.pulse
-        pulse.num_steps += step_began is not None
-        pulse.step_began = step_began
-        pulse.num_unfinished = self._core.num_unfinished()
-        pulse.num_clients = len(self._peers)
+    def _count(self) -> None:
+        self.pulse.num_unfinished = self._core.num_unfinished()
+        self.pulse.num_clients = len(self._peers)

@@ -1,32 +1,40 @@
-"""The clients of a core: what each may still be sent, and what it has at the core.
+"""The clients of a core: who is there, what is theirs at the core, and the way to them.
 
-A client grants credits for batches of outputs as it reads them. Without credits its batches wait
-here, up to ``max_backlog_bytes``; a client that lets more wait loses its requests, by name, and
-nobody else notices.
+A client grants credits for batches of outputs as it reads them; what cannot be sent yet waits in
+its outbox, up to ``max_backlog_bytes``. One that lets more wait loses its requests, by name, and
+nobody else notices. Only the socket's word that it cannot be reached makes a client gone.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-import msgspec
 import zmq
 
+from engine.core.mend import mended
+from engine.core.outbox import Outbox
 from engine.errors import WireError
-from engine.ipc.codec import Encoder
-from engine.ipc.sockets import Socket
+from engine.ipc.codec import Encoder, plain_text
+from engine.ipc.sockets import MAX_CONNECTIONS, Socket
+from engine.messages.columns import with_ends, without_ids
 from engine.messages.outputs import CoreOutputs, Finished
-from engine.messages.wire import Outputs, Probe, ToClient
+from engine.messages.wire import Dead, Outputs, Probe, ToClient
+from engine.observe.logs import Throttle
 
 logger = logging.getLogger("engine.core")
 
-NUM_CREDITS = 256  # batches that may be on their way to a client
 MAX_BACKLOG_BYTES = 64 << 20
 MAX_NAME = 80  # characters of a client's name that are kept
+PROBE_SECONDS = 1.0  # between two looks whether those are there who have work here
+RETRY_SECONDS = 0.05  # between two tries to send what had no room
 Deadlines = tuple[float, ...]
+
+
+class ClientGoneError(Exception):
+    """A client cannot be reached any more."""
 
 
 @dataclass
@@ -36,15 +44,19 @@ class Peer:
     identity: bytes
     index: int
     name: str
-    credits: int = NUM_CREDITS
+    outbox: Outbox
     live: dict[str, Deadlines] = field(default_factory=dict)
     """Its requests at the core, and when they end or may no longer start."""
-    backlog: deque[bytes] = field(default_factory=deque)
-    """Batches that wait for credits."""
-    backlog_bytes: int = 0
+    complaints: Throttle = field(default_factory=Throttle)
+    """For the log."""
 
     def __str__(self) -> str:
         return f"client {self.index} ({self.name})" if self.name else f"client {self.index}"
+
+    @property
+    def is_concerned(self) -> bool:
+        """Would anything be left behind if it went without a word?"""
+        return bool(self.live or self.outbox)
 
 
 class Peers:
@@ -63,7 +75,10 @@ class Peers:
         self._encoder = Encoder()
         self._by_identity: dict[bytes, Peer] = {}
         self._by_index: dict[int, Peer] = {}
+        self._farewells: dict[bytes, bytes] = {}  # to those given up, until there is room
         self._num_seen = 0
+        self._probe_at = -math.inf
+        self._retry_at = -math.inf
 
     def __len__(self) -> int:
         return len(self._by_identity)
@@ -74,12 +89,24 @@ class Peers:
     def get(self, identity: bytes) -> Peer | None:
         return self._by_identity.get(identity)
 
+    # -- who is there
+
     def welcome(self, identity: bytes, name: str) -> Peer:
-        """A new client; those that vanished without a word are forgotten first."""
-        for peer in self:
-            self.send(peer.identity, Probe())
+        """A new client; those that vanished without a word are forgotten first.
+
+        Also one of the same identity: two connections never have it at a time, so it came back.
+        Raises ``WireError`` if there are ``MAX_CONNECTIONS`` already.
+        """
+        self._probe(self)
+        former = self.get(identity)
+        if former is not None:
+            self.leave(former)
+        if len(self) >= MAX_CONNECTIONS:
+            raise WireError(f"{MAX_CONNECTIONS} clients are there already, try again later")
+        self._farewells.pop(identity, None)
         shown = "".join(c if c.isprintable() else "?" for c in name[:MAX_NAME])
-        peer = Peer(identity, self._num_seen, shown)
+        outbox = Outbox(lambda frame: self._send(identity, frame))
+        peer = Peer(identity, self._num_seen, shown, outbox)
         self._num_seen += 1
         self._by_identity[identity] = self._by_index[peer.index] = peer
         return peer
@@ -93,46 +120,73 @@ class Peers:
             self._end(list(peer.live))
             peer.live.clear()
 
-    def send(self, identity: bytes, message: ToClient) -> None:
-        """Send what costs no credit. Who cannot take it has gone, or does not read."""
-        if not self._send(identity, self._encoder.encode(message)):
-            peer = self.get(identity)
-            if peer is not None:
-                self.leave(peer)
+    def tend(self, now: float) -> None:
+        """Find out who has gone, and send what has room now; does nothing before ``next_look``."""
+        if now >= self._retry_at:
+            self._retry_at = now + RETRY_SECONDS
+            for peer in self:
+                if peer.outbox.is_stuck:
+                    self._tell(peer, peer.outbox.flush)
+            self._say_farewells()
+        if now >= self._probe_at:
+            self._probe_at = now + PROBE_SECONDS
+            self._probe(peer for peer in self if peer.is_concerned)
+
+    def next_look(self) -> float:
+        """When ``tend`` has something to do."""
+        peers = self._by_identity.values()
+        if self._farewells or any(peer.outbox.is_stuck for peer in peers):
+            return self._retry_at
+        return self._probe_at if any(peer.is_concerned for peer in peers) else math.inf
+
+    # -- what they are told
+
+    def send(self, identity: bytes, message: ToClient, max_bytes: int | None = None) -> None:
+        """Send what costs no credit; for a client it waits until there is room.
+
+        Raises ``WireError`` if it cannot travel, or has more than ``max_bytes``.
+        """
+        frame = self._encoder.encode(message, max_bytes)
+        peer = self.get(identity)
+        if peer is None:
+            self._offer(identity, frame)
+            return
+        self._tell(peer, peer.outbox.answer, frame)
+        if peer.outbox.answer_bytes > self._max_backlog_bytes:
+            self._part_with(peer)
 
     def publish(self, index: int, batch: CoreOutputs) -> None:
         """Send a client what a step brought for it, now or when it has read enough."""
         peer = self._by_index.get(index)
         if peer is None:  # it left while its step was computed
             return
+        ended = [batch.request_ids[end.index] for end in batch.finished]
+        if not peer.live.keys() >= set(ended):  # it was told of these ends already
+            batch = without_ids(batch, set(ended) - peer.live.keys())
         try:
             frame = self._encoder.encode(Outputs(batch))
         except WireError as error:
-            batch = self._without_details(batch, str(error))
+            batch = self._mended(batch, str(error))
             frame = self._encoder.encode(Outputs(batch))
         for end in batch.finished:
             peer.live.pop(batch.request_ids[end.index], None)
-        if peer.credits and not peer.backlog:
-            self._spend(peer, frame)
-        else:
-            self._keep(peer, frame, batch.time)
+        self._tell(peer, peer.outbox.publish, frame, batch)
+        if peer.outbox.num_bytes > self._max_backlog_bytes:
+            self._give_up(peer, batch.time)
 
     def grant(self, peer: Peer, num_batches: int) -> None:
         """The client has read so many batches."""
-        peer.credits = min(peer.credits + num_batches, NUM_CREDITS)
-        while peer.credits and peer.backlog:
-            frame = peer.backlog.popleft()
-            peer.backlog_bytes -= len(frame)
-            self._spend(peer, frame)
+        self._tell(peer, peer.outbox.grant, num_batches)
 
-    def broadcast(self, message: ToClient) -> None:
-        """Tell everybody."""
+    def broadcast(self, last: Dead) -> None:
+        """Tell everybody who can be reached that there will be nothing else. Never raises."""
+        frame = self._encoder.encode(Dead(plain_text(last.message), plain_text(last.traceback)))
         for peer in self:
-            self.send(peer.identity, message)
+            self._offer(peer.identity, frame)
 
     def has_backlog(self) -> bool:
         """Does anything wait for somebody to read?"""
-        return any(peer.backlog for peer in self)
+        return any(peer.outbox for peer in self._by_identity.values())
 
     def deadlines(self) -> Iterator[float]:
         """When requests end or may no longer start, in no particular order."""
@@ -140,44 +194,72 @@ class Peers:
             for times in peer.live.values():
                 yield from times
 
-    def _spend(self, peer: Peer, frame: bytes) -> None:
-        peer.credits -= 1
-        if not self._send(peer.identity, frame):
-            self.leave(peer)
+    # -- helpers
 
-    def _keep(self, peer: Peer, frame: bytes, time: float) -> None:
-        peer.backlog.append(frame)
-        peer.backlog_bytes += len(frame)
-        if peer.backlog_bytes > self._max_backlog_bytes:
-            self._give_up(peer, time)
+    def _probe(self, peers: Iterable[Peer]) -> None:
+        frame = self._encoder.encode(Probe())
+        for peer in list(peers):
+            self._tell(peer, self._send, peer.identity, frame)
+
+    def _tell(self, peer: Peer, act: Callable[..., object], *args: object) -> None:
+        """Do what sends something to a client; if it has gone, its requests are aborted."""
+        try:
+            act(*args)
+        except ClientGoneError:
+            self.leave(peer)
 
     def _give_up(self, peer: Peer, time: float) -> None:
         """End the requests of a client that does not read, and keep only that for it."""
-        waiting, ids = peer.backlog_bytes, list(peer.live)
+        ids = list(peer.live)
         reason = (
-            f"{waiting} bytes of outputs waited for {peer} to read them, the limit is "
-            f"{self._max_backlog_bytes}"
+            f"{peer.outbox.num_bytes} bytes of outputs waited for {peer} to read them, the limit "
+            f"is {self._max_backlog_bytes}"
         )
         logger.warning("%s: its %d requests are aborted", reason, len(ids))
         self._end(ids)
         peer.live.clear()
-        ends = [Finished(i, "abort", message=reason) for i in range(len(ids))]
-        last = CoreOutputs(ids, [], [0] * len(ids), time, finished=ends)
-        peer.backlog = deque([self._encoder.encode(Outputs(last))])
-        peer.backlog_bytes = 0
+        ends = peer.outbox.give_up(reason)
+        ends |= {name: Finished(0, "abort", message=reason) for name in ids}
+        last = with_ends(CoreOutputs([], [], [], time), ends.items())
+        frame = self._encoder.encode(Outputs(last))
+        self._tell(peer, peer.outbox.publish, frame, last)
 
-    def _without_details(self, batch: CoreOutputs, why: str) -> CoreOutputs:
-        """A batch that is too large, less its log-probabilities: who wanted them fails."""
-        rows = sorted(batch.logprobs.keys() | batch.prompt_logprobs.keys())
-        logger.warning("outputs of %d requests cannot be sent: %s", len(rows), why)
-        self._end([batch.request_ids[row] for row in rows])
-        ends = [end for end in batch.finished if end.index not in rows]
-        ends += [Finished(row, "error", message=f"log-probabilities: {why}") for row in rows]
-        return msgspec.structs.replace(batch, logprobs={}, prompt_logprobs={}, finished=ends)
+    def _part_with(self, peer: Peer) -> None:
+        """A client that asks and asks and reads no answer is none any more."""
+        reason = (
+            f"{peer.outbox.answer_bytes} bytes of answers waited for {peer} to read them, the "
+            f"limit is {self._max_backlog_bytes}: the core has parted with it"
+        )
+        logger.warning("%s", reason)
+        self.leave(peer)
+        self._farewells[peer.identity] = self._encoder.encode(Dead(reason))
+
+    def _say_farewells(self) -> None:
+        for identity, frame in list(self._farewells.items()):
+            if self._offer(identity, frame):
+                del self._farewells[identity]
+
+    def _mended(self, batch: CoreOutputs, why: str) -> CoreOutputs:
+        batch, failed = mended(batch, self._encoder.encode, why)
+        logger.warning("outputs of %d requests cannot be sent: %s", len(failed), why)
+        self._end(failed)
+        return batch
+
+    def _offer(self, identity: bytes, frame: bytes) -> bool:
+        """Is it settled? Sent, or there is nobody to send it to."""
+        try:
+            return self._send(identity, frame)
+        except ClientGoneError:
+            return True
 
     def _send(self, identity: bytes, frame: bytes) -> bool:
+        """Was there room for it?"""
         try:
             self._router.send_multipart([identity, frame], zmq.NOBLOCK)
-        except zmq.ZMQError:  # EHOSTUNREACH: it has gone; EAGAIN: it does not read
+        except zmq.Again:
             return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            raise ClientGoneError from error
         return True

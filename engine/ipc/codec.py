@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from typing import Any, Generic, NoReturn, TypeVar
 
 import msgspec
@@ -11,6 +12,9 @@ from engine.errors import WireError
 T = TypeVar("T")
 
 MAX_MESSAGE_BYTES = 64 << 20
+MAX_TEXT = 4000  # characters of what is said of an error, which others may have written
+UNFIT = (TypeError, ValueError, OverflowError, RecursionError, MemoryError)
+ARRAY_HEADS = {0xDC: 3, 0xDD: 5}  # bytes of those longer than one, by the first
 
 
 class Decoder(Generic[T]):
@@ -27,8 +31,8 @@ class Decoder(Generic[T]):
             raise WireError(f"a message is one frame, this one has {len(frames)}")
         try:
             return self._decoder.decode(frames[0])
-        except (msgspec.MsgspecError, RecursionError, ValueError, TypeError) as error:
-            raise WireError(f"not a message: {error}") from error
+        except (msgspec.MsgspecError, *UNFIT) as error:
+            raise WireError(f"not a message: {plain_text(str(error))}") from error
 
 
 class Encoder:
@@ -37,18 +41,36 @@ class Encoder:
     def __init__(self) -> None:
         self._encoder = msgspec.msgpack.Encoder(enc_hook=_refuse_object)
 
-    def encode(self, message: msgspec.Struct) -> bytes:
-        """One frame. Raises ``WireError`` naming the value that cannot travel."""
+    def encode(self, message: msgspec.Struct, max_bytes: int | None = None) -> bytes:
+        """One frame, of at most ``max_bytes``, or ``MAX_MESSAGE_BYTES`` if they are not given.
+
+        Raises ``WireError`` naming the value that cannot travel.
+        """
         try:
             frame = self._encoder.encode(message)
-        except (TypeError, OverflowError, RecursionError, ValueError) as error:
+        except UNFIT as error:
             raise WireError(f"cannot travel to another process: {error}") from error
-        if len(frame) > MAX_MESSAGE_BYTES:
+        limit = MAX_MESSAGE_BYTES if max_bytes is None else max_bytes
+        if len(frame) > limit:
             raise WireError(
                 f"a message of {len(frame)} bytes cannot travel to another process, the limit is "
-                f"{MAX_MESSAGE_BYTES}"
+                f"{limit}"
             )
         return frame
+
+
+def is_tagged(frame: bytes, tag: str) -> bool:
+    """Does a frame begin like a message of this type? Reads no further."""
+    name = tag.encode()
+    begin = ARRAY_HEADS.get(frame[0], 1) if frame else 0
+    return frame.startswith(
+        (bytes([0xA0 | len(name)]) + name, bytes([0xD9, len(name)]) + name), begin
+    )
+
+
+def plain_text(text: str, max_chars: int = MAX_TEXT) -> str:
+    """A text that can travel, whoever wrote it: its end cut off, and valid UTF-8."""
+    return text[:max_chars].encode("utf-8", "backslashreplace").decode()
 
 
 def _refuse_extension(code: int, data: memoryview) -> NoReturn:
@@ -57,6 +79,6 @@ def _refuse_extension(code: int, data: memoryview) -> NoReturn:
 
 def _refuse_object(value: object) -> NoReturn:
     raise TypeError(
-        f"{value!r:.80} is a {type(value).__name__}; only None, booleans, numbers, strings, bytes, "
-        "lists and dicts can"
+        f"{reprlib.repr(value):.80} is a {type(value).__name__}; only None, booleans, numbers, "
+        "strings, bytes, lists and dicts can"
     )

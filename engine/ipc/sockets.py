@@ -1,7 +1,10 @@
 """Sockets: how they are made, what they may hold, how they are woken and closed.
 
-Every queue is bounded, no message is larger than ``MAX_MESSAGE_BYTES``, and what goes over TCP is
-encrypted with keys made from the shared secret.
+Every queue is bounded, no frame is larger than ``MAX_MESSAGE_BYTES``, and what goes over TCP is
+encrypted with keys made from the shared secret. Queues count messages: of one that sends as much as
+it may a reader holds ``RECEIVE_QUEUE`` x ``MAX_MESSAGE_BYTES`` = 1 GiB at most before it has looked
+at any. ZeroMQ counts a message of many frames once it is complete, so this holds for those who send
+one frame each, and only who may enter the directory, or knows the secret, can send anything.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ from engine.errors import ConfigError
 from engine.ipc.codec import MAX_MESSAGE_BYTES
 from engine.ipc.place import derive_key
 
-HIGH_WATER_MARK = 4096  # messages that a socket queues for a peer
+RECEIVE_QUEUE = 16  # messages of a peer that nobody has read; more wait at their sender
+SEND_QUEUE = 512  # messages to a peer: all outputs that have credits, and as many answers
 MAX_CONNECTIONS = 1024
 LINGER_MS = 1000  # for last words
 HANDSHAKE_MS = 5000
@@ -123,8 +127,8 @@ class Waker:
 
 def _socket(context: zmq.Context[Socket], kind: int) -> Socket:
     made = context.socket(kind)
-    made.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
-    made.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+    made.setsockopt(zmq.SNDHWM, SEND_QUEUE)
+    made.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE)
     made.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     made.setsockopt(zmq.LINGER, 0)
     return made

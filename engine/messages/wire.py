@@ -15,6 +15,9 @@ from engine.messages.outputs import CoreOutputs, Finished
 from engine.messages.requests import AddRequest
 
 PROTOCOL_VERSION = 1
+MAX_HELLO_BYTES = 64 << 10  # of a client's first message, so that no stranger makes anybody work
+MAX_CALL_BYTES = 1 << 20  # of a call, its answer, and whatever carries no requests
+MAX_SUBMIT_REQUESTS = 4096  # in one message, so that all can be answered in one
 
 
 class Failure(msgspec.Struct, array_like=True, frozen=True):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
 
 ROOT = "engine"
+THROTTLE_SECONDS = 1.0
 
 
 def set_up_logging(level: str) -> None:
@@ -18,3 +20,21 @@ def set_up_logging(level: str) -> None:
         logging.Formatter("%(levelname)s %(asctime)s %(name)s: %(message)s", "%H:%M:%S")
     )
     logger.addHandler(handler)
+
+
+class Throttle:
+    """Lets one log line a second through and counts the others: who floods fills no disk."""
+
+    def __init__(self) -> None:
+        self._next_at = -1.0
+        self._num_held_back = 0
+
+    def admit(self, now: float | None = None) -> str | None:
+        """What to write behind the line, of those held back before it; ``None``: hold it back."""
+        now = time.monotonic() if now is None else now
+        if now < self._next_at:
+            self._num_held_back += 1
+            return None
+        held_back, self._num_held_back = self._num_held_back, 0
+        self._next_at = now + THROTTLE_SECONDS
+        return f" ({held_back} more before it)" if held_back else ""

@@ -20,7 +20,7 @@ from wire_frames import HOSTILE, mutated, recorded
 
 from engine.config.polling import PollConfig
 from engine.core.heart import Heart
-from engine.core.peers import NUM_CREDITS
+from engine.core.outbox import NUM_CREDITS
 from engine.core.zmq_client import EngineCoreClient
 from engine.errors import EngineDeadError, RefusedError
 from engine.ipc.place import Address
