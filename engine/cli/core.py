@@ -5,14 +5,23 @@ from __future__ import annotations
 import argparse
 import signal
 
+import zmq
+
 from engine.cli.options import add_engine_options, engine_args
 from engine.config.engine import EngineConfig
 from engine.core.build import build_core
 from engine.core.client import InprocClient
 from engine.core.host import EngineCoreHost
 from engine.errors import ConfigError
+from engine.ipc import sockets
 from engine.ipc.place import TCP, Address, Directory, tcp_address
 from engine.observe.logs import set_up_logging
+
+OF_CLIENTS = (  # options that say something of who uses a core
+    *("core_address", "multiprocess", "data_parallel_size", "core_ready_timeout"),
+    *("core_hang_timeout", "tokenizer", "skip_tokenizer_init", "tokenizer_pool_size"),
+    "disable_log_stats",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,14 +35,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
+    for name in OF_CLIENTS:
+        if name in parsed:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is for those who use a core, and this is one; give it "
+                "to them, and leave it out here"
+            )
     config = engine_args(parsed).create_config()
-    if config.core.core_address is not None or config.core.multiprocess:
-        raise ConfigError("a core is started here: leave out --core-address and --multiprocess")
     listen: str | None = parsed.listen
     if listen is not None and not listen.startswith(TCP):
         raise ConfigError(f"--listen is {listen!r}, must begin with {TCP}, or be left out")
     set_up_logging(config.log_level)
     address = None if listen is None else tcp_address(listen, config.core.core_secret)
+    if address is not None:
+        check_free(address)
     core = build_core(config)
     host = _host_at(address, core, config)
     try:
@@ -43,6 +58,13 @@ def run(parsed: argparse.Namespace) -> int:
     finally:
         host.close()
     return 0
+
+
+def check_free(address: Address) -> None:
+    """Raise ``ConfigError`` if nobody could listen there, before a model is loaded for nothing."""
+    with zmq.Context() as context:
+        for each in (address.data, address.control):
+            sockets.close(sockets.bind(context, each, address.secret))
 
 
 def _host_at(address: Address | None, core: InprocClient, config: EngineConfig) -> EngineCoreHost:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from engine.config.cache import CacheConfig
 from engine.config.check import check_range
 from engine.config.core import CoreConfig
+from engine.config.env import LOG_LEVELS
 from engine.config.gpu import GPUConfig
 from engine.config.model import ModelConfig, check_choice
 from engine.config.polling import PollConfig
@@ -18,7 +19,6 @@ from engine.errors import ConfigError
 Device = Literal["auto", "cpu", "cuda"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 MAX_POOL_SIZE = 64  # of text processes of each kind
-LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 
+from engine.errors import ConfigError
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
 LOG_LEVEL = "METRONOME_LOG_LEVEL"
 """Log level of engines that were not given one."""
 
@@ -16,8 +20,14 @@ INTERPRET_CUDA = "METRONOME_INTERPRET_CUDA"
 
 
 def interprets_cuda() -> bool:
-    """Whether the CUDA worker is to compute on the CPU, in Triton's interpreter."""
-    return os.environ.get(INTERPRET_CUDA) == "1"
+    """Whether the CUDA worker is to compute on the CPU, in Triton's interpreter.
+
+    Raises ``ConfigError`` for a value that is neither 0 nor 1.
+    """
+    value = os.environ.get(INTERPRET_CUDA, "0")
+    if value not in ("0", "1"):
+        raise ConfigError(f"{INTERPRET_CUDA} is {value!r:.80}, must be 0 or 1")
+    return value == "1"
 
 
 CORE_SECRET = "METRONOME_CORE_SECRET"
@@ -34,8 +44,14 @@ def decode_poll_timeout() -> str | None:
 
 
 def default_log_level(fallback: str = "info") -> str:
-    """What ``METRONOME_LOG_LEVEL`` says, ``fallback`` if it is not set."""
-    return os.environ.get(LOG_LEVEL, fallback).lower()
+    """What ``METRONOME_LOG_LEVEL`` says, ``fallback`` if it is not set.
+
+    Raises ``ConfigError`` if that is no level.
+    """
+    value = os.environ.get(LOG_LEVEL, fallback)
+    if value.lower() not in LOG_LEVELS:
+        raise ConfigError(f"{LOG_LEVEL} is {value!r:.80}, must be one of: {', '.join(LOG_LEVELS)}")
+    return value.lower()
 
 
 def default_num_threads() -> int | None:
@@ -45,5 +61,16 @@ def default_num_threads() -> int | None:
 
 
 def core_secret() -> str | None:
-    """What ``METRONOME_CORE_SECRET`` says, ``None`` if it is not set."""
-    return os.environ.get(CORE_SECRET)
+    """What ``METRONOME_CORE_SECRET`` says, ``None`` if it is not set.
+
+    Raises ``ConfigError`` for bytes that are no text: keys are made from text.
+    """
+    value = os.environ.get(CORE_SECRET)
+    if value is not None and not _is_utf8(value):
+        raise ConfigError(f"{CORE_SECRET} is not UTF-8; choose another secret")
+    return value
+
+
+def _is_utf8(value: str) -> bool:
+    """Variables keep bytes that are not as surrogates."""
+    return not any("\ud800" <= character <= "\udfff" for character in value)

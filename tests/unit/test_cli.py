@@ -328,7 +328,7 @@ def test_log_level_comes_from_the_environment(no_level: pytest.MonkeyPatch) -> N
     assert EngineArgs(model="m").create_config().log_level == "debug"
     assert EngineArgs(model="m", log_level="error").create_config().log_level == "error"
     no_level.setenv("METRONOME_LOG_LEVEL", "loud")
-    with pytest.raises(ConfigError, match="log_level is 'loud', must be one of"):
+    with pytest.raises(ConfigError, match="METRONOME_LOG_LEVEL is 'loud', must be one of: debug"):
         EngineArgs(model="m").create_config()
 
 
