@@ -26,7 +26,7 @@ from engine.ipc.codec import Decoder, Encoder
 from engine.ipc.place import Address, Directory
 from engine.messages.outputs import CoreOutputs, Finished
 from engine.messages.requests import AddRequest
-from engine.messages.wire import Health, ToClient
+from engine.messages.wire import Health, Probe, ToClient
 
 KINDS = ("in-process", "zmq", "asyncio", "two cores")
 REMOTE = ("zmq", "asyncio")  # one core, with sockets between
@@ -241,10 +241,12 @@ class RawClient:
             self._socket.send_multipart(frames, zmq.NOBLOCK)
 
     def receive(self, seconds: float = 20.0) -> Any:
-        """The next message; ``None`` if none comes."""
-        if not self._socket.poll(round(1000 * seconds)):
-            return None
-        return self._decoder.decode(self._socket.recv_multipart())
+        """The next message that says anything; ``None`` if none comes."""
+        while self._socket.poll(round(1000 * seconds)):
+            message = self._decoder.decode(self._socket.recv_multipart())
+            if not isinstance(message, Probe):
+                return message
+        return None
 
     def close(self) -> None:
         self._context.destroy(linger=0)

@@ -97,10 +97,10 @@ class Peers:
         Also one of the same identity: two connections never have it at a time, so it came back.
         Raises ``WireError`` if there are ``MAX_CONNECTIONS`` already.
         """
-        self._probe(self)
         former = self.get(identity)
         if former is not None:
             self.leave(former)
+        self._probe(self)
         if len(self) >= MAX_CONNECTIONS:
             raise WireError(f"{MAX_CONNECTIONS} clients are there already, try again later")
         self._farewells.pop(identity, None)

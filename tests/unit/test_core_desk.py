@@ -1,0 +1,287 @@
+"""What clients ask of a core: how large it may be, what is answered, who is looked after."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from core_clients import HostedCore, RawClient, own_place
+from live_core import wait_until
+from simulate import expected, make_request
+from spawned import FakeBuild
+
+from engine.core.outbox import NUM_CREDITS
+from engine.ipc.codec import Encoder, is_tagged
+from engine.messages.outputs import CoreOutputs, Finished
+from engine.messages.wire import (
+    MAX_CALL_BYTES,
+    MAX_HELLO_BYTES,
+    MAX_SUBMIT_REQUESTS,
+    Abort,
+    Aborted,
+    Answer,
+    Call,
+    Credit,
+    Fault,
+    Hello,
+    Outputs,
+    Ping,
+    Submit,
+    Submitted,
+    Welcome,
+)
+from engine.observe.logs import THROTTLE_SECONDS, Throttle
+from engine.sched.policy import Policy
+
+
+@pytest.fixture(autouse=True)
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with own_place(monkeypatch) as path:
+        yield path
+
+
+@pytest.fixture
+def core() -> Iterator[HostedCore]:
+    with HostedCore(FakeBuild()) as core:
+        yield core
+
+
+@pytest.fixture
+def member(core: HostedCore) -> Iterator[RawClient]:
+    """A client that was welcomed."""
+    with RawClient(core.address.data) as client:
+        greet(client, core)
+        yield client
+
+
+def greet(client: RawClient, core: HostedCore) -> None:
+    client.send(Hello(1, core.address.token))
+    assert isinstance(client.receive(), Welcome)
+
+
+def answer_of(client: RawClient) -> Any:
+    """The next message that is no outputs."""
+    while isinstance(message := client.receive(), Outputs):
+        pass
+    return message
+
+
+def tokens_of(client: RawClient) -> tuple[list[int], Finished]:
+    """What comes until somebody has ended, of a client that has one request."""
+    tokens: list[int] = []
+    while not (batch := next_batch(client)).finished:
+        tokens += batch.token_ids
+    return tokens + batch.token_ids, batch.finished[0]
+
+
+def next_batch(client: RawClient) -> CoreOutputs:
+    while not isinstance(message := client.receive(), Outputs):
+        assert message is not None
+    client.send(Credit(1))
+    return message.batch
+
+
+# -- how large it may be
+
+
+def test_a_stranger_is_read_only_if_it_says_little(core: HostedCore) -> None:
+    hello = Hello(1, core.address.token, "x" * MAX_HELLO_BYTES)
+    with RawClient(core.address.data) as stranger:
+        stranger.send(hello)
+        answer = stranger.receive()
+        assert isinstance(answer, Fault) and f"the limit is {MAX_HELLO_BYTES}" in answer.message
+        greet(stranger, core)
+
+
+def test_only_requests_and_their_ids_may_be_large(member: RawClient) -> None:
+    member.send(Call(0, "echo", ["x" * MAX_CALL_BYTES]))
+    answer = member.receive()
+    assert isinstance(answer, Fault) and f"the limit is {MAX_CALL_BYTES}" in answer.message
+    member.send(Call(1, "echo", ["x" * (MAX_CALL_BYTES - 100)]))
+    assert len(member.receive().value) == MAX_CALL_BYTES - 100
+    many = [1] * (MAX_CALL_BYTES + 10)
+    member.send(Submit(2, [make_request("a", many, 1)]))
+    (refusal,) = member.receive().refusals
+    assert refusal.failure.kind == "RequestError"
+    member.send(Abort(3, ["x" * 2000] * 1000))
+    assert member.receive() == Aborted(3)
+
+
+def test_a_message_has_no_more_requests_than_can_be_answered(member: RawClient) -> None:
+    wrong = [make_request(str(i), [], 1) for i in range(MAX_SUBMIT_REQUESTS + 1)]
+    member.send(Submit(0, wrong))
+    answer = member.receive()
+    assert isinstance(answer, Fault) and f"at most {MAX_SUBMIT_REQUESTS} may be" in answer.message
+    member.send(Submit(1, wrong[1:]))
+    assert len(member.receive().refusals) == MAX_SUBMIT_REQUESTS
+
+
+# -- what is answered
+
+
+@pytest.mark.parametrize("value", [object(), "x" * (2 * MAX_CALL_BYTES)], ids=["object", "large"])
+def test_an_answer_that_cannot_travel_is_a_failure(
+    value: Any, core: HostedCore, member: RawClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core.host._core, "call", lambda name, *args: value)
+    member.send(Call(7, "stats"))
+    answer = member.receive()
+    assert isinstance(answer, Answer) and answer.number == 7 and answer.failure is not None
+    assert answer.failure.kind == "EngineError"
+    assert "Call to stats method failed: its answer: " in answer.failure.message
+    assert "cannot travel to another process" in answer.failure.message
+
+
+def test_an_error_that_says_too_much_or_what_is_no_text_is_told_all_the_same(
+    core: HostedCore, member: RawClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise LookupError("no \udcff" + "x" * 20_000)
+
+    monkeypatch.setattr(core.host._core, "call", fail)
+    monkeypatch.setattr(core.host._core, "add", fail)
+    member.send(Call(0, "stats"))
+    assert member.receive().failure.message.startswith("LookupError: no \\udcffxxx")  # as text
+    member.send(Submit(1, [make_request(str(i), [1], 1) for i in range(MAX_SUBMIT_REQUESTS)]))
+    assert len(member.receive().refusals) == MAX_SUBMIT_REQUESTS
+
+
+def test_an_abort_is_answered_whatever_is_to_be_told_of_it(
+    core: HostedCore, member: RawClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connector of the user's own may hand over anything."""
+    abort = core.host._core.abort
+
+    def with_objects(request_ids: list[str]) -> list[Finished]:
+        ends = abort(request_ids)
+        ends[1].kv_transfer_params = {"handle": object()}
+        return ends
+
+    monkeypatch.setattr(core.host._core, "abort", with_objects)
+    member.send(Call(0, "pause"))
+    member.send(Submit(1, [make_request(name, [1], 9) for name in "abc"]))
+    member.send(Abort(2, list("abc")))
+    assert member.receive() == Answer(0) and member.receive() == Submitted(1)
+    ends = {end.index: end for end in member.receive().finished}
+    assert [ends[i].reason for i in range(3)] == ["abort"] * 3
+    assert "cannot travel" in ends[1].message and not ends[0].message
+
+
+def test_nothing_of_an_aborted_request_follows_also_of_what_waits_for_credits(
+    core: HostedCore, member: RawClient
+) -> None:
+    member.send(Submit(0, [make_request("a", [1, 2], NUM_CREDITS + 40)]))
+    assert answer_of(member) == Submitted(0)
+    assert wait_until(lambda: not core.host._core.num_unfinished(), 10.0)
+    again = make_request("a", [3], 5)
+    member.send(Submit(1, [again]))
+    (refusal,) = answer_of(member).refusals
+    assert "its last outputs wait" in refusal.failure.message
+    member.send(Abort(2, ["a"]))
+    aborted = answer_of(member)
+    assert [(end.index, end.reason) for end in aborted.finished] == [(0, "abort")]
+    member.send(Submit(3, [again]))
+    assert member.receive() == Submitted(3)
+    member.send(Credit(NUM_CREDITS))
+    assert tokens_of(member)[0] == expected([3], 5)
+
+
+def test_who_says_hello_again_starts_anew(core: HostedCore, member: RawClient) -> None:
+    """As does who vanished and came back with the same routing id."""
+    member.send(Call(0, "pause"))
+    member.send(Submit(1, [make_request("a", [1], 9)]))
+    assert member.receive() == Answer(0) and member.receive() == Submitted(1)
+    greet(member, core)
+    member.send(Call(0, "resume"))
+    member.send(Submit(1, [make_request("a", [5], 9)]))
+    assert member.receive() == Answer(0) and member.receive() == Submitted(1)
+    assert tokens_of(member)[0] == expected([5], 9)
+
+
+def test_a_flood_of_rubbish_fills_no_log(
+    member: RawClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    began = time.monotonic()
+    with caplog.at_level(logging.WARNING, "engine.core"):
+        for _ in range(20):
+            for _ in range(20):
+                member.send_bytes(b"rubbish")
+            for _ in range(20):
+                assert isinstance(member.receive(), Fault)
+    lines = [line for line in caplog.messages if "was refused" in line]
+    assert 1 <= len(lines) <= 2 + (time.monotonic() - began) / THROTTLE_SECONDS
+
+
+def test_what_was_held_back_is_counted() -> None:
+    throttle = Throttle()
+    seen = [throttle.admit(now) for now in (10.0, 10.1, 10.9, 11.0, 11.5, 30.0, 40.0)]
+    assert seen == ["", None, None, " (2 more before it)", None, " (1 more before it)", ""]
+
+
+# -- who is looked after
+
+
+@pytest.mark.parametrize("lacks", ["credits", "steps"])
+def test_who_vanishes_while_nothing_is_sent_to_it_leaves_nothing(
+    lacks: str, core: HostedCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.core.outbox.NUM_CREDITS", 1)
+    with RawClient(core.address.data) as gone:
+        greet(gone, core)
+        gone.send(Submit(0, [make_request("a", [1], 400)]))
+        assert gone.receive() == Submitted(0)
+        if lacks == "steps":
+            gone.send(Call(1, "pause"))
+            assert answer_of(gone) == Answer(1)
+    health = core.host.health
+    assert wait_until(lambda: not (health().num_clients or health().num_unfinished), 5.0)
+
+
+class Stuck(Policy):
+    """Takes a request only when it is let go."""
+
+    def __init__(self) -> None:
+        self.may_go_on = threading.Event()
+
+    def rank(self, req: Any, view: Any) -> tuple[Any, ...]:
+        return ()
+
+    def on_add(self, req: Any, view: Any) -> None:
+        assert self.may_go_on.wait(20.0)
+
+
+def test_a_hang_in_what_was_asked_is_seen_from_outside() -> None:
+    policy = Stuck()
+    with (
+        HostedCore(FakeBuild(options={"scheduling_policy": policy})) as core,
+        RawClient(core.address.data) as client,
+        RawClient(core.address.control) as asker,
+    ):
+        greet(client, core)
+        client.send(Submit(0, [make_request("a", [1], 5)]))
+
+        def seconds_in_step() -> float:
+            asker.send(Ping(core.address.token))
+            seconds: float = asker.receive().seconds_in_step
+            return seconds
+
+        assert wait_until(lambda: seconds_in_step() > 0.1, 5.0)
+        policy.may_go_on.set()
+        assert tokens_of(client)[0] == expected([1], 5)
+        assert wait_until(lambda: seconds_in_step() == 0.0, 5.0)
+
+
+def test_a_frame_says_what_it_is_before_it_is_read() -> None:
+    frame = Encoder().encode(Submit(0, []))
+    array_16 = b"\xdc\x00\x03" + frame[1:]
+    array_32 = b"\xdd\x00\x00\x00\x03" + frame[1:]
+    string_8 = frame[:1] + b"\xd9\x06" + frame[2:]
+    for each in (frame, array_16, array_32, string_8):
+        assert is_tagged(each, "submit") and not is_tagged(each, "abort")
+    for each in (b"", b"\xdc", frame[:3], Encoder().encode(Call(1, "submit"))):
+        assert not is_tagged(each, "submit")
