@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 import zmq
-from live_core import SizedBuild, Triggered, pid_of, start
+from live_core import SizedBuild, Triggered, TriggeredPolicy, pid_of, start
 from streams import Lengths, Streams
 
 from engine.core.zmq_client import EngineCoreClient
@@ -37,8 +37,11 @@ LONG_DECODE = Lengths(prompt=(4, 8), output=(250, 250))
 
 def start_core(trigger: str, phase: str, **core: Any) -> EngineCoreClient:
     """A core whose steps take their time; ``trigger`` is a file that says what goes wrong."""
+    options: dict[str, Any] = {"max_num_batched_tokens": 80}
+    if phase == "add":
+        options |= {"scheduling_policy": TriggeredPolicy, "policy_options": {"trigger": trigger}}
     build = SizedBuild(
-        options={"max_num_batched_tokens": 80},
+        options=options,
         worker=Triggered(trigger, STEP_SECONDS),
         start_seconds=START_SECONDS if phase == "handshake" else 0.0,
     )
@@ -47,7 +50,7 @@ def start_core(trigger: str, phase: str, **core: Any) -> EngineCoreClient:
 
 def come_to(phase: str, client: EngineCoreClient, *, is_long: bool = False) -> Streams:
     """Streams of a client that is in this phase, a core of its own included."""
-    is_idle = phase in ("handshake", "idle")
+    is_idle = phase in ("handshake", "idle", "add")
     prefill, decode = (LONG_PREFILL, LONG_DECODE) if is_long else (PREFILL, DECODE)
     streams = Streams(
         client,

@@ -202,6 +202,8 @@ def _hit_core(cell: Cell, scene: Scene, outcome: Outcome) -> None:
         Waiter("calls", lambda waiter: _call_for_ever(waiter, caller)),
         Waiter("asyncio", lambda waiter: asyncio.run(_call_in_a_loop(waiter, owner.address))),
     ]
+    if cell.phase == "add":
+        waiters.append(Waiter("adds", lambda waiter: _add_for_ever(waiter, owner.address)))
     for waiter in waiters:
         assert waiter.is_at_work.wait(10.0), f"{waiter.name} never began: {waiter.error!r}"
     began = time.monotonic()
@@ -267,6 +269,19 @@ def _call_for_ever(waiter: Waiter, client: EngineCoreClient) -> None:
         client.call("stats")
         waiter.is_at_work.set()
         time.sleep(0.01)
+
+
+def _add_for_ever(waiter: Waiter, address: Address) -> None:
+    client = EngineCoreClient(address, hang_timeout=kill_actor.HANG_SECONDS)
+    streams = Streams(client, 1, random.Random(0))
+    try:
+        while True:
+            streams.turn()
+            waiter.is_at_work.set()
+    except EngineDeadError as error:
+        waiter.note(error)
+    finally:
+        client.shutdown()
 
 
 async def _call_in_a_loop(waiter: Waiter, address: Address) -> None:

@@ -23,6 +23,8 @@ from engine.core.zmq_client import EngineCoreClient
 from engine.kv.manager import KVManager
 from engine.messages.step import StepResult
 from engine.sched.find import make_scheduler
+from engine.sched.policy import Policy, SchedView
+from engine.sched.request import Request
 from engine.sched.verify.fake import DigestWorker
 
 VOCAB_SIZE = 1000
@@ -97,6 +99,20 @@ class TriggeredWorker(DigestWorker):
                 raise ArithmeticError("the worker fell over")
             time.sleep(3600)
         return super().collect(result)
+
+
+class TriggeredPolicy(Policy):
+    """First come, first served; an arrival makes the core hang once there is such a file."""
+
+    def __init__(self, trigger: str) -> None:
+        self._trigger = Path(trigger)
+
+    def rank(self, req: Request, view: SchedView) -> tuple[int, ...]:
+        return (req.arrival,)
+
+    def on_add(self, req: Request, view: SchedView) -> None:
+        if self._trigger.exists():
+            time.sleep(3600)
 
 
 def start(build: SizedBuild | None = None, **core: Any) -> EngineCoreClient:

@@ -16,6 +16,7 @@ SAMPLE = (
     "core/SIGTERM/decode",
     "core/raise/prefill",
     "core/hang/decode",
+    "core/hang/add",
     "core/garbage/decode",
     "client/SIGKILL/decode",
     "client/SIGSTOP/decode",
