@@ -89,7 +89,7 @@ class AsyncLLMEngine:
         ``LLMEngine.add_request``.
         """
         inputs = self._session.inputs
-        ahead = inputs.encode_ahead(prompt)
+        ahead = inputs.encode_ahead(prompt, sampling_params)
         if ahead is not None:  # other tasks go on meanwhile; what is wrong is said by process()
             with contextlib.suppress(Exception):
                 await asyncio.wrap_future(ahead)

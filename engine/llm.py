@@ -129,7 +129,9 @@ class LLM:
     ) -> list[Submission]:
         """Check requests; all texts are begun before the first is waited for."""
         inputs = self.llm_engine.session.inputs
-        begun = [inputs.encode_ahead(prompt) for prompt in prompts]
+        begun = [
+            inputs.encode_ahead(prompt, own) for prompt, own in zip(prompts, params, strict=True)
+        ]
         try:
             return [
                 inputs.process(str(next(self._counter)), prompt, _only_final(own), option, ahead)

@@ -14,6 +14,7 @@ from engine.frontend.pool import TextPool
 from engine.frontend.session import Session
 from engine.frontend.tokenizer import Tokenizer
 from engine.messages.outputs import CoreOutputs
+from engine.messages.requests import AddRequest
 
 WAIT = 30.0  # longest any test waits for anything
 PARAMS = SamplingParams(max_tokens=50, output_kind="delta")
@@ -72,11 +73,12 @@ def texts_of(session: Session, num: int, params: SamplingParams = PARAMS) -> lis
 class LeapingClient(FakeClient):
     """A core whose requests get several tokens a step: as many as ``stride`` says."""
 
-    stride = staticmethod(lambda position: 1 + position % 4)
+    def stride(self, request: AddRequest, position: int) -> int:
+        return 1 + position % 4
 
     def _advance(self, index: int, row: Live, batch: CoreOutputs) -> None:
         before = len(batch.token_ids)
-        for _ in range(self.stride(row.num_output)):
+        for _ in range(self.stride(row.request, row.num_output)):
             if row.request.request_id in self.live:
                 super()._advance(index, row, batch)
         batch.counts = [*(batch.counts or []), len(batch.token_ids) - before]

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.decoders import DecodeStream
 
+from engine.frontend.token_lengths import max_chars_per_token
+
 REPLACEMENT = "\ufffd"  # stands for bytes that are not a whole character
 
 Step = Callable[[list[int]], str | None]
@@ -27,6 +29,9 @@ class Backend(Protocol):
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str: ...
     def token_id(self, token: str) -> int | None: ...
+    def max_chars_per_token(self) -> int | None:
+        """Characters of a text for each of its tokens, at most; ``None`` if nothing is certain."""
+
     def stream(self, context: list[int], skip_special_tokens: bool) -> Step:
         """Decode what follows ``context``, whose own text is not repeated.
 
@@ -58,6 +63,9 @@ class RustBackend:
         found: int | None = self._tokenizer.token_to_id(token)
         return found
 
+    def max_chars_per_token(self) -> int | None:
+        return max_chars_per_token(self._tokenizer)
+
     def stream(self, context: list[int], skip_special_tokens: bool) -> Step:
         stream = DecodeStream(ids=context, skip_special_tokens=skip_special_tokens)
         return partial(stream.step, self._tokenizer)
@@ -82,6 +90,9 @@ class PythonBackend:
     def token_id(self, token: str) -> int | None:
         found = self._tokenizer.get_vocab().get(token)
         return None if found is None else int(found)
+
+    def max_chars_per_token(self) -> int | None:
+        return None
 
     def stream(self, context: list[int], skip_special_tokens: bool) -> Step:
         return WindowStream(self, context, skip_special_tokens)

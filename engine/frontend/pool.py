@@ -26,7 +26,7 @@ from engine.config.model import ModelConfig
 from engine.errors import EngineDeadError, RefusedError, WireError
 from engine.frontend.pool_child import Asked, TextProcess
 from engine.frontend.pool_process import pack_ids, unpack_ids
-from engine.frontend.pool_slot import MAX_FAILED_STARTS, START_SECONDS, Slot, describe
+from engine.frontend.pool_slot import MAX_FAILED_STARTS, START_SECONDS, Slot
 from engine.frontend.pool_tasks import Task
 from engine.ipc.channel import Delivery
 from engine.ipc.sockets import Socket, Waker
@@ -95,13 +95,13 @@ class TextPool:
     def encode(self, text: str, add_special_tokens: bool = True) -> Future[list[int]]:
         """``Tokenizer.encode`` of a text that can be written as UTF-8."""
         job = Encode(next(self._numbers), add_special_tokens)
-        return self._ask(Task(job, [text.encode()], _ids_of, what=describe(text)))
+        return self._ask(Task(job, [str.encode(text)], _ids_of, what=text))
 
     def render(self, template: str, values: dict[str, Any]) -> Future[Rendering]:
         """Fill in the source of a chat template with plain data. Raises ``WireError`` for values
         that cannot travel, through the future."""
         job = Render(next(self._numbers), values)
-        what = describe(values.get("messages"))
+        what = values.get("messages")
         return self._ask(Task(job, [template.encode()], _rendering_of, what=what))
 
     def read(

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import zmq
 
@@ -224,7 +224,7 @@ class Slot:
             return
         self._tasks.take().fail(
             RequestError(
-                f"the tokenizer process {how} over {task.what}, {MAX_DEATHS} times; this input "
+                f"the tokenizer process {how} over {task.what!r:.80}, {MAX_DEATHS} times; this input "
                 "cannot be tokenised"
             )
         )
@@ -253,8 +253,3 @@ class Slot:
     def _refuse(self, error: RefusedError) -> None:
         for task in self._tasks.take_all():
             self._pass_on(task, error)
-
-
-def describe(text: Any) -> str:
-    """An input as errors name it."""
-    return f"{text!r:.80}"

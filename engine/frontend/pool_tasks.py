@@ -29,13 +29,13 @@ class TextsLost(Exception):
 
 @dataclass
 class Task:
-    """A job on its way. ``what`` names it in errors."""
+    """A job on its way. ``what`` is shown in errors: the input it is about."""
 
     job: Job
     payloads: list[bytes]
     result_of: Callable[[Delivery[Reply]], Any]
     """What the future brings; raises ``WireError`` for what is no answer to this job."""
-    what: str = ""
+    what: Any = None
     epoch: int = 0  # of a Read: the process it is meant for
     future: Future[Any] = field(default_factory=Future)
     num_deaths: int = 0

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 Prompt = str | list[int] | TextPrompt
 PROMPT_KEYS = frozenset(TextPrompt.__annotations__)
+USUAL_CHARS = 16  # characters of a token, hardly more in any text
 
 
 class RequestOptions(TypedDict, total=False):
@@ -135,19 +136,21 @@ class InputProcessor:
             request_id, parts.get("prompt"), token_ids, params, arrival_time, children(first)
         )
 
-    def encode_ahead(self, prompt: Prompt) -> Future[list[int]] | None:
+    def encode_ahead(
+        self, prompt: Prompt, params: SamplingParams | None
+    ) -> Future[list[int]] | None:
         """Begin to tokenise a prompt in another process, if there is one and it is a text.
 
-        Raises nothing: what is wrong with a prompt is said by ``process``.
+        What is wrong with prompt and parameters is said by ``process``. Raises ``EngineDeadError``.
         """
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         has_ids = isinstance(prompt, dict) and prompt.get("prompt_token_ids") is not None
-        if self._pool is None or has_ids or not isinstance(text, str):
+        if has_ids or not isinstance(text, str):
             return None
-        try:
-            return self._pool.encode(text)
-        except UnicodeError:
+        is_cut = getattr(params, "truncate_prompt_tokens", None) is not None
+        if not is_cut and self._fewest_tokens(text) >= self._limits.max_model_len:
             return None
+        return self._begin(text)
 
     def render(
         self, conversations: Iterable[Messages], options: dict[str, Any]
@@ -184,8 +187,11 @@ class InputProcessor:
         self, parts: TextPrompt, num_kept: int | None, ahead: Future[list[int]] | None
     ) -> list[int]:
         ids = parts.get("prompt_token_ids")
-        token_ids = self._encode(parts["prompt"], ahead) if ids is None else _whole_numbers(ids)
         limit, vocab_size = self._limits.max_model_len, self._limits.vocab_size
+        if ids is None:
+            token_ids = self._encode(parts["prompt"], num_kept is not None, ahead)
+        else:
+            token_ids = _whole_numbers(ids)
         if num_kept is not None:
             token_ids = _last(token_ids, limit - 1 if num_kept < 0 else num_kept)
         if not token_ids:
@@ -196,14 +202,10 @@ class InputProcessor:
                 f"token id {wrong} is out of the model's vocabulary; ids are 0..{vocab_size - 1}"
             )
         if len(token_ids) >= limit:
-            raise RequestError(
-                f"the prompt has {len(token_ids)} tokens, but max_model_len is {limit}, prompt and "
-                "at least one output token together; shorten the prompt, have it shortened by "
-                "truncate_prompt_tokens=-1, or raise max_model_len"
-            )
+            raise _too_long(f"{len(token_ids)}", limit)
         return token_ids
 
-    def _encode(self, text: str, ahead: Future[list[int]] | None) -> list[int]:
+    def _encode(self, text: str, is_cut: bool, ahead: Future[list[int]] | None) -> list[int]:
         if self._tokenizer is None:
             raise RequestError(
                 "the engine has no tokenizer (skip_tokenizer_init): pass token ids, as "
@@ -211,11 +213,27 @@ class InputProcessor:
             )
         if not isinstance(text, str):
             raise RequestTypeError(f"prompt must be a str, got {type(text).__name__}")
-        begun = self.encode_ahead(text) if ahead is None else ahead
+        fewest, limit = self._fewest_tokens(text), self._limits.max_model_len
+        if fewest >= limit and not is_cut:
+            raise _too_long(f"{len(text)} characters, at least {fewest}", limit)
+        begun = self._begin(text) if ahead is None else ahead
         if begun is not None:
             with suppress(WireError):  # too long to travel: it is refused here soon enough
                 return begun.result()
         return self._tokenizer.encode(text)
+
+    def _begin(self, text: str) -> Future[list[int]] | None:
+        try:
+            return None if self._pool is None else self._pool.encode(text)
+        except UnicodeError:
+            return None
+
+    def _fewest_tokens(self, text: str) -> int:
+        """What a text has at least, said without tokenising it; 0 for one of a usual length."""
+        if self._tokenizer is None or len(text) < self._limits.max_model_len * USUAL_CHARS:
+            return 0
+        most_chars = self._tokenizer.max_chars_per_token
+        return 0 if most_chars is None else -(-len(text) // most_chars)
 
     def _check_params(self, params: SamplingParams) -> None:
         check_params_for_vocab(params, self._limits.vocab_size)
@@ -324,6 +342,14 @@ def as_request_ids(request_id: object) -> list[str]:
         if not isinstance(item, str):
             raise RequestTypeError(f"request_id must be a str or several, got {item!r:.80}")
     return ids
+
+
+def _too_long(num_tokens: str, limit: int) -> RequestError:
+    return RequestError(
+        f"the prompt has {num_tokens} tokens, but max_model_len is {limit}, prompt and at least "
+        "one output token together; shorten the prompt, have it shortened by "
+        "truncate_prompt_tokens=-1, or raise max_model_len"
+    )
 
 
 def _last(token_ids: list[int], count: int) -> list[int]:

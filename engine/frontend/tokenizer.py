@@ -60,6 +60,11 @@ class Tokenizer:
     def bos_token_id(self) -> int | None:
         return self._named_id("bos_token")
 
+    @cached_property
+    def max_chars_per_token(self) -> int | None:
+        """A text of n characters has n / this many tokens or more; ``None``: who knows."""
+        return self.backend.max_chars_per_token()
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``, with what the model expects around it unless told otherwise.
 

@@ -1,0 +1,74 @@
+"""How much text one token can stand for: what is longer than all tokens together can be refused
+without being tokenised.
+
+Only what is certain counts. Some tokenizers drop characters, or make one token of many that they do
+not know; for these there is no bound.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+
+MOST_COMPOSED = 4  # characters that normal form C makes one of, at most
+COMPOSING = frozenset({"NFC", "NFKC"})
+KEEPING = frozenset({"ByteLevel", "Digits", "Metaspace", "NFD", "NFKD", "Prepend"})
+"""Parts of a tokenizer that take no character away."""
+
+
+def max_chars_per_token(tokenizer: Tokenizer) -> int | None:
+    """Characters of a text for each of its tokens, at most; ``None`` if nothing is certain."""
+    parts = [*_parts(tokenizer.normalizer), *_parts(tokenizer.pre_tokenizer)]
+    added = tokenizer.get_added_tokens_decoder().values()
+    is_certain = (
+        all(map(_keeps_all, parts))
+        and not any(token.lstrip or token.rstrip for token in added)  # they swallow spaces
+        and _knows_all(tokenizer, parts)
+    )
+    if not is_certain:
+        return None
+    longest = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=0)
+    is_composed = any(part["type"] in COMPOSING for part in parts)
+    return longest * (MOST_COMPOSED if is_composed else 1) or None
+
+
+def _parts(component: Any) -> Iterator[dict[str, Any]]:
+    """A normaliser or pre-tokeniser as data, part by part."""
+    if component is not None:
+        yield from _flatten(json.loads(component.__getstate__()))
+
+
+def _flatten(part: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    if part["type"] != "Sequence":
+        yield part
+        return
+    for inner in part.get("normalizers") or part.get("pretokenizers") or []:
+        yield from _flatten(inner)
+
+
+def _keeps_all(part: dict[str, Any]) -> bool:
+    kind = part["type"]
+    if kind == "Replace":
+        text = part["pattern"].get("String")
+        return text is not None and len(part["content"]) >= len(text)
+    if kind in ("Split", "Punctuation"):
+        return bool(part["behavior"] != "Removed")
+    return kind in KEEPING or kind in COMPOSING
+
+
+def _knows_all(tokenizer: Tokenizer, parts: list[dict[str, Any]]) -> bool:
+    """Whether every character becomes a token, or several, and is no part of another unknown."""
+    model = tokenizer.model
+    if not isinstance(model, BPE):
+        return False
+    vocab = tokenizer.get_vocab(with_added_tokens=False)
+    if any(part["type"] == "ByteLevel" for part in parts):
+        return all(letter in vocab for letter in ByteLevel.alphabet())
+    if model.byte_fallback:
+        return all(f"<0x{byte:02X}>" in vocab for byte in range(256))
+    return model.unk_token is not None and not model.fuse_unk
