@@ -21,7 +21,7 @@ from engine.worker.cuda.graphs import RerunGraph
 from engine.worker.cuda.platform import HostPlatform
 from engine.worker.cuda.runner import DeviceRunner
 from engine.worker.cuda.staging import ALIGNMENT, EXTRA_BYTES, Staging
-from engine.worker.cuda.worker import make_machine
+from engine.worker.cuda.worker import explained, make_machine
 
 VOCAB, BLOCK, LONGEST = 50, 4, 64
 POISON, NAN = 40, 41
@@ -261,6 +261,35 @@ def test_a_lack_of_memory_is_told_with_numbers_and_ways_out(share):
     for part in (*numbers, *ways):
         assert part in str(caught.value)
     assert "12.00 GiB of 16.00 GiB" in shortage("tried", free=12 * GIB, total=16 * GIB)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        torch.AcceleratorError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+)
+def test_a_lack_of_memory_is_known_whoever_names_it(error):
+    loading = "the weights were loaded"
+    with (
+        pytest.raises(ConfigError, match=f"out of GPU memory while {loading}"),
+        explained(HostPlatform(), loading),
+    ):
+        raise error
+    with pytest.raises(RuntimeError, match="another thing"), explained(HostPlatform(), loading):
+        raise RuntimeError("another thing")
+
+
+@pytest.mark.parametrize("context", [0, 7, LONGEST - 8])
+def test_a_rehearsal_leaves_nothing_behind(context):
+    run = make_run()
+    run.worker.rehearse(8, 1, context)
+    run.worker.rehearse(12, 3, context)
+    run.add(make_request("a", [1, 2, 3], 9, params=GREEDY))
+    run.drain()
+    assert run.outputs["a"] == says([1, 2, 3], 9)
 
 
 @pytest.mark.parametrize("share", [0, -0.5, 1.01, float("nan")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -37,8 +38,11 @@ class CudaGraph:
             self._graph.capture_begin(pool=self._pool)
             try:
                 work()
-            finally:
-                self._graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # of a recording that is broken; the cause counts
+                    self._graph.capture_end()
+                raise
+            self._graph.capture_end()
         now.wait_stream(self._stream)
 
     def replay(self) -> None:

@@ -63,15 +63,19 @@ class DeviceRunner:
         self._graphed = record(self.machine, sizes, self._max_model_len)
 
     @torch.inference_mode()
-    def rehearse(self, num_tokens: int, num_seqs: int) -> None:
-        """A step of so many tokens, of made-up sequences that all lie in the null block."""
-        self.machine.slots.state.num_computed.zero_()
+    def rehearse(self, num_tokens: int, num_seqs: int, context: int = 0) -> None:
+        """A step of so many tokens, of made-up sequences that all lie in the null block.
+
+        ``context``: tokens of each that are computed already.
+        """
+        self.machine.slots.state.num_computed.fill_(context)
         num_seqs = min(num_seqs, num_tokens)
         slots = np.arange(num_seqs, dtype=np.int32)
         share, rest = divmod(num_tokens, num_seqs)
-        counts = np.minimum(share + (slots >= num_seqs - rest), self._max_model_len)
-        columns = Columns(slots, slots * 0, counts.astype(np.int32), slots * 0 + 1)
+        counts = np.minimum(share + (slots >= num_seqs - rest), self._max_model_len - context)
+        columns = Columns(slots, slots * 0 + context, counts.astype(np.int32), slots * 0 + 1)
         self._run(self.machine.batches.stage(columns))
+        self.machine.slots.state.num_computed.zero_()
 
     def _reseat(self, plan: StepPlan) -> None:
         self.states.apply(plan)

@@ -33,7 +33,9 @@ from engine.worker.memory import choose_kv_dtype, log_pool, make_kv_cache
 from engine.worker.states import LiveSeqs
 from engine.worker.warmup import warm_up
 
-CHUNKS = (2, 4, 8, 16, 32, 64, 128)  # tokens; launch settings differ between them, not beyond
+CHUNKS = (1, 2, 4, 8, 16, 32, 64, 128)  # tokens; launch settings differ between them, not beyond
+# What torch's allocator, the driver and its libraries say when there is none left.
+OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "Failed to allocate")
 
 logger = logging.getLogger("engine.worker")
 
@@ -103,7 +105,9 @@ def explained(platform: Platform, doing: str) -> Iterator[None]:
     """Say with numbers what is lacking where memory runs out before the engine runs."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not any(sign in str(error) for sign in OUT_OF_MEMORY):
+            raise
         free, total = platform.free_and_total()
         raise ConfigError(shortage(doing, free=free, total=total)) from error
 
@@ -148,11 +152,13 @@ def _size_pool(
 
 
 def _meet_shapes(runner: DeviceRunner, sched: SchedulerConfig) -> None:
-    """A chunk of every kind of length, or kernels are compiled while somebody waits for them."""
+    """A chunk of every kind of length, at the beginning and behind a long context: or kernels are
+    compiled while somebody waits for them."""
     longest = min(sched.max_num_batched_tokens, sched.max_model_len)
     for num_tokens in CHUNKS:
         if num_tokens <= longest:
-            runner.rehearse(num_tokens, 1)
+            for context in {0, sched.max_model_len - num_tokens}:
+                runner.rehearse(num_tokens, 1, context)
 
 
 def _record(runner: DeviceRunner, config: EngineConfig, sched: SchedulerConfig) -> None:
