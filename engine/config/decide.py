@@ -70,10 +70,11 @@ def decide_num_blocks(
     blocks = min(budget // block_bytes, per_request * max_num_seqs + 1)
     if blocks < per_request + 1:
         fitting = max(0, blocks - 1) * cache.block_size
+        shorter = f"lower max_model_len to at most {fitting}, or " if fitting else ""
         raise ConfigError(
             f"one request of max_model_len {max_model_len} needs "
             f"{(per_request + 1) * block_bytes / GIB:.2f} GiB of KV cache, {budget / GIB:.2f} "
-            f"GiB are to be had; lower max_model_len to at most {fitting}, or give more memory "
+            f"GiB are to be had; {shorter}give more memory "
             "(kv_cache_memory_bytes, memory_utilization)"
         )
     return int(blocks)

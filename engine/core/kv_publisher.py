@@ -15,15 +15,14 @@ import threading
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import msgspec
 import zmq
 
 from engine.errors import ConfigError
+from engine.ipc.place import IPC, Directory
 from engine.messages.kv_events import KVEventBatch
 
-IPC = "ipc://"
 PAGE = 500  # batches in one answer; below the 1000 messages that a socket queues for a peer
 END = -1  # the sequence number behind a page
 SEQUENCE_BYTES = 8
@@ -45,8 +44,11 @@ class KVEventPublisher:
     """
 
     def __init__(self, endpoint: str | None, *, num_remembered: int = 10_000) -> None:
-        self._directory = TemporaryDirectory(prefix="metronome-")  # that only this user can enter
-        self.endpoint = endpoint or f"{IPC}{self._directory.name}/kv-events"
+        self._directory: Directory | None = None  # that only this user can enter
+        if endpoint is None:
+            self._directory = Directory.create()
+            endpoint = f"{IPC}{self._directory.path}/kv-events"
+        self.endpoint = endpoint
         self._past: deque[tuple[int, bytes]] = deque(maxlen=num_remembered)
         self._lock = threading.Lock()  # on _past
         self._encoder = msgspec.msgpack.Encoder()
@@ -75,7 +77,7 @@ class KVEventPublisher:
         for endpoint in (self.endpoint, replay_endpoint(self.endpoint)):
             if endpoint.startswith(IPC):  # ZeroMQ leaves the file behind
                 Path(endpoint.removeprefix(IPC)).unlink(missing_ok=True)
-        self._directory.cleanup()
+        self._remove_directory()
 
     def _bind(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
         bound = self._context.socket(kind)
@@ -85,11 +87,15 @@ class KVEventPublisher:
             bound.bind(endpoint)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
-            self._directory.cleanup()
+            self._remove_directory()
             raise ConfigError(
                 f"kv_events_endpoint: cannot listen at {endpoint}: {error}; choose another address"
             ) from error
         return bound
+
+    def _remove_directory(self) -> None:
+        if self._directory is not None:
+            self._directory.remove()
 
     def _answer(self, router: zmq.Socket[bytes]) -> None:
         with suppress(zmq.ContextTerminated):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import random
 import socket
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 import zmq
+from core_clients import own_place
 from holders import fill, holder
 from simulate import make_request
 
@@ -235,6 +238,23 @@ def test_a_file_that_a_dead_process_left_behind_is_taken_over(tmp_path):
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(tmp_path / "events"))
     KVEventPublisher(f"ipc://{tmp_path}/events").close()
+
+
+def test_what_a_killed_publisher_left_goes_with_the_next(tmp_path, monkeypatch):
+    with own_place(monkeypatch) as place:
+        code = (
+            "import os, signal, tempfile\n"
+            f"tempfile.tempdir = {str(place)!r}\n"
+            "from engine.core.kv_publisher import KVEventPublisher\n"
+            "publisher = KVEventPublisher(None)\n"
+            "os.kill(os.getpid(), signal.SIGKILL)\n"
+        )
+        subprocess.run([sys.executable, "-c", code], timeout=60, check=False)
+        (left,) = place.iterdir()
+        publisher = KVEventPublisher(None)
+        assert not left.exists()
+        publisher.close()
+        KVEventPublisher(f"ipc://{tmp_path}/events").close()  # needs no directory of its own
 
 
 def test_the_past_of_a_port_is_told_on_the_next():

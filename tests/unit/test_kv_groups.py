@@ -245,6 +245,11 @@ def test_077_078_too_little_memory_says_how_much_and_what_would_fit():
         blocks_in(memory, 16385)
 
 
+def test_a_length_of_nothing_is_no_advice():
+    with pytest.raises(ConfigError, match="GiB are to be had; give more memory"):
+        blocks_in(1000, 16384)
+
+
 def test_079_the_worker_with_the_least_memory_decides():
     assert agreed_num_blocks([120, 100, 110]) == 100
 
