@@ -19,7 +19,7 @@ import kill_actor
 import kill_text
 from hostile import Hostile
 from live_core import is_running, own_directory, pid_of, shared_names, wait_until
-from streams import Streams
+from streams import Lengths, Streams
 
 from engine.core.aio_client import AsyncEngineCoreClient
 from engine.core.zmq_client import EngineCoreClient
@@ -219,7 +219,7 @@ def _hit_core(cell: Cell, scene: Scene, outcome: Outcome) -> None:
 
 def _harm(cell: Cell, scene: Scene, pid: int) -> None:
     if cell.fault in ("raise", "hang"):
-        scene.trigger.write_text(cell.fault)
+        scene.trigger.write_text("hang in add" if cell.phase == "add" else cell.fault)
     else:
         scene.kill(pid, signal.Signals[cell.fault])
 
@@ -273,11 +273,13 @@ def _call_for_ever(waiter: Waiter, client: EngineCoreClient) -> None:
 
 def _add_for_ever(waiter: Waiter, address: Address) -> None:
     client = EngineCoreClient(address, hang_timeout=kill_actor.HANG_SECONDS)
-    streams = Streams(client, 1, random.Random(0))
+    streams = Streams(client, 1, random.Random(0), lengths=Lengths(output=(1, 2)))
     try:
         while True:
-            streams.turn()
+            streams.fill()
+            streams.finish()
             waiter.is_at_work.set()
+            time.sleep(0.1)  # so that the core waits when the next one comes
     except EngineDeadError as error:
         waiter.note(error)
     finally:

@@ -95,14 +95,16 @@ class TriggeredWorker(DigestWorker):
     def collect(self, result: StepResult) -> StepResult:
         time.sleep(self._step_seconds)
         if self._trigger.exists():
-            if self._trigger.read_text() == "raise":
+            told = self._trigger.read_text()
+            if told == "raise":
                 raise ArithmeticError("the worker fell over")
-            time.sleep(3600)
+            if told == "hang":
+                time.sleep(3600)
         return super().collect(result)
 
 
 class TriggeredPolicy(Policy):
-    """First come, first served; an arrival makes the core hang once there is such a file."""
+    """First come, first served; an arrival hangs once a file says "hang in add"."""
 
     def __init__(self, trigger: str) -> None:
         self._trigger = Path(trigger)
@@ -111,7 +113,7 @@ class TriggeredPolicy(Policy):
         return (req.arrival,)
 
     def on_add(self, req: Request, view: SchedView) -> None:
-        if self._trigger.exists():
+        if self._trigger.exists() and self._trigger.read_text() == "hang in add":
             time.sleep(3600)
 
 
