@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import signal
 
 import zmq
@@ -12,10 +13,12 @@ from engine.config.engine import EngineConfig
 from engine.core.build import build_core
 from engine.core.client import InprocClient
 from engine.core.host import EngineCoreHost
-from engine.errors import ConfigError
+from engine.errors import ConfigError, EngineDeadError
 from engine.ipc import sockets
 from engine.ipc.place import TCP, Address, Directory, tcp_address
 from engine.observe.logs import set_up_logging
+
+logger = logging.getLogger("engine.core")
 
 OF_CLIENTS = (  # options that say something of who uses a core
     *("core_address", "multiprocess", "data_parallel_size", "core_ready_timeout"),
@@ -55,6 +58,9 @@ def run(parsed: argparse.Namespace) -> int:
         host.handle_signals(signal.SIGTERM, signal.SIGINT)
         print(f"core address: {host.address.data}", flush=True)
         host.serve()
+    except EngineDeadError:
+        logger.exception("this core has died")  # who runs it has no client that tells
+        raise
     finally:
         host.close()
     return 0

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import zmq
+from core_clients import own_place
+from spawned import FakeBuild
 
 from engine.cli import core
 from engine.cli.main import main
 from engine.config.args import EngineArgs
-from engine.errors import ConfigError
+from engine.core.host import EngineCoreHost
+from engine.errors import ConfigError, EngineDeadError
 from engine.worker.device import resolve_device
 
 SECRET = "a secret that both sides know"
@@ -21,6 +25,12 @@ SECRET = "a secret that both sides know"
 def _nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("METRONOME_CORE_SECRET", SECRET)
     monkeypatch.setattr(core, "build_core", lambda _: pytest.fail("a model was loaded"))
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with own_place(monkeypatch) as path:
+        yield path
 
 
 @pytest.fixture
@@ -102,6 +112,26 @@ def test_a_variable_of_the_environment_is_named(
     assert told in line
     if "SECRET" in name:
         assert value not in line
+
+
+def test_of_a_death_the_operator_has_the_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    place: Path,
+) -> None:
+    def die(_: EngineCoreHost) -> None:
+        try:
+            raise ArithmeticError("the policy fell over")
+        except ArithmeticError as error:
+            raise EngineDeadError("the engine core died") from error
+
+    monkeypatch.setattr(core, "build_core", FakeBuild())
+    monkeypatch.setattr(EngineCoreHost, "handle_signals", lambda *_: None)
+    monkeypatch.setattr(EngineCoreHost, "serve", die)
+    assert main(["core"]) == 1
+    assert capsys.readouterr().err == "metronome: error: the engine core died\n"
+    assert "in die" in caplog.text and "ArithmeticError: the policy fell over" in caplog.text
 
 
 def test_a_device_is_interpreted_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
