@@ -12,8 +12,8 @@ import zmq.asyncio
 
 from engine.core.failures import death_of
 from engine.core.heart import Heart
-from engine.core.link import Link, Reply, value_of
-from engine.core.zmq_client import HANG_SECONDS, STEP_SECONDS, WELCOME_SECONDS
+from engine.core.link import Link, Reply, aborted, refused, value_of
+from engine.core.zmq_client import HANG_SECONDS, LAST_WORDS_MS, STEP_SECONDS, WELCOME_SECONDS
 from engine.errors import EngineDeadError, WireError
 from engine.ipc import sockets
 from engine.ipc.place import Address, address_of
@@ -95,33 +95,35 @@ class AsyncEngineCoreClient:
 
         Cancelled, it leaves none of them at the core.
         """
+        self._live()
         submission = self._link.submit(requests)
         errors = submission.errors
-        new = [each.request_id for each in requests if each.request_id not in self._link.live]
+        # All are sent before anything else is: what is sent next may be their abort.
+        futures = [self._ask(part.number, part.frame) for part in submission.parts]
         try:
-            futures = [await self._ask(part.number, part.frame) for part in submission.parts]
             for part, future in zip(submission.parts, futures, strict=True):
-                errors |= self._link.submitted(requests, part, await future)
-        except asyncio.CancelledError:
-            self._withdraw(new)
+                errors |= refused(part, await future)
+        except BaseException:
+            self._send_now(self._link.withdraw(submission))
             raise
         return errors
 
     async def abort(self, request_ids: Sequence[str]) -> list[Finished]:
-        """Finish these; unknown ids do nothing. No output follows.
+        """Finish these; unknown ids do nothing. No output follows, and the ids are free at once.
 
-        Returns what became of those that were alive; ``index`` is their place in ``request_ids``.
+        Returns what became of those that were alive, as far as ``step`` has told; ``index`` is
+        their place in ``request_ids``.
         """
-        future = await self._ask(*self._link.abort(request_ids))
-        return self._link.aborted(request_ids, await future)
+        self._live()
+        return aborted(await self._ask(*self._link.abort(request_ids)))
 
     async def step(self) -> list[CoreOutputs]:
         """Outputs that have come; waits for them if there are none."""
-        while not self._link.batches:
+        while not (batches := self._link.take_batches(self._send_now)):
             self._live()
             self._changed.clear()
             await self._changed.wait()
-        return self._link.take_batches(self._send_now)
+        return batches
 
     def has_unfinished(self) -> bool:
         return bool(self._link.live)
@@ -136,11 +138,14 @@ class AsyncEngineCoreClient:
 
     async def call(self, name: str, *args: Any) -> Any:
         """A utility by name. Raises ``ConfigError`` for one that does not exist."""
-        future = await self._ask(*self._link.call(name, args))
-        return value_of(name, await future)
+        self._live()
+        return value_of(name, await self._ask(*self._link.call(name, args)))
 
     async def shutdown(self) -> None:
-        """Leave the core, and end it if it is ours; harmless when repeated."""
+        """Leave the core, and end it if it is ours; harmless when repeated.
+
+        Our own core that is stopped or hangs is killed after two seconds.
+        """
         if self._socket.closed:
             return
         linger_ms = sockets.LINGER_MS if self._death is None else 0  # last words for somebody
@@ -174,25 +179,15 @@ class AsyncEngineCoreClient:
                 f"no core answers at {address.data} within {WELCOME_SECONDS:g} s"
             ) from None
 
-    async def _ask(self, number: int, frame: bytes) -> asyncio.Future[Reply]:
+    def _ask(self, number: int, frame: bytes) -> asyncio.Future[Reply]:
         """Send; the future brings the answer."""
-        self._live()
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._expected[number] = future
-        sending = self._socket.send(frame)  # for ever, if the connection was just lost
-        await asyncio.wait((sending, future), return_when=asyncio.FIRST_COMPLETED)
-        if not sending.cancel():
-            sending.result()
+        self._send_now(frame)
         return future
 
-    def _withdraw(self, request_ids: list[str]) -> None:
-        """Abort what was submitted before; the answer is for nobody."""
-        _, frame = self._link.abort(request_ids)
-        self._link.live.difference_update(request_ids)
-        self._send_now(frame)
-
     def _send_now(self, frame: bytes) -> None:
-        """Send without waiting until it could be. A lost connection is noticed elsewhere."""
+        """Send in order, without waiting for it. A lost connection is noticed elsewhere."""
         with suppress(zmq.ZMQError):
             self._socket.send(frame)
 
@@ -214,12 +209,31 @@ class AsyncEngineCoreClient:
             self._changed.set()
 
     async def _watch(self) -> None:
-        await self._lost.poll()
-        while await self._socket.poll(0):  # last words may have come with the loss
+        await self._until_lost()
+        while self._death is None and await self._socket.poll(0):  # last words that came with it
             await asyncio.sleep(0)
         how = None if self._child is None else await asyncio.to_thread(self._child.how_it_ended)
         story = "it lost its connection" if how is None else f"its process {how}"
         raise death_of(f"the engine core died: {story}")
+
+    async def _until_lost(self) -> None:
+        """Until the connection is, or the process has ended, whoever else has its sockets."""
+        lost = self._lost.poll()
+        if self._child is None:
+            await lost
+            return
+        loop, pidfd = asyncio.get_running_loop(), self._child.pidfd
+        ended = asyncio.Event()
+        loop.add_reader(pidfd, ended.set)
+        waiting = asyncio.create_task(ended.wait())
+        try:
+            await asyncio.wait((lost, waiting), return_when=asyncio.FIRST_COMPLETED)
+            loop.remove_reader(pidfd)
+            await asyncio.wait((lost,), timeout=LAST_WORDS_MS / 1000)
+        finally:
+            loop.remove_reader(pidfd)
+            waiting.cancel()
+            lost.cancel()
 
     async def _listen(self) -> None:
         """Ask a core how it is while somebody waits for it."""

@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import FrameType
 
 import zmq
@@ -36,8 +37,9 @@ from engine.messages.wire import Dead, Fault, FromControl, Health, Shutdown, ToC
 
 logger = logging.getLogger("engine.core")
 
-LAST_STEP_SECONDS = 1.0  # for a step to end after the parent's death, or a second signal
-ORPHANED = 70  # exit status of a core whose parent died in the middle of a step
+LAST_STEP_SECONDS = 1.0  # for a step to end after the parent's death
+CLOSE_SECONDS = 1.5  # to close after that
+ORPHANED = 70  # exit status of a core whose parent died, and that could not end in order
 
 
 class EngineCoreHost:
@@ -63,18 +65,22 @@ class EngineCoreHost:
         self._directory = directory
         self._drain_timeout = config.core.drain_timeout
         self._clock = clock
-        self._context = zmq.Context()
+        context: zmq.Context[sockets.Socket] = zmq.Context()
         try:
-            self._data = sockets.bind(self._context, address.data, address.secret)
-            self._control = sockets.bind(self._context, address.control, address.secret)
+            self._data = sockets.bind(context, address.data, address.secret)
+            self._control = sockets.bind(context, address.control, address.secret)
         except BaseException:
-            self._context.destroy(linger=0)
+            context.destroy(linger=0)
             raise
         self._peers = Peers(self._data, core.abort, max_backlog_bytes=max_backlog_bytes)
         desk = Desk(core, self._peers, address.token, self.ending)
         self._loop = CoreLoop(core, self._data, desk, self._peers, config, clock)
         self._is_over = threading.Event()
+        self._is_closed = threading.Event()
         self._control_waker = sockets.Waker()
+        self._at_close = ExitStack()
+        for closing in (context.term, self._control_waker.close, self._loop.waker.close):
+            self._at_close.callback(closing)
         self._thread = threading.Thread(target=self._run_control, name="core-control", daemon=True)
 
     def serve(self) -> None:
@@ -102,10 +108,13 @@ class EngineCoreHost:
         self._loop.waker.wake()
 
     def end_orphaned(self) -> None:
-        """Nobody is left to serve: end after this step, or without its end. For any thread."""
+        """Nobody is left to serve: end after this step, or without its end; close, or leave it.
+
+        For any thread but that which serves.
+        """
         self.ending.no_later_than(self._clock())
         self._loop.waker.wake()
-        if not self._is_over.wait(LAST_STEP_SECONDS):
+        if not (self._is_over.wait(LAST_STEP_SECONDS) and self._is_closed.wait(CLOSE_SECONDS)):
             if self._directory is not None:
                 self._directory.remove()
             os._exit(ORPHANED)
@@ -123,23 +132,32 @@ class EngineCoreHost:
         )
 
     def handle_signals(self, *numbers: signal.Signals) -> None:
-        """These signals drain, the second of them ends at once. For the main thread."""
+        """These signals drain, the second of them ends at once, until ``close``.
+
+        For the main thread, which then has to close as well.
+        """
         for number in numbers:
-            signal.signal(number, self._on_signal)
-        signal.set_wakeup_fd(self._loop.waker.signal_fd, warn_on_full_buffer=False)
+            before = signal.signal(number, self._on_signal)
+            if before is not None:  # a handler that is not Python's cannot be put back
+                self._at_close.callback(signal.signal, number, before)
+        fd = self._loop.waker.signal_fd
+        before_fd = signal.set_wakeup_fd(fd, warn_on_full_buffer=False)
+        self._at_close.callback(signal.set_wakeup_fd, before_fd)
 
     def close(self) -> None:
-        """Send last words, close the sockets and let go of the core."""
+        """Send last words, close the sockets, let go of the core and of signals.
+
+        Harmless when repeated, and without ``serve``.
+        """
         self._end_control()
         if self._thread.is_alive():
             self._thread.join()
         sockets.close(self._data, self._control, linger_ms=sockets.LINGER_MS)
-        self._context.term()
-        for waker in (self._loop.waker, self._control_waker):
-            waker.close()
+        self._at_close.close()
         if self._directory is not None:
             self._directory.remove()
         self._core.shutdown()
+        self._is_closed.set()
 
     def _end_control(self) -> None:
         self._is_over.set()

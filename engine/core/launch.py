@@ -22,6 +22,8 @@ from engine.ipc.place import Address, Directory, address_of
 from engine.ipc.process import Child, Line, ParentWatch, Report, report_to_parent
 from engine.observe.logs import set_up_logging
 
+EXIT_SECONDS = 1.0  # from the end of a core whose parent died to that of its process
+
 
 class CoreBuilder(Protocol):
     """Makes a core from a configuration. Raises ``ConfigError`` for what cannot work."""
@@ -133,7 +135,7 @@ def serve_child(line: Line, build: CoreBuilder, config: EngineConfig, path: str)
             line, Report(False, type(error).__name__, str(error), traceback.format_exc())
         )
         return
-    watch.on_death = host.end_orphaned
+    watch.on_death = lambda: _end_orphaned(host)
     host.handle_signals(signal.SIGTERM)
     report_to_parent(line, Report(True))
     try:
@@ -143,6 +145,13 @@ def serve_child(line: Line, build: CoreBuilder, config: EngineConfig, path: str)
         raise SystemExit(1) from None
     finally:
         host.close()
+
+
+def _end_orphaned(host: EngineCoreHost) -> None:
+    """Let the core end, and this process, whatever else it runs."""
+    host.end_orphaned()
+    time.sleep(EXIT_SECONDS)
+    os._exit(ORPHANED)
 
 
 def _leave(directory: Directory) -> None:

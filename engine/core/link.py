@@ -2,12 +2,14 @@
 
 requests ── Submit, Abort, Call ──> numbered; answered in order, each with its number
 Outputs  ── kept in order until they are read, then paid for with Credit
+
+A request id is in use from its Submit until its end was read or its Abort was sent. Everything is
+noted when it is sent or comes in, in that order: tasks that wait for it may run much later.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,13 +17,15 @@ from typing import Any
 import msgspec
 
 from engine.core.failures import death_of, error_of
-from engine.errors import WireError
+from engine.core.unread import Unread
+from engine.errors import RequestError, WireError
 from engine.ipc.codec import Decoder, Encoder
 from engine.messages.check import check_plain
 from engine.messages.outputs import CoreOutputs, Finished
 from engine.messages.requests import AddRequest
 from engine.messages.stats import SchedulerStats
 from engine.messages.wire import (
+    MAX_SUBMIT_REQUESTS,
     PROTOCOL_VERSION,
     Abort,
     Aborted,
@@ -40,7 +44,6 @@ from engine.messages.wire import (
 )
 
 MAX_SUBMIT_TOKENS = 1 << 20  # prompt tokens in one message, so that it stays far below the limit
-MAX_SUBMIT_REQUESTS = 1000
 
 Reply = Welcome | Submitted | Aborted | Answer
 
@@ -53,6 +56,7 @@ class Part:
     number: int
     places: list[int]
     """Of its requests, among all that were to be added."""
+    request_ids: list[str]
 
 
 @dataclass
@@ -68,10 +72,11 @@ class Link:
 
     def __init__(self) -> None:
         self.welcome: Welcome | None = None
-        self.batches: deque[CoreOutputs] = deque()
-        """Outputs that nobody has read yet."""
-        self.live: set[str] = set()
-        """Requests that were taken and have not ended, as far as was read."""
+        self.unread = Unread()
+        self.live: dict[str, int] = {}
+        """Requests that are in use, each with the number of its message."""
+        self._submits: dict[int, Part] = {}  # not answered yet
+        self._aborts: dict[int, list[str]] = {}  # not answered yet
         self._numbers = itertools.count()
         self._encoder = Encoder()
         self._decoder: Decoder[ToClient] = Decoder(ToClient)
@@ -83,23 +88,48 @@ class Link:
         return self._encoder.encode(Hello(PROTOCOL_VERSION, token, name))
 
     def submit(self, requests: Sequence[AddRequest]) -> Submission:
-        """Messages that add these. A request that cannot travel is an error of its own."""
+        """Messages that add these. One whose id is in use, or that cannot travel, is an error."""
         submission = Submission()
-        for places in _in_parts(requests):
+        free: dict[str, int] = {}
+        for place, request in enumerate(requests):
+            if request.request_id in self.live or request.request_id in free:
+                submission.errors[place] = in_use(request.request_id)
+            else:
+                free[request.request_id] = place
+        for places in _in_parts(requests, free.values()):
             try:
-                submission.parts.append(self._part(requests, places))
+                self._submit(submission, requests, places)
             except WireError:
                 for place in places:
                     try:
-                        submission.parts.append(self._part(requests, [place]))
+                        self._submit(submission, requests, [place])
                     except WireError as error:
                         submission.errors[place] = error
         return submission
 
+    def withdraw(self, submission: Submission) -> bytes:
+        """Abort what was submitted, answered or not. Nobody waits for what comes of it."""
+        for part in submission.parts:
+            self._submits.pop(part.number, None)
+        _, frame = self.abort(
+            [
+                request_id
+                for part in submission.parts
+                for request_id in part.request_ids
+                if self.live.get(request_id) == part.number
+            ]
+        )
+        return frame
+
     def abort(self, request_ids: Sequence[str]) -> tuple[int, bytes]:
-        """Number and frame."""
+        """Number and frame, to be sent at once: from here on the ids are free."""
         number = next(self._numbers)
-        return number, self._encoder.encode(Abort(number, list(request_ids)))
+        frame = self._encoder.encode(Abort(number, list(request_ids)))
+        self._aborts[number] = list(request_ids)
+        self.unread.abort(number, request_ids)
+        for request_id in request_ids:
+            self.live.pop(request_id, None)
+        return number, frame
 
     def call(self, name: str, args: tuple[Any, ...]) -> tuple[int, bytes]:
         """Number and frame. Raises ``RequestTypeError`` for arguments that are no plain values."""
@@ -113,11 +143,11 @@ class Link:
 
     def take_batches(self, send: Callable[[bytes], object]) -> list[CoreOutputs]:
         """All outputs that wait, in order; the core may send as many again."""
-        batches = list(self.batches)
-        self.batches.clear()
+        self._num_unpaid += len(self.unread)
+        batches = self.unread.take()
         for batch in batches:
-            self.live.difference_update(batch.request_ids[end.index] for end in batch.finished)
-        self._num_unpaid += len(batches)
+            for end in batch.finished:
+                self.live.pop(batch.request_ids[end.index], None)
         if self.welcome is not None and 2 * self._num_unpaid >= self.welcome.num_credits:
             send(self._encoder.encode(Credit(self._num_unpaid)))
             self._num_unpaid = 0
@@ -134,41 +164,79 @@ class Link:
         message = self._decoder.decode(frames)
         match message:
             case Outputs(batch=batch):
+                _check_counts(batch)
                 _check_places([each.index for each in batch.finished], batch.request_ids)
                 _check_places([each.index for each in batch.started], batch.request_ids)
-                self.batches.append(batch)
+                self.unread.add(batch)
             case Dead():
                 raise death_of(message.message, message.traceback)
             case Fault():
                 raise WireError(f"the core could not read a message: {message.message}")
-            case Welcome() | Submitted() | Aborted() | Answer():
+            case Submitted():
+                self._note_submitted(message)
+                return message
+            case Aborted():
+                return self._note_aborted(message)
+            case Welcome() | Answer():
                 return message
         return None
 
-    def submitted(
-        self, requests: Sequence[AddRequest], part: Part, reply: Reply
-    ) -> dict[int, Exception]:
-        """Note what was taken. Returns why the others were not, by place."""
-        assert isinstance(reply, Submitted)
-        _check_places([each.index for each in reply.refusals], part.places)
-        errors: dict[int, Exception] = {
-            part.places[each.index]: error_of(each.failure) for each in reply.refusals
-        }
-        self.live.update(requests[i].request_id for i in part.places if i not in errors)
-        return errors
+    def _note_submitted(self, message: Submitted) -> None:
+        """Those that were refused are not in use."""
+        part = self._submits.pop(message.number, None)
+        if part is None:  # withdrawn meanwhile
+            return
+        _check_places([each.index for each in message.refusals], part.places)
+        for each in message.refusals:
+            request_id = part.request_ids[each.index]
+            if self.live.get(request_id) == part.number:
+                del self.live[request_id]
 
-    def aborted(self, request_ids: Iterable[str], reply: Reply) -> list[Finished]:
-        """Note what was stopped. Returns what became of it."""
-        assert isinstance(reply, Aborted)
-        self.live.difference_update(request_ids)
-        return reply.finished
+    def _note_aborted(self, message: Aborted) -> Aborted:
+        """What became of the requests, those included whose end had come and was not read."""
+        request_ids = self._aborts.pop(message.number, [])
+        _check_places([each.index for each in message.finished], request_ids)
+        places = {name: place for place, name in enumerate(request_ids)}
+        unread = self.unread.aborted(message.number, request_ids)
+        ends = [
+            msgspec.structs.replace(
+                end, index=places[name], reason="abort", stop_reason=None, message=""
+            )
+            for name, end in unread.items()
+        ]
+        return Aborted(message.number, message.finished + ends)
 
     # -- helpers
 
-    def _part(self, requests: Sequence[AddRequest], places: list[int]) -> Part:
+    def _submit(
+        self, submission: Submission, requests: Sequence[AddRequest], places: list[int]
+    ) -> None:
         number = next(self._numbers)
-        frame = self._encoder.encode(Submit(number, [requests[place] for place in places]))
-        return Part(frame, number, places)
+        own = [requests[place] for place in places]
+        frame = self._encoder.encode(Submit(number, own))
+        part = Part(frame, number, places, [request.request_id for request in own])
+        submission.parts.append(part)
+        self._submits[number] = part
+        self.live.update(dict.fromkeys(part.request_ids, number))
+
+
+def refused(part: Part, reply: Reply) -> dict[int, Exception]:
+    """Why some were not taken, by place."""
+    assert isinstance(reply, Submitted)
+    return {part.places[each.index]: error_of(each.failure) for each in reply.refusals}
+
+
+def aborted(reply: Reply) -> list[Finished]:
+    """What became of those that were alive."""
+    assert isinstance(reply, Aborted)
+    return reply.finished
+
+
+def in_use(request_id: str) -> RequestError:
+    """A request has this id, as far as its client has read."""
+    return RequestError(
+        f"request id {request_id!r} is in use; wait until it has finished or choose another"
+    )
 
 
 def _check_places(places: Sequence[int], among: Sequence[object]) -> None:
@@ -176,6 +244,25 @@ def _check_places(places: Sequence[int], among: Sequence[object]) -> None:
     for place in places:
         if not 0 <= place < len(among):
             raise WireError(f"the core speaks of place {place}, where there are {len(among)}")
+
+
+def _check_counts(batch: CoreOutputs) -> None:
+    """Raise ``WireError`` if rows and tokens do not belong together."""
+    num_rows, counts = len(batch.request_ids), batch.counts
+    if counts is None:
+        is_right = len(batch.token_ids) == num_rows
+    else:
+        total = sum(counts)
+        is_right = (
+            len(counts) == num_rows
+            and total == len(batch.token_ids)
+            and min(counts, default=0) >= 0
+        )
+    if not is_right:
+        raise WireError(
+            f"the core speaks of {num_rows} requests and {len(batch.token_ids)} tokens, which its "
+            "counts do not explain"
+        )
 
 
 def value_of(name: str, reply: Reply) -> Any:
@@ -188,15 +275,16 @@ def value_of(name: str, reply: Reply) -> Any:
     return reply.value
 
 
-def _in_parts(requests: Sequence[AddRequest]) -> Iterator[list[int]]:
+def _in_parts(requests: Sequence[AddRequest], wanted: Iterable[int]) -> Iterator[list[int]]:
     """Places of requests, cut into messages that are not too large."""
     places: list[int] = []
     num_tokens = 0
-    for place, request in enumerate(requests):
-        num_tokens += len(request.prompt_token_ids)
+    for place in wanted:
+        length = len(requests[place].prompt_token_ids)
+        num_tokens += length
         if places and (num_tokens > MAX_SUBMIT_TOKENS or len(places) == MAX_SUBMIT_REQUESTS):
             yield places
-            places, num_tokens = [], len(request.prompt_token_ids)
+            places, num_tokens = [], length
         places.append(place)
     if places:
         yield places

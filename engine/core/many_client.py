@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import secrets
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import msgspec
 import zmq
 
 from engine.core.balance import Balancer
+from engine.core.link import in_use
 from engine.core.zmq_client import STEP_SECONDS, EngineCoreClient
-from engine.errors import RequestError
+from engine.errors import ConfigError, EngineDeadError
 from engine.messages.outputs import CoreOutputs, Finished
 from engine.messages.requests import AddRequest
 from engine.messages.stats import SchedulerStats
@@ -19,14 +22,18 @@ from engine.messages.wire import Welcome
 
 
 class ManyCoresClient:
-    """What ``EngineCoreClient`` is, for cores that share the work. If one dies, all are dead.
+    """What ``EngineCoreClient`` is, for cores that share the work. If one dies, all are dead, and
+    the error names it.
 
     A request goes to the core that ``Balancer`` chooses and stays there; utilities are called on
-    all cores.
+    all cores. Raises ``ConfigError`` for cores that do not run the same model.
     """
 
     def __init__(self, cores: Sequence[EngineCoreClient]) -> None:
         self._cores = list(cores)
+        _check_alike(self._cores)
+        self.id_prefix = _prefix_of(self._cores)
+        """Request ids that begin with it are unique among all clients of the cores."""
         self._balancer = Balancer(len(self._cores), self.decided.block_size)
         self._poller = zmq.Poller()
         for core in self._cores:
@@ -38,10 +45,6 @@ class ManyCoresClient:
         """What each core runs with."""
         return self._cores[0].decided
 
-    @property
-    def id_prefix(self) -> str:
-        return self._cores[0].id_prefix
-
     def add(self, request: AddRequest) -> None:
         """Queue a request. Raises ``RequestError`` for a live id or one that can never fit, and
         ``RefusedError`` for one that is not taken now."""
@@ -49,7 +52,10 @@ class ManyCoresClient:
             raise error
 
     def add_all(self, requests: Sequence[AddRequest]) -> dict[int, Exception]:
-        """Queue these, in order. Returns what ``add`` raised, by place; {} if all were taken."""
+        """Queue these, in order. Returns what ``add`` raised, by place; {} if all were taken.
+
+        Interrupted, it leaves none of them at a core.
+        """
         self.check_alive()
         errors: dict[int, Exception] = {}
         places: defaultdict[int, list[int]] = defaultdict(list)  # by core
@@ -57,21 +63,21 @@ class ManyCoresClient:
             if self._balancer.core_of(request.request_id) is None:
                 places[self._balancer.choose(request)].append(place)
             else:
-                errors[place] = RequestError(
-                    f"request id {request.request_id!r} is in use; wait until it has finished or "
-                    "choose another"
-                )
-        for core, own in places.items():
-            refused = self._cores[core].add_all([requests[place] for place in own])
-            for index, error in refused.items():
-                errors[own[index]] = error
-                self._balancer.end(requests[own[index]].request_id)
+                errors[place] = in_use(request.request_id)
+        try:
+            for core, own in places.items():
+                errors |= self._add_to(core, requests, own)
+        except BaseException:
+            with suppress(EngineDeadError):
+                self.abort([requests[i].request_id for own in places.values() for i in own])
+            raise
         return errors
 
     def abort(self, request_ids: Sequence[str]) -> list[Finished]:
         """Finish these; unknown ids do nothing. No output follows.
 
-        Returns what became of those that were alive; ``index`` is their place in ``request_ids``.
+        Returns what became of those that were alive, as far as ``step`` has told; ``index`` is
+        their place in ``request_ids``.
         """
         self.check_alive()
         finished: list[Finished] = []
@@ -81,11 +87,14 @@ class ManyCoresClient:
             if core is not None:
                 places[core].append(place)
         for core, own in places.items():
-            for end in self._cores[core].abort([request_ids[place] for place in own]):
+            names = [request_ids[place] for place in own]
+            for name in names:
+                self._balancer.end(name)
+            with self._named(core):
+                ends = self._cores[core].abort(names)
+            for end in ends:
                 end.index = own[end.index]
                 finished.append(end)
-            for place in own:
-                self._balancer.end(request_ids[place])
         return finished
 
     def step(self) -> list[CoreOutputs]:
@@ -102,8 +111,9 @@ class ManyCoresClient:
 
     def check_alive(self) -> None:
         """Raise ``EngineDeadError`` if one of the cores has died."""
-        for core in self._cores:
-            core.check_alive()
+        for index, core in enumerate(self._cores):
+            with self._named(index):
+                core.check_alive()
 
     def has_unfinished(self) -> bool:
         return any(core.has_unfinished() for core in self._cores)
@@ -114,7 +124,7 @@ class ManyCoresClient:
     def stats(self) -> SchedulerStats | None:
         """Gauges and counters of all cores together, ``None`` if they keep none."""
         self.check_alive()
-        return sum_of([core.stats() for core in self._cores])
+        return sum_of(self._of_all("stats"))
 
     def call(self, name: str, *args: Any) -> Any:
         """A utility by name, on all cores. Raises ``ConfigError`` for one that does not exist.
@@ -123,20 +133,75 @@ class ManyCoresClient:
         else what the first core answered.
         """
         self.check_alive()
-        answers = [core.call(name, *args) for core in self._cores]
-        return JOINED.get(name, first_of)(answers)
+        return JOINED.get(name, first_of)(self._of_all(name, *args))
 
     def shutdown(self) -> None:
         """Leave the cores, and end those that are ours; harmless when repeated."""
-        for core in self._cores:
-            core.shutdown()
+        shut_down(self._cores)
+
+    def _add_to(
+        self, core: int, requests: Sequence[AddRequest], places: list[int]
+    ) -> dict[int, Exception]:
+        with self._named(core):
+            refused = self._cores[core].add_all([requests[place] for place in places])
+        for index in refused:
+            self._balancer.end(requests[places[index]].request_id)
+        return {places[index]: error for index, error in refused.items()}
+
+    def _of_all(self, name: str, *args: Any) -> list[Any]:
+        answers = []
+        for index, core in enumerate(self._cores):
+            with self._named(index):
+                answers.append(core.call(name, *args))
+        return answers
+
+    @contextmanager
+    def _named(self, index: int) -> Iterator[None]:
+        """Whose death it was."""
+        try:
+            yield
+        except EngineDeadError as error:
+            which = f"core {index} of {len(self._cores)} at {self._cores[index].address.data}"
+            raise EngineDeadError(f"{which}: {error}") from error.__cause__
 
     def _take(self) -> list[CoreOutputs]:
-        batches = [batch for core in self._cores for batch in core.take()]
+        batches: list[CoreOutputs] = []
+        for index, core in enumerate(self._cores):
+            with self._named(index):
+                batches += core.take()
         for batch in batches:
             for end in batch.finished:
                 self._balancer.end(batch.request_ids[end.index])
         return batches
+
+
+def shut_down(cores: Sequence[EngineCoreClient]) -> None:
+    """Shut down all of them, each while the others end too."""
+    for core in cores:
+        core.ask_to_end()
+    for core in cores:
+        core.shutdown()
+
+
+def _prefix_of(cores: Sequence[EngineCoreClient]) -> str:
+    """That of the first client of every core is empty. Others have one at each, not the same."""
+    if not any(core.id_prefix for core in cores):
+        return ""
+    return f"clients-{secrets.token_hex(8)}/"
+
+
+def _check_alike(cores: Sequence[EngineCoreClient]) -> None:
+    """Raise ``ConfigError`` unless a request means the same to all of these."""
+    first = cores[0]
+    for core in cores[1:]:
+        for name in ("max_model_len", "vocab_size", "eos_token_ids", "block_size"):
+            own, other = getattr(first.decided, name), getattr(core.decided, name)
+            if own != other:
+                raise ConfigError(
+                    f"{name} is {own} for the core at {first.address.data} and {other} for that at "
+                    f"{core.address.data}; cores that share the work must run the same model with "
+                    "the same options"
+                )
 
 
 def first_of(answers: list[Any]) -> Any:

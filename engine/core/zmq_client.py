@@ -11,7 +11,7 @@ import zmq
 
 from engine.core.failures import death_of
 from engine.core.heart import Heart
-from engine.core.link import Link, Reply, value_of
+from engine.core.link import Link, Reply, Submission, aborted, refused, value_of
 from engine.errors import EngineDeadError, WireError
 from engine.ipc import sockets
 from engine.ipc.place import Address, address_of
@@ -24,6 +24,7 @@ from engine.messages.wire import Welcome
 STEP_SECONDS = 0.1  # that ``step`` waits for outputs, and between two looks at a silent core
 WELCOME_SECONDS = 10.0
 HANG_SECONDS = 300.0
+LAST_WORDS_MS = 200  # from the end of a core's process to that of its connection
 
 
 class EngineCoreClient:
@@ -51,7 +52,8 @@ class EngineCoreClient:
         self._context: zmq.Context[sockets.Socket] = zmq.Context()
         self._socket, self._lost = sockets.connect(self._context, address.data, address.secret)
         self._heart = Heart(self._context, address, hang_timeout)
-        self.sources = (self._socket, self._lost, self._waker.fd)
+        ended = () if child is None else (child.pidfd,)
+        self.sources = (self._socket, self._lost, self._waker.fd, *ended)
         """What becomes readable when there is something for ``step``."""
         self._poller = zmq.Poller()
         for each in self.sources:
@@ -79,33 +81,43 @@ class EngineCoreClient:
             raise error
 
     def add_all(self, requests: Sequence[AddRequest]) -> dict[int, Exception]:
-        """Queue these, in order. Returns what ``add`` raised, by place; {} if all were taken."""
+        """Queue these, in order. Returns what ``add`` raised, by place; {} if all were taken.
+
+        Interrupted, it leaves none of them at the core.
+        """
+        self._live()
         submission = self._link.submit(requests)
-        for part in submission.parts:
-            self._ask(part.number, part.frame)
         errors = submission.errors
-        for part in submission.parts:
-            errors |= self._link.submitted(requests, part, self._answer(part.number))
+        try:
+            for part in submission.parts:
+                self._ask(part.number, part.frame)
+            for part in submission.parts:
+                errors |= refused(part, self._answer(part.number))
+        except BaseException:
+            self._withdraw(submission)
+            raise
         return errors
 
     def abort(self, request_ids: Sequence[str]) -> list[Finished]:
         """Finish these; unknown ids do nothing. No output follows.
 
-        Returns what became of those that were alive; ``index`` is their place in ``request_ids``.
+        Returns what became of those that were alive, as far as ``step`` has told; ``index`` is
+        their place in ``request_ids``.
         """
+        self._live()
         number, frame = self._link.abort(request_ids)
         self._ask(number, frame)
-        return self._link.aborted(request_ids, self._answer(number))
+        return aborted(self._answer(number))
 
     def step(self) -> list[CoreOutputs]:
         """Outputs that have come; waits a moment for them if there are none."""
-        if not self._link.batches:
+        if not self._link.unread:
             self._receive(STEP_SECONDS)
         return self._link.take_batches(self._send_credit)
 
     def take(self) -> list[CoreOutputs]:
         """Outputs that have come; does not wait."""
-        if not self._link.batches:
+        if not self._link.unread:
             self._receive(0.0)
         return self._link.take_batches(self._send_credit)
 
@@ -132,7 +144,10 @@ class EngineCoreClient:
         return value_of(name, self._answer(number))
 
     def shutdown(self) -> None:
-        """Leave the core, and end it if it is ours; harmless when repeated."""
+        """Leave the core, and end it if it is ours; harmless when repeated.
+
+        Our own core that is stopped or hangs is killed after two seconds.
+        """
         if self._socket.closed:
             return
         linger_ms = 0
@@ -148,6 +163,11 @@ class EngineCoreClient:
         self._waker.close()
         if self._child is not None:
             self._child.close()
+
+    def ask_to_end(self) -> None:
+        """Let our own core end, without waiting for it; ``shutdown`` is still to come."""
+        if self._child is not None:
+            self._child.ask_to_end()
 
     def check_alive(self) -> None:
         """Raise ``EngineDeadError`` if the core has died."""
@@ -199,7 +219,7 @@ class EngineCoreClient:
         if self._waker.fd in ready:
             self._waker.clear()
         has_come = self._take_all()
-        if self._lost in ready and not has_come:
+        if not has_come and self._is_lost(ready):
             self._die("lost its connection")
         if not ready and (complaint := self._heart.complaint(time.monotonic())):
             self._kill(complaint)
@@ -218,6 +238,22 @@ class EngineCoreClient:
                     raise
                 return True
             has_come = True
+
+    def _is_lost(self, ready: dict[Any, int]) -> bool:
+        if self._lost in ready:
+            return True
+        if self._child is None or self._child.pidfd not in ready:
+            return False
+        # Dead, but its sockets are not closed yet; if a process that it forked has them, never.
+        self._lost.poll(LAST_WORDS_MS)
+        return not self._socket.poll(0)
+
+    def _withdraw(self, submission: Submission) -> None:
+        """Nobody is told of these requests, so the core is not to have them."""
+        for part in submission.parts:
+            self._expected.pop(part.number, None)
+        with suppress(zmq.ZMQError):  # a core that reads nothing
+            self._socket.send(self._link.withdraw(submission), zmq.NOBLOCK)
 
     def _take(self, reply: Reply | None) -> None:
         if isinstance(reply, Welcome):

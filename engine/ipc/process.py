@@ -1,7 +1,9 @@
 """A child process and a line to it: it says when it is ready, each side sees the other end.
 
-The line is a pipe that nobody else inherits. When a process dies, however it dies, the system
-closes its end, and the other side reads the end of the line.
+    line    a pair of sockets: the start's report one way, the wish to end it the other
+    pidfd   of the other process, on both sides: readable once that has ended
+
+A line alone would not do: whatever either process forks holds it open when that process is dead.
 """
 
 from __future__ import annotations
@@ -9,6 +11,8 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import multiprocessing.connection
+import os
+import select
 import signal
 import threading
 import weakref
@@ -22,8 +26,10 @@ import msgspec
 
 from engine.errors import ConfigError, EngineDeadError
 
-STOP_SECONDS = 5.0  # from one way of ending a child to the next, harder one
+CLOSE_SECONDS = 2.0  # that a child has to end when it is asked to; it is killed then
+KILL_SECONDS = 5.0  # from SIGKILL to the end, which only the system can delay
 EXIT_SECONDS = 0.5  # from the end of a child's line to its exit code
+END = b"end"
 
 Line = Connection
 
@@ -57,9 +63,17 @@ class Child:
         self._process = context.Process(target=target, args=(theirs, *args), name=name, daemon=True)
         try:
             self._process.start()
+            self.pidfd = os.pidfd_open(self.pid)
+            """Readable once the process has ended; valid until ``close``."""
         except Exception as error:  # whatever the objects in it raise when they are written down
             self.line.close()
+            if self._process.pid is not None:
+                self._process.kill()
             at_end()
+            if isinstance(error, OSError):
+                raise EngineDeadError(
+                    f"Engine core initialization failed: no process for the {name}: {error}"
+                ) from error
             raise ConfigError(
                 f"an option cannot be handed to the process of the {name}: {error}; give policies, "
                 "resources and processors as dotted paths or module-level classes"
@@ -67,7 +81,9 @@ class Child:
         finally:
             theirs.close()
         # Runs at exit before multiprocessing ends its children, which would let this one drain.
-        self._end = weakref.finalize(self, _end, self._process, self.line, at_end)
+        self._end = weakref.finalize(
+            self, _end, os.getpid(), self._process, self.line, self.pidfd, at_end
+        )
         self._end.atexit = False
         atexit.register(self._end)
 
@@ -86,7 +102,7 @@ class Child:
         Raises ``EngineDeadError`` if it ends before, or has not said anything after ``timeout``
         seconds; it is then ended.
         """
-        ready = multiprocessing.connection.wait([self.line, self._process.sentinel], timeout)
+        ready = multiprocessing.connection.wait([self.line, self.pidfd], timeout)
         with suppress(EOFError, OSError):
             if self.line in ready:
                 return msgspec.msgpack.decode(self.line.recv_bytes(), type=Report)
@@ -111,13 +127,20 @@ class Child:
         with self._lock:
             if not self._end.alive:
                 return "was ended"
-            self._process.join(EXIT_SECONDS)
+            if not _has_ended(self.pidfd, EXIT_SECONDS):
+                return None
             code = self._process.exitcode
-        if code is None:
-            return None
+        if code is None:  # somebody else has asked for it, or the user's program ignores SIGCHLD
+            return "ended"
         if code < 0:
             return f"was killed by {signal.Signals(-code).name}"
         return f"exited with status {code}"
+
+    def ask_to_end(self) -> None:
+        """Let it end, without waiting for it; ``close`` is still to come."""
+        with self._lock:
+            if self._end.alive:
+                _ask_to_end(self.line)
 
     def kill(self) -> None:
         """End it at once, even one that is stopped; ``close`` is still to come."""
@@ -126,25 +149,42 @@ class Child:
                 self._process.kill()
 
     def close(self) -> None:
-        """Ask it to end, wait, insist; harmless when repeated."""
+        """Ask it to end, and kill it if it has not after two seconds; harmless when repeated."""
         atexit.unregister(self._end)
         with self._lock:
             self._end()
 
 
-def _end(process: SpawnProcess, line: Line, at_end: Callable[[], object]) -> None:
-    line.close()  # which it sees as our death
-    process.join(STOP_SECONDS)
-    for insist in (process.terminate, process.kill):
-        if process.exitcode is None:
-            insist()
-            process.join(STOP_SECONDS)
-    process.close()
+def _end(
+    owner: int, process: SpawnProcess, line: Line, pidfd: int, at_end: Callable[[], object]
+) -> None:
+    if os.getpid() != owner:  # a copy of the owner, forked by its user, which owns nothing
+        return
+    _ask_to_end(line)  # closing tells nothing where a fork of ours holds it open
+    line.close()
+    if not _has_ended(pidfd, CLOSE_SECONDS):
+        process.kill()  # no softer signal: one that is stopped, or hangs, would not hear it
+        _has_ended(pidfd, KILL_SECONDS)
+    if process.exitcode is not None:
+        process.close()
+    os.close(pidfd)
     at_end()
 
 
+def _ask_to_end(line: Line) -> None:
+    with suppress(OSError):
+        line.send_bytes(END)
+
+
+def _has_ended(pidfd: int, seconds: float) -> bool:
+    """Wait so long for the end of a process."""
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    return bool(poller.poll(1000 * seconds))
+
+
 class ParentWatch:
-    """A thread that calls ``on_death`` when the parent process has gone, in the child."""
+    """A thread that calls ``on_death`` when the parent process has gone, or asks for the end."""
 
     def __init__(self, line: Line, on_death: Callable[[], object]) -> None:
         self.on_death = on_death
@@ -152,8 +192,13 @@ class ParentWatch:
         threading.Thread(target=self._run, name="parent-watch", daemon=True).start()
 
     def _run(self) -> None:
-        with suppress(OSError):
-            multiprocessing.connection.wait([self._line])
+        with suppress(OSError):  # there is no parent any more
+            parent = os.pidfd_open(_parent())
+            try:
+                if os.getppid() == _parent():  # so it is not another with its number
+                    multiprocessing.connection.wait([self._line, parent])
+            finally:
+                os.close(parent)
         self.on_death()
 
 
@@ -161,3 +206,10 @@ def report_to_parent(line: Line, report: Report) -> None:
     """Say how the start went, in the child. A parent that has gone does not hear it."""
     with suppress(OSError):
         line.send_bytes(msgspec.msgpack.encode(report))
+
+
+def _parent() -> int:
+    """Who started this process, dead or alive."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None and parent.pid is not None
+    return parent.pid

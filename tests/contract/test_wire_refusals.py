@@ -6,29 +6,34 @@ from spawned import fake_config
 from wire_frames import REQUEST
 from wire_samples import frames_of
 
-from engine.core.link import Link, Part
-from engine.errors import EngineDeadError, RequestError, WireError
+from engine.core.link import Link
+from engine.errors import RequestError, WireError
 from engine.messages.outputs import CoreOutputs, Finished
 from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest
-from engine.messages.wire import Failure, Outputs, Refusal, Submitted
+from engine.messages.wire import Aborted, Failure, Outputs, Refusal, Submitted, ToClient
 
 
 @pytest.mark.parametrize(
     "message",
     [
         Submitted(0, [Refusal(7, Failure("RequestError", "no"))]),
+        Submitted(0, [Refusal(-1, Failure("RequestError", "no"))]),
+        Aborted(1, [Finished(7, "abort")]),
         Outputs(CoreOutputs(["a"], [1], None, 0.0, finished=[Finished(7, "stop")])),
+        Outputs(CoreOutputs(["a", "b"], [1], None, 0.0)),
+        Outputs(CoreOutputs(["a", "b"], [1, 2, 3], [1, 1], 0.0)),
+        Outputs(CoreOutputs(["a", "b"], [1], [1], 0.0)),
+        Outputs(CoreOutputs(["a", "b"], [], [1, -1], 0.0)),
     ],
-    ids=["submitted", "outputs"],
+    ids=repr,
 )
-def test_a_place_that_is_none_is_an_error_of_the_engine(message: Submitted | Outputs) -> None:
+def test_places_and_counts_that_are_none_are_errors_of_the_engine(message: ToClient) -> None:
     link = Link()
-    with pytest.raises((WireError, EngineDeadError)):
-        reply = link.feed(frames_of([message]))
-        link.take_batches(lambda frame: None)
-        if reply is not None:
-            link.submitted([REQUEST], Part(b"", 0, [0]), reply)
+    link.submit([REQUEST])
+    link.abort(["a"])
+    with pytest.raises(WireError, match="the core speaks of"):
+        link.feed(frames_of([message]))
 
 
 @pytest.mark.parametrize("wish", [{"adapter": "none-such"}, {"grammar": "root ::= 'a'"}])

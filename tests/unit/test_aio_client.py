@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import time
 from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
 
 import pytest
 from core_clients import HostedCore, own_place, read
@@ -11,7 +15,7 @@ from simulate import expected, make_request
 from spawned import FakeBuild
 
 from engine.core.aio_client import AsyncEngineCoreClient
-from engine.errors import EngineDeadError
+from engine.errors import EngineDeadError, RequestError
 from engine.messages.outputs import Finished
 
 
@@ -75,9 +79,8 @@ async def test_a_cancelled_add_leaves_nothing_at_the_core() -> None:
         adding.cancel()
         with pytest.raises(asyncio.CancelledError):
             await adding
-        again = asyncio.create_task(client.add(make_request("a", [9], 1)))
-        await asyncio.sleep(0.01)
-        again.cancel()  # it would have been refused; who has the id goes on
+        with pytest.raises(RequestError, match="in use"):
+            await client.add(make_request("a", [9], 1))  # whoever has the id goes on
         counts = await client.stats()
         assert counts is not None and counts.num_running + counts.num_waiting == 1
         await client.add(make_request("b", [3], 2))  # the id is free again
@@ -106,3 +109,143 @@ async def test_110_all_tasks_hear_of_the_death() -> None:
                     break
         assert isinstance(results[0], EngineDeadError) and "fell over" in str(results[0])
         await client.shutdown()
+
+
+async def test_a_cancelled_add_withdraws_nothing_of_others() -> None:
+    with HostedCore(FakeBuild(step_seconds=0.3)) as core:
+        client = await AsyncEngineCoreClient.connect(core.address)
+        await client.add(make_request("a", [1], 3))
+        await asyncio.sleep(0.1)  # the core is in the middle of a step now and answers later
+        own, others = make_request("b", [2], 400), make_request("a", [3], 400)
+        adding = asyncio.create_task(client.add_all([others, own]))
+        await asyncio.sleep(0.01)
+        with pytest.raises(RequestError, match="'b' is in use"):
+            await client.add(own)
+        await client.abort(["b"])
+        await client.add(make_request("b", [4], 3))
+        adding.cancel()  # its "b" has been aborted, this one is another's
+        await asyncio.gather(adding, return_exceptions=True)
+        assert await drained(client) == {"a": expected([1], 3), "b": expected([4], 3)}
+        await client.shutdown()
+
+
+class Reader:
+    """The task that reads, and whose request an id is at the moment."""
+
+    def __init__(self, client: AsyncEngineCoreClient) -> None:
+        self.client = client
+        self.tokens: dict[str, list[int]] = {}
+        self.wanted: dict[str, list[int]] = {}
+        self.num_ended = 0
+
+    def own(self, name: str, wanted: list[int]) -> None:
+        self.tokens[name], self.wanted[name] = [], wanted
+
+    def disown(self, name: str) -> None:
+        del self.tokens[name], self.wanted[name]
+
+    async def run(self) -> None:
+        while True:
+            for batch in await self.client.step():
+                tokens: dict[str, list[int]] = {}
+                ends: dict[str, Finished] = {}
+                read(batch, tokens, ends)
+                for name, new in tokens.items():
+                    assert name in self.tokens, f"{name}: output of a request that is nobody's"
+                    self.tokens[name] += new
+                    so_far = len(self.tokens[name])
+                    assert self.tokens[name] == self.wanted[name][:so_far], name
+                for name in ends:
+                    assert self.tokens[name] == self.wanted[name], name
+                    self.disown(name)
+                    self.num_ended += 1
+
+
+class Users:
+    """Tasks that add, stop and give up requests. Ids are few: each is that of many, in turn."""
+
+    NAMES = ("a", "b", "c", "d", "e")
+
+    def __init__(self, reader: Reader, dice: random.Random, until: float) -> None:
+        self.num_cancelled = 0
+        self._reader = reader
+        self._client = reader.client
+        self._dice = dice
+        self._until = until
+
+    async def run(self) -> None:
+        while time.monotonic() < self._until:
+            await asyncio.sleep(self._dice.choice([0.0, 0.0005, 0.002, 0.01]))
+            taken = [name for name in self.NAMES if name in self._reader.tokens]
+            if taken and self._dice.random() < 0.4:
+                await self._stop(taken)
+            else:
+                await self._add(taken)
+
+    async def _stop(self, taken: list[str]) -> None:
+        stopped = self._dice.sample(taken, self._dice.randint(1, len(taken)))
+        for name in stopped:
+            self._reader.disown(name)
+        await self._quickly(self._client.abort(stopped))
+
+    async def _add(self, taken: list[str]) -> None:
+        requests = [
+            make_request(name, [self._dice.randrange(1000)], self._dice.choice([1, 2, 30]))
+            for name in self.NAMES
+            if name not in taken
+        ]
+        for request in requests:
+            wanted = expected(request.prompt_token_ids, request.max_tokens)
+            self._reader.own(request.request_id, wanted)
+        owned = {each.request_id: self._reader.tokens[each.request_id] for each in requests}
+        refused = [make_request(name, [7], 5) for name in taken]
+        if await self._quickly(self._client.add_all(requests + refused)):
+            return
+        self.num_cancelled += 1
+        for name, tokens in owned.items():  # unless it has ended, or somebody stopped it
+            if self._reader.tokens.get(name) is tokens:
+                self._reader.disown(name)
+
+    async def _quickly(self, call: Any) -> bool:
+        """Carry out a call, or give it up once it was sent."""
+        try:
+            async with asyncio.timeout(self._dice.choice([0.0005, 0.003, 5.0])):
+                await call
+        except TimeoutError:
+            return False
+        return True
+
+
+async def test_107_streams_get_exactly_their_own_under_adds_aborts_and_cancels(seed: int) -> None:
+    with HostedCore(FakeBuild(step_seconds=0.0005)) as core:
+        client = await AsyncEngineCoreClient.connect(core.address)
+        reader = Reader(client)
+        reading = asyncio.create_task(reader.run())
+        users = Users(reader, random.Random(seed), time.monotonic() + 1.5)
+        await asyncio.gather(*(users.run() for _ in range(6)))
+        left = list(reader.tokens)
+        await client.abort(left)
+        counts = await client.stats()
+        assert counts is not None and counts.num_running + counts.num_waiting == 0
+        assert not client.has_unfinished()
+        assert not reading.done(), reading.exception()
+        assert reader.num_ended > 5 and users.num_cancelled > 5
+        reading.cancel()
+        with suppress(asyncio.CancelledError):
+            await reading
+        await client.shutdown()
+
+
+async def test_a_client_that_nobody_reads_costs_nothing_when_its_core_has_died() -> None:
+    with HostedCore(FakeBuild(step_seconds=0.001, raise_at=30)) as core:
+        client = await AsyncEngineCoreClient.connect(core.address)
+        await client.add_all([make_request(str(i), [i + 1], 400) for i in range(20)])
+        await asyncio.sleep(0.3)
+    await asyncio.sleep(0.1)
+    start = time.process_time()
+    await asyncio.sleep(0.5)
+    assert time.process_time() - start < 0.2
+    with pytest.raises(EngineDeadError, match="fell over"):
+        while True:
+            await client.step()
+    await client.shutdown()

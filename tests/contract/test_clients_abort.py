@@ -1,0 +1,128 @@
+"""One contract for every way to a core: nothing follows an abort, whatever had come before it."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from core_clients import WAIT_SECONDS, drain, read
+from simulate import expected, make_request
+from spawned import FakeBuild
+
+from engine.errors import RequestError
+
+pytestmark = pytest.mark.usefixtures("place")
+
+SLOW = FakeBuild(step_seconds=0.002)
+IN_PROCESS = "in-process"  # there nothing happens unless ``step`` is called
+
+
+def settle(client: Any, is_so: Callable[[Any], bool]) -> None:
+    """Read nothing until the statistics are so; then what the core has sent has come as well."""
+    until = time.monotonic() + WAIT_SECONDS
+    while not is_so(client.stats()):
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+def outputs_pile_up(kind: str, client: Any, num_steps: int = 20) -> None:
+    before = client.stats().num_steps
+    if kind != IN_PROCESS:
+        settle(client, lambda stats: stats.num_steps >= before + num_steps)
+
+
+def all_end(kind: str, client: Any) -> None:
+    if kind != IN_PROCESS:
+        settle(client, lambda stats: stats.num_running + stats.num_waiting == 0)
+
+
+def is_quiet(client: Any) -> bool:
+    """Are there no more outputs of any request?"""
+    return not any(batch.request_ids for _ in range(3) for batch in client.step())
+
+
+@pytest.mark.parametrize("num_steps", [20, 300])  # 300: more than the core may send unread
+def test_106_nothing_follows_an_abort(kind: str, opened: Any, num_steps: int) -> None:
+    client = opened(kind, SLOW if num_steps < 256 else None)
+    client.add_all([make_request(str(i), [i + 1], 400) for i in range(4)])
+    outputs_pile_up(kind, client, num_steps)
+    ends = client.abort(["0", "nobody", "2"])
+    assert sorted((end.index, end.reason) for end in ends) == [(0, "abort"), (2, "abort")]
+    tokens, _ = drain(client)
+    assert tokens == {name: expected([int(name) + 1], 400) for name in ("1", "3")}
+    assert is_quiet(client)
+
+
+def test_106_a_new_request_of_an_aborted_id_gets_its_own_tokens_alone(
+    kind: str, opened: Any
+) -> None:
+    client = opened(kind, SLOW)
+    for turn in range(3):
+        client.add_all([make_request(name, [turn + 1, len(name)], 400) for name in ("a", "bb")])
+        outputs_pile_up(kind, client)
+        client.abort(["a"])
+        client.add(make_request("a", [77 + turn], 9))
+        tokens: dict[str, list[int]] = {}
+        while "a" not in tokens or len(tokens["a"]) < 9:
+            for batch in client.step():
+                read(batch, tokens, {})
+        assert tokens["a"] == expected([77 + turn], 9)
+        assert tokens["bb"] == expected([turn + 1, 2], 400)[: len(tokens["bb"])]
+        client.abort(["bb"])
+    assert is_quiet(client) and not client.has_unfinished()
+
+
+def test_106_an_end_that_was_not_read_is_told_by_the_abort(kind: str, opened: Any) -> None:
+    client = opened(kind)
+    client.add_all([make_request(name, [1], 3) for name in ("a", "b")])
+    all_end(kind, client)
+    (end,) = client.abort(["nobody", "a"])
+    assert (end.index, end.reason) == (1, "abort")
+    assert client.abort(["a"]) == []
+    tokens, ends = drain(client)
+    assert tokens == {"b": expected([1], 3)} and list(ends) == ["b"]
+    assert client.abort(["b"]) == [] and is_quiet(client)
+
+
+def test_103_an_id_is_in_use_until_its_end_was_read(kind: str, opened: Any) -> None:
+    client = opened(kind)
+    client.add(make_request("a", [1], 3))
+    all_end(kind, client)
+    again = make_request("a", [2], 3)
+    with pytest.raises(RequestError, match="'a' is in use"):
+        client.add(again)
+    assert list(client.add_all([again, make_request("b", [3], 3), make_request("b", [4], 3)])) == [
+        0,
+        2,
+    ]
+    assert drain(client)[0] == {"a": expected([1], 3), "b": expected([3], 3)}
+    client.add(again)
+    assert drain(client)[0] == {"a": expected([2], 3)}
+
+
+@pytest.mark.parametrize("kind", ["zmq", "two cores"])
+def test_an_interrupted_add_leaves_nothing_at_the_core(kind: str, opened: Any) -> None:
+    client = opened(kind, FakeBuild(step_seconds=0.3))
+    client.add_all([make_request(f"runs{i}", [1 + i], 3) for i in range(2)])
+    time.sleep(0.1)  # the cores are in the middle of a step now and answer later
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            client.add_all([make_request(f"x{i}", [i + 1], 400) for i in range(8)])
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert client.num_unfinished() == 2
+    client.add(make_request("x0", [5], 2))  # the ids are free
+    tokens, _ = drain(client)
+    assert tokens.pop("x0") == expected([5], 2)
+    assert tokens == {f"runs{i}": expected([1 + i], 3) for i in range(2)}
+    counts = client.stats()
+    assert (counts.num_running, counts.num_waiting, counts.kv_usage) == (0, 0, 0.0)
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt

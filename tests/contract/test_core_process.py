@@ -1,0 +1,165 @@
+"""A core's process and its parent: each ends the other in time, stopped, hung or forked from."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from core_clients import drain, own_place, pid_of, spawn_client
+from forking import (
+    CLOSES_BEFORE_ITS_FORK,
+    DIES_BEFORE_ITS_FORK,
+    PARENT,
+    Clinging,
+    Forking,
+    end_sleeper,
+)
+from simulate import expected, make_request
+from spawned import FakeBuild, fake_config
+
+from engine.core.host import EngineCoreHost
+from engine.core.launch import start_core
+from engine.errors import EngineDeadError
+from engine.frontend.session import Session
+from engine.ipc.place import Directory
+from engine.llm_engine import LLMEngine
+from engine.messages.params import SamplingParams
+
+
+@pytest.fixture(autouse=True)
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with own_place(monkeypatch) as path:
+        yield path
+
+
+# -- forks
+
+
+def test_110_a_killed_core_is_noticed_although_a_process_that_it_forked_lives(
+    remote: str, place: Path
+) -> None:
+    pid_file = place / "pid"
+    client = spawn_client(remote, Forking(step_seconds=0.3, pid_file=str(pid_file)))
+    try:
+        client.add(make_request("a", [1], 400))
+        while not client.step():
+            pass
+        os.kill(pid_of(client), signal.SIGKILL)
+        start = time.monotonic()
+        with pytest.raises(EngineDeadError, match="its process was killed by SIGKILL"):
+            for _ in range(50):
+                client.step()
+        client.shutdown()
+        assert time.monotonic() - start < 2.0
+    finally:
+        end_sleeper(int(pid_file.read_text()))
+        pid_file.unlink()
+
+
+@pytest.mark.parametrize("build", ["FakeBuild()", "Clinging()"])
+def test_a_core_goes_with_its_parent_although_a_fork_of_that_lives(build: str, place: Path) -> None:
+    code = PARENT.format(place=str(place), build=build) + DIES_BEFORE_ITS_FORK
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        core, sleeper = map(int, parent.stdout.readline().split())
+        process = psutil.Process(core)
+        parent.kill()
+        parent.wait(10)
+        start = time.monotonic()
+        try:
+            while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                assert time.monotonic() - start < 5.0, "the core outlived its parent"
+                time.sleep(0.01)
+        finally:
+            end_sleeper(sleeper)
+
+
+def test_a_core_ends_when_it_is_asked_to_although_a_fork_of_its_parent_lives(place: Path) -> None:
+    code = PARENT.format(place=str(place), build="FakeBuild()") + CLOSES_BEFORE_ITS_FORK
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    seconds, status = done.stdout.split()
+    assert float(seconds) < 2.0 and status == "0", done  # in order: it was not killed
+
+
+# -- ends
+
+
+@pytest.mark.parametrize("build", [FakeBuild(), FakeBuild(hang_at=2), Clinging()])
+def test_116_a_core_that_is_stopped_or_hangs_is_gone_two_seconds_after_shutdown(
+    remote: str, build: FakeBuild
+) -> None:
+    client = spawn_client(remote, build)
+    client.add(make_request("a", [1], 400))
+    process = psutil.Process(pid_of(client))
+    if build == FakeBuild():
+        process.suspend()
+    else:
+        time.sleep(0.1)
+    start = time.monotonic()
+    client.shutdown()
+    assert time.monotonic() - start < 3.5  # two, and what a busy machine adds
+    assert not process.is_running()
+
+
+def test_a_core_that_got_sigterm_keeps_the_time_that_it_promised(remote: str) -> None:
+    client = spawn_client(remote, FakeBuild(step_seconds=0.01), drain_timeout=20.0)
+    client.add_all([make_request(str(i), [i + 1], 150) for i in range(4)])
+    os.kill(pid_of(client), signal.SIGTERM)
+    assert drain(client)[0] == {str(i): expected([i + 1], 150) for i in range(4)}
+    with pytest.raises(EngineDeadError, match="was shut down"):
+        for _ in range(100):
+            client.step()
+    client.shutdown()
+
+
+@pytest.mark.parametrize("serves", [False, True])
+def test_a_closed_host_has_put_back_what_it_took_of_signals(serves: bool) -> None:
+    numbers = (signal.SIGUSR1, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
+    fd = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(fd)
+    directory = Directory.create()
+    config = fake_config()
+    host = EngineCoreHost(FakeBuild()(config), config, directory.address, directory=directory)
+    host.handle_signals(*numbers)
+    if serves:
+        threading.Timer(0.05, signal.raise_signal, [signal.SIGUSR1]).start()
+        host.serve()
+    host.close()
+    assert [signal.getsignal(number) for number in numbers] == before
+    assert signal.set_wakeup_fd(fd) == fd
+    host.close()
+
+
+def what_is_open(place: Path) -> tuple[int, int, list[Path]]:
+    """Descriptors, threads, and directories of cores."""
+    fds, threads = (len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task"))
+    return fds, threads, list(place.iterdir())
+
+
+def test_110_an_engine_whose_core_died_is_closed_and_another_made_again_and_again(
+    place: Path,
+) -> None:
+    opened = None
+    for _ in range(4):
+        client = start_core(fake_config(), FakeBuild())
+        engine = LLMEngine(Session(fake_config(), client, None, time.monotonic))
+        engine.add_request("a", [7, 8], SamplingParams(max_tokens=400))
+        engine.step()
+        os.kill(pid_of(client), signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match="its process was killed by SIGKILL"):
+            for _ in range(1000):
+                engine.step()
+        engine.shutdown()
+        opened = opened or what_is_open(place)  # the first has imported, and keeps its cache
+    assert what_is_open(place) == opened
