@@ -224,8 +224,8 @@ class Slot:
             return
         self._tasks.take().fail(
             RequestError(
-                f"the tokenizer process {how} over {task.what!r:.80}, {MAX_DEATHS} times; this input "
-                "cannot be tokenised"
+                f"the tokenizer process {how} over {task.what!r:.80}, {MAX_DEATHS} times; "
+                "this input cannot be tokenised"
             )
         )
 
