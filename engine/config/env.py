@@ -6,6 +6,7 @@ import os
 
 from engine.errors import ConfigError
 
+MAX_DIGITS = 10  # of a number of threads
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 LOG_LEVEL = "METRONOME_LOG_LEVEL"
@@ -57,7 +58,8 @@ def default_log_level(fallback: str = "info") -> str:
 def default_num_threads() -> int | None:
     """What ``OMP_NUM_THREADS`` says, ``None`` if it is not set to a positive number."""
     value = os.environ.get(NUM_THREADS, "").split(",")[0]
-    return int(value) if value.isdecimal() and int(value) else None
+    is_number = value.isdecimal() and len(value) < MAX_DIGITS
+    return int(value) if is_number and int(value) else None
 
 
 def core_secret() -> str | None:

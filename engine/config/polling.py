@@ -9,6 +9,7 @@ from engine.config.env import DECODE_POLL_TIMEOUT, decode_poll_timeout
 from engine.errors import ConfigError
 
 MAX_POLL_MS = 2**31 - 1  # what a poll takes
+MAX_DIGITS = 20  # far more of them Python does not even convert
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,8 @@ def asked_decode_poll_timeout_ms(option: int | None) -> int:
     value = decode_poll_timeout()
     if value is None:
         return 0
-    if not (value.isascii() and value.isdecimal()) or int(value) > MAX_POLL_MS:
+    is_number = value.isascii() and value.isdecimal() and len(value) <= MAX_DIGITS
+    if not is_number or int(value) > MAX_POLL_MS:
         raise ConfigError(
             f"{DECODE_POLL_TIMEOUT} is {value!r:.80}, must be a whole number in 0..{MAX_POLL_MS}, "
             "in milliseconds (0: do not wait)"
