@@ -21,7 +21,6 @@ from engine.messages.requests import AddRequest
 from engine.messages.wire import (
     MAX_CALL_BYTES,
     MAX_HELLO_BYTES,
-    MAX_SUBMIT_REQUESTS,
     PROTOCOL_VERSION,
     Abort,
     Aborted,
@@ -117,11 +116,6 @@ class Desk:
     def _serve(self, peer: Peer, message: FromClient) -> None:
         match message:
             case Submit():
-                if len(message.requests) > MAX_SUBMIT_REQUESTS:
-                    raise WireError(
-                        f"{len(message.requests)} requests in one message, at most "
-                        f"{MAX_SUBMIT_REQUESTS} may be"
-                    )
                 refusals = [
                     Refusal(index, failure)
                     for index, request in enumerate(message.requests)

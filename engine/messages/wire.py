@@ -7,7 +7,7 @@ answered once with the same number, in the order of asking.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -50,7 +50,7 @@ class Submit(msgspec.Struct, array_like=True, frozen=True, tag="submit"):
     """Queue these requests, in this order. Answered by ``Submitted``."""
 
     number: int
-    requests: list[AddRequest]
+    requests: Annotated[list[AddRequest], msgspec.Meta(max_length=MAX_SUBMIT_REQUESTS)]
 
 
 class Abort(msgspec.Struct, array_like=True, frozen=True, tag="abort"):

@@ -116,7 +116,7 @@ def test_a_message_has_no_more_requests_than_can_be_answered(member: RawClient) 
     wrong = [make_request(str(i), [], 1) for i in range(MAX_SUBMIT_REQUESTS + 1)]
     member.send(Submit(0, wrong))
     answer = member.receive()
-    assert isinstance(answer, Fault) and f"at most {MAX_SUBMIT_REQUESTS} may be" in answer.message
+    assert isinstance(answer, Fault) and f"of length <= {MAX_SUBMIT_REQUESTS}" in answer.message
     member.send(Submit(1, wrong[1:]))
     assert len(member.receive().refusals) == MAX_SUBMIT_REQUESTS
 

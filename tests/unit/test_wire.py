@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import tracemalloc
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,16 @@ from engine.messages.outputs import CoreOutputs, Finished, Started, TokenLogprob
 from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest, MediaItem
 from engine.messages.stats import SchedulerStats
-from engine.messages.wire import Call, Failure, FromClient, Refusal, Submit, Submitted, ToClient
+from engine.messages.wire import (
+    MAX_CALL_BYTES,
+    Call,
+    Failure,
+    FromClient,
+    Refusal,
+    Submit,
+    Submitted,
+    ToClient,
+)
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "wire.md"
 MESSAGES = [
@@ -112,12 +123,70 @@ def fuzz(num_frames: int, seed: int) -> int:
     return num_read
 
 
-def test_mutated_frames_are_messages_or_wire_errors(seed: int) -> None:
+def bytes_taken(decoder: Decoder[Any], frame: bytes) -> int:
+    """At the worst moment of decoding it."""
+    tracemalloc.reset_peak()
+    before, _ = tracemalloc.get_traced_memory()
+    with suppress(WireError):
+        decoder.decode([frame])
+    return tracemalloc.get_traced_memory()[1] - before
+
+
+@pytest.fixture
+def traced() -> Iterator[None]:
     tracemalloc.start()
-    assert fuzz(20_000, seed) > 0
-    _, peak = tracemalloc.get_traced_memory()
+    yield
     tracemalloc.stop()
-    assert peak < 16 << 20, "a frame of some hundred bytes made the decoder take memory"
+
+
+def test_mutated_frames_are_messages_or_wire_errors(seed: int) -> None:
+    assert fuzz(20_000, seed) > 0
+
+
+def test_a_damaged_frame_takes_no_more_memory_than_it_has_bytes(seed: int, traced: None) -> None:
+    """Twice its bytes, and 64 KiB: what it says of its lengths counts for nothing."""
+    dice, decoder = random.Random(seed), Decoder[Any](FromClient | ToClient)
+    seeds = [*recorded().values(), *HOSTILE[:17]]
+    for frame in [*HOSTILE, *(mutated(dice.choice(seeds), dice) for _ in range(3000))]:
+        assert bytes_taken(decoder, frame) <= 2 * len(frame) + (64 << 10), frame[:100].hex()
+
+
+def test_what_swells_most_when_it_is_read_is_bounded_too(traced: None) -> None:
+    """Empty maps: a byte on the wire, 72 in memory. Requests, about as bad, are counted first."""
+    decoder = Decoder[Any](FromClient)
+    num = MAX_CALL_BYTES - 20
+    call = b"\x94\xa4call\x01\xa4echo\x91\xdd" + num.to_bytes(4, "big") + b"\x80" * num
+    assert bytes_taken(decoder, call) < 80 * MAX_CALL_BYTES
+    request = b"\x97\xa3add\xa1a\x90\x80\x00\x00\x04"
+    num = 100_000
+    submit = b"\x93\xa6submit\x01\xdd" + num.to_bytes(4, "big") + request * num
+    assert bytes_taken(decoder, submit) < 64 << 10
+
+
+def test_what_there_is_no_memory_for_is_a_wire_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        def decode(self, frame: bytes) -> None:
+            raise MemoryError
+
+        def encode(self, message: Any) -> None:
+            raise MemoryError
+
+    decoder, encoder = Decoder[Any](FromClient), Encoder()
+    monkeypatch.setattr(decoder, "_decoder", Full())
+    monkeypatch.setattr(encoder, "_encoder", Full())
+    with pytest.raises(WireError):
+        decoder.decode([b"\x91\xa3bye"])
+    with pytest.raises(WireError):
+        encoder.encode(Call(1, "echo"))
+
+
+def test_an_object_that_cannot_even_be_shown_is_a_wire_error() -> None:
+    class Shy:
+        def __repr__(self) -> str:
+            raise RuntimeError("no")
+
+    with pytest.raises(WireError, match="is a Shy; only None"):
+        Encoder().encode(Call(1, "echo", [Shy()]))
 
 
 @pytest.mark.slow
