@@ -56,10 +56,13 @@ def default_log_level(fallback: str = "info") -> str:
 
 
 def default_num_threads() -> int | None:
-    """What ``OMP_NUM_THREADS`` says, ``None`` if it is not set to a positive number."""
+    """What ``OMP_NUM_THREADS`` says, ``None`` if it is not set to a positive number.
+
+    At most as many as this machine has cores: it is set for all programs, on machines of any size.
+    """
     value = os.environ.get(NUM_THREADS, "").split(",")[0]
     is_number = value.isdecimal() and len(value) < MAX_DIGITS
-    return int(value) if is_number and int(value) else None
+    return min(int(value), os.cpu_count() or 1) if is_number and int(value) else None
 
 
 def core_secret() -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, get_origin, get_type_hints
@@ -12,6 +13,7 @@ import pytest
 
 from engine.config.args import EngineArgs
 from engine.config.cache import CacheConfig
+from engine.config.env import default_num_threads
 from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError
 from engine.kv.manager import KVManager
@@ -123,3 +125,23 @@ def test_options_beside_an_object_are_refused() -> None:
 
 def test_paths_are_paths() -> None:
     assert EngineArgs(step_log=Path("x")).create_config().step_log == "x"
+
+
+@pytest.mark.parametrize(
+    ("value", "threads"),
+    [
+        ("1", 1),
+        ("1,2", 1),
+        ("1000000", os.cpu_count()),
+        ("9" * 5000, None),
+        ("0", None),
+        ("x", None),
+        ("", None),
+        ("-1", None),
+    ],
+)
+def test_threads_of_openmp_are_no_more_than_there_are_cores(
+    value: str, threads: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    assert default_num_threads() == threads

@@ -3,7 +3,6 @@
 import pytest
 
 from engine.config.args import EngineArgs
-from engine.config.env import default_num_threads
 from engine.config.polling import MAX_POLL_MS, PollConfig
 from engine.core.polling import poll_timeout_ms
 from engine.errors import ConfigError
@@ -45,8 +44,6 @@ def test_more_digits_than_python_reads_are_no_number(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv(VARIABLE, "9" * 5000)
     with pytest.raises(ConfigError, match=f"{VARIABLE} is '9999"):
         decided()
-    monkeypatch.setenv("OMP_NUM_THREADS", "9" * 5000)
-    assert default_num_threads() is None
 
 
 @pytest.mark.parametrize("value", [-1, MAX_POLL_MS + 1, 1.5, "1", True])
