@@ -19,7 +19,8 @@ class CoreConfig:
     data_parallel_size: int = 1
     """Cores that share the work, each in a process of its own with the whole model."""
     core_address: str | None = None
-    """Use the core that runs at this address; None: start one."""
+    """Use the core that runs at this address, or those at several, divided by commas; None: start
+    one."""
     core_secret: str | None = field(default=None, repr=False)
     """What core and clients share, for TCP addresses."""
     core_ready_timeout: float = 600.0
@@ -44,3 +45,16 @@ class CoreConfig:
                 f"core_address is {self.core_address!r} and multiprocess is True: use the core "
                 "that runs there, or start one; leave one of both out"
             )
+        addresses = self.core_addresses
+        if not all(addresses) or len(set(addresses)) < len(addresses) or len(addresses) > MAX_CORES:
+            raise ConfigError(
+                f"core_address is {self.core_address!r}, must be one address, or up to {MAX_CORES} "
+                "different ones divided by commas"
+            )
+
+    @property
+    def core_addresses(self) -> list[str]:
+        """Those of ``core_address``; [] if a core is to be started."""
+        if self.core_address is None:
+            return []
+        return [address.strip() for address in self.core_address.split(",")]

@@ -6,7 +6,8 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -15,7 +16,7 @@ from engine.config.engine import EngineConfig
 from engine.core.client import InprocClient
 from engine.core.failures import KINDS, death_of
 from engine.core.host import ORPHANED, EngineCoreHost
-from engine.core.many_client import ManyCoresClient
+from engine.core.many_client import ManyCoresClient, shut_down
 from engine.core.zmq_client import EngineCoreClient
 from engine.errors import EngineDeadError, EngineError
 from engine.ipc.place import Address, Directory, address_of
@@ -36,12 +37,16 @@ class CoreBuilder(Protocol):
 def open_core(
     build: CoreBuilder, config: EngineConfig, *, clock: Callable[[], float]
 ) -> InprocClient | EngineCoreClient | ManyCoresClient:
-    """A client of the core that was asked for: here, in a process of its own, or one that runs.
+    """A client of the core that was asked for: here, in a process of its own, or one that runs;
+    or of several of these.
 
     The clock of a core elsewhere is that of this machine, ``time.monotonic``.
     """
-    if config.core.core_address is not None:
-        return attach_core(config, config.core.core_address)
+    addresses = config.core.core_addresses
+    if len(addresses) > 1:
+        return attach_cores(config, addresses)
+    if addresses:
+        return attach_core(config, addresses[0])
     if config.core.data_parallel_size > 1:
         return start_cores(config, build)
     if config.core.multiprocess:
@@ -61,18 +66,24 @@ def start_core(config: EngineConfig, build: CoreBuilder) -> EngineCoreClient:
 def start_cores(config: EngineConfig, build: CoreBuilder) -> ManyCoresClient:
     """``data_parallel_size`` cores, each in a process of its own with its share of the machine."""
     own = share_of(config, config.core.data_parallel_size)
-    spawned = [spawn(own, build) for _ in range(config.core.data_parallel_size)]
-    clients: list[EngineCoreClient] = []
-    try:
-        for child, address in spawned:
-            clients.append(meet(own, child, address))
-    except BaseException:
-        for client in clients:
-            client.shutdown()
-        for child, _ in spawned:
-            child.close()
-        raise
-    return ManyCoresClient(clients)
+    with ExitStack() as failing:
+        spawned = []
+        for _ in range(config.core.data_parallel_size):  # all load at once
+            child, address = spawn(own, build)
+            failing.callback(child.close)
+            spawned.append((child, address))
+        return many(failing, (meet(own, *each) for each in spawned))
+
+
+def many(failing: ExitStack, clients: Iterator[EngineCoreClient]) -> ManyCoresClient:
+    """One client of all these. If one fails, those before it are shut down by ``failing``."""
+    known: list[EngineCoreClient] = []
+    failing.callback(shut_down, known)
+    for client in clients:
+        known.append(client)
+    together = ManyCoresClient(known)
+    failing.pop_all()
+    return together
 
 
 def share_of(config: EngineConfig, num_cores: int) -> EngineConfig:
@@ -97,12 +108,15 @@ def spawn(config: EngineConfig, build: CoreBuilder) -> tuple[Child, Address]:
 
 
 def meet(config: EngineConfig, child: Child, address: Address) -> EngineCoreClient:
-    """A client of the core in a process, once that is ready."""
-    report = child.wait_until_ready(config.core.core_ready_timeout)
-    if not report.is_ready:
-        child.close()
-        raise start_error(report)
-    return EngineCoreClient(address, child=child, hang_timeout=config.core.core_hang_timeout)
+    """A client of the core in a process, once that is ready. The process ends if that fails."""
+    with ExitStack() as failing:
+        failing.callback(child.close)
+        report = child.wait_until_ready(config.core.core_ready_timeout)
+        if not report.is_ready:
+            raise start_error(report)
+        client = EngineCoreClient(address, child=child, hang_timeout=config.core.core_hang_timeout)
+        failing.pop_all()
+    return client
 
 
 def attach_core(config: EngineConfig, address: str) -> EngineCoreClient:
@@ -110,6 +124,12 @@ def attach_core(config: EngineConfig, address: str) -> EngineCoreClient:
     return EngineCoreClient(
         address_of(address, config.core.core_secret), hang_timeout=config.core.core_hang_timeout
     )
+
+
+def attach_cores(config: EngineConfig, addresses: Sequence[str]) -> ManyCoresClient:
+    """A client of several cores that run already; they stay when the client leaves."""
+    with ExitStack() as failing:
+        return many(failing, (attach_core(config, address) for address in addresses))
 
 
 def start_error(report: Report) -> EngineError:

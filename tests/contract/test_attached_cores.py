@@ -1,0 +1,104 @@
+"""Several cores that run already behind one client: what it checks, names and leaves."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from core_clients import HostedCore, drain, own_place
+from simulate import expected, make_request
+from spawned import FakeBuild, fake_config
+
+from engine.core.launch import open_core
+from engine.core.many_client import ManyCoresClient
+from engine.core.zmq_client import EngineCoreClient
+from engine.errors import ConfigError, EngineDeadError
+
+
+@pytest.fixture(autouse=True)
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with own_place(monkeypatch) as path:
+        yield path
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def attached(stack: ExitStack, *cores: HostedCore) -> Any:
+    addresses = ", ".join(core.address.data for core in cores)
+    client = open_core(FakeBuild(), fake_config(core_address=addresses), clock=time.monotonic)
+    assert isinstance(client, ManyCoresClient)
+    stack.callback(client.shutdown)
+    return client
+
+
+def hosted(stack: ExitStack, build: FakeBuild | None = None) -> HostedCore:
+    return stack.enter_context(HostedCore(build or FakeBuild()))
+
+
+def test_all_cores_share_the_work_and_stay_when_the_client_leaves(stack: ExitStack) -> None:
+    cores = [hosted(stack) for _ in range(3)]
+    client = attached(stack, *cores)
+    client.add_all([make_request(str(i), [i + 1], 20) for i in range(12)])
+    assert drain(client)[0] == {str(i): expected([i + 1], 20) for i in range(12)}
+    client.shutdown()
+    for core in cores:
+        one = EngineCoreClient(core.address)
+        stats = one.stats()
+        assert stats is not None and stats.num_scheduled_tokens == 4 * 20
+        one.shutdown()
+
+
+def test_ids_of_clients_that_share_some_of_their_cores_do_not_meet(stack: ExitStack) -> None:
+    first, both, last = (hosted(stack, FakeBuild(step_seconds=0.002)) for _ in range(3))
+    pairs = [(first, both), (both, last), (both, first), (last, both)]
+    clients = [attached(stack, *cores) for cores in pairs]
+    for client in clients:
+        requests = [make_request(f"{client.id_prefix}{i}", [i + 1], 30) for i in range(8)]
+        assert client.add_all(requests) == {}
+    for client in clients:
+        wanted = {f"{client.id_prefix}{i}": expected([i + 1], 30) for i in range(8)}
+        assert drain(client)[0] == wanted
+
+
+def test_110_the_error_names_the_core_that_died(stack: ExitStack) -> None:
+    cores = [hosted(stack), hosted(stack, FakeBuild(raise_at=3))]
+    client = attached(stack, *cores)
+    client.add_all([make_request(str(i), [i + 1], 20) for i in range(6)])
+    story = f"core 1 of 2 at {cores[1].address.data}: .*ArithmeticError: the worker fell over"
+    with pytest.raises(EngineDeadError, match=story) as info:
+        for _ in range(100):
+            client.step()
+    assert "the worker fell over" in str(info.value.__cause__)
+    for call in (client.stats, client.check_alive, lambda: client.abort(["0"])):
+        with pytest.raises(EngineDeadError, match=story):
+            call()
+
+
+def test_cores_that_do_not_run_the_same_model_are_refused(stack: ExitStack) -> None:
+    cores = [hosted(stack), hosted(stack, FakeBuild(options={"max_model_len": 300}))]
+    with pytest.raises(ConfigError, match=r"max_model_len is 512 for the core at .* and 300 for"):
+        attached(stack, *cores)
+
+
+def test_one_address_that_is_wrong_leaves_nothing(stack: ExitStack) -> None:
+    core = hosted(stack)
+    config = fake_config(core_address=f"{core.address.data},ipc:///nowhere/core")
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="no core can be reached at 'ipc:///nowhere/core'"):
+            open_core(FakeBuild(), config, clock=time.monotonic)
+    one = EngineCoreClient(core.address)
+    one.shutdown()
+    until = time.monotonic() + 10
+    while core.host.health().num_clients and time.monotonic() < until:
+        time.sleep(0.01)
+    assert len(os.listdir("/proc/self/fd")) <= before + 1  # that of the core's last connection
