@@ -73,7 +73,7 @@ class Desk:
         """Carry out one message. Raises nothing but ``EngineDeadError``."""
         peer = self._peers.get(identity)
         try:
-            _check_size(frames, is_known=peer is not None)
+            check_size(frames, MAX_HELLO_BYTES if peer is None else _limit_of(frames))
             message = self._decoder.decode(frames)
             if isinstance(message, Hello):
                 self._greet(identity, message, now)
@@ -188,11 +188,14 @@ class Desk:
             return Answer(call.number, failure=failure_of(error))
 
 
-def _check_size(frames: list[bytes], *, is_known: bool) -> None:
-    """Raise ``WireError`` for what is too large to be read at all."""
-    limit = MAX_CALL_BYTES if is_known else MAX_HELLO_BYTES
-    if is_known and any(is_tagged(frame, tag) for tag in WITH_REQUESTS for frame in frames[:1]):
-        limit = MAX_MESSAGE_BYTES
+def check_size(frames: list[bytes], limit: int) -> None:
+    """Raise ``WireError`` for a message of more bytes: it is too large to be read at all."""
     num_bytes = sum(map(len, frames))
     if num_bytes > limit:
         raise WireError(f"a message of {num_bytes} bytes, the limit is {limit}")
+
+
+def _limit_of(frames: list[bytes]) -> int:
+    """How large what a client says may be."""
+    is_large = any(is_tagged(frame, tag) for tag in WITH_REQUESTS for frame in frames[:1])
+    return MAX_MESSAGE_BYTES if is_large else MAX_CALL_BYTES

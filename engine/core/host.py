@@ -25,7 +25,7 @@ import zmq
 
 from engine.config.engine import EngineConfig
 from engine.core.client import InprocClient
-from engine.core.desk import Desk, Ending
+from engine.core.desk import Desk, Ending, check_size
 from engine.core.loop import CoreLoop
 from engine.core.peers import MAX_BACKLOG_BYTES, Peers
 from engine.errors import EngineDeadError, WireError
@@ -33,7 +33,16 @@ from engine.ipc import sockets
 from engine.ipc.codec import Decoder, Encoder
 from engine.ipc.place import Address, Directory
 from engine.messages.outputs import CoreOutputs, Finished
-from engine.messages.wire import Dead, Fault, FromControl, Health, Shutdown, ToControl
+from engine.messages.wire import (
+    MAX_HELLO_BYTES,
+    Dead,
+    Fault,
+    FromControl,
+    Health,
+    Shutdown,
+    ToControl,
+)
+from engine.observe.logs import Throttle
 
 logger = logging.getLogger("engine.core")
 
@@ -200,10 +209,14 @@ class ControlDesk:
         self._token = token
         self._encoder = Encoder()
         self._decoder: Decoder[ToControl] = Decoder(ToControl)
+        self._complaints = Throttle()
 
     def answer(self, router: sockets.Socket, identity: bytes, frames: list[bytes]) -> None:
         """Answer one message; who does not wait for the answer goes without."""
-        frame = self._encoder.encode(self._carry_out(frames))
+        message = self._carry_out(frames)
+        if isinstance(message, Fault) and (others := self._complaints.admit()) is not None:
+            logger.warning("the control socket refused a message: %s%s", message.message, others)
+        frame = self._encoder.encode(message)
         try:
             router.send_multipart([identity, frame], zmq.NOBLOCK)
         except zmq.ZMQError as error:
@@ -211,6 +224,7 @@ class ControlDesk:
 
     def _carry_out(self, frames: list[bytes]) -> FromControl:
         try:
+            check_size(frames, MAX_HELLO_BYTES)
             message = self._decoder.decode(frames)
         except WireError as error:
             return Fault(str(error))

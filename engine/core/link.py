@@ -25,6 +25,7 @@ from engine.messages.outputs import CoreOutputs, Finished
 from engine.messages.requests import AddRequest
 from engine.messages.stats import SchedulerStats
 from engine.messages.wire import (
+    MAX_CALL_BYTES,
     MAX_SUBMIT_REQUESTS,
     PROTOCOL_VERSION,
     Abort,
@@ -132,11 +133,15 @@ class Link:
         return number, frame
 
     def call(self, name: str, args: tuple[Any, ...]) -> tuple[int, bytes]:
-        """Number and frame. Raises ``RequestTypeError`` for arguments that are no plain values."""
+        """Number and frame.
+
+        Raises ``RequestTypeError`` for arguments that are no plain values, ``WireError`` for more
+        than ``MAX_CALL_BYTES`` of them.
+        """
         for value in args:
             check_plain(name, value)
         number = next(self._numbers)
-        return number, self._encoder.encode(Call(number, name, list(args)))
+        return number, self._encoder.encode(Call(number, name, list(args)), MAX_CALL_BYTES)
 
     def bye(self) -> bytes:
         return self._encoder.encode(Bye())

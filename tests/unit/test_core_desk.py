@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from core_clients import HostedCore, RawClient, own_place
+from core_clients import HostedCore, RawClient, connect, own_place
 from live_core import wait_until
 from simulate import expected, make_request
 from spawned import FakeBuild
 
 from engine.core.outbox import NUM_CREDITS
+from engine.errors import WireError
 from engine.ipc.codec import Encoder, is_tagged
 from engine.messages.outputs import CoreOutputs, Finished
 from engine.messages.wire import (
@@ -121,6 +122,15 @@ def test_a_message_has_no_more_requests_than_can_be_answered(member: RawClient) 
     assert len(member.receive().refusals) == MAX_SUBMIT_REQUESTS
 
 
+def test_a_client_is_told_itself_what_is_too_large(core: HostedCore) -> None:
+    for kind in ("zmq", "asyncio"):
+        client = connect(kind, core.address)
+        with pytest.raises(WireError, match=f"the limit is {MAX_CALL_BYTES}"):
+            client.call("echo", "x" * MAX_CALL_BYTES)
+        assert client.call("echo", "x") == "x"
+        client.shutdown()
+
+
 # -- what is answered
 
 
@@ -203,17 +213,20 @@ def test_who_says_hello_again_starts_anew(core: HostedCore, member: RawClient) -
     assert tokens_of(member)[0] == expected([5], 9)
 
 
+@pytest.mark.parametrize("socket", ["data", "control"])
 def test_a_flood_of_rubbish_fills_no_log(
-    member: RawClient, caplog: pytest.LogCaptureFixture
+    socket: str, core: HostedCore, caplog: pytest.LogCaptureFixture
 ) -> None:
     began = time.monotonic()
-    with caplog.at_level(logging.WARNING, "engine.core"):
-        for _ in range(20):
-            for _ in range(20):
-                member.send_bytes(b"rubbish")
-            for _ in range(20):
-                assert isinstance(member.receive(), Fault)
-    lines = [line for line in caplog.messages if "was refused" in line]
+    rubbish = [b"rubbish", b"x" * (MAX_HELLO_BYTES + 1)]
+    with (
+        RawClient(getattr(core.address, socket)) as client,
+        caplog.at_level(logging.WARNING, "engine.core"),
+    ):
+        for frame in rubbish * 100:
+            client.send_bytes(frame)
+            assert isinstance(client.receive(), Fault)
+    lines = [line for line in caplog.messages if "refused" in line]
     assert 1 <= len(lines) <= 2 + (time.monotonic() - began) / THROTTLE_SECONDS
 
 
