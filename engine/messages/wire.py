@@ -89,7 +89,7 @@ class Welcome(msgspec.Struct, array_like=True, frozen=True, tag="welcome"):
 
     version: int
     client_index: int
-    id_prefix: str  # request ids that begin with it are unique among all clients of the core
+    id_prefix: str  # that of no other client: ids that all begin with their client's never meet
     num_credits: int  # Outputs that are sent before the first Credit
     max_model_len: int
     vocab_size: int
