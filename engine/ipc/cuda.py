@@ -8,22 +8,15 @@ from __future__ import annotations
 
 import ctypes
 from functools import cached_property
-from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from engine.ipc.tensors import Exported
+from engine.ipc.host_tensors import HostDevice, bytes_of, dtype_of
+from engine.ipc.tensors import Exported, Mapped
 
 HANDLE_BYTES = 64
 LAZY_PEER_ACCESS = 1  # the only flag there is
-
-
-class Mapped(NamedTuple):
-    """Memory of another process, as seen here."""
-
-    pointer: int
-    num_bytes: int
 
 
 class _Bytes:
@@ -38,31 +31,15 @@ class _Bytes:
         }
 
 
-class CudaDevice:
-    """``ipc.tensors.Device`` on one CUDA GPU."""
+class CudaDevice(HostDevice):
+    """``ipc.tensors.Device`` on one CUDA GPU. ``Mapped.memory`` is a pointer."""
 
     def __init__(self, index: int = 0) -> None:
-        self._device = torch.device("cuda", index)
-
-    def describe(self, tensor: torch.Tensor) -> tuple[str, list[int], int]:
-        name = str(tensor.dtype).removeprefix("torch.")
-        return name, list(tensor.shape), tensor.numel() * tensor.element_size()
-
-    def contiguous(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.contiguous()
-
-    def to_host(self, tensor: torch.Tensor) -> bytes:
-        return tensor.cpu().flatten().view(torch.uint8).numpy().tobytes()
-
-    def from_host(self, data: bytes, dtype: str, shape: list[int]) -> torch.Tensor:
-        flat = torch.frombuffer(bytearray(data), dtype=_dtype(dtype))
-        return flat.reshape(shape).to(self._device)
+        super().__init__(torch.device("cuda", index))
+        self._copies: list[torch.cuda.Event] = []  # that may still run, on whatever stream
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        try:
-            return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        except RuntimeError as error:  # no device, or no room on it
-            raise OSError(str(error)) from error
+        return self._empty([num_bytes], torch.uint8)
 
     def export(self, memory: torch.Tensor) -> Exported:
         handle = (ctypes.c_byte * HANDLE_BYTES)()
@@ -73,13 +50,13 @@ class CudaDevice:
         return Exported(bytes(handle), memory.data_ptr() - base.value)
 
     def copy_in(self, memory: torch.Tensor, offset: int, tensor: torch.Tensor) -> None:
-        flat = tensor.flatten().view(torch.uint8)
-        memory[offset : offset + flat.numel()].copy_(flat, non_blocking=True)
+        flat = bytes_of(tensor)
+        self._copy(memory[offset : offset + flat.numel()], flat)
 
     def map(self, handle: bytes) -> Mapped:
         if len(handle) != HANDLE_BYTES:
             raise OSError(f"a handle has {HANDLE_BYTES} bytes, this one {len(handle)}")
-        torch.empty(0, device=self._device)  # has torch make the context that is mapped into
+        self._empty([0], torch.uint8)  # has torch make the context that is mapped into
         pointer, base, size = ctypes.c_uint64(), ctypes.c_uint64(), ctypes.c_size_t()
         packed = _Handle.from_buffer_copy(handle)
         flags = ctypes.c_uint(LAZY_PEER_ACCESS)
@@ -89,23 +66,33 @@ class CudaDevice:
         return Mapped(pointer.value, size.value)
 
     def copy_out(self, mapped: Mapped, offset: int, dtype: str, shape: list[int]) -> torch.Tensor:
-        kind = _dtype(dtype)
-        num_bytes = prod(shape) * kind.itemsize
-        if min([offset, *shape, 0]) < 0 or offset + num_bytes > mapped.num_bytes:
-            raise OSError(f"bytes {offset}..{offset + num_bytes} of {mapped.num_bytes} are asked")
-        copy = torch.empty(shape, dtype=kind, device=self._device)
-        if num_bytes:
-            theirs = torch.as_tensor(
-                _Bytes(mapped.pointer + offset, num_bytes), device=self._device
-            )
-            copy.view(-1).view(torch.uint8).copy_(theirs, non_blocking=True)
-        return copy
+        tensor = self._empty(shape, dtype_of(dtype))
+        flat = bytes_of(tensor)
+        if flat.numel():
+            theirs = _Bytes(mapped.memory + offset, flat.numel())
+            self._copy(flat, torch.as_tensor(theirs, device=self._device))
+        return tensor
 
     def unmap(self, mapped: Mapped) -> None:
-        self._call("cuIpcCloseMemHandle", ctypes.c_uint64(mapped.pointer))
+        self._call("cuIpcCloseMemHandle", ctypes.c_uint64(mapped.memory))
 
     def synchronize(self) -> None:
-        torch.cuda.current_stream(self._device).synchronize()
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.current_stream(self._device).synchronize()
+        copies, self._copies = self._copies, []
+        for copy in copies:
+            copy.synchronize()
+
+    def _copy(self, into: torch.Tensor, tensor: torch.Tensor) -> None:
+        with torch.cuda.device(self._device):
+            into.copy_(tensor, non_blocking=True)
+            self._copies.append(torch.cuda.current_stream(self._device).record_event())
+
+    def _empty(self, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+        try:
+            return torch.empty(shape, dtype=dtype, device=self._device)
+        except (RuntimeError, AssertionError) as error:  # no device, or no room on it
+            raise OSError(str(error)) from error
 
     @cached_property
     def _driver(self) -> ctypes.CDLL:
@@ -121,10 +108,3 @@ class _Handle(ctypes.Structure):
     """Passed by value, as the driver wants it."""
 
     _fields_ = (("bytes", ctypes.c_byte * HANDLE_BYTES),)
-
-
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise OSError(f"{name!r:.80} is no type of tensors")
-    return found

@@ -5,32 +5,52 @@
     cuda_ipc_pool    copied into a pool that both map once; its ranges are recycled
 
 A loan ends with its acknowledgement, which a receiver may give only once its copy is done on the
-device: ``take_read`` waits for that. What a transport cannot do the next simpler one does, and says
-so once. This module knows no device; ``ipc.cuda`` does.
+device and the memory is no longer mapped: ``take_read`` waits for that. What a transport cannot do
+the next simpler one does, and says so once. This module knows no device (``ipc.host_tensors`` and
+``ipc.cuda`` do), and trusts no parcel. ``ipc.tensor_channel`` is the way to use it.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple, Protocol
+from math import prod
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import msgspec
 
-from engine.errors import WireError
+from engine.errors import ConfigError, WireError
 from engine.ipc.shm import Ranges
 
 logger = logging.getLogger(__name__)
 
 Transport = Literal["default", "cuda_ipc", "cuda_ipc_pool"]
 POOL_BYTES = 512 << 20
+MAX_DIMS = 32
+MAX_BYTES = 1 << 40  # of an empty tensor too, had it one element where it has none
+ITEM_BYTES = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+}
+"""Types that travel, by the names torch and numpy have for them."""
 
 
 class Parcel(msgspec.Struct, array_like=True, frozen=True):
     """A tensor on its way, its elements in C order.
 
     ``handle`` names an allocation to map, ``offset`` (bytes) where in it the tensor lies. Without a
-    handle its bytes are a payload. ``loan`` is to be acknowledged.
+    handle its bytes are a payload. ``loan`` is to be acknowledged. ``is_pooled``: the allocation
+    is a pool, to be mapped once.
     """
 
     dtype: str
@@ -38,6 +58,7 @@ class Parcel(msgspec.Struct, array_like=True, frozen=True):
     handle: bytes = b""
     offset: int = 0
     loan: int = 0
+    is_pooled: bool = False
 
 
 class Exported(NamedTuple):
@@ -47,20 +68,36 @@ class Exported(NamedTuple):
     offset: int
 
 
+class Mapped(NamedTuple):
+    """Memory of another process; ``memory`` is whatever the device knows it by."""
+
+    memory: Any
+    num_bytes: int
+
+
+class Described(NamedTuple):
+    """Type, shape, and size in bytes of a tensor."""
+
+    dtype: str
+    shape: list[int]
+    num_bytes: int
+
+
 class Device(Protocol):
-    """What a device must do. Copies may run on after their call, in order; ``synchronize`` waits.
+    """What a device must do. Copies may run on after their call; ``synchronize`` waits for them.
 
     Methods raise ``OSError`` for what the device refuses.
     """
 
-    def describe(self, tensor: Any) -> tuple[str, list[int], int]:
-        """Name of its type, shape, and size in bytes."""
-
+    def describe(self, tensor: Any) -> Described: ...
     def contiguous(self, tensor: Any) -> Any:
-        """The tensor in C order, itself if it is."""
+        """The tensor in C order, itself if it is. Raises ``WireError`` for one that is no plain
+        block of numbers."""
 
     def to_host(self, tensor: Any) -> bytes: ...
-    def from_host(self, data: bytes, dtype: str, shape: list[int]) -> Any: ...
+    def from_host(self, data: bytes, dtype: str, shape: list[int]) -> Any:
+        """``data`` is exactly as long as type and shape say, here and in ``copy_out``."""
+
     def allocate(self, num_bytes: int) -> Any:
         """Memory that can be exported."""
 
@@ -68,12 +105,13 @@ class Device(Protocol):
         """``memory`` is a tensor, or what ``allocate`` returned."""
 
     def copy_in(self, memory: Any, offset: int, tensor: Any) -> None: ...
-    def map(self, handle: bytes) -> Any: ...
-    def copy_out(self, mapped: Any, offset: int, dtype: str, shape: list[int]) -> Any:
+    def map(self, handle: bytes) -> Mapped: ...
+    def copy_out(self, mapped: Mapped, offset: int, dtype: str, shape: list[int]) -> Any:
         """A new tensor with a copy of what lies there."""
 
-    def unmap(self, mapped: Any) -> None: ...
-    def synchronize(self) -> None: ...
+    def unmap(self, mapped: Mapped) -> None: ...
+    def synchronize(self) -> None:
+        """Wait for all copies, and for what the caller's stream is doing."""
 
 
 class Packed(NamedTuple):
@@ -84,11 +122,20 @@ class Packed(NamedTuple):
 
 
 class TensorSender:
-    """Owns the pool and what is lent. ``transport`` is what is used after any fallback."""
+    """Owns the pool and what is lent to one receiver. ``transport`` is what is used after any
+    fallback.
+
+    Raises ``ConfigError`` for a transport that is none, or a pool without room.
+    """
 
     def __init__(
         self, device: Device, transport: Transport, *, pool_bytes: int = POOL_BYTES
     ) -> None:
+        if transport not in get_args(Transport):
+            known = ", ".join(get_args(Transport))
+            raise ConfigError(f"tensor transport {transport!r:.80} is none; there are: {known}")
+        if pool_bytes <= 0:
+            raise ConfigError(f"a tensor pool of {pool_bytes} bytes must have at least one")
         self.transport = transport
         self._device = device
         self._ranges = Ranges(0)
@@ -100,21 +147,26 @@ class TensorSender:
 
     @property
     def num_lent(self) -> int:
-        """Loans that nobody has acknowledged yet."""
+        """Loans that nobody has acknowledged yet. The memory behind them must outlive them: a
+        sender ends once there are none, or its receiver has ended."""
         return len(self._lent)
 
     def pack(self, tensor: Any) -> Packed:
         """How this tensor travels. It may be changed by its owner once this has returned, unless
-        the transport is ``cuda_ipc``."""
+        the transport is ``cuda_ipc``. Raises ``WireError`` for one of a type that does not."""
         tensor = self._device.contiguous(tensor)
+        described = self._device.describe(tensor)
+        if described.dtype not in ITEM_BYTES:
+            known = ", ".join(ITEM_BYTES)
+            raise WireError(f"a tensor of type {described.dtype} cannot travel; these can: {known}")
         packed = None
-        if self.transport == "cuda_ipc_pool":
-            packed = self._pack_in_pool(tensor)
-        if packed is None and self.transport != "default":
-            packed = self._lend(tensor)
+        if self.transport == "cuda_ipc_pool" and described.num_bytes:
+            packed = self._pack_in_pool(tensor, described)
+        if packed is None and self.transport != "default" and described.num_bytes:
+            packed = self._lend(tensor, described)
         if packed is None:
-            dtype, shape, _ = self._device.describe(tensor)
-            packed = Packed(Parcel(dtype, shape), self._device.to_host(tensor))
+            parcel = Parcel(described.dtype, described.shape)
+            packed = Packed(parcel, self._device.to_host(tensor))
         return packed
 
     def release(self, loans: Iterable[int]) -> None:
@@ -126,45 +178,48 @@ class TensorSender:
             if isinstance(lent, PoolRange):
                 self._ranges.give(*lent)
 
+    def release_all(self) -> None:
+        """End every loan: its receiver has died, and reads no more."""
+        self.release(list(self._lent))
+
     def _open_pool(self, num_bytes: int) -> None:
         try:
             self._pool = self._device.allocate(num_bytes)
             self._pool_at = self._device.export(self._pool)
         except OSError as error:
             self.transport = "default"
-            self._say(f"no tensor pool of {num_bytes} bytes ({error}): through host memory")
+            self._say("pool", f"no tensor pool of {num_bytes} bytes ({error}): through host memory")
         else:
             self._ranges = Ranges(num_bytes)
 
-    def _pack_in_pool(self, tensor: Any) -> Packed | None:
-        dtype, shape, num_bytes = self._device.describe(tensor)
+    def _pack_in_pool(self, tensor: Any, described: Described) -> Packed | None:
+        dtype, shape, num_bytes = described
         offset = self._ranges.take(num_bytes)
         if offset is None:
-            self._say(f"the tensor pool has no room for {num_bytes} bytes: lent one by one")
+            self._say("room", f"the tensor pool has no room for {num_bytes} bytes: lent one by one")
             return None
+        loan = self._lends(PoolRange(offset, num_bytes))
         self._device.copy_in(self._pool, offset, tensor)
         self._device.synchronize()  # or the receiver may read before it is there
-        loan = self._lends(PoolRange(offset, num_bytes))
         handle, base = self._pool_at
-        return Packed(Parcel(dtype, shape, handle, base + offset, loan), b"")
+        return Packed(Parcel(dtype, shape, handle, base + offset, loan, True), b"")
 
-    def _lend(self, tensor: Any) -> Packed | None:
+    def _lend(self, tensor: Any, described: Described) -> Packed | None:
         try:
             handle, offset = self._device.export(tensor)
         except OSError as error:
-            self._say(f"a tensor cannot be lent ({error}): through host memory")
+            self._say("lend", f"a tensor cannot be lent ({error}): through host memory")
             return None
         self._device.synchronize()
-        dtype, shape, _ = self._device.describe(tensor)
-        return Packed(Parcel(dtype, shape, handle, offset, self._lends(tensor)), b"")
+        loan = self._lends(tensor)
+        return Packed(Parcel(described.dtype, described.shape, handle, offset, loan), b"")
 
     def _lends(self, what: Any) -> int:
         self._num_loans += 1
         self._lent[self._num_loans] = what
         return self._num_loans
 
-    def _say(self, message: str) -> None:
-        kind = message.split("(")[0]
+    def _say(self, kind: str, message: str) -> None:
         if kind not in self._said:
             self._said.add(kind)
             logger.warning("%s (said once)", message)
@@ -178,30 +233,44 @@ class PoolRange(NamedTuple):
 
 
 class TensorReceiver:
-    """Makes tensors of parcels; remembers which loans they were read from."""
+    """Makes tensors of the parcels of one sender; remembers which loans they were read from."""
 
-    def __init__(self, device: Device, *, max_mapped: int = 8) -> None:
+    def __init__(self, device: Device) -> None:
         self._device = device
-        self._max_mapped = max_mapped
-        self._mapped: dict[bytes, Any] = {}  # by handle, the one used last at the end
+        self._mapped: dict[bytes, Mapped] = {}  # by handle
+        self._pool = b""  # the handle that stays mapped
         self._read: list[int] = []
 
     def unpack(self, parcel: Parcel, payload: bytes) -> Any:
-        """A tensor of our own. Raises ``WireError`` for a parcel that cannot be opened."""
+        """A tensor of our own. Raises ``WireError`` for a parcel that cannot be opened; its loan
+        ends all the same."""
+        if parcel.handle:
+            self._read.append(parcel.loan)
+        num_bytes = num_bytes_of(parcel)
         if not parcel.handle:
+            if len(payload) != num_bytes:
+                raise WireError(
+                    f"{len(payload)} bytes are no {parcel.dtype} tensor of {parcel.shape}: that "
+                    f"has {num_bytes}"
+                )
             return self._device.from_host(payload, parcel.dtype, parcel.shape)
         try:
-            mapped = self._map(parcel.handle)
-            tensor = self._device.copy_out(mapped, parcel.offset, parcel.dtype, parcel.shape)
+            mapped = self._map(parcel)
+            if not 0 <= parcel.offset <= mapped.num_bytes - num_bytes:
+                raise OSError(
+                    f"{num_bytes} bytes at {parcel.offset} are not within {mapped.num_bytes}"
+                )
+            return self._device.copy_out(mapped, parcel.offset, parcel.dtype, parcel.shape)
         except OSError as error:
             raise WireError(f"a tensor that was lent cannot be read: {error}") from error
-        self._read.append(parcel.loan)
-        return tensor
 
     def take_read(self) -> list[int]:
-        """Loans to acknowledge: the copies from them are done when this returns."""
+        """Loans to acknowledge: the copies from them are done when this returns, and nothing is
+        mapped that their sender may now let go of."""
         if self._read:
             self._device.synchronize()
+            for handle in self._mapped.keys() - {self._pool}:
+                self._device.unmap(self._mapped.pop(handle))
         read, self._read = self._read, []
         return read
 
@@ -211,13 +280,21 @@ class TensorReceiver:
         while self._mapped:
             self._device.unmap(self._mapped.popitem()[1])
 
-    def _map(self, handle: bytes) -> Any:
-        mapped = self._mapped.pop(handle, None)
+    def _map(self, parcel: Parcel) -> Mapped:
+        mapped = self._mapped.get(parcel.handle)
         if mapped is None:
-            mapped = self._device.map(handle)
-        self._mapped[handle] = mapped
-        if len(self._mapped) > self._max_mapped:
-            self._device.synchronize()  # copies from it may still run
-            oldest = next(iter(self._mapped))
-            self._device.unmap(self._mapped.pop(oldest))
+            mapped = self._mapped[parcel.handle] = self._device.map(parcel.handle)
+        if parcel.is_pooled:
+            self._pool = parcel.handle
         return mapped
+
+
+def num_bytes_of(parcel: Parcel) -> int:
+    """The size a parcel claims. Raises ``WireError`` for a type or a shape that is none."""
+    if parcel.dtype not in ITEM_BYTES:
+        raise WireError(f"{parcel.dtype!r:.80} is no type of tensors that travel")
+    item, shape = ITEM_BYTES[parcel.dtype], parcel.shape
+    is_shape = len(shape) <= MAX_DIMS and min(shape, default=0) >= 0
+    if not is_shape or prod(max(1, length) for length in shape) * item > MAX_BYTES:
+        raise WireError(f"{shape!r:.80} is no shape of a tensor")
+    return prod(shape) * item

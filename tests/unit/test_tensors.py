@@ -8,92 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_device import FakeDevice, FakeMemory, Note
 
-from engine.errors import WireError
-from engine.ipc.tensors import Exported, Packed, Parcel, TensorReceiver, TensorSender, Transport
-
-
-class FakeMemory:
-    """Allocations of all "processes", by handle."""
-
-    def __init__(self) -> None:
-        self.by_handle: dict[bytes, bytearray] = {}
-
-    def new(self, num_bytes: int) -> bytes:
-        handle = f"handle {len(self.by_handle)}".encode()
-        self.by_handle[handle] = bytearray(num_bytes)
-        return handle
-
-
-class FakeDevice:
-    """One process's view of it. Copies happen when it is synchronised, and no sooner."""
-
-    def __init__(self, memory: FakeMemory, room: int = 1 << 20, can_export: bool = True) -> None:
-        self.memory = memory
-        self.room = room
-        self.can_export = can_export
-        self.mapped: list[bytes] = []
-        self._late: list[Any] = []
-
-    def describe(self, tensor: np.ndarray) -> tuple[str, list[int], int]:
-        return str(tensor.dtype), list(tensor.shape), tensor.nbytes
-
-    def contiguous(self, tensor: np.ndarray) -> np.ndarray:
-        return np.ascontiguousarray(tensor)
-
-    def to_host(self, tensor: np.ndarray) -> bytes:
-        return tensor.tobytes()
-
-    def from_host(self, data: bytes, dtype: str, shape: list[int]) -> np.ndarray:
-        return np.frombuffer(data, dtype).reshape(shape)
-
-    def allocate(self, num_bytes: int) -> bytes:
-        if num_bytes > self.room:
-            raise OSError("out of memory")
-        return self.memory.new(num_bytes)
-
-    def export(self, memory: Any) -> Exported:
-        if not self.can_export:
-            raise OSError("not supported")
-        if isinstance(memory, bytes):
-            return Exported(memory, 0)
-        handle = self.memory.new(memory.nbytes + 16)
-        self.memory.by_handle[handle][16:] = memory.tobytes()
-        return Exported(handle, 16)
-
-    def copy_in(self, memory: bytes, offset: int, tensor: np.ndarray) -> None:
-        data = tensor.tobytes()
-
-        def copy() -> None:
-            self.memory.by_handle[memory][offset : offset + len(data)] = data
-
-        self._late.append(copy)
-
-    def map(self, handle: bytes) -> bytes:
-        if handle not in self.memory.by_handle:
-            raise OSError("invalid handle")
-        self.mapped.append(handle)
-        return handle
-
-    def copy_out(self, mapped: bytes, offset: int, dtype: str, shape: list[int]) -> np.ndarray:
-        copy = np.zeros(shape, dtype)
-        if offset + copy.nbytes > len(self.memory.by_handle[mapped]):
-            raise OSError("out of range")
-
-        def fill() -> None:
-            data = self.memory.by_handle[mapped][offset : offset + copy.nbytes]
-            copy[...] = np.frombuffer(data, dtype).reshape(shape)
-
-        self._late.append(fill)
-        return copy
-
-    def unmap(self, mapped: bytes) -> None:
-        self.mapped.remove(mapped)
-
-    def synchronize(self) -> None:
-        late, self._late = self._late, []
-        for work in late:
-            work()
+from engine.errors import ConfigError, WireError
+from engine.ipc.channel import Channel
+from engine.ipc.tensor_channel import TensorChannel
+from engine.ipc.tensors import (
+    Parcel,
+    TensorReceiver,
+    TensorSender,
+    Transport,
+)
 
 
 def pair(transport: Transport, **options: Any) -> tuple[TensorSender, TensorReceiver, FakeDevice]:
@@ -116,7 +41,7 @@ def test_tensors_arrive_and_loans_end(transport: Transport, seed: int) -> None:
         sent = []
         for _ in range(dice.randint(1, 4)):
             shape = [dice.randint(0, 5), dice.randint(1, 20)]
-            kind = dice.choice(["float32", "int64", "uint8"])
+            kind = dice.choice(["float32", "int64", "uint8", "bool", "float16"])
             tensor = np.asarray(np.random.default_rng(seed).integers(0, 99, shape), kind)
             sent.append((tensor, sender.pack(tensor.T.copy().T)))  # in another order
         got = [receiver.unpack(*packed) for _, packed in sent]
@@ -143,6 +68,7 @@ def test_a_full_pool_lends_instead_and_says_so_once(caplog: pytest.LogCaptureFix
     tensors = [np.full(400, i, np.float32) for i in range(6)]
     with caplog.at_level(logging.WARNING):
         packed = [sender.pack(tensor) for tensor in tensors]
+        sender.pack(np.zeros(500, np.float32))  # of another size, and nothing new
     assert len({each.parcel.handle for each in packed}) == 5  # the pool's two, four of their own
     assert [r for r in caplog.messages if "no room" in r] == caplog.messages
     assert len(caplog.messages) == 1
@@ -176,29 +102,128 @@ def test_what_cannot_be_lent_travels_through_host_memory(
     assert len(caplog.messages) == 1 and sender.num_lent == 0
 
 
-def test_wrong_parcels_and_loans_are_wire_errors() -> None:
+def test_what_was_lent_is_let_go_of_before_it_is_acknowledged() -> None:
+    """Its sender may free it at once; to have it mapped then is undefined on a device."""
+    sender, receiver, device = pair("cuda_ipc")
+    for _ in range(20):
+        receiver.unpack(*sender.pack(np.arange(5)))
+    assert len(device.mapped) == 20
+    assert receiver.take_read() == list(range(1, 21))
+    assert not device.mapped
+
+
+def test_the_loans_of_a_dead_receiver_come_back() -> None:
+    sender, receiver, _ = pair("cuda_ipc_pool")
+    for _ in range(7):
+        sender.pack(np.zeros(400, np.float32))
+    assert sender.num_lent == 7
+    sender.release_all()
+    assert sender.num_lent == 0
+    packed = sender.pack(np.full(1024, 5, np.float32))  # all of the pool
+    assert packed.parcel.is_pooled
+    np.testing.assert_array_equal(as_read(receiver, packed), np.full(1024, 5, np.float32))
+
+
+def as_read(receiver: TensorReceiver, packed: Any) -> np.ndarray:
+    tensor: np.ndarray = receiver.unpack(*packed)
+    receiver.take_read()
+    return tensor
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_what_has_no_elements_is_lent_by_nobody(
+    transport: Transport, caplog: pytest.LogCaptureFixture
+) -> None:
+    sender, receiver, _ = pair(transport, can_export=transport != "cuda_ipc")
+    with caplog.at_level(logging.WARNING):
+        for shape in ([0], [3, 0], [0, 1 << 20]):
+            found = receiver.unpack(*sender.pack(np.zeros(shape, np.int16)))
+            assert (found.dtype, list(found.shape)) == (np.int16, shape)
+    assert sender.num_lent == 0 and not caplog.messages
+
+
+def test_a_transport_or_a_pool_that_is_none_is_refused() -> None:
+    device = FakeDevice(FakeMemory())
+    with pytest.raises(ConfigError, match=r"'nvlink'.*cuda_ipc_pool"):
+        TensorSender(device, "nvlink")  # type: ignore[arg-type]
+    for size in (0, -1):
+        with pytest.raises(ConfigError, match=str(size)):
+            TensorSender(device, "cuda_ipc_pool", pool_bytes=size)
+
+
+def test_a_type_that_does_not_travel_is_named() -> None:
+    sender, _, _ = pair("default")
+    with pytest.raises(WireError, match=r"complex64.*bfloat16"):
+        sender.pack(np.zeros(3, np.complex64))
+    assert sender.num_lent == 0
+
+
+HOSTILE: list[tuple[str, list[int], int]] = [
+    ("complex64", [1], 0),
+    ("float", [1], 0),
+    ("quint8", [1], 0),
+    ("__class__", [1], 0),
+    ("", [1], 0),
+    ("int64", [-1], 0),
+    ("int64", [-5, -1], 0),
+    ("int64", [1 << 31, 1 << 31], 0),
+    ("int64", [1 << 61], 0),
+    ("int64", [(1 << 62) + 1, 4], 0),
+    ("int64", [1 << 32, 1 << 32], 0),
+    ("int64", [0, 1 << 62], 0),
+    ("int64", [1] * 65, 0),
+    ("int64", [513], 0),
+    ("int64", [5], -8),
+    ("int64", [5], 1 << 62),
+    ("int64", [5], 4096 - 32),
+]
+
+
+@pytest.mark.parametrize("number", range(len(HOSTILE)))
+def test_a_hostile_parcel_is_refused_before_anything_is_made(
+    monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Sizes are whole numbers of any length; nothing is allocated, nothing read elsewhere."""
+    dtype, shape, offset = HOSTILE[number]
+    sender, receiver, device = pair("cuda_ipc_pool")
+    parcel = sender.pack(np.arange(512)).parcel
+
+    def never(*_: object) -> None:
+        raise AssertionError("the device was asked")
+
+    monkeypatch.setattr(device, "copy_out", never)
+    monkeypatch.setattr(device, "from_host", never)
+    with pytest.raises(WireError):
+        receiver.unpack(Parcel(dtype, shape, parcel.handle, offset, parcel.loan, True), b"")
+    assert receiver.take_read() == [parcel.loan]  # which ends all the same
+    with pytest.raises(WireError):
+        receiver.unpack(Parcel(dtype, shape), b"x" * 24)
+
+
+def test_wrong_handles_and_loans_are_wire_errors() -> None:
     sender, receiver, _ = pair("cuda_ipc")
     with pytest.raises(WireError, match="cannot be read"):
         receiver.unpack(Parcel("int64", [5], b"no handle", 0, 1), b"")
-    parcel = sender.pack(np.arange(5)).parcel
-    with pytest.raises(WireError, match="cannot be read"):
-        receiver.unpack(Parcel("int64", [500], parcel.handle, parcel.offset, parcel.loan), b"")
+    sender.pack(np.arange(5))
     for loan in (0, 2):
         with pytest.raises(WireError, match="not open"):
             sender.release([loan])
 
 
-def _receive(line: Connection) -> None:
-    """In a process of its own: read parcels, send the sums back."""
+def channel_on(device: Any, transport: Transport = "default") -> TensorChannel[Note]:
+    sender = TensorSender(device, transport, pool_bytes=1 << 20)
+    return TensorChannel(Channel(Note, None, None), sender, TensorReceiver(device))
+
+
+def _answer(line: Connection) -> None:
+    """In a process of its own: read tensors, send back what comes behind them."""
     from engine.ipc.cuda import CudaDevice
 
-    receiver = TensorReceiver(CudaDevice())
-    while (item := line.recv()) is not None:
-        parcel, payload = item
-        tensor = receiver.unpack(Parcel(*parcel), payload)
-        loans = receiver.take_read()
-        line.send((str(tensor.dtype), list(tensor.shape), float(tensor.double().sum()), loans))
-    receiver.close()
+    channel = channel_on(CudaDevice())
+    while (frames := line.recv()) is not None:
+        message, tensors = channel.unpack(frames)
+        line.send(channel.pack(message, [tensor + 1 for tensor in tensors]))
+    channel.close()
 
 
 @pytest.mark.gpu
@@ -210,22 +235,19 @@ def test_tensors_cross_processes_on_a_gpu(transport: Transport) -> None:
 
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    child = context.Process(target=_receive, args=(theirs,))
+    child = context.Process(target=_answer, args=(theirs,))
     child.start()
     sender = TensorSender(CudaDevice(), transport, pool_bytes=1 << 20)
     assert sender.transport == transport
+    channel = TensorChannel(Channel[Note](Note, None, None), sender, TensorReceiver(CudaDevice()))
     for i in range(50):
         dtype = (torch.float32, torch.bfloat16, torch.int64)[i % 3]
         tensor = torch.full((i, 100 + i), i % 7, dtype=dtype, device="cuda").t()
-        packed: Packed = sender.pack(tensor)
-        parcel = packed.parcel
-        fields = (parcel.dtype, parcel.shape, parcel.handle, parcel.offset, parcel.loan)
-        ours.send((fields, packed.payload))
+        ours.send(channel.pack(Note(str(i)), [tensor, tensor[0]]))
         assert ours.poll(60)
-        kind, shape, total, loans = ours.recv()
-        sender.release(loans)
-        assert (kind, shape, total) == (str(dtype), [100 + i, i], (i % 7) * i * (100 + i))
-        assert sender.num_lent == 0
+        message, answers = channel.unpack(ours.recv())
+        assert message == Note(str(i)) and sender.num_lent == 0
+        assert torch.equal(answers[0], tensor + 1) and torch.equal(answers[1], tensor[0] + 1)
     ours.send(None)
     child.join(60)
     assert child.exitcode == 0
