@@ -80,7 +80,7 @@ TO_CORE: dict[str, Any] = {
     "bye": Bye(),
 }
 TO_CLIENT: dict[str, Any] = {
-    "welcome": Welcome(1, 0, "", 256, 2048, 1000, [2], 400, 16, 1.5),
+    "welcome": Welcome(1, 0, "", 256, 2048, 1000, [2], 400, 16, 1.5, "/models/tiny"),
     "submitted": Submitted(0),
     "submitted, one refused": Submitted(1, [Refusal(0, Failure("RefusedError", "full", 0.5))]),
     "aborted": Aborted(2, [Finished(0, "abort")]),

@@ -132,8 +132,8 @@ class EngineArgs:
     """Cores that share the work, each in a process of its own with the whole model; a request goes
     where its prompt is cached, or where least is to be done."""
     core_address: str | None = None
-    """Use the core that runs at this address, as metronome core printed it; it has the model.
-    Addresses of several cores, divided by commas, share the work."""
+    """Use the core that runs at this address, as metronome core printed it; give the model it has,
+    for its tokenizer. Addresses of several cores, divided by commas, share the work."""
     core_ready_timeout: float = 600.0
     """Seconds the core's process may take to load the model."""
     core_hang_timeout: float = 300.0

@@ -33,6 +33,8 @@ class Decided:
     """cpu or cuda."""
     scheduler: SchedulerConfig
     """The scheduler's options, with the decided length."""
+    model: str = ""
+    """Directory of the model, if there is one."""
 
 
 def decide_max_model_len(config: ModelConfig, info: ModelInfo) -> int:

@@ -110,6 +110,7 @@ class Desk:
             num_kv_blocks=decided.num_kv_blocks,
             block_size=decided.block_size,
             time=now,
+            model=decided.model.encode(errors="replace").decode(),  # a name of files may be no text
         )
         self._peers.send(identity, welcome)
 

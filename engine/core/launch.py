@@ -12,13 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+from engine.assets import BOX_MODEL
 from engine.config.engine import EngineConfig
+from engine.config.model import ModelConfig
 from engine.core.client import InprocClient
 from engine.core.failures import KINDS, death_of
 from engine.core.host import ORPHANED, EngineCoreHost
 from engine.core.many_client import ManyCoresClient, shut_down
 from engine.core.zmq_client import EngineCoreClient
-from engine.errors import EngineDeadError, EngineError
+from engine.errors import ConfigError, EngineDeadError, EngineError
 from engine.ipc.place import Address, Directory, address_of
 from engine.ipc.process import Child, Line, ParentWatch, Report, report_to_parent
 from engine.observe.logs import set_up_logging
@@ -121,8 +123,27 @@ def meet(config: EngineConfig, child: Child, address: Address) -> EngineCoreClie
 
 def attach_core(config: EngineConfig, address: str) -> EngineCoreClient:
     """A client of a core that runs already; it stays when the client leaves."""
-    return EngineCoreClient(
-        address_of(address, config.core.core_secret), hang_timeout=config.core.core_hang_timeout
+    with ExitStack() as failing:
+        client = EngineCoreClient(
+            address_of(address, config.core.core_secret), hang_timeout=config.core.core_hang_timeout
+        )
+        failing.callback(client.shutdown)
+        check_model(config.model, address, client.decided.model)
+        failing.pop_all()
+    return client
+
+
+def check_model(ours: ModelConfig, address: str, theirs: str) -> None:
+    """Raise ``ConfigError`` if texts would be tokenised for another model than the core runs.
+
+    A model that was named is the user's word: copies may lie under any name.
+    """
+    is_named = ours.model != str(BOX_MODEL) or ours.tokenizer is not None
+    if is_named or ours.skip_tokenizer_init or Path(theirs).name in ("", BOX_MODEL.name):
+        return
+    raise ConfigError(
+        f"the core at {address} runs {theirs}, and this engine was not told so: give it the same "
+        "model, which it needs for the tokenizer, or skip_tokenizer_init"
     )
 
 

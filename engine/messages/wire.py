@@ -97,6 +97,7 @@ class Welcome(msgspec.Struct, array_like=True, frozen=True, tag="welcome"):
     num_kv_blocks: int
     block_size: int
     time: float  # clock of the core, seconds
+    model: str = ""  # directory it was loaded from, on the core's machine; "" if there is none
 
 
 class Submitted(msgspec.Struct, array_like=True, frozen=True, tag="submitted"):

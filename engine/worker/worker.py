@@ -62,6 +62,7 @@ def make_worker(
         eos_token_ids=info.eos_token_ids,
         device=device,
         scheduler=sched,
+        model=str(info.path.absolute()),
     )
     log_pool(spec, decided)
     logger.info("%d threads", num_threads)

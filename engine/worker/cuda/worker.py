@@ -67,6 +67,7 @@ def make_cuda_worker(
         eos_token_ids=info.eos_token_ids,
         device="cuda",
         scheduler=sched,
+        model=str(info.path.absolute()),
     )
     log_pool(spec, decided)
     machine.kv[:] = make_kv_cache(spec, num_blocks, cache.block_size, dtype=kv_dtype, device=device)
