@@ -69,7 +69,7 @@ def programs(canary: Path) -> list[bytes]:
     return plain + wrapped + tagged
 
 
-def test_code_in_messages_is_refused_and_never_run(core: EngineCoreClient, tmp_path: Path) -> None:
+def test_code_in_messages_is_refused_and_never_run(tmp_path: Path, core: EngineCoreClient) -> None:
     canary = tmp_path / "canary"
     payloads = programs(canary)
     assert len(payloads) >= 30
