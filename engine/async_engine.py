@@ -31,6 +31,7 @@ from engine.frontend.stream import Stream
 from engine.frontend.tokenizer import Tokenizer
 from engine.messages.outputs import RequestOutput
 from engine.messages.params import SamplingParams
+from engine.observe.stats_log import CoreStats
 
 JOIN_SECONDS = 60.0  # longest step a shutdown waits for
 ALIVE_SECONDS = 1.0  # between two looks at a core with nothing to do
@@ -111,6 +112,11 @@ class AsyncLLMEngine:
         Whoever reads them gets a last output with finish reason ``"abort"``.
         """
         await self._call(partial(self._abort, as_request_ids(request_id)))
+
+    async def stats(self) -> CoreStats | None:
+        """Gauges and counters of the scheduler: running, waiting, KV use, prefix hits."""
+        stats: CoreStats | None = await self._call(self._session.client.stats)
+        return stats
 
     async def reset_prefix_cache(self, reset_running: bool = False) -> bool:
         """Forget all cached prefixes. False, and nothing happens, while requests use them.

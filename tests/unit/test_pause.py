@@ -129,6 +129,8 @@ async def test_pause_and_resume_by_the_async_engine() -> None:
     await engine.resume()
     outputs = [output async for output in stream]
     assert outputs[-1].finished
+    stats = await engine.stats()
+    assert stats is not None and stats.num_scheduled_tokens == 4 + 4 - 1
     assert await engine.reset_prefix_cache(reset_running=True)
     engine.shutdown()
 
