@@ -223,7 +223,7 @@ class PoolLoop:
             slot.check()
 
     def _take_inbox(self) -> None:
-        while self._inbox:
+        for _ in range(len(self._inbox)):  # and not more: answers wait, too
             task, slot = self._inbox.popleft()
             chosen = self._least_busy() if slot is None else self.slots[slot]
             chosen.add(task)

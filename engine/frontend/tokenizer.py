@@ -78,7 +78,11 @@ class Tokenizer:
                 f"{text!r:.80} is no text that can be tokenised: it must be a str without lone "
                 "surrogates (half a character, as a wrongly decoded file has)"
             ) from error
-        except Exception as error:  # the library raises plain Exception
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except (
+            BaseException
+        ) as error:  # the library raises plain Exception, or worse
             raise RequestError(f"{text!r:.80} cannot be tokenised: {error}") from error
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:

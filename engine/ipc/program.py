@@ -29,7 +29,7 @@ class Program:
     def __init__(self, module: str, start: bytes, fds: Sequence[int] = ()) -> None:
         theirs, self._ours = os.pipe()
         code = (
-            f"import sys; sys.path[:] = {sys.path!r}; import {module} as program; "
+            f"import sys; sys.path[:] = {list(map(str, sys.path))}; import {module} as program; "
             f"program.main({theirs})"
         )
         try:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import made_tokenizers as made
+import psutil
 import pytest
 from fakes import FakeDecided
 from pooled import TEXT, LeapingClient
@@ -20,6 +21,7 @@ from engine import LLMEngine, RequestOutput, SamplingParams
 from engine.config.engine import EngineConfig
 from engine.config.model import ModelConfig
 from engine.frontend.pool import TextPool
+from engine.frontend.prompt import Prompt
 from engine.frontend.session import Session
 from engine.frontend.tokenizer import Tokenizer, load_tokenizer
 from engine.messages.requests import AddRequest
@@ -34,7 +36,9 @@ class Request:
     """What is asked, and what its core says."""
 
     def __init__(self, tokenizer: Tokenizer, dice: random.Random) -> None:
-        self.prompt = random_text(dice, dice.randint(1, 60))
+        self.prompt: Prompt = random_text(dice, dice.randint(1, 60))
+        if dice.random() < 0.3:  # which may end in the middle of a character
+            self.prompt = random_ids(tokenizer, dice)[: dice.randint(1, 60)]
         self.ids = random_ids(tokenizer, dice)
         self.stride = [dice.choice([1, 1, 1, 2, 5]) for _ in range(7)]
         self.abort_at = dice.randint(0, 40) if dice.random() < 0.1 else None
@@ -169,3 +173,24 @@ def test_random_texts_outlive_random_deaths(
     pool.close()
     print(f"{num_rounds} rounds, {len(sent)} signals")
     assert num_rounds and sent
+
+
+def test_a_pool_may_be_closed_at_any_moment(model: ModelConfig, seed: int) -> None:
+    """Whatever its processes do just then, everybody who waits is told, and none is left."""
+    dice = random.Random(seed)
+    for number in range(6):
+        pool = TextPool(model, 2, hang_seconds=0.5)
+        pids, futures = list(pool.pids.values()), []
+        with killer(pool, random.Random(seed + number)):
+            deadline = time.monotonic() + dice.random() * 0.6
+            while time.monotonic() < deadline:
+                futures.append(pool.encode(random_text(dice, 300)))
+                futures.append(pool.render("{{ a }}", {"a": random_text(dice, 300)}))
+                futures[-dice.randint(1, 2)].cancel()
+                pids += pool.pids.values()
+                time.sleep(0.001)
+            began = time.monotonic()
+            pool.close()
+            assert time.monotonic() - began < 1.5, f"seed {seed}, round {number}"
+        assert all(future.done() for future in futures)
+        assert not any(psutil.pid_exists(pid) for pid in pids)

@@ -10,6 +10,7 @@ from tokenizers.processors import TemplateProcessing
 
 from engine.config.model import ModelConfig
 from engine.errors import ModelError, RequestError
+from engine.frontend.backends import RustBackend
 from engine.frontend.tokenizer import Tokenizer, load_tokenizer
 
 TEXTS = [
@@ -234,3 +235,18 @@ def test_transformers_converts_what_has_no_tokenizer_json(
         tokenizer = load(root)
     assert tokenizer.encode("ab a") == [3, 4, 1]
     assert "transformers" in caplog.text
+
+
+def test_a_fault_of_the_library_is_an_error_of_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It raises what is no ``Exception`` then, which would end a server's thread."""
+
+    class Panic(BaseException):
+        pass
+
+    def encode(*_: object) -> list[int]:
+        raise Panic("index out of bounds")
+
+    tokenizer = Tokenizer(RustBackend(made.metaspace()), {}, {})
+    monkeypatch.setattr(tokenizer.backend, "encode", encode)
+    with pytest.raises(RequestError, match=r"'x' cannot be tokenised: index out of bounds"):
+        tokenizer.encode("x")
