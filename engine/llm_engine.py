@@ -109,8 +109,8 @@ class LLMEngine:
     def start_profile(self) -> None:
         """Record what the worker does, until ``stop_profile``.
 
-        Raises ``ConfigError`` if the engine was started without ``torch_profiler_dir``, or if a
-        profile is being recorded already.
+        Keep it short: every step adds tens of kilobytes. Raises ``ConfigError`` if the engine was
+        started without ``torch_profiler_dir``, or if a profile is being recorded already.
         """
         self.session.client.call("profile", "start")
 
