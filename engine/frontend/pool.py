@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from functools import partial
 from itertools import count
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import zmq
@@ -73,7 +74,11 @@ class TextPool:
         hang_seconds: float = HANG_SECONDS,
     ) -> None:
         asked = Asked(
-            model.model, model.tokenizer, model.trust_remote_code, arena_bytes, hang_seconds
+            _wherever_we_go(model.model),
+            None if model.tokenizer is None else _wherever_we_go(model.tokenizer),
+            model.trust_remote_code,
+            arena_bytes,
+            hang_seconds,
         )
         self.size = size
         self._loop = PoolLoop(asked, size)
@@ -238,6 +243,11 @@ class PoolLoop:
             task.fail(error)
         else:
             another.add(task)
+
+
+def _wherever_we_go(directory: str) -> str:
+    """The same directory for a process that is started after the working directory has changed."""
+    return str(Path(directory).expanduser().absolute())
 
 
 def _ids_of(delivery: Delivery[Reply]) -> list[int]:

@@ -32,7 +32,8 @@ class Asked:
     trust_remote_code: bool
     arena_bytes: int
     hang_seconds: float
-    """A process that works on one task for longer is taken for hung and ended."""
+    """A process that works on one task for longer, and longer than its text takes, is taken for
+    hung and ended."""
 
 
 class TextProcess:

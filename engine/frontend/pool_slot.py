@@ -31,6 +31,7 @@ MAX_IDLE_DEATHS = 8  # in a row, of processes that had done nothing; above MAX_D
 RETRY_SECONDS = 10.0  # until a process that does not start, or stay, is tried again
 START_SECONDS = 60.0  # until a process that has not said it is ready is ended
 MAX_SENT = 16  # tasks a process has at a time; the others wait here
+SLOWEST = 1 << 18  # bytes of text that any tokenizer does in a second
 NUM_CAREFUL = 64  # tasks that are sent one by one after a death
 SAYS_MORE = "what it wrote to standard error says more"
 
@@ -88,7 +89,9 @@ class Slot:
         """When the process is to be taken for hung; ``None`` while nothing is expected of it."""
         if self.process is None or (self.process.is_ready and not self._num_sent):
             return None
-        return self._since + (self._hang_seconds if self.process.is_ready else START_SECONDS)
+        if not self.process.is_ready:
+            return self._since + START_SECONDS
+        return self._since + self._hang_seconds + self._tasks[0].cost / SLOWEST
 
     def start(self) -> None:
         """Spawn a process, or give up for a while if the system has no room for one."""

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any, NoReturn
 
 import psutil
@@ -198,6 +199,25 @@ def test_pools_that_come_and_go_leave_descriptors_and_threads_as_they_were(
         pool.close()
     wait_until(lambda: me.num_threads() <= before[2])
     assert (me.num_fds(), threading.active_count()) == before[:2]
+
+
+def test_a_long_text_is_no_hang(pools: Pools, tokenizer: Tokenizer) -> None:
+    """However little time a task is given, a text has what it takes."""
+    pool = pools.start(hang_seconds=0.01)
+    text = "long " * 200_000
+    assert pool.encode(text).result(WAIT) == tokenizer.encode(text)
+    assert pool._loop.slots[0]._epoch == 1
+
+
+def test_a_process_is_started_again_from_another_working_directory(
+    model: ModelConfig, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(model.model).parent)
+    with Pools(ModelConfig(model=Path(model.model).name)) as pools:
+        pool = pools.start()
+        monkeypatch.chdir(tmp_path)
+        os.kill(pool.pids[PROCESSES[0]], signal.SIGKILL)
+        assert pool.encode("again").result(WAIT) == tokenizer.encode("again")
 
 
 def wait_until(is_so: Any) -> None:
