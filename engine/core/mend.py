@@ -6,7 +6,7 @@ anything; what the engine itself puts there always travels, unless it is too lar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -36,13 +36,12 @@ def mended(batch: CoreOutputs, encode: Encode, why: str) -> Mended:
     if batch.stats is not None and _fault(encode, Outputs(_only_stats(batch))):
         batch = msgspec.structs.replace(batch, stats=None)
     faults = _faults_by_row(batch, encode)
-    if not faults:
-        faults = dict.fromkeys(
-            sorted(batch.logprobs.keys() | batch.prompt_logprobs.keys()),
-            f"log-probabilities: {why}",
-        )
+    good = _without(batch, faults)
+    if _fault(encode, Outputs(good)):
+        rows = sorted(batch.logprobs.keys() | batch.prompt_logprobs.keys())
+        faults |= {row: f"log-probabilities: {why}" for row in rows if row not in faults}
+        good = _without(batch, faults)
     ids = batch.request_ids
-    good = pick_rows(batch, [row for row in range(len(ids)) if row not in faults])
     ends = [
         (ids[row], Finished(0, "error", message=plain_text(fault))) for row, fault in faults.items()
     ]
@@ -66,6 +65,10 @@ def _faults_by_row(batch: CoreOutputs, encode: Encode) -> dict[int, str]:
         if fault := _fault(encode, Outputs(alone)):
             faults[row] = fault
     return faults
+
+
+def _without(batch: CoreOutputs, faults: Mapping[int, str]) -> CoreOutputs:
+    return pick_rows(batch, [row for row in range(len(batch.request_ids)) if row not in faults])
 
 
 def _only_stats(batch: CoreOutputs) -> CoreOutputs:
