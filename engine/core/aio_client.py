@@ -12,8 +12,14 @@ import zmq.asyncio
 
 from engine.core.failures import death_of
 from engine.core.heart import Heart
-from engine.core.link import Link, Reply, aborted, refused, value_of
-from engine.core.zmq_client import HANG_SECONDS, LAST_WORDS_MS, STEP_SECONDS, WELCOME_SECONDS
+from engine.core.link import Link, Reply, Submission, aborted, refused, value_of
+from engine.core.zmq_client import (
+    HANG_SECONDS,
+    LAST_WORDS_MS,
+    STEP_SECONDS,
+    WELCOME_SECONDS,
+    loss_of,
+)
 from engine.errors import EngineDeadError, WireError
 from engine.ipc import sockets
 from engine.ipc.place import Address, address_of
@@ -42,8 +48,13 @@ class AsyncEngineCoreClient:
         self._changed = asyncio.Event()
         self._has_heard = False  # since the last look at how the core is
         self._context = zmq.asyncio.Context()
-        self._socket, self._lost = sockets.connect(self._context, address.data, address.secret)
-        self._heart = Heart(zmq.Context.shadow(self._context.underlying), address, hang_timeout)
+        try:
+            self._socket, self._lost = sockets.connect(self._context, address.data, address.secret)
+            underlying = self._context.underlying
+            self._heart = Heart(zmq.Context.shadow(underlying), address, hang_timeout)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
         self._tasks = [
             asyncio.create_task(self._guard(each))
             for each in (self._read(), self._watch(), self._listen())
@@ -96,7 +107,8 @@ class AsyncEngineCoreClient:
         Cancelled, it leaves none of them at the core.
         """
         self._live()
-        submission = self._link.submit(requests)
+        submission = Submission()
+        self._link.submit(requests, submission)
         errors = submission.errors
         # All are sent before anything else is: what is sent next may be their abort.
         futures = [self._ask(part.number, part.frame) for part in submission.parts]
@@ -148,8 +160,10 @@ class AsyncEngineCoreClient:
         """
         if self._socket.closed:
             return
-        linger_ms = sockets.LINGER_MS if self._death is None else 0  # last words for somebody
-        self._send_now(self._link.bye())
+        linger_ms = 0
+        if self._death is None and self._link.welcome is not None:
+            linger_ms = sockets.LINGER_MS  # last words for somebody
+            self._send_now(self._link.bye())
         self._die(EngineDeadError("the engine was shut down"))
         for task in self._tasks:
             task.cancel()
@@ -213,8 +227,7 @@ class AsyncEngineCoreClient:
         while self._death is None and await self._socket.poll(0):  # last words that came with it
             await asyncio.sleep(0)
         how = None if self._child is None else await asyncio.to_thread(self._child.how_it_ended)
-        story = "it lost its connection" if how is None else f"its process {how}"
-        raise death_of(f"the engine core died: {story}")
+        raise loss_of(self.address, self._link, how)
 
     async def _until_lost(self) -> None:
         """Until the connection is, or the process has ended, whoever else has its sockets."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import zmq
 
 from engine.errors import WireError
@@ -42,7 +44,8 @@ class Heart:
                 return f"has not answered for {self._hang_timeout:g} s (core_hang_timeout)"
             self._asked_at = now
             self._num_unanswered += 1
-            self._socket.send(self._ping, zmq.NOBLOCK)
+            with suppress(zmq.Again):  # this connection is lost, so nobody will answer
+                self._socket.send(self._ping, zmq.NOBLOCK)
         return None
 
     def close(self) -> None:

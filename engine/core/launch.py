@@ -167,7 +167,6 @@ def serve_child(line: Line, build: CoreBuilder, config: EngineConfig, path: str)
     """What the core's process runs."""
     directory = Directory(Path(path))
     watch = ParentWatch(line, lambda: _leave(directory))  # while the model is loaded, too
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it as well, and ends this one
     set_up_logging(config.log_level)
     try:
         host = EngineCoreHost(build(config), config, directory.address, directory=directory)

@@ -88,9 +88,11 @@ class Link:
     def hello(self, token: bytes, name: str) -> bytes:
         return self._encoder.encode(Hello(PROTOCOL_VERSION, token, name))
 
-    def submit(self, requests: Sequence[AddRequest]) -> Submission:
-        """Messages that add these. One whose id is in use, or that cannot travel, is an error."""
-        submission = Submission()
+    def submit(self, requests: Sequence[AddRequest], submission: Submission) -> None:
+        """Messages that add these. One whose id is in use, or that cannot travel, is an error.
+
+        Interrupted, it has put into ``submission`` what is to be withdrawn.
+        """
         free: dict[str, int] = {}
         for place, request in enumerate(requests):
             if request.request_id in self.live or request.request_id in free:
@@ -106,7 +108,6 @@ class Link:
                         self._submit(submission, requests, [place])
                     except WireError as error:
                         submission.errors[place] = error
-        return submission
 
     def withdraw(self, submission: Submission) -> bytes:
         """Abort what was submitted, answered or not. Nobody waits for what comes of it."""

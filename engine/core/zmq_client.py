@@ -50,8 +50,13 @@ class EngineCoreClient:
         self._expected: dict[int, Reply | None] = {}  # answers to what was asked, by number
         self._waker = sockets.Waker()
         self._context: zmq.Context[sockets.Socket] = zmq.Context()
-        self._socket, self._lost = sockets.connect(self._context, address.data, address.secret)
-        self._heart = Heart(self._context, address, hang_timeout)
+        try:
+            self._socket, self._lost = sockets.connect(self._context, address.data, address.secret)
+            self._heart = Heart(self._context, address, hang_timeout)
+        except BaseException:
+            self._context.destroy(linger=0)
+            self._waker.close()
+            raise
         ended = () if child is None else (child.pidfd,)
         self.sources = (self._socket, self._lost, self._waker.fd, *ended)
         """What becomes readable when there is something for ``step``."""
@@ -86,9 +91,10 @@ class EngineCoreClient:
         Interrupted, it leaves none of them at the core.
         """
         self._live()
-        submission = self._link.submit(requests)
+        submission = Submission()
         errors = submission.errors
         try:
+            self._link.submit(requests, submission)
             for part in submission.parts:
                 self._ask(part.number, part.frame)
             for part in submission.parts:
@@ -148,21 +154,21 @@ class EngineCoreClient:
 
         Our own core that is stopped or hangs is killed after two seconds.
         """
-        if self._socket.closed:
-            return
         linger_ms = 0
-        if self._death is None and not self._lost.poll(0):  # last words for somebody
-            linger_ms = sockets.LINGER_MS
+        if self._death is None and self._link.welcome is not None and not self._lost.poll(0):
+            linger_ms = sockets.LINGER_MS  # last words for somebody
             with suppress(zmq.ZMQError):
                 self._socket.send(self._link.bye(), zmq.NOBLOCK)
         self._death = self._death or EngineDeadError("the engine was shut down")
-        self._heart.close()
-        sockets.close(self._socket, linger_ms=linger_ms)
-        sockets.close(self._lost)
-        self._context.term()
-        self._waker.close()
-        if self._child is not None:
-            self._child.close()
+        try:
+            self._heart.close()
+            sockets.close(self._socket, linger_ms=linger_ms)
+            sockets.close(self._lost)
+            self._context.term()
+            self._waker.close()
+        finally:  # interrupted or not
+            if self._child is not None:
+                self._child.close()
 
     def ask_to_end(self) -> None:
         """Let our own core end, without waiting for it; ``shutdown`` is still to come."""
@@ -220,7 +226,7 @@ class EngineCoreClient:
             self._waker.clear()
         has_come = self._take_all()
         if not has_come and self._is_lost(ready):
-            self._die("lost its connection")
+            self._die()
         if not ready and (complaint := self._heart.complaint(time.monotonic())):
             self._kill(complaint)
 
@@ -268,12 +274,21 @@ class EngineCoreClient:
         self._death = death_of(f"the engine core died: it {complaint}")
         raise self._death
 
-    def _die(self, what: str) -> None:
+    def _die(self) -> None:
         how = None if self._child is None else self._child.how_it_ended()
-        story = f"it {what}" if how is None else f"its process {how}"
-        self._death = death_of(f"the engine core died: {story}")
+        self._death = loss_of(self.address, self._link, how)
         raise self._death
 
     def _live(self) -> None:
         if self._death is not None:
             raise EngineDeadError(str(self._death)) from self._death.__cause__
+
+
+def loss_of(address: Address, link: Link, how_it_ended: str | None) -> EngineDeadError:
+    """The death of a core whose connection is lost, with what is known of its process."""
+    if how_it_ended is not None:
+        return death_of(f"the engine core died: its process {how_it_ended}")
+    if link.welcome is not None:
+        return death_of("the engine core died: it lost its connection")
+    with_it = "" if address.secret is None else ", or it has another secret"
+    return death_of(f"no core answers at {address.data}{with_it}")

@@ -30,6 +30,7 @@ PREFIX = "metronome-core-"
 LOCK = "lock"
 TOKEN_BYTES = 16
 MIN_SECRET_CHARS = 16
+MAX_SOCKET_PATH = 107  # bytes, of the system
 UNLOCKED_SECONDS = 60.0  # from making a directory to its lock, at most
 
 
@@ -98,16 +99,32 @@ class Directory:
 
     @classmethod
     def create(cls) -> Directory:
-        """A new one, with a token in it; what killed processes left behind goes."""
+        """A new one, with a token in it; what killed processes left behind goes.
+
+        Raises ``ConfigError`` if there is no place for one.
+        """
         parent = Path(tempfile.gettempdir())
-        for left in parent.glob(PREFIX + "*"):
-            _remove_if_left(left)
+        try:
+            for left in parent.glob(PREFIX + "*"):
+                _remove_if_left(left)
+            directory = cls._make(parent)
+        except OSError as error:
+            raise _no_place(parent, error) from error
+        try:
+            (directory.path / "core-token").write_bytes(secrets.token_bytes(TOKEN_BYTES))
+            if len(os.fsencode(directory.path / "core-control")) > MAX_SOCKET_PATH:
+                raise OSError(f"a path of more than {MAX_SOCKET_PATH} bytes is none for a socket")
+        except OSError as error:
+            directory.remove()
+            raise _no_place(parent, error) from error
+        return directory
+
+    @classmethod
+    def _make(cls, parent: Path) -> Directory:
         while True:
             path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
             with suppress(FileNotFoundError):  # somebody who cleans up took it for a left one
-                directory = cls(path)
-                (path / "core-token").write_bytes(secrets.token_bytes(TOKEN_BYTES))
-                return directory
+                return cls(path)
 
     @property
     def address(self) -> Address:
@@ -123,6 +140,12 @@ class Directory:
         """Delete it, whoever still uses it; harmless when repeated."""
         shutil.rmtree(self.path, ignore_errors=True)
         self.close()
+
+
+def _no_place(parent: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"no directory for a core's sockets can be made in {parent}: {error}; set TMPDIR to another"
+    )
 
 
 def _hold(path: Path) -> int:

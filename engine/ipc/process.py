@@ -11,13 +11,14 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.resource_tracker as resource_tracker
 import os
 import select
 import signal
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any
@@ -58,11 +59,13 @@ class Child:
         at_end: Callable[[], object] = lambda: None,
     ) -> None:
         context = multiprocessing.get_context("spawn")
+        resource_tracker.ensure_running()  # it would let interrupts through when it is started
         self.line, theirs = context.Pipe()
         self._lock = threading.Lock()  # on the process: only one may wait for its end
         self._process = context.Process(target=target, args=(theirs, *args), name=name, daemon=True)
         try:
-            self._process.start()
+            with _without_interrupts():
+                self._process.start()
             self.pidfd = os.pidfd_open(self.pid)
             """Readable once the process has ended; valid until ``close``."""
         except Exception as error:  # whatever the objects in it raise when they are written down
@@ -91,10 +94,6 @@ class Child:
     def pid(self) -> int:
         assert self._process.pid is not None
         return self._process.pid
-
-    @property
-    def is_alive(self) -> bool:
-        return self._end.alive and self._process.is_alive()
 
     def wait_until_ready(self, timeout: float) -> Report:
         """What it reports of its start.
@@ -169,6 +168,16 @@ def _end(
         process.close()
     os.close(pidfd)
     at_end()
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """A process that is started here never gets one: that at a terminal is for its parent alone."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _ask_to_end(line: Line) -> None:

@@ -77,11 +77,16 @@ def connect(
 ) -> tuple[Socket, Socket]:
     """A connected DEALER, and a socket that becomes readable once the connection is lost.
 
-    That one must live, and be closed behind the first.
+    That one must live, and be closed behind the first. Raises ``ConfigError`` for an address that
+    cannot be one.
     """
     made = dealer(context, secret)
     lost = made.get_monitor_socket(LOST)
-    made.connect(address)
+    try:
+        made.connect(address)
+    except (zmq.ZMQError, ValueError) as error:
+        close(made, lost)
+        raise ConfigError(f"cannot connect to {address!r}: {error}") from error
     return made, lost
 
 

@@ -26,7 +26,7 @@ from simulate import expected, make_request
 from spawned import FakeBuild, fake_config
 
 from engine.core.host import EngineCoreHost
-from engine.core.launch import start_core
+from engine.core.launch import meet, spawn, start_core
 from engine.errors import EngineDeadError
 from engine.frontend.session import Session
 from engine.ipc.place import Directory
@@ -92,6 +92,16 @@ def test_a_core_ends_when_it_is_asked_to_although_a_fork_of_its_parent_lives(pla
 
 
 # -- ends
+
+
+def test_an_interrupt_at_the_terminal_is_for_the_parent_alone() -> None:
+    child, address = spawn(fake_config(), FakeBuild())
+    os.kill(child.pid, signal.SIGINT)  # while Python itself starts
+    client = meet(fake_config(), child, address)
+    os.kill(child.pid, signal.SIGINT)
+    client.add(make_request("a", [1], 3))
+    assert drain(client)[0] == {"a": expected([1], 3)}
+    client.shutdown()
 
 
 @pytest.mark.parametrize("build", [FakeBuild(), FakeBuild(hang_at=2), Clinging()])

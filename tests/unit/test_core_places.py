@@ -7,6 +7,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -123,6 +124,42 @@ def test_addresses_that_cannot_work_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         address_of(address, secret)
+
+
+@pytest.mark.parametrize("kind", ["zmq", "asyncio"])
+@pytest.mark.parametrize("host", ["a b", "a,b", "*", "\udcff", "a\0b"])
+def test_hosts_that_are_none_are_refused_and_leave_nothing(kind: str, host: str) -> None:
+    num_open = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ConfigError, match="cannot connect to 'tcp://"):
+        connect(kind, address_of(f"tcp://{host}:5000", SECRET))
+    assert len(os.listdir("/proc/self/fd")) == num_open
+
+
+@pytest.mark.parametrize("kind", ["zmq", "asyncio"])
+def test_where_no_core_listens_a_client_says_so_at_once(kind: str) -> None:
+    directory = Directory.create()
+    with socket.socket(socket.AF_UNIX) as left:  # as by a core that was killed
+        left.bind(directory.address.data.removeprefix("ipc://"))
+    start = time.monotonic()
+    with pytest.raises(EngineDeadError, match="no core answers at ipc://"):
+        connect(kind, directory.address)
+    with pytest.raises(EngineDeadError, match=r"no core answers at tcp://.*, or it has another se"):
+        connect(kind, address_of(f"tcp://127.0.0.1:{free_port()}", SECRET))
+    assert time.monotonic() - start < 1.0
+    directory.remove()
+
+
+@pytest.mark.parametrize("name", ["none", "x" * 100])
+def test_where_no_socket_can_be_the_error_says_what_to_set(
+    name: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name != "none":
+        (place / name).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(place / name))
+    with pytest.raises(ConfigError, match=r"no directory for a core's sockets .* set TMPDIR to"):
+        Directory.create()
+    if name != "none":
+        (place / name).rmdir()
 
 
 # -- what a client costs
