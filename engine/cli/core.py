@@ -9,6 +9,7 @@ import signal
 import zmq
 
 from engine.cli.options import add_engine_options, engine_args
+from engine.config.args import OF_FRONT_ENDS, OF_STARTERS
 from engine.config.engine import EngineConfig
 from engine.core.build import build_core
 from engine.core.client import InprocClient
@@ -19,12 +20,6 @@ from engine.ipc.place import TCP, Address, Directory, tcp_address
 from engine.observe.logs import set_up_logging
 
 logger = logging.getLogger("engine.core")
-
-OF_CLIENTS = (  # options that say something of who uses a core
-    *("core_address", "multiprocess", "data_parallel_size", "core_ready_timeout"),
-    *("core_hang_timeout", "tokenizer", "skip_tokenizer_init", "tokenizer_pool_size"),
-    "disable_log_stats",
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    for name in OF_CLIENTS:
+    for name in (*OF_FRONT_ENDS, *OF_STARTERS):
         if name in parsed:
             raise ConfigError(
                 f"--{name.replace('_', '-')} is for those who use a core, and this is one; give it "

@@ -20,12 +20,13 @@ from engine.config.polling import PollConfig, asked_decode_poll_timeout_ms
 from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError
 
-# Options of a front end: those that still mean something when the core runs already.
-OF_CLIENTS = (
-    *("model", "tokenizer", "skip_tokenizer_init", "tokenizer_pool_size", "trust_remote_code"),
-    *("seed", "log_level", "disable_log_stats", "multiprocess", "core_address"),
-    "core_hang_timeout",
+# Whose options those are that are not the core's alone.
+OF_BOTH = ("model", "trust_remote_code", "seed", "log_level")
+OF_FRONT_ENDS = (
+    *("tokenizer", "skip_tokenizer_init", "tokenizer_pool_size", "disable_log_stats"),
+    *("multiprocess", "core_address", "core_hang_timeout"),
 )
+OF_STARTERS = ("data_parallel_size", "core_ready_timeout")  # of cores in processes of their own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,11 +190,13 @@ class EngineArgs:
         for option in fields(self):
             make, value = option.default_factory, getattr(self, option.name)
             default = option.default if make is MISSING else make()
-            if option.name not in OF_CLIENTS and value != default:
-                raise ConfigError(
-                    f"{option.name} is {value!r:.80}, but the core at {self.core_address} runs "
-                    "already; give it to metronome core, or leave it out"
-                )
+            if option.name in (*OF_BOTH, *OF_FRONT_ENDS) or value == default:
+                continue
+            takes = "" if option.name in OF_STARTERS else "give it to metronome core, or "
+            raise ConfigError(
+                f"{option.name} is {value!r:.80}, but the core at {self.core_address} runs "
+                f"already; {takes}leave it out"
+            )
 
     def _core_config(self) -> CoreConfig:
         return CoreConfig(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from spawned import FakeBuild
 
 from engine.cli import core
 from engine.cli.main import main
-from engine.config.args import EngineArgs
+from engine.config.args import OF_BOTH, OF_FRONT_ENDS, OF_STARTERS, EngineArgs
 from engine.core.host import EngineCoreHost
 from engine.errors import ConfigError, EngineDeadError
 from engine.worker.device import resolve_device
@@ -145,3 +146,16 @@ def test_a_secret_may_be_of_any_language(monkeypatch: pytest.MonkeyPatch) -> Non
     config = EngineArgs(model="m").create_config()
     assert config.core.core_secret == "ein schönes Geheimnis 秘密"
     assert "Geheimnis" not in repr(config)
+
+
+def test_nobody_is_sent_where_an_option_is_not_taken(complaint: Callable[..., str]) -> None:
+    assert "--core-ready-timeout is for those who" in complaint("--core-ready-timeout", "5")
+    with pytest.raises(
+        ConfigError, match=r"core_ready_timeout is 5.0.*runs already; leave it out$"
+    ):
+        EngineArgs(core_address="ipc:///x/core", core_ready_timeout=5.0).create_config()
+    with pytest.raises(ConfigError, match="max_num_seqs is 5.*; give it to metronome core, or"):
+        EngineArgs(core_address="ipc:///x/core", max_num_seqs=5).create_config()
+    known = {option.name for option in fields(EngineArgs)}
+    named = [*OF_BOTH, *OF_FRONT_ENDS, *OF_STARTERS]
+    assert known.issuperset(named) and len(set(named)) == len(named)
