@@ -154,7 +154,7 @@ def test_nobody_is_sent_where_an_option_is_not_taken(complaint: Callable[..., st
         ConfigError, match=r"core_ready_timeout is 5.0.*runs already; leave it out$"
     ):
         EngineArgs(core_address="ipc:///x/core", core_ready_timeout=5.0).create_config()
-    with pytest.raises(ConfigError, match="max_num_seqs is 5.*; give it to metronome core, or"):
+    with pytest.raises(ConfigError, match=r"max_num_seqs is 5.*; give it to metronome core, or"):
         EngineArgs(core_address="ipc:///x/core", max_num_seqs=5).create_config()
     known = {option.name for option in fields(EngineArgs)}
     named = [*OF_BOTH, *OF_FRONT_ENDS, *OF_STARTERS]
