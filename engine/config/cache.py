@@ -11,7 +11,7 @@ from engine.errors import ConfigError
 
 HASH_ALGORITHMS = ("sha256", "fast")
 KV_CACHE_DTYPES = ("auto", "bfloat16")
-EVENTS_ENDPOINT = re.compile(r"ipc://.+|tcp://.+:([0-9]+)")
+EVENTS_ENDPOINT = re.compile(r"ipc://.+|tcp://.+:([0-9]{1,5})")
 MAX_EVENTS_PORT = 65534
 MAX_EVENTS_STEPS = 10**9
 MAX_BLOCKS = 2**24  # of which the lists alone take half a GiB

@@ -15,6 +15,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 import secrets
 import shutil
 import tempfile
@@ -29,6 +30,7 @@ IPC, TCP = "ipc://", "tcp://"
 PREFIX = "metronome-core-"
 LOCK = "lock"
 TOKEN_BYTES = 16
+PORT = re.compile("[0-9]{1,5}")
 MIN_SECRET_CHARS = 16
 MAX_SOCKET_PATH = 107  # bytes, of the system
 UNLOCKED_SECONDS = 60.0  # from making a directory to its lock, at most
@@ -73,7 +75,7 @@ def address_of(core: str, secret: str | None) -> Address:
 def tcp_address(address: str, secret: str | None) -> Address:
     """A TCP address with its secret. Raises ``ConfigError`` for one that nobody could use."""
     host, _, port = address.removeprefix(TCP).rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65535:
+    if not host or not PORT.fullmatch(port) or not 0 < int(port) < 65535:
         raise ConfigError(
             f"core address {address!r} must be {TCP}HOST:PORT with a port in 1..65534"
         )

@@ -86,6 +86,8 @@ def test_an_address_in_use_is_seen_before_the_model_is_loaded(
         ("tcp://127.0.0.1", "must be tcp://HOST:PORT with a port in 1..65534"),
         ("tcp://127.0.0.1:0", "must be tcp://HOST:PORT"),
         ("tcp://127.0.0.1:65535", "must be tcp://HOST:PORT"),
+        ("tcp://127.0.0.1:" + "9" * 5000, "must be tcp://HOST:PORT"),
+        ("tcp://127.0.0.1:\u0663", "must be tcp://HOST:PORT"),
         ("tcp://192.0.2.1:5000", "cannot listen at tcp://192.0.2.1:5000: "),
     ],
 )
