@@ -16,6 +16,7 @@ import os
 import select
 import signal
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -61,6 +62,7 @@ class Child:
         context = multiprocessing.get_context("spawn")
         resource_tracker.ensure_running()  # it would let interrupts through when it is started
         self.line, theirs = context.Pipe()
+        self._asked = Asked()
         self._lock = threading.Lock()  # on the process: only one may wait for its end
         self._process = context.Process(target=target, args=(theirs, *args), name=name, daemon=True)
         try:
@@ -85,7 +87,7 @@ class Child:
             theirs.close()
         # Runs at exit before multiprocessing ends its children, which would let this one drain.
         self._end = weakref.finalize(
-            self, _end, os.getpid(), self._process, self.line, self.pidfd, at_end
+            self, _end, os.getpid(), self._process, self.line, self._asked, self.pidfd, at_end
         )
         self._end.atexit = False
         atexit.register(self._end)
@@ -139,7 +141,7 @@ class Child:
         """Let it end, without waiting for it; ``close`` is still to come."""
         with self._lock:
             if self._end.alive:
-                _ask_to_end(self.line)
+                self._asked.ask(self.line)
 
     def kill(self) -> None:
         """End it at once, even one that is stopped; ``close`` is still to come."""
@@ -148,26 +150,54 @@ class Child:
                 self._process.kill()
 
     def close(self) -> None:
-        """Ask it to end, and kill it if it has not after two seconds; harmless when repeated."""
+        """Ask it to end, and kill it if it has not two seconds after it was first asked.
+
+        Harmless when repeated.
+        """
         atexit.unregister(self._end)
         with self._lock:
             self._end()
 
 
 def _end(
-    owner: int, process: SpawnProcess, line: Line, pidfd: int, at_end: Callable[[], object]
+    owner: int,
+    process: SpawnProcess,
+    line: Line,
+    asked: Asked,
+    pidfd: int,
+    at_end: Callable[[], object],
 ) -> None:
     if os.getpid() != owner:  # a copy of the owner, forked by its user, which owns nothing
         return
-    _ask_to_end(line)  # closing tells nothing where a fork of ours holds it open
+    asked.ask(line)  # closing tells nothing where a fork of ours holds it open
     line.close()
-    if not _has_ended(pidfd, CLOSE_SECONDS):
-        process.kill()  # no softer signal: one that is stopped, or hangs, would not hear it
-        _has_ended(pidfd, KILL_SECONDS)
-    if process.exitcode is not None:
-        process.close()
-    os.close(pidfd)
-    at_end()
+    has_ended = False
+    try:
+        has_ended = _has_ended(pidfd, asked.seconds_left())
+    finally:  # interrupted or not
+        if not has_ended:
+            process.kill()  # no softer signal: one that is stopped, or hangs, would not hear it
+            _has_ended(pidfd, KILL_SECONDS)
+        if process.exitcode is not None:
+            process.close()
+        os.close(pidfd)
+        at_end()
+
+
+class Asked:
+    """Whether a child was asked to end, and how long it may still take."""
+
+    def __init__(self) -> None:
+        self._at: float | None = None
+
+    def ask(self, line: Line) -> None:
+        self._at = time.monotonic() if self._at is None else self._at
+        with suppress(OSError):
+            line.send_bytes(END)
+
+    def seconds_left(self) -> float:
+        waited = 0.0 if self._at is None else time.monotonic() - self._at
+        return max(0.0, CLOSE_SECONDS - waited)
 
 
 @contextmanager
@@ -178,11 +208,6 @@ def _without_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _ask_to_end(line: Line) -> None:
-    with suppress(OSError):
-        line.send_bytes(END)
 
 
 def _has_ended(pidfd: int, seconds: float) -> bool:

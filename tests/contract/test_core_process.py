@@ -26,7 +26,7 @@ from simulate import expected, make_request
 from spawned import FakeBuild, fake_config
 
 from engine.core.host import EngineCoreHost
-from engine.core.launch import meet, spawn, start_core
+from engine.core.launch import meet, spawn, start_core, start_cores
 from engine.errors import EngineDeadError
 from engine.frontend.session import Session
 from engine.ipc.place import Directory
@@ -119,6 +119,17 @@ def test_116_a_core_that_is_stopped_or_hangs_is_gone_two_seconds_after_shutdown(
     client.shutdown()
     assert time.monotonic() - start < 3.5  # two, and what a busy machine adds
     assert not process.is_running()
+
+
+def test_116_cores_that_are_stopped_are_given_up_together() -> None:
+    client = start_cores(fake_config(multiprocess=True, data_parallel_size=3), FakeBuild())
+    processes = [psutil.Process(pid_of(core)) for core in client._cores]
+    for process in processes:
+        process.suspend()
+    start = time.monotonic()
+    client.shutdown()
+    assert time.monotonic() - start < 3.5
+    assert not any(process.is_running() for process in processes)
 
 
 def test_a_core_that_got_sigterm_keeps_the_time_that_it_promised(remote: str) -> None:
