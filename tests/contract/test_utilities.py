@@ -13,6 +13,8 @@ from spawned import FakeBuild
 
 from engine.config.engine import EngineConfig
 from engine.core.client import InprocClient
+from engine.core.control import Utilities
+from engine.core.engine_core import EngineCore
 from engine.errors import ConfigError, EngineError, RequestTypeError
 from engine.messages.stats import SchedulerStats
 from engine.sched import Scheduler
@@ -185,6 +187,22 @@ def test_109_what_cannot_travel_is_refused_everywhere(
     with pytest.raises(RequestTypeError, match=told):
         client.call("echo", value)
     assert client.call("echo", nested(64)) == nested(64)
+
+
+KNOWN = {"echo", "reset_prefix_cache", "pause", "resume", "stats", "profile"}
+
+
+def test_108_no_other_name_of_the_core_or_its_scheduler_is_a_utility(
+    kind: str, opened: Any
+) -> None:
+    client = opened(kind)
+    names = {*dir(InprocClient), *dir(EngineCore), *dir(Scheduler), *dir(Utilities)} - KNOWN
+    assert len(names) > 50
+    for name in sorted(names):
+        with pytest.raises(ConfigError, match="is not available; there are: echo, "):
+            client.call(name)
+    client.add(make_request("a", [1], 3))
+    assert drain(client)[0] == {"a": expected([1], 3)}
 
 
 def test_pause_and_resume_may_be_repeated(kind: str, opened: Any) -> None:
