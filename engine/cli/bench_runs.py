@@ -1,4 +1,4 @@
-"""What ``metronome bench`` measures. One run warms up and is not counted."""
+"""What ``metronome bench`` measures. A run that warms up is not counted, nor one that is traced."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import dataclass, fields
 
+from engine.cli.profiling import profiled
 from engine.cli.streaming import times_of
 from engine.config.args import EngineArgs
 from engine.errors import ConfigError
@@ -49,6 +50,7 @@ def measure_throughput(args: EngineArgs, workload: Workload) -> dict[str, float 
         prompts = workload.prompts(engine.session.client.decided.vocab_size)
         _run(engine, prompts, workload.output_len)
         runs = [_timed(engine, prompts, workload.output_len) for _ in range(workload.num_iters)]
+        _record(engine, args, prompts, workload.output_len)
     seconds, outputs = min(runs, key=lambda run: run[0])
     num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
     num_output = sum(len(output.outputs[0].token_ids) for output in outputs)
@@ -72,6 +74,7 @@ def measure_latency(args: EngineArgs, workload: Workload) -> dict[str, float | i
         for _ in range(workload.num_iters):
             engine.reset_prefix_cache()  # or all but the first would find their prompt computed
             outputs += _run(engine, prompts, workload.output_len)
+        _record(engine, args, prompts, workload.output_len)
     result: dict[str, float | int] = {"batches": workload.num_iters, "batch_size": len(prompts)}
     for name, values in _milliseconds(outputs).items():
         values.sort()
@@ -127,6 +130,14 @@ def _timed(
     start = time.perf_counter()
     outputs = _run(engine, prompts, output_len)
     return time.perf_counter() - start, outputs
+
+
+def _record(engine: LLMEngine, args: EngineArgs, prompts: list[Prompt], output_len: int) -> None:
+    """One more run for the trace, if one is wanted: recording costs time."""
+    if args.torch_profiler_dir is not None:
+        engine.reset_prefix_cache()
+        with profiled(engine, args):
+            _run(engine, prompts, output_len)
 
 
 def _run(engine: LLMEngine, prompts: list[Prompt], output_len: int) -> list[RequestOutput]:

@@ -13,6 +13,7 @@ from engine.cli.options import (
     engine_args,
     sampling_params,
 )
+from engine.cli.profiling import profiled
 from engine.cli.streaming import stream
 from engine.errors import RequestError
 from engine.llm_engine import LLMEngine
@@ -31,7 +32,8 @@ def run(parsed: argparse.Namespace) -> int:
     params = sampling_params(parsed)
     opening = [{"role": "system", "content": parsed.system}] if parsed.system else []
     messages = list(opening)
-    with LLMEngine.from_engine_args(engine_args(parsed)) as engine:
+    args = engine_args(parsed)
+    with LLMEngine.from_engine_args(args) as engine, profiled(engine, args):
         tokenizer = engine.get_tokenizer()
         tokenizer.apply_chat_template([{"role": "user", "content": "?"}])  # is there one at all?
         print(HINT)

@@ -12,6 +12,7 @@ from engine.cli.options import (
     engine_args,
     sampling_params,
 )
+from engine.cli.profiling import profiled
 from engine.cli.streaming import Figures, stream, write_out
 from engine.config.args import EngineArgs
 from engine.errors import RequestError
@@ -37,7 +38,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _stream_one(prompts: list[str], params: SamplingParams, args: EngineArgs) -> Figures:
-    with LLMEngine.from_engine_args(args) as engine:
+    with LLMEngine.from_engine_args(args) as engine, profiled(engine, args):
         engine.add_request("0", prompts[0], params)
         write_out(prompts[0])
         figures = stream(engine, "0").figures
@@ -48,7 +49,8 @@ def _stream_one(prompts: list[str], params: SamplingParams, args: EngineArgs) ->
 def _complete_many(prompts: list[str], params: SamplingParams, args: EngineArgs) -> Figures:
     with LLM(**vars(args)) as llm:
         start = time.perf_counter()
-        outputs = llm.generate(prompts, params)
+        with profiled(llm, args):
+            outputs = llm.generate(prompts, params)
         seconds = time.perf_counter() - start
     for output in outputs:
         print(f"{output.prompt}{output.outputs[0].text}\n")

@@ -108,7 +108,8 @@ class EngineArgs:
     step_log: str | Path | None = None
     """File to record every input and plan of the scheduler in, for metronome replay."""
     torch_profiler_dir: str | Path | None = None
-    """Directory for the traces of start_profile and stop_profile; made if it is not there."""
+    """Directory for the traces of start_profile and stop_profile, made if it is not there. The
+    commands generate, chat and bench record what they do."""
     async_scheduling: bool | None = None
     """Plan the next step while one runs; if not given on with a GPU and off on a CPU, which has
     nothing to overlap with."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from engine import LLM, AsyncLLMEngine, ConfigError, EngineArgs, SamplingParams
+from engine.cli.main import main
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 WHERE: dict[str, tuple[int, dict[str, Any]]] = {
@@ -65,3 +66,22 @@ def test_without_the_option_it_is_named(tmp_path: Path) -> None:
             llm.start_profile()
         with pytest.raises(ConfigError, match="no profile is being recorded"):
             llm.stop_profile()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["generate", "--max-tokens", "3", "one"],
+        ["generate", "--max-tokens", "3", "one", "two"],
+        ["bench", "throughput", "--num-prompts", "2", "--output-len", "3", "--num-iters", "1"],
+        ["bench", "latency", "--output-len", "3", "--num-iters", "1"],
+    ],
+    ids=["one", "two", "throughput", "latency"],
+)
+def test_a_command_records_what_it_does(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "--num-threads", "1", "--torch-profiler-dir", str(tmp_path)]) == 0
+    (path,) = tmp_path.iterdir()
+    assert f"trace: {path}" in capsys.readouterr().err
+    assert sections_in(str(path))["forward"] == 3
