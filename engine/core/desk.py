@@ -77,6 +77,8 @@ class Desk:
             message = self._decoder.decode(frames)
             if isinstance(message, Hello):
                 self._greet(identity, message, now)
+            elif peer is None and isinstance(message, Bye):
+                pass  # it left while a step ran, whose outputs found nobody
             elif peer is None:
                 raise WireError("the first message of a client must be hello")
             else:

@@ -25,6 +25,7 @@ from forking import (
 from simulate import expected, make_request
 from spawned import FakeBuild, fake_config
 
+from engine.core.desk import Ending
 from engine.core.host import EngineCoreHost
 from engine.core.launch import meet, spawn, start_core, start_cores
 from engine.errors import EngineDeadError
@@ -160,6 +161,18 @@ def test_a_closed_host_has_put_back_what_it_took_of_signals(serves: bool) -> Non
     assert [signal.getsignal(number) for number in numbers] == before
     assert signal.set_wakeup_fd(fd) == fd
     host.close()
+
+
+def test_a_signal_while_the_end_is_set_neither_hangs_nor_puts_it_off() -> None:
+    ending = Ending()
+    before = signal.signal(signal.SIGUSR1, lambda *_: ending.no_later_than(5.0))
+    try:
+        with ending._lock:  # as in the middle of the call below
+            signal.raise_signal(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    ending.no_later_than(7.0)
+    assert ending.at == 5.0
 
 
 def what_is_open(place: Path) -> tuple[int, int, list[Path]]:

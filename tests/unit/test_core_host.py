@@ -27,7 +27,6 @@ from engine.ipc.place import Address
 from engine.messages.outputs import Finished
 from engine.messages.wire import (
     Answer,
-    Bye,
     Call,
     Credit,
     Dead,
@@ -65,7 +64,6 @@ def raw(core: HostedCore) -> Iterator[RawClient]:
 @pytest.mark.parametrize(
     ("hello", "message"),
     [
-        (Bye(), "the first message of a client must be hello"),
         (Call(0, "echo", [1]), "the first message of a client must be hello"),
         (Hello(1, b"0123456789abcdef"), "the token is not that of this core"),
         (Hello(1, b""), "the token is not that of this core"),
@@ -193,6 +191,25 @@ def test_who_vanishes_without_a_word_leaves_nothing(core: HostedCore) -> None:
     counts = client.stats()
     assert (counts.num_running, counts.num_waiting, counts.kv_usage) == (0, 0, 0.0)
     client.shutdown()
+
+
+def test_who_leaves_in_the_middle_of_a_step_is_not_complained_about(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with (
+        HostedCore(FakeBuild(step_seconds=0.1)) as core,
+        caplog.at_level(logging.WARNING),
+    ):
+        stays = EngineCoreClient(core.address)
+        for _ in range(3):
+            client = EngineCoreClient(core.address)
+            client.add(make_request("a", [1], 400))
+            while not client.step():
+                pass
+            client.shutdown()
+        assert stays.call("echo", 1) == 1
+        stays.shutdown()
+    assert not caplog.text
 
 
 # -- health and the end
