@@ -58,7 +58,7 @@ class Utilities:
         try:
             return utility(*args)
         except EngineError as error:
-            raise type(error)(f"Call to {name} method failed: {error}") from error
+            raise _kind_of(error)(f"Call to {name} method failed: {error}") from error
         except Exception as error:  # wrong arguments, or a scheduler of the user's own
             raise EngineError(
                 f"Call to {name} method failed: {type(error).__name__}: {error}"
@@ -98,3 +98,8 @@ class Utilities:
             raise ConfigError(f"profile of {what!r:.80} is not known; there are: start, stop")
         self._profiler.start()
         return None
+
+
+def _kind_of(error: EngineError) -> type[EngineError]:
+    """The class of ours that it is: one of a plug-in's own is not known elsewhere."""
+    return next(kind for kind in type(error).__mro__ if kind.__module__ == EngineError.__module__)

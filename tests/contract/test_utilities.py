@@ -56,6 +56,13 @@ class ProfiledBuild(FakeBuild):
         return InprocClient(client._core, client.decided, Recorder())
 
 
+class TooEarly(ConfigError):
+    """An error of a scheduler of one's own, made in a way of its own."""
+
+    def __init__(self, what: str, when: int) -> None:
+        super().__init__(f"{what} at {when}")
+
+
 class Restless(Scheduler):
     """Cannot be paused, and forgets nothing."""
 
@@ -63,6 +70,8 @@ class Restless(Scheduler):
         raise NotImplementedError("no rest")
 
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
+        if reset_running:
+            raise TooEarly("reset", 5)
         raise ZeroDivisionError("of nothing")
 
 
@@ -76,6 +85,8 @@ def test_107_what_a_scheduler_of_ones_own_raises_is_told_with_the_utility(
     told = r"^Call to reset_prefix_cache method failed: ZeroDivisionError: of nothing$"
     with pytest.raises(EngineError, match=told):
         client.call("reset_prefix_cache")
+    with pytest.raises(ConfigError, match="Call to reset_prefix_cache method failed: reset at 5"):
+        client.call("reset_prefix_cache", True)
     client.add(make_request("a", [1], 3))
     assert drain(client)[0] == {"a": expected([1], 3)}
 
