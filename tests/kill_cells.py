@@ -379,14 +379,8 @@ def _hit_parent(cell: Cell, scene: Scene, outcome: Outcome) -> None:
 
 
 def _hit_text(cell: Cell, scene: Scene, outcome: Outcome) -> None:
-    def hurt(pid: int) -> None:
-        scene.kill(pid, signal.Signals[cell.fault])
-        if cell.fault == "SIGSTOP":
-            time.sleep(0.3)
-            scene.kill(pid, signal.SIGCONT)
-
     texts = kill_text.texts_with(
-        cell.target, cell.phase, hurt, core=lambda pid: scene.kill(pid, signal.SIGTERM)
+        cell.target, cell.phase, cell.fault, core=lambda pid: scene.kill(pid, signal.SIGTERM)
     )
     outcome.check(texts == kill_text.texts_of_nobody_hurt(), "texts differ")
 

@@ -24,7 +24,7 @@ from kill_cells import TREE_SECONDS, Cell, Outcome, Scene, run_cell  # noqa: E40
 from live_core import own_directory, wait_until  # noqa: E402
 
 PHASES = ("handshake", "idle", "prefill", "decode", "draining")
-TEXT_FAULTS = ("SIGKILL", "SIGSTOP", "SIGTERM")
+TEXT_FAULTS = ("SIGKILL", "SIGSTOP", "SIGTERM", "raise", "garbage")
 FAULTS = {
     "core": ("SIGKILL", "SIGSTOP", "SIGTERM", "raise", "hang", "garbage"),
     "client": ("SIGKILL", "SIGSTOP", "SIGTERM", "raise", "garbage"),
@@ -36,7 +36,6 @@ NEVER = {  # what cannot happen then: steps without work, messages of who has sa
     *(("core", fault, phase) for fault in ("raise", "hang") for phase in ("handshake", "idle")),
     ("core", "garbage", "handshake"),
     ("client", "garbage", "handshake"),
-    *((kind, fault, "handshake") for kind in ("tokenizer", "detokenizer") for fault in TEXT_FAULTS),
 }
 ONLY = (Cell("core", "hang", "add"),)  # outside a step: while a policy takes a request in
 
