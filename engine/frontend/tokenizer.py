@@ -80,9 +80,7 @@ class Tokenizer:
             ) from error
         except (KeyboardInterrupt, SystemExit):
             raise
-        except (
-            BaseException
-        ) as error:  # the library raises plain Exception, or worse
+        except BaseException as error:  # the library raises plain Exception, or worse
             raise RequestError(f"{text!r:.80} cannot be tokenised: {error}") from error
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
