@@ -60,6 +60,8 @@ def bind(context: zmq.Context[Socket], address: str, secret: str | None) -> Sock
 def dealer(context: zmq.Context[Socket], secret: str | None) -> Socket:
     """A DEALER for one connection, still to be made."""
     made = _socket(context, zmq.DEALER)
+    # Room for all that it may be sent: what waits at the other side is lost when that has ended.
+    made.setsockopt(zmq.RCVHWM, SEND_QUEUE)
     # What came back would be another core. -1 would do too, but it drops what was not read yet.
     made.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
     if secret is not None:
