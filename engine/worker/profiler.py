@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 from contextlib import AbstractContextManager, nullcontext
@@ -48,6 +49,7 @@ class TorchProfiler:
         config = _ExperimentalConfig(profile_all_threads=True)
         self._running = profile(activities=activities, experimental_config=config)
         self._running.start()
+        atexit.register(self.close)  # torch crashes in a process that ends while it records
 
     def stop(self) -> list[str]:
         """Write what was recorded; returns the paths of the traces.
@@ -57,8 +59,8 @@ class TorchProfiler:
         """
         if self._running is None or self._directory is None:
             raise ConfigError("no profile is being recorded; start one before you stop it")
-        ended, self._running = self._running, None
-        ended.stop()
+        ended = self._running
+        self.close()
         path = _free_path(_writable(self._directory))
         ended.export_chrome_trace(str(path))
         if not path.exists():  # torch only prints that it failed
@@ -70,6 +72,7 @@ class TorchProfiler:
         if self._running is not None:
             self._running.stop()
             self._running = None
+            atexit.unregister(self.close)
 
 
 def is_recording() -> bool:
