@@ -47,8 +47,9 @@ class TorchProfiler:
             activities.append(ProfilerActivity.CUDA)
         # Of all threads, as they that step, start and stop need not be the same one.
         config = _ExperimentalConfig(profile_all_threads=True)
-        self._running = profile(activities=activities, experimental_config=config)
-        self._running.start()
+        begun = profile(activities=activities, experimental_config=config)
+        begun.start()
+        self._running = begun
         atexit.register(self.close)  # torch crashes in a process that ends while it records
 
     def stop(self) -> list[str]:
@@ -70,9 +71,9 @@ class TorchProfiler:
     def close(self) -> None:
         """Stop without a trace; harmless when nothing is being recorded."""
         if self._running is not None:
-            self._running.stop()
-            self._running = None
+            ended, self._running = self._running, None
             atexit.unregister(self.close)
+            ended.stop()
 
 
 def is_recording() -> bool:
