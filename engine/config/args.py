@@ -13,7 +13,7 @@ from engine.config.check import check_types
 from engine.config.core import CoreConfig
 from engine.config.dotted import load_logits_processor
 from engine.config.engine import EngineConfig
-from engine.config.env import core_secret, default_log_level
+from engine.config.env import core_secret, default_log_level, warn_of_typos
 from engine.config.gpu import GPUConfig
 from engine.config.model import ModelConfig
 from engine.config.polling import PollConfig, asked_decode_poll_timeout_ms
@@ -163,6 +163,7 @@ class EngineArgs:
         """The checked configuration. Raises ``ConfigError`` naming value, limit and way out."""
         check_types(self)
         self._check_attached()
+        warn_of_typos()
         return EngineConfig(
             model=self._model_config(),
             cache=self._cache_config(),

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
+import logging
 import os
 
 from engine.errors import ConfigError
 
+logger = logging.getLogger("engine.config")
+
+PREFIX = "METRONOME_"
 MAX_DIGITS = 10  # of a number of threads
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -79,3 +84,13 @@ def core_secret() -> str | None:
 def _is_utf8(value: str) -> bool:
     """Variables keep bytes that are not as surrogates."""
     return not any("\ud800" <= character <= "\udfff" for character in value)
+
+
+def warn_of_typos() -> None:
+    """Log variables that nobody reads and whose names are nearly those of ours."""
+    known = (LOG_LEVEL, INTERPRET_CUDA, CORE_SECRET, DECODE_POLL_TIMEOUT)
+    for name in os.environ:
+        if not name.startswith(PREFIX) or name in known:
+            continue
+        for near in difflib.get_close_matches(name, known, 1, cutoff=0.85):
+            logger.warning("%s is not known, and has no effect; did you mean %s?", name, near)

@@ -143,6 +143,17 @@ def test_a_device_is_interpreted_or_not(monkeypatch: pytest.MonkeyPatch) -> None
         resolve_device("cuda")
 
 
+def test_a_variable_that_is_nearly_one_of_ours_is_not_passed_over(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("METRONOME_DECODE_POLL_TIMEOUT", "5")
+    monkeypatch.setenv("METRONOME_SERVICE_HOST", "10.0.0.1")  # somebody else's
+    EngineArgs(model="m").create_config()
+    (line,) = caplog.messages
+    assert line.startswith("METRONOME_DECODE_POLL_TIMEOUT is not known, and has no effect; did you")
+    assert line.endswith("METRONOME_DECODE_POLL_TIMEOUT_MS?")
+
+
 def test_a_secret_may_be_of_any_language(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("METRONOME_CORE_SECRET", "ein schönes Geheimnis 秘密")
     config = EngineArgs(model="m").create_config()
