@@ -1,81 +1,75 @@
 """Outputs that cannot travel as they are: whoever is to blame fails, all others get theirs.
 
 What a connector, a policy or a scheduler of the user's own puts into a request's end may be
-anything; what the engine itself puts there always travels, unless it is too large.
+anything, and together the outputs of a step may be too large. They are cut in halves until each
+piece can travel, or is one request's alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
 
 from engine.errors import WireError
 from engine.ipc.codec import plain_text
-from engine.messages.columns import pick_rows, with_ends
+from engine.messages.columns import pick_rows
 from engine.messages.outputs import CoreOutputs, Finished
 from engine.messages.wire import Aborted, Outputs
 
-Encode = Callable[[msgspec.Struct], bytes]
+Encode = Callable[[Struct], bytes]
 
 
-class Mended(NamedTuple):
-    """A batch that can travel, and the requests that failed so that it can."""
+class Piece(NamedTuple):
+    """Outputs as one message."""
 
+    frame: bytes
     batch: CoreOutputs
-    failed: list[str]
+    fault: str = ""
+    """Why its only request fails."""
 
 
-def mended(batch: CoreOutputs, encode: Encode, why: str) -> Mended:
-    """The batch with an error as the end of those whose outputs cannot travel.
+def pieces_of(batch: CoreOutputs, encode: Encode) -> list[Piece]:
+    """The batch as messages that can travel: one, but for what is wrong with it or its size.
 
-    ``why``: what ``encode`` said of all of it. Together too large, those with log-probabilities
-    fail.
+    A request whose outputs cannot travel even alone gets an error as its end instead. Statistics
+    that cannot are left out.
     """
-    if batch.stats is not None and _fault(encode, Outputs(_only_stats(batch))):
-        batch = msgspec.structs.replace(batch, stats=None)
-    faults = _faults_by_row(batch, encode)
-    good = _without(batch, faults)
-    if _fault(encode, Outputs(good)):
-        rows = sorted(batch.logprobs.keys() | batch.prompt_logprobs.keys())
-        faults |= {row: f"log-probabilities: {why}" for row in rows if row not in faults}
-        good = _without(batch, faults)
-    ids = batch.request_ids
-    ends = [
-        (ids[row], Finished(0, "error", message=plain_text(fault))) for row, fault in faults.items()
-    ]
-    return Mended(with_ends(good, ends), [name for name, _ in ends])
+    try:
+        return [Piece(encode(Outputs(batch)), batch)]
+    except WireError as error:
+        fault = str(error)
+    num_rows = len(batch.request_ids)
+    if num_rows == 0:
+        return []
+    if batch.stats is not None:
+        stats = CoreOutputs([], [], [], batch.time, stats=batch.stats)
+        return pieces_of(replace(batch, stats=None), encode) + pieces_of(stats, encode)
+    if num_rows == 1:
+        end = Finished(0, "error", message=plain_text(fault))
+        told = CoreOutputs(batch.request_ids, [], [0], batch.time, finished=[end])
+        return [Piece(encode(Outputs(told)), told, fault)]
+    middle = num_rows // 2
+    halves = (range(middle), range(middle, num_rows))
+    return [piece for rows in halves for piece in pieces_of(pick_rows(batch, rows), encode)]
 
 
 def mended_ends(ends: Sequence[Finished], encode: Encode) -> list[Finished]:
     """The ends of aborted requests, bare where what was to be told of them cannot travel."""
-    return [
+    mended = [
         Finished(end.index, end.reason, message=plain_text(fault))
         if (fault := _fault(encode, Aborted(0, [end])))
         else end
         for end in ends
     ]
+    if _fault(encode, Aborted(0, mended)):  # together they are too large
+        return [Finished(end.index, end.reason) for end in mended]
+    return mended
 
 
-def _faults_by_row(batch: CoreOutputs, encode: Encode) -> dict[int, str]:
-    faults = {}
-    for row in range(len(batch.request_ids)):
-        alone = msgspec.structs.replace(pick_rows(batch, [row]), stats=None)
-        if fault := _fault(encode, Outputs(alone)):
-            faults[row] = fault
-    return faults
-
-
-def _without(batch: CoreOutputs, faults: Mapping[int, str]) -> CoreOutputs:
-    return pick_rows(batch, [row for row in range(len(batch.request_ids)) if row not in faults])
-
-
-def _only_stats(batch: CoreOutputs) -> CoreOutputs:
-    return CoreOutputs([], [], [], batch.time, stats=batch.stats)
-
-
-def _fault(encode: Encode, message: msgspec.Struct) -> str:
+def _fault(encode: Encode, message: Struct) -> str:
     """Why it cannot travel; "" if it can."""
     try:
         encode(message)

@@ -33,27 +33,26 @@ class Waiting:
 
     frame: bytes
     rows: CoreOutputs
-    forgotten: frozenset[str] = frozenset()
-    """Requests whose rows must not be sent any more."""
+    serial: int
+    """Its number among all that ever waited."""
 
     @property
     def num_bytes(self) -> int:
         return len(self.frame) + FRAME_BYTES
 
-    def is_void(self) -> bool:
-        """Is there nothing left to send?"""
-        rows, forgotten = self.rows, self.forgotten
+    def is_void(self, forgotten: set[str]) -> bool:
+        """Is there nothing left to send without these requests?"""
+        rows = self.rows
         return bool(forgotten) and rows.stats is None and forgotten.issuperset(rows.request_ids)
 
     def ends(self) -> dict[str, Finished]:
-        """Those that are still to be told, by request."""
-        names = ((self.rows.request_ids[end.index], end) for end in self.rows.finished)
-        return {name: end for name, end in names if name not in self.forgotten}
+        """By request."""
+        return {self.rows.request_ids[end.index]: end for end in self.rows.finished}
 
     def ids_with_tokens(self) -> set[str]:
         """Requests of which it has tokens."""
         ids, counts = self.rows.request_ids, self.rows.counts
-        return {name for i, name in enumerate(ids) if counts is None or counts[i]} - self.forgotten
+        return {name for i, name in enumerate(ids) if counts is None or counts[i]}
 
 
 class Outbox:
@@ -68,6 +67,9 @@ class Outbox:
         self._send = send
         self._answers: deque[bytes] = deque()
         self._batches: deque[Waiting] = deque()
+        self._num_waited = 0
+        self._last: dict[str, int] = {}  # request -> serial of the last batch with rows of it
+        self._void: dict[str, int] = {}  # forgotten one -> of the last batch with rows for nobody
 
     def __len__(self) -> int:
         """Frames that wait."""
@@ -95,9 +97,11 @@ class Outbox:
             self.credits -= 1
             return
         rows = replace(batch, token_ids=[], started=[], logprobs={}, prompt_logprobs={})
-        waiting = Waiting(frame, rows)
+        waiting = Waiting(frame, rows, self._num_waited)
+        self._num_waited += 1
         self._batches.append(waiting)
         self.batch_bytes += waiting.num_bytes
+        self._last.update(dict.fromkeys(rows.request_ids, waiting.serial))
         self.unread |= waiting.ends()
 
     def grant(self, num_batches: int) -> None:
@@ -111,37 +115,55 @@ class Outbox:
             self.answer_bytes -= len(self._answers.popleft()) + FRAME_BYTES
         while self._batches and not self._answers:
             first = self._batches[0]
-            if not first.is_void():
-                if not self.credits or not self._send(_frame_of(first)):
+            forgotten = self._forgotten_in(first)
+            if not first.is_void(forgotten):
+                if not self.credits or not self._send(_frame_of(first, forgotten)):
                     return
                 self.credits -= 1
-            self._drop_first()
+            self._drop_first(forgotten)
 
     def forget(self, request_ids: Iterable[str]) -> dict[str, Finished]:
-        """Send nothing of these any more. Returns the ends of which the client was not told."""
-        names = set(request_ids)
-        for waiting in self._batches:
-            if concerned := names.intersection(waiting.rows.request_ids):
-                waiting.forgotten |= concerned
-        return {name: self.unread.pop(name) for name in names & self.unread.keys()}
+        """Send nothing of these any more. Returns the ends of which the client was not told.
+
+        Takes no longer when much waits: rows are looked at when their turn comes.
+        """
+        ends = {}
+        for name in request_ids:
+            if name in self._last:
+                self._void[name] = self._last[name]
+            if name in self.unread:
+                ends[name] = self.unread.pop(name)
+        return ends
 
     def give_up(self, reason: str) -> dict[str, Finished]:
         """Drop the outputs. Returns the ends in them; where tokens are lost, with ``reason``."""
         ends: dict[str, Finished] = {}
         lost: set[str] = set()
         for waiting in self._batches:
-            ends |= waiting.ends()
-            lost |= waiting.ids_with_tokens()
+            forgotten = self._forgotten_in(waiting)
+            ends |= {name: end for name, end in waiting.ends().items() if name not in forgotten}
+            lost |= waiting.ids_with_tokens() - forgotten
         self.batch_bytes = 0
-        self._batches.clear()
-        self.unread.clear()
+        for each in (self._batches, self.unread, self._last, self._void):
+            each.clear()
         return {name: aborted(end, reason) if name in lost else end for name, end in ends.items()}
 
-    def _drop_first(self) -> None:
+    def _forgotten_in(self, waiting: Waiting) -> set[str]:
+        """Requests whose rows in it must not be sent any more."""
+        if not self._void:
+            return set()
+        ids = waiting.rows.request_ids
+        return {name for name in ids if self._void.get(name, -1) >= waiting.serial}
+
+    def _drop_first(self, forgotten: set[str]) -> None:
         waiting = self._batches.popleft()
         self.batch_bytes -= waiting.num_bytes
-        for name in waiting.ends():
+        for name in waiting.ends().keys() - forgotten:
             del self.unread[name]
+        for name in waiting.rows.request_ids:
+            for serials in (self._last, self._void):
+                if serials.get(name) == waiting.serial:
+                    del serials[name]
 
 
 def aborted(end: Finished, reason: str) -> Finished:
@@ -149,9 +171,9 @@ def aborted(end: Finished, reason: str) -> Finished:
     return replace(end, reason="abort", stop_reason=None, message=reason)
 
 
-def _frame_of(waiting: Waiting) -> bytes:
+def _frame_of(waiting: Waiting, forgotten: set[str]) -> bytes:
     """What is to be sent, less the rows that were forgotten."""
-    if not waiting.forgotten:
+    if not forgotten:
         return waiting.frame
     batch = _decoder.decode([waiting.frame]).batch
-    return _encoder.encode(Outputs(without_ids(batch, waiting.forgotten)))
+    return _encoder.encode(Outputs(without_ids(batch, forgotten)))

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 
 import zmq
 
-from engine.core.mend import mended
+from engine.core.mend import pieces_of
 from engine.core.outbox import Outbox
 from engine.errors import WireError
 from engine.ipc.codec import Encoder, plain_text
 from engine.ipc.sockets import MAX_CONNECTIONS, Socket
 from engine.messages.columns import with_ends, without_ids
 from engine.messages.outputs import CoreOutputs, Finished
-from engine.messages.wire import Dead, Outputs, Probe, ToClient
+from engine.messages.wire import Dead, Probe, ToClient
 from engine.observe.logs import Throttle
 
 logger = logging.getLogger("engine.core")
@@ -152,8 +152,7 @@ class Peers:
             self._offer(identity, frame)
             return
         self._tell(peer, peer.outbox.answer, frame)
-        if peer.outbox.answer_bytes > self._max_backlog_bytes:
-            self._part_with(peer)
+        self._hold_to(peer, peer.outbox.answer_bytes, "answers", self._max_backlog_bytes)
 
     def publish(self, index: int, batch: CoreOutputs) -> None:
         """Send a client what a step brought for it, now or when it has read enough."""
@@ -163,14 +162,7 @@ class Peers:
         ended = [batch.request_ids[end.index] for end in batch.finished]
         if not peer.live.keys() >= set(ended):  # it was told of these ends already
             batch = without_ids(batch, set(ended) - peer.live.keys())
-        try:
-            frame = self._encoder.encode(Outputs(batch))
-        except WireError as error:
-            batch = self._mended(batch, str(error))
-            frame = self._encoder.encode(Outputs(batch))
-        for end in batch.finished:
-            peer.live.pop(batch.request_ids[end.index], None)
-        self._tell(peer, peer.outbox.publish, frame, batch)
+        self._publish(peer, batch)
         if peer.outbox.num_bytes > self._max_backlog_bytes:
             self._give_up(peer, batch.time)
 
@@ -208,6 +200,16 @@ class Peers:
         except ClientGoneError:
             self.leave(peer)
 
+    def _publish(self, peer: Peer, batch: CoreOutputs) -> None:
+        for piece in pieces_of(batch, self._encoder.encode):
+            ids = piece.batch.request_ids
+            if piece.fault:
+                logger.warning("outputs of request %.80r cannot be sent: %s", ids[0], piece.fault)
+                self._end(ids)
+            for end in piece.batch.finished:
+                peer.live.pop(ids[end.index], None)
+            self._tell(peer, peer.outbox.publish, piece.frame, piece.batch)
+
     def _give_up(self, peer: Peer, time: float) -> None:
         """End the requests of a client that does not read, and keep only that for it."""
         ids = list(peer.live)
@@ -220,15 +222,16 @@ class Peers:
         peer.live.clear()
         ends = peer.outbox.give_up(reason)
         ends |= {name: Finished(0, "abort", message=reason) for name in ids}
-        last = with_ends(CoreOutputs([], [], [], time), ends.items())
-        frame = self._encoder.encode(Outputs(last))
-        self._tell(peer, peer.outbox.publish, frame, last)
+        self._publish(peer, with_ends(CoreOutputs([], [], [], time), ends.items()))
+        self._hold_to(peer, peer.outbox.batch_bytes, "ends", self._max_backlog_bytes // 2)
 
-    def _part_with(self, peer: Peer) -> None:
-        """A client that asks and asks and reads no answer is none any more."""
+    def _hold_to(self, peer: Peer, num_bytes: int, of: str, limit: int) -> None:
+        """Part with a client that asks and asks, and reads nothing of what waits for it."""
+        if num_bytes <= limit:
+            return
         reason = (
-            f"{peer.outbox.answer_bytes} bytes of answers waited for {peer} to read them, the "
-            f"limit is {self._max_backlog_bytes}: the core has parted with it"
+            f"{num_bytes} bytes of {of} waited for {peer} to read them, the limit is {limit}: the "
+            "core has parted with it"
         )
         logger.warning("%s", reason)
         self.leave(peer)
@@ -238,12 +241,6 @@ class Peers:
         for identity, frame in list(self._farewells.items()):
             if self._offer(identity, frame):
                 del self._farewells[identity]
-
-    def _mended(self, batch: CoreOutputs, why: str) -> CoreOutputs:
-        batch, failed = mended(batch, self._encoder.encode, why)
-        logger.warning("outputs of %d requests cannot be sent: %s", len(failed), why)
-        self._end(failed)
-        return batch
 
     def _offer(self, identity: bytes, frame: bytes) -> bool:
         """Is it settled? Sent, or there is nobody to send it to."""

@@ -58,8 +58,11 @@ class Unread:
     def _wanted(self, batches: Sequence[CoreOutputs]) -> Iterator[CoreOutputs]:
         """The batches less what is for nobody."""
         for place, batch in enumerate(batches):
-            old = {name for name, first in self._wanted_from.items() if place < first}
-            dropped = old.union(self._aborting).intersection(batch.request_ids)
+            dropped = [
+                name
+                for name in batch.request_ids
+                if name in self._aborting or place < self._wanted_from.get(name, 0)
+            ]
             left = without_ids(batch, dropped) if dropped else batch
             if left.request_ids or left.stats is not None:
                 yield left

@@ -13,11 +13,17 @@ INT32_MAX = 2**31 - 1
 PLAIN = (type(None), bool, int, float, str, bytes)
 NOT_COMPUTED = ("adapter", "grammar", "media", "kv_transfer_params")  # schedulers know them
 MAX_PLAIN_DEPTH = 64
+MAX_ID_CHARS = 4096  # every output has the id of its request
 INT64 = range(-(2**63), 2**63)
 
 
 def check_request(request: AddRequest, vocab_size: int) -> None:
     """Raise ``RequestError`` for what would break a scheduler or a worker later."""
+    if len(request.request_id) > MAX_ID_CHARS:
+        raise RequestError(
+            f"request_id {request.request_id!r:.80} has {len(request.request_id)} characters, the "
+            f"limit is {MAX_ID_CHARS}"
+        )
     if not request.prompt_token_ids:
         raise RequestError(f"request {request.request_id!r:.80} has an empty prompt")
     _check_ids("prompt_token_ids", request.prompt_token_ids, vocab_size)

@@ -138,6 +138,7 @@ def test_103_an_id_in_use_is_refused_and_free_again_after_its_end(client: Any) -
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"request_id": "a" * 5000}, "request_id 'aaaa.* has 5000 characters, the limit is 4096"),
         ({"prompt_token_ids": [1000]}, "prompt_token_ids has token id 1000, must be in .0, 999."),
         ({"prompt_token_ids": [-1]}, "prompt_token_ids has token id -1"),
         ({"prompt_token_ids": []}, "empty prompt"),

@@ -1,4 +1,4 @@
-"""Whose fault it is that outputs cannot travel, when there are several candidates."""
+"""Outputs that cannot travel: who fails, and who gets theirs all the same."""
 
 from __future__ import annotations
 
@@ -6,34 +6,64 @@ from typing import Any
 
 import pytest
 
-from engine.core.mend import mended
+from engine.core.mend import Piece, mended_ends, pieces_of
 from engine.ipc.codec import Encoder
 from engine.messages.outputs import CoreOutputs, Finished, TokenLogprobs
+
+LARGE = [TokenLogprobs(list(range(300)), [-1.0] * 300, 1)]
+
+
+@pytest.fixture
+def small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.ipc.codec.MAX_MESSAGE_BYTES", 6000)
 
 
 def batch(*names: str, **details: Any) -> CoreOutputs:
     return CoreOutputs(list(names), [1] * len(names), None, 0.0, **details)
 
 
+def pieces(made: CoreOutputs) -> list[Piece]:
+    return pieces_of(made, Encoder().encode)
+
+
+def told(made: list[Piece]) -> dict[str, str]:
+    """Request -> reason of its end, "" if it goes on."""
+    return {
+        name: next((end.reason for end in piece.batch.finished if end.index == row), "")
+        for piece in made
+        for row, name in enumerate(piece.batch.request_ids)
+    }
+
+
 def test_statistics_that_cannot_travel_harm_nobody() -> None:
     """A scheduler of the user's own makes them."""
     scores = TokenLogprobs([1], [-1.0], 1)
     stats: Any = object()
-    sent, failed = mended(
-        batch("x", "y", stats=stats, logprobs={1: [scores]}), Encoder().encode, "an object"
-    )
-    assert sent.logprobs == {1: [scores]} and sent.stats is None
-    assert not sent.finished and not failed
+    (sent,) = pieces(batch("x", "y", stats=stats, logprobs={1: [scores]}))
+    assert sent.batch == batch("x", "y", logprobs={1: [scores]}) and not sent.fault
 
 
-def test_a_wrong_end_beside_scores_that_are_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.ipc.codec.MAX_MESSAGE_BYTES", 6000)
-    scores = [TokenLogprobs(list(range(300)), [-1.0] * 300, 1)]
+@pytest.mark.usefixtures("small_messages")
+def test_a_wrong_end_beside_scores_that_are_too_large_together() -> None:
     wrong = Finished(0, "stop", kv_transfer_params={"handle": object()})
     names = ("bad", "large", "also large", "small")
-    sent, failed = mended(
-        batch(*names, finished=[wrong], logprobs={1: scores, 2: scores}), Encoder().encode, "why"
-    )
-    assert sent.request_ids == ["small", "bad", "large", "also large"] and sent.token_ids == [1]
-    assert [end.reason for end in sent.finished] == ["error"] * 3
-    assert failed == ["bad", "large", "also large"]
+    made = pieces(batch(*names, finished=[wrong], logprobs={1: LARGE, 2: LARGE}))
+    assert told(made) == {"bad": "error", "large": "", "also large": "", "small": ""}
+    assert [name for piece in made if piece.fault for name in piece.batch.request_ids] == ["bad"]
+    assert sum(len(piece.batch.token_ids) for piece in made) == 3
+    assert [row for piece in made for row in piece.batch.logprobs] == [0, 0]
+
+
+@pytest.mark.usefixtures("small_messages")
+def test_ends_that_are_too_large_together_are_told_in_several_messages() -> None:
+    ends = [Finished(i, "stop", kv_transfer_params={"handle": "x" * 1000}) for i in range(10)]
+    made = pieces(batch(*"abcdefghij", finished=ends))
+    assert told(made) == dict.fromkeys("abcdefghij", "stop") and len(made) == 2
+    assert all(end.kv_transfer_params for piece in made for end in piece.batch.finished)
+
+
+@pytest.mark.usefixtures("small_messages")
+def test_ends_of_an_abort_that_are_too_large_together_are_told_bare() -> None:
+    """There is one answer to an abort, and it must travel."""
+    ends = [Finished(i, "abort", kv_transfer_params={"handle": "x" * 1000}) for i in range(10)]
+    assert mended_ends(ends, Encoder().encode) == [Finished(i, "abort") for i in range(10)]

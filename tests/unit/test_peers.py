@@ -3,41 +3,18 @@
 from __future__ import annotations
 
 import logging
-import random
 from typing import Any
 
 import pytest
-import zmq
+from fake_router import Router, with_requests
 
-from engine.core.outbox import FRAME_BYTES, NUM_CREDITS
-from engine.core.peers import PROBE_SECONDS, Peer, Peers
+from engine.core.outbox import NUM_CREDITS
+from engine.core.peers import PROBE_SECONDS, Peers
 from engine.errors import WireError
-from engine.ipc.codec import Decoder
 from engine.messages.outputs import CoreOutputs, Finished, TokenLogprobs
-from engine.messages.wire import Answer, Dead, Fault, Outputs, Probe, ToClient
+from engine.messages.wire import Answer, Dead, Fault, Outputs, Probe
 
 MAX_BYTES = 5000
-
-
-class Router:
-    """Takes what is sent; clients in ``gone`` cannot be reached, those in ``full`` do not read."""
-
-    def __init__(self) -> None:
-        self.sent: list[tuple[bytes, Any]] = []
-        self.gone: set[bytes] = set()
-        self.full: set[bytes] = set()
-        self._decoder: Decoder[Any] = Decoder(ToClient)
-
-    def send_multipart(self, frames: list[bytes], flags: int) -> None:
-        assert flags == zmq.NOBLOCK
-        if frames[0] in self.gone:
-            raise zmq.ZMQError(zmq.EHOSTUNREACH)
-        if frames[0] in self.full:
-            raise zmq.Again
-        self.sent.append((frames[0], self._decoder.decode(frames[1:])))
-
-    def batches(self) -> list[CoreOutputs]:
-        return [message.batch for _, message in self.sent if isinstance(message, Outputs)]
 
 
 @pytest.fixture
@@ -53,12 +30,6 @@ def ended() -> list[str]:
 @pytest.fixture
 def peers(router: Router, ended: list[str]) -> Peers:
     return Peers(router, ended.extend, max_backlog_bytes=MAX_BYTES)
-
-
-def with_requests(peers: Peers, identity: bytes, *names: str) -> Peer:
-    peer = peers.welcome(identity, identity.decode())
-    peer.live.update(dict.fromkeys(names, ()))
-    return peer
 
 
 def batch(*names: str, **details: Any) -> CoreOutputs:
@@ -188,6 +159,16 @@ def test_credits_are_spent_returned_and_never_more_than_there_were(
     assert peer.outbox.num_bytes == 0 and not peers.has_backlog()
 
 
+def told_by(router: Router) -> tuple[dict[str, int], dict[str, Finished]]:
+    """Number of tokens and end, by request."""
+    tokens, ends = {}, {}
+    for sent in router.batches():
+        counts = sent.counts or [1] * len(sent.request_ids)
+        tokens.update(zip(sent.request_ids, counts, strict=True))
+        ends.update((sent.request_ids[end.index], end) for end in sent.finished)
+    return tokens, ends
+
+
 def test_an_end_is_forgotten_also_when_it_waits_for_a_credit(peers: Peers) -> None:
     peer = with_requests(peers, b"a", "x", "y")
     peer.outbox.credits = 0
@@ -212,12 +193,10 @@ def test_outputs_too_large_to_travel_fail_who_wanted_them_alone(
                 "small", "large", "done", finished=[Finished(2, "length")], logprobs={1: [large]}
             ),
         )
-    ((_, outputs),) = router.sent
-    assert isinstance(outputs, Outputs) and outputs.batch.request_ids == ["small", "done", "large"]
-    assert (outputs.batch.token_ids, outputs.batch.counts) == ([1, 1], [1, 1, 0])
-    reasons = {outputs.batch.request_ids[e.index]: e.reason for e in outputs.batch.finished}
-    assert reasons == {"done": "length", "large": "error"}
-    assert "the limit is 2000" in outputs.batch.finished[-1].message
+    tokens, ends = told_by(router)
+    assert tokens == {"small": 1, "large": 0, "done": 1}
+    assert {name: end.reason for name, end in ends.items()} == {"done": "length", "large": "error"}
+    assert "the limit is 2000" in ends["large"].message
     assert ended == ["large"] and list(peer.live) == ["small"]
 
 
@@ -239,11 +218,47 @@ def test_an_end_that_cannot_travel_is_an_error_of_that_request_alone(
     peers.publish(
         0, batch("good", "bad", "done", finished=[end, Finished(2, "length")], stats=stats)
     )
-    (sent,) = router.batches()
-    reasons = {sent.request_ids[e.index]: e.reason for e in sent.finished}
-    assert reasons == {"done": "length", "bad": "error"} and list(peer.live) == ["good"]
-    assert "cannot travel to another process" in sent.finished[-1].message
-    assert sent.request_ids == ["good", "done", "bad"] and sent.token_ids == [1, 1]
+    tokens, ends = told_by(router)
+    assert tokens == {"good": 1, "bad": 0, "done": 1} and list(peer.live) == ["good"]
+    assert {name: end.reason for name, end in ends.items()} == {"done": "length", "bad": "error"}
+    assert "cannot travel to another process" in ends["bad"].message
+
+
+@pytest.mark.parametrize("credits", [NUM_CREDITS, 0], ids=["of one step", "of a slow reader"])
+def test_ends_that_are_too_large_together_are_told_in_several_messages(
+    credits: int, router: Router, ended: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peers = Peers(router, ended.extend, max_backlog_bytes=20_000)
+    monkeypatch.setattr("engine.ipc.codec.MAX_MESSAGE_BYTES", 2000)
+    peer = with_requests(peers, b"a", *"abcde", "running")
+    peer.outbox.credits = credits
+    ends = [Finished(i, "stop", kv_transfer_params={"handle": "x" * 900}) for i in range(5)]
+    peers.publish(0, batch(*"abcde", finished=ends))
+    while not credits and not ended:
+        peers.publish(0, batch("running"))
+    peers.grant(peer, NUM_CREDITS)
+    _, told = told_by(router)
+    handles = [told[name].kv_transfer_params for name in "abcde"]
+    assert handles == [{"handle": "x" * 900}] * 5
+    assert len(router.batches()) > 2 and not len(peer.outbox)
+
+
+def test_who_reads_no_end_of_very_many_is_parted_with(
+    peers: Peers, router: Router, ended: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    peer = with_requests(peers, b"a", "running")
+    peer.outbox.credits = 0
+    with caplog.at_level(logging.WARNING):
+        for i in range(1000):
+            if peers.get(b"a") is None:
+                break
+            peer.live[f"r{i}"] = ()
+            end = Finished(0, "length")
+            peers.publish(0, CoreOutputs([f"r{i}"], [], [0], 0.0, finished=[end]))
+    assert peers.get(b"a") is None and ended == ["running"]
+    peers.tend(0.0)
+    (last,) = [message for _, message in router.sent if isinstance(message, Dead)]
+    assert "bytes of ends waited for client 0 (a) to read them" in last.message
 
 
 def test_who_does_not_read_is_told_of_each_end_once_and_what_it_was(
@@ -282,101 +297,6 @@ def test_nothing_of_what_a_client_forgot_follows(peers: Peers, router: Router) -
     told = [(sent.request_ids, sent.token_ids, sent.finished) for sent in router.batches()]
     assert told == [(["y"], [1], []), (["x", "y"], [1, 1], [])]
     assert peer.outbox.credits == 7 and not peer.outbox.num_bytes and not peer.outbox.unread
-
-
-class Life:
-    """A client that reads when it likes, and what it makes of what it is sent."""
-
-    def __init__(self, router: Router, dice: random.Random) -> None:
-        self.peers = Peers(router, lambda ids: None, max_backlog_bytes=20 * FRAME_BYTES)
-        self.peer = with_requests(self.peers, b"a")
-        self.ends: dict[str, str] = {}
-        """What it was told, by request."""
-        self.num_made: dict[str, int] = {}
-        self._reasons: dict[str, str] = {}
-        self._num_read: dict[str, int] = {}
-        self._router = router
-        self._dice = dice
-
-    def act(self) -> None:
-        self._router.full = {b"a"} if self._dice.random() < 0.2 else set()
-        self._dice.choice([self.step, self.step, self.step, self.submit, self.abort, self.read])()
-
-    def submit(self) -> None:
-        name = f"r{len(self.num_made)}"
-        self.peer.live[name] = ()
-        self.num_made[name] = 0
-
-    def step(self) -> None:
-        rows = [name for name in self.peer.live if self._dice.random() < 0.7]
-        counts = [self._dice.randint(0, 2) for _ in rows]
-        ends = [Finished(row, "length") for row in range(len(rows)) if self._dice.random() < 0.15]
-        self._publish(rows, counts, ends)
-
-    def abort(self) -> None:
-        self._read_sent()  # which is before the answer
-        names = [n for n in self.num_made if n not in self.ends and self._dice.random() < 0.2]
-        unread = self.peer.outbox.forget(names)
-        assert not unread.keys() & self.peer.live.keys()
-        for name in unread.keys() | (self.peer.live.keys() & set(names)):
-            self.ends[name] = "abort"
-            self.peer.live.pop(name, None)
-
-    def read(self) -> None:
-        self._read_sent()
-        self.peers.grant(self.peer, self._dice.randint(1, 3))
-
-    def finish(self) -> None:
-        self._router.full.clear()
-        rows = list(self.peer.live)
-        self._publish(rows, [0] * len(rows), [Finished(row, "stop") for row in range(len(rows))])
-        while len(self.peer.outbox) or self._router.sent:
-            self.read()
-
-    def check_ends(self) -> None:
-        assert self.ends.keys() == self.num_made.keys() and not self.peer.live
-        for name, reason in self.ends.items():
-            assert reason in ("abort", self._reasons.get(name)), name
-            if reason != "abort":
-                assert self._num_read[name] == self.num_made[name], f"{name} lost tokens unsaid"
-
-    def _publish(self, rows: list[str], counts: list[int], ends: list[Finished]) -> None:
-        for name, count in zip(rows, counts, strict=True):
-            self.num_made[name] += count
-        self._reasons.update((rows[end.index], end.reason) for end in ends)
-        if rows:
-            tokens = [1] * sum(counts)
-            self.peers.publish(0, CoreOutputs(rows, tokens, counts, 0.0, finished=ends))
-
-    def _read_sent(self) -> None:
-        for each in self._router.batches():
-            self._take(each)
-        self._router.sent.clear()
-
-    def _take(self, sent: CoreOutputs) -> None:
-        counts = sent.counts or [1] * len(sent.request_ids)
-        assert len(set(sent.request_ids)) == len(counts) and sum(counts) == len(sent.token_ids)
-        for name, count in zip(sent.request_ids, counts, strict=True):
-            assert name not in self.ends, f"{name}: rows behind its end"
-            self._num_read[name] = self._num_read.get(name, 0) + count
-        self.ends.update((sent.request_ids[end.index], end.reason) for end in sent.finished)
-
-
-@pytest.mark.parametrize("turn", range(20))
-def test_each_request_ends_once_whatever_is_read_when(turn: int, router: Router, seed: int) -> None:
-    """Steps, credits, full queues and aborts; only who was aborted may lack tokens."""
-    dice = random.Random(seed + turn)
-    life = Life(router, dice)
-    outbox = life.peer.outbox
-    for now in range(300):
-        life.act()
-        life.peers.tend(float(now))
-        outbox.credits = min(outbox.credits, dice.randint(0, 5))
-        waiting = [*outbox._answers, *(each.frame for each in outbox._batches)]
-        assert outbox.num_bytes == sum(len(frame) + FRAME_BYTES for frame in waiting)
-    life.finish()
-    life.check_ends()
-    assert outbox.num_bytes == 0 and not outbox.unread
 
 
 def test_a_name_is_shown_on_one_line(peers: Peers) -> None:

@@ -1,0 +1,107 @@
+"""What waits for a client that reads when it likes, at random."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from fake_router import Router, with_requests
+
+from engine.core.outbox import FRAME_BYTES
+from engine.core.peers import Peers
+from engine.messages.outputs import CoreOutputs, Finished
+
+
+class Life:
+    """A client that reads when it likes, and what it makes of what it is sent."""
+
+    def __init__(self, router: Router, dice: random.Random) -> None:
+        self.peers = Peers(router, lambda ids: None, max_backlog_bytes=20 * FRAME_BYTES)
+        self.peer = with_requests(self.peers, b"a")
+        self.ends: dict[str, str] = {}
+        """What it was told, by request."""
+        self.num_made: dict[str, int] = {}
+        self._reasons: dict[str, str] = {}
+        self._num_read: dict[str, int] = {}
+        self._router = router
+        self._dice = dice
+
+    def act(self) -> None:
+        self._router.full = {b"a"} if self._dice.random() < 0.2 else set()
+        self._dice.choice([self.step, self.step, self.step, self.submit, self.abort, self.read])()
+
+    def submit(self) -> None:
+        name = f"r{len(self.num_made)}"
+        self.peer.live[name] = ()
+        self.num_made[name] = 0
+
+    def step(self) -> None:
+        rows = [name for name in self.peer.live if self._dice.random() < 0.7]
+        counts = [self._dice.randint(0, 2) for _ in rows]
+        ends = [Finished(row, "length") for row in range(len(rows)) if self._dice.random() < 0.15]
+        self._publish(rows, counts, ends)
+
+    def abort(self) -> None:
+        self._read_sent()  # which is before the answer
+        names = [n for n in self.num_made if n not in self.ends and self._dice.random() < 0.2]
+        unread = self.peer.outbox.forget(names)
+        assert not unread.keys() & self.peer.live.keys()
+        for name in unread.keys() | (self.peer.live.keys() & set(names)):
+            self.ends[name] = "abort"
+            self.peer.live.pop(name, None)
+
+    def read(self) -> None:
+        self._read_sent()
+        self.peers.grant(self.peer, self._dice.randint(1, 3))
+
+    def finish(self) -> None:
+        self._router.full.clear()
+        rows = list(self.peer.live)
+        self._publish(rows, [0] * len(rows), [Finished(row, "stop") for row in range(len(rows))])
+        while len(self.peer.outbox) or self._router.sent:
+            self.read()
+
+    def check_ends(self) -> None:
+        assert self.ends.keys() == self.num_made.keys() and not self.peer.live
+        for name, reason in self.ends.items():
+            assert reason in ("abort", self._reasons.get(name)), name
+            if reason != "abort":
+                assert self._num_read[name] == self.num_made[name], f"{name} lost tokens unsaid"
+
+    def _publish(self, rows: list[str], counts: list[int], ends: list[Finished]) -> None:
+        for name, count in zip(rows, counts, strict=True):
+            self.num_made[name] += count
+        self._reasons.update((rows[end.index], end.reason) for end in ends)
+        if rows:
+            tokens = [1] * sum(counts)
+            self.peers.publish(0, CoreOutputs(rows, tokens, counts, 0.0, finished=ends))
+
+    def _read_sent(self) -> None:
+        for each in self._router.batches():
+            self._take(each)
+        self._router.sent.clear()
+
+    def _take(self, sent: CoreOutputs) -> None:
+        counts = sent.counts or [1] * len(sent.request_ids)
+        assert len(set(sent.request_ids)) == len(counts) and sum(counts) == len(sent.token_ids)
+        for name, count in zip(sent.request_ids, counts, strict=True):
+            assert name not in self.ends, f"{name}: rows behind its end"
+            self._num_read[name] = self._num_read.get(name, 0) + count
+        self.ends.update((sent.request_ids[end.index], end.reason) for end in sent.finished)
+
+
+@pytest.mark.parametrize("turn", range(20))
+def test_each_request_ends_once_whatever_is_read_when(turn: int, seed: int) -> None:
+    """Steps, credits, full queues and aborts; only who was aborted may lack tokens."""
+    dice = random.Random(seed + turn)
+    life = Life(Router(), dice)
+    outbox = life.peer.outbox
+    for now in range(300):
+        life.act()
+        life.peers.tend(float(now))
+        outbox.credits = min(outbox.credits, dice.randint(0, 5))
+        waiting = [*outbox._answers, *(each.frame for each in outbox._batches)]
+        assert outbox.num_bytes == sum(len(frame) + FRAME_BYTES for frame in waiting)
+    life.finish()
+    life.check_ends()
+    assert outbox.num_bytes == 0 and not (outbox.unread or outbox._last or outbox._void)
