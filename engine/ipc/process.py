@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any
@@ -49,7 +49,8 @@ class Child:
     """A spawned process that runs ``target(line, *args)``. Its end, and ours, is seen by both.
 
     ``args`` travel by import path, as everything does that is given to a spawned process. Raises
-    ``ConfigError`` if one of them cannot. ``at_end`` is called when the process has gone.
+    ``ConfigError`` if one of them cannot, ``EngineDeadError`` if the system has no process to give.
+    ``at_end`` is called when the process has gone, or if there is none.
     """
 
     def __init__(
@@ -60,31 +61,23 @@ class Child:
         at_end: Callable[[], object] = lambda: None,
     ) -> None:
         context = multiprocessing.get_context("spawn")
-        resource_tracker.ensure_running()  # it would let interrupts through when it is started
-        self.line, theirs = context.Pipe()
+        with ExitStack() as failing:
+            failing.callback(at_end)
+            with _named(name):
+                resource_tracker.ensure_running()  # it lets interrupts through when it is started
+                self.line, theirs = context.Pipe()
+                failing.callback(self.line.close)
+                with theirs, _without_interrupts():
+                    self._process = context.Process(
+                        target=target, args=(theirs, *args), name=name, daemon=True
+                    )
+                    self._process.start()
+                failing.callback(_dispose, self._process)
+                self.pidfd = os.pidfd_open(self.pid)
+                """Readable once the process has ended; valid until ``close``."""
+            failing.pop_all()
         self._asked = Asked()
         self._lock = threading.Lock()  # on the process: only one may wait for its end
-        self._process = context.Process(target=target, args=(theirs, *args), name=name, daemon=True)
-        try:
-            with _without_interrupts():
-                self._process.start()
-            self.pidfd = os.pidfd_open(self.pid)
-            """Readable once the process has ended; valid until ``close``."""
-        except Exception as error:  # whatever the objects in it raise when they are written down
-            self.line.close()
-            if self._process.pid is not None:
-                self._process.kill()
-            at_end()
-            if isinstance(error, OSError):
-                raise EngineDeadError(
-                    f"Engine core initialization failed: no process for the {name}: {error}"
-                ) from error
-            raise ConfigError(
-                f"an option cannot be handed to the process of the {name}: {error}; give policies, "
-                "resources and processors as dotted paths or module-level classes"
-            ) from error
-        finally:
-            theirs.close()
         # Runs at exit before multiprocessing ends its children, which would let this one drain.
         self._end = weakref.finalize(
             self, _end, os.getpid(), self._process, self.line, self._asked, self.pidfd, at_end
@@ -184,6 +177,13 @@ def _end(
         at_end()
 
 
+def _dispose(process: SpawnProcess) -> None:
+    """End a process that was not to be."""
+    process.kill()
+    process.join(KILL_SECONDS)
+    process.close()
+
+
 class Asked:
     """Whether a child was asked to end, and how long it may still take."""
 
@@ -198,6 +198,22 @@ class Asked:
     def seconds_left(self) -> float:
         waited = 0.0 if self._at is None else time.monotonic() - self._at
         return max(0.0, CLOSE_SECONDS - waited)
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Why a process could not be started, as errors of the engine."""
+    try:
+        yield
+    except OSError as error:
+        raise EngineDeadError(
+            f"Engine core initialization failed: no process for the {name}: {error}"
+        ) from error
+    except Exception as error:  # whatever the objects in it raise when they are written down
+        raise ConfigError(
+            f"an option cannot be handed to the process of the {name}: {error}; give policies, "
+            "resources and processors as dotted paths or module-level classes"
+        ) from error
 
 
 @contextmanager

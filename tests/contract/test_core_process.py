@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import os
 import signal
 import subprocess
@@ -161,6 +163,23 @@ def test_a_closed_host_has_put_back_what_it_took_of_signals(serves: bool) -> Non
     assert [signal.getsignal(number) for number in numbers] == before
     assert signal.set_wakeup_fd(fd) == fd
     host.close()
+
+
+@pytest.mark.parametrize("call", ["multiprocessing.context.BaseContext.Pipe", "os.pidfd_open"])
+def test_a_process_that_the_system_does_not_give_is_an_error_and_leaves_nothing(
+    call: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    start_core(fake_config(), FakeBuild()).shutdown()  # which has imported all that there is
+    before = what_is_open(place)
+    with monkeypatch.context() as patch:
+        patch.setattr(call, refuse)
+        with pytest.raises(EngineDeadError, match=r"no process for the engine core: .*Too many"):
+            start_core(fake_config(), FakeBuild())
+    gc.collect()
+    assert what_is_open(place) == before
 
 
 def test_a_signal_while_the_end_is_set_neither_hangs_nor_puts_it_off() -> None:
