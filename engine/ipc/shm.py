@@ -135,10 +135,10 @@ class Arena:
 
 
 class ArenaReader:
-    """The receiver's side of an arena."""
+    """The receiver's side of an arena, which cannot write to it."""
 
     def __init__(self, fd: int) -> None:
-        self._memory = mmap.mmap(fd, os.fstat(fd).st_size)
+        self._memory = mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ)
 
     def read(self, place: Place) -> bytes:
         """A copy of the bytes at ``place``. Raises ``WireError`` if they are not there (any

@@ -22,7 +22,7 @@ from engine.config.engine import EngineConfig
 from engine.config.model import ModelConfig
 from engine.errors import EngineDeadError, RefusedError, RequestError
 from engine.frontend import pool_child, pool_slot
-from engine.frontend.pool import Seat, TextPool
+from engine.frontend.pool import ARENA_BYTES, Seat, TextPool
 from engine.frontend.pool_tasks import Task
 from engine.frontend.session import Session
 from engine.frontend.tokenizer import Tokenizer
@@ -79,6 +79,22 @@ def test_what_waits_for_one_that_does_not_start_goes_to_another(
     os.kill(pid, signal.SIGKILL)
     found = [future.result(WAIT) for future in futures]
     assert found == [tokenizer.encode(f"text {i}") for i in range(60)]
+
+
+def test_shared_memory_that_a_dead_process_had_is_free_again(
+    pools: Pools, tokenizer: Tokenizer
+) -> None:
+    pool = pools.start()
+    texts = [f"text {i} " * 2000 for i in range(40)]
+    futures = [pool.encode(text) for text in texts]
+    for number in (3, 10):
+        futures[number].result(WAIT)
+        os.kill(pool.pids[PROCESSES[0]], signal.SIGKILL)
+    assert [each.result(WAIT) for each in futures] == [tokenizer.encode(text) for text in texts]
+    process = pool._loop.slots[0].process
+    assert process is not None and process._channel._own is not None
+    assert process._channel._own.num_lent == 0
+    assert process._channel._own.num_free_bytes == ARENA_BYTES
 
 
 def test_a_rendering_that_is_no_text_costs_its_process_only(

@@ -114,6 +114,15 @@ def test_a_place_from_the_past_is_an_error() -> None:
     reader.close()
 
 
+def test_a_reader_writes_nothing() -> None:
+    fd = create_memory(SIZE)
+    reader = ArenaReader(fd)
+    os.close(fd)
+    with pytest.raises(TypeError):
+        reader._memory[0] = 1
+    reader.close()
+
+
 def test_nobody_can_shrink_the_memory_of_others() -> None:
     fd = create_memory(SIZE)
     with pytest.raises(PermissionError):
