@@ -1,5 +1,7 @@
 """Sessions with text processes on scripted cores, for tests of what becomes of them."""
 
+import itertools
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -7,7 +9,7 @@ from pathlib import Path
 import made_tokenizers as made
 from fakes import FakeClient, FakeDecided, Live, replay
 
-from engine import LLMEngine, SamplingParams
+from engine import LLM, LLMEngine, SamplingParams
 from engine.config.engine import EngineConfig
 from engine.config.model import ModelConfig
 from engine.frontend.pool import TextPool
@@ -82,3 +84,12 @@ class LeapingClient(FakeClient):
             if row.request.request_id in self.live:
                 super()._advance(index, row, batch)
         batch.counts = [*(batch.counts or []), len(batch.token_ids) - before]
+
+
+def llm_around(session: Session) -> LLM:
+    """An `LLM` of an engine that was made by hand."""
+    llm = LLM.__new__(LLM)
+    llm.llm_engine = LLMEngine(session)
+    llm._counter = itertools.count()
+    llm._turn = threading.Lock()
+    return llm

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,10 +35,10 @@ def opened() -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture
-def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Sockets lie in a directory of the test's own, which is empty at its end."""
-    with own_place(monkeypatch):
-        yield
+    with own_place(monkeypatch) as path:
+        yield path
 
 
 # -- processes that make ids and text

@@ -6,11 +6,10 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
-from core_clients import HostedCore, drain, own_place
+from core_clients import HostedCore, drain
 from simulate import expected, make_request
 from spawned import FakeBuild, fake_config
 
@@ -19,11 +18,7 @@ from engine.core.many_client import ManyCoresClient
 from engine.core.zmq_client import EngineCoreClient
 from engine.errors import ConfigError, EngineDeadError
 
-
-@pytest.fixture(autouse=True)
-def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    with own_place(monkeypatch) as path:
-        yield path
+pytestmark = pytest.mark.usefixtures("place")
 
 
 @pytest.fixture

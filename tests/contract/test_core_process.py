@@ -10,12 +10,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from core_clients import drain, own_place, pid_of, spawn_client
+from core_clients import drain, pid_of, spawn_client
 from forking import (
     CLOSES_BEFORE_ITS_FORK,
     DIES_BEFORE_ITS_FORK,
@@ -36,11 +35,7 @@ from engine.ipc.place import Directory
 from engine.llm_engine import LLMEngine
 from engine.messages.params import SamplingParams
 
-
-@pytest.fixture(autouse=True)
-def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    with own_place(monkeypatch) as path:
-        yield path
+pytestmark = pytest.mark.usefixtures("place")
 
 
 # -- forks

@@ -1,15 +1,13 @@
 """One suite for text made in the front end and in processes: same outputs, same errors."""
 
 import asyncio
-import itertools
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from pooled import session_on
+from pooled import llm_around, session_on
 
-from engine import LLM, AsyncLLMEngine, LLMEngine, RequestOutput, SamplingParams
+from engine import AsyncLLMEngine, LLMEngine, RequestOutput, SamplingParams
 from engine.config.model import ModelConfig
 from engine.frontend.pool import ARENA_BYTES, TextPool
 from engine.frontend.session import Session
@@ -59,14 +57,6 @@ def open_session(pool: TextPool | None, model: ModelConfig) -> Iterator[Open]:
     for session in opened:
         texts = session.outputs._texts
         assert texts is None or texts.num_sequences == 0
-
-
-def llm_around(session: Session) -> LLM:
-    llm = LLM.__new__(LLM)
-    llm.llm_engine = LLMEngine(session)
-    llm._counter = itertools.count()
-    llm._turn = threading.Lock()
-    return llm
 
 
 def run(session: Session, params: dict[str, SamplingParams]) -> dict[str, list[RequestOutput]]:

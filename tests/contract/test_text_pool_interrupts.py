@@ -1,16 +1,14 @@
 """Ctrl-C while text processes are waited for: nothing is lost, nothing stays behind."""
 
-import itertools
 import os
 import signal
 import threading
 import time
 
 import pytest
-from pooled import WAIT, Pools, session_on, texts_of
+from pooled import WAIT, Pools, llm_around, session_on, texts_of
 
-from engine import LLM, LLMEngine, SamplingParams
-from engine.frontend.session import Session
+from engine import LLMEngine, SamplingParams
 from engine.frontend.tokenizer import Tokenizer
 
 PARAMS = SamplingParams(max_tokens=40, output_kind="delta")
@@ -20,14 +18,6 @@ def interrupt_after(seconds: float) -> threading.Timer:
     timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     return timer
-
-
-def llm_around(session: Session) -> LLM:
-    llm = LLM.__new__(LLM)
-    llm.llm_engine = LLMEngine(session)
-    llm._counter = itertools.count()
-    llm._turn = threading.Lock()
-    return llm
 
 
 def test_while_prompts_are_tokenised(pools: Pools, tokenizer: Tokenizer) -> None:

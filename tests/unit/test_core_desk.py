@@ -6,11 +6,10 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from core_clients import HostedCore, RawClient, connect, own_place
+from core_clients import HostedCore, RawClient, connect
 from live_core import wait_until
 from simulate import expected, make_request
 from spawned import FakeBuild
@@ -39,17 +38,7 @@ from engine.messages.wire import (
 from engine.observe.logs import THROTTLE_SECONDS, Throttle
 from engine.sched.policy import Policy
 
-
-@pytest.fixture(autouse=True)
-def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    with own_place(monkeypatch) as path:
-        yield path
-
-
-@pytest.fixture
-def core() -> Iterator[HostedCore]:
-    with HostedCore(FakeBuild()) as core:
-        yield core
+pytestmark = pytest.mark.usefixtures("place")
 
 
 @pytest.fixture

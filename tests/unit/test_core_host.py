@@ -8,12 +8,11 @@ import socket
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
-from core_clients import HostedCore, RawClient, connect, drain, own_place, read
+from core_clients import HostedCore, RawClient, connect, drain, read
 from simulate import expected, make_request
 from spawned import FakeBuild, fake_config
 from wire_frames import HOSTILE, mutated, recorded
@@ -39,17 +38,7 @@ from engine.messages.wire import (
     Welcome,
 )
 
-
-@pytest.fixture(autouse=True)
-def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    with own_place(monkeypatch) as path:
-        yield path
-
-
-@pytest.fixture
-def core() -> Iterator[HostedCore]:
-    with HostedCore(FakeBuild()) as core:
-        yield core
+pytestmark = pytest.mark.usefixtures("place")
 
 
 @pytest.fixture

@@ -9,11 +9,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from core_clients import HostedCore, RawClient, connect, drain, own_place
+from core_clients import HostedCore, RawClient, connect, drain
 from simulate import expected, make_request
 from spawned import FakeBuild
 
@@ -26,16 +25,7 @@ from engine.messages.wire import (
 SECRET = "a secret of some length"
 
 
-@pytest.fixture(autouse=True)
-def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    with own_place(monkeypatch) as path:
-        yield path
-
-
-@pytest.fixture
-def core() -> Iterator[HostedCore]:
-    with HostedCore(FakeBuild()) as core:
-        yield core
+pytestmark = pytest.mark.usefixtures("place")
 
 
 def test_the_directory_is_for_its_user_alone(core: HostedCore) -> None:
