@@ -50,11 +50,11 @@ class AsyncEngineCoreClient:
         self._context = zmq.asyncio.Context()
         try:
             self._socket, self._lost = sockets.connect(self._context, address.data, address.secret)
-            underlying = self._context.underlying
-            self._heart = Heart(zmq.Context.shadow(underlying), address, hang_timeout)
+            self._heart = Heart(self._context, address, hang_timeout)
         except BaseException:
             self._context.destroy(linger=0)
             raise
+        sockets.close_with(self, self._context, self._socket, self._lost, self._heart.socket)
         self._tasks = [
             asyncio.create_task(self._guard(each))
             for each in (self._read(), self._watch(), self._listen())
@@ -108,11 +108,11 @@ class AsyncEngineCoreClient:
         """
         self._live()
         submission = Submission()
-        self._link.submit(requests, submission)
         errors = submission.errors
-        # All are sent before anything else is: what is sent next may be their abort.
-        futures = [self._ask(part.number, part.frame) for part in submission.parts]
         try:
+            self._link.submit(requests, submission)
+            # All are sent before anything else is: what is sent next may be their abort.
+            futures = [self._ask(part.number, part.frame) for part in submission.parts]
             for part, future in zip(submission.parts, futures, strict=True):
                 errors |= refused(part, await future)
         except BaseException:
@@ -164,13 +164,14 @@ class AsyncEngineCoreClient:
         if self._death is None and self._link.welcome is not None:
             linger_ms = sockets.LINGER_MS  # last words for somebody
             self._send_now(self._link.bye())
-        self._die(EngineDeadError("the engine was shut down"))
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._heart.close()
+        self._death = self._death or EngineDeadError("the engine was shut down")
+        if self._tasks[0].get_loop() is asyncio.get_running_loop():  # else it runs no more
+            self._die(self._death)
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
         sockets.close(self._socket, linger_ms=linger_ms)
-        sockets.close(self._lost)
+        sockets.close(self._lost, self._heart.socket)
         await asyncio.to_thread(self._end)
 
     # -- helpers

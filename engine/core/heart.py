@@ -17,15 +17,18 @@ ASK_SECONDS = 1.0  # between two questions, at most
 
 class Heart:
     """Listens to the heartbeat of a core. Silence is counted in questions, not by the clock: a
-    machine that slept, or a client that was stopped, is no reason to give up a core."""
+    machine that slept, or a client that was stopped, is no reason to give up a core.
+
+    Never waits, so it is the same in programs and in event loops.
+    """
 
     def __init__(
         self, context: zmq.Context[sockets.Socket], address: Address, hang_timeout: float
     ) -> None:
         self._hang_timeout = hang_timeout
         self._ask_seconds = min(ASK_SECONDS, hang_timeout / 4)
-        self._socket = sockets.dealer(context, address.secret)
-        self._socket.connect(address.control)
+        self.socket = sockets.dealer(context, address.secret, zmq.Socket)
+        self.socket.connect(address.control)
         self._ping = Encoder().encode(Ping(address.token))
         self._decoder: Decoder[FromControl] = Decoder(FromControl)
         self._asked_at = 0.0
@@ -36,8 +39,8 @@ class Heart:
 
         To be asked again and again while the core is silent.
         """
-        while self._socket.poll(0):
-            if complaint := self._take(self._socket.recv_multipart()):
+        while self.socket.poll(0):
+            if complaint := self._take(self.socket.recv_multipart()):
                 return complaint
         if now - self._asked_at >= self._ask_seconds:
             if self._num_unanswered * self._ask_seconds >= self._hang_timeout:
@@ -45,11 +48,8 @@ class Heart:
             self._asked_at = now
             self._num_unanswered += 1
             with suppress(zmq.Again):  # this connection is lost, so nobody will answer
-                self._socket.send(self._ping, zmq.NOBLOCK)
+                self.socket.send(self._ping, zmq.NOBLOCK)
         return None
-
-    def close(self) -> None:
-        sockets.close(self._socket)
 
     def _take(self, frames: list[bytes]) -> str | None:
         self._num_unanswered = 0

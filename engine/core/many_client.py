@@ -34,6 +34,7 @@ class ManyCoresClient:
         _check_alike(self._cores)
         self.id_prefix = _prefix_of(self._cores)
         """Request ids that begin with it are unique among all clients of the cores."""
+        self._death: EngineDeadError | None = None
         self._balancer = Balancer(len(self._cores), self.decided.block_size)
         self._poller = zmq.Poller()
         for core in self._cores:
@@ -59,12 +60,12 @@ class ManyCoresClient:
         self.check_alive()
         errors: dict[int, Exception] = {}
         places: defaultdict[int, list[int]] = defaultdict(list)  # by core
-        for place, request in enumerate(requests):
-            if self._balancer.core_of(request.request_id) is None:
-                places[self._balancer.choose(request)].append(place)
-            else:
-                errors[place] = in_use(request.request_id)
         try:
+            for place, request in enumerate(requests):
+                if self._balancer.core_of(request.request_id) is None:
+                    places[self._balancer.choose(request)].append(place)
+                else:
+                    errors[place] = in_use(request.request_id)
             for core, own in places.items():
                 errors |= self._add_to(core, requests, own)
         except BaseException:
@@ -165,10 +166,18 @@ class ManyCoresClient:
             raise EngineDeadError(f"{which}: {error}") from error.__cause__
 
     def _take(self) -> list[CoreOutputs]:
+        """What has come. That a core has died is told when that was read."""
+        if self._death is not None:
+            raise EngineDeadError(str(self._death)) from self._death.__cause__
         batches: list[CoreOutputs] = []
         for index, core in enumerate(self._cores):
-            with self._named(index):
-                batches += core.take()
+            try:
+                with self._named(index):
+                    batches += core.take()
+            except EngineDeadError as error:
+                self._death = error
+        if self._death is not None and not batches:
+            raise self._death
         for batch in batches:
             for end in batch.finished:
                 self._balancer.end(batch.request_ids[end.index])

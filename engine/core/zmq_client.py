@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -44,6 +45,7 @@ class EngineCoreClient:
         hang_timeout: float = HANG_SECONDS,
     ) -> None:
         self.address = address
+        self._owner = os.getpid()
         self._link = Link()
         self._child = child
         self._death: EngineDeadError | None = None
@@ -57,6 +59,8 @@ class EngineCoreClient:
             self._context.destroy(linger=0)
             self._waker.close()
             raise
+        own = (self._socket, self._lost, self._heart.socket)
+        sockets.close_with(self, self._context, *own, waker=self._waker)
         ended = () if child is None else (child.pidfd,)
         self.sources = (self._socket, self._lost, self._waker.fd, *ended)
         """What becomes readable when there is something for ``step``."""
@@ -154,6 +158,8 @@ class EngineCoreClient:
 
         Our own core that is stopped or hangs is killed after two seconds.
         """
+        if os.getpid() != self._owner:
+            return
         linger_ms = 0
         if self._death is None and self._link.welcome is not None and not self._lost.poll(0):
             linger_ms = sockets.LINGER_MS  # last words for somebody
@@ -161,9 +167,8 @@ class EngineCoreClient:
                 self._socket.send(self._link.bye(), zmq.NOBLOCK)
         self._death = self._death or EngineDeadError("the engine was shut down")
         try:
-            self._heart.close()
             sockets.close(self._socket, linger_ms=linger_ms)
-            sockets.close(self._lost)
+            sockets.close(self._lost, self._heart.socket)
             self._context.term()
             self._waker.close()
         finally:  # interrupted or not
@@ -215,8 +220,9 @@ class EngineCoreClient:
                 self._receive(STEP_SECONDS)
 
     def _send_credit(self, frame: bytes) -> None:
-        if self._death is None:
-            self._send(frame)
+        with suppress(EngineDeadError):  # what was read is not lost for that
+            if self._death is None:
+                self._send(frame)
 
     def _receive(self, seconds: float) -> None:
         """Wait so long for messages, and take all there are. Raises ``EngineDeadError``."""
@@ -227,7 +233,7 @@ class EngineCoreClient:
         has_come = self._take_all()
         if not has_come and self._is_lost(ready):
             self._die()
-        if not ready and (complaint := self._heart.complaint(time.monotonic())):
+        if not has_come and (complaint := self._heart.complaint(time.monotonic())):
             self._kill(complaint)
 
     def _take_all(self) -> bool:
@@ -280,6 +286,11 @@ class EngineCoreClient:
         raise self._death
 
     def _live(self) -> None:
+        if os.getpid() != self._owner:
+            raise EngineDeadError(
+                f"this client belongs to process {self._owner}: one that was forked from it needs "
+                "another, made there"
+            )
         if self._death is not None:
             raise EngineDeadError(str(self._death)) from self._death.__cause__
 

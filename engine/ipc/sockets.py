@@ -9,7 +9,10 @@ one frame each, and only who may enter the directory, or knows the secret, can s
 
 from __future__ import annotations
 
+import os
 import socket
+import weakref
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -57,9 +60,11 @@ def bind(context: zmq.Context[Socket], address: str, secret: str | None) -> Sock
     return router
 
 
-def dealer(context: zmq.Context[Socket], secret: str | None) -> Socket:
-    """A DEALER for one connection, still to be made."""
-    made = _socket(context, zmq.DEALER)
+def dealer(
+    context: zmq.Context[Socket], secret: str | None, kind: type[Socket] | None = None
+) -> Socket:
+    """A DEALER for one connection, still to be made; ``kind`` if not that of the context."""
+    made = _socket(context, zmq.DEALER, kind)
     # Room for all that it may be sent: what waits at the other side is lost when that has ended.
     made.setsockopt(zmq.RCVHWM, SEND_QUEUE)
     # What came back would be another core. -1 would do too, but it drops what was not read yet.
@@ -100,6 +105,17 @@ def close(*sockets: Socket, linger_ms: int = 0) -> None:
             each.close(linger_ms)
 
 
+def close_with(
+    owner: object, context: zmq.Context[Socket], *sockets: Socket, waker: Waker | None = None
+) -> None:
+    """Close these and the context when ``owner`` is forgotten without having been closed.
+
+    pyzmq does that too, in no order: a context that goes first waits for its sockets for ever.
+    """
+    at_end = weakref.finalize(owner, _close_all, os.getpid(), context, sockets, waker)
+    at_end.atexit = False  # threads may still use them
+
+
 class Waker:
     """Wakes whoever polls it; may be used from any thread and from signal handlers."""
 
@@ -132,8 +148,19 @@ class Waker:
         self._writer.close()
 
 
-def _socket(context: zmq.Context[Socket], kind: int) -> Socket:
-    made = context.socket(kind)
+def _close_all(
+    owner: int, context: zmq.Context[Socket], sockets: Sequence[Socket], waker: Waker | None
+) -> None:
+    if waker is not None:
+        waker.close()
+    if os.getpid() != owner:  # a copy that was forked, which owns nothing
+        return
+    close(*sockets)
+    context.term()
+
+
+def _socket(context: zmq.Context[Socket], role: int, kind: type[Socket] | None = None) -> Socket:
+    made = context.socket(role, socket_class=kind)
     made.setsockopt(zmq.SNDHWM, SEND_QUEUE)
     made.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE)
     made.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)

@@ -22,6 +22,7 @@ from engine.core.heart import Heart
 from engine.core.outbox import NUM_CREDITS
 from engine.core.zmq_client import EngineCoreClient
 from engine.errors import EngineDeadError, RefusedError
+from engine.ipc import sockets
 from engine.ipc.place import Address
 from engine.messages.outputs import Finished
 from engine.messages.wire import (
@@ -120,7 +121,7 @@ def test_a_slow_reader_is_bounded_and_named_and_blocks_nobody(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with (
-        HostedCore(FakeBuild(), max_backlog_bytes=3000) as core,
+        HostedCore(FakeBuild(step_seconds=0.001), max_backlog_bytes=3000) as core,
         RawClient(core.address.data) as slow,
         caplog.at_level(logging.WARNING),
     ):
@@ -271,7 +272,7 @@ def test_silence_is_counted_in_questions_not_by_the_clock() -> None:
         for hours in range(1, 6):
             assert heart.complaint(now + 3600 * hours) is None
             time.sleep(0.05)
-        heart.close()
+        sockets.close(heart.socket)
         context.term()
 
 

@@ -1,0 +1,157 @@
+"""Clients that are forgotten, forked, closed elsewhere, woken all the time, or asked nonsense."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from core_clients import (
+    HostedCore,
+    a_client,
+    drain,
+    own_place,
+    spawn_client,
+)
+from live_core import is_running, wait_until
+from simulate import expected, make_request
+from spawned import FakeBuild, fake_config
+
+from engine.core.aio_client import AsyncEngineCoreClient
+from engine.core.launch import spawn
+from engine.core.many_client import ManyCoresClient
+from engine.core.zmq_client import EngineCoreClient
+from engine.errors import EngineDeadError
+from engine.ipc.place import Address
+
+
+@pytest.fixture(autouse=True)
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with own_place(monkeypatch) as path:
+        yield path
+
+
+def forget(kind: str, address: Address) -> None:
+    """Make a client, and leave it to the garbage collector in a ring of references."""
+    if kind == "zmq":
+        client: Any = EngineCoreClient(address)
+    else:
+        client = asyncio.run(AsyncEngineCoreClient.connect(address))
+    client.itself = client
+
+
+@pytest.mark.parametrize("kind", ["zmq", "asyncio"])
+def test_a_client_that_was_never_closed_can_be_collected(kind: str) -> None:
+    """Its context waited for its sockets for ever, in whatever was the thread's at that moment."""
+    with HostedCore(FakeBuild()) as core:
+        gc.disable()
+        try:
+            forget(kind, core.address)
+            collecting = threading.Thread(target=gc.collect, daemon=True)
+            collecting.start()
+            collecting.join(10.0)
+            assert not collecting.is_alive()
+        finally:
+            gc.enable()
+
+
+def test_a_client_of_a_loop_that_is_over_can_be_shut_down_in_another() -> None:
+    child, address = spawn(fake_config(), FakeBuild(step_seconds=0.01))
+    assert child.wait_until_ready(30.0).is_ready
+    pid = child.pid
+
+    async def begin() -> AsyncEngineCoreClient:
+        client = await AsyncEngineCoreClient.connect(address, child=child)
+        await client.add(make_request("a", [1], 400))
+        await client.step()
+        return client
+
+    client = asyncio.run(begin())
+    asyncio.run(client.shutdown())
+    assert not is_running(pid)
+    with pytest.raises(EngineDeadError, match="was shut down"):
+        asyncio.run(client.call("echo", 1))
+
+
+def test_a_forked_copy_of_a_client_says_that_it_is_one() -> None:
+    """It span for ever, and what it sent came from nobody."""
+    with a_client("zmq") as client:
+        client.add(make_request("a", [1], 5))
+        pid = os.fork()
+        if pid == 0:
+            try:
+                with pytest.raises(EngineDeadError, match="belongs to process"):
+                    for _ in range(100):
+                        client.step()
+                with pytest.raises(EngineDeadError, match="belongs to process"):
+                    client.add(make_request("b", [1], 5))
+                client.shutdown()
+                os._exit(0)
+            finally:
+                os._exit(1)
+        if wait_until(lambda: not is_running(pid), 10.0) is None:
+            os.kill(pid, signal.SIGKILL)
+        assert os.waitpid(pid, 0) == (pid, 0)
+        assert drain(client)[0] == {"a": expected([1], 5)}
+
+
+def test_a_hang_is_noticed_by_a_client_that_is_woken_all_the_time() -> None:
+    """As the thread of a server is with every request that comes in."""
+    client = spawn_client("zmq", FakeBuild(hang_at=2), core_hang_timeout=1.0)
+    client.add(make_request("a", [1], 20))
+    is_over = threading.Event()
+
+    def wake() -> None:
+        while not is_over.wait(0.02):
+            client.wake()
+
+    waking = threading.Thread(target=wake)
+    waking.start()
+    try:
+        until = time.monotonic() + 10.0
+        with pytest.raises(EngineDeadError, match="has been in one step for"):
+            while time.monotonic() < until:
+                client.step()
+    finally:
+        is_over.set()
+        waking.join()
+        client.shutdown()
+
+
+@pytest.mark.parametrize("kind", ["zmq", "asyncio", "two cores"])
+def test_an_add_that_fails_half_way_leaves_no_id_in_use(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.core.link.MAX_SUBMIT_REQUESTS", 1)
+    good = make_request("a", [1], 5)
+    bad = msgspec.structs.replace(good, request_id="b", prompt_token_ids=None)
+    with a_client(kind) as client:
+        with pytest.raises(TypeError):
+            client.add_all([good, bad])
+        assert not client.has_unfinished()
+        client.add(good)
+        assert drain(client)[0] == {"a": expected([1], 5)}
+
+
+def test_what_other_cores_have_brought_is_read_before_a_death_is_told() -> None:
+    with HostedCore(FakeBuild()) as core, HostedCore(FakeBuild(raise_at=1)) as dying:
+        client = ManyCoresClient([EngineCoreClient(each.address) for each in (core, dying)])
+        for name in "ab":  # one at each
+            client.add(make_request(name, [ord(name)], 5))
+        assert wait_until(lambda: not core.host._core.num_unfinished(), 10.0) is not None
+        time.sleep(0.1)
+        tokens: list[int] = []
+        for _ in range(2):
+            with pytest.raises(EngineDeadError, match=r"core 1 of 2 .* the worker fell over"):
+                for _ in range(100):
+                    tokens += [token for batch in client.step() for token in batch.token_ids]
+        assert tokens == expected([ord("a")], 5)
+        client.shutdown()
