@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
+from itertools import chain, repeat
 from types import FrameType
 
 import zmq
@@ -87,7 +88,10 @@ class EngineCoreHost:
         self._is_over = threading.Event()
         self._is_closed = threading.Event()
         self._control_waker = sockets.Waker()
-        self._at_close = ExitStack()
+        self._at_close = ExitStack()  # the last first
+        self._at_close.callback(core.shutdown)
+        if directory is not None:
+            self._at_close.callback(directory.remove)
         for closing in (context.term, self._control_waker.close, self._loop.waker.close):
             self._at_close.callback(closing)
         self._thread = threading.Thread(target=self._run_control, name="core-control", daemon=True)
@@ -141,14 +145,22 @@ class EngineCoreHost:
         )
 
     def handle_signals(self, *numbers: signal.Signals) -> None:
-        """These signals drain, the second of them ends at once, until ``close``.
+        """These signals drain, the second of them ends at once, until ``close`` is done.
 
         For the main thread, which then has to close as well.
         """
+        drain_timeouts = chain((None,), repeat(0.0))
+
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            self.drain(next(drain_timeouts))
+
+        putting_back = ExitStack()
         for number in numbers:
-            before = signal.signal(number, self._on_signal)
+            before = signal.signal(number, on_signal)
             if before is not None:  # a handler that is not Python's cannot be put back
-                self._at_close.callback(signal.signal, number, before)
+                putting_back.callback(signal.signal, number, before)
+        putting_back.push(self._at_close.pop_all())
+        self._at_close = putting_back
         fd = self._loop.waker.signal_fd
         before_fd = signal.set_wakeup_fd(fd, warn_on_full_buffer=False)
         self._at_close.callback(signal.set_wakeup_fd, before_fd)
@@ -163,18 +175,11 @@ class EngineCoreHost:
             self._thread.join()
         sockets.close(self._data, self._control, linger_ms=sockets.LINGER_MS)
         self._at_close.close()
-        if self._directory is not None:
-            self._directory.remove()
-        self._core.shutdown()
         self._is_closed.set()
 
     def _end_control(self) -> None:
         self._is_over.set()
         self._control_waker.wake()
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        is_second = self.ending.at is not None
-        self.drain(0.0 if is_second else None)
 
     def _end_the_rest(self) -> None:
         """Whoever is not finished when time is up is told so."""
