@@ -267,7 +267,8 @@ class AsyncEngineCoreClient:
         """Run a part of the client; whatever ends it ends the client."""
         try:
             await part
-        except asyncio.CancelledError:
+        except asyncio.CancelledError:  # by ``shutdown``, or by a loop that ends
+            self._die(EngineDeadError("the event loop of this client has ended"))
             raise
         except EngineDeadError as error:
             self._die(error)

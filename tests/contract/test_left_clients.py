@@ -77,7 +77,7 @@ def test_a_client_of_a_loop_that_is_over_can_be_shut_down_in_another() -> None:
     client = asyncio.run(begin())
     asyncio.run(client.shutdown())
     assert not is_running(pid)
-    with pytest.raises(EngineDeadError, match="was shut down"):
+    with pytest.raises(EngineDeadError, match="event loop of this client has ended"):
         asyncio.run(client.call("echo", 1))
 
 
@@ -155,3 +155,31 @@ def test_what_other_cores_have_brought_is_read_before_a_death_is_told() -> None:
                     tokens += [token for batch in client.step() for token in batch.token_ids]
         assert tokens == expected([ord("a")], 5)
         client.shutdown()
+
+
+def test_who_aborts_while_the_loop_ends_does_not_wait_for_ever() -> None:
+    """``asyncio.run`` cancels the tasks of the client together with those of the program."""
+    told: list[BaseException] = []
+
+    async def stream(client: AsyncEngineCoreClient) -> None:
+        try:
+            while True:
+                await client.step()
+        finally:
+            try:
+                await client.abort(["a"])
+            except EngineDeadError as error:
+                told.append(error)
+
+    async def program(address: Address) -> None:
+        client = await AsyncEngineCoreClient.connect(address)
+        await client.add(make_request("a", [1], 400))
+        asyncio.get_running_loop().streaming = asyncio.create_task(stream(client))
+        await asyncio.sleep(0.05)
+
+    with HostedCore(FakeBuild(step_seconds=0.01)) as core:
+        running = threading.Thread(target=asyncio.run, args=(program(core.address),), daemon=True)
+        running.start()
+        running.join(10.0)
+        assert not running.is_alive()
+        assert [type(error) for error in told] == [EngineDeadError]
