@@ -57,13 +57,14 @@ coverage: $(READY)
 
 # The long forms: more seeds, larger shapes, budgets on time. Wants a quiet machine.
 campaign: $(READY)
-	$(PYTEST) -m "slow or perf" tests
+	$(PYTEST) -m slow tests
 	$(BIN)/metronome verify --steps 20000000 --jobs 2
 	$(BIN)/python -m engine.sched.verify.explore --jobs 2
 	$(BIN)/python tools/canaries.py
 	$(ONE_THREAD) $(BIN)/python tools/kill_matrix.py
 	$(ONE_THREAD) $(BIN)/python tools/fuzz_wire.py
 	$(ONE_THREAD) $(BIN)/python tools/soak.py
+	$(PYTEST) -m perf tests
 
 bench: $(READY)
 	$(BIN)/python benchmarks/step_overhead.py
