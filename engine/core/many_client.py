@@ -169,6 +169,18 @@ class ManyCoresClient:
         """What has come. That a core has died is told when that was read."""
         if self._death is not None:
             raise EngineDeadError(str(self._death)) from self._death.__cause__
+        batches = self._take_from_all()
+        if self._death is not None:  # the last look: what was there already may have hidden more
+            batches += self._take_from_all()
+        if self._death is not None and not batches:
+            raise self._death
+        for batch in batches:
+            for end in batch.finished:
+                self._balancer.end(batch.request_ids[end.index])
+        return batches
+
+    def _take_from_all(self) -> list[CoreOutputs]:
+        """What each has brought. A death is noted."""
         batches: list[CoreOutputs] = []
         for index, core in enumerate(self._cores):
             try:
@@ -176,11 +188,6 @@ class ManyCoresClient:
                     batches += core.take()
             except EngineDeadError as error:
                 self._death = error
-        if self._death is not None and not batches:
-            raise self._death
-        for batch in batches:
-            for end in batch.finished:
-                self._balancer.end(batch.request_ids[end.index])
         return batches
 
 

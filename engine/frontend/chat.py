@@ -87,7 +87,10 @@ def fill_template(template: str, values: dict[str, Any]) -> str:
 
 
 def _refusal(error: Exception) -> RequestError:
-    return RequestError(f"the chat template refuses this conversation: {error}")
+    # How deep Python was when it gave up decides what it says.
+    is_endless = isinstance(error, RecursionError)
+    why = "nested too deeply, or calling itself for ever" if is_endless else str(error)
+    return RequestError(f"the chat template refuses this conversation: {why}")
 
 
 def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
