@@ -37,14 +37,10 @@ def core() -> Iterator[EngineCoreClient]:
 def programs(canary: Path) -> list[bytes]:
     """Serialised calls that would make a file, as those who unpickle have met them."""
     call = f"touch {canary}".encode()
+    opens = f"open({str(canary)!r}, 'w')".encode()
     old = b"cposix\nsystem\n(S'" + call + b"'\ntR."
-    new = (
-        b"\x80\x04\x8c\x05posix\x8c\x06system\x93\x8c" + bytes([len(call)]) + call + b"\x85R."
-        if len(call) < 256
-        else old
-    )
-    reduced = b"\x80\x02c__builtin__\neval\nX" + struct.pack("<I", 40)
-    reduced += f"open({str(canary)!r},'w')".encode()[:40].ljust(40) + b"\x85R."
+    new = b"\x80\x04\x8c\x05posix\x8c\x06system\x93" + _text(call) + b"\x85R."
+    reduced = b"\x80\x02cbuiltins\neval\n" + _text(opens) + b"\x85R."
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as made:
         made.writestr("archive/data.pkl", new)
@@ -67,6 +63,11 @@ def programs(canary: Path) -> list[bytes]:
         )
     ]
     return plain + wrapped + tagged
+
+
+def _text(data: bytes) -> bytes:
+    """A string, as pickles have it."""
+    return b"X" + struct.pack("<I", len(data)) + data
 
 
 def test_code_in_messages_is_refused_and_never_run(tmp_path: Path, core: EngineCoreClient) -> None:
