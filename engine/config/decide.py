@@ -35,6 +35,8 @@ class Decided:
     """The scheduler's options, with the decided length."""
     model: str = ""
     """Directory of the model, if there is one."""
+    capabilities: tuple[str, ...] = ()
+    """Parts of a plan that are served (names in ``engine.messages.step.PARTS``)."""
 
 
 def decide_max_model_len(config: ModelConfig, info: ModelInfo) -> int:

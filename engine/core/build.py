@@ -6,8 +6,9 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,14 @@ from engine.config.model import read_model_info
 from engine.core.client import InprocClient
 from engine.core.engine_core import EngineCore, Executor
 from engine.core.recording import describe, record
+from engine.errors import ConfigError
 from engine.kv.events import EventLog
 from engine.kv.hashing import BlockHasher, Sha256Hasher
 from engine.kv.manager import KVManager
+from engine.messages.step import PARTS
 from engine.sched.find import Chosen, choose, make_scheduler
 from engine.sched.interface import SchedulerInterface
+from engine.sched.resource import Resource
 
 logger = logging.getLogger("engine.core")
 
@@ -31,6 +35,7 @@ def build_core(
 ) -> InprocClient:
     """Load the model and wire scheduler, KV manager and worker. Raises ``ConfigError``."""
     chosen = choose(config.scheduler)  # or its ConfigError, before minutes of loading
+    served = parts_of(chosen.resources)
     info = read_model_info(config.model.model)
     if config.model.load_format != "dummy":
         read_ahead(info.path)
@@ -39,6 +44,7 @@ def build_core(
 
     profiler = TorchProfiler(config.torch_profiler_dir)
     executor, decided = make_worker(config, info)
+    decided = replace(decided, capabilities=served)
     core = wire(config, decided, executor, clock=clock, chosen=chosen)
     client = InprocClient(core, decided, profiler)
     gc.freeze()  # or each full collection walks all that imports made, a tenth of a second
@@ -56,14 +62,16 @@ def read_ahead(path: Path) -> None:
 def wire(
     config: EngineConfig,
     decided: Any,
-    executor: Executor,
+    executor: Executor[Any],
     *,
     clock: Callable[[], float],
     chosen: Chosen | None = None,
 ) -> EngineCore:
     """A core around an executor, real or fake."""
-    kv = make_kv_manager(config, decided, clock=clock)
     sched, seed = decided.scheduler, config.model.seed
+    chosen = chosen or choose(sched)
+    check_capabilities(chosen.resources, executor.capabilities)
+    kv = make_kv_manager(config, decided, clock=clock)
 
     def make(clock: Callable[[], float]) -> SchedulerInterface:
         return make_scheduler(
@@ -76,6 +84,33 @@ def wire(
         else record(config.step_log, describe(sched, config.cache, kv, seed), make, clock)
     )
     return EngineCore(scheduler, executor, sched.num_steps_in_flight)
+
+
+def parts_of(resources: Iterable[Resource]) -> tuple[str, ...]:
+    """Parts of a plan that these resources write, in the order of ``PARTS``.
+
+    Raises ``ConfigError`` for a name that is none.
+    """
+    needs = {part: resource for resource in resources for part in resource.needs}
+    for part, resource in needs.items():
+        if part not in PARTS:
+            raise ConfigError(
+                f"{type(resource).__name__}.needs has {part!r}, which is no part of a plan; there "
+                f"are: {', '.join(PARTS)}"
+            )
+    return tuple(part for part in PARTS if part in needs)
+
+
+def check_capabilities(resources: Iterable[Resource], capabilities: frozenset[str]) -> None:
+    """Raise ``ConfigError`` for a resource that writes what this worker cannot compute."""
+    for resource in resources:
+        missing = [part for part in parts_of([resource]) if part not in capabilities]
+        if missing:
+            raise ConfigError(
+                f"resource {type(resource).__name__} needs a worker with the capability "
+                f"{' and '.join(map(repr, missing))}; this one has "
+                f"{', '.join(sorted(capabilities)) or 'none'}: leave the resource out"
+            )
 
 
 def make_kv_manager(config: EngineConfig, decided: Any, *, clock: Callable[[], float]) -> KVManager:

@@ -42,7 +42,7 @@ class InprocClient:
         """Queue a request. Raises ``RequestError`` for a live id or one that can never fit, and
         ``RefusedError`` for one that is not taken now."""
         core = self._live()
-        check_request(request, self.decided.vocab_size)
+        check_request(request, self.decided.vocab_size, self.decided.capabilities)
         core.scheduler.add_request(request)
 
     def add_all(self, requests: Sequence[AddRequest]) -> dict[int, Exception]:

@@ -10,10 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from engine.messages.step import NewSeq, StepPlan, StepResult
+from engine.errors import ConfigError
+from engine.messages.step import (
+    EMPTY,
+    PARTS,
+    Masks,
+    NewSeq,
+    StepPlan,
+    StepResult,
+    check_parts,
+)
 
 MASK = (1 << 64) - 1
 EMPTY_DIGEST = 0x9E3779B97F4A7C15
@@ -55,14 +66,44 @@ class FakeSeq:
         return self.digests[position]
 
 
-class DigestWorker:
-    """An executor (``launch``/``collect``) whose next token proves that the right KV was read.
+class FakeExecutor:
+    """What workers without a model have in common; see ``engine.core.engine_core.Executor``."""
+
+    capabilities = frozenset(PARTS) - {"masks"}
+
+    def sample(self, ticket: Any, masks: Masks | None) -> None:
+        """No plan of theirs waits for masks."""
+        raise AssertionError(f"{type(self).__name__} draws when it launches")
+
+    def call(self, name: str, *args: Any) -> Any:
+        """A method by name: there are none."""
+        raise ConfigError(f"{name} is not available: {type(self).__name__} has no model")
+
+    def shutdown(self) -> None:
+        """Let go of what was opened: nothing."""
+
+
+class Computed(NamedTuple):
+    """A row behind its forward pass: digests behind its last known token and behind each draft."""
+
+    seq: FakeSeq
+    digests: list[int]
+    drafts: Sequence[int]
+    samples: bool
+    error: str | None
+
+
+class DigestWorker(FakeExecutor):
+    """An executor whose next token proves that the right KV was read.
 
     ``windows``: of each group of layers, 0 for full attention. A group with a window is read at
     both ends of it. ``content`` gives what the model sees at each known position, where that is
     more than the token (salts, adapters, media). ``fail(seq, upto)`` says why a row fails that
-    computes the positions before ``upto``; such a row leaves rubbish in its KV.
+    computes the positions before ``upto``; such a row leaves rubbish in its KV. A mask lets the
+    next token pass that it allows, from the drawn one on.
     """
+
+    capabilities = frozenset(PARTS)
 
     def __init__(
         self,
@@ -82,14 +123,41 @@ class DigestWorker:
         self._new: dict[int, NewSeq] = {}
         self._fail = fail
         self._content = content
+        self._waiting: tuple[StepPlan, list[Computed]] | None = None  # for masks
 
     def launch(self, plan: StepPlan) -> StepResult:
         """Compute the step; the result waits to be collected."""
+        assert self._waiting is None, "a step is launched behind one that was not drawn"
+        check_parts(plan, self.capabilities)
         self._apply(plan)
-        tokens: list[int] = []
-        counts = [0] * len(plan.rows)
-        errors: dict[int, str] = {}
-        drafts = draft_rows(plan)
+        rows = self._forward(plan)
+        result = StepResult(plan.step, EMPTY, EMPTY)
+        if plan.masks is None:
+            self._draw(rows, [[] for _ in rows], result)
+        else:
+            self._waiting = (plan, rows)
+        return result
+
+    def sample(self, ticket: StepResult, masks: Masks | None) -> None:
+        assert self._waiting is not None and masks is not None, "nothing waits, or for nothing"
+        (plan, rows), self._waiting = self._waiting, None
+        assert plan.masks is not None
+        unread = iter(masks.words.reshape(-1, masks.words_a_mask))
+        masked = set(plan.masks.rows.tolist())
+        of_row = [
+            [next(unread) for _ in row.digests] if index in masked else []
+            for index, row in enumerate(rows)
+        ]
+        assert next(unread, None) is None, "more masks than tokens are drawn"
+        self._draw(rows, of_row, ticket)
+
+    def collect(self, ticket: StepResult) -> StepResult:
+        """Wait for a launched step."""
+        return ticket
+
+    def _forward(self, plan: StepPlan) -> list[Computed]:
+        """Write the KV of all rows, in their order."""
+        rows, drafts = [], draft_rows(plan)
         columns = zip(
             plan.slots.tolist(),
             plan.starts.tolist(),
@@ -100,25 +168,37 @@ class DigestWorker:
         for index, (slot, start, count, samples) in enumerate(columns):
             seq, guesses = self.seqs[slot], drafts[index] if drafts else ()
             digest = self._compute(seq, start, count - len(guesses))
-            sampled = [digest % self.vocab_size]
-            if guesses:
-                self._verify(seq, start + count - len(guesses), guesses, sampled)
-            message = self._fail(self._new[slot], start + count)
-            if message:
-                errors[index] = message
+            digests = self._compute_drafts(seq, start + count - len(guesses), digest, guesses)
+            error = self._fail(self._new[slot], start + count)
+            if error:
                 self._spoil(seq, start, count)
-            if samples:
-                seq.tokens += sampled  # a step in flight behind a failure reads them too
-                if not message:
-                    tokens += sampled
-                    counts[index] = len(sampled)
-        return StepResult(
-            plan.step, np.array(tokens, dtype=np.int32), np.array(counts, dtype=np.int32), errors
-        )
+            rows.append(Computed(seq, digests, guesses, bool(samples), error))
+        return rows
 
-    def collect(self, result: StepResult) -> StepResult:
-        """Wait for a launched step."""
-        return result
+    def _draw(
+        self, rows: list[Computed], masks: list[list[NDArray[np.int32]]], result: StepResult
+    ) -> None:
+        """Choose and verify tokens; ``masks``: those of each row, [] if it has none."""
+        tokens: list[int] = []
+        counts = [0] * len(rows)
+        for index, (row, own) in enumerate(zip(rows, masks, strict=True)):
+            if row.error:
+                result.errors[index] = row.error
+            if not row.samples:
+                continue
+            drawn = [digest % self.vocab_size for digest in row.digests]
+            if own:
+                drawn = [allowed(token, mask) for token, mask in zip(drawn, own, strict=True)]
+            num_right = 0
+            while num_right < len(row.drafts) and row.drafts[num_right] == drawn[num_right]:
+                num_right += 1
+            sampled = drawn[: num_right + 1]
+            row.seq.tokens += sampled  # a step in flight behind a failure reads them too
+            if not row.error:
+                tokens += sampled
+                counts[index] = len(sampled)
+        result.token_ids = np.array(tokens, dtype=np.int32)
+        result.counts = np.array(counts, dtype=np.int32)
 
     def _apply(self, plan: StepPlan) -> None:
         for slot in plan.freed_slots:
@@ -147,15 +227,19 @@ class DigestWorker:
             self._write(seq, position, digest)
         return digest
 
-    def _verify(self, seq: FakeSeq, start: int, drafts: Sequence[int], sampled: list[int]) -> None:
-        """Compute the drafts from position ``start`` on; ``sampled`` grows with each right one."""
-        digest, right = self._read(seq, 0, start - 1), True
+    def _compute_drafts(
+        self, seq: FakeSeq, start: int, digest: int, drafts: Sequence[int]
+    ) -> list[int]:
+        """Write the KV of drafts, the first at position ``start``. Returns ``digest``, which is
+        that behind the last known token, and one behind each draft."""
+        digests = [digest]
+        if drafts:
+            digest = self._read(seq, 0, start - 1)
         for position, draft in enumerate(drafts, start):
             digest = mix(digest, draft)
             self._write(seq, position, digest)
-            right = right and draft == sampled[-1]
-            if right:
-                sampled.append(digest % self.vocab_size)
+            digests.append(digest)
+        return digests
 
     def _spoil(self, seq: FakeSeq, start: int, count: int) -> None:
         for position in range(start, start + count):
@@ -180,15 +264,18 @@ class DigestWorker:
         return self.kv[seq.tables[group][index]][offset]
 
 
+def allowed(token: int, mask: NDArray[np.int32]) -> int:
+    """The first token from this one on, round and round, whose bit is set."""
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+    return int(np.flatnonzero(np.roll(bits, -token))[0] + token) % len(bits)
+
+
 def draft_rows(plan: StepPlan) -> list[list[int]]:
     """The drafts of each row; [] if the plan has none at all."""
-    if plan.draft_counts is None or plan.draft_tokens is None:
-        return []
-    tokens = iter(plan.draft_tokens.tolist())
-    return [[next(tokens) for _ in range(count)] for count in plan.draft_counts.tolist()]
+    return [] if plan.drafts is None else plan.drafts.by_row()
 
 
-class CountingWorker:
+class CountingWorker(FakeExecutor):
     """Answers every row that samples with the same token, at no cost."""
 
     def __init__(self, token: int = 7) -> None:
@@ -198,5 +285,6 @@ class CountingWorker:
         num = int(plan.samples.sum())
         return StepResult(plan.step, np.full(num, self.token, dtype=np.int32), plan.samples)
 
-    def collect(self, result: StepResult) -> StepResult:
+    def collect(self, ticket: Any) -> StepResult:
+        result: StepResult = ticket
         return result

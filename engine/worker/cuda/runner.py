@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
-from engine.messages.step import StepPlan, StepResult
+from engine.errors import ConfigError
+from engine.messages.step import Masks, StepPlan, StepResult, check_parts
 from engine.worker.batch import Columns
 from engine.worker.cuda.batches import Staged
 from engine.worker.cuda.results import Drawn, Failed, Pending, bring_home, collect
@@ -27,6 +29,8 @@ class DeviceRunner:
     one finds it. The host reads it when the step is collected.
     """
 
+    capabilities: frozenset[str] = frozenset()
+
     def __init__(self, machine: Machine, max_model_len: int) -> None:
         self.machine = machine
         self.states = machine.live
@@ -38,6 +42,7 @@ class DeviceRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Pending:
         """Start a step; failing rows fail alone."""
+        check_parts(plan, self.capabilities)
         began = self.machine.platform.mark()
         self._reseat(plan)
         columns = Columns.of(plan)
@@ -52,6 +57,17 @@ class DeviceRunner:
         """Sleep until a launched step is done and read what it brought."""
         with section("collect"):
             return collect(ticket)
+
+    def sample(self, ticket: Any, masks: Masks | None) -> None:
+        """No plan waits for masks: see ``capabilities``."""
+        raise AssertionError("a step waits for masks, which this worker cannot read")
+
+    def call(self, name: str, *args: Any) -> Any:
+        """A method by name: there are none."""
+        raise ConfigError(f"{name} is not available")
+
+    def shutdown(self) -> None:
+        """Let go of what was opened: nothing."""
 
     def execute(self, plan: StepPlan) -> StepResult:
         """A step from its launch to its result."""
