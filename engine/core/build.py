@@ -8,11 +8,11 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from engine.config.cache import CacheConfig
+from engine.config.decide import GIB, Decided, ModelFacts, decide, resolve
 from engine.config.engine import EngineConfig
 from engine.config.model import read_model_info
 from engine.core.client import InprocClient
@@ -20,7 +20,9 @@ from engine.core.engine_core import EngineCore, Executor
 from engine.core.recording import describe, record
 from engine.errors import ConfigError
 from engine.kv.events import EventLog
+from engine.kv.groups import FULL
 from engine.kv.hashing import BlockHasher, Sha256Hasher
+from engine.kv.layout import max_concurrency
 from engine.kv.manager import KVManager
 from engine.messages.step import PARTS
 from engine.sched.find import Chosen, choose, make_scheduler
@@ -35,20 +37,35 @@ def build_core(
 ) -> InprocClient:
     """Load the model and wire scheduler, KV manager and worker. Raises ``ConfigError``."""
     chosen = choose(config.scheduler)  # or its ConfigError, before minutes of loading
-    served = parts_of(chosen.resources)
     info = read_model_info(config.model.model)
     if config.model.load_format != "dummy":
         read_ahead(info.path)
-    from engine.worker.profiler import TorchProfiler
+    from engine.worker.device import resolve_device
     from engine.worker.worker import make_worker
 
-    profiler = TorchProfiler(config.torch_profiler_dir)
-    executor, decided = make_worker(config, info)
-    decided = replace(decided, capabilities=served)
-    core = wire(config, decided, executor, clock=clock, chosen=chosen)
-    client = InprocClient(core, decided, profiler)
+    config = resolve(config, info, resolve_device(config.device))
+    worker = make_worker(config, info)
+    check_capabilities(chosen.resources, worker.capabilities)
+    facts = worker.load()
+    decided = decide(config, info, facts, worker.measure, parts_of(chosen.resources))
+    log_pool(decided, facts)
+    worker.allocate(decided.num_kv_blocks)
+    client = InprocClient(wire(config, decided, worker, clock=clock, chosen=chosen), decided)
     gc.freeze()  # or each full collection walks all that imports made, a tenth of a second
     return client
+
+
+def log_pool(decided: Decided, facts: ModelFacts) -> None:
+    """Say how large the pool is and what fits into it."""
+    num_usable, block_size = decided.num_kv_blocks - 1, decided.block_size
+    logger.info(
+        "KV pool: %d blocks of %d tokens, %.2f GiB, for %.2f requests of %d tokens",
+        num_usable,
+        block_size,
+        decided.num_kv_blocks * facts.block_bytes / GIB,
+        max_concurrency(num_usable, [FULL], block_size, decided.max_model_len),
+        decided.max_model_len,
+    )
 
 
 def read_ahead(path: Path) -> None:
@@ -61,7 +78,7 @@ def read_ahead(path: Path) -> None:
 
 def wire(
     config: EngineConfig,
-    decided: Any,
+    decided: Decided,
     executor: Executor[Any],
     *,
     clock: Callable[[], float],
@@ -113,7 +130,9 @@ def check_capabilities(resources: Iterable[Resource], capabilities: frozenset[st
             )
 
 
-def make_kv_manager(config: EngineConfig, decided: Any, *, clock: Callable[[], float]) -> KVManager:
+def make_kv_manager(
+    config: EngineConfig, decided: Decided, *, clock: Callable[[], float]
+) -> KVManager:
     """The owner of all blocks, with the hash and the listeners that were asked for."""
     cache = config.cache
     events = None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from typing import Any, Protocol, TypeVar
 
+from engine.config.decide import ModelFacts
 from engine.messages.step import Masks, StepPlan, StepResult
 from engine.sched.interface import SchedulerInterface, StepOutputs
 
@@ -34,12 +36,33 @@ class Executor(Protocol[Ticket]):
         """Wait for a launched step and copy what it brought, nothing else."""
         ...
 
+    @property
+    def methods(self) -> Collection[str]:
+        """Names that ``call`` knows."""
+        ...
+
     def call(self, name: str, *args: Any) -> Any:
         """A method by name, between two steps. Raises ``ConfigError`` for one that is not there."""
         ...
 
     def shutdown(self) -> None:
         """Let go of model and memory; harmless when repeated."""
+        ...
+
+
+class Worker(Executor[Ticket], Protocol[Ticket]):
+    """An executor that has yet to load its model; the calls come once each, in this order."""
+
+    def load(self) -> ModelFacts:
+        """Read the weights. Raises ``ConfigError``."""
+        ...
+
+    def measure(self) -> int:
+        """Bytes that the KV pool may take; not asked if they are given. Raises ``ConfigError``."""
+        ...
+
+    def allocate(self, num_blocks: int) -> None:
+        """Take memory for so many KV blocks and be ready. Raises ``ConfigError``."""
         ...
 
 

@@ -26,6 +26,7 @@ from kernels.cpu import sweeps
 from kernels.cpu.native import Kernel, f32, f64, i32, i64, next_item, u64
 from kernels.cpu.threads import num_threads
 from kernels.reference import sampling as reference
+from kernels.reference.sampling import Columns, Rows
 
 SERIAL_SIZE = 2**18  # logits: fewer are done before other threads have woken up
 GOLDEN = np.uint64(reference.GOLDEN)
@@ -40,6 +41,33 @@ MAX_GUMBEL = -math.log(-math.log1p(-0.5 / UNIFORM_STEPS)) + 1e-6
 ZERO = np.float32(0)
 
 
+def sample(rows: Rows, columns: Columns) -> torch.Tensor:
+    """See `kernels.reference.sampling.sample`. Logits: contiguous float32."""
+    slots = rows.slots.numpy()
+    if slots.min(initial=0) >= 0:
+        return torch.from_numpy(_sample(rows.logits, slots, rows.positions.numpy(), columns))
+    real = slots >= 0
+    chosen = torch.full_like(rows.slots, -1)
+    mine = torch.from_numpy(real)
+    found = _sample(rows.logits[mine], slots[real], rows.positions.numpy()[real], columns)
+    chosen[mine] = torch.from_numpy(found)
+    return chosen
+
+
+def _sample(
+    logits: torch.Tensor,
+    slots: NDArray[np.int32],
+    positions: NDArray[np.int32],
+    columns: Columns,
+) -> NDArray[np.int32]:
+    temperature = columns.temperature.numpy()[slots]
+    if not temperature.any():
+        return _argmax(logits.numpy())
+    top_k, top_p, min_p = (column.numpy()[slots] for column in columns[1:4])
+    seeds = columns.seeds.numpy()[slots].view(np.uint64)
+    return choose_tokens(logits, temperature, top_k, top_p, min_p, seeds, positions)
+
+
 def choose_tokens(
     logits: torch.Tensor,
     temperature: NDArray[np.float64],
@@ -49,7 +77,7 @@ def choose_tokens(
     seeds: NDArray[np.uint64],
     positions: NDArray[np.int32],
 ) -> NDArray[np.int32]:
-    """See `kernels.sampling.choose_tokens`. logits: [R, V] contiguous float32."""
+    """See `kernels.reference.sampling.choose_tokens`. logits: [R, V] contiguous float32."""
     x = logits.numpy()
     if not temperature.any():
         return _argmax(x)
@@ -69,17 +97,6 @@ def choose_tokens(
     return chosen
 
 
-def penalise(
-    logits: torch.Tensor,
-    history: NDArray[np.int32],
-    num_prompt: int,
-    penalties: tuple[float, float, float],
-) -> None:
-    """See `kernels.sampling.penalise`. logits: [V] contiguous float32."""
-    counts = np.zeros(logits.shape[0], dtype=np.int32)
-    _penalise(logits.numpy(), history, num_prompt, penalties, counts)
-
-
 def _argmax(x: NDArray[np.float32]) -> NDArray[np.int32]:
     """NumPy's argmax takes NaN for the largest: one look at each winner checks its whole row."""
     chosen = x.argmax(axis=1).astype(np.int32)
@@ -90,24 +107,6 @@ def _argmax(x: NDArray[np.float32]) -> NDArray[np.int32]:
 @cache
 def _every_id(vocab_size: int) -> NDArray[np.int32]:
     return np.arange(vocab_size, dtype=np.int32)
-
-
-@njit(cache=True)
-def _penalise(x, history, num_prompt, penalties, counts):
-    repetition, presence, frequency = penalties
-    for i in range(num_prompt, len(history)):
-        counts[history[i]] += 1
-    for i in range(len(history)):
-        token = history[i]
-        count = counts[token]
-        if count < 0:  # done when it was met before
-            continue
-        value = np.float64(x[token])
-        value = value / repetition if value > 0 else value * repetition
-        if count > 0:
-            value -= presence + frequency * count
-        x[token] = np.float32(value)
-        counts[token] = -1
 
 
 def _choose_body(row):

@@ -12,10 +12,10 @@ import pytest
 from data_plane import EvenTokens, answer, guess, make_feature_run
 from simulate import expected, make_request, make_run, make_scheduler
 
-from engine import LLM
+from engine import EngineArgs
 from engine.assets import BOX_MODEL
 from engine.config.decide import Decided
-from engine.core.build import parts_of
+from engine.core.build import build_core, parts_of
 from engine.core.client import InprocClient
 from engine.core.engine_core import EngineCore
 from engine.errors import ConfigError, RequestError, WireError
@@ -147,7 +147,7 @@ def test_a_value_that_cannot_travel_is_named() -> None:
 def test_a_resource_whose_part_the_worker_cannot_compute_is_refused_at_the_start(resource) -> None:
     """It was taken, and its part of the plan ignored: wrong tokens without a word."""
     with pytest.raises(ConfigError, match=r"AdapterSlots needs a worker .*'adapters'.*leave"):
-        LLM(BOX_MODEL, resources=[resource], max_model_len=64, num_kv_blocks=8, log_level="error")
+        build_core(EngineArgs(model=str(BOX_MODEL), resources=(resource,)).create_config())
 
 
 def test_a_part_that_is_none_is_named() -> None:

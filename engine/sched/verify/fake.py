@@ -70,6 +70,7 @@ class FakeExecutor:
     """What workers without a model have in common; see ``engine.core.engine_core.Executor``."""
 
     capabilities = frozenset(PARTS) - {"masks"}
+    methods: tuple[str, ...] = ()
 
     def sample(self, ticket: Any, masks: Masks | None) -> None:
         """No plan of theirs waits for masks."""
