@@ -122,6 +122,7 @@ class Batches:
         self._live = live
         self._staging = staging
         num_seqs, num_tokens = len(staging.device.slots), len(staging.device.host_ids)
+        self.max_num_tokens = num_tokens  # of a step
         self._inputs = Inputs(
             input_ids=platform.zeros((num_tokens,), torch.int32),
             positions=platform.zeros((num_tokens,), torch.int64),

@@ -76,8 +76,7 @@ class Runner:
     def forward(self, staged: Staged) -> Forwarded:
         """The forward pass, and logits."""
         step = self._step_for(staged)
-        with section("forward"):
-            return Forwarded(staged, step, step.forward())
+        return Forwarded(staged, step, step.forward())
 
     def draw(self, forwarded: Forwarded, masks: RowMasks | None = None) -> Homebound:
         """Edit the logits, draw, advance. Running again is harmless until then.

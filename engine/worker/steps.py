@@ -16,6 +16,7 @@ from engine.worker.batches import Batches, Extent, Picked, PlanRows, Staged
 from engine.worker.feature import Feature
 from engine.worker.live import LiveSeqs
 from engine.worker.platform import Graph, Platform
+from engine.worker.profiler import section
 from engine.worker.prompt_scores import PromptScores
 from engine.worker.results import NO_SCORES
 from engine.worker.slots import Slots
@@ -53,12 +54,14 @@ class EagerStep:
         read = None if live.prompt_scored else picked.read
         batch = machine.batches.build_picked(self._staged, read)
         self._extend(batch)
-        hidden = machine.model.forward(batch, machine.kv).last
+        with section("forward"):
+            hidden = machine.model.forward(batch, machine.kv).last
         if live.prompt_scored:
             self.prompt_logprobs = self._scores.collect(self._staged.rows, hidden, live)
             hidden = hidden if picked.read is None else hidden[picked.read.tokens]
         if picked.slots.shape[0]:
-            logits = machine.model.logits(hidden)
+            with section("logits"):
+                logits = machine.model.logits(hidden)
         else:  # the hidden state of one token was read all the same
             logits = hidden.new_empty((0, machine.model.vocab_size), dtype=torch.float32)
         self.rows = Rows(logits, picked.slots, picked.positions)
@@ -99,7 +102,8 @@ class GraphedStep:
 
     def forward(self) -> Rows:
         """Logits of every row, padding included."""
-        self._graphs[0].replay()
+        with section("forward"):
+            self._graphs[0].replay()
         return self.rows
 
     def draw(self) -> torch.Tensor:

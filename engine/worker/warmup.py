@@ -25,7 +25,7 @@ def warm_up(driver: Driver, num_blocks: int) -> None:
     machine = driver.runner.machine
     block_size = machine.slots.block_size
     longest = min(machine.live.tokens.shape[1] - 1, (num_blocks - 1) * block_size)
-    num_prompt = min(NUM_PROMPT, longest - NUM_DECODES)
+    num_prompt = min(NUM_PROMPT, longest - NUM_DECODES, machine.batches.max_num_tokens)
     if num_prompt < 1:
         return
     started = time.perf_counter()

@@ -6,7 +6,6 @@ Compiled loops over the sequences of a step; one thread is quicker than waking a
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from numba import njit
@@ -24,9 +23,7 @@ def preparation(
     block_size: int,
 ) -> Callable[[], None]:
     tensors = (slots, query_start, host_ids, *state, *inputs)
-    return partial(
-        PREPARE.run,
-        1,
+    arguments = (
         *(tensor.data_ptr() for tensor in tensors),
         slots.shape[0],
         inputs.input_ids.shape[0],
@@ -35,6 +32,12 @@ def preparation(
         inputs.block_tables.stride(0),
         block_size,
     )
+
+    # A pointer keeps nothing alive: the tensors are held beside those that point at them.
+    def prepare(tensors: tuple[torch.Tensor, ...] = tensors) -> None:
+        PREPARE.run(1, *arguments)
+
+    return prepare
 
 
 def grow_block_tables(

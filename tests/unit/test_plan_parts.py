@@ -147,7 +147,7 @@ def test_a_value_that_cannot_travel_is_named() -> None:
 def test_a_resource_whose_part_the_worker_cannot_compute_is_refused_at_the_start(resource) -> None:
     """It was taken, and its part of the plan ignored: wrong tokens without a word."""
     with pytest.raises(ConfigError, match=r"AdapterSlots needs a worker .*'adapters'.*leave"):
-        build_core(EngineArgs(model=str(BOX_MODEL), resources=(resource,)).create_config())
+        build_core(EngineArgs(model=str(BOX_MODEL), resources=[resource]).create_config())
 
 
 def test_a_part_that_is_none_is_named() -> None:
