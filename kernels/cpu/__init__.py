@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from kernels import reference
-from kernels.cpu import attention, cells, matmul, pointwise, rope, sampling, slots
+from kernels.cpu import attention, cells, logits, matmul, pointwise, rope, sampling, slots
 from kernels.meta import AttentionMeta
 
 _COMPILED_ACTS = ("silu", "gelu_tanh")
@@ -24,6 +24,7 @@ def prepare() -> None:
         *(slots.PREPARE, slots.ADVANCE, slots.GROW),
     ):
         kernel.prepare()
+    logits.prepare()
 
 
 def _is_plain(*tensors: torch.Tensor | None) -> bool:

@@ -21,6 +21,20 @@ NOTHING = np.float32(-np.inf)
 ONE = np.int32(1)
 
 
+def prepare() -> None:
+    """Compile every loop or load it from the cache: no request that is first to ask shall wait."""
+    none, one = torch.zeros(0, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    x, table = torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.int32)
+    starts = torch.zeros(2, dtype=torch.int32)
+    penalties = Penalties(table, table.clone(), torch.ones(1), torch.zeros(1), torch.zeros(1))
+    apply_bitmask(x, table, one)
+    apply_edits(x, Edits(starts, none, torch.zeros(0), none), one, one)
+    forbid_words(x, BadWords(starts, starts, none), one, one, table, one)
+    seat(penalties, 0, one, 1)
+    count_tokens(penalties, one, table, one)
+    penalise_rows(x, penalties, one)
+
+
 def apply_bitmask(logits: torch.Tensor, masks: torch.Tensor, mask_of_row: torch.Tensor) -> None:
     _bitmask(logits.numpy(), masks.numpy(), mask_of_row.numpy())
 
