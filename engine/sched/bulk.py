@@ -97,7 +97,7 @@ class Bulk:
         plain, held = decode, None
         if self._resources.members:
             flags = table.flags.all[rows]
-            held = decode & (flags >= SERIAL) & (pending > 0)
+            held = decode & (flags & SERIAL != 0) & (pending > 0)
             decode = decode & ~held
             plain = decode & (flags & WATCHED == 0)
         needs_block = decode & (computed >= kv.num_held[rows] * self._block_size)
@@ -112,7 +112,7 @@ class Bulk:
             upto, start = tokens[row] + pending[row], computed[row]
             if upto - start != 1 or upto >= table.limit.at[row]:
                 continue
-            if pending[row] and table.flags.at[row] >= SERIAL:
+            if pending[row] and table.flags.at[row] & SERIAL:
                 held.append(row)
                 continue
             needs_block = start % kv.block_size == 0 and start >= kv.num_held[row] * kv.block_size

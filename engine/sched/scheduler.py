@@ -38,7 +38,7 @@ from engine.sched.resource import Fit, OnRefuse, Resource
 from engine.sched.resources import Resources
 from engine.sched.roster import Roster
 from engine.sched.settle import Settler
-from engine.sched.table import SERIAL
+from engine.sched.table import WATCHED
 from engine.sched.tally import make_stats
 from engine.sched.turns import in_turn
 from engine.sched.victims import victims_for
@@ -119,7 +119,7 @@ class Scheduler(SchedulerInterface):
     def watch_again(self, req: Request) -> None:
         """A resource would answer ``watches`` otherwise now."""
         flags = self.roster.table.flags.at
-        flags[req.row] = flags[req.row] & SERIAL | self.resources.watch(req)
+        flags[req.row] = flags[req.row] & ~WATCHED | WATCHED * self.resources.watch(req)
 
     # -- the step
 
