@@ -320,12 +320,12 @@ class KVManager:
         return -(-num_tokens // self.block_size)
 
     def _empty(self, req: Holder) -> Holding:
-        return Holding([[] for _ in self.groups], req.tokens)
+        return Holding([[] for _ in self.groups], req.arrival)
 
     def _found(self, req: Holder) -> Holding | None:
         """What is kept of the request, if anything is."""
         holding = self._holdings.get(req.row)
-        return holding if holding is not None and holding.tokens is req.tokens else None
+        return holding if holding is not None and holding.arrival == req.arrival else None
 
     def _holding(self, req: Holder) -> Holding:
         """The same, begun if there is nothing; of one that has ended nothing is kept."""

@@ -202,3 +202,17 @@ def test_the_peak_of_nobody_is_nothing():
     reqs = [holder(0, [1] * 16), holder(1, [1] * 17)]
     assert kv.peak(reqs, lambda req: 1) == 3
     assert kv.peak(reqs, lambda req: 2) == 4
+
+
+def test_blocks_belong_to_the_request_and_not_to_the_list_its_tokens_are_in():
+    """A request was known by its array of tokens, and its blocks were lost with that."""
+    kv = KVManager(10, 4)
+    req = holder(0, list(range(8)))
+    blocks = fill(kv, req)
+    req.tokens = req.tokens[:]
+    assert kv.held(req) == blocks
+    twin = holder(0, [])  # another request that has this row, and these very tokens
+    twin.tokens = req.tokens
+    assert kv.held(twin) == []
+    kv.release(req)
+    assert kv.num_free == kv.num_usable
