@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -115,14 +117,24 @@ class Step:
             self.silent.add(req.row)
 
 
-def canonical_rows(step: Step, roster: Roster) -> tuple[Rows, NDArray[np.int32]]:
-    """Rows and token counts: plain rows by number, then the others in order of grant.
+class PlanRows(NamedTuple):
+    """Rows and token counts of a plan. ``is_whole``: all that run have one token each."""
+
+    rows: Rows
+    counts: NDArray[np.int32]
+    is_whole: bool = False
+
+
+def canonical_rows(step: Step, roster: Roster) -> PlanRows:
+    """Plain rows by number, then the others in order of grant.
 
     Plain is a row of one token that is not new and not watched, however it was granted; so planning
     in bulk and one by one give the same plan.
     """
+    seated = roster.seated
     if not step.grants:
-        return step.plain_rows, ones(len(step.plain_rows))
+        count = len(step.plain_rows)
+        return PlanRows(step.plain_rows, ones(count), 0 < count == len(seated.list))
     flags, new = roster.table.flags.at, {req.row for req in step.new}
     plain, others, sizes = step.plain_rows.tolist(), [], []
     for req, count in step.grants:
@@ -131,12 +143,12 @@ def canonical_rows(step: Step, roster: Roster) -> tuple[Rows, NDArray[np.int32]]
         else:
             others.append(req.row)
             sizes.append(count)
-    if not others and len(plain) == len(roster.running):  # the same array as long as they stay
-        return roster.seated.columns.rows, ones(len(plain))
+    if not others and len(plain) == len(seated.list):
+        return PlanRows(seated.columns.rows, ones(len(plain)), True)
     plain.sort()
     counts = np.ones(len(plain) + len(others), dtype=np.int32)
     counts[len(plain) :] = sizes
-    return np.array(plain + others, dtype=np.intp), counts
+    return PlanRows(np.array(plain + others, dtype=np.intp), counts)
 
 
 def seal(step: Step, roster: Roster, kv: KVManager) -> StepPlan:
@@ -144,13 +156,14 @@ def seal(step: Step, roster: Roster, kv: KVManager) -> StepPlan:
 
     Counts are advanced already, so a row's first token is at ``num_computed - count``.
     """
-    table = roster.table
-    rows, counts = canonical_rows(step, roster)
+    table, seated = roster.table, roster.seated
+    rows, counts, is_whole = canonical_rows(step, roster)
     samples = ones(len(rows))
     if step.silent:
         samples = np.where(np.isin(rows, list(step.silent)), 0, samples).astype(np.int32)
-    if roster.seated.are(rows):
-        slots, generations = roster.seated.columns.slots, roster.seated.columns.generations
+    if is_whole:
+        seated.note_whole(step.index)
+        slots, generations = seated.columns.slots, seated.columns.generations
     else:
         slots, generations = table.slot.all[rows], table.generation.all[rows]
     assert not step.preempted or (slots >= 0).all(), "preempted in the step that grants it tokens"
