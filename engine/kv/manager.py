@@ -140,13 +140,22 @@ class KVManager:
         kept = self.tables.num_kept(tables, _first_query(req))
         return min(wanted, max(0, self.blocks_for(upto) - kept))
 
-    def fits(self, req: Holder, upto: int, freeing: Sequence[Holder] = ()) -> bool:
-        """Would ``reserve`` succeed once these were released?"""
-        free = self.pool.num_free
+    def fits(
+        self, req: Holder, upto: int, freeing: Sequence[Holder] = (), *, spared: int = 0
+    ) -> bool:
+        """Would ``reserve`` succeed once these were released, and leave so many blocks free?"""
+        free = self.pool.num_free - spared
         if freeing:
             keep = [] if self.held(req) else self.lookup(req).tables
             free += self.tables.num_exclusive([self._holding(other) for other in freeing], keep)
         return self._wanted(req, upto) <= free
+
+    def room(self, req: Holder) -> int:
+        """The positions [0, room) are those that a request with blocks can have now."""
+        holding, free = self._holding(req), self.pool.num_free
+        if self.tables.windows:
+            free += self.tables.num_outside(holding, _first_query(req))
+        return (len(holding.blocks) + free // self.num_groups) * self.block_size
 
     def peak(self, reqs: Sequence[Holder], remaining: Callable[[Any], int]) -> int:
         """Blocks these requests will hold at most if each gets so many more output tokens."""

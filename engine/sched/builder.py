@@ -40,7 +40,8 @@ class Step:
         self.plain_rows: Rows = NO_ROWS
         self.plain: list[int] = []  # rows granted by ``Bulk.grant_one``
         self.closed_by = ""  # why admission was closed
-        self.lacks_blocks = False  # a running request could not grow
+        self.decodes: list[Request] = []  # who is to have a token though prompts are offered first
+        self.short: list[Request] = []  # running ones that got nothing for want of blocks
         self.refused: list[tuple[Request, str]] = []  # waiting ones refused by themselves
         self._roster = roster
         self._next = 0  # index in the queue from which to look for one not offered yet
@@ -48,6 +49,12 @@ class Step:
     @property
     def is_full(self) -> bool:
         return self.tokens_left <= 0
+
+    @property
+    def num_kept_tokens(self) -> int:
+        """Tokens of ``decodes`` that were not offered theirs yet: a prompt leaves them."""
+        considered, index = self._roster.table.considered.at, self.index
+        return sum(considered[req.row] != index for req in self.decodes)
 
     @property
     def has_grants(self) -> bool:
@@ -87,6 +94,8 @@ class Step:
         self.admission_open, self.closed_by = True, ""
         self.preempted.clear()
         self.refused.clear()
+        self.short.clear()
+        self.decodes = []
 
     def closing_cause(self) -> str:
         """Why those who still wait were not admitted."""

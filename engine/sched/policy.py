@@ -89,6 +89,15 @@ class SchedView(Protocol):
         """Running requests: those that are one token behind, then the others; by rank in both."""
         ...
 
+    def by_rank(self) -> list[Request]:
+        """Running requests by rank. In this step prompts leave its token to each that decodes."""
+        ...
+
+    def default_order(self) -> list[Request]:
+        """Running requests as they are offered tokens by default: decodes first, but all by rank
+        while the free blocks may not do for what each of them needs."""
+        ...
+
     @property
     def unoffered(self) -> list[Request]:
         """Waiting requests that may still be offered in this step, in rank order."""
@@ -148,18 +157,22 @@ class Policy(ABC):
     def order(self, view: SchedView) -> Iterator[Request]:
         """In which order requests are offered tokens. A running one left out is paused.
 
-        Waiting ones that may take memory go before those they outrank: whoever was offered tokens
-        in a step is no victim of it.
+        Whoever was offered tokens in a step is no victim of it. So where blocks are contested, by a
+        waiting request that may take some or by more needs than there are free ones, all go by
+        rank; where they are not, decodes go first.
         """
-        running = list(view.running)
-        while self.waiting_may_preempt and running:
-            urgent = self.next_waiting(view)
-            if urgent is None or not self.outranks(urgent, running[-1]):
-                break
-            yield urgent
-        yield from view.decodes_first()
-        while (req := self.next_waiting(view)) is not None:
-            yield req
+        running = view.running
+        urgent = self.next_waiting(view) if self.waiting_may_preempt and running else None
+        if urgent is None or not self.outranks(urgent, running[-1]):
+            yield from view.default_order()
+        else:
+            for req in view.by_rank():
+                while urgent is not None and self.outranks(urgent, req):
+                    yield urgent
+                    urgent = self.next_waiting(view)
+                yield req
+        while (waiting := self.next_waiting(view)) is not None:
+            yield waiting
 
     def next_waiting(self, view: SchedView) -> Request | None:
         """The best waiting request not offered yet in this step; asked again after each answer."""

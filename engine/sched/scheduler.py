@@ -41,7 +41,7 @@ from engine.sched.settle import Settler
 from engine.sched.table import WATCHED
 from engine.sched.tally import make_stats
 from engine.sched.turns import in_turn
-from engine.sched.victims import victims_for
+from engine.sched.victims import cut_to_blocks, spared_blocks, victims_for
 from engine.sched.view import View
 from engine.sched.watch import Watch
 
@@ -197,13 +197,18 @@ class Scheduler(SchedulerInterface):
             room = min(step.tokens_left, req.max_total - req.num_tokens - pending)
             wanted = min(1 + self.resources.extra(req, step), room)
         else:
-            wanted = min(behind, step.tokens_left, budget.prefill_cap(self.config, self.roster))
+            room = step.tokens_left - step.num_kept_tokens
+            if room <= 0:
+                return Fit(0, waits.TOKENS, OnRefuse.CLOSE)
+            wanted = min(behind, room, budget.prefill_cap(self.config, self.roster))
         if wanted < behind and not self.config.enable_chunked_prefill:
             return Fit(0, waits.TOKENS, OnRefuse.CLOSE)
         if wanted > 0:
             wanted = min(wanted, self.asked.chunk(req, wanted, self.view))
         if wanted <= 0:
             return Fit(0, waits.POLICY, OnRefuse.CLOSE)
+        if wanted > 1 and not is_waiting and (behind == 1 or self.config.enable_chunked_prefill):
+            wanted = cut_to_blocks(req, wanted, self.asked, self.view)
         return self.resources.fit(req, wanted, step)
 
     def secure(self, req: Request, num_tokens: int, step: builder.Step) -> bool:
@@ -217,9 +222,10 @@ class Scheduler(SchedulerInterface):
             return True
         victims = victims_for(req, start + num_tokens, self.asked, self.view)
         if victims is None:
-            step.lacks_blocks |= not req.is_waiting
             if req.is_waiting:
                 step.close(waits.BLOCKS if step.num_free_seats else waits.SEATS)
+            else:
+                step.short.append(req)
             return False
         for victim in victims:
             self.preempt(victim, step, by=req.request_id)
@@ -261,10 +267,13 @@ class Scheduler(SchedulerInterface):
         """Out of the queue until it is woken, with the blocks it is to hold meanwhile."""
         if fit.hold and not self._admits(req, step):
             return
-        if fit.hold and not self.kv.hold(req, fit.hold):
-            if not self.settler.end_if_never(req, fit.hold):
-                step.close(waits.BLOCKS)
-            return
+        if fit.hold:
+            spared = spared_blocks(req, self.asked, self.view)
+            fits = self.kv.fits(req, fit.hold, spared=spared)
+            if not (fits and self.kv.hold(req, fit.hold)):
+                if not self.settler.end_if_never(req, fit.hold):
+                    step.close(waits.BLOCKS)
+                return
         self.roster.park(req, self.view.now, fit.cause, holds=fit.hold > 0)
         self.resources.parked(req, fit.by)
 
