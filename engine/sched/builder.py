@@ -61,6 +61,12 @@ class Step:
         return bool(self.grants or self.plain) or self.plain_rows.size > 0
 
     @property
+    def has_running(self) -> bool:
+        """Was a request granted tokens that ran before this step?"""
+        is_bulk = bool(self.plain) or self.plain_rows.size > 0
+        return is_bulk or len(self.grants) > len(self.new)
+
+    @property
     def num_free_seats(self) -> int:
         """Seats that waiting requests may take in this step."""
         free = self._roster.num_free_seats

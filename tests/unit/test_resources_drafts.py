@@ -117,6 +117,18 @@ def test_086_a_cached_prompt_is_padded_to_the_shape_of_decodes():
     assert run.outputs["1"] == answer(request)
 
 
+def test_086_a_lone_prompt_of_one_token_is_not_padded():
+    """There are no decodes whose shape it could take, nor was any of it cached."""
+    _, run = make(num_right=0)
+    for index in range(2):
+        add(run, str(index), length=1, num_output=9)
+    run.step()
+    assert run.plans == [{"0": 1, "1": 1}]
+    add(run, "2", length=1, num_output=9)
+    run.step()
+    assert run.plans[1] == {"0": 4, "1": 4, "2": 4}, "beside decodes it is"
+
+
 def test_086_padding_is_no_draft():
     drafts, run = make(num_drafts=0)
     add(run, "0", length=33)
