@@ -24,6 +24,10 @@ from engine.sched.policies.priority import Priority
             {"long_prefill_token_threshold": 3000, "max_model_len": 1000},
             ("3000", "1000", "long_prefill_token_threshold"),
         ),
+        (
+            {"long_prefill_token_threshold_adaptive": True},
+            ("long_prefill_token_threshold", "0 (no cap)", "set that too"),
+        ),
     ],
 )
 def test_behaviour_011_limits_that_contradict_each_other_are_named(

@@ -86,10 +86,24 @@ def test_behaviour_08_the_cap_is_ignored_for_a_lone_prompt():
     assert plans_of(run, 2) == [{"0": 1024}, {"0": 476}]
 
 
-def test_behaviour_09_the_cap_is_never_below_an_equal_share():
-    run = make_run(max_num_batched_tokens=1024, long_prefill_token_threshold=100)
+def test_behaviour_08_beside_one_decode_the_cap_is_the_threshold():
+    """It was half of the budget, the share of one of two."""
+    run = make_run(max_num_batched_tokens=2048, long_prefill_token_threshold=256)
+    add_all(run, [4])
+    run.step()
+    run.add(make_request("long", [9] * 1800))
+    assert plans_of(run, 1) == [{"0": 1, "long": 256}]
+
+
+@pytest.mark.parametrize(("adaptive", "share"), [(True, 512), (False, 100)])
+def test_behaviour_09_an_adaptive_cap_is_never_below_an_equal_share(adaptive, share):
+    run = make_run(
+        max_num_batched_tokens=1024,
+        long_prefill_token_threshold=100,
+        long_prefill_token_threshold_adaptive=adaptive,
+    )
     add_all(run, [900, 900])
-    assert plans_of(run, 1) == [{"0": 512, "1": 512}]
+    assert plans_of(run, 1) == [{"0": share, "1": share}]
 
 
 def test_behaviour_10_one_seat_serves_one_after_the_other():

@@ -95,12 +95,14 @@ def draw_config(rng: Random, policy: Any, options: dict[str, Any] | None) -> Sch
     seats = rng.randint(1, 16) if rng.random() < 0.8 else rng.randint(17, 32)
     chunked = rng.random() < 0.75
     budget = max(seats, rng.randint(1, 64))
+    threshold = rng.choice((0, 0, 3, 8))
     return SchedulerConfig(
         max_num_batched_tokens=budget if chunked else max(budget, max_model_len),
         max_num_seqs=seats,
         max_model_len=max_model_len,
         enable_chunked_prefill=chunked,
-        long_prefill_token_threshold=rng.choice((0, 0, 3, 8)),
+        long_prefill_token_threshold=threshold,
+        long_prefill_token_threshold_adaptive=threshold > 0 and rng.random() < 0.3,
         scheduling_policy=name,
         policy_options=options,
         num_steps_in_flight=rng.randint(1, 3),
