@@ -53,8 +53,6 @@ class SchedulerConfig:
     """Steps without any progress after which the blocked head of the queue is named in the log."""
     log_stats: bool = True
     """Keep statistics, request events and waits, and send them to clients."""
-    include_finished_ids: bool = False
-    """Tell each client the ids of all its requests that ended, aborted ones too."""
 
     def __post_init__(self) -> None:
         check_types(self)

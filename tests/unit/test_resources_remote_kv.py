@@ -31,7 +31,8 @@ def held(run, request_id):
 # -- 97: loads
 
 
-def test_097_tokens_that_are_loaded_within_the_step_count_as_computed():
+@pytest.mark.behaviour(97)
+def test_tokens_that_are_loaded_within_the_step_count_as_computed():
     source, run = make()
     run.add(request := remote("0", num_tokens=48))
     run.step()
@@ -43,8 +44,9 @@ def test_097_tokens_that_are_loaded_within_the_step_count_as_computed():
     assert source.num_loads == 1 and run.outputs["1"] == answer(again), "it was cached here"
 
 
+@pytest.mark.behaviour(97)
 @pytest.mark.parametrize("depth", [1, 2])
-def test_097_who_waits_for_a_load_holds_blocks_and_computes_nothing(depth):
+def test_who_waits_for_a_load_holds_blocks_and_computes_nothing(depth):
     source, run = make(depth=depth)
     run.add(request := loading("0", 48))
     run.add(other := remote("1", length=20))
@@ -58,7 +60,8 @@ def test_097_who_waits_for_a_load_holds_blocks_and_computes_nothing(depth):
     assert run.scheduler.kv.num_free == run.scheduler.kv.num_usable
 
 
-def test_097_a_load_goes_on_while_nobody_runs():
+@pytest.mark.behaviour(97)
+def test_a_load_goes_on_while_nobody_runs():
     _, run = make()
     run.add(request := loading("0", 48, ticks=2))
     assert run.step(), "the worker is told, though it computes nothing"
@@ -67,7 +70,8 @@ def test_097_a_load_goes_on_while_nobody_runs():
     assert run.outputs["0"] == answer(request)
 
 
-def test_097_the_last_token_is_computed_even_if_all_could_be_loaded():
+@pytest.mark.behaviour(97)
+def test_the_last_token_is_computed_even_if_all_could_be_loaded():
     _, run = make()
     run.add(request := loading("0", 60))
     run.wait()
@@ -75,7 +79,8 @@ def test_097_the_last_token_is_computed_even_if_all_could_be_loaded():
     assert run.outputs["0"] == answer(request)
 
 
-def test_097_others_may_share_what_was_loaded():
+@pytest.mark.behaviour(97)
+def test_others_may_share_what_was_loaded():
     source, run = make()
     run.add(loading("0", 48))
     run.wait()
@@ -85,7 +90,8 @@ def test_097_others_may_share_what_was_loaded():
     assert run.outputs["1"] == answer(request)
 
 
-def test_097_the_wait_is_charged_to_the_load():
+@pytest.mark.behaviour(97)
+def test_the_wait_is_charged_to_the_load():
     clock = [0.0]
     _, run = make()
     run.scheduler._clock = lambda: clock[0]
@@ -97,8 +103,9 @@ def test_097_the_wait_is_charged_to_the_load():
     assert waits == {"remote KV": 2.0, "next step": 1.0}
 
 
+@pytest.mark.behaviour(97)
 @pytest.mark.parametrize("depth", [1, 2])
-def test_097_what_a_failed_load_did_not_bring_is_computed(depth):
+def test_what_a_failed_load_did_not_bring_is_computed(depth):
     source, run = make(depth=depth)
     run.add(request := loading("0", 48, error="connection lost"))
     run.wait()
@@ -106,7 +113,8 @@ def test_097_what_a_failed_load_did_not_bring_is_computed(depth):
     assert run.outputs["0"] == answer(request) and source.num_loads == 1
 
 
-def test_097_a_failed_load_ends_its_request_if_that_is_wanted():
+@pytest.mark.behaviour(97)
+def test_a_failed_load_ends_its_request_if_that_is_wanted():
     _, run = make("fail")
     run.add(loading("0", 48, error="connection lost"))
     run.add(other := remote("1", length=20))
@@ -115,12 +123,14 @@ def test_097_a_failed_load_ends_its_request_if_that_is_wanted():
     assert run.ends["0"].message == "its KV could not be loaded: connection lost"
 
 
-def test_097_an_unknown_way_to_take_failures_is_refused():
+@pytest.mark.behaviour(97)
+def test_an_unknown_way_to_take_failures_is_refused():
     with pytest.raises(ConfigError, match="'retry', must be 'recompute' or 'fail'"):
         RemoteKV("retry")
 
 
-def test_097_a_preempted_request_loads_again():
+@pytest.mark.behaviour(97)
+def test_a_preempted_request_loads_again():
     source, run = make(num_blocks=9, caching=False)
     run.add(first := remote("0", length=30, num_output=50))
     run.add(request := loading("1", 48, num_output=50))
@@ -133,7 +143,8 @@ def test_097_a_preempted_request_loads_again():
 # -- 98: blocks that are still being sent
 
 
-def test_098_blocks_are_free_once_they_are_sent():
+@pytest.mark.behaviour(98)
+def test_blocks_are_free_once_they_are_sent():
     _, run = make()
     kv = run.scheduler.kv
     run.add(request := remote("0", keep=True, ticks=4))
@@ -146,7 +157,8 @@ def test_098_blocks_are_free_once_they_are_sent():
     assert not kv.sent("0"), "told twice"
 
 
-def test_098_params_reach_the_output_of_a_request_that_keeps_nothing():
+@pytest.mark.behaviour(98)
+def test_params_reach_the_output_of_a_request_that_keeps_nothing():
     _, run = make()
     run.add(remote("0", farewell={"port": 5}))
     run.wait()
@@ -156,7 +168,8 @@ def test_098_params_reach_the_output_of_a_request_that_keeps_nothing():
 # -- 99: memory
 
 
-def test_099_a_second_load_that_does_not_fit_is_held_back():
+@pytest.mark.behaviour(99)
+def test_a_second_load_that_does_not_fit_is_held_back():
     source, run = make(num_blocks=10)
     requests = [
         loading("0", 112, length=120, num_output=8),
@@ -173,7 +186,8 @@ def test_099_a_second_load_that_does_not_fit_is_held_back():
         assert run.outputs[request.request_id] == answer(request)
 
 
-def test_099_a_load_waits_for_those_who_run():
+@pytest.mark.behaviour(99)
+def test_a_load_waits_for_those_who_run():
     _, run = make(num_blocks=10)
     run.add(first := remote("0", length=70, num_output=8))
     run.step()
@@ -187,7 +201,8 @@ def test_099_a_load_waits_for_those_who_run():
 # -- 100: aborts
 
 
-def test_100_blocks_of_an_aborted_load_come_back_once_and_when_it_is_over():
+@pytest.mark.behaviour(100)
+def test_blocks_of_an_aborted_load_come_back_once_and_when_it_is_over():
     _, run = make()
     kv = run.scheduler.kv
     run.add(loading("0", 48, ticks=5))
@@ -203,7 +218,8 @@ def test_100_blocks_of_an_aborted_load_come_back_once_and_when_it_is_over():
     assert kv.num_free == kv.num_usable
 
 
-def test_100_an_id_used_again_waits_until_the_load_of_its_predecessor_is_over():
+@pytest.mark.behaviour(100)
+def test_an_id_used_again_waits_until_the_load_of_its_predecessor_is_over():
     """Or the end of the one would be taken for the end of the other."""
     source, run = make()
     run.add(loading("0", 48, ticks=4))
@@ -216,7 +232,8 @@ def test_100_an_id_used_again_waits_until_the_load_of_its_predecessor_is_over():
     assert source.num_loads == 2 and run.outputs["0"] == answer(again)
 
 
-def test_100_a_load_into_blocks_that_are_not_trusted_any_more_ends_first():
+@pytest.mark.behaviour(100)
+def test_a_load_into_blocks_that_are_not_trusted_any_more_ends_first():
     """The request adopted what another one wrote wrongly; it starts again when its load is over."""
 
     def fail(seq, upto):

@@ -111,7 +111,6 @@ def draw_config(rng: Random, policy: Any, options: dict[str, Any] | None) -> Sch
         max_waiting_requests=rng.choice((None, None, None, 1, 5)),
         max_waiting_tokens=rng.choice((None, None, None, 30)),
         log_stats=rng.random() < 0.7,
-        include_finished_ids=rng.random() < 0.3,
     )
 
 

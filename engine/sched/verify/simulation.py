@@ -189,7 +189,7 @@ class Simulation:
                 f"blocked: {scheduler.settler.tally.blocked!r}"
             )
         self.clients.hear(scheduler.take_outputs(), self.latest)
-        self.clients.check_over(lists_ids=scheduler.config.include_finished_ids)
+        self.clients.check_over()
         check_stats(scheduler, self._num_tokens, self.num_steps)
         self.truth.check()
         self.invariants.ended(leaks=self._leaks)
