@@ -21,7 +21,14 @@ from engine.messages.requests import AddRequest, MediaItem
 from engine.messages.step import NewSeq, StepPlan, StepResult
 from engine.sched.policies import POLICIES
 from engine.sched.scheduler import Scheduler
-from engine.sched.verify.fake import EMPTY_DIGEST, RUBBISH, DigestWorker, mix, token_after
+from engine.sched.verify.fake import (
+    EMPTY_DIGEST,
+    RUBBISH,
+    DigestWorker,
+    LateWorker,
+    mix,
+    token_after,
+)
 
 # -- what the model would see and say
 
@@ -134,6 +141,10 @@ class FeatureWorker(DigestWorker):
                 assert item.hash in self.encoded, f"{item} is read and not there"
 
 
+class LateFeatureWorker(FeatureWorker, LateWorker):
+    """Computes when a result is collected, while loads go on."""
+
+
 # -- KV from elsewhere
 
 
@@ -217,10 +228,14 @@ class Source:
 
 
 class Mover:
-    """Moves bytes. Loads write rubbish first and the truth when they end; sends check theirs."""
+    """Moves bytes. Loads write rubbish first and the truth when they end; sends check theirs.
 
-    def __init__(self, block_size: int) -> None:
+    ``quick``: loads write the truth as soon as they are told of, and say so later.
+    """
+
+    def __init__(self, block_size: int, *, quick: bool = False) -> None:
         self.block_size = block_size
+        self.quick = quick
         self.loads: list[Transfer] = []
         self.sends: list[Transfer] = []
         self.kv: list[list[int]] = []
@@ -235,6 +250,8 @@ class Mover:
         for transfer in orders.loads:
             for block in transfer.blocks:
                 kv[block][:] = [RUBBISH] * self.block_size
+            if self.quick:
+                self._write(transfer, transfer.num_good)
         self.loads += orders.loads
         self.sends += orders.sends
 
@@ -246,7 +263,7 @@ class Mover:
         sent = [t for t in self.sends if t.ticks <= 0]
         self.loads = [t for t in self.loads if t.ticks > 0]
         self.sends = [t for t in self.sends if t.ticks > 0]
-        for transfer in loaded:
+        for transfer in loaded if not self.quick else ():
             self._write(transfer, transfer.num_good)
         for transfer in sent:
             for offset, digest in transfer.slots.items():
@@ -350,27 +367,29 @@ def make_feature_run(
     source: Source | None = None,
     cache_size: int = 1 << 30,
     num_drafts: int = 0,
-    fail=None,
+    late: bool = False,
     **options,
 ) -> FeatureRun:
-    """A run with these resources and the data planes they need."""
+    """A run with these resources and the data planes they need. ``late``: steps are computed when
+    their results are collected."""
     kv = KVManager(
         options.pop("num_blocks", 1000),
         options.pop("block_size", 16),
         enable_prefix_caching=options.pop("caching", True),
         source=source,
     )
-    policy = POLICIES[options.pop("policy", "fcfs")]()
+    policy = options.pop("policy", "fcfs")
+    policy = POLICIES[policy]() if isinstance(policy, str) else policy
+    extra = {"fail": options.pop("fail")} if "fail" in options else {}
     config = {"max_num_batched_tokens": 1024, "max_num_seqs": 16, "max_model_len": 2048, **options}
     scheduler = Scheduler(
         SchedulerConfig(**config), kv, policy, clock=float, resources=list(resources)
     )
-    extra = {} if fail is None else {"fail": fail}
-    worker = FeatureWorker(
+    worker = (LateFeatureWorker if late else FeatureWorker)(
         kv.num_blocks, kv.block_size, propose=propose, cache_size=cache_size, **extra
     )
     run = FeatureRun(scheduler, worker, depth, num_drafts=num_drafts)
     if source is not None:
-        run.mover = worker.mover = Mover(kv.block_size)
+        run.mover = worker.mover = Mover(kv.block_size, quick=late)
         run.remote = next(r for r in resources if isinstance(r, RemoteKV))
     return run

@@ -24,7 +24,7 @@ from engine.kv.hashing import BlockHasher, Sha256Hasher
 from engine.kv.holding import Holder, Holding, PrefixHit
 from engine.kv.peak import peak_blocks
 from engine.kv.sharing import Sharing
-from engine.kv.tables import BlockTables, Deltas
+from engine.kv.tables import BlockTables, Deltas, live_blocks
 from engine.kv.transfers import Transfers
 
 
@@ -205,15 +205,17 @@ class KVManager:
             self.tables.extend(holding, wanted)
         self.num_held[req.row] = len(holding.blocks)
         if load_now:
-            self._load(req, holding)
+            assert self.transfers.source is not None
+            blocks = self._blocks_to_load(req, holding)
+            self.transfers.source.start_load(req, blocks, holding.num_remote)
             holding.num_ready += holding.num_remote
         return True
 
     def start_load(self, req: Holder) -> None:
-        """Fill what the request holds behind its hit from elsewhere; ``loaded`` says it is done."""
+        """Fill what the request holds behind its hit from elsewhere, as soon as no step in flight
+        writes those blocks; ``loaded`` says it is done."""
         holding = self._holdings[req.row]
-        self._load(req, holding)
-        holding.loading = True
+        self.transfers.load(req, holding, self._blocks_to_load(req, holding))
 
     def loaded(self, req: Holder, upto: int) -> None:
         """The load is over and the positions before ``upto`` are filled; others may share them.
@@ -224,6 +226,16 @@ class KVManager:
         holding.loading = False
         holding.num_ready = min(upto, len(req.tokens) - 1)
         self.commit(req, holding.num_ready)
+
+    def step_planned(self) -> None:
+        """A step that writes blocks is about to be launched."""
+        if self.transfers.fences is not None:
+            self.transfers.fences.planned()
+
+    def step_settled(self) -> None:
+        """The oldest of those is over: it writes no more."""
+        if self.transfers.fences is not None:
+            self.transfers.fences.settled()
 
     def sent(self, request_id: str) -> bool:
         """A transfer from or to an ended request's blocks is over; False if none is known."""
@@ -275,7 +287,7 @@ class KVManager:
         if holding is None:
             return
         assert not holding.loading, f"{req}: a transfer writes into its blocks"
-        self.tables.release(holding)
+        self.transfers.give_back(live_blocks(holding))
         holding.clear()
         self.num_held[req.row] = self.num_published[req.row] = 0
 
@@ -396,11 +408,12 @@ class KVManager:
         holding.hit = None
         return holding.num_remote > 0 and not hit.asynchronous
 
-    def _load(self, req: Holder, holding: Holding) -> None:
-        source, first = self.transfers.source, holding.num_adopted
+    def _blocks_to_load(self, req: Holder, holding: Holding) -> list[int]:
+        """Those behind the hit that a transfer fills."""
+        first = holding.num_adopted
         blocks = holding.blocks[first : first + self._entries(holding.num_remote)]
-        assert source is not None and blocks, f"{req}: nothing to load"
-        source.start_load(req, blocks, holding.num_remote)
+        assert blocks, f"{req}: nothing to load"
+        return blocks
 
 
 def _first_query(req: Holder) -> int:

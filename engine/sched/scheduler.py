@@ -300,7 +300,9 @@ class Scheduler(SchedulerInterface):
         plan = builder.seal(step, self.roster, self.kv)
         self.resources.describe(plan)
         builder.pad_drafts(plan, step)
-        self.num_in_flight += plan.num_tokens > 0  # else its end brings nothing
+        if plan.num_tokens:  # else its end brings nothing
+            self.num_in_flight += 1
+            self.kv.step_planned()
         self.settler.tally.num_scheduled_tokens += plan.num_tokens
         self.guard.faults.end_step()
         return plan
@@ -309,7 +311,9 @@ class Scheduler(SchedulerInterface):
 
     @in_turn
     def update_from_output(self, plan: StepPlan, result: StepResult) -> StepOutputs:
-        self.num_in_flight -= plan.num_tokens > 0
+        if plan.num_tokens:
+            self.num_in_flight -= 1
+            self.kv.step_settled()
         self.view.now = self._clock()
         self.view.note(plan, result.seconds)
         outputs = self.settler.settle(plan, result)

@@ -250,3 +250,34 @@ def test_the_scheduler_tells_where_kv_comes_from():
     assert Scheduler(config, kv, FCFS(), clock=float).get_kv_connector() is source
     kv.transfers.source = None
     assert Scheduler(config, kv, FCFS(), clock=float).get_kv_connector() is None
+
+
+@pytest.mark.behaviour(97)
+def test_a_load_starts_when_the_steps_are_settled_that_were_in_flight_when_its_blocks_fell_free():
+    kv, source = make(num_tokens=48, asynchronous=True)
+    gone, other, late = (holder(row, list(range(row, row + 60))) for row in range(3))
+    for req in (gone, other):
+        assert kv.reserve(req, 60)
+    kv.step_planned()  # it writes into the blocks of both
+    kv.step_planned()
+    kv.release(gone)
+    kv.step_planned()  # begun behind it, and none of its business
+    assert kv.hold(late, 60)
+    kv.start_load(late)
+    assert source.loads == [] and kv.is_loading(late), "not begun, and not to be taken from it"
+    kv.step_settled()
+    assert source.loads == []
+    kv.step_settled()
+    assert [name for name, _, _ in source.loads] == ["r2"]
+    kv.loaded(late, 48)
+    assert kv.ready(late) == 48
+
+
+@pytest.mark.behaviour(97)
+def test_a_load_into_blocks_that_no_step_writes_starts_at_once():
+    kv, source = make(num_tokens=48, asynchronous=True)
+    kv.step_planned()
+    req = holder(0, list(range(60)))
+    assert kv.hold(req, 60)
+    kv.start_load(req)
+    assert [name for name, _, _ in source.loads] == ["r0"]

@@ -8,6 +8,7 @@ from simulate import make_request
 
 from engine.core.remote_kv import Received, RemoteKV
 from engine.errors import ConfigError
+from engine.sched.policies import Priority
 
 
 def remote(request_id, length=60, num_output=4, first=None, **params):
@@ -19,9 +20,9 @@ def loading(request_id, num_tokens, *, ticks=3, **fields):
     return remote(request_id, num_tokens=num_tokens, asynchronous=True, ticks=ticks, **fields)
 
 
-def make(policy="recompute", **options):
+def make(failure_policy="recompute", **options):
     source = Source(options.get("block_size", 16))
-    return source, make_feature_run(resources=[RemoteKV(policy)], source=source, **options)
+    return source, make_feature_run(resources=[RemoteKV(failure_policy)], source=source, **options)
 
 
 def held(run, request_id):
@@ -261,3 +262,66 @@ def test_a_reset_with_a_load_under_way_changes_nothing_of_it():
     run.wait()
     assert run.outputs["0"] == answer(request)
     assert run.scheduler.reset_prefix_cache()
+
+
+# -- blocks that steps in flight still write
+
+
+class Evicts(Priority):
+    """Evicts whom it is told to, once."""
+
+    def __init__(self):
+        super().__init__()
+        self.victims = []
+
+    def evict(self, view):
+        victims, self.victims = self.victims, []
+        return [req for req in view.running if req.request_id in victims]
+
+
+@pytest.mark.behaviour(97)
+@pytest.mark.parametrize("depth", [2, 3])
+@pytest.mark.parametrize("how", ["finish", "abort", "preemption"])
+def test_a_load_waits_for_the_steps_that_still_write_its_blocks(how, depth):
+    """They were given to the load at once, and a step that was computed behind it wrote on it."""
+    policy = Evicts()
+    source, run = make(
+        num_blocks=6, depth=depth, late=True, policy=policy, caching=False, max_num_seqs=2
+    )
+    stops = [answer(remote("0", length=40, num_output=20))[6]] if how == "finish" else []
+    run.add(make_request("0", [ord("0")] * 40, 15, eos_token_ids=stops, priority=1))
+    while len(run.outputs["0"]) < 5:
+        run.step()
+    run.add(request := loading("1", 64, length=66, ticks=1))
+    policy.victims = ["0"] * (how == "preemption")
+    if how == "abort":
+        run.scheduler.finish_requests("0")
+        run.finished["0"] = ("abort", None)
+    while len(run.outputs["1"]) < 2:
+        run.step()
+    (seq,) = (seq for seq in run.worker.seqs.values() if seq.tokens[0] == ord("1"))
+    for position in range(66):  # all that was loaded, and what was computed behind it
+        block, place = divmod(position, 16)
+        held = run.worker.kv[seq.tables[0][block]][place]
+        assert held == seq.digest_at(position), f"position {position} was overwritten"
+    run.wait()
+    assert source.num_loads == 1 and run.outputs["1"] == answer(request)
+
+
+@pytest.mark.behaviour(100)
+def test_an_abort_before_its_load_has_begun_gives_the_blocks_back_at_once():
+    """Nobody will say that such a load is over."""
+    source, run = make(num_blocks=6, depth=2, late=True, caching=False)
+    run.add(remote("0", length=60, num_output=20))
+    run.step()
+    run.launch()
+    run.scheduler.finish_requests("0")
+    run.finished["0"] = ("abort", None)
+    run.add(loading("1", 48, ticks=1))
+    run.launch()
+    assert "1" in run.scheduler.roster.parked and not source.num_loads
+    run.scheduler.finish_requests("1")
+    run.finished["1"] = ("abort", None)
+    assert run.scheduler.kv.num_free == run.scheduler.kv.num_usable
+    run.wait()
+    assert not source.num_loads

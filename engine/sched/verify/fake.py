@@ -2,18 +2,21 @@
 
 ``DigestWorker`` stores in each KV slot a 64-bit digest of the whole prefix and reads it back
 through the block table, so a wrong block, a stale slot or a missed cache key becomes a wrong token.
+``LateWorker`` does so when a result is collected, as a device does.
 ``CountingWorker`` only answers quickly, to time what surrounds it.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import repeat
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from engine.messages.step import NewSeq, StepPlan, StepResult
+from engine.messages.step import EMPTY, NewSeq, StepPlan, StepResult
 
 MASK = (1 << 64) - 1
 EMPTY_DIGEST = 0x9E3779B97F4A7C15
@@ -55,13 +58,26 @@ class FakeSeq:
         return self.digests[position]
 
 
+class Work(NamedTuple):
+    """What a row computes in a step."""
+
+    seq: FakeSeq
+    new: NewSeq
+    start: int
+    num_tokens: int
+    samples: int
+    drafts: Sequence[int] = ()
+
+
 class DigestWorker:
     """An executor (``launch``/``collect``) whose next token proves that the right KV was read.
 
     ``windows``: of each group of layers, 0 for full attention. A group with a window is read at
-    both ends of it. ``content`` gives what the model sees at each known position, where that is
-    more than the token (salts, adapters, media). ``fail(seq, upto)`` says why a row fails that
-    computes the positions before ``upto``; such a row leaves rubbish in its KV.
+    both ends of it, any other at its end and somewhere. ``content`` gives what the model sees at
+    each known position, where that is more than the token (salts, adapters, media).
+    ``fail(seq, upto)`` says why a row fails that computes the positions before ``upto``; such a row
+    leaves rubbish in its KV. ``carry_out`` does what the parts of a plan ask for, just before its
+    rows are computed.
     """
 
     def __init__(
@@ -80,15 +96,25 @@ class DigestWorker:
         self.kv = [[0] * block_size for _ in range(num_blocks)]
         self.seqs: dict[int, FakeSeq] = {}
         self._new: dict[int, NewSeq] = {}
+        self.carry_out: Callable[[StepPlan], None] = lambda plan: None
         self._fail = fail
         self._content = content
 
     def launch(self, plan: StepPlan) -> StepResult:
         """Compute the step; the result waits to be collected."""
+        result = StepResult(plan.step, EMPTY, EMPTY)
+        work = self._work(plan)
+        self.carry_out(plan)
+        self._run(work, result)
+        return result
+
+    def collect(self, result: StepResult) -> StepResult:
+        """Wait for a launched step."""
+        return result
+
+    def _work(self, plan: StepPlan) -> list[Work]:
+        """Take note of a plan; what it has the rows compute, with their tables as they are now."""
         self._apply(plan)
-        tokens: list[int] = []
-        counts = [0] * len(plan.rows)
-        errors: dict[int, str] = {}
         drafts = draft_rows(plan)
         columns = zip(
             plan.slots.tolist(),
@@ -97,28 +123,32 @@ class DigestWorker:
             plan.samples.tolist(),
             strict=True,
         )
-        for index, (slot, start, count, samples) in enumerate(columns):
-            seq, guesses = self.seqs[slot], drafts[index] if drafts else ()
-            digest = self._compute(seq, start, count - len(guesses))
+        return [
+            Work(self.seqs[slot], self._new[slot], *numbers, *drafts[index : index + 1])
+            for index, (slot, *numbers) in enumerate(columns)
+        ]
+
+    def _run(self, work: Sequence[Work], result: StepResult) -> None:
+        """Compute the rows of a step and write down what came of it."""
+        tokens: list[int] = []
+        counts = [0] * len(work)
+        for index, row in enumerate(work):
+            known = row.num_tokens - len(row.drafts)
+            digest = self._compute(row.seq, row.start, known)
             sampled = [digest % self.vocab_size]
-            if guesses:
-                self._verify(seq, start + count - len(guesses), guesses, sampled)
-            message = self._fail(self._new[slot], start + count)
+            if row.drafts:
+                self._verify(row.seq, row.start + known, row.drafts, sampled)
+            message = self._fail(row.new, row.start + row.num_tokens)
             if message:
-                errors[index] = message
-                self._spoil(seq, start, count)
-            if samples:
-                seq.tokens += sampled  # a step in flight behind a failure reads them too
+                result.errors[index] = message
+                self._spoil(row.seq, row.start, row.num_tokens)
+            if row.samples:
+                row.seq.tokens += sampled  # a step in flight behind a failure reads them too
                 if not message:
                     tokens += sampled
                     counts[index] = len(sampled)
-        return StepResult(
-            plan.step, np.array(tokens, dtype=np.int32), np.array(counts, dtype=np.int32), errors
-        )
-
-    def collect(self, result: StepResult) -> StepResult:
-        """Wait for a launched step."""
-        return result
+        result.token_ids = np.array(tokens, dtype=np.int32)
+        result.counts = np.array(counts, dtype=np.int32)
 
     def _apply(self, plan: StepPlan) -> None:
         for slot in plan.freed_slots:
@@ -162,11 +192,12 @@ class DigestWorker:
             self._write(seq, position, RUBBISH)
 
     def _attend(self, seq: FakeSeq, last: int) -> int:
-        """The digest at the last position; wrong if a window does not hold what it should."""
+        """The digest at the last position; wrong if the ends of a window, or any position of a
+        full table, do not hold what they should."""
         digest = self._read(seq, 0, last)
         for group, window in enumerate(self.windows):
-            ends = {max(0, last - window + 2), last} if window else ()
-            for position in ends:
+            any_one = mix(last, len(seq.tokens)) % (last + 1)
+            for position in {max(0, last - window + 2), last} if window else {any_one}:
                 digest ^= self._read(seq, group, position) ^ seq.digest_at(position)
         return digest
 
@@ -186,6 +217,33 @@ def draft_rows(plan: StepPlan) -> list[list[int]]:
         return []
     tokens = iter(plan.draft_tokens.tolist())
     return [[next(tokens) for _ in range(count)] for count in plan.draft_counts.tolist()]
+
+
+class LateWorker(DigestWorker):
+    """Computes a step when its result is collected, as a device does that is still busy with one
+    step while the next ones are planned and loads go on."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._launched: deque[tuple[list[Work], StepResult, StepPlan]] = deque()
+
+    def launch(self, plan: StepPlan) -> StepResult:
+        """Take note of the step; its result is filled in by ``collect``."""
+        work = [
+            row._replace(seq=replace(row.seq, tables=[table[:] for table in row.seq.tables]))
+            for row in self._work(plan)
+        ]
+        result = StepResult(plan.step, EMPTY, EMPTY)
+        self._launched.append((work, result, plan))
+        return result
+
+    def collect(self, result: StepResult) -> StepResult:
+        """Compute the oldest step."""
+        work, due, plan = self._launched.popleft()
+        assert due is result, "steps are collected in another order than they were launched"
+        self.carry_out(plan)
+        self._run(work, due)
+        return due
 
 
 class CountingWorker:

@@ -143,6 +143,7 @@ class Progress:
             or num_refusals > self._num_refusals
             or preempted
             or scheduler.roster.holding  # parked with blocks that others wait for
+            or scheduler.kv.transfers.lent  # to the load of a request that has ended
             or not len(scheduler.roster.running) + len(scheduler.roster.waiting)
         )
         self._num_refusals = num_refusals

@@ -20,11 +20,13 @@ from engine.sched.policy import Policy
 from engine.sched.scheduler import Scheduler
 from engine.sched.verify.case import Abort, Add, Case, Event, Jump, Pause, Reset, Setup, Wake
 from engine.sched.verify.clients import VOCAB_SIZE, Asked, Clients
-from engine.sched.verify.fake import DigestWorker
+from engine.sched.verify.fake import DigestWorker, LateWorker
 from engine.sched.verify.invariants import CacheTruth, Invariants, check_stats
-from engine.sched.verify.needs import NEEDS
+from engine.sched.verify.needs import NEEDS, Need
+from engine.sched.verify.remote import Remote, Store
 
 SLACK_STEPS = 100
+KINDS: dict[str, type[Need]] = {**NEEDS, Remote.name: Remote}
 
 
 class Outcome(NamedTuple):
@@ -54,9 +56,10 @@ class Simulation:
             setup.config.max_model_len,
             on_end=lambda asked: self.truth.learn(asked.req, asked.extras),
         )
-        self.needs = [NEEDS[name](size, self.clients.answers) for name, size in setup.needs.items()]
+        self.needs = [KINDS[name](size, self.clients.answers) for name, size in setup.needs.items()]
+        self.store = Store(setup.block_size) if Remote.name in setup.needs else None
         self.scheduler = self._make_scheduler(setup)
-        self.worker = DigestWorker(
+        self.worker = (LateWorker if setup.seed % 2 else DigestWorker)(
             setup.num_blocks,
             setup.block_size,
             vocab_size=VOCAB_SIZE,
@@ -64,6 +67,9 @@ class Simulation:
             content=self.clients.content,
             fail=self.clients.fail,
         )
+        if self.store is not None:
+            self.store.kv = self.worker.kv
+            self.worker.carry_out = self.store.carry_out
         self.truth = CacheTruth(self.scheduler, self.worker)
         self.invariants = Invariants(
             self.scheduler, self.worker, self.needs, every, plugins=plugins
@@ -179,7 +185,7 @@ class Simulation:
         scheduler = self.scheduler
         scheduler.set_pause_state(PauseState.UNPAUSED)
         bound = self.num_steps + SLACK_STEPS + 4 * sum(map(self._work, self.clients.live.values()))
-        while scheduler.has_requests() or self._flight:
+        while scheduler.has_requests() or self._flight or scheduler.kv.transfers.lent:
             num_steps = self.num_steps
             self.step()
             if not self._flight and self.num_steps == num_steps + 1:
@@ -203,6 +209,7 @@ class Simulation:
             setup.block_size,
             enable_prefix_caching=setup.caching,
             groups=[make_group(window, setup) for window in setup.windows],
+            source=self.store,
         )
         chosen = choose(config)
         policy = chosen.policy
