@@ -25,7 +25,7 @@ from engine.messages.requests import AddRequest
 from engine.messages.step import EMPTY, Column, StepPlan, StepResult
 
 MAGIC = b"metronome step log\n"
-FORMAT = 1
+FORMAT = 2
 BUFFER_BYTES = 1 << 16
 LENGTH_BYTES = CHECKSUM_BYTES = 4
 
@@ -90,6 +90,15 @@ class Taken(msgspec.Struct, array_like=True, tag="take"):
     times: list[float]
 
 
+class Judged(msgspec.Struct, array_like=True, tag="judge"):
+    """What the scheduler makes of measured times in the call that the next record is of: in a
+    replay it is told so, since floats may be rounded otherwise there."""
+
+    times: list[float]  # none
+    step: int
+    is_kept: bool
+
+
 class Planned(msgspec.Struct, array_like=True, tag="plan"):
     """``schedule``. ``rows`` and ``counts``: ``None`` if they are those of the plan before;
     ``starts``: if its rows have only moved on by its counts. ``digest`` stands for all the rest."""
@@ -115,7 +124,7 @@ class Settled(msgspec.Struct, array_like=True, tag="result"):
     parts: dict[str, Any]
 
 
-Record = Adding | Added | Ended | Woken | Paused | Reset | Taken | Planned | Settled
+Record = Adding | Added | Ended | Woken | Paused | Reset | Taken | Judged | Planned | Settled
 
 
 class PlanColumns(NamedTuple):

@@ -121,6 +121,17 @@ class SchedView(Protocol):
         """Blocks that running prompts still need before they decode."""
         ...
 
+    @property
+    def headroom_blocks(self) -> int:
+        """Blocks to leave free when a waiting request starts, if it is worth it: what running
+        prompts were promised, and one more for each fourth request that runs."""
+        ...
+
+    @property
+    def keeps_headroom(self) -> bool:
+        """Is it worth it? Judged by the cost of steps; ask only if the answer matters."""
+        ...
+
     def start_of(self, req: Request) -> int:
         """Position of the first token that the request would compute next."""
         ...
@@ -179,14 +190,12 @@ class Policy(ABC):
         return view.step.next_waiting()
 
     def admit(self, req: Request, view: SchedView) -> Admission:
-        """Admit if the whole known sequence fits beside what running prompts were promised."""
-        kv = view.kv
+        """Admit if the whole known sequence fits, beside the headroom if one is kept."""
         if self.waiting_may_preempt and any(self.outranks(req, other) for other in view.running):
             return Admission.YES  # the mechanism finds out whether victims make room
-        running = len(view.running)
-        reserve = min(running, kv.pool.num_blocks // 100) if kv.pool.num_blocks >= 100 else 0
-        needed = kv.missing(req, req.num_tokens) + view.promised_blocks + reserve
-        return Admission.YES if needed <= kv.pool.num_free else Admission.CLOSE
+        left = view.kv.num_free - view.kv.missing(req, req.num_tokens)
+        fits = left >= 0 and (left >= view.headroom_blocks or not view.keeps_headroom)
+        return Admission.YES if fits else Admission.CLOSE
 
     def chunk(self, req: Request, num_tokens: int, view: SchedView) -> int:
         """How many of these tokens to compute now; at most what is asked."""

@@ -29,6 +29,7 @@ from engine.sched.agenda import Errand
 from engine.sched.bulk import Bulk
 from engine.sched.faults import FaultLog
 from engine.sched.guard import Guard
+from engine.sched.headroom import Judgement
 from engine.sched.intake import Intake
 from engine.sched.interface import PauseState, RequestCounts, SchedulerInterface, StepOutputs
 from engine.sched.policy import Admission, Policy
@@ -41,7 +42,7 @@ from engine.sched.settle import Settler
 from engine.sched.table import WATCHED
 from engine.sched.tally import make_stats
 from engine.sched.turns import in_turn
-from engine.sched.victims import cut_to_blocks, spared_blocks, victims_for
+from engine.sched.victims import cut_to_blocks, promised_to_others, victims_for
 from engine.sched.view import View
 from engine.sched.watch import Watch
 
@@ -268,7 +269,8 @@ class Scheduler(SchedulerInterface):
         if fit.hold and not self._admits(req, step):
             return
         if fit.hold:
-            spared = spared_blocks(req, self.asked, self.view)
+            # What is being filled is nobody's victim, so what was promised is not for it.
+            spared = promised_to_others(req, self.asked, self.view)
             fits = self.kv.fits(req, fit.hold, spared=spared)
             if not (fits and self.kv.hold(req, fit.hold)):
                 if not self.settler.end_if_never(req, fit.hold):
@@ -354,6 +356,12 @@ class Scheduler(SchedulerInterface):
             for req in [*self.roster.running, *self.roster.holding.values()]:
                 self.settler.restart(req.row)
         return self.kv.reset_prefix_cache()
+
+    def take_judgements(self) -> list[Judgement]:
+        return self.view.headroom.take()
+
+    def expect_judgement(self, judgement: Judgement) -> None:
+        self.view.headroom.expected[judgement.step] = judgement.is_kept
 
     def make_stats(self) -> SchedulerStats | None:
         if not self.config.log_stats:

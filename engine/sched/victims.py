@@ -16,7 +16,7 @@ def victims_for(req: Request, upto: int, policy: Policy, view: View) -> list[Req
     """
     victims: list[Request] = []
     seats = view.step.num_free_seats if req.is_waiting else 0
-    spared = spared_blocks(req, policy, view)
+    spared = spared_blocks(req, upto, policy, view)
     if req.is_waiting and not policy.waiting_may_preempt:
         return victims if seats and view.kv.fits(req, upto, spared=spared) else None
     candidates: list[Request] | None = None
@@ -34,9 +34,17 @@ def victims_for(req: Request, upto: int, policy: Policy, view: View) -> list[Req
     return victims
 
 
-def spared_blocks(req: Request, policy: Policy, view: View) -> int:
-    """Free blocks that are not for this request: a waiting one leaves running prompts what they
-    were promised, unless it may take memory from them."""
+def spared_blocks(req: Request, upto: int, policy: Policy, view: View) -> int:
+    """Free blocks that are not for this request: where headroom is kept, a waiting one leaves
+    running prompts what they were promised."""
+    promised = promised_to_others(req, policy, view)
+    is_contested = promised and not view.kv.fits(req, upto, spared=promised)
+    return 0 if is_contested and not view.keeps_headroom else promised
+
+
+def promised_to_others(req: Request, policy: Policy, view: View) -> int:
+    """What running prompts were promised of the free blocks, unless a waiting request may take
+    memory from them."""
     if not req.is_waiting or not (prompts := view.prompts):
         return 0
     if policy.waiting_may_preempt:

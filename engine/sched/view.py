@@ -14,6 +14,7 @@ from engine.kv.manager import KVManager
 from engine.messages.step import StepPlan
 from engine.sched.builder import Step
 from engine.sched.cost import CostModel, LinearCost
+from engine.sched.headroom import Headroom
 from engine.sched.ledger import Ledger
 from engine.sched.lengths import LengthHistory, find_predictor
 from engine.sched.queues import by_rank
@@ -35,7 +36,8 @@ class View:
         self.step = Step(0, 0, roster)
         self.ledger = Ledger(config.user_weights)
         self.lengths = LengthHistory()
-        self._cost: CostModel = LinearCost()
+        self.headroom = Headroom()
+        self._cost = LinearCost()
         self._last = NO_STEP
         self._unread: deque[tuple[StepPlan, float]] = deque(maxlen=64)
         self.predictor = find_predictor(config.length_predictor, self.lengths)
@@ -137,8 +139,9 @@ class View:
 
     def _read_steps(self) -> None:
         while self._unread:
-            self._last = StepShape.of(*self._unread.popleft())
-            if self._last.seconds:
+            plan, seconds = self._unread.popleft()
+            if seconds or not self._unread:  # of the others nothing is learnt
+                self._last = StepShape.of(plan, seconds)
                 self._cost.observe(self._last)
 
     def knows(self, req: Request) -> bool:
@@ -162,6 +165,22 @@ class View:
     def promised_blocks(self) -> int:
         """Blocks that running prompts still need before they decode."""
         return self.promised_to(self._roster.running_prompts())
+
+    @property
+    def headroom_blocks(self) -> int:
+        """Blocks to leave free when a waiting request starts, if it is worth it: what running
+        prompts were promised, and one more for each fourth request that runs."""
+        return self.promised_blocks + len(self._roster.running) // 4 * self.kv.num_groups
+
+    @property
+    def keeps_headroom(self) -> bool:
+        """Is it worth it? Judged by the cost of steps; ask only if the answer matters."""
+        running, headroom = self._roster.seated.columns.rows, self.headroom
+        if running.size and headroom.is_due(self.step.index):
+            self._read_steps()
+            num_tokens = int(self._roster.table.num_computed.all[running].sum()) / len(running)
+            headroom.judge(self.step.index, self._cost, num_tokens)
+        return headroom.is_kept
 
     def promised_to(self, prompts: Iterable[Request]) -> int:
         """Blocks that these still need before they decode."""

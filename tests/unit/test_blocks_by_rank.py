@@ -73,7 +73,6 @@ def test_an_own_admit_does_not_give_away_what_a_prompt_was_promised():
         run.add(make_request(str(index), [index] * 8, 30))
     num_steps, num_without = steps_to_first_token(run, "early")
     assert num_steps <= 7 and not num_without
-    assert run.scheduler.settler.tally.num_preemptions <= 1
     run.drain()
 
 

@@ -64,7 +64,7 @@ class HalfAtMost(Resource):
 
 def test_nobody_overtakes_a_request_that_lacks_blocks_though_a_resource_cut_it():
     scheduler = make_scheduler(num_blocks=6, resources=[HalfAtMost()])
-    for name, length in [("a", 40), ("b", 40), ("c", 10)]:
+    for name, length in [("a", 40), ("b", 70), ("c", 10)]:
         scheduler.add_request(make_request(name, [ord(name)] * length, 2))
     scheduler.schedule()
     assert [req.request_id for req in scheduler.roster.running] == ["a"]

@@ -239,8 +239,8 @@ def test_the_log_of_a_program_that_shuts_nothing_down(tmp_path: Path) -> None:
     """Scripts and notebooks simply end; an empty file was all that they left."""
     program = (
         "import gc, sys\n"
-        "from engine.observe.steplog import Header, StepLogWriter, Taken\n"
-        "writer = StepLogWriter(sys.argv[1], Header(1, '0', {}, {}, 2, 1, 0))\n"
+        "from engine.observe.steplog import FORMAT, Header, StepLogWriter, Taken\n"
+        "writer = StepLogWriter(sys.argv[1], Header(FORMAT, '0', {}, {}, 2, 1, 0))\n"
         "writer.write(Taken([0.5]))\n"
         "gc.freeze()\n"
     )
@@ -254,7 +254,7 @@ def test_a_log_of_another_format_or_with_other_options(tmp_path: Path) -> None:
     scheduler.shutdown()
     header = StepLog(tmp_path / "log").header
     for change, message in (
-        ({"format": 99}, f"has format 99 .of engine {header.version}., this engine reads format 1"),
+        ({"format": 99}, f"has format 99 .of engine {header.version}., this engine reads format 2"),
         ({"cache": {"colour": "red"}}, "'colour' is no option of the KV cache; there are: block"),
         ({"scheduler": {"colour": "red"}}, "'colour' is no option of a scheduler; there are: max"),
     ):
