@@ -33,6 +33,8 @@ class Setup:
     policy: str = "fcfs"
     hash_algo: str = "sha256"
     caching: bool = True
+    max_num_batched_tokens: int = MAX_BATCHED_TOKENS
+    long_prefill_token_threshold: int = 0
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,14 @@ from engine.messages.step import (
 from engine.sched.policies import POLICIES
 from engine.sched.resource import Resource
 from engine.sched.scheduler import Scheduler
-from engine.sched.verify.fake import EMPTY_DIGEST, RUBBISH, DigestWorker, mix, token_after
+from engine.sched.verify.fake import (
+    EMPTY_DIGEST,
+    RUBBISH,
+    DigestWorker,
+    LateWorker,
+    mix,
+    token_after,
+)
 
 # -- what the model would see and say
 
@@ -110,7 +117,7 @@ class FeatureWorker(DigestWorker):
         super()._draw(rows, masks, result)
         if self.propose is not None:
             drafts = [
-                self.propose(row.seq.tokens) if count else []
+                self.propose(row.work.seq.tokens) if count else []
                 for row, count in zip(rows, result.counts.tolist(), strict=True)
             ]
             result.drafts = DraftPart(
@@ -150,6 +157,10 @@ class FeatureWorker(DigestWorker):
         for item in self.media.get(slot, ()):
             if item.offset < upto and start < item.offset + item.length:
                 assert item.hash in self.encoded, f"{item} is read and not there"
+
+
+class LateFeatureWorker(FeatureWorker, LateWorker):
+    """Computes when a result is collected, while loads go on."""
 
 
 # -- KV from elsewhere
@@ -233,10 +244,14 @@ class Source:
 
 
 class Mover:
-    """Moves bytes. Loads write rubbish first and the truth when they end; sends check theirs."""
+    """Moves bytes. Loads write rubbish first and the truth when they end; sends check theirs.
 
-    def __init__(self, block_size: int) -> None:
+    ``quick``: loads write the truth as soon as they are told of, and say so later.
+    """
+
+    def __init__(self, block_size: int, *, quick: bool = False) -> None:
         self.block_size = block_size
+        self.quick = quick
         self.loads: list[Transfer] = []
         self.sends: list[Transfer] = []
         self.kv: list[list[int]] = []
@@ -251,6 +266,8 @@ class Mover:
         for transfer in orders.loads:
             for block in transfer.blocks:
                 kv[block][:] = [RUBBISH] * self.block_size
+            if self.quick:
+                self._write(transfer, transfer.num_good)
         self.loads += orders.loads
         self.sends += orders.sends
 
@@ -262,7 +279,7 @@ class Mover:
         sent = [t for t in self.sends if t.ticks <= 0]
         self.loads = [t for t in self.loads if t.ticks > 0]
         self.sends = [t for t in self.sends if t.ticks > 0]
-        for transfer in loaded:
+        for transfer in loaded if not self.quick else ():
             self._write(transfer, transfer.num_good)
         for transfer in sent:
             for offset, digest in transfer.slots.items():
@@ -400,10 +417,11 @@ def make_feature_run(  # noqa: PLR0913
     num_drafts: int = 0,
     windows=(0,),
     worker=None,
-    fail=None,
+    late: bool = False,
     **options,
 ) -> FeatureRun:
-    """A run with these resources and the data planes they need, or with a ``worker`` elsewhere."""
+    """A run with these resources and the data planes they need, or with a ``worker`` elsewhere.
+    ``late``: steps are computed when their results are collected."""
     kv = KVManager(
         options.pop("num_blocks", 1000),
         options.pop("block_size", 16),
@@ -411,13 +429,14 @@ def make_feature_run(  # noqa: PLR0913
         groups=[Group(window=window) for window in windows],
         source=source,
     )
-    policy = POLICIES[options.pop("policy", "fcfs")]()
+    policy = options.pop("policy", "fcfs")
+    policy = POLICIES[policy]() if isinstance(policy, str) else policy
+    extra = {"fail": options.pop("fail")} if "fail" in options else {}
     config = {"max_num_batched_tokens": 1024, "max_num_seqs": 16, "max_model_len": 2048, **options}
     scheduler = Scheduler(
         SchedulerConfig(**config), kv, policy, clock=float, resources=list(resources)
     )
-    extra = {} if fail is None else {"fail": fail}
-    worker = worker or FeatureWorker(
+    worker = worker or (LateFeatureWorker if late else FeatureWorker)(
         kv.num_blocks,
         kv.block_size,
         propose=propose,
@@ -427,7 +446,7 @@ def make_feature_run(  # noqa: PLR0913
     )
     run = FeatureRun(scheduler, worker, depth, num_drafts=num_drafts)
     if source is not None:
-        worker.mover = worker.mover or Mover(kv.block_size)
+        worker.mover = worker.mover or Mover(kv.block_size, quick=late)
         run.mover = worker.mover
         run.remote = next(r for r in resources if isinstance(r, RemoteKV))
     return run

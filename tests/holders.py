@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from array import array
+from itertools import count
 from types import SimpleNamespace
 
 from engine.kv.manager import KVManager
+
+ARRIVALS = count()
 
 
 def holder(row: int, tokens: list[int], **fields) -> SimpleNamespace:
@@ -17,6 +20,7 @@ def holder(row: int, tokens: list[int], **fields) -> SimpleNamespace:
         "media": [],
         "reads_cache": True,
         "num_computed": 0,
+        "arrival": next(ARRIVALS),
     }
     return SimpleNamespace(row=row, tokens=array("i", tokens), **(defaults | fields))
 

@@ -30,9 +30,7 @@ LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
 
 # Modules that may import inside functions, and why.
 LAZY_IMPORTS = {
-    "engine": "public names resolve when first used",
     "engine.core.build": "the one place that names concrete classes",
-    "engine.llm": "rich is loaded only to draw a progress bar",
     "kernels.bodies": "Triton is imported only where it computes",
     "engine.models.load": "transformers is imported only for what has no native family",
 }
@@ -57,10 +55,10 @@ LIGHT_INITS = tuple(f"engine.{name}" for name in ("worker", "structured", "spec"
 DECISIONS = ("engine.kv", "engine.sched")
 WORLD = ("time", "random", "secrets", "datetime", "uuid")
 
-MAX_FILE_LINES = 400
-MAX_FUNCTION_LINES = 50
+MAX_FILE_LINES = 600
+MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 7
-MAX_ATTRIBUTES = 15
+MAX_ATTRIBUTES = 20
 # Records: many fields and no behaviour is what they are for.
 RECORDS: dict[str, str] = {
     "SamplingParams": "what a user may ask of sampling",
@@ -81,6 +79,9 @@ LONG_SIGNATURES: dict[str, str] = {
     "kernels.triton.tiles.attend_range": "registers of one program, inlined",
     "kernels.triton.tiles.store_rows": "registers of one program, inlined",
 }
+
+# Engines that only checks make: an option they set is not one that a user can.
+TRIES = ("engine.sched.verify",)
 
 IMPORT_ENGINE_SECONDS = 0.3
 
@@ -151,7 +152,11 @@ def test_lazy_imports_only_where_named() -> None:
         if i.is_lazy and name not in LAZY_IMPORTS
     ]
     assert not wrong, "\n".join(wrong)
-    unused = [name for name in LAZY_IMPORTS if (m := tree.at(name)) and "import" not in m.text]
+    unused = [
+        name
+        for name in LAZY_IMPORTS
+        if (module := tree.at(name)) is None or not any(i.is_lazy for i in module.imports)
+    ]
     assert not unused, f"drop from LAZY_IMPORTS: {unused}"
 
 
@@ -334,6 +339,34 @@ def test_every_config_field_has_a_reader() -> None:
         if field not in read
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_every_config_field_has_a_writer() -> None:
+    """An option that no user can set is no option. ``EngineArgs`` is what users write."""
+    written = {
+        name
+        for module in tree.modules().values()
+        if under(module.name, TRIES) is None
+        for name in arguments_given(module)
+    }
+    wrong = [
+        f"{module.where} {cls.name}.{field}"
+        for module, cls in config_classes()
+        if cls.name != "EngineArgs"
+        for field in fields_with_docs(cls)
+        if (cls.name, field) not in written
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def arguments_given(module: tree.Module) -> set[tuple[str, str]]:
+    """Class and keyword of each call in a module that makes an object with keywords."""
+    return {
+        (ast.unparse(node.func), keyword.arg or "")
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Call)
+        for keyword in node.keywords
+    }
 
 
 def attributes_read(module: tree.Module) -> set[str]:

@@ -1,13 +1,12 @@
 """Write the table of docs/behaviours.md: which test holds which behaviour.
 
-A test says so in its name: test_behaviour_26_33_the_youngest_makes_room, test_052_....
-Run again whenever a test with a number comes, goes or is renamed: python tools/behaviours_table.py
+A test says so by a marker: @pytest.mark.behaviour(26, 33). Run again whenever such a test comes,
+goes or is renamed: python tools/behaviours_table.py
 """
 
 from __future__ import annotations
 
 import ast
-import re
 from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
@@ -16,11 +15,11 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "behaviours.md"
 MARK = "<!-- below: written by tools/behaviours_table.py -->\n"
 LAST = 130
-NAME = re.compile(r"test_(?:behaviours?_)?((?:\d{1,3}_)+)(\w+)")
+MARKER = "pytest.mark.behaviour"
 
 
 class Test(NamedTuple):
-    """A test with numbers in its name."""
+    """A test that holds numbered cases."""
 
     numbers: tuple[int, ...]
     title: str
@@ -28,17 +27,28 @@ class Test(NamedTuple):
 
 
 def find_tests() -> list[Test]:
-    """All of them, by file and place in it."""
+    """All of them, by file and place in it. Raises ``ValueError`` for a number of no case."""
     found = []
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        where = str(path.relative_to(ROOT))
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                match = NAME.fullmatch(node.name)
-                numbers = [int(n) for n in match[1].strip("_").split("_")] if match else []
-                if match and all(1 <= n <= LAST for n in numbers):
-                    where = str(path.relative_to(ROOT))
-                    found.append(Test(tuple(numbers), match[2].replace("_", " "), where))
+                numbers = marked(node, f"{where}: {node.name}")
+                title = node.name.removeprefix("test_").replace("_", " ")
+                found += [Test(numbers, title, where)] if numbers else []
     return found
+
+
+def marked(test: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> tuple[int, ...]:
+    """The numbers in the test's marker, () if it has none."""
+    for mark in test.decorator_list:
+        if isinstance(mark, ast.Call) and ast.unparse(mark.func) == MARKER:
+            numbers = tuple(ast.literal_eval(number) for number in mark.args)
+            wrong = [number for number in numbers if number not in range(1, LAST + 1)]
+            if wrong or not numbers:
+                raise ValueError(f"{name} names {wrong or 'no case'}, there are 1 to {LAST}")
+            return numbers
+    return ()
 
 
 def table(tests: list[Test]) -> str:

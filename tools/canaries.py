@@ -33,14 +33,14 @@ import json, logging, sys
 from itertools import count
 logging.disable(logging.CRITICAL)
 from engine.sched.policies import POLICIES
-from engine.sched.verify.starvation import steps_until_served
+from engine.sched.verify.starvation import wait_in_overload
 from engine.sched.verify.case import to_json
 from engine.sched.verify.swarm import Swarm, smallest
 
 def starved():
     for policy in POLICIES:
         try:
-            if policy != "priority" and steps_until_served(policy, {{}}, 1000) is None:
+            if policy != "priority" and wait_in_overload(policy, {{}}, 1000).num_steps is None:
                 return policy + " starves a request"
         except Exception as error:
             return repr(error)

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from scheduler_loads import BLOCK_SIZE, MAX_BATCHED_TOKENS, MAX_MODEL_LEN, Setup
+from scheduler_loads import BLOCK_SIZE, MAX_MODEL_LEN, Setup
 
 from engine.config.sched import SchedulerConfig
 from engine.kv.fast_hash import FastHasher
@@ -80,8 +80,9 @@ POLICIES = {"fcfs": FCFS, "priority": Priority, "every-hook": EveryHook, "aging"
 class Ours:
     def __init__(self, setup: Setup) -> None:
         config = SchedulerConfig(
-            max_num_batched_tokens=MAX_BATCHED_TOKENS,
+            max_num_batched_tokens=setup.max_num_batched_tokens,
             max_num_seqs=setup.max_num_seqs,
+            long_prefill_token_threshold=setup.long_prefill_token_threshold,
             max_model_len=MAX_MODEL_LEN,
         )
         kv = KVManager(

@@ -13,7 +13,7 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from scheduler_loads import BLOCK_SIZE, MAX_BATCHED_TOKENS, MAX_MODEL_LEN, Setup
+from scheduler_loads import BLOCK_SIZE, MAX_MODEL_LEN, Setup
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -47,7 +47,8 @@ def engine_config(setup: Setup) -> Any:
             model=model,
             skip_tokenizer_init=True,
             max_num_seqs=setup.max_num_seqs,
-            max_num_batched_tokens=MAX_BATCHED_TOKENS,
+            max_num_batched_tokens=setup.max_num_batched_tokens,
+            long_prefill_token_threshold=setup.long_prefill_token_threshold,
             max_model_len=MAX_MODEL_LEN,
             block_size=BLOCK_SIZE,
             enable_prefix_caching=setup.caching,

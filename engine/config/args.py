@@ -82,6 +82,8 @@ class EngineArgs:
     """Compute a long prompt in pieces beside decodes."""
     long_prefill_token_threshold: int = 0
     """Cap on one prompt's tokens in a step while others compete; 0 is no cap."""
+    long_prefill_token_threshold_adaptive: bool = False
+    """Raise that cap to an equal share of the step's tokens where it is below one."""
     scheduling_policy: Any = "fcfs"
     """Name of a shipped policy, or a Policy class, its dotted path or an object of one."""
     scheduler_cls: Any = None
@@ -259,6 +261,7 @@ class EngineArgs:
             max_model_len=self.max_model_len or max(1, self.long_prefill_token_threshold),
             enable_chunked_prefill=self.enable_chunked_prefill,
             long_prefill_token_threshold=self.long_prefill_token_threshold,
+            long_prefill_token_threshold_adaptive=self.long_prefill_token_threshold_adaptive,
             scheduling_policy=self.scheduling_policy,
             scheduler_cls=self.scheduler_cls,
             num_steps_in_flight=2 if self.async_scheduling else 1,

@@ -27,6 +27,8 @@ class SchedulerConfig:
     """Compute a long prompt in pieces beside decodes."""
     long_prefill_token_threshold: int = 0
     """Cap on one prompt's tokens in a step while others compete; 0 is no cap."""
+    long_prefill_token_threshold_adaptive: bool = False
+    """Raise that cap to an equal share of the step's tokens where it is below one."""
     scheduling_policy: Any = "fcfs"
     """Name of a shipped policy, or a Policy class, its dotted path or an object of one."""
     scheduler_cls: Any = None
@@ -51,8 +53,6 @@ class SchedulerConfig:
     """Steps without any progress after which the blocked head of the queue is named in the log."""
     log_stats: bool = True
     """Keep statistics, request events and waits, and send them to clients."""
-    include_finished_ids: bool = False
-    """Tell each client the ids of all its requests that ended, aborted ones too."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -91,4 +91,9 @@ class SchedulerConfig:
             raise ConfigError(
                 f"long_prefill_token_threshold ({self.long_prefill_token_threshold}) is above "
                 f"max_model_len ({self.max_model_len})"
+            )
+        if self.long_prefill_token_threshold_adaptive and not self.long_prefill_token_threshold:
+            raise ConfigError(
+                "long_prefill_token_threshold_adaptive raises long_prefill_token_threshold, which "
+                "is 0 (no cap); set that too, or neither"
             )

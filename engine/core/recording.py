@@ -113,6 +113,8 @@ class RecordingScheduler(SchedulerInterface):
 
     def schedule(self) -> StepPlan:
         plan = self.inner.schedule()
+        for judgement in self.inner.take_judgements():
+            self._log.write(steplog.Judged([], *judgement))
         self._log.write(self._plans.encode(plan, self._clock.take()))
         return plan
 

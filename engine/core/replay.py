@@ -16,6 +16,7 @@ from engine.messages.step import StepPlan
 from engine.observe import steplog
 from engine.observe.steplog import Header, PlanCoder, PlanColumns, StepLog
 from engine.sched.find import make_scheduler
+from engine.sched.headroom import Judgement
 from engine.sched.interface import PauseState, SchedulerInterface
 
 NOTHING = "nothing"
@@ -157,6 +158,8 @@ class _Replay:
         match record:
             case steplog.Planned():
                 return self._plan(record)
+            case steplog.Judged():
+                scheduler.expect_judgement(Judgement(record.step, record.is_kept))
             case steplog.Settled():
                 plan = self._flight.popleft()
                 scheduler.update_from_output(plan, steplog.result_of(record, plan))

@@ -11,9 +11,11 @@ from engine.messages.requests import MediaItem
 
 
 class Holder(Protocol):
-    """What the manager reads of a request. ``row`` is its index in the scheduler's table."""
+    """What the manager reads of a request. ``row`` is its index in the scheduler's table, which
+    later ones have too; ``arrival`` is a number that no other request has."""
 
     row: int
+    arrival: int
     tokens: array[int]  # known ones
     reads_cache: bool
     cache_salt: str | None
@@ -57,7 +59,7 @@ class Holding:
     """
 
     tables: list[list[int]]
-    tokens: array[int]  # of whom: the row may be another request's by now
+    arrival: int  # of whom: the row may be another request's by now
     chain: list[bytes] = field(default_factory=list)  # hash of each full block of known tokens
     num_adopted: int = 0  # leading entries that came from the cache
     num_ready: int = 0  # leading tokens whose KV was there when the blocks were got

@@ -24,7 +24,7 @@ from engine.kv.hashing import BlockHasher, Sha256Hasher
 from engine.kv.holding import Holder, Holding, PrefixHit
 from engine.kv.peak import peak_blocks
 from engine.kv.sharing import Sharing
-from engine.kv.tables import BlockTables, Deltas
+from engine.kv.tables import BlockTables, Deltas, live_blocks
 from engine.kv.transfers import Transfers
 
 
@@ -140,13 +140,22 @@ class KVManager:
         kept = self.tables.num_kept(tables, _first_query(req))
         return min(wanted, max(0, self.blocks_for(upto) - kept))
 
-    def fits(self, req: Holder, upto: int, freeing: Sequence[Holder] = ()) -> bool:
-        """Would ``reserve`` succeed once these were released?"""
-        free = self.pool.num_free
+    def fits(
+        self, req: Holder, upto: int, freeing: Sequence[Holder] = (), *, spared: int = 0
+    ) -> bool:
+        """Would ``reserve`` succeed once these were released, and leave so many blocks free?"""
+        free = self.pool.num_free - spared
         if freeing:
             keep = [] if self.held(req) else self.lookup(req).tables
             free += self.tables.num_exclusive([self._holding(other) for other in freeing], keep)
         return self._wanted(req, upto) <= free
+
+    def room(self, req: Holder) -> int:
+        """The positions [0, room) are those that a request with blocks can have now."""
+        holding, free = self._holding(req), self.pool.num_free
+        if self.tables.windows:
+            free += self.tables.num_outside(holding, _first_query(req))
+        return (len(holding.blocks) + free // self.num_groups) * self.block_size
 
     def peak(self, reqs: Sequence[Holder], remaining: Callable[[Any], int]) -> int:
         """Blocks these requests will hold at most if each gets so many more output tokens."""
@@ -196,15 +205,17 @@ class KVManager:
             self.tables.extend(holding, wanted)
         self.num_held[req.row] = len(holding.blocks)
         if load_now:
-            self._load(req, holding)
+            assert self.transfers.source is not None
+            blocks = self._blocks_to_load(req, holding)
+            self.transfers.source.start_load(req, blocks, holding.num_remote)
             holding.num_ready += holding.num_remote
         return True
 
     def start_load(self, req: Holder) -> None:
-        """Fill what the request holds behind its hit from elsewhere; ``loaded`` says it is done."""
+        """Fill what the request holds behind its hit from elsewhere, as soon as no step in flight
+        writes those blocks; ``loaded`` says it is done."""
         holding = self._holdings[req.row]
-        self._load(req, holding)
-        holding.loading = True
+        self.transfers.load(req, holding, self._blocks_to_load(req, holding))
 
     def loaded(self, req: Holder, upto: int) -> None:
         """The load is over and the positions before ``upto`` are filled; others may share them.
@@ -215,6 +226,16 @@ class KVManager:
         holding.loading = False
         holding.num_ready = min(upto, len(req.tokens) - 1)
         self.commit(req, holding.num_ready)
+
+    def step_planned(self) -> None:
+        """A step that writes blocks is about to be launched."""
+        if self.transfers.fences is not None:
+            self.transfers.fences.planned()
+
+    def step_settled(self) -> None:
+        """The oldest of those is over: it writes no more."""
+        if self.transfers.fences is not None:
+            self.transfers.fences.settled()
 
     def sent(self, request_id: str) -> bool:
         """A transfer from or to an ended request's blocks is over; False if none is known."""
@@ -266,7 +287,7 @@ class KVManager:
         if holding is None:
             return
         assert not holding.loading, f"{req}: a transfer writes into its blocks"
-        self.tables.release(holding)
+        self.transfers.give_back(live_blocks(holding))
         holding.clear()
         self.num_held[req.row] = self.num_published[req.row] = 0
 
@@ -320,12 +341,12 @@ class KVManager:
         return -(-num_tokens // self.block_size)
 
     def _empty(self, req: Holder) -> Holding:
-        return Holding([[] for _ in self.groups], req.tokens)
+        return Holding([[] for _ in self.groups], req.arrival)
 
     def _found(self, req: Holder) -> Holding | None:
         """What is kept of the request, if anything is."""
         holding = self._holdings.get(req.row)
-        return holding if holding is not None and holding.tokens is req.tokens else None
+        return holding if holding is not None and holding.arrival == req.arrival else None
 
     def _holding(self, req: Holder) -> Holding:
         """The same, begun if there is nothing; of one that has ended nothing is kept."""
@@ -387,11 +408,12 @@ class KVManager:
         holding.hit = None
         return holding.num_remote > 0 and not hit.asynchronous
 
-    def _load(self, req: Holder, holding: Holding) -> None:
-        source, first = self.transfers.source, holding.num_adopted
+    def _blocks_to_load(self, req: Holder, holding: Holding) -> list[int]:
+        """Those behind the hit that a transfer fills."""
+        first = holding.num_adopted
         blocks = holding.blocks[first : first + self._entries(holding.num_remote)]
-        assert source is not None and blocks, f"{req}: nothing to load"
-        source.start_load(req, blocks, holding.num_remote)
+        assert blocks, f"{req}: nothing to load"
+        return blocks
 
 
 def _first_query(req: Holder) -> int:

@@ -64,10 +64,6 @@ class BlockTables:
                 table.append(next(taken))
             self.tell(row, holding)
 
-    def release(self, holding: Holding) -> None:
-        """Give all blocks back."""
-        self._pool.release(live_blocks(holding))
-
     def tell(self, row: int, holding: Holding) -> None:
         """The worker will hear of the entries it does not know."""
         told = holding.num_told

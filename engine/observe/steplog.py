@@ -90,6 +90,15 @@ class Taken(msgspec.Struct, array_like=True, tag="take"):
     times: list[float]
 
 
+class Judged(msgspec.Struct, array_like=True, tag="judge"):
+    """What the scheduler makes of measured times in the call that the next record is of: in a
+    replay it is told so, since floats may be rounded otherwise there."""
+
+    times: list[float]  # none
+    step: int
+    is_kept: bool
+
+
 class Planned(msgspec.Struct, array_like=True, tag="plan"):
     """``schedule``. ``rows`` and ``counts``: ``None`` if they are those of the plan before;
     ``starts``: if its rows have only moved on by its counts. ``digest`` stands for all the rest."""
@@ -116,7 +125,7 @@ class Settled(msgspec.Struct, array_like=True, tag="result"):
     kv_transfer: KVReport | None = None
 
 
-Record = Adding | Added | Ended | Woken | Paused | Reset | Taken | Planned | Settled
+Record = Adding | Added | Ended | Woken | Paused | Reset | Taken | Judged | Planned | Settled
 
 
 class PlanColumns(NamedTuple):

@@ -32,17 +32,18 @@ class Appender:
         self._kv = kv
         self._block_size = np.array(kv.block_size, dtype=np.int32)
         self._ledger = ledger
-        self._members = Members(NO_ROWS, roster)  # of the last result
+        self._members = Members(NO_ROWS, roster)  # of the last result in columns
+        self._version = -1  # of those who run, if these are the members
 
     def append(self, plan: StepPlan, result: StepResult, outputs: OutputColumns) -> list[int]:
         """Append what was sampled. Indices in ``outputs`` of requests that may have ended.
 
         A finished request, or one that was revoked, has no use for a late result.
         """
-        counts = result.counts
+        counts, is_whole = result.counts, self._roster.seated.take_whole(plan.step)
         if len(counts) <= ONE_BY_ONE_UPTO or len(result.token_ids) > np.count_nonzero(counts):
             return self._one_by_one(plan, result, outputs)
-        return self._in_columns(plan, result, outputs)
+        return self._in_columns(plan, result, outputs, is_whole)
 
     def commit_ends(self, rows: Rows, counts: Counts, other: Column) -> None:
         """Known or computed tokens of these rows have become one more and are ``counts`` now.
@@ -82,12 +83,14 @@ class Appender:
                 ended.append(index)
         return ended
 
-    def _in_columns(self, plan: StepPlan, result: StepResult, outputs: OutputColumns) -> list[int]:
+    def _in_columns(
+        self, plan: StepPlan, result: StepResult, outputs: OutputColumns, is_whole: bool
+    ) -> list[int]:
+        """``is_whole``: the plan's rows are those who run now."""
         table = self._roster.table
-        rows, tokens, places = self._sampled(plan, result)
-        if rows is not self._members.rows:
-            self._members = Members(rows, self._roster)
-        members = self._members
+        is_whole = is_whole and len(result.token_ids) == len(plan.rows)
+        rows, tokens, places = self._sampled(plan, result, is_whole)
+        members = self._members_of(rows, is_whole)
         new = tokens.tolist()
         deque(map(array.append, members.tokens, new), maxlen=0)
         num_tokens = table.num_tokens.all[rows]
@@ -101,10 +104,19 @@ class Appender:
             self._ledger.on_tokens((req.user, 1) for req in members.reqs)
         return members.may_have_ended(tokens, num_tokens)
 
-    def _sampled(self, plan: StepPlan, result: StepResult) -> tuple[Rows, Counts, Sequence[int]]:
+    def _members_of(self, rows: Rows, is_whole: bool) -> Members:
+        """Made anew unless they are all who run, and the same as the last time."""
+        version = self._roster.seated.version if is_whole else -1
+        if not is_whole or version != self._version:
+            self._members, self._version = Members(rows, self._roster), version
+        return self._members
+
+    def _sampled(
+        self, plan: StepPlan, result: StepResult, is_whole: bool
+    ) -> tuple[Rows, Counts, Sequence[int]]:
         """Rows that have a use for their token, the tokens, and their places in the plan."""
         table, rows, tokens = self._roster.table, plan.rows, result.token_ids
-        if len(tokens) == len(rows) and self._roster.seated.are(rows):
+        if is_whole:
             return rows, tokens, range(len(rows))
         sampled = (result.counts > 0) & (table.alive.all[rows] == 1)
         sampled &= table.generation.all[rows] == plan.generations

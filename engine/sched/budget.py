@@ -27,9 +27,11 @@ def limit(step: Step, limits: Limits, pause: PauseState, *, may_preempt: bool) -
 
 
 def prefill_cap(config: SchedulerConfig, roster: Roster) -> int:
-    """Cap on one prompt's tokens in this step: its share if that is above the threshold."""
-    if not config.long_prefill_token_threshold or not config.enable_chunked_prefill:
-        return config.max_num_batched_tokens
+    """Cap on one prompt's tokens in this step: none for a request that is alone."""
+    threshold = config.long_prefill_token_threshold
     competing = len(roster.running) + len(roster.waiting)
-    share = config.max_num_batched_tokens // max(1, competing)
-    return max(config.long_prefill_token_threshold, share)
+    if not threshold or competing <= 1 or not config.enable_chunked_prefill:
+        return config.max_num_batched_tokens
+    if config.long_prefill_token_threshold_adaptive:
+        return max(threshold, config.max_num_batched_tokens // competing)
+    return threshold

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -37,7 +39,8 @@ class Step:
         self.plain_rows: Rows = NO_ROWS
         self.plain: list[int] = []  # rows granted by ``Bulk.grant_one``
         self.closed_by = ""  # why admission was closed
-        self.lacks_blocks = False  # a running request could not grow
+        self.decodes: list[Request] = []  # who is to have a token though prompts are offered first
+        self.short: list[Request] = []  # running ones that got nothing for want of blocks
         self.refused: list[tuple[Request, str]] = []  # waiting ones refused by themselves
         self._roster = roster
         self._next = 0  # index in the queue from which to look for one not offered yet
@@ -47,8 +50,20 @@ class Step:
         return self.tokens_left <= 0
 
     @property
+    def num_kept_tokens(self) -> int:
+        """Tokens of ``decodes`` that were not offered theirs yet: a prompt leaves them."""
+        considered, index = self._roster.table.considered.at, self.index
+        return sum(considered[req.row] != index for req in self.decodes)
+
+    @property
     def has_grants(self) -> bool:
         return bool(self.grants or self.plain) or self.plain_rows.size > 0
+
+    @property
+    def has_running(self) -> bool:
+        """Was a request granted tokens that ran before this step?"""
+        is_bulk = bool(self.plain) or self.plain_rows.size > 0
+        return is_bulk or len(self.grants) > len(self.new)
 
     @property
     def num_free_seats(self) -> int:
@@ -84,6 +99,8 @@ class Step:
         self.admission_open, self.closed_by = True, ""
         self.preempted.clear()
         self.refused.clear()
+        self.short.clear()
+        self.decodes = []
 
     def closing_cause(self) -> str:
         """Why those who still wait were not admitted."""
@@ -114,14 +131,24 @@ class Step:
             self.silent.add(req.row)
 
 
-def canonical_rows(step: Step, roster: Roster) -> tuple[Rows, NDArray[np.int32]]:
-    """Rows and token counts: plain rows by number, then the others in order of grant.
+class PlanRows(NamedTuple):
+    """Rows and token counts of a plan. ``is_whole``: all that run have one token each."""
+
+    rows: Rows
+    counts: NDArray[np.int32]
+    is_whole: bool = False
+
+
+def canonical_rows(step: Step, roster: Roster) -> PlanRows:
+    """Plain rows by number, then the others in order of grant.
 
     Plain is a row of one token that is not new and not watched, however it was granted; so planning
     in bulk and one by one give the same plan.
     """
+    seated = roster.seated
     if not step.grants:
-        return step.plain_rows, ones(len(step.plain_rows))
+        count = len(step.plain_rows)
+        return PlanRows(step.plain_rows, ones(count), 0 < count == len(seated.list))
     flags, new = roster.table.flags.at, {req.row for req in step.new}
     plain, others, sizes = step.plain_rows.tolist(), [], []
     for req, count in step.grants:
@@ -130,12 +157,12 @@ def canonical_rows(step: Step, roster: Roster) -> tuple[Rows, NDArray[np.int32]]
         else:
             others.append(req.row)
             sizes.append(count)
-    if not others and len(plain) == len(roster.running):  # the same array as long as they stay
-        return roster.seated.columns.rows, ones(len(plain))
+    if not others and len(plain) == len(seated.list):
+        return PlanRows(seated.columns.rows, ones(len(plain)), True)
     plain.sort()
     counts = np.ones(len(plain) + len(others), dtype=np.int32)
     counts[len(plain) :] = sizes
-    return np.array(plain + others, dtype=np.intp), counts
+    return PlanRows(np.array(plain + others, dtype=np.intp), counts)
 
 
 def seal(step: Step, roster: Roster, kv: KVManager) -> StepPlan:
@@ -143,13 +170,14 @@ def seal(step: Step, roster: Roster, kv: KVManager) -> StepPlan:
 
     Counts are advanced already, so a row's first token is at ``num_computed - count``.
     """
-    table = roster.table
-    rows, counts = canonical_rows(step, roster)
+    table, seated = roster.table, roster.seated
+    rows, counts, is_whole = canonical_rows(step, roster)
     samples = ones(len(rows))
     if step.silent:
         samples = np.where(np.isin(rows, list(step.silent)), 0, samples).astype(np.int32)
-    if roster.seated.are(rows):
-        slots, generations = roster.seated.columns.slots, roster.seated.columns.generations
+    if is_whole:
+        seated.note_whole(step.index)
+        slots, generations = seated.columns.slots, seated.columns.generations
     else:
         slots, generations = table.slot.all[rows], table.generation.all[rows]
     assert not step.preempted or (slots >= 0).all(), "preempted in the step that grants it tokens"

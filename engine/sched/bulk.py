@@ -65,9 +65,11 @@ class Bulk:
             return self._grant_few(step)
         table, kv, rows = self._table, self._kv, self._roster.seated.columns.rows
         decode, plain, held, needs_block = self._decodes()
-        is_short = np.count_nonzero(needs_block) * kv.num_groups > kv.num_free
+        promised = self._view.promised_blocks
+        is_short = np.count_nonzero(needs_block) * kv.num_groups + promised > kv.num_free
         num_decodes, num_plain = np.count_nonzero(decode), np.count_nonzero(plain)
-        if self._asks or num_decodes > step.tokens_left or (is_short and num_plain < num_decodes):
+        is_contested = is_short and (promised or num_plain < num_decodes)
+        if self._asks or num_decodes > step.tokens_left or is_contested:
             table.plain.all[rows[plain]] = step.index
             return False
         held_rows = NO_ROWS if held is None else rows[held]
@@ -97,7 +99,7 @@ class Bulk:
         plain, held = decode, None
         if self._resources.members:
             flags = table.flags.all[rows]
-            held = decode & (flags >= SERIAL) & (pending > 0)
+            held = decode & (flags & SERIAL != 0) & (pending > 0)
             decode = decode & ~held
             plain = decode & (flags & WATCHED == 0)
         needs_block = decode & (computed >= kv.num_held[rows] * self._block_size)
@@ -112,7 +114,7 @@ class Bulk:
             upto, start = tokens[row] + pending[row], computed[row]
             if upto - start != 1 or upto >= table.limit.at[row]:
                 continue
-            if pending[row] and table.flags.at[row] >= SERIAL:
+            if pending[row] and table.flags.at[row] & SERIAL:
                 held.append(row)
                 continue
             needs_block = start % kv.block_size == 0 and start >= kv.num_held[row] * kv.block_size
@@ -122,7 +124,8 @@ class Bulk:
                 plain.append(row)
                 if needs_block:
                     growing.append(row)
-        if num_decodes > step.tokens_left or num_growing * kv.num_groups > kv.num_free:
+        needed = num_growing * kv.num_groups + self._view.promised_blocks
+        if num_decodes > step.tokens_left or needed > kv.num_free:
             return False
         if growing:
             kv.reserve_next([req.row for req in self._by_rank(growing)])

@@ -21,7 +21,6 @@ class Members:
 
     def __init__(self, rows: Rows, roster: Roster) -> None:
         table = roster.table
-        self.rows = rows
         self.reqs = roster.requests(rows)
         self.ids = [req.request_id for req in self.reqs]
         self.tokens = [req.tokens for req in self.reqs]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from math import sqrt
+from collections.abc import Sequence
+from math import inf, sqrt
 from typing import Protocol
 
 import numpy as np
@@ -67,6 +68,8 @@ class LinearCost:
         # Features are in units of what the prior charges for them, so all weigh alike.
         self._gram = np.zeros((5, 5))
         self._moment = np.zeros(5)
+        self._square = 0.0  # of what was measured, in the same units
+        self._kept = np.arange(5)  # features whose factors are not held at 0
 
     def step_seconds(
         self, num_seqs: int, num_tokens: int, context: int = 0, attention: int = 0
@@ -88,6 +91,20 @@ class LinearCost:
         divisor = linear + sqrt(linear * linear + 2 * pair * left)
         num_prompt = 2 * left / divisor if divisor else UNLIMITED
         return num_seqs + int(min(UNLIMITED, num_prompt))
+
+    def combine(self, weights: Sequence[float]) -> tuple[float, float]:
+        """The sum of the coefficients (in the prior's order), each times its weight, in seconds,
+        and its standard error."""
+        value = sum(w * c for w, c in zip(weights, self.coefficients, strict=True))
+        kept, total = self._kept, self._gram.sum()
+        if total <= len(kept):
+            return value, inf
+        factors = np.array(self.coefficients) / PRIOR
+        left = self._square - 2 * factors @ self._moment + factors @ self._gram @ factors
+        scale = max(0.0, left) / (total - len(kept))
+        priced = (np.array(weights) * PRIOR)[kept]
+        gram = (self._gram + self._pull() * np.eye(5))[np.ix_(kept, kept)]
+        return value, sqrt(scale * float(priced @ np.linalg.solve(gram, priced)))
 
     def observe(self, shape: StepShape) -> None:
         if not shape.seconds or not shape.num_seqs:
@@ -115,15 +132,21 @@ class LinearCost:
         priced /= expected[:, None]
         self._gram *= self._keep ** len(seconds)
         self._moment *= self._keep ** len(seconds)
+        self._square *= self._keep ** len(seconds)
         self._gram += priced.T @ priced
         self._moment += priced.T @ (seconds / expected)
+        self._square += float(np.square(seconds / expected).sum())
         self.coefficients = tuple((PRIOR * self._solve()).tolist())
+
+    def _pull(self) -> float:
+        """How strongly each factor is drawn to the common level."""
+        return 1e-3 * float(self._gram.sum()) / 5
 
     def _solve(self) -> Vector:
         """Factors by which the prior's coefficients are wrong, none below 0."""
         total = self._gram.sum()  # the features of a step sum to 1, so this counts the steps
         level = self._moment.sum() / total
-        pull = 1e-3 * total / 5
+        pull = self._pull()
         gram = self._gram + pull * np.eye(5)
         moment = self._moment + pull * level
         kept = np.arange(5)
@@ -131,5 +154,6 @@ class LinearCost:
             factors = np.zeros(5)
             factors[kept] = np.linalg.solve(gram[np.ix_(kept, kept)], moment[kept])
             if factors.min() >= 0:
+                self._kept = kept
                 return factors
             kept = np.delete(kept, factors[kept].argmin())

@@ -15,6 +15,7 @@ from engine.sched.request import Request
 
 if TYPE_CHECKING:
     from engine.kv.connector import KVSource
+    from engine.sched.headroom import Judgement
 
 StepOutputs = dict[int, CoreOutputs]  # by client index
 
@@ -108,6 +109,13 @@ class SchedulerInterface(ABC):
     def get_kv_connector(self) -> KVSource | None:
         """Where KV comes from and goes to beside the local pool, if anywhere."""
         return None
+
+    def take_judgements(self) -> list[Judgement]:
+        """What was made of measured times since the last call, for a log that is replayed."""
+        return []
+
+    def expect_judgement(self, judgement: Judgement) -> None:
+        """A replay: this was judged in the step that comes next."""
 
     def make_stats(self) -> SchedulerStats | None:
         """Statistics of the moment, ``None`` when switched off."""

@@ -89,6 +89,15 @@ class SchedView(Protocol):
         """Running requests: those that are one token behind, then the others; by rank in both."""
         ...
 
+    def by_rank(self) -> list[Request]:
+        """Running requests by rank. In this step prompts leave its token to each that decodes."""
+        ...
+
+    def default_order(self) -> list[Request]:
+        """Running requests as they are offered tokens by default: decodes first, but all by rank
+        while the free blocks may not do for what each of them needs."""
+        ...
+
     @property
     def unoffered(self) -> list[Request]:
         """Waiting requests that may still be offered in this step, in rank order."""
@@ -110,6 +119,17 @@ class SchedView(Protocol):
     @property
     def promised_blocks(self) -> int:
         """Blocks that running prompts still need before they decode."""
+        ...
+
+    @property
+    def headroom_blocks(self) -> int:
+        """Blocks to leave free when a waiting request starts, if it is worth it: what running
+        prompts were promised, and one more for each fourth request that runs."""
+        ...
+
+    @property
+    def keeps_headroom(self) -> bool:
+        """Is it worth it? Judged by the cost of steps; ask only if the answer matters."""
         ...
 
     def start_of(self, req: Request) -> int:
@@ -148,32 +168,34 @@ class Policy(ABC):
     def order(self, view: SchedView) -> Iterator[Request]:
         """In which order requests are offered tokens. A running one left out is paused.
 
-        Waiting ones that may take memory go before those they outrank: whoever was offered tokens
-        in a step is no victim of it.
+        Whoever was offered tokens in a step is no victim of it. So where blocks are contested, by a
+        waiting request that may take some or by more needs than there are free ones, all go by
+        rank; where they are not, decodes go first.
         """
-        running = list(view.running)
-        while self.waiting_may_preempt and running:
-            urgent = self.next_waiting(view)
-            if urgent is None or not self.outranks(urgent, running[-1]):
-                break
-            yield urgent
-        yield from view.decodes_first()
-        while (req := self.next_waiting(view)) is not None:
-            yield req
+        running = view.running
+        urgent = self.next_waiting(view) if self.waiting_may_preempt and running else None
+        if urgent is None or not self.outranks(urgent, running[-1]):
+            yield from view.default_order()
+        else:
+            for req in view.by_rank():
+                while urgent is not None and self.outranks(urgent, req):
+                    yield urgent
+                    urgent = self.next_waiting(view)
+                yield req
+        while (waiting := self.next_waiting(view)) is not None:
+            yield waiting
 
     def next_waiting(self, view: SchedView) -> Request | None:
         """The best waiting request not offered yet in this step; asked again after each answer."""
         return view.step.next_waiting()
 
     def admit(self, req: Request, view: SchedView) -> Admission:
-        """Admit if the whole known sequence fits beside what running prompts were promised."""
-        kv = view.kv
+        """Admit if the whole known sequence fits, beside the headroom if one is kept."""
         if self.waiting_may_preempt and any(self.outranks(req, other) for other in view.running):
             return Admission.YES  # the mechanism finds out whether victims make room
-        running = len(view.running)
-        reserve = min(running, kv.pool.num_blocks // 100) if kv.pool.num_blocks >= 100 else 0
-        needed = kv.missing(req, req.num_tokens) + view.promised_blocks + reserve
-        return Admission.YES if needed <= kv.pool.num_free else Admission.CLOSE
+        left = view.kv.num_free - view.kv.missing(req, req.num_tokens)
+        fits = left >= 0 and (left >= view.headroom_blocks or not view.keeps_headroom)
+        return Admission.YES if fits else Admission.CLOSE
 
     def chunk(self, req: Request, num_tokens: int, view: SchedView) -> int:
         """How many of these tokens to compute now; at most what is asked."""

@@ -195,7 +195,7 @@ class Request:
     @property
     def is_serial(self) -> bool:
         """Some resource wants it in one step at a time."""
-        return self.table.flags.at[self.row] >= SERIAL
+        return self.table.flags.at[self.row] & SERIAL != 0
 
     @property
     def is_finished(self) -> bool:

@@ -26,7 +26,7 @@ def rescue(scheduler: Scheduler, step: Step, has_own_loop: bool, is_stuck: bool)
     if (has_own_loop or guard.overrides(*DECIDING)) and len(roster.running) + len(roster.waiting):
         _serve_by_default(scheduler, step)
         _count(scheduler, step, has_own_loop)
-    if step.has_grants or not (step.lacks_blocks or is_stuck or not len(roster.running)):
+    if step.has_grants or not (step.short or is_stuck or not len(roster.running)):
         return
     if (holder := roster.lowest_holder()) is not None:
         scheduler.preempt(holder, step, by="the lack of KV blocks")

@@ -29,6 +29,7 @@ from engine.sched.agenda import Errand
 from engine.sched.bulk import Bulk
 from engine.sched.faults import FaultLog
 from engine.sched.guard import Guard
+from engine.sched.headroom import Judgement
 from engine.sched.intake import Intake
 from engine.sched.interface import PauseState, RequestCounts, SchedulerInterface, StepOutputs
 from engine.sched.policy import Admission, Policy
@@ -38,9 +39,10 @@ from engine.sched.resource import Fit, OnRefuse, Resource
 from engine.sched.resources import Resources
 from engine.sched.roster import Roster
 from engine.sched.settle import Settler
+from engine.sched.table import SERIAL, WATCHED
 from engine.sched.tally import make_stats
 from engine.sched.turns import in_turn
-from engine.sched.victims import victims_for
+from engine.sched.victims import cut_to_blocks, promised_to_others, victims_for
 from engine.sched.view import View
 from engine.sched.watch import Watch
 
@@ -117,7 +119,8 @@ class Scheduler(SchedulerInterface):
 
     def watch_again(self, req: Request) -> None:
         """A resource would answer ``watches`` or ``serializes`` otherwise now."""
-        self.roster.table.flags.at[req.row] = self.resources.flags(req)
+        flags = self.roster.table.flags.at
+        flags[req.row] = flags[req.row] & ~(WATCHED | SERIAL) | self.resources.flags(req)
 
     # -- the step
 
@@ -195,13 +198,18 @@ class Scheduler(SchedulerInterface):
             room = min(step.tokens_left, req.max_total - req.num_tokens - pending)
             wanted = min(1 + self.resources.extra(req, step), room)
         else:
-            wanted = min(behind, step.tokens_left, budget.prefill_cap(self.config, self.roster))
+            room = step.tokens_left - step.num_kept_tokens
+            if room <= 0:
+                return Fit(0, waits.TOKENS, OnRefuse.CLOSE)
+            wanted = min(behind, room, budget.prefill_cap(self.config, self.roster))
         if wanted < behind and not self.config.enable_chunked_prefill:
             return Fit(0, waits.TOKENS, OnRefuse.CLOSE)
         if wanted > 0:
             wanted = min(wanted, self.asked.chunk(req, wanted, self.view))
         if wanted <= 0:
             return Fit(0, waits.POLICY, OnRefuse.CLOSE)
+        if wanted > 1 and not is_waiting and (behind == 1 or self.config.enable_chunked_prefill):
+            wanted = cut_to_blocks(req, wanted, self.asked, self.view)
         return self.resources.fit(req, wanted, step)
 
     def secure(self, req: Request, num_tokens: int, step: builder.Step) -> bool:
@@ -215,9 +223,10 @@ class Scheduler(SchedulerInterface):
             return True
         victims = victims_for(req, start + num_tokens, self.asked, self.view)
         if victims is None:
-            step.lacks_blocks |= not req.is_waiting
             if req.is_waiting:
                 step.close(waits.BLOCKS if step.num_free_seats else waits.SEATS)
+            else:
+                step.short.append(req)
             return False
         for victim in victims:
             self.preempt(victim, step, by=req.request_id)
@@ -260,10 +269,14 @@ class Scheduler(SchedulerInterface):
         """Out of the queue until it is woken, with the blocks it is to hold meanwhile."""
         if fit.hold and not self._admits(req, step):
             return
-        if fit.hold and not self.kv.hold(req, fit.hold):
-            if not self.settler.end_if_never(req, fit.hold):
-                step.close(waits.BLOCKS)
-            return
+        if fit.hold:
+            # What is being filled is nobody's victim, so what was promised is not for it.
+            spared = promised_to_others(req, self.asked, self.view)
+            fits = self.kv.fits(req, fit.hold, spared=spared)
+            if not (fits and self.kv.hold(req, fit.hold)):
+                if not self.settler.end_if_never(req, fit.hold):
+                    step.close(waits.BLOCKS)
+                return
         self.roster.park(req, self.view.now, fit.cause, holds=fit.hold > 0)
         self.resources.parked(req, fit.by)
 
@@ -290,7 +303,9 @@ class Scheduler(SchedulerInterface):
         plan = builder.seal(step, self.roster, self.kv)
         self.resources.describe(plan)
         builder.pad_drafts(plan, step)
-        self.num_in_flight += plan.num_tokens > 0  # else its end brings nothing
+        if plan.num_tokens:  # else its end brings nothing
+            self.num_in_flight += 1
+            self.kv.step_planned()
         self.settler.tally.num_scheduled_tokens += plan.num_tokens
         self.guard.faults.end_step()
         return plan
@@ -302,7 +317,9 @@ class Scheduler(SchedulerInterface):
 
     @in_turn
     def update_from_output(self, plan: StepPlan, result: StepResult) -> StepOutputs:
-        self.num_in_flight -= plan.num_tokens > 0
+        if plan.num_tokens:
+            self.num_in_flight -= 1
+            self.kv.step_settled()
         self.view.now = self._clock()
         self.view.note(plan, result.seconds)
         outputs = self.settler.settle(plan, result)
@@ -343,6 +360,12 @@ class Scheduler(SchedulerInterface):
             for req in [*self.roster.running, *self.roster.holding.values()]:
                 self.settler.restart(req.row)
         return self.kv.reset_prefix_cache()
+
+    def take_judgements(self) -> list[Judgement]:
+        return self.view.headroom.take()
+
+    def expect_judgement(self, judgement: Judgement) -> None:
+        self.view.headroom.expected[judgement.step] = judgement.is_kept
 
     def make_stats(self) -> SchedulerStats | None:
         if not self.config.log_stats:

@@ -24,34 +24,48 @@ class SeatedColumns:
 
 
 class Seated:
-    """Who runs, by row. ``list`` is ascending and only to be read."""
+    """Who runs, by row. ``list`` is ascending and only to be read.
+
+    ``version`` is raised whenever a request comes or goes. A plan that has a row for each of them
+    is noted with it, so that its result can tell whether they are still the same.
+    """
 
     def __init__(self, table: Table) -> None:
         self.list: list[int] = []
+        self.version = 0
         self._table = table
         self._columns: SeatedColumns | None = None
+        self._whole: dict[int, int] = {}  # steps in flight that have all rows -> version then
 
     def add(self, row: int) -> None:
         insort(self.list, row)
-        self._columns = None
+        self._change()
 
     def remove(self, row: int) -> None:
         del self.list[bisect_left(self.list, row)]
-        self._columns = None
+        self._change()
 
     @property
     def columns(self) -> SeatedColumns:
-        """The same object until somebody comes or goes."""
+        """The same object until the next request comes or goes."""
         if self._columns is None:
             self._columns = SeatedColumns(np.array(self.list, dtype=np.intp), self._table)
         return self._columns
 
     def sorted(self, rows: list[int]) -> Rows:
-        """Some of the rows in ascending order; all of them are those of ``columns``."""
+        """Some of the rows in ascending order."""
         if len(rows) == len(self.list):
             return self.columns.rows
         return np.array(sorted(rows), dtype=np.intp)
 
-    def are(self, rows: Rows) -> bool:
-        """Are these the rows of ``columns``? Then nobody came or went since they were read."""
-        return self._columns is not None and self._columns.rows is rows
+    def note_whole(self, step: int) -> None:
+        """The plan of this step has ``columns.rows``; its result will come."""
+        self._whole[step] = self.version
+
+    def take_whole(self, step: int) -> bool:
+        """Has the plan of this step a row for each that runs now, as it was planned? Asked once."""
+        return self._whole.pop(step, -1) == self.version
+
+    def _change(self) -> None:
+        self.version += 1
+        self._columns = None

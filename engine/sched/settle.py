@@ -49,7 +49,6 @@ class Settler:
         self.ledger = view.ledger if policy.uses_ledger else None
         self.appender = Appender(roster, kv, self.ledger)
         self._ended: list[tuple[Request, FinishReason, str]] = []  # outside of any result
-        self._finished_ids: dict[int, list[str]] = {}  # by client, since its last outputs
         self._to_restart: set[int] = set()  # rows, once the transfer into their blocks is over
 
     def settle(self, plan: StepPlan, result: StepResult) -> dict[int, CoreOutputs]:
@@ -74,7 +73,7 @@ class Settler:
 
     def take_outputs(self) -> dict[int, CoreOutputs]:
         """Ends that came with no result."""
-        if not (self._ended or self._finished_ids):
+        if not self._ended:
             return {}
         return self._to_clients(OutputColumns(self.view.now, NO_RESULT))
 
@@ -98,8 +97,6 @@ class Settler:
         if self.ledger is not None:
             self.ledger.on_finish(req)
         self.policy.on_finish(req, self.view)
-        if self.config.include_finished_ids:
-            self._finished_ids.setdefault(req.add.client_index, []).append(req.request_id)
 
     def end_if_never(self, req: Request, num_tokens: int) -> bool:
         """Blocks for so many tokens at once are not free. If the pool is too small the request
@@ -198,12 +195,7 @@ class Settler:
         ended, self._ended = self._ended, []
         for req, reason, message in ended:
             outputs.end(req, reason, message)
-        by_client = outputs.by_client()
-        finished, self._finished_ids = self._finished_ids, {}
-        for client, ids in finished.items():
-            empty = CoreOutputs([], [], None, self.view.now)
-            by_client.setdefault(client, empty).finished_ids = ids
-        return by_client
+        return outputs.by_client()
 
     def _retire(self, rows: Rows) -> None:
         """Rows of finished requests whose last step in flight this was."""

@@ -16,12 +16,13 @@ def victims_for(req: Request, upto: int, policy: Policy, view: View) -> list[Req
     """
     victims: list[Request] = []
     seats = view.step.num_free_seats if req.is_waiting else 0
+    spared = spared_blocks(req, upto, policy, view)
     if req.is_waiting and not policy.waiting_may_preempt:
-        return victims if seats and view.kv.fits(req, upto) else None
+        return victims if seats and view.kv.fits(req, upto, spared=spared) else None
     candidates: list[Request] | None = None
     while not (
         (not req.is_waiting or seats + sum(victim.slot >= 0 for victim in victims) > 0)
-        and view.kv.fits(req, upto, victims)
+        and view.kv.fits(req, upto, victims, spared=spared)
     ):
         if candidates is None:
             candidates = _candidates(req, policy, view)
@@ -33,10 +34,50 @@ def victims_for(req: Request, upto: int, policy: Policy, view: View) -> list[Req
     return victims
 
 
+def spared_blocks(req: Request, upto: int, policy: Policy, view: View) -> int:
+    """Free blocks that are not for this request: where headroom is kept, a waiting one leaves
+    running prompts what they were promised."""
+    promised = promised_to_others(req, policy, view)
+    is_contested = promised and not view.kv.fits(req, upto, spared=promised)
+    return 0 if is_contested and not view.keeps_headroom else promised
+
+
+def promised_to_others(req: Request, policy: Policy, view: View) -> int:
+    """What running prompts were promised of the free blocks, unless a waiting request may take
+    memory from them."""
+    if not req.is_waiting or not (prompts := view.prompts):
+        return 0
+    if policy.waiting_may_preempt:
+        prompts = [other for other in prompts if not policy.outranks(req, other)]
+    return view.promised_to(prompts)
+
+
+def cut_to_blocks(req: Request, num_tokens: int, policy: Policy, view: View) -> int:
+    """How many of these tokens a running request can have blocks for, from 1 on.
+
+    All of a piece of a prompt if those it outranks hold enough; else what fits into the free ones;
+    if there are none, what fits into one more. Drafts take no block that another request needs.
+    """
+    kv, start = view.kv, req.num_computed
+    num_held, size = int(kv.num_held[req.row]), kv.block_size
+    if start + num_tokens <= num_held * size:
+        return num_tokens
+    if req.num_uncomputed == 1:
+        num_entries = -(-(start + num_tokens) // size) - num_held
+        room = size * -(-(start + 1) // size)
+        return min(num_tokens, room - start) if view.is_short(num_entries) else num_tokens
+    room = kv.room(req)
+    if start + num_tokens <= room:
+        return num_tokens
+    if kv.fits(req, start + num_tokens, _candidates(req, policy, view)):
+        return num_tokens
+    return min(num_tokens, (room if room > start else room + size) - start)
+
+
 def _candidates(req: Request, policy: Policy, view: View) -> list[Request]:
     """Holders that ``req`` outranks and that were not offered in this step.
 
-    One that its policy has paused for long is a candidate whatever its rank.
+    One that runs, but that its policy has paused for long, is a candidate whatever its rank.
     """
     index = view.step.index
     return [
@@ -44,5 +85,10 @@ def _candidates(req: Request, policy: Policy, view: View) -> list[Request]:
         for other in view.holders
         if other.considered != index
         and other is not req
-        and (other.considered < index - PAUSED_STEPS or policy.outranks(req, other))
+        and (_is_paused(other, index) or policy.outranks(req, other))
     ]
+
+
+def _is_paused(req: Request, index: int) -> bool:
+    """Has it run for long without being offered a token?"""
+    return req.slot >= 0 and req.considered < index - PAUSED_STEPS

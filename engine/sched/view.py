@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from random import Random
 from typing import cast
 
@@ -14,8 +14,10 @@ from engine.kv.manager import KVManager
 from engine.messages.step import StepPlan
 from engine.sched.builder import Step
 from engine.sched.cost import CostModel, LinearCost
+from engine.sched.headroom import Headroom
 from engine.sched.ledger import Ledger
 from engine.sched.lengths import LengthHistory, find_predictor
+from engine.sched.queues import by_rank
 from engine.sched.request import Request
 from engine.sched.roster import Roster
 from engine.sched.shape import NO_STEP, StepShape
@@ -34,7 +36,8 @@ class View:
         self.step = Step(0, 0, roster)
         self.ledger = Ledger(config.user_weights)
         self.lengths = LengthHistory()
-        self._cost: CostModel = LinearCost()
+        self.headroom = Headroom()
+        self._cost = LinearCost()
         self._last = NO_STEP
         self._unread: deque[tuple[StepPlan, float]] = deque(maxlen=64)
         self.predictor = find_predictor(config.length_predictor, self.lengths)
@@ -63,6 +66,33 @@ class View:
         marked = list(zip(running, decode.tolist(), strict=True))
         return [req for req, first in marked if first] + [req for req, first in marked if not first]
 
+    def by_rank(self) -> list[Request]:
+        """Running requests by rank. In this step prompts leave its token to each that decodes."""
+        running = list(self._roster.running)
+        self.step.decodes = [req for req in running if req.num_uncomputed == 1]
+        return running
+
+    def default_order(self) -> list[Request]:
+        """Running requests as they are offered tokens by default: decodes first, but all by rank
+        while the free blocks may not do for what each of them needs."""
+        return self.by_rank() if self.prompts and self.is_short() else self.decodes_first()
+
+    def is_short(self, num_more: int = 0) -> bool:
+        """Are too few blocks free for what running prompts were promised, for what each decode that
+        was not offered its token yet needs for it, and for so many table entries more?"""
+        kv, size, index = self.kv, self.kv.block_size, self.step.index
+        room = (kv.num_free - self.promised_blocks) // kv.num_groups - num_more
+        if len(self._roster.running) <= room:
+            return False
+        growing = [
+            req
+            for req in self._roster.running
+            if req.num_uncomputed == 1
+            and req.considered != index
+            and req.num_computed >= kv.num_held[req.row] * size
+        ]
+        return len(growing) > room
+
     @property
     def unoffered(self) -> list[Request]:
         """Waiting requests that may still be offered in this step, in rank order."""
@@ -72,9 +102,10 @@ class View:
         return [req for req in self._roster.waiting if req.considered != index]
 
     @property
-    def holders(self) -> list[Request]:
-        """Whoever holds blocks and may lose them: the running in rank order, then waiting ones."""
-        return [*self._roster.running, *self._roster.waiting_holders()]
+    def holders(self) -> Sequence[Request]:
+        """Requests that hold blocks and may lose them, running or waiting, by rank."""
+        waiting = self._roster.waiting_holders()
+        return sorted([*self._roster.running, *waiting], key=by_rank) if waiting else self.running
 
     @property
     def parked(self) -> Collection[Request]:
@@ -108,8 +139,9 @@ class View:
 
     def _read_steps(self) -> None:
         while self._unread:
-            self._last = StepShape.of(*self._unread.popleft())
-            if self._last.seconds:
+            plan, seconds = self._unread.popleft()
+            if seconds or not self._unread:  # of the others nothing is learnt
+                self._last = StepShape.of(plan, seconds)
                 self._cost.observe(self._last)
 
     def knows(self, req: Request) -> bool:
@@ -125,11 +157,36 @@ class View:
         return self.predictor.predict(req)
 
     @property
+    def prompts(self) -> list[Request]:
+        """Running requests more than one known token behind."""
+        return self._roster.running_prompts()
+
+    @property
     def promised_blocks(self) -> int:
         """Blocks that running prompts still need before they decode."""
-        size, held = self.kv.block_size, self.kv.num_held
-        missing = [
-            max(0, -(-req.num_tokens // size) - int(held[req.row]))
-            for req in self._roster.running_prompts()
-        ]
-        return sum(missing) * self.kv.num_groups
+        return self.promised_to(self._roster.running_prompts())
+
+    @property
+    def headroom_blocks(self) -> int:
+        """Blocks to leave free when a waiting request starts, if it is worth it: what running
+        prompts were promised, and one more for each fourth request that runs."""
+        return self.promised_blocks + len(self._roster.running) // 4 * self.kv.num_groups
+
+    @property
+    def keeps_headroom(self) -> bool:
+        """Is it worth it? Judged by the cost of steps; ask only if the answer matters."""
+        running, headroom = self._roster.seated.columns.rows, self.headroom
+        if running.size and headroom.is_due(self.step.index):
+            self._read_steps()
+            num_tokens = int(self._roster.table.num_computed.all[running].sum()) / len(running)
+            headroom.judge(self.step.index, self._cost, num_tokens)
+        return headroom.is_kept
+
+    def promised_to(self, prompts: Iterable[Request]) -> int:
+        """Blocks that these still need before they decode."""
+        kv = self.kv
+        if kv.tables.windows:
+            return sum(kv.missing(req, req.num_tokens) for req in prompts)
+        size, held = kv.block_size, kv.num_held
+        missing = [max(0, -(-req.num_tokens // size) - int(held[req.row])) for req in prompts]
+        return sum(missing) * kv.num_groups

@@ -119,13 +119,15 @@ class Drafts(Resource):
             self._propose(self._proposer)
 
     def extra(self, req: Request, step: Step) -> int:
-        """A place for each draft. One that comes with its whole prompt cached has none yet: beside
-        other decodes it is padded to their shape."""
+        """A slot for each draft. One that comes with all but a token of its prompt cached has none
+        yet and is padded to the shape of decodes. So is a prompt of one token, beside decodes."""
         if req.num_pending:
             return 0
         room = req.max_total - req.num_tokens - 1
         if req.is_waiting:
-            return 0 if self._has_prefill else min(self.num_speculative_tokens, room)
+            is_decode = step.has_running or self._scheduler.view.start_of(req) > 0
+            is_padded = is_decode and not self._has_prefill
+            return min(self.num_speculative_tokens, room) if is_padded else 0
         drafts = self._proposed.get(req.row)
         return min(self._cut(req, drafts), room) if drafts else 0
 

@@ -84,8 +84,8 @@ class Staging:
 
     def add(self, values: NDArray[np.generic]) -> torch.Tensor:
         """Send this along, too; returns where it lies from ``send`` to the next ``send``."""
-        if self._shares:
-            return torch.from_numpy(values)
+        if self._shares:  # a plan's columns may be kept by who made them, and torch warns of such
+            return torch.from_numpy(values if values.flags.writeable else values.copy())
         begin, end = self._end, self._end + values.nbytes
         if end > self._room:  # hundreds of long prompts found in the cache at once
             return self._platform.upload(values)

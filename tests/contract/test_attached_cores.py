@@ -64,7 +64,8 @@ def test_ids_of_clients_that_share_some_of_their_cores_do_not_meet(stack: ExitSt
         assert drain(client)[0] == wanted
 
 
-def test_110_the_error_names_the_core_that_died(stack: ExitStack) -> None:
+@pytest.mark.behaviour(110)
+def test_the_error_names_the_core_that_died(stack: ExitStack) -> None:
     cores = [hosted(stack), hosted(stack, FakeBuild(raise_at=3))]
     client = attached(stack, *cores)
     client.add_all([make_request(str(i), [i + 1], 20) for i in range(6)])

@@ -47,7 +47,8 @@ def client(kind: str) -> Iterator[Any]:
 # -- outputs
 
 
-def test_106_ten_requests_get_twenty_tokens_each(client: Any) -> None:
+@pytest.mark.behaviour(106)
+def test_ten_requests_get_twenty_tokens_each(client: Any) -> None:
     prompts = {str(i): [i + 1] * (i + 1) for i in range(10)}
     assert client.add_all([make_request(name, ids, 20) for name, ids in prompts.items()]) == {}
     tokens, ends = drain(client)
@@ -55,9 +56,8 @@ def test_106_ten_requests_get_twenty_tokens_each(client: Any) -> None:
     assert {end.reason for end in ends.values()} == {"length"} and len(ends) == 10
 
 
-def test_106_113_who_is_aborted_stops_early_and_the_others_are_exact(
-    kind: str, opened: Any
-) -> None:
+@pytest.mark.behaviour(106, 113)
+def test_who_is_aborted_stops_early_and_the_others_are_exact(kind: str, opened: Any) -> None:
     client = opened(kind, SLOW)
     client.add_all([make_request(str(i), [i + 1] * 4, 20) for i in range(10)])
     tokens: dict[str, list[int]] = {}
@@ -124,7 +124,8 @@ def test_requests_of_n_sequences(kind: str, opened: Any) -> None:
 # -- errors
 
 
-def test_103_an_id_in_use_is_refused_and_free_again_after_its_end(client: Any) -> None:
+@pytest.mark.behaviour(103)
+def test_an_id_in_use_is_refused_and_free_again_after_its_end(client: Any) -> None:
     client.call("pause")
     client.add(make_request("a", [1], 3))
     with pytest.raises(RequestError, match="'a' is in use"):
@@ -164,7 +165,8 @@ def test_a_request_that_cannot_be_computed_is_refused_alone(
     assert drain(client)[0] == {"b": expected([3], 4)}
 
 
-def test_130_a_full_queue_refuses_and_counts(kind: str, opened: Any) -> None:
+@pytest.mark.behaviour(130)
+def test_a_full_queue_refuses_and_counts(kind: str, opened: Any) -> None:
     if kind == "two cores":
         pytest.skip("each core has a queue of its own")
     client = opened(kind, FakeBuild(options={"max_waiting_requests": 4, "max_num_seqs": 1}))
@@ -201,7 +203,8 @@ def test_deadlines_end_requests_that_wait_and_requests_that_run(client: Any) -> 
 # -- utilities
 
 
-def test_107_a_utility_answers_and_one_that_raises_says_so(client: Any) -> None:
+@pytest.mark.behaviour(107)
+def test_a_utility_answers_and_one_that_raises_says_so(client: Any) -> None:
     value = [None, True, -(2**63), 2**64 - 1, 0.5, "text", b"bytes", [1, [2]], {"a": {"b": 1}}]
     assert client.call("echo", value) == value
     with pytest.raises(ConfigError, match="Call to pause method failed: pause of 'x' is not"):
@@ -211,8 +214,9 @@ def test_107_a_utility_answers_and_one_that_raises_says_so(client: Any) -> None:
     assert client.call("echo", "still there") == "still there"
 
 
+@pytest.mark.behaviour(108)
 @pytest.mark.parametrize("name", ["nothing", "shutdown", "__class__", "_stats", "", "x" * 100_000])
-def test_108_an_unknown_utility_is_an_error_and_nothing_more(client: Any, name: str) -> None:
+def test_an_unknown_utility_is_an_error_and_nothing_more(client: Any, name: str) -> None:
     with pytest.raises(ConfigError, match="is not available; there are: echo, ") as info:
         client.call(name)
     assert len(str(info.value)) < 300
@@ -223,14 +227,16 @@ class Custom:
     pass
 
 
+@pytest.mark.behaviour(109)
 @pytest.mark.parametrize("value", [Custom(), [Custom()], {"a": Custom()}, 1j, {1, 2}, Finished])
-def test_109_custom_types_are_refused(client: Any, value: Any) -> None:
+def test_custom_types_are_refused(client: Any, value: Any) -> None:
     with pytest.raises(RequestTypeError, match="only None, booleans, numbers"):
         client.call("echo", value)
     assert client.call("echo", 1) == 1
 
 
-def test_115_pause_of_new_and_of_all_and_resume(client: Any) -> None:
+@pytest.mark.behaviour(115)
+def test_pause_of_new_and_of_all_and_resume(client: Any) -> None:
     client.call("pause", "all")
     client.add(make_request("a", [1], 3))
     for _ in range(3):
@@ -244,7 +250,8 @@ def test_115_pause_of_new_and_of_all_and_resume(client: Any) -> None:
     assert drain(client)[0] == {"b": expected([2], 3)}
 
 
-def test_129_counters_agree_with_the_outputs(kind: str, opened: Any) -> None:
+@pytest.mark.behaviour(129)
+def test_counters_agree_with_the_outputs(kind: str, opened: Any) -> None:
     client = opened(kind)
     lengths = {str(i): (3 + i, 1 + 2 * i) for i in range(8)}
     client.add_all([make_request(name, [9] * p, m) for name, (p, m) in lengths.items()])
@@ -261,7 +268,8 @@ def test_129_counters_agree_with_the_outputs(kind: str, opened: Any) -> None:
 # -- several clients
 
 
-def test_114_each_client_gets_its_own(remote: str, opened: Any) -> None:
+@pytest.mark.behaviour(114)
+def test_each_client_gets_its_own(remote: str, opened: Any) -> None:
     first = opened(remote, SLOW)
     others = [attach(remote, first) for _ in range(2)]
     clients = [first, *others]

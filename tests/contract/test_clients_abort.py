@@ -44,8 +44,9 @@ def is_quiet(client: Any) -> bool:
     return not any(batch.request_ids for _ in range(3) for batch in client.step())
 
 
+@pytest.mark.behaviour(106)
 @pytest.mark.parametrize("num_steps", [20, 300])  # 300: more than the core may send unread
-def test_106_nothing_follows_an_abort(kind: str, opened: Any, num_steps: int) -> None:
+def test_nothing_follows_an_abort(kind: str, opened: Any, num_steps: int) -> None:
     client = opened(kind, SLOW if num_steps < 256 else None)
     client.add_all([make_request(str(i), [i + 1], 400) for i in range(4)])
     outputs_pile_up(kind, client, num_steps)
@@ -56,9 +57,8 @@ def test_106_nothing_follows_an_abort(kind: str, opened: Any, num_steps: int) ->
     assert is_quiet(client)
 
 
-def test_106_a_new_request_of_an_aborted_id_gets_its_own_tokens_alone(
-    kind: str, opened: Any
-) -> None:
+@pytest.mark.behaviour(106)
+def test_a_new_request_of_an_aborted_id_gets_its_own_tokens_alone(kind: str, opened: Any) -> None:
     client = opened(kind, SLOW)
     for turn in range(3):
         client.add_all([make_request(name, [turn + 1, len(name)], 400) for name in ("a", "bb")])
@@ -75,7 +75,8 @@ def test_106_a_new_request_of_an_aborted_id_gets_its_own_tokens_alone(
     assert is_quiet(client) and not client.has_unfinished()
 
 
-def test_106_an_end_that_was_not_read_is_told_by_the_abort(kind: str, opened: Any) -> None:
+@pytest.mark.behaviour(106)
+def test_an_end_that_was_not_read_is_told_by_the_abort(kind: str, opened: Any) -> None:
     client = opened(kind)
     client.add_all([make_request(name, [1], 3) for name in ("a", "b")])
     all_end(kind, client)
@@ -87,7 +88,8 @@ def test_106_an_end_that_was_not_read_is_told_by_the_abort(kind: str, opened: An
     assert client.abort(["b"]) == [] and is_quiet(client)
 
 
-def test_103_an_id_is_in_use_until_its_end_was_read(kind: str, opened: Any) -> None:
+@pytest.mark.behaviour(103)
+def test_an_id_is_in_use_until_its_end_was_read(kind: str, opened: Any) -> None:
     client = opened(kind)
     client.add(make_request("a", [1], 3))
     all_end(kind, client)

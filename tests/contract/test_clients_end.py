@@ -21,9 +21,8 @@ pytestmark = pytest.mark.usefixtures("place")
 SLOW = FakeBuild(step_seconds=0.002)
 
 
-def test_110_death_reaches_who_waits_and_who_comes_later_with_its_cause(
-    kind: str, opened: Any
-) -> None:
+@pytest.mark.behaviour(110)
+def test_death_reaches_who_waits_and_who_comes_later_with_its_cause(kind: str, opened: Any) -> None:
     client = opened(kind, FakeBuild(raise_at=3))
     client.add_all([make_request(str(i), [i + 1], 20) for i in range(3)])
     with pytest.raises(EngineDeadError, match="ArithmeticError: the worker fell over") as info:
@@ -41,8 +40,9 @@ def test_110_death_reaches_who_waits_and_who_comes_later_with_its_cause(
             call()
 
 
+@pytest.mark.behaviour(110)
 @pytest.mark.parametrize("waits_in", ["step", "call"])
-def test_110_a_killed_core_is_noticed_within_a_second(remote: str, waits_in: str) -> None:
+def test_a_killed_core_is_noticed_within_a_second(remote: str, waits_in: str) -> None:
     client = spawn_client(remote, FakeBuild(step_seconds=0.3))
     client.add(make_request("a", [1], 400))
     assert client.call("echo", 1) == 1
@@ -55,7 +55,8 @@ def test_110_a_killed_core_is_noticed_within_a_second(remote: str, waits_in: str
     client.shutdown()
 
 
-def test_110_what_building_the_core_raised_is_told() -> None:
+@pytest.mark.behaviour(110)
+def test_what_building_the_core_raised_is_told() -> None:
     with pytest.raises(EngineDeadError, match="initialization failed: ValueError: no luck") as info:
         start_core(fake_config(), FakeBuild(fail_start="no luck"))
     assert "FakeBuild" in str(info.value.__cause__) or "spawned.py" in str(info.value.__cause__)
@@ -69,7 +70,8 @@ def test_a_mistake_in_the_options_is_the_same_error_as_in_this_process() -> None
             build(fake_config()) if kind == "in-process" else spawn_client(kind, build)
 
 
-def test_111_the_time_to_get_ready_is_bounded_and_the_message_says_what_was_awaited() -> None:
+@pytest.mark.behaviour(111)
+def test_the_time_to_get_ready_is_bounded_and_the_message_says_what_was_awaited() -> None:
     start = time.monotonic()
     with pytest.raises(EngineDeadError, match=r"waited 1 s for .*engine core.* to be ready"):
         start_core(fake_config(core_ready_timeout=1.0), FakeBuild(start_seconds=60))
@@ -84,7 +86,8 @@ def test_options_that_cannot_travel_are_a_config_error() -> None:
         start_core(fake_config(), Local())
 
 
-def test_116_shutdown_twice_leaves_nothing(remote: str) -> None:
+@pytest.mark.behaviour(116)
+def test_shutdown_twice_leaves_nothing(remote: str) -> None:
     children = set(psutil.Process().children(recursive=True))
     client = spawn_client(remote, FakeBuild())
     client.add(make_request("a", [1], 400))

@@ -41,7 +41,8 @@ pytestmark = pytest.mark.usefixtures("place")
 # -- forks
 
 
-def test_110_a_killed_core_is_noticed_although_a_process_that_it_forked_lives(
+@pytest.mark.behaviour(110)
+def test_a_killed_core_is_noticed_although_a_process_that_it_forked_lives(
     remote: str, place: Path
 ) -> None:
     pid_file = place / "pid"
@@ -102,8 +103,9 @@ def test_an_interrupt_at_the_terminal_is_for_the_parent_alone() -> None:
     client.shutdown()
 
 
+@pytest.mark.behaviour(116)
 @pytest.mark.parametrize("build", [FakeBuild(), FakeBuild(hang_at=2), Clinging()])
-def test_116_a_core_that_is_stopped_or_hangs_is_gone_two_seconds_after_shutdown(
+def test_a_core_that_is_stopped_or_hangs_is_gone_two_seconds_after_shutdown(
     remote: str, build: FakeBuild
 ) -> None:
     client = spawn_client(remote, build)
@@ -119,7 +121,8 @@ def test_116_a_core_that_is_stopped_or_hangs_is_gone_two_seconds_after_shutdown(
     assert not process.is_running()
 
 
-def test_116_cores_that_are_stopped_are_given_up_together() -> None:
+@pytest.mark.behaviour(116)
+def test_cores_that_are_stopped_are_given_up_together() -> None:
     client = start_cores(fake_config(multiprocess=True, data_parallel_size=3), FakeBuild())
     processes = [psutil.Process(pid_of(core)) for core in client._cores]
     for process in processes:
@@ -195,7 +198,8 @@ def what_is_open(place: Path) -> tuple[int, int, list[Path]]:
     return fds, threads, list(place.iterdir())
 
 
-def test_110_an_engine_whose_core_died_is_closed_and_another_made_again_and_again(
+@pytest.mark.behaviour(110)
+def test_an_engine_whose_core_died_is_closed_and_another_made_again_and_again(
     place: Path,
 ) -> None:
     opened = None

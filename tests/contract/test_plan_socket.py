@@ -141,7 +141,7 @@ def test_a_worker_behind_a_socket_gives_the_same_digests(process, seed):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_100_000_steps_on_both_sides_of_a_socket(process, seed):
+def test_a_hundred_thousand_steps_on_both_sides_of_a_socket(process, seed):
     parts = compare(count(seed), process, 100_000)
     print(f"parts of plans: {dict(parts)}; {process.num_bytes / 1e6:.0f} MB travelled")
     assert set(parts) == set(PARTS), parts

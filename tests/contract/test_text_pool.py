@@ -121,9 +121,10 @@ def test_the_core_is_stopped_in_the_same_step(open_session: Open) -> None:
     assert counts[0] == counts[1]
 
 
+@pytest.mark.behaviour(113)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_steps", [0, 1, 7])
-def test_113_aborts_deliver_the_text_so_far_once(
+def test_aborts_deliver_the_text_so_far_once(
     open_session: Open, kind: OutputKind, num_steps: int
 ) -> None:
     found = []
@@ -254,7 +255,8 @@ def test_whole_lists_equal_those_of_the_front_end(open_session: Open) -> None:
     assert found[0] == found[1]
 
 
-async def test_126_a_hundred_streams_with_cancels(open_session: Open) -> None:
+@pytest.mark.behaviour(126)
+async def test_a_hundred_streams_with_cancels(open_session: Open) -> None:
     """Exact texts; cancelling some, while they are tokenised too, disturbs nobody."""
     expected = run(open_session(None), {"x": SamplingParams(max_tokens=40, output_kind="delta")})
     text = "".join(output.outputs[0].text for output in expected["x"])

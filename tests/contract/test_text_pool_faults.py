@@ -272,7 +272,8 @@ def test_one_that_never_stays_is_given_up_for_a_while(
     assert pool.encode("fine").result(WAIT) == tokenizer.encode("fine")
 
 
-def test_110_a_program_that_does_not_start_is_named(
+@pytest.mark.behaviour(110)
+def test_a_program_that_does_not_start_is_named(
     model: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Within seconds, with its cause on standard error."""

@@ -20,8 +20,9 @@ from engine.frontend.tokenizer import Tokenizer
 from engine.messages.params import OutputKind
 
 
+@pytest.mark.behaviour(116)
 @pytest.mark.usefixtures("place")  # other tests may open sockets meanwhile
-def test_116_closed_pools_leave_nothing_and_refuse(pools: Pools) -> None:
+def test_closed_pools_leave_nothing_and_refuse(pools: Pools) -> None:
     """No child, no file, no descriptor; closing again does nothing."""
     me = psutil.Process()
     pools.start().close()  # what is made once stays

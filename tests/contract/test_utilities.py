@@ -73,7 +73,8 @@ class Restless(Scheduler):
         raise ZeroDivisionError("of nothing")
 
 
-def test_107_what_a_scheduler_of_ones_own_raises_is_told_with_the_utility(
+@pytest.mark.behaviour(107)
+def test_what_a_scheduler_of_ones_own_raises_is_told_with_the_utility(
     kind: str, opened: Any
 ) -> None:
     client = opened(kind, FakeBuild(options={"scheduler_cls": Restless}))
@@ -178,6 +179,7 @@ def nested(levels: int) -> list[Any]:
     return value
 
 
+@pytest.mark.behaviour(109)
 @pytest.mark.parametrize(
     ("value", "told"),
     [
@@ -189,7 +191,7 @@ def nested(levels: int) -> list[Any]:
         (nested(5000), "has more than 64 levels"),
     ],
 )
-def test_109_what_cannot_travel_is_refused_everywhere(
+def test_what_cannot_travel_is_refused_everywhere(
     kind: str, opened: Any, value: Any, told: str
 ) -> None:
     client = opened(kind)
@@ -201,9 +203,8 @@ def test_109_what_cannot_travel_is_refused_everywhere(
 KNOWN = {"echo", "reset_prefix_cache", "pause", "resume", "stats"}
 
 
-def test_108_no_other_name_of_the_core_or_its_scheduler_is_a_utility(
-    kind: str, opened: Any
-) -> None:
+@pytest.mark.behaviour(108)
+def test_no_other_name_of_the_core_or_its_scheduler_is_a_utility(kind: str, opened: Any) -> None:
     client = opened(kind)
     names = {*dir(InprocClient), *dir(EngineCore), *dir(Scheduler), *dir(Utilities)} - KNOWN
     assert len(names) > 50

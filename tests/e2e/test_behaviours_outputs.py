@@ -8,9 +8,8 @@ from engine.frontend.backends import REPLACEMENT
 from engine.messages.params import OutputKind
 
 
-def test_117_pieces_joined_are_the_text(
-    llm_engine: LLMEngine, answer: tuple[str, list[int]]
-) -> None:
+@pytest.mark.behaviour(117)
+def test_pieces_joined_are_the_text(llm_engine: LLMEngine, answer: tuple[str, list[int]]) -> None:
     outputs = run(llm_engine, {kind: greedy(output_kind=kind) for kind in KINDS})
     same = {kind: run_one(llm_engine, greedy(output_kind=kind)) for kind in KINDS}
     assert joined(same["delta"]) == answer
@@ -25,7 +24,8 @@ def test_117_pieces_joined_are_the_text(
     assert len(same["delta"][0].outputs[0].token_ids) == 1
 
 
-def test_118_no_half_characters(llm_engine: LLMEngine, seed: int) -> None:
+@pytest.mark.behaviour(118)
+def test_no_half_characters(llm_engine: LLMEngine, seed: int) -> None:
     """Hot sampling hits many byte tokens."""
     params = {
         str(i): SamplingParams(
@@ -43,9 +43,10 @@ def test_118_no_half_characters(llm_engine: LLMEngine, seed: int) -> None:
             assert not output.outputs[0].text.endswith(REPLACEMENT)
 
 
+@pytest.mark.behaviour(119)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("included", [False, True])
-def test_119_stop_strings(
+def test_stop_strings(
     llm_engine: LLMEngine, answer: tuple[str, list[int]], kind: OutputKind, included: bool
 ) -> None:
     text, token_ids = answer
@@ -65,7 +66,8 @@ def test_119_stop_strings(
     assert (last.finish_reason, last.stop_reason) == ("stop", stop)
 
 
-def test_120_stop_token_ids(llm_engine: LLMEngine, answer: tuple[str, list[int]]) -> None:
+@pytest.mark.behaviour(120)
+def test_stop_token_ids(llm_engine: LLMEngine, answer: tuple[str, list[int]]) -> None:
     token_ids = answer[1]
     stop = token_ids[12]
     end = token_ids.index(stop)
@@ -80,8 +82,9 @@ def test_120_stop_token_ids(llm_engine: LLMEngine, answer: tuple[str, list[int]]
         assert completion.text == shown.removeprefix(tokenizer.decode(prompt_ids))
 
 
+@pytest.mark.behaviour(121)
 @pytest.mark.parametrize("kind", KINDS)
-def test_121_logprobs(llm_engine: LLMEngine, kind: OutputKind) -> None:
+def test_logprobs(llm_engine: LLMEngine, kind: OutputKind) -> None:
     params = SamplingParams(
         temperature=1.0,
         seed=3,
@@ -115,7 +118,8 @@ def test_121_logprobs(llm_engine: LLMEngine, kind: OutputKind) -> None:
         assert position is not None and token_id in position and len(position) in (2, 3)
 
 
-def test_121_prompt_logprobs_from_a_start(llm_engine: LLMEngine) -> None:
+@pytest.mark.behaviour(121)
+def test_prompt_logprobs_from_a_start(llm_engine: LLMEngine) -> None:
     found = {}
     for start in (0, 2):
         params = greedy(max_tokens=1, prompt_logprobs=0, prompt_logprobs_start=start)
@@ -127,8 +131,9 @@ def test_121_prompt_logprobs_from_a_start(llm_engine: LLMEngine) -> None:
         assert ours is not None and theirs is not None and ours.keys() == theirs.keys()
 
 
+@pytest.mark.behaviour(123)
 @pytest.mark.parametrize("kind", KINDS)
-def test_123_n_samples(llm_engine: LLMEngine, kind: OutputKind) -> None:
+def test_n_samples(llm_engine: LLMEngine, kind: OutputKind) -> None:
     params = SamplingParams(
         n=3, temperature=1.2, seed=7, max_tokens=10, ignore_eos=True, output_kind=kind
     )
@@ -151,7 +156,8 @@ def test_123_n_samples(llm_engine: LLMEngine, kind: OutputKind) -> None:
     assert texts[0] == texts[1]
 
 
-def test_123_abort_of_the_parent_aborts_all(llm_engine: LLMEngine) -> None:
+@pytest.mark.behaviour(123)
+def test_abort_of_the_parent_aborts_all(llm_engine: LLMEngine) -> None:
     llm_engine.add_request(
         "family", PROMPTS[0], SamplingParams(n=3, max_tokens=100, ignore_eos=True)
     )
@@ -162,13 +168,15 @@ def test_123_abort_of_the_parent_aborts_all(llm_engine: LLMEngine) -> None:
     assert [c.finish_reason for c in output.outputs] == ["abort"] * 3
 
 
-def test_124_final_only_is_one_output(llm_engine: LLMEngine) -> None:
+@pytest.mark.behaviour(124)
+def test_final_only_is_one_output(llm_engine: LLMEngine) -> None:
     params = {str(i): greedy(max_tokens=1 + i, output_kind="final") for i in range(6)}
     for i, outputs in enumerate(run(llm_engine, params).values()):
         assert [len(output.outputs[0].token_ids) for output in outputs] == [1 + i]
 
 
-def test_125_counts_and_times(llm_engine: LLMEngine) -> None:
+@pytest.mark.behaviour(125)
+def test_counts_and_times(llm_engine: LLMEngine) -> None:
     counts = llm_engine.token_counts()
     before = (counts.prompt_tokens, counts.generation_tokens, counts.finished.total())
     params = {str(i): greedy(max_tokens=3 + i, ignore_eos=True) for i in range(5)}
@@ -188,7 +196,8 @@ def test_125_counts_and_times(llm_engine: LLMEngine) -> None:
         assert queue + prefill + decode == pytest.approx(times.finished_time - times.arrival_time)
 
 
-def test_127_strings_need_a_tokenizer() -> None:
+@pytest.mark.behaviour(127)
+def test_strings_need_a_tokenizer() -> None:
     with LLMEngine.from_engine_args(EngineArgs(**SIZES, skip_tokenizer_init=True)) as bare:
         for refused in (greedy(stop=["x"]), greedy(bad_words=["x"])):
             with pytest.raises(RequestError, match="skip_tokenizer_init"):

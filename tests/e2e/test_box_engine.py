@@ -114,7 +114,8 @@ async def collect(
     return [output async for output in async_engine.generate(PROMPTS[0], params, name)]
 
 
-async def test_122_slow_reader(answer: tuple[str, list[int]]) -> None:
+@pytest.mark.behaviour(122)
+async def test_slow_reader(answer: tuple[str, list[int]]) -> None:
     async_engine = AsyncLLMEngine.from_engine_args(EngineArgs(**SIZES))
     try:
         for kind in ("delta", "cumulative"):
@@ -130,7 +131,8 @@ async def test_122_slow_reader(answer: tuple[str, list[int]]) -> None:
         async_engine.shutdown()
 
 
-async def test_126_a_hundred_at_once() -> None:
+@pytest.mark.behaviour(126)
+async def test_a_hundred_at_once() -> None:
     async_engine = AsyncLLMEngine.from_engine_args(EngineArgs(**SIZES))
     try:
         for _ in range(2):  # ids are free again

@@ -105,7 +105,8 @@ async def collect(engine: AsyncLLMEngine, name: str, prompt: list[int], count: i
     ]
 
 
-async def test_110_all_streams_hear_of_a_killed_core_within_a_second() -> None:
+@pytest.mark.behaviour(110)
+async def test_all_streams_hear_of_a_killed_core_within_a_second() -> None:
     engine, client = async_engine(SLOW)
     tasks = [asyncio.create_task(collect(engine, str(i), [i + 1], 400)) for i in range(64)]
     await asyncio.sleep(0.5)
@@ -120,7 +121,8 @@ async def test_110_all_streams_hear_of_a_killed_core_within_a_second() -> None:
     await asyncio.to_thread(engine.shutdown)
 
 
-async def test_110_an_idle_engine_hears_of_its_core_s_death() -> None:
+@pytest.mark.behaviour(110)
+async def test_an_idle_engine_hears_of_its_core_s_death() -> None:
     engine, client = async_engine(FakeBuild())
     assert await collect(engine, "a", [1], 3) == expected([1], 3)
     os.kill(pid_of(client), signal.SIGKILL)
@@ -131,7 +133,8 @@ async def test_110_an_idle_engine_hears_of_its_core_s_death() -> None:
     await asyncio.to_thread(engine.shutdown)
 
 
-async def test_126_a_hundred_streams_over_the_wire_and_cancelling_disturbs_nobody() -> None:
+@pytest.mark.behaviour(126)
+async def test_a_hundred_streams_over_the_wire_and_cancelling_disturbs_nobody() -> None:
     engine, client = async_engine(FakeBuild(step_seconds=0.001))
     for _ in range(2):  # ids can be used again
         tasks = [
@@ -157,9 +160,10 @@ KILLS: dict[str, Callable[[int], None]] = {
 }
 
 
+@pytest.mark.behaviour(110)
 @pytest.mark.parametrize("kill", KILLS)
 @pytest.mark.parametrize("phase", ["idle", "prefill", "decode", "in a call", "draining"])
-def test_110_a_core_killed_in_any_phase(kill: str, phase: str) -> None:
+def test_a_core_killed_in_any_phase(kill: str, phase: str) -> None:
     client = spawn_client("zmq", FakeBuild(step_seconds=0.2))
     if phase != "idle":
         client.add(make_request("a", [1], 100))

@@ -27,14 +27,16 @@ SAMPLE = (
 )
 
 
+@pytest.mark.behaviour(110, 116)
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("cell", SAMPLE)
-def test_110_116_everybody_knows_in_time_and_nothing_is_left(cell: str) -> None:
+def test_everybody_knows_in_time_and_nothing_is_left(cell: str) -> None:
     outcome = run_cell(Cell(*cell.split("/")))
     assert not outcome.failures, outcome
 
 
-async def test_110_who_asks_a_core_that_just_died_hears_of_it() -> None:
+@pytest.mark.behaviour(110)
+async def test_who_asks_a_core_that_just_died_hears_of_it() -> None:
     owner = start()
     client = await AsyncEngineCoreClient.connect(owner.address)
     assert await client.call("echo", 1) == 1

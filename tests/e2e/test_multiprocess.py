@@ -53,7 +53,8 @@ def test_outputs_and_errors_are_those_of_a_core_in_this_process(where: str, here
         assert llm.reset_prefix_cache() is True
 
 
-def test_126_a_hundred_at_once_with_the_core_in_a_process(here: LLM) -> None:
+@pytest.mark.behaviour(126)
+def test_a_hundred_at_once_with_the_core_in_a_process(here: LLM) -> None:
     greedy = PARAMS["greedy"]
     wanted = {
         p: o.outputs[0].text for p, o in zip(PROMPTS, here.generate(PROMPTS, greedy), strict=True)

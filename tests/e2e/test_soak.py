@@ -5,8 +5,9 @@ import pytest
 from tools.soak import Soak, run
 
 
+@pytest.mark.behaviour(106, 126)
 @pytest.mark.timeout(90)
-def test_106_126_a_hundred_streams_with_cancels_lose_nothing(seed: int) -> None:
+def test_a_hundred_streams_with_cancels_lose_nothing(seed: int) -> None:
     result = run(Soak(seconds=10.0, num_streams=100, num_clients=4, seed=seed))
     assert not result.failures()
     assert result.counts.finished > 200 and result.counts.cancelled > 50

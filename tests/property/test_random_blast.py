@@ -109,10 +109,11 @@ class Blast:
                 assert self.run.outputs[name] == answer(self.requests[name])
 
 
+@pytest.mark.behaviour(47, 48, 49, 50, 51)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("num_drafts", [0, 1, 5])
-def test_047_048_049_050_051_random_steps_keep_plans_seats_and_blocks_right(
+def test_random_steps_keep_plans_seats_and_blocks_right(
     seed: int, num_drafts: int, depth: int
 ) -> None:
     blast = Blast(seed, num_drafts, depth)

@@ -14,7 +14,7 @@ import pytest
 from engine.sched.policies import POLICIES
 from engine.sched.verify.draw import draw_case
 from engine.sched.verify.simulation import Simulation
-from engine.sched.verify.starvation import steps_until_served
+from engine.sched.verify.starvation import wait_in_overload
 from engine.sched.verify.swarm import Report, Swarm, replay_corpus, reproduction, smallest
 
 NUM_STEPS = 520_000
@@ -50,7 +50,7 @@ def test_what_broke_once_holds() -> None:
 
 @pytest.mark.parametrize("policy", sorted(set(POLICIES) - set(AGELESS)))
 def test_nobody_starves(policy: str) -> None:
-    assert steps_until_served(policy, {}, limit=1000) is not None
+    assert wait_in_overload(policy, {}, limit=1000).num_steps is not None
 
 
 def test_another_process_makes_the_same_plans() -> None:

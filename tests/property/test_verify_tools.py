@@ -13,7 +13,7 @@ from engine.cli.main import main
 from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError, PolicyError
 from engine.messages.step import StepPlan
-from engine.sched import Admission
+from engine.sched import Admission, Defer, Refuse
 from engine.sched.policies import FCFS
 from engine.sched.scheduler import Scheduler
 from engine.sched.testing import check_policy
@@ -104,6 +104,69 @@ def test_a_bad_policy_is_told_once_and_with_the_line(caplog: pytest.LogCaptureFi
     with pytest.raises(PolicyError, match=r"ZeroDivisionError: .* \(test_verify_tools\.py:\d+\)"):
         check_policy(Raises, steps=4000)
     assert not caplog.messages and logging.getLogger("engine").level == logging.INFO
+
+
+class RefusesAll(FCFS):
+    """Takes nobody."""
+
+    def on_add(self, req, view):
+        return Refuse("closed")
+
+
+class RefusesLong(FCFS):
+    """Takes nobody with a prompt like that of the request which is to be served."""
+
+    def on_add(self, req, view):
+        return Refuse("too long") if req.num_prompt >= 20 else None
+
+
+class RefusesShort(FCFS):
+    """Takes the request which is to be served, and none of those that keep coming."""
+
+    def on_add(self, req, view):
+        return Refuse("too short") if req.num_prompt < 20 else None
+
+
+class DefersAll(FCFS):
+    """Keeps everybody out of the queue for an hour."""
+
+    def on_add(self, req, view):
+        return Defer(view.now + 3600)
+
+
+class RefusesAtFirst(FCFS):
+    """Has room for the request once it has seen a hundred."""
+
+    def __init__(self):
+        self.num_seen = 0
+
+    def on_add(self, req, view):
+        self.num_seen += 1
+        return Refuse("later") if req.num_prompt >= 20 and self.num_seen < 100 else None
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("policy", [RefusesAll, RefusesLong])
+def test_a_policy_that_refuses_comes_to_an_end_and_has_served_nobody(policy) -> None:
+    """The first went on adding requests for ever; the second was said to have served the one it
+    had refused."""
+    with pytest.raises(PolicyError, match=r"was refused \d+ times in 50 steps"):
+        check_policy(policy, steps=200, max_wait=50)
+
+
+@pytest.mark.timeout(60)
+def test_a_policy_that_defers_everybody_comes_to_an_end() -> None:
+    with pytest.raises(PolicyError, match="was not served in 50 steps"):
+        check_policy(DefersAll, steps=200, max_wait=50)
+
+
+@pytest.mark.timeout(60)
+def test_a_policy_that_refuses_what_keeps_coming_is_checked_to_the_end() -> None:
+    assert check_policy(RefusesShort, steps=200, max_wait=200).num_steps >= 200
+
+
+def test_a_refused_request_comes_again_and_may_be_served_then() -> None:
+    assert check_policy(RefusesAtFirst, steps=200, max_wait=200).num_steps >= 200
 
 
 def test_a_policy_that_is_meant_to_starve_may() -> None:

@@ -48,7 +48,8 @@ async def test_many_tasks_ask_at_once() -> None:
         await client.shutdown()
 
 
-async def test_107_a_cancelled_call_leaves_the_client_usable() -> None:
+@pytest.mark.behaviour(107)
+async def test_a_cancelled_call_leaves_the_client_usable() -> None:
     with HostedCore(FakeBuild(step_seconds=0.5)) as core:
         client = await AsyncEngineCoreClient.connect(core.address)
         await client.add(make_request("a", [1], 4))
@@ -89,7 +90,8 @@ async def test_a_cancelled_add_leaves_nothing_at_the_core() -> None:
         await client.shutdown()
 
 
-async def test_110_all_tasks_hear_of_the_death() -> None:
+@pytest.mark.behaviour(110)
+async def test_all_tasks_hear_of_the_death() -> None:
     with HostedCore(FakeBuild(step_seconds=0.05, raise_at=2)) as core:
         client = await AsyncEngineCoreClient.connect(core.address)
         await client.add(make_request("a", [1], 6))
@@ -216,7 +218,8 @@ class Users:
         return True
 
 
-async def test_107_streams_get_exactly_their_own_under_adds_aborts_and_cancels(seed: int) -> None:
+@pytest.mark.behaviour(107)
+async def test_streams_get_exactly_their_own_under_adds_aborts_and_cancels(seed: int) -> None:
     with HostedCore(FakeBuild(step_seconds=0.0005)) as core:
         client = await AsyncEngineCoreClient.connect(core.address)
         reader = Reader(client)

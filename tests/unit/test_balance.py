@@ -11,7 +11,6 @@ from engine.config.args import EngineArgs
 from engine.core.balance import MAX_REMEMBERED, MIN_LEAD_TOKENS, Balancer
 from engine.core.launch import share_of
 from engine.core.many_client import sum_of
-from engine.errors import ConfigError
 from engine.messages.stats import SchedulerStats
 
 SYSTEM = list(range(64))  # what several prompts begin with: 4 blocks
@@ -88,32 +87,3 @@ def test_each_core_has_its_share_of_the_machine() -> None:
     config = EngineArgs(memory_utilization=0.6, **options).create_config()  # type: ignore[arg-type]
     share = share_of(config, 2)
     assert share.cache.memory_utilization == pytest.approx(0.3) and share.num_threads == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"data_parallel_size": 2}, "multiprocess is False"),
-        ({"data_parallel_size": 0}, "data_parallel_size is 0, must be in 1..64"),
-        (
-            {"data_parallel_size": 2, "multiprocess": True, "step_log": "x"},
-            "step_log is 'x' and data_parallel_size is 2",
-        ),
-        (
-            {"data_parallel_size": 2, "multiprocess": True, "enable_kv_events": True}
-            | {"kv_events_endpoint": "ipc:///tmp/x"},
-            "kv_events_endpoint is 'ipc:///tmp/x' and data_parallel_size is 2",
-        ),
-        ({"multiprocess": True, "core_address": "ipc:///x"}, "core_address is 'ipc:///x' and"),
-        ({"core_address": "ipc:///x,"}, "core_address is 'ipc:///x,', must be one address, or up"),
-        ({"core_address": "ipc:///x, ipc:///x"}, "up to 64 different ones divided by commas"),
-        ({"core_address": ""}, "core_address is '', must be one address"),
-        ({"core_address": "ipc:///x", "max_num_seqs": 4}, "max_num_seqs is 4, but the core at"),
-        ({"core_address": "ipc:///x", "policy_options": {"a": 1}}, "policy_options is"),
-    ],
-)
-def test_options_that_cannot_work_together_are_refused(
-    options: dict[str, object], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        EngineArgs.from_options(**options).create_config()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -32,7 +33,34 @@ def test_every_case_of_the_scheduler_has_a_test(tool: ModuleType) -> None:
     assert not missing, f"no test names {missing}"
 
 
-def test_numbers_in_names_are_those_of_cases(tool: ModuleType) -> None:
-    names = ["test_026_033_a_b", "test_behaviour_7_x", "test_256_rows", "test_x_12_y", "test_5"]
-    found = [tool.NAME.fullmatch(name) for name in names]
-    assert [match and match[1] for match in found] == ["026_033_", "7_", "256_", None, None]
+def test_a_marker_makes_evidence_and_a_number_in_a_name_does_not(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tests of 8 bit floats were listed as those of case 8."""
+    (tmp_path / "tests").mkdir()
+    monkeypatch.setattr(tool, "ROOT", tmp_path)
+    file = tmp_path / "tests" / "test_some.py"
+    file.write_text(
+        "@pytest.mark.behaviour(8, 9)\n@pytest.mark.slow\ndef test_the_cap(): ...\n"
+        "def test_8_bit_floats(): ...\n"
+        "class TestIt:\n    @pytest.mark.behaviour(7)\n    async def test_x(self): ...\n"
+    )
+    assert tool.find_tests() == [
+        ((8, 9), "the cap", "tests/test_some.py"),
+        ((7,), "x", "tests/test_some.py"),
+    ]
+    file.write_text("@pytest.mark.behaviour(131)\ndef test_it(): ...\n")
+    with pytest.raises(
+        ValueError, match=r"test_some.py: test_it names \[131\], there are 1 to 130"
+    ):
+        tool.find_tests()
+
+
+def test_no_test_claims_a_case_by_its_name_alone() -> None:
+    claims = re.compile(r"def (test_(?:behaviours?_\d|0\d\d_|1[0-2]\d_|130_)\w*)")
+    names = {
+        f"{path.name}: {name}"
+        for path in TOOL.parents[1].joinpath("tests").rglob("test_*.py")
+        for name in claims.findall(path.read_text(encoding="utf-8"))
+    }
+    assert not names, f"use @pytest.mark.behaviour: {names}"

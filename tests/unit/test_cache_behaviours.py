@@ -39,7 +39,8 @@ def two_sharing():
     return kv, first, second
 
 
-def test_behaviour_52_53_a_second_prompt_adopts_what_it_shares():
+@pytest.mark.behaviour(52, 53)
+def test_a_second_prompt_adopts_what_it_shares():
     kv, first, second = two_sharing()
     hashes = [kv.cache.hash_of(block) for block in kv.held(first)]
     assert kv.held(first) == [1, 2, 3, 4]
@@ -49,7 +50,8 @@ def test_behaviour_52_53_a_second_prompt_adopts_what_it_shares():
     assert kv.pool.num_refs[1:6] == [2, 2, 2, 1, 1]
 
 
-def test_behaviour_54_55_order_of_eviction():
+@pytest.mark.behaviour(54, 55)
+def test_order_of_eviction():
     kv, first, second = two_sharing()
     fill(kv, second)
     kv.forget(first)
@@ -62,7 +64,8 @@ def test_behaviour_54_55_order_of_eviction():
     assert [kv.cache.hash_of(block) is None for block in (3, 2, 1)] == [True, True, False]
 
 
-def test_behaviour_56_the_last_token_is_always_computed():
+@pytest.mark.behaviour(56)
+def test_the_last_token_is_always_computed():
     run = make_run()
     run.add(make_request("a", [1] * 32, 1))
     run.drain()
@@ -71,7 +74,8 @@ def test_behaviour_56_the_last_token_is_always_computed():
     assert run.plans[-1] == {"b": 16}
 
 
-def test_behaviour_57_prompt_logprobs_fill_the_cache_but_do_not_read_it():
+@pytest.mark.behaviour(57)
+def test_prompt_logprobs_fill_the_cache_but_do_not_read_it():
     run = make_run()
     for name, params in [("a", SamplingParams(prompt_logprobs=1)), ("b", SamplingParams())]:
         run.add(make_request("fill" + name, [ord(name)] * 40, 1, params=params))
@@ -84,7 +88,8 @@ def test_behaviour_57_prompt_logprobs_fill_the_cache_but_do_not_read_it():
     assert run.plans[-1] == {"reader": 8}
 
 
-def test_behaviour_58_a_decode_takes_a_block_when_it_crosses_into_it():
+@pytest.mark.behaviour(58)
+def test_a_decode_takes_a_block_when_it_crosses_into_it():
     run = make_run()
     run.add(make_request("a", [1] * 30, 10))
     req = run.scheduler.roster.by_id["a"]
@@ -96,7 +101,8 @@ def test_behaviour_58_a_decode_takes_a_block_when_it_crosses_into_it():
     assert run.scheduler.kv.cache.hash_of(run.scheduler.kv.held(req)[1]) is not None
 
 
-def test_behaviour_59_60_61_a_hash_stands_for_the_whole_beginning_and_the_salt():
+@pytest.mark.behaviour(59, 60, 61)
+def test_a_hash_stands_for_the_whole_beginning_and_the_salt():
     kv = make_scheduler().kv
     fill(kv, holder(0, SHARED, cache_salt="a"))
     fill(kv, holder(1, [5, *SHARED[1:], 0]))
@@ -109,7 +115,8 @@ def test_behaviour_59_60_61_a_hash_stands_for_the_whole_beginning_and_the_salt()
     assert hits == [48, 0, 0, 48]
 
 
-def test_behaviour_62_a_failed_reservation_changes_nothing():
+@pytest.mark.behaviour(62)
+def test_a_failed_reservation_changes_nothing():
     kv, _, second = two_sharing()
     second.tokens.extend([3] * 200)
     before = (kv.pool.free_order(), list(kv.pool.num_refs), kv.cache.version)
@@ -119,7 +126,8 @@ def test_behaviour_62_a_failed_reservation_changes_nothing():
     assert kv.held(second) == []
 
 
-def test_behaviour_63_adopted_blocks_are_not_taken_by_the_same_reservation():
+@pytest.mark.behaviour(63)
+def test_adopted_blocks_are_not_taken_by_the_same_reservation():
     kv, first, second = two_sharing()
     kv.forget(first)
     second.tokens.extend([3] * (160 - len(second.tokens)))
@@ -127,7 +135,8 @@ def test_behaviour_63_adopted_blocks_are_not_taken_by_the_same_reservation():
     assert kv.held(second)[:3] == [1, 2, 3] and sorted(kv.held(second)) == list(range(1, 11))
 
 
-def test_behaviour_64_twins_stay_until_each_is_evicted():
+@pytest.mark.behaviour(64)
+def test_twins_stay_until_each_is_evicted():
     kv = make_scheduler(num_blocks=3).kv
     one, other = holder(0, [1] * 16), holder(1, [1] * 16, reads_cache=False)
     twins = [*fill(kv, one), *fill(kv, other)]
@@ -141,7 +150,8 @@ def test_behaviour_64_twins_stay_until_each_is_evicted():
     assert kv.cache.find(block_hash) is None
 
 
-def test_behaviour_65_a_reset_is_refused_while_blocks_are_held():
+@pytest.mark.behaviour(65)
+def test_a_reset_is_refused_while_blocks_are_held():
     run = make_run()
     run.add(make_request("a", [1] * 40, 2))
     run.step()
@@ -157,7 +167,8 @@ def test_behaviour_65_a_reset_is_refused_while_blocks_are_held():
     assert run.plans[-1] == {"b": 40}
 
 
-def test_behaviour_66_without_caching_nothing_hits_and_nothing_is_counted():
+@pytest.mark.behaviour(66)
+def test_without_caching_nothing_hits_and_nothing_is_counted():
     run = make_run(caching=False)
     for name in "ab":
         run.add(make_request(name, [1] * 40, 1))
@@ -167,8 +178,9 @@ def test_behaviour_66_without_caching_nothing_hits_and_nothing_is_counted():
     assert (stats.prefix_queries, stats.prefix_hits) == (0, 0)
 
 
+@pytest.mark.behaviour(71)
 @pytest.mark.parametrize("depth", [1, 2])
-def test_behaviour_71_a_second_turn_finds_the_first(depth):
+def test_a_second_turn_finds_the_first(depth):
     run = make_run(depth=depth)
     turn = [3] * 40
     run.add(make_request("a", turn, 30))
@@ -178,7 +190,8 @@ def test_behaviour_71_a_second_turn_finds_the_first(depth):
     assert run.plans[-1] == {"b": 90 - 69 // 16 * 16}
 
 
-def test_behaviour_72_twins_in_one_step_share_what_the_first_computes():
+@pytest.mark.behaviour(72)
+def test_twins_in_one_step_share_what_the_first_computes():
     run = make_run()
     for name in "ab":
         run.add(make_request(name, list(range(100)), 3))
@@ -194,7 +207,8 @@ def core_and_client():
     return core, InprocClient(core, FakeDecided())
 
 
-def test_behaviour_101_a_core_has_work_until_the_worker_was_told_of_the_end():
+@pytest.mark.behaviour(101)
+def test_a_core_has_work_until_the_worker_was_told_of_the_end():
     core, client = core_and_client()
     client.add(make_request("a", ALONE))
     assert core.scheduler.get_request_counts() == (0, 1, 0)
@@ -206,7 +220,8 @@ def test_behaviour_101_a_core_has_work_until_the_worker_was_told_of_the_end():
     assert not core.has_work
 
 
-def test_behaviour_102_an_abort_stops_one_and_unknown_ids_do_nothing():
+@pytest.mark.behaviour(102)
+def test_an_abort_stops_one_and_unknown_ids_do_nothing():
     _, client = core_and_client()
     for name in "abc":
         client.add(make_request(name, ALONE, 3))
@@ -218,7 +233,8 @@ def test_behaviour_102_an_abort_stops_one_and_unknown_ids_do_nothing():
     assert not client.has_unfinished()
 
 
-def test_behaviour_103_an_id_is_free_again_only_after_its_end():
+@pytest.mark.behaviour(103)
+def test_an_id_is_free_again_only_after_its_end():
     _, client = core_and_client()
     client.add(make_request("a", ALONE, 1))
     with pytest.raises(ValueError, match="'a' is in use"):
@@ -230,7 +246,8 @@ def test_behaviour_103_an_id_is_free_again_only_after_its_end():
         client.add(make_request("a", ALONE, 1))
 
 
-def test_behaviour_113_an_abort_during_the_last_step_wins():
+@pytest.mark.behaviour(113)
+def test_an_abort_during_the_last_step_wins():
     run = make_run(depth=2)
     add_all(run, [10, 10], 1)
     run.launch()
@@ -240,8 +257,9 @@ def test_behaviour_113_an_abort_during_the_last_step_wins():
     assert run.outputs["0"] == [] and run.outputs["1"] == expected([2] * 10, 1)
 
 
+@pytest.mark.behaviour(128)
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 5])
-def test_behaviour_128_any_depth_gives_the_same_tokens_and_no_step_too_many(max_tokens):
+def test_any_depth_gives_the_same_tokens_and_no_step_too_many(max_tokens):
     outputs = []
     for depth in (1, 2, 3):
         run = make_run(depth=depth)

@@ -364,6 +364,23 @@ def test_sizes_asked_reach_the_configuration() -> None:
         ({"max_num_batched_tokens": 8}, r"max_num_batched_tokens \(8\) is below max_num_seqs"),
         ({"max_model_len": 0}, "max_model_len is 0"),
         ({"quantization": "int3"}, "quantization is 'int3'"),
+        ({"data_parallel_size": 2}, "multiprocess is False"),
+        ({"data_parallel_size": 0}, "data_parallel_size is 0, must be in 1..64"),
+        (
+            {"data_parallel_size": 2, "multiprocess": True, "step_log": "x"},
+            "step_log is 'x' and data_parallel_size is 2",
+        ),
+        (
+            {"data_parallel_size": 2, "multiprocess": True, "enable_kv_events": True}
+            | {"kv_events_endpoint": "ipc:///tmp/x"},
+            "kv_events_endpoint is 'ipc:///tmp/x' and data_parallel_size is 2",
+        ),
+        ({"multiprocess": True, "core_address": "ipc:///x"}, "core_address is 'ipc:///x' and"),
+        ({"core_address": "ipc:///x,"}, "core_address is 'ipc:///x,', must be one address, or up"),
+        ({"core_address": "ipc:///x, ipc:///x"}, "up to 64 different ones divided by commas"),
+        ({"core_address": ""}, "core_address is '', must be one address"),
+        ({"core_address": "ipc:///x", "max_num_seqs": 4}, "max_num_seqs is 4, but the core at"),
+        ({"core_address": "ipc:///x", "policy_options": {"a": 1}}, "policy_options is"),
     ],
 )
 def test_bad_values_are_named(options: dict[str, object], message: str) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import random
+
 import pytest
 from fakes import FakeClock
 from simulate import expected, make_request, make_run
@@ -112,3 +115,21 @@ def test_who_meets_a_deadline_is_told_beside_those_with_a_token(num_rows, num_cl
     assert ends == lasting | {"late": (0, "deadline", 103.0)}
     assert tokens.pop("late") == []
     assert tokens == {str(i): expected([i + 1] * 3, 4 + i % 2) for i in range(num_rows)}
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_plan_that_was_copied_on_its_way_is_settled_like_any_other(depth, seed):
+    """Whether its rows are those that run now is known by its step, not by which array they are."""
+    rng = random.Random(seed)
+    runs = [run_of(MANY, 2, depth=depth, block_size=2) for _ in range(2)]
+    for index in range(MANY, MANY + 20):
+        add = make_request(str(index), [index] * rng.randint(1, 5), rng.randint(1, 9))
+        for run in runs:
+            run.add(add)
+            run.step()
+            copied, result = runs[1].flight[0] if runs[1].flight else (None, None)
+            if copied is not None:
+                runs[1].flight[0] = copy.deepcopy(copied), result
+    for run in runs:
+        run.drain()
+    assert runs[0].plans == runs[1].plans and runs[0].outputs == runs[1].outputs, f"seed {seed}"

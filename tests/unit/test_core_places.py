@@ -155,8 +155,9 @@ def test_where_no_socket_can_be_the_error_says_what_to_set(
 # -- what a client costs
 
 
+@pytest.mark.behaviour(112)
 @pytest.mark.parametrize("name", ["zmq_client", "aio_client"])
-def test_112_a_client_is_quick_to_import_and_needs_no_torch(name: str) -> None:
+def test_a_client_is_quick_to_import_and_needs_no_torch(name: str) -> None:
     code = (
         "import sys, time\nstart = time.process_time()\n"
         f"import engine.core.{name}\n"
@@ -175,7 +176,8 @@ def test_112_a_client_is_quick_to_import_and_needs_no_torch(name: str) -> None:
     assert min(seconds) < 0.3
 
 
-def test_112_a_core_is_built_where_no_accelerator_is_visible() -> None:
+@pytest.mark.behaviour(112)
+def test_a_core_is_built_where_no_accelerator_is_visible() -> None:
     code = (
         "import sys; sys.path.insert(0, 'tests')\n"
         "from spawned import FakeBuild, fake_config\n"

@@ -17,7 +17,8 @@ def add(scheduler, name, prompt, **fields):
     return scheduler.add_request(make_request(name, prompt, **fields))
 
 
-def test_073_the_free_list_keeps_order_and_count():
+@pytest.mark.behaviour(73)
+def test_the_free_list_keeps_order_and_count():
     pool = BlockPool(8)
     assert pool.take(3) == [1, 2, 3]
     pool.cache.publish(1, b"one")
@@ -35,14 +36,16 @@ def test_073_the_free_list_keeps_order_and_count():
         pool.take(1)
 
 
-def test_073_a_take_that_fails_takes_nothing():
+@pytest.mark.behaviour(73)
+def test_a_take_that_fails_takes_nothing():
     pool = BlockPool(4)
     with pytest.raises(ValueError, match="No free blocks: 4 wanted, 3 free"):
         pool.take(4)
     assert pool.free_order() == [1, 2, 3] and pool.num_refs == [0, 0, 0, 0]
 
 
-def test_074_a_block_in_the_wrong_state_is_named():
+@pytest.mark.behaviour(74)
+def test_a_block_in_the_wrong_state_is_named():
     pool = BlockPool(4)
     pool.release(pool.take(1))
     with pytest.raises(RuntimeError, match="block 1 released more often than taken"):
@@ -55,7 +58,8 @@ def test_074_a_block_in_the_wrong_state_is_named():
         pool.cache.publish(1, b"other")
 
 
-def test_064_twins_stay_until_each_is_evicted():
+@pytest.mark.behaviour(64)
+def test_twins_stay_until_each_is_evicted():
     pool = BlockPool(5)
     lost = []
     pool.cache.on_loss = lost.append
@@ -70,7 +74,8 @@ def test_064_twins_stay_until_each_is_evicted():
     assert pool.cache.find(b"same") is None and lost == [b"same"]
 
 
-def test_056_a_hit_leaves_the_last_token_to_compute():
+@pytest.mark.behaviour(56)
+def test_a_hit_leaves_the_last_token_to_compute():
     run = make_run(block_size=16)
     prompt = list(range(64))
     run.add(make_request("a", prompt, 1))
@@ -89,7 +94,8 @@ def test_prompts_share_what_they_have_in_common():
     assert run.scheduler.kv.missing(req, 53) == 1 + 3  # cached blocks are free ones until adopted
 
 
-def test_066_without_caching_nothing_is_hashed_found_or_counted():
+@pytest.mark.behaviour(66)
+def test_without_caching_nothing_is_hashed_found_or_counted():
     run = make_run(caching=False)
     for name in "ab":
         run.add(make_request(name, list(range(64)), 1))
@@ -99,17 +105,20 @@ def test_066_without_caching_nothing_is_hashed_found_or_counted():
     assert (counts.queries, counts.hits, counts.preempted_queries) == (0, 0, 0)
 
 
-def test_070_without_statistics_there_are_none():
+@pytest.mark.behaviour(70)
+def test_without_statistics_there_are_none():
     assert make_scheduler(log_stats=False).make_stats() is None
 
 
-def test_066_out_of_blocks_is_no_not_an_error():
+@pytest.mark.behaviour(66)
+def test_out_of_blocks_is_no_not_an_error():
     kv = KVManager(4, 16)
     req = holder(0, [1] * 64)
     assert not kv.reserve(req, 64) and kv.held(req) == []
 
 
-def test_065_a_reset_waits_until_nobody_holds_a_block_and_is_counted():
+@pytest.mark.behaviour(65)
+def test_a_reset_waits_until_nobody_holds_a_block_and_is_counted():
     kv = KVManager(10, 16)
     first, second = holder(0, [1] * 40), holder(1, [1] * 40)
     fill(kv, first)
@@ -131,7 +140,8 @@ def test_reserve_is_all_or_nothing():
     assert kv.held(req) == [1, 2, 3, 4]
 
 
-def test_071_multi_turn_reuses_prompt_and_output():
+@pytest.mark.behaviour(71)
+def test_multi_turn_reuses_prompt_and_output():
     run = make_run(block_size=16)
     prompt = list(range(40))
     run.add(make_request("a", prompt, 30))
@@ -202,3 +212,17 @@ def test_the_peak_of_nobody_is_nothing():
     reqs = [holder(0, [1] * 16), holder(1, [1] * 17)]
     assert kv.peak(reqs, lambda req: 1) == 3
     assert kv.peak(reqs, lambda req: 2) == 4
+
+
+def test_blocks_belong_to_the_request_and_not_to_the_list_its_tokens_are_in():
+    """A request was known by its array of tokens, and its blocks were lost with that."""
+    kv = KVManager(10, 4)
+    req = holder(0, list(range(8)))
+    blocks = fill(kv, req)
+    req.tokens = req.tokens[:]
+    assert kv.held(req) == blocks
+    twin = holder(0, [])  # another request that has this row, and these very tokens
+    twin.tokens = req.tokens
+    assert kv.held(twin) == []
+    kv.release(req)
+    assert kv.num_free == kv.num_usable

@@ -53,7 +53,8 @@ def last_events(kv, listener):
     return listener.batches[-1].events
 
 
-def test_067_storing_is_one_event_with_parent_tokens_and_adapter():
+@pytest.mark.behaviour(67)
+def test_storing_is_one_event_with_parent_tokens_and_adapter():
     kv, listener = listened()
     req = holder(0, list(range(55)), adapter="lora")
     fill(kv, req)
@@ -67,7 +68,8 @@ def test_067_storing_is_one_event_with_parent_tokens_and_adapter():
     assert len(stored.block_hashes) == 2
 
 
-def test_067_each_eviction_is_an_event_and_a_reset_clears_all():
+@pytest.mark.behaviour(67)
+def test_each_eviction_is_an_event_and_a_reset_clears_all():
     kv, listener = listened()
     first = holder(0, [1] * 64)
     fill(kv, first)
@@ -84,7 +86,8 @@ def test_067_each_eviction_is_an_event_and_a_reset_clears_all():
     assert {batch.time for batch in listener.batches} == {2.5}
 
 
-def test_067_a_step_without_events_is_no_batch():
+@pytest.mark.behaviour(67)
+def test_a_step_without_events_is_no_batch():
     kv, listener = listened()
     assert kv.reserve(holder(0, [1] * 64), 64)
     kv.drain()
@@ -92,7 +95,8 @@ def test_067_a_step_without_events_is_no_batch():
     assert listener.batches == []
 
 
-def test_067_content_is_removed_when_its_last_twin_is():
+@pytest.mark.behaviour(67)
+def test_content_is_removed_when_its_last_twin_is():
     kv, listener = listened(num_blocks=3)
     one, other = holder(0, [1] * 16), holder(1, [1] * 16, reads_cache=False)
     for req in (one, other):
@@ -105,7 +109,8 @@ def test_067_content_is_removed_when_its_last_twin_is():
     assert [type(event) for event in last_events(kv, listener)] == [BlockRemoved]
 
 
-def test_067_each_group_of_layers_says_so():
+@pytest.mark.behaviour(67)
+def test_each_group_of_layers_says_so():
     kv, listener = listened(num_blocks=20, groups=[Group(), Group(window=16)])
     req = holder(0, [1] * 32)
     fill(kv, req)

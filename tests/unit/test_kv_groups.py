@@ -30,6 +30,7 @@ from engine.sched.verify.fake import DigestWorker
 T, F = 1, None
 
 
+@pytest.mark.behaviour(68)
 @pytest.mark.parametrize(
     ("cached", "window", "hit"),
     [
@@ -45,7 +46,7 @@ T, F = 1, None
         ([], 4, 0),
     ],
 )
-def test_068_a_window_needs_only_the_last_blocks(cached, window, hit):
+def test_a_window_needs_only_the_last_blocks(cached, window, hit):
     assert Group(window=window).longest(cached, len(cached), 2) == hit
 
 
@@ -53,7 +54,8 @@ def windowed(num_blocks=40, *groups, **options):
     return KVManager(num_blocks, 2, groups=groups or [Group(window=4)], **options)
 
 
-def test_068_blocks_out_of_the_window_are_null_and_free():
+@pytest.mark.behaviour(68)
+def test_blocks_out_of_the_window_are_null_and_free():
     kv = windowed()
     req = holder(0, list(range(10)))
     assert fill(kv, req) == [1, 2, 3, 4, 5]
@@ -69,7 +71,8 @@ def test_068_blocks_out_of_the_window_are_null_and_free():
     assert kv.num_free == 39 and kv.pool.num_refs == [0] * 40
 
 
-def test_068_decoding_in_bulk_trims_too():
+@pytest.mark.behaviour(68)
+def test_decoding_in_bulk_trims_too():
     kv = windowed()
     req = holder(0, list(range(10)))
     fill(kv, req)
@@ -78,7 +81,8 @@ def test_068_decoding_in_bulk_trims_too():
     assert [block > 0 for block in kv.held(req)] == [False] * 7 + [True] * 3
 
 
-def test_068_tokens_in_flight_do_not_move_the_window():
+@pytest.mark.behaviour(68)
+def test_tokens_in_flight_do_not_move_the_window():
     kv = windowed()
     req = holder(0, list(range(10)))
     fill(kv, req)
@@ -86,7 +90,8 @@ def test_068_tokens_in_flight_do_not_move_the_window():
     assert kv.reserve(req, 16) and kv.held(req)[3:5] == [4, 5]
 
 
-def test_068_a_hit_behind_a_hole_is_adopted_with_null_blocks():
+@pytest.mark.behaviour(68)
+def test_a_hit_behind_a_hole_is_adopted_with_null_blocks():
     kv = windowed()
     writer = holder(0, list(range(12)))
     blocks = list(fill(kv, writer))
@@ -100,7 +105,8 @@ def test_068_a_hit_behind_a_hole_is_adopted_with_null_blocks():
     assert kv.num_free == 39
 
 
-def test_069_a_hit_must_be_one_in_every_group():
+@pytest.mark.behaviour(69)
+def test_a_hit_must_be_one_in_every_group():
     full, window = Group(), Group(window=4)
     kv = windowed(60, full, window)
     writer, reader = holder(0, list(range(20))), holder(1, [*range(20), 0])
@@ -118,7 +124,8 @@ def test_069_a_hit_must_be_one_in_every_group():
     assert kv.cached_prefix(reader) == 0
 
 
-def test_069_the_same_content_has_a_block_in_each_group():
+@pytest.mark.behaviour(69)
+def test_the_same_content_has_a_block_in_each_group():
     kv = windowed(60, Group(), Group(window=4), Group(window=6))
     req = holder(0, list(range(8)))
     assert kv.missing(req, 8) == 12 and kv.reserve(req, 8) and kv.num_free == 59 - 12
@@ -156,9 +163,10 @@ def random_run(rng, *windows, depth=1):
     )
 
 
+@pytest.mark.behaviour(69)
 @pytest.mark.parametrize("windows", [(4,), (0, 4), (0, 3, 7), (9, 2)])
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_069_windows_do_not_change_what_is_generated(windows, depth, seed):
+def test_windows_do_not_change_what_is_generated(windows, depth, seed):
     for turn in range(12):
         rng = random.Random(seed + turn)
         run = random_run(rng, *windows, depth=depth)
@@ -178,8 +186,9 @@ def test_069_windows_do_not_change_what_is_generated(windows, depth, seed):
             assert run.outputs[request.request_id] == right, f"seed {seed + turn}"
 
 
+@pytest.mark.behaviour(68)
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_068_with_a_window_a_pool_holds_requests_longer_than_itself(depth):
+def test_with_a_window_a_pool_holds_requests_longer_than_itself(depth):
     run = make_run(4, size=4, budget=8, num_blocks=6, depth=depth)  # room for 20 tokens
     prompts = [list(range(start, start + 40)) for start in (0, 100)]
     for name, prompt in zip("ab", prompts, strict=True):
@@ -207,17 +216,19 @@ def test_a_window_that_is_one_token_short_is_seen(monkeypatch):
 # -- sizes
 
 
-def test_075_concurrency_is_that_of_requests_of_full_length():
+@pytest.mark.behaviour(75)
+def test_concurrency_is_that_of_requests_of_full_length():
     assert f"{max_concurrency(1536, [Group()], 16, 16384):.2f}" == "1.50"
     groups = [Group(), Group(window=1024, max_blocks=window_blocks(1024, 2048, 16))]
     assert f"{max_concurrency(1536, groups, 16, 16384):.2f}" == "1.26"
 
 
+@pytest.mark.behaviour(76)
 @pytest.mark.parametrize(
     ("window", "budget", "size", "blocks"),
     [(1024, 1024, 16, 129), (128, 1, 16, 9), (2, 1, 1, 3), (1, 16, 16, 2), (4, 2, 2, 4)],
 )
-def test_076_blocks_of_a_window(window, budget, size, blocks):
+def test_blocks_of_a_window(window, budget, size, blocks):
     assert window_blocks(window, budget, size) == blocks == -(-(window - 1 + budget) // size) + 1
 
 
@@ -234,7 +245,8 @@ def blocks_in(num_bytes, max_model_len):
     )
 
 
-def test_077_078_too_little_memory_says_how_much_and_what_would_fit():
+@pytest.mark.behaviour(77, 78)
+def test_too_little_memory_says_how_much_and_what_would_fit():
     """8 GiB hold 16384 tokens; the null block comes on top."""
     memory = 8 * GIB + QWEN_7B.block_bytes(16)
     assert blocks_in(memory, 16384) == 1025
@@ -250,11 +262,13 @@ def test_a_length_of_nothing_is_no_advice():
         blocks_in(1000, 16384)
 
 
-def test_079_the_worker_with_the_least_memory_decides():
+@pytest.mark.behaviour(79)
+def test_the_worker_with_the_least_memory_decides():
     assert agreed_num_blocks([120, 100, 110]) == 100
 
 
-def test_080_layers_that_keep_different_amounts_are_named():
+@pytest.mark.behaviour(80)
+def test_layers_that_keep_different_amounts_are_named():
     layers = [LayerSpec(num_kv_heads=8, head_dim=64)] * 2 + [LayerSpec(num_kv_heads=2, head_dim=64)]
     with pytest.raises(ConfigError, match=r"4096 in layers \[0, 1\]; 1024 in layers \[2\]"):
         group_layers(layers, block_size=16, max_num_batched_tokens=512)
@@ -275,6 +289,7 @@ def test_layers_with_the_same_window_form_groups_of_equal_size():
     assert block_bytes * 13 == spec.block_bytes(16) * 4
 
 
+@pytest.mark.behaviour(96)
 @pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (16, 1), (1500, 94)])
-def test_096_cross_attention_takes_the_encoder_length(tokens, blocks):
+def test_cross_attention_takes_the_encoder_length(tokens, blocks):
     assert cross_attention_blocks(tokens, 16) == blocks

@@ -31,7 +31,8 @@ def chain(hasher, tokens, size=16, **fields):
     return found
 
 
-def test_059_a_hash_stands_for_all_that_came_before(hasher):
+@pytest.mark.behaviour(59)
+def test_a_hash_stands_for_all_that_came_before(hasher):
     hashes = chain(hasher, PROMPT)
     assert len(hashes) == len(set(hashes)) == 4
     assert chain(hasher, PROMPT[:50]) == hashes[:3]
@@ -42,8 +43,9 @@ def test_059_a_hash_stands_for_all_that_came_before(hasher):
         assert same == [block < position // 16 for block in range(4)]
 
 
+@pytest.mark.behaviour(59)
 @pytest.mark.parametrize("size", [1, 2, 3, 16])
-def test_059_a_chain_grows_as_if_it_were_made_at_once(hasher, size, seed):
+def test_a_chain_grows_as_if_it_were_made_at_once(hasher, size, seed):
     rng = random.Random(seed)
     media = [MediaItem(5, 9, "a"), MediaItem(14, 2, "b"), MediaItem(17, 30, "a")]
     req = holder(0, PROMPT, media=media, adapter="lora")
@@ -55,8 +57,9 @@ def test_059_a_chain_grows_as_if_it_were_made_at_once(hasher, size, seed):
     assert grown == chain(hasher, PROMPT, size, media=media, adapter="lora")
 
 
+@pytest.mark.behaviour(59)
 @pytest.mark.parametrize("name", sorted(HASHERS))
-def test_059_the_same_in_every_process(name):
+def test_the_same_in_every_process(name):
     code = (
         "import sys; sys.path.insert(0, 'tests/unit'); sys.path.insert(0, 'tests')\n"
         "from test_kv_hashing import *\n"
@@ -67,7 +70,8 @@ def test_059_the_same_in_every_process(name):
     assert done.stdout.strip() == here, done.stderr
 
 
-def test_060_image_offset_adapter_and_salt_are_told_apart(hasher):
+@pytest.mark.behaviour(60)
+def test_image_offset_adapter_and_salt_are_told_apart(hasher):
     variants = [
         {},
         {"cache_salt": "x"},
@@ -87,20 +91,23 @@ def test_060_image_offset_adapter_and_salt_are_told_apart(hasher):
         assert len({chain(hasher, PROMPT, **fields)[block] for fields in variants}) == 13
 
 
-def test_060_an_image_changes_nothing_before_the_block_it_begins_in(hasher):
+@pytest.mark.behaviour(60)
+def test_an_image_changes_nothing_before_the_block_it_begins_in(hasher):
     plain = chain(hasher, PROMPT)
     seen = chain(hasher, PROMPT, media=[MediaItem(31, 20, "cat")])
     assert [a == b for a, b in zip(plain, seen, strict=True)] == [True, False, False, False]
 
 
+@pytest.mark.behaviour(61)
 @pytest.mark.parametrize(("salt", "hit"), [("x", 48), ("y", 0), (None, 0)])
-def test_061_only_the_same_salt_hits(salt, hit):
+def test_only_the_same_salt_hits(salt, hit):
     kv = KVManager(20, 16)
     fill(kv, holder(0, PROMPT, cache_salt="x"))
     assert kv.cached_prefix(holder(1, PROMPT, cache_salt=salt)) == hit
 
 
-def test_061_only_the_same_adapter_and_image_hit(hasher):
+@pytest.mark.behaviour(61)
+def test_only_the_same_adapter_and_image_hit(hasher):
     kv = KVManager(20, 16, hasher=hasher)
     cat, dog = MediaItem(20, 20, "cat"), MediaItem(20, 20, "dog")
     fill(kv, holder(0, PROMPT, adapter="x", media=[cat]))

@@ -49,7 +49,8 @@ def make(num_blocks=11, **store):
     return KVManager(num_blocks, 16, source=source), source
 
 
-def test_097_a_load_within_the_step_leaves_only_the_rest_to_compute():
+@pytest.mark.behaviour(97)
+def test_a_load_within_the_step_leaves_only_the_rest_to_compute():
     kv, source = make(num_tokens=48)
     req = holder(0, list(range(60)))
     assert (kv.lookup(req).num_tokens, kv.lookup(req).num_remote) == (0, 48)
@@ -62,7 +63,8 @@ def test_097_a_load_within_the_step_leaves_only_the_rest_to_compute():
     assert kv.cached_prefix(holder(1, list(range(60)))) == 48
 
 
-def test_097_what_is_cached_here_is_not_loaded():
+@pytest.mark.behaviour(97)
+def test_what_is_cached_here_is_not_loaded():
     kv, source = make(num_tokens=48)
     fill(kv, holder(0, list(range(17))))
     source.loads.clear()
@@ -72,19 +74,22 @@ def test_097_what_is_cached_here_is_not_loaded():
     assert source.loads == [("r1", kv.held(req)[1:3], 32)] and kv.num_adopted(req) == 1
 
 
-def test_097_no_more_is_loaded_than_blocks_are_held_for():
+@pytest.mark.behaviour(97)
+def test_no_more_is_loaded_than_blocks_are_held_for():
     kv, source = make(num_tokens=48)
     req = holder(0, list(range(60)))
     assert kv.hold(req, 20)
     assert source.loads == [("r0", [1, 2], 20)] and kv.ready(req) == 20
 
 
-def test_097_the_last_token_is_computed_even_if_all_could_be_loaded():
+@pytest.mark.behaviour(97)
+def test_the_last_token_is_computed_even_if_all_could_be_loaded():
     kv, _ = make(num_tokens=1000)
     assert kv.ready(holder(0, list(range(60)))) == 59
 
 
-def test_097_an_asynchronous_load_holds_blocks_until_it_is_done():
+@pytest.mark.behaviour(97)
+def test_an_asynchronous_load_holds_blocks_until_it_is_done():
     kv, source = make(num_tokens=48, asynchronous=True)
     req = holder(0, list(range(60)))
     assert kv.lookup(req).num_remote == 48 and kv.ready(req) == 0
@@ -100,7 +105,8 @@ def test_097_an_asynchronous_load_holds_blocks_until_it_is_done():
     assert kv.reserve(req, 60) and len(kv.drain().rows) == 4
 
 
-def test_097_a_load_of_everything_leaves_the_last_block_unshared():
+@pytest.mark.behaviour(97)
+def test_a_load_of_everything_leaves_the_last_block_unshared():
     kv, _ = make(num_tokens=64, asynchronous=True)
     req = holder(0, list(range(64)))
     assert kv.hold(req, 64)
@@ -110,7 +116,8 @@ def test_097_a_load_of_everything_leaves_the_last_block_unshared():
     assert [kv.cache.hash_of(block) is None for block in kv.held(req)] == [False] * 3 + [True]
 
 
-def test_097_what_failed_to_load_is_computed():
+@pytest.mark.behaviour(97)
+def test_what_failed_to_load_is_computed():
     kv, _ = make(num_tokens=48, asynchronous=True)
     req = holder(0, list(range(60)))
     assert kv.hold(req, 60)
@@ -139,7 +146,8 @@ def test_prompt_logprobs_need_every_token_computed():
     assert kv.ready(req) == 0 and kv.reserve(req, 60) and source.asked == source.loads == []
 
 
-def test_098_blocks_are_free_only_when_they_were_sent():
+@pytest.mark.behaviour(98)
+def test_blocks_are_free_only_when_they_were_sent():
     kv, source = make(keep=True, params={"where": "here"})
     req = holder(0, list(range(40)))
     blocks = list(fill(kv, req))
@@ -152,7 +160,8 @@ def test_098_blocks_are_free_only_when_they_were_sent():
     assert not kv.sent("r0") and kv.num_free == 10
 
 
-def test_098_an_id_used_again_waits_for_both_transfers():
+@pytest.mark.behaviour(98)
+def test_an_id_used_again_waits_for_both_transfers():
     kv, _ = make(keep=True)
     for start in (0, 100):
         req = holder(0, list(range(start, start + 40)))
@@ -163,7 +172,8 @@ def test_098_an_id_used_again_waits_for_both_transfers():
     assert kv.sent("r0") and kv.num_free == 10
 
 
-def test_099_the_second_load_waits_until_the_first_is_done():
+@pytest.mark.behaviour(99)
+def test_the_second_load_waits_until_the_first_is_done():
     kv, source = make(num_tokens=1000, asynchronous=True)
     kv.pool.take(1)  # nine are left
     first, second = holder(0, [1] * 128), holder(1, [2] * 80)
@@ -178,7 +188,8 @@ def test_099_the_second_load_waits_until_the_first_is_done():
     assert kv.hold(second, 80) and [load[0] for load in source.loads] == ["r0"]
 
 
-def test_100_an_abort_during_a_load_gives_the_blocks_back_once():
+@pytest.mark.behaviour(100)
+def test_an_abort_during_a_load_gives_the_blocks_back_once():
     kv, source = make(num_tokens=48, asynchronous=True)
     req = holder(0, list(range(60)))
     assert kv.hold(req, 60)
@@ -193,7 +204,8 @@ def test_100_an_abort_during_a_load_gives_the_blocks_back_once():
     assert kv.cached_prefix(req) == 0
 
 
-def test_100_an_abort_before_or_after_a_load_frees_at_once():
+@pytest.mark.behaviour(100)
+def test_an_abort_before_or_after_a_load_frees_at_once():
     kv, _ = make(num_tokens=48, asynchronous=True)
     for loads in (False, True):
         req = holder(0, list(range(60)))
@@ -238,3 +250,34 @@ def test_the_scheduler_tells_where_kv_comes_from():
     assert Scheduler(config, kv, FCFS(), clock=float).get_kv_connector() is source
     kv.transfers.source = None
     assert Scheduler(config, kv, FCFS(), clock=float).get_kv_connector() is None
+
+
+@pytest.mark.behaviour(97)
+def test_a_load_starts_when_the_steps_are_settled_that_were_in_flight_when_its_blocks_fell_free():
+    kv, source = make(num_tokens=48, asynchronous=True)
+    gone, other, late = (holder(row, list(range(row, row + 60))) for row in range(3))
+    for req in (gone, other):
+        assert kv.reserve(req, 60)
+    kv.step_planned()  # it writes into the blocks of both
+    kv.step_planned()
+    kv.release(gone)
+    kv.step_planned()  # begun behind it, and none of its business
+    assert kv.hold(late, 60)
+    kv.start_load(late)
+    assert source.loads == [] and kv.is_loading(late), "not begun, and not to be taken from it"
+    kv.step_settled()
+    assert source.loads == []
+    kv.step_settled()
+    assert [name for name, _, _ in source.loads] == ["r2"]
+    kv.loaded(late, 48)
+    assert kv.ready(late) == 48
+
+
+@pytest.mark.behaviour(97)
+def test_a_load_into_blocks_that_no_step_writes_starts_at_once():
+    kv, source = make(num_tokens=48, asynchronous=True)
+    kv.step_planned()
+    req = holder(0, list(range(60)))
+    assert kv.hold(req, 60)
+    kv.start_load(req)
+    assert [name for name, _, _ in source.loads] == ["r0"]

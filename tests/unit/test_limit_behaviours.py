@@ -12,6 +12,7 @@ from engine.errors import ConfigError, RequestError
 from engine.sched.policies.priority import Priority
 
 
+@pytest.mark.behaviour(11)
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -24,9 +25,13 @@ from engine.sched.policies.priority import Priority
             {"long_prefill_token_threshold": 3000, "max_model_len": 1000},
             ("3000", "1000", "long_prefill_token_threshold"),
         ),
+        (
+            {"long_prefill_token_threshold_adaptive": True},
+            ("long_prefill_token_threshold", "0 (no cap)", "set that too"),
+        ),
     ],
 )
-def test_behaviour_011_limits_that_contradict_each_other_are_named(
+def test_limits_that_contradict_each_other_are_named(
     options: dict[str, object], said: tuple[str, ...]
 ) -> None:
     with pytest.raises(ConfigError) as refused:
@@ -34,11 +39,17 @@ def test_behaviour_011_limits_that_contradict_each_other_are_named(
     assert all(part in str(refused.value) for part in said)
 
 
-def test_behaviour_011_a_small_budget_is_enough_with_chunks() -> None:
-    SchedulerConfig(max_num_batched_tokens=512, max_model_len=1000)
+@pytest.mark.behaviour(11)
+def test_a_small_budget_is_enough_with_chunks() -> None:
+    run = make_run(max_num_batched_tokens=512, max_model_len=1000)
+    run.add(make_request("long", [1] * 900, 3))
+    run.drain()
+    assert run.plans[:3] == [{"long": 512}, {"long": 388}, {"long": 1}]
+    assert run.outputs["long"] == expected([1] * 900, 3)
 
 
-def test_behaviour_030_a_request_that_never_fits_is_refused_as_it_comes() -> None:
+@pytest.mark.behaviour(30)
+def test_a_request_that_never_fits_is_refused_as_it_comes() -> None:
     """Alone it must fit with min(prompt + max_tokens, max_model_len), less the last token's KV."""
     run = make_run(num_blocks=5, max_model_len=100)  # 4 usable blocks of 16
     with pytest.raises(RequestError, match=r"may grow to 65 tokens = 5 KV blocks, .* has 4; lower"):
@@ -49,14 +60,16 @@ def test_behaviour_030_a_request_that_never_fits_is_refused_as_it_comes() -> Non
     assert run.outputs["fits"] == expected([1] * 50, 15)
 
 
-def test_behaviour_030_the_length_is_capped_to_a_pool_asked_for_by_number() -> None:
+@pytest.mark.behaviour(30)
+def test_the_length_is_capped_to_a_pool_asked_for_by_number() -> None:
     asked = SchedulerConfig(max_model_len=2048)
     capped = cap_to_pool(asked, CacheConfig(num_kv_blocks=5), 5)
     assert capped.max_model_len == 4 * 16 + 1
 
 
+@pytest.mark.behaviour(46)
 @pytest.mark.parametrize("preempts", [False, True])
-def test_behaviour_046_an_urgent_request_takes_the_seat_of_the_least_urgent(preempts: bool) -> None:
+def test_an_urgent_request_takes_the_seat_of_the_least_urgent(preempts: bool) -> None:
     run = make_run(policy=Priority(preempt_for_waiting=preempts), max_num_seqs=2)
     for name, priority in (("good", 1), ("bad", 2)):
         run.add(make_request(name, [ord(name[0])] * 8, 12, priority=priority))
@@ -69,7 +82,8 @@ def test_behaviour_046_an_urgent_request_takes_the_seat_of_the_least_urgent(pree
     assert (run.scheduler.make_stats().num_preemptions == 1) is preempts
 
 
-def test_behaviour_046_equals_do_not_take_each_others_seats() -> None:
+@pytest.mark.behaviour(46)
+def test_equals_do_not_take_each_others_seats() -> None:
     run = make_run(policy=Priority(preempt_for_waiting=True), max_num_seqs=1)
     run.add(make_request("first", [1] * 8, 6, priority=1))
     run.step()

@@ -19,8 +19,9 @@ from engine.sched.interface import PauseState, RequestCounts, SchedulerInterface
 from engine.sched.verify.fake import CountingWorker
 
 
-def test_behaviour_114_each_client_gets_its_own_and_one_gets_the_statistics() -> None:
-    run = make_run(include_finished_ids=True)
+@pytest.mark.behaviour(114)
+def test_each_client_gets_its_own_and_one_gets_the_statistics() -> None:
+    run = make_run()
     for name, client in (("a", 1), ("b", 1), ("c", 2)):
         run.scheduler.add_request(make_request(name, [ord(name)] * 4, 2, client_index=client))
     plan = run.scheduler.schedule()
@@ -30,13 +31,12 @@ def test_behaviour_114_each_client_gets_its_own_and_one_gets_the_statistics() ->
     run.scheduler.finish_requests("b")
     plan = run.scheduler.schedule()
     outputs = run.scheduler.update_from_output(plan, run.worker.launch(plan))
-    assert {client: sorted(out.finished_ids) for client, out in outputs.items()} == {
-        1: ["a", "b"],
-        2: ["c"],
-    }
+    assert {client: out.request_ids for client, out in outputs.items()} == {1: ["a"], 2: ["c"]}
+    assert [len(out.finished) for out in outputs.values()] == [1, 1]
 
 
-def test_behaviour_114_one_client_of_index_1_and_no_other_key() -> None:
+@pytest.mark.behaviour(114)
+def test_one_client_of_index_1_and_no_other_key() -> None:
     run = make_run()
     run.scheduler.add_request(make_request("a", [1] * 4, 1, client_index=1))
     plan = run.scheduler.schedule()
@@ -44,7 +44,8 @@ def test_behaviour_114_one_client_of_index_1_and_no_other_key() -> None:
     assert list(outputs) == [1] and outputs[1].stats is not None
 
 
-def test_behaviour_115_pause_of_new_lets_running_go_on_and_holds_the_waiting() -> None:
+@pytest.mark.behaviour(115)
+def test_pause_of_new_lets_running_go_on_and_holds_the_waiting() -> None:
     run = make_run()
     run.add(make_request("a", [1] * 8, 8))
     run.step()
@@ -60,8 +61,9 @@ def test_behaviour_115_pause_of_new_lets_running_go_on_and_holds_the_waiting() -
     assert set(run.scheduler.make_stats().wait_seconds) <= {"paused", "next step"}
 
 
+@pytest.mark.behaviour(115)
 @pytest.mark.parametrize("depth", [1, 2])
-def test_behaviour_115_pause_of_all_plans_nothing_and_settles_what_is_on_its_way(
+def test_pause_of_all_plans_nothing_and_settles_what_is_on_its_way(
     depth: int,
 ) -> None:
     run = make_run(depth=depth)
@@ -146,7 +148,8 @@ def test_a_scheduler_that_knows_no_pause_says_so() -> None:
         client.call("pause")
 
 
-def test_behaviour_65_a_forced_reset_sends_the_running_back_in_their_order() -> None:
+@pytest.mark.behaviour(65)
+def test_a_forced_reset_sends_the_running_back_in_their_order() -> None:
     engine = LLMEngine(scheduled_session(FakeClock()))
     for name in "abc":
         engine.add_request(name, [ord(name)] * 20, SamplingParams(max_tokens=6))
@@ -163,7 +166,8 @@ def test_behaviour_65_a_forced_reset_sends_the_running_back_in_their_order() -> 
         assert [event for event, _ in metrics.events][-2:] == ["preempted", "scheduled"]
 
 
-def test_behaviour_44_a_priority_that_nobody_reads_is_warned_of_once(
+@pytest.mark.behaviour(44)
+def test_a_priority_that_nobody_reads_is_warned_of_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     session = scheduled_session(FakeClock())
@@ -178,7 +182,8 @@ def test_behaviour_44_a_priority_that_nobody_reads_is_warned_of_once(
     assert caplog.text == ""
 
 
-def test_behaviour_104_an_id_that_is_no_string_is_refused_and_the_engine_lives() -> None:
+@pytest.mark.behaviour(104)
+def test_an_id_that_is_no_string_is_refused_and_the_engine_lives() -> None:
     engine = LLMEngine(scheduled_session(FakeClock()))
     with pytest.raises(RequestTypeError, match="request_id must be a str, got int: 7"):
         engine.add_request(7, [1] * 4)  # type: ignore[arg-type]
@@ -188,7 +193,8 @@ def test_behaviour_104_an_id_that_is_no_string_is_refused_and_the_engine_lives()
         engine.step()
 
 
-def test_behaviour_20_the_worker_is_told_what_to_mask_until_min_tokens() -> None:
+@pytest.mark.behaviour(20)
+def test_the_worker_is_told_what_to_mask_until_min_tokens() -> None:
     """Ids that would end the request travel with it; a stop that is sampled anyway is ignored."""
     params = SamplingParams(min_tokens=5, stop_token_ids=[42], max_tokens=16)
     run = make_run()

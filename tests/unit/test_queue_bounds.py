@@ -44,7 +44,8 @@ def drain(session: Session) -> dict[str, RequestOutput]:
 # Bounded queues
 
 
-def test_behaviour_130_a_full_queue_refuses_with_an_estimate_of_the_wait() -> None:
+@pytest.mark.behaviour(130)
+def test_a_full_queue_refuses_with_an_estimate_of_the_wait() -> None:
     clock = FakeClock(0.0)
     run = make_run(clock=clock, max_num_seqs=1, max_waiting_requests=2)
     for name in "abc":

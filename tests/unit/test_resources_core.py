@@ -19,10 +19,11 @@ def add_all(run, lengths, num_output=16):
 # -- 15, 105: with and without the tokens of the step before
 
 
+@pytest.mark.behaviour(15)
 @pytest.mark.parametrize(
     ("resources", "second"), [([PipelineCadence()], {"1": 512}), ([], {"0": 1, "1": 511})]
 )
-def test_015_a_second_step_is_planned_before_the_first_is_settled(resources, second):
+def test_a_second_step_is_planned_before_the_first_is_settled(resources, second):
     run = make_feature_run(resources=resources, max_num_batched_tokens=512)
     add_all(run, [512, 512])
     run.launch()
@@ -33,11 +34,12 @@ def test_015_a_second_step_is_planned_before_the_first_is_settled(resources, sec
     assert run.plans[2]["0"] == 1
 
 
+@pytest.mark.behaviour(105)
 @pytest.mark.parametrize(
     ("resources", "third"),
     [([PipelineCadence()], [{"1": 4}, {"0": 1}, {"1": 1}]), ([], [{"0": 1, "1": 4}])],
 )
-def test_105_two_batches_in_flight(resources, third):
+def test_two_batches_in_flight(resources, third):
     """Pieces of a prompt follow each other; only what a step samples must be waited for."""
     run = make_feature_run(resources=resources, depth=2, max_num_batched_tokens=10, max_num_seqs=2)
     add_all(run, [12, 12])
@@ -47,8 +49,9 @@ def test_105_two_batches_in_flight(resources, third):
     assert run.plans[2:5][: len(third)] == third
 
 
+@pytest.mark.behaviour(105)
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_105_everybody_gets_the_right_tokens_at_a_cadence(depth):
+def test_everybody_gets_the_right_tokens_at_a_cadence(depth):
     run = make_feature_run(
         resources=[PipelineCadence()], depth=depth, num_blocks=12, block_size=4, caching=False
     )
@@ -67,7 +70,8 @@ def gated(**options):
     return gate, make_feature_run(resources=[gate], max_num_batched_tokens=100, **options)
 
 
-def test_012_new_prompts_wait_while_throttled_and_somebody_decodes():
+@pytest.mark.behaviour(12)
+def test_new_prompts_wait_while_throttled_and_somebody_decodes():
     gate, run = gated()
     add_all(run, [20])
     run.step()
@@ -79,7 +83,8 @@ def test_012_new_prompts_wait_while_throttled_and_somebody_decodes():
     assert run.plans == [{"0": 20}, {"0": 1}, {"0": 1, "1": 20, "2": 20}]
 
 
-def test_012_a_prompt_half_computed_waits_likewise():
+@pytest.mark.behaviour(12)
+def test_a_prompt_half_computed_waits_likewise():
     gate, run = gated()
     add_all(run, [20])
     run.step()
@@ -92,7 +97,8 @@ def test_012_a_prompt_half_computed_waits_likewise():
     assert run.plans[1:] == [{"0": 1, "1": 99}, {"0": 1}, {"0": 1, "1": 51}]
 
 
-def test_012_without_decodes_everything_is_admitted():
+@pytest.mark.behaviour(12)
+def test_without_decodes_everything_is_admitted():
     gate, run = gated()
     gate.throttled = True
     add_all(run, [20, 20])
@@ -100,7 +106,8 @@ def test_012_without_decodes_everything_is_admitted():
     assert run.plans == [{"0": 20, "1": 20}]
 
 
-def test_012_a_throttle_is_ignored_while_open_steps_leave_requests_waiting():
+@pytest.mark.behaviour(12)
+def test_a_throttle_is_ignored_while_open_steps_leave_requests_waiting():
     gate, run = gated(max_num_seqs=3)
     add_all(run, [60, 60, 60], num_output=4)
     run.step()
@@ -112,7 +119,8 @@ def test_012_a_throttle_is_ignored_while_open_steps_leave_requests_waiting():
     assert run.plans[2] == {"0": 1, "1": 1, "2": 1}, "the step before left nobody waiting"
 
 
-def test_012_one_token_behind_a_cached_prompt_passes_the_gate():
+@pytest.mark.behaviour(12)
+def test_one_token_behind_a_cached_prompt_passes_the_gate():
     gate, run = gated()
     run.add(make_request("0", [1] * 33, 2))
     run.drain()

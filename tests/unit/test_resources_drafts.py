@@ -31,12 +31,11 @@ def add(run, request_id="0", length=20, num_output=16, **fields):
     return request
 
 
+@pytest.mark.behaviour(81, 82)
 @pytest.mark.parametrize(
     ("num_right", "accepted_at", "computed"), [(3, [1, 1, 1], 24), (1, [1, 0, 0], 22)]
 )
-def test_081_082_right_drafts_are_counted_and_wrong_ones_rolled_back(
-    num_right, accepted_at, computed
-):
+def test_right_drafts_are_counted_and_wrong_ones_rolled_back(num_right, accepted_at, computed):
     drafts, run = make(num_right)
     add(run)
     run.step()
@@ -50,7 +49,8 @@ def test_081_082_right_drafts_are_counted_and_wrong_ones_rolled_back(
     assert (stats.num_accepted, stats.accepted_at) == (sum(accepted_at), accepted_at)
 
 
-def test_083_requests_add_up_and_no_drafts_are_no_drafts():
+@pytest.mark.behaviour(83)
+def test_requests_add_up_and_no_drafts_are_no_drafts():
     drafts, run = make(num_right=1)
     add(run, "0")
     add(run, "1", num_output=1)
@@ -64,7 +64,8 @@ def test_083_requests_add_up_and_no_drafts_are_no_drafts():
     assert stats.accepted_at == [3, 0, 0]
 
 
-def test_084_pieces_of_a_prompt_have_no_drafts():
+@pytest.mark.behaviour(84)
+def test_pieces_of_a_prompt_have_no_drafts():
     _, run = make(max_num_batched_tokens=50)
     add(run, length=80)
     for _ in range(3):
@@ -72,7 +73,8 @@ def test_084_pieces_of_a_prompt_have_no_drafts():
     assert run.plans == [{"0": 50}, {"0": 30}, {"0": 4}]
 
 
-def test_085_drafts_are_cut_to_the_length_and_the_budget():
+@pytest.mark.behaviour(85)
+def test_drafts_are_cut_to_the_length_and_the_budget():
     _, run = make(num_drafts=3, max_model_len=24)
     request = add(run, length=20)
     run.drain()
@@ -94,7 +96,8 @@ def test_085_drafts_are_cut_to_the_length_and_the_budget():
     assert run.plans[1] == {"0": 4, "1": 2}
 
 
-def test_085_a_request_never_gets_more_than_it_asked_for():
+@pytest.mark.behaviour(85)
+def test_a_request_never_gets_more_than_it_asked_for():
     for num_output in range(1, 9):
         _, run = make()
         request = add(run, num_output=num_output)
@@ -102,7 +105,8 @@ def test_085_a_request_never_gets_more_than_it_asked_for():
         assert run.outputs["0"] == answer(request)
 
 
-def test_086_a_cached_prompt_is_padded_to_the_shape_of_decodes():
+@pytest.mark.behaviour(86)
+def test_a_cached_prompt_is_padded_to_the_shape_of_decodes():
     _, run = make(num_right=0)
     add(run, "0", length=33, num_output=40)
     run.step()
@@ -117,7 +121,21 @@ def test_086_a_cached_prompt_is_padded_to_the_shape_of_decodes():
     assert run.outputs["1"] == answer(request)
 
 
-def test_086_padding_is_no_draft():
+@pytest.mark.behaviour(86)
+def test_a_lone_prompt_of_one_token_is_not_padded():
+    """There are no decodes whose shape it could take, nor was any of it cached."""
+    _, run = make(num_right=0)
+    for index in range(2):
+        add(run, str(index), length=1, num_output=9)
+    run.step()
+    assert run.plans == [{"0": 1, "1": 1}]
+    add(run, "2", length=1, num_output=9)
+    run.step()
+    assert run.plans[1] == {"0": 4, "1": 4, "2": 4}, "beside decodes it is"
+
+
+@pytest.mark.behaviour(86)
+def test_padding_is_no_draft():
     drafts, run = make(num_drafts=0)
     add(run, "0", length=33)
     run.drain()
@@ -126,7 +144,8 @@ def test_086_padding_is_no_draft():
     assert drafts.stats.num_drafts == 0
 
 
-def test_086_beside_a_piece_of_a_prompt_nothing_is_padded():
+@pytest.mark.behaviour(86)
+def test_beside_a_piece_of_a_prompt_nothing_is_padded():
     _, run = make()
     add(run, "0", length=33, num_output=40)
     run.step()
@@ -136,7 +155,8 @@ def test_086_beside_a_piece_of_a_prompt_nothing_is_padded():
     assert run.plans[1] == {"0": 4, "1": 20, "2": 1}
 
 
-def test_087_drafts_the_grammar_forbids_are_cut_before_verification():
+@pytest.mark.behaviour(87)
+def test_drafts_the_grammar_forbids_are_cut_before_verification():
     drafts = Drafts(3, cut=lambda req, tokens: 1 if req.request_id == "0" else len(tokens))
     run = make_feature_run(
         resources=[drafts], propose=lambda tokens: guess(tokens, 3, 3), num_drafts=3
@@ -150,7 +170,8 @@ def test_087_drafts_the_grammar_forbids_are_cut_before_verification():
     assert [run.outputs[request.request_id] for request in requests] == list(map(answer, requests))
 
 
-def test_017_accepted_drafts_behind_a_stop_token_are_dropped():
+@pytest.mark.behaviour(17)
+def test_accepted_drafts_behind_a_stop_token_are_dropped():
     _, run = make()
     request = make_request("0", [5] * 20, 16)
     stop = answer(request)[2]

@@ -33,8 +33,9 @@ def plans_of(run, count):
 # -- the budget of a step
 
 
+@pytest.mark.behaviour(92)
 @pytest.mark.parametrize("cache_size", [1024, 4096])
-def test_092_chunks_end_before_media_that_cannot_be_encoded_in_the_step(cache_size):
+def test_chunks_end_before_media_that_cannot_be_encoded_in_the_step(cache_size):
     run = make(EncoderBudget(1024, cache_size), max_num_batched_tokens=1024)
     requests = [with_media(str(i), 800, (100, 600, f"image {i}"), first=i) for i in range(3)]
     for request in requests:
@@ -45,7 +46,8 @@ def test_092_chunks_end_before_media_that_cannot_be_encoded_in_the_step(cache_si
     assert [run.outputs[request.request_id] for request in requests] == list(map(answer, requests))
 
 
-def test_092_one_image_in_two_prompts_is_encoded_once():
+@pytest.mark.behaviour(92)
+def test_one_image_in_two_prompts_is_encoded_once():
     run = make(EncoderBudget(100, 100))
     for i in range(2):
         run.add(with_media(str(i), 200, (50 + i, 100, "same"), first=i))
@@ -53,7 +55,8 @@ def test_092_one_image_in_two_prompts_is_encoded_once():
     assert run.worker.num_encoded == 100
 
 
-def test_092_one_image_twice_in_a_prompt_is_encoded_once():
+@pytest.mark.behaviour(92)
+def test_one_image_twice_in_a_prompt_is_encoded_once():
     run = make(EncoderBudget(100, 100))
     run.add(request := with_media("0", 300, (0, 100, "same"), (150, 100, "same")))
     assert plans_of(run, 1) == [{"0": 300}]
@@ -61,7 +64,8 @@ def test_092_one_image_twice_in_a_prompt_is_encoded_once():
     assert run.worker.num_encoded == 100 and run.outputs["0"] == answer(request)
 
 
-def test_092_a_media_item_that_could_never_be_encoded_is_refused_as_it_comes():
+@pytest.mark.behaviour(92)
+def test_a_media_item_that_could_never_be_encoded_is_refused_as_it_comes():
     for budget in (EncoderBudget(100, 1000), EncoderBudget(1000, 100)):
         run = make(budget)
         with pytest.raises(RequestError, match=r"token 5 has 101 tokens, but .* 100"):
@@ -69,7 +73,8 @@ def test_092_a_media_item_that_could_never_be_encoded_is_refused_as_it_comes():
         assert not run.scheduler.has_requests()
 
 
-def test_092_text_goes_past_a_prompt_that_waits_for_the_encoder():
+@pytest.mark.behaviour(92)
+def test_text_goes_past_a_prompt_that_waits_for_the_encoder():
     run = make(EncoderBudget(50, 1000))
     run.add(with_media("0", 60, (0, 50, "a")))
     run.add(with_media("1", 60, (0, 50, "b"), first=8))
@@ -80,7 +85,8 @@ def test_092_text_goes_past_a_prompt_that_waits_for_the_encoder():
 # -- items that must not be cut
 
 
-def test_093_an_item_is_computed_in_one_step_if_it_must_not_be_cut():
+@pytest.mark.behaviour(93)
+def test_an_item_is_computed_in_one_step_if_it_must_not_be_cut():
     budget = EncoderBudget(1024, 2048, whole_media=True, longest_item=800)
     run = make(budget, max_num_batched_tokens=1024)
     run.add(request := with_media("0", 1200, (400, 800, "image")))
@@ -89,20 +95,23 @@ def test_093_an_item_is_computed_in_one_step_if_it_must_not_be_cut():
     assert run.outputs["0"] == answer(request)
 
 
-def test_093_items_may_be_cut_otherwise():
+@pytest.mark.behaviour(93)
+def test_items_may_be_cut_otherwise():
     run = make(EncoderBudget(1024, 2048), max_num_batched_tokens=1024)
     run.add(with_media("0", 1200, (400, 800, "image")))
     assert plans_of(run, 2) == [{"0": 1024}, {"0": 176}]
     assert run.worker.num_encoded == 800
 
 
-def test_093_a_step_too_small_for_an_item_is_a_configuration_error():
+@pytest.mark.behaviour(93)
+def test_a_step_too_small_for_an_item_is_a_configuration_error():
     budget = EncoderBudget(1024, 2048, whole_media=True, longest_item=800)
     with pytest.raises(ConfigError, match=r"800 tokens .* max_num_batched_tokens is 100"):
         make(budget, max_num_batched_tokens=100)
 
 
-def test_093_an_item_longer_than_the_model_promised_is_refused():
+@pytest.mark.behaviour(93)
+def test_an_item_longer_than_the_model_promised_is_refused():
     run = make(EncoderBudget(1024, 2048, whole_media=True), max_num_batched_tokens=100)
     with pytest.raises(RequestError, match="800 tokens that must be computed in one step"):
         run.add(with_media("0", 1200, (400, 800, "image")))
@@ -115,7 +124,8 @@ def item(key, length=10):
     return MediaItem(0, length, key)
 
 
-def test_094_what_nobody_uses_is_evicted_only_for_room_and_told_once():
+@pytest.mark.behaviour(94)
+def test_what_nobody_uses_is_evicted_only_for_room_and_told_once():
     cache = EncoderCache(30)
     uses = {key: cache.use(item(key)) for key in "abc"}
     assert cache.num_available == 0
@@ -132,7 +142,8 @@ def test_094_what_nobody_uses_is_evicted_only_for_room_and_told_once():
     assert list(cache.idle) == ["b"]
 
 
-def test_094_an_entry_of_two_users_stays_until_both_are_gone():
+@pytest.mark.behaviour(94)
+def test_an_entry_of_two_users_stays_until_both_are_gone():
     cache = EncoderCache(30)
     first, second = cache.use(item("a")), cache.use(item("a"))
     cache.end(first)
@@ -141,7 +152,8 @@ def test_094_an_entry_of_two_users_stays_until_both_are_gone():
     assert list(cache.idle) == ["a"] and cache.num_used == 0
 
 
-def test_094_a_later_prompt_finds_what_was_encoded_before():
+@pytest.mark.behaviour(94)
+def test_a_later_prompt_finds_what_was_encoded_before():
     run = make(EncoderBudget(100, 250), caching=False)
     for index, key in enumerate("abac"):
         run.add(with_media(str(index), 120, (0, 100, key), num_output=1))
@@ -150,8 +162,9 @@ def test_094_a_later_prompt_finds_what_was_encoded_before():
     assert run.worker.freed == ["b"], "longest unused of the three"
 
 
+@pytest.mark.behaviour(95)
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_095_media_are_kept_until_their_tokens_are_known_to_be_computed(depth):
+def test_media_are_kept_until_their_tokens_are_known_to_be_computed(depth):
     budget = EncoderBudget(100, 100)
     run = make(budget, depth=depth, max_num_batched_tokens=150)
     run.add(with_media("0", 120, (0, 100, "a"), first=1))
@@ -169,8 +182,9 @@ def test_095_media_are_kept_until_their_tokens_are_known_to_be_computed(depth):
     assert run.worker.freed == ["a"]
 
 
+@pytest.mark.behaviour(34)
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_034_a_preempted_request_finds_its_media_or_asks_for_them_again(depth):
+def test_a_preempted_request_finds_its_media_or_asks_for_them_again(depth):
     run = make(
         EncoderBudget(8, 8),
         depth=depth,
@@ -195,7 +209,8 @@ def test_034_a_preempted_request_finds_its_media_or_asks_for_them_again(depth):
         assert run.outputs[request.request_id] == answer(request)
 
 
-def test_034_what_a_failed_row_encoded_is_not_used_by_others():
+@pytest.mark.behaviour(34)
+def test_what_a_failed_row_encoded_is_not_used_by_others():
     def fail(seq, upto):
         return "no memory" if seq.request_id == "0" else None
 

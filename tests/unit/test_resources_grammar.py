@@ -25,7 +25,8 @@ def make(grammars, resources=(), **options):
     return readiness, run
 
 
-def test_088_who_waits_for_a_grammar_is_passed_and_comes_back_in_order():
+@pytest.mark.behaviour(88)
+def test_who_waits_for_a_grammar_is_passed_and_comes_back_in_order():
     requests = [request_of("0", "slow"), request_of("1", "quick"), request_of("2")]
     _, run = make(
         {"slow": follows(requests[0], polls=3), "quick": follows(requests[1], polls=3)},
@@ -47,7 +48,8 @@ def test_088_who_waits_for_a_grammar_is_passed_and_comes_back_in_order():
         assert run.outputs[request.request_id] == answer(request)
 
 
-def test_088_the_wait_is_charged_to_the_grammar():
+@pytest.mark.behaviour(88)
+def test_the_wait_is_charged_to_the_grammar():
     clock = [0.0]
     request = request_of("0", "slow")
     _, run = make({"slow": follows(request, polls=4)})
@@ -60,7 +62,8 @@ def test_088_the_wait_is_charged_to_the_grammar():
     assert waits == {"grammar": 3.0}
 
 
-def test_088_a_grammar_is_compiled_while_its_request_waits_for_a_seat():
+@pytest.mark.behaviour(88)
+def test_a_grammar_is_compiled_while_its_request_waits_for_a_seat():
     requests = [request_of("0"), request_of("1", "slow")]
     readiness, run = make({"slow": follows(requests[1], polls=4)}, max_num_seqs=1)
     for request in requests:
@@ -71,7 +74,8 @@ def test_088_a_grammar_is_compiled_while_its_request_waits_for_a_seat():
     assert run.plans[5] == {"1": 10}, "not a step is lost"
 
 
-def test_088_an_aborted_request_is_woken_by_nobody():
+@pytest.mark.behaviour(88)
+def test_an_aborted_request_is_woken_by_nobody():
     request = request_of("0", "slow")
     readiness, run = make({"slow": follows(request, polls=3)})
     run.add(request)
@@ -82,8 +86,9 @@ def test_088_an_aborted_request_is_woken_by_nobody():
     assert not run.plans and not readiness._compiling and not readiness._parked
 
 
+@pytest.mark.behaviour(89)
 @pytest.mark.parametrize("polls", [1, 3])
-def test_089_a_grammar_that_cannot_be_compiled_ends_one_request(polls):
+def test_a_grammar_that_cannot_be_compiled_ends_one_request(polls):
     wrong, right = request_of("0", "wrong"), request_of("1", "right")
     _, run = make({"wrong": follows(wrong, polls, "( is never closed"), "right": follows(right, 1)})
     run.add(wrong)
@@ -94,7 +99,8 @@ def test_089_a_grammar_that_cannot_be_compiled_ends_one_request(polls):
     assert run.outputs == {"0": [], "1": answer(right)}
 
 
-def test_089_a_compiler_that_refuses_at_once_ends_one_request():
+@pytest.mark.behaviour(89)
+def test_a_compiler_that_refuses_at_once_ends_one_request():
     _, run = make({})
     run.add(request_of("0", "nobody knows this"))
     run.add(request := request_of("1"))
@@ -102,8 +108,9 @@ def test_089_a_compiler_that_refuses_at_once_ends_one_request():
     assert run.finished["0"] == ("error", None) and run.outputs["1"] == answer(request)
 
 
+@pytest.mark.behaviour(90)
 @pytest.mark.parametrize("depth", [1, 2])
-def test_090_a_token_that_the_grammar_refuses_ends_one_request(depth):
+def test_a_token_that_the_grammar_refuses_ends_one_request(depth):
     requests = [request_of("0", "short"), request_of("1", "whole"), request_of("2")]
     _, run = make(
         {"short": follows(requests[0], 1, upto=2), "whole": follows(requests[1], 1)}, depth=depth
@@ -119,7 +126,8 @@ def test_090_a_token_that_the_grammar_refuses_ends_one_request(depth):
         assert run.outputs[request.request_id] == answer(request)
 
 
-def test_090_a_matcher_that_breaks_ends_one_request():
+@pytest.mark.behaviour(90)
+def test_a_matcher_that_breaks_ends_one_request():
     class Broken:
         def num_allowed(self, tokens):
             raise RuntimeError("out of states")
@@ -164,7 +172,8 @@ def test_a_preempted_request_goes_on_in_its_grammar(depth):
         assert run.outputs[request.request_id] == answer(request)
 
 
-def test_087_drafts_are_cut_to_what_the_grammar_allows():
+@pytest.mark.behaviour(87)
+def test_drafts_are_cut_to_what_the_grammar_allows():
     """Right drafts pass, wrong ones are not even tried."""
     request = request_of("0", "its", num_output=9)
     readiness = GrammarReadiness(Compiler({"its": follows(request, 1)}))

@@ -17,7 +17,8 @@ def add(run, request_id, adapter=None, num_output=4, length=10):
     return request
 
 
-def test_091_another_adapter_waits_and_is_passed_by_the_base_model():
+@pytest.mark.behaviour(91)
+def test_another_adapter_waits_and_is_passed_by_the_base_model():
     slots = AdapterSlots(1)
     run = make_feature_run(resources=[slots])
     requests = [add(run, "0", "A"), add(run, "1", "A"), add(run, "2", "B"), add(run, "3")]
@@ -31,7 +32,8 @@ def test_091_another_adapter_waits_and_is_passed_by_the_base_model():
     assert run.outputs["0"] == run.outputs["1"] != run.outputs["3"]
 
 
-def test_091_the_wait_is_charged_to_the_adapter():
+@pytest.mark.behaviour(91)
+def test_the_wait_is_charged_to_the_adapter():
     clock = [0.0]
     run = make_feature_run(resources=[AdapterSlots(1)])
     run.scheduler._clock = lambda: clock[0]

@@ -9,6 +9,7 @@ from simulate import make_request
 from engine.core.remote_kv import RemoteKV
 from engine.errors import ConfigError
 from engine.messages.step import Received
+from engine.sched.policies import Priority
 
 
 def remote(request_id, length=60, num_output=4, first=None, **params):
@@ -20,9 +21,9 @@ def loading(request_id, num_tokens, *, ticks=3, **fields):
     return remote(request_id, num_tokens=num_tokens, asynchronous=True, ticks=ticks, **fields)
 
 
-def make(policy="recompute", **options):
+def make(failure_policy="recompute", **options):
     source = Source(options.get("block_size", 16))
-    return source, make_feature_run(resources=[RemoteKV(policy)], source=source, **options)
+    return source, make_feature_run(resources=[RemoteKV(failure_policy)], source=source, **options)
 
 
 def held(run, request_id):
@@ -32,7 +33,8 @@ def held(run, request_id):
 # -- 97: loads
 
 
-def test_097_tokens_that_are_loaded_within_the_step_count_as_computed():
+@pytest.mark.behaviour(97)
+def test_tokens_that_are_loaded_within_the_step_count_as_computed():
     source, run = make()
     run.add(request := remote("0", num_tokens=48))
     run.step()
@@ -44,8 +46,9 @@ def test_097_tokens_that_are_loaded_within_the_step_count_as_computed():
     assert source.num_loads == 1 and run.outputs["1"] == answer(again), "it was cached here"
 
 
+@pytest.mark.behaviour(97)
 @pytest.mark.parametrize("depth", [1, 2])
-def test_097_who_waits_for_a_load_holds_blocks_and_computes_nothing(depth):
+def test_who_waits_for_a_load_holds_blocks_and_computes_nothing(depth):
     source, run = make(depth=depth)
     run.add(request := loading("0", 48))
     run.add(other := remote("1", length=20))
@@ -59,7 +62,8 @@ def test_097_who_waits_for_a_load_holds_blocks_and_computes_nothing(depth):
     assert run.scheduler.kv.num_free == run.scheduler.kv.num_usable
 
 
-def test_097_a_load_goes_on_while_nobody_runs():
+@pytest.mark.behaviour(97)
+def test_a_load_goes_on_while_nobody_runs():
     _, run = make()
     run.add(request := loading("0", 48, ticks=2))
     assert run.step(), "the worker is told, though it computes nothing"
@@ -68,7 +72,8 @@ def test_097_a_load_goes_on_while_nobody_runs():
     assert run.outputs["0"] == answer(request)
 
 
-def test_097_the_last_token_is_computed_even_if_all_could_be_loaded():
+@pytest.mark.behaviour(97)
+def test_the_last_token_is_computed_even_if_all_could_be_loaded():
     _, run = make()
     run.add(request := loading("0", 60))
     run.wait()
@@ -76,7 +81,8 @@ def test_097_the_last_token_is_computed_even_if_all_could_be_loaded():
     assert run.outputs["0"] == answer(request)
 
 
-def test_097_others_may_share_what_was_loaded():
+@pytest.mark.behaviour(97)
+def test_others_may_share_what_was_loaded():
     source, run = make()
     run.add(loading("0", 48))
     run.wait()
@@ -86,7 +92,8 @@ def test_097_others_may_share_what_was_loaded():
     assert run.outputs["1"] == answer(request)
 
 
-def test_097_the_wait_is_charged_to_the_load():
+@pytest.mark.behaviour(97)
+def test_the_wait_is_charged_to_the_load():
     clock = [0.0]
     _, run = make()
     run.scheduler._clock = lambda: clock[0]
@@ -98,8 +105,9 @@ def test_097_the_wait_is_charged_to_the_load():
     assert waits == {"remote KV": 2.0, "next step": 1.0}
 
 
+@pytest.mark.behaviour(97)
 @pytest.mark.parametrize("depth", [1, 2])
-def test_097_what_a_failed_load_did_not_bring_is_computed(depth):
+def test_what_a_failed_load_did_not_bring_is_computed(depth):
     source, run = make(depth=depth)
     run.add(request := loading("0", 48, error="connection lost"))
     run.wait()
@@ -107,7 +115,8 @@ def test_097_what_a_failed_load_did_not_bring_is_computed(depth):
     assert run.outputs["0"] == answer(request) and source.num_loads == 1
 
 
-def test_097_a_failed_load_ends_its_request_if_that_is_wanted():
+@pytest.mark.behaviour(97)
+def test_a_failed_load_ends_its_request_if_that_is_wanted():
     _, run = make("fail")
     run.add(loading("0", 48, error="connection lost"))
     run.add(other := remote("1", length=20))
@@ -116,12 +125,14 @@ def test_097_a_failed_load_ends_its_request_if_that_is_wanted():
     assert run.ends["0"].message == "its KV could not be loaded: connection lost"
 
 
-def test_097_an_unknown_way_to_take_failures_is_refused():
+@pytest.mark.behaviour(97)
+def test_an_unknown_way_to_take_failures_is_refused():
     with pytest.raises(ConfigError, match="'retry', must be 'recompute' or 'fail'"):
         RemoteKV("retry")
 
 
-def test_097_a_preempted_request_loads_again():
+@pytest.mark.behaviour(97)
+def test_a_preempted_request_loads_again():
     source, run = make(num_blocks=9, caching=False)
     run.add(first := remote("0", length=30, num_output=50))
     run.add(request := loading("1", 48, num_output=50))
@@ -134,7 +145,8 @@ def test_097_a_preempted_request_loads_again():
 # -- 98: blocks that are still being sent
 
 
-def test_098_blocks_are_free_once_they_are_sent():
+@pytest.mark.behaviour(98)
+def test_blocks_are_free_once_they_are_sent():
     _, run = make()
     kv = run.scheduler.kv
     run.add(request := remote("0", keep=True, ticks=4))
@@ -147,7 +159,8 @@ def test_098_blocks_are_free_once_they_are_sent():
     assert not kv.sent("0"), "told twice"
 
 
-def test_098_params_reach_the_output_of_a_request_that_keeps_nothing():
+@pytest.mark.behaviour(98)
+def test_params_reach_the_output_of_a_request_that_keeps_nothing():
     _, run = make()
     run.add(remote("0", farewell={"port": 5}))
     run.wait()
@@ -157,7 +170,8 @@ def test_098_params_reach_the_output_of_a_request_that_keeps_nothing():
 # -- 99: memory
 
 
-def test_099_a_second_load_that_does_not_fit_is_held_back():
+@pytest.mark.behaviour(99)
+def test_a_second_load_that_does_not_fit_is_held_back():
     source, run = make(num_blocks=10)
     requests = [
         loading("0", 112, length=120, num_output=8),
@@ -174,7 +188,8 @@ def test_099_a_second_load_that_does_not_fit_is_held_back():
         assert run.outputs[request.request_id] == answer(request)
 
 
-def test_099_a_load_waits_for_those_who_run():
+@pytest.mark.behaviour(99)
+def test_a_load_waits_for_those_who_run():
     _, run = make(num_blocks=10)
     run.add(first := remote("0", length=70, num_output=8))
     run.step()
@@ -188,7 +203,8 @@ def test_099_a_load_waits_for_those_who_run():
 # -- 100: aborts
 
 
-def test_100_blocks_of_an_aborted_load_come_back_once_and_when_it_is_over():
+@pytest.mark.behaviour(100)
+def test_blocks_of_an_aborted_load_come_back_once_and_when_it_is_over():
     _, run = make()
     kv = run.scheduler.kv
     run.add(loading("0", 48, ticks=5))
@@ -204,7 +220,8 @@ def test_100_blocks_of_an_aborted_load_come_back_once_and_when_it_is_over():
     assert kv.num_free == kv.num_usable
 
 
-def test_100_an_id_used_again_waits_until_the_load_of_its_predecessor_is_over():
+@pytest.mark.behaviour(100)
+def test_an_id_used_again_waits_until_the_load_of_its_predecessor_is_over():
     """Or the end of the one would be taken for the end of the other."""
     source, run = make()
     run.add(loading("0", 48, ticks=4))
@@ -217,7 +234,8 @@ def test_100_an_id_used_again_waits_until_the_load_of_its_predecessor_is_over():
     assert source.num_loads == 2 and run.outputs["0"] == answer(again)
 
 
-def test_100_a_load_into_blocks_that_are_not_trusted_any_more_ends_first():
+@pytest.mark.behaviour(100)
+def test_a_load_into_blocks_that_are_not_trusted_any_more_ends_first():
     """The request adopted what another one wrote wrongly; it starts again when its load is over."""
 
     def fail(seq, upto):
@@ -245,3 +263,66 @@ def test_a_reset_with_a_load_under_way_changes_nothing_of_it():
     run.wait()
     assert run.outputs["0"] == answer(request)
     assert run.scheduler.reset_prefix_cache()
+
+
+# -- blocks that steps in flight still write
+
+
+class Evicts(Priority):
+    """Evicts whom it is told to, once."""
+
+    def __init__(self):
+        super().__init__()
+        self.victims = []
+
+    def evict(self, view):
+        victims, self.victims = self.victims, []
+        return [req for req in view.running if req.request_id in victims]
+
+
+@pytest.mark.behaviour(97)
+@pytest.mark.parametrize("depth", [2, 3])
+@pytest.mark.parametrize("how", ["finish", "abort", "preemption"])
+def test_a_load_waits_for_the_steps_that_still_write_its_blocks(how, depth):
+    """They were given to the load at once, and a step that was computed behind it wrote on it."""
+    policy = Evicts()
+    source, run = make(
+        num_blocks=6, depth=depth, late=True, policy=policy, caching=False, max_num_seqs=2
+    )
+    stops = [answer(remote("0", length=40, num_output=20))[6]] if how == "finish" else []
+    run.add(make_request("0", [ord("0")] * 40, 15, eos_token_ids=stops, priority=1))
+    while len(run.outputs["0"]) < 5:
+        run.step()
+    run.add(request := loading("1", 64, length=66, ticks=1))
+    policy.victims = ["0"] * (how == "preemption")
+    if how == "abort":
+        run.scheduler.finish_requests("0")
+        run.finished["0"] = ("abort", None)
+    while len(run.outputs["1"]) < 2:
+        run.step()
+    (seq,) = (seq for seq in run.worker.seqs.values() if seq.tokens[0] == ord("1"))
+    for position in range(66):  # all that was loaded, and what was computed behind it
+        block, place = divmod(position, 16)
+        held = run.worker.kv[seq.tables[0][block]][place]
+        assert held == seq.digest_at(position), f"position {position} was overwritten"
+    run.wait()
+    assert source.num_loads == 1 and run.outputs["1"] == answer(request)
+
+
+@pytest.mark.behaviour(100)
+def test_an_abort_before_its_load_has_begun_gives_the_blocks_back_at_once():
+    """Nobody will say that such a load is over."""
+    source, run = make(num_blocks=6, depth=2, late=True, caching=False)
+    run.add(remote("0", length=60, num_output=20))
+    run.step()
+    run.launch()
+    run.scheduler.finish_requests("0")
+    run.finished["0"] = ("abort", None)
+    run.add(loading("1", 48, ticks=1))
+    run.launch()
+    assert "1" in run.scheduler.roster.parked and not source.num_loads
+    run.scheduler.finish_requests("1")
+    run.finished["1"] = ("abort", None)
+    assert run.scheduler.kv.num_free == run.scheduler.kv.num_usable
+    run.wait()
+    assert not source.num_loads

@@ -35,7 +35,8 @@ def plans_of(run, count):
 # -- queue and budgets
 
 
-def test_behaviour_01_02_requests_are_counted_as_they_come_and_go():
+@pytest.mark.behaviour(1, 2)
+def test_requests_are_counted_as_they_come_and_go():
     scheduler = make_scheduler()
     for index in range(10):
         scheduler.add_request(make_request(str(index), ALONE))
@@ -45,7 +46,8 @@ def test_behaviour_01_02_requests_are_counted_as_they_come_and_go():
         assert scheduler.get_num_unfinished_requests() == 9 - index
 
 
-def test_behaviour_03_one_step_takes_ten_small_prompts_in_order():
+@pytest.mark.behaviour(3)
+def test_one_step_takes_ten_small_prompts_in_order():
     run = make_run()
     add_all(run, range(1, 11))
     run.launch()
@@ -53,12 +55,14 @@ def test_behaviour_03_one_step_takes_ten_small_prompts_in_order():
     assert not run.scheduler.has_finished_requests()
 
 
-def test_behaviour_04_nothing_to_do_is_an_empty_plan():
+@pytest.mark.behaviour(4)
+def test_nothing_to_do_is_an_empty_plan():
     plan = make_scheduler().schedule()
     assert plan.is_empty and plan.num_tokens == 0 and not len(plan.rows)
 
 
-def test_behaviour_05_long_prompts_are_capped_while_others_compete():
+@pytest.mark.behaviour(5)
+def test_long_prompts_are_capped_while_others_compete():
     run = make_run(max_num_batched_tokens=1024, long_prefill_token_threshold=400)
     add_all(run, [800, 800, 800])
     assert [sorted(plan.items()) for plan in plans_of(run, 3)] == [
@@ -68,8 +72,9 @@ def test_behaviour_05_long_prompts_are_capped_while_others_compete():
     ]
 
 
+@pytest.mark.behaviour(6, 7)
 @pytest.mark.parametrize(("chunked", "first"), [(True, {"0": 800, "1": 224}), (False, {"0": 800})])
-def test_behaviour_06_07_nobody_passes_a_prompt_that_does_not_fit(chunked, first):
+def test_nobody_passes_a_prompt_that_does_not_fit(chunked, first):
     run = make_run(
         max_num_batched_tokens=1024,
         max_model_len=1024,
@@ -80,25 +85,44 @@ def test_behaviour_06_07_nobody_passes_a_prompt_that_does_not_fit(chunked, first
     assert plans_of(run, 1) == [first]
 
 
-def test_behaviour_08_the_cap_is_ignored_for_a_lone_prompt():
+@pytest.mark.behaviour(8)
+def test_the_cap_is_ignored_for_a_lone_prompt():
     run = make_run(max_num_batched_tokens=1024, long_prefill_token_threshold=400)
     add_all(run, [1500])
     assert plans_of(run, 2) == [{"0": 1024}, {"0": 476}]
 
 
-def test_behaviour_09_the_cap_is_never_below_an_equal_share():
-    run = make_run(max_num_batched_tokens=1024, long_prefill_token_threshold=100)
+@pytest.mark.behaviour(8)
+def test_beside_one_decode_the_cap_is_the_threshold():
+    """It was half of the budget, the share of one of two."""
+    run = make_run(max_num_batched_tokens=2048, long_prefill_token_threshold=256)
+    add_all(run, [4])
+    run.step()
+    run.add(make_request("long", [9] * 1800))
+    assert plans_of(run, 1) == [{"0": 1, "long": 256}]
+
+
+@pytest.mark.behaviour(9)
+@pytest.mark.parametrize(("adaptive", "share"), [(True, 512), (False, 100)])
+def test_an_adaptive_cap_is_never_below_an_equal_share(adaptive, share):
+    run = make_run(
+        max_num_batched_tokens=1024,
+        long_prefill_token_threshold=100,
+        long_prefill_token_threshold_adaptive=adaptive,
+    )
     add_all(run, [900, 900])
-    assert plans_of(run, 1) == [{"0": 512, "1": 512}]
+    assert plans_of(run, 1) == [{"0": share, "1": share}]
 
 
-def test_behaviour_10_one_seat_serves_one_after_the_other():
+@pytest.mark.behaviour(10)
+def test_one_seat_serves_one_after_the_other():
     run = make_run(max_num_seqs=1)
     add_all(run, [5, 5], 2)
     assert plans_of(run, 3) == [{"0": 5}, {"0": 1}, {"1": 5}]
 
 
-def test_behaviour_13_an_unknown_policy_is_refused_with_the_known_ones():
+@pytest.mark.behaviour(13)
+def test_an_unknown_policy_is_refused_with_the_known_ones():
     with pytest.raises(ConfigError, match="edf, fastserve, fcfs"):
         find_policy("lottery", {})
 
@@ -106,7 +130,8 @@ def test_behaviour_13_an_unknown_policy_is_refused_with_the_known_ones():
 # -- progress and stopping
 
 
-def test_behaviour_14_counts_advance_before_the_result_is_known():
+@pytest.mark.behaviour(14)
+def test_counts_advance_before_the_result_is_known():
     run = make_run()
     add_all(run, [100])
     run.launch()
@@ -121,10 +146,11 @@ class OneStepEach(Resource):
         return Fit(0 if req.table.in_flight.at[req.row] else num_tokens, "cadence")
 
 
+@pytest.mark.behaviour(15)
 @pytest.mark.parametrize(
     ("resources", "second"), [((OneStepEach(),), {"1": 512}), ((), {"0": 1, "1": 511})]
 )
-def test_behaviour_15_a_second_step_is_planned_before_the_first_is_settled(resources, second):
+def test_a_second_step_is_planned_before_the_first_is_settled(resources, second):
     """Both figures are right: sampled tokens stay on the device unless a resource forbids it."""
     run = make_run(max_num_batched_tokens=512, resources=resources)
     add_all(run, [512, 512])
@@ -136,7 +162,8 @@ def test_behaviour_15_a_second_step_is_planned_before_the_first_is_settled(resou
     assert run.plans[2]["0"] == 1
 
 
-def test_behaviour_16_end_of_text_stops_without_a_stop_reason():
+@pytest.mark.behaviour(16)
+def test_end_of_text_stops_without_a_stop_reason():
     run = make_run()
     run.add(make_request("0", ALONE, 9, eos_token_ids=[expected(ALONE, 2)[1]]))
     run.step()
@@ -147,8 +174,9 @@ def test_behaviour_16_end_of_text_stops_without_a_stop_reason():
     assert (told.freed_slots, after.freed_slots, after.is_empty) == ([0], [], True)
 
 
+@pytest.mark.behaviour(18, 21)
 @pytest.mark.parametrize(("max_tokens", "max_model_len"), [(2, 2048), (50, 12)])
-def test_behaviour_18_21_length_ends_at_max_tokens_or_max_model_len(max_tokens, max_model_len):
+def test_length_ends_at_max_tokens_or_max_model_len(max_tokens, max_model_len):
     run = make_run(max_model_len=max_model_len)
     run.add(make_request("0", ALONE, max_tokens))
     run.drain()
@@ -156,7 +184,8 @@ def test_behaviour_18_21_length_ends_at_max_tokens_or_max_model_len(max_tokens, 
     assert run.finished["0"] == ("length", None)
 
 
-def test_behaviour_19_ignored_end_of_text_goes_on():
+@pytest.mark.behaviour(19)
+def test_ignored_end_of_text_goes_on():
     """Whoever ignores it has no end-of-text ids in the request."""
     run = make_run()
     run.add(make_request("0", ALONE, 5, params=SamplingParams(max_tokens=5, ignore_eos=True)))
@@ -164,8 +193,9 @@ def test_behaviour_19_ignored_end_of_text_goes_on():
     assert run.outputs["0"] == expected(ALONE, 5)
 
 
+@pytest.mark.behaviour(22)
 @pytest.mark.parametrize("depth", [1, 2])
-def test_behaviour_22_only_those_who_stopped_are_removed(depth):
+def test_only_those_who_stopped_are_removed(depth):
     run = make_run(depth=depth)
     for index in range(6):
         stops = [expected([index] * 8, 3)[2]] if index % 2 else []
@@ -175,7 +205,8 @@ def test_behaviour_22_only_those_who_stopped_are_removed(depth):
         assert run.outputs[str(index)] == expected([index] * 8, 3 if index % 2 else 7)
 
 
-def test_behaviour_23_a_prompt_chunk_brings_no_output():
+@pytest.mark.behaviour(23)
+def test_a_prompt_chunk_brings_no_output():
     scheduler, worker = make_scheduler(max_num_batched_tokens=64), CountingWorker()
     scheduler.add_request(make_request("0", [1] * 100))
     plan = scheduler.schedule()
@@ -183,15 +214,17 @@ def test_behaviour_23_a_prompt_chunk_brings_no_output():
     assert scheduler.roster.by_id["0"].num_pending == 0
 
 
+@pytest.mark.behaviour(24)
 @pytest.mark.parametrize("length", [0, 2048, 5000])
-def test_behaviour_24_impossible_lengths_never_enter(length):
+def test_impossible_lengths_never_enter(length):
     scheduler = make_scheduler()
     with pytest.raises(ValueError, match=rf"{length} tokens.*2047"):
         scheduler.add_request(make_request("0", [1] * length))
     assert scheduler.get_num_unfinished_requests() == 0
 
 
-def test_behaviour_25_one_token_is_finished_by_the_prefill_step():
+@pytest.mark.behaviour(25)
+def test_one_token_is_finished_by_the_prefill_step():
     run = make_run()
     add_all(run, [30], 1)
     run.step()
@@ -208,7 +241,8 @@ def full_pool(depth=1, lengths=(80, 80)):
     return run
 
 
-def test_behaviour_26_33_the_youngest_makes_room():
+@pytest.mark.behaviour(26, 33)
+def test_the_youngest_makes_room():
     """Preempted is not a status here: it waits, at its rank, and its preemptions are counted."""
     run = full_pool()
     add = make_request("2", [9] * 5)
@@ -222,7 +256,8 @@ def test_behaviour_26_33_the_youngest_makes_room():
     assert run.scheduler.make_stats().num_preemptions == 1
 
 
-def test_behaviour_27_a_result_that_was_on_its_way_still_counts():
+@pytest.mark.behaviour(27)
+def test_a_result_that_was_on_its_way_still_counts():
     run = full_pool(depth=2)
     run.launch()
     run.launch()
@@ -231,14 +266,16 @@ def test_behaviour_27_a_result_that_was_on_its_way_still_counts():
     assert run.outputs["1"] == expected([2] * 80, 1)
 
 
-def test_behaviour_28_nobody_is_admitted_in_a_step_that_preempts():
+@pytest.mark.behaviour(28)
+def test_nobody_is_admitted_in_a_step_that_preempts():
     run = full_pool()
     run.step()
     run.add(make_request("2", [9] * 5))  # would fit into what the preemption frees
     assert plans_of(run, 1) == [{"0": 1}]
 
 
-def test_behaviour_29_a_lone_request_that_cannot_grow_waits_and_tries_again():
+@pytest.mark.behaviour(29)
+def test_a_lone_request_that_cannot_grow_waits_and_tries_again():
     """It cannot happen to a request that is truly alone: such a one is refused when added."""
     run = make_run(num_blocks=5)
     with pytest.raises(RequestError, match=r"69 tokens = 5 KV blocks.*has 4"):
@@ -248,7 +285,8 @@ def test_behaviour_29_a_lone_request_that_cannot_grow_waits_and_tries_again():
     assert [run.outputs[str(i)] for i in range(2)] == [expected([i + 1] * 60, 4) for i in range(2)]
 
 
-def test_behaviour_31_a_resumed_request_computes_prompt_and_output_again():
+@pytest.mark.behaviour(31)
+def test_a_resumed_request_computes_prompt_and_output_again():
     run = full_pool()
     run.step()
     run.step()
@@ -262,7 +300,8 @@ def test_behaviour_31_a_resumed_request_computes_prompt_and_output_again():
     assert plan.block_indices.tolist() == list(range(6))
 
 
-def test_behaviour_32_lookups_are_counted_once_and_apart_after_a_preemption():
+@pytest.mark.behaviour(32)
+def test_lookups_are_counted_once_and_apart_after_a_preemption():
     run = make_run(num_blocks=11)
     add_all(run, [80, 80], 20)
     run.step()
@@ -276,6 +315,7 @@ def test_behaviour_32_lookups_are_counted_once_and_apart_after_a_preemption():
 # -- priority
 
 
+@pytest.mark.behaviour(35, 36, 37, 41, 44, 45)
 @pytest.mark.parametrize(
     ("priorities", "arrivals", "order"),
     [
@@ -287,7 +327,7 @@ def test_behaviour_32_lookups_are_counted_once_and_apart_after_a_preemption():
         ([3, 1, 2, 1, 0, 3, 0, 2], [0, 5, 1, 4, 7, 0, 6, 1], "64312705"),
     ],
 )
-def test_behaviour_35_36_37_41_44_45_order_of_priorities(priorities, arrivals, order):
+def test_order_of_priorities(priorities, arrivals, order):
     """Ties are broken by number of arrival, never by id, and never by comparing requests."""
     run = make_run(policy="priority", max_num_seqs=1)
     for index, (priority, arrival) in enumerate(zip(priorities, arrivals, strict=True)):
@@ -299,7 +339,8 @@ def test_behaviour_35_36_37_41_44_45_order_of_priorities(priorities, arrivals, o
     assert "".join(name for plan in run.plans for name in plan) == order
 
 
-def test_behaviour_38_the_least_urgent_makes_room():
+@pytest.mark.behaviour(38)
+def test_the_least_urgent_makes_room():
     run = make_run(num_blocks=16, caching=False, policy="priority")
     for index, priority in enumerate([5, 0, 5]):
         run.add(make_request(str(index), [index] * 80, 4, priority=priority))
@@ -309,7 +350,8 @@ def test_behaviour_38_the_least_urgent_makes_room():
     assert run.scheduler.roster.by_id["2"].num_preempted == 1
 
 
-def test_behaviour_39_with_room_for_all_nobody_is_preempted():
+@pytest.mark.behaviour(39)
+def test_with_room_for_all_nobody_is_preempted():
     run = make_run(policy="priority")
     for index, priority in enumerate([3, -1, 0]):
         run.add(make_request(str(index), [index] * 40, 20, priority=priority))
@@ -317,7 +359,8 @@ def test_behaviour_39_with_room_for_all_nobody_is_preempted():
     assert run.scheduler.settler.tally.num_preemptions == 0
 
 
-def test_behaviour_40_one_seat_goes_to_the_most_urgent():
+@pytest.mark.behaviour(40)
+def test_one_seat_goes_to_the_most_urgent():
     run = make_run(policy="priority", max_num_seqs=1)
     for index, priority in enumerate([3, 2, 0]):
         run.add(make_request(str(index), ALONE, 5, priority=priority))
@@ -325,7 +368,8 @@ def test_behaviour_40_one_seat_goes_to_the_most_urgent():
     assert [req.request_id for req in run.scheduler.roster.waiting] == ["1", "0"]
 
 
-def test_behaviour_42_nobody_is_granted_and_evicted_in_one_step():
+@pytest.mark.behaviour(42)
+def test_nobody_is_granted_and_evicted_in_one_step():
     """So a victim has nothing of this step to give back."""
     run = make_run(num_blocks=12, block_size=2, caching=False, policy="priority", max_num_seqs=4)
     for index in range(8):
@@ -336,7 +380,8 @@ def test_behaviour_42_nobody_is_granted_and_evicted_in_one_step():
     assert run.scheduler.settler.tally.num_preemptions
 
 
-def test_behaviour_43_the_urgent_one_takes_the_blocks_of_the_other():
+@pytest.mark.behaviour(43)
+def test_the_urgent_one_takes_the_blocks_of_the_other():
     run = make_run(num_blocks=5, caching=False, policy="priority")
     run.add(make_request("low", [1] * 30, 8, priority=1))
     run.step()

@@ -11,6 +11,7 @@ from engine.sched.policies import FCFS, FastServe
 from engine.sched.policy import Admission
 from engine.sched.resource import Fit, OnRefuse, Resource
 from engine.sched.scheduler import Scheduler
+from engine.sched.table import SERIAL, WATCHED
 from engine.sched.verify.fake import DigestWorker
 
 PROMPT = list(range(100, 140))
@@ -63,7 +64,7 @@ class HalfAtMost(Resource):
 
 def test_nobody_overtakes_a_request_that_lacks_blocks_though_a_resource_cut_it():
     scheduler = make_scheduler(num_blocks=6, resources=[HalfAtMost()])
-    for name, length in [("a", 40), ("b", 40), ("c", 10)]:
+    for name, length in [("a", 40), ("b", 70), ("c", 10)]:
         scheduler.add_request(make_request(name, [ord(name)] * length, 2))
     scheduler.schedule()
     assert [req.request_id for req in scheduler.roster.running] == ["a"]
@@ -345,3 +346,48 @@ def test_a_request_whose_resource_failed_to_park_it_is_asked_about_again():
     for _ in range(9):
         run.step()
     assert run.outputs["a"] == expected(PROMPT, 3)
+
+
+class Looks(Resource):
+    """Has a say in each step, and nothing to say; watches as it is told."""
+
+    def __init__(self, *, serial=False):
+        self.wish = False
+        self.serial = serial
+
+    def attach(self, scheduler):
+        self.scheduler = scheduler
+
+    def watches(self, req):
+        return self.wish
+
+    def serializes(self, req):
+        return self.serial
+
+    def fit(self, req, num_tokens, step):
+        return Fit(num_tokens)
+
+
+@pytest.mark.parametrize("num_requests", [2, 20])  # granted one by one, and in columns
+def test_a_flag_that_says_something_else_makes_no_request_serial(num_requests):
+    """Flags were compared by order, so any third one stood for SERIAL too."""
+    other = 4
+    run = make_run(depth=2, max_num_seqs=num_requests, resources=[Looks()])
+    for index in range(num_requests):
+        run.add(make_request(str(index), [index + 1] * 4, 8))
+        run.scheduler.roster.by_id[str(index)].table.flags.at[index] |= other
+    run.step()
+    assert [len(plan) for plan in run.plans] == [num_requests] * 2
+    req = run.scheduler.roster.by_id["0"]
+    assert not req.is_serial
+
+
+def test_watching_again_changes_no_other_flag():
+    looks, other = Looks(serial=True), 4
+    run = make_run(resources=[looks])
+    run.add(make_request("0", [1] * 4, 8))
+    req = run.scheduler.roster.by_id["0"]
+    req.table.flags.at[req.row] |= other
+    for looks.wish, flags in ((True, WATCHED | SERIAL | other), (False, SERIAL | other)):
+        run.scheduler.watch_again(req)
+        assert req.table.flags.at[req.row] == flags

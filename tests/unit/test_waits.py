@@ -209,7 +209,8 @@ def test_each_cause_is_named() -> None:
     assert one_wait(16, num_blocks=3, max_model_len=32) == {"preempted by a": 3.0}
 
 
-def test_behaviour_33_preemptions_are_counted_and_dated_and_who_preempted_is_named() -> None:
+@pytest.mark.behaviour(33)
+def test_preemptions_are_counted_and_dated_and_who_preempted_is_named() -> None:
     clock = FakeClock(0.0)
     run = make_run(clock=clock, num_blocks=11, policy="priority", block_size=16)
     run.add(make_request("urgent", [1] * 80, 20, priority=0))

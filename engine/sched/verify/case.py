@@ -17,9 +17,10 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the simulated engine is made of.
 
     ``windows``: of each group of layers, 0 for full attention.
-    ``needs``: resources by name (see ``needs.py``) and the size of each. ``seed`` throws the
-    scheduler's dice and sets the pace: a steady engine launches and settles as the core does, any
-    other in every order that is allowed. ``tick``: seconds between two plans, a binary fraction, so
+    ``needs``: resources by name (see ``needs.py`` and ``remote.py``) and the size of each. ``seed``
+    throws the scheduler's dice and sets the pace: a steady engine launches and settles as the core
+    does, any other in every order that is allowed. If it is odd the worker computes a step only
+    when its result is collected. ``tick``: seconds between two plans, a binary fraction, so
     that times add up without rounding.
     """
 

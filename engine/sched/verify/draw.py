@@ -53,10 +53,11 @@ def draw_setup(rng: Random, policy: Any, options: dict[str, Any] | None) -> Setu
     """Small pools, seats and budgets: what is scarce is fought for."""
     block_size = rng.choice((1, 2, 3, 4, 8, 16))
     needs = {"adapters": rng.randint(1, 2), "grammars": 1, "loads": 1, "encoder": rng.randint(4, 9)}
-    needs |= {"moods": rng.choice((5, 30)), "drafts": rng.randint(1, 4)}
+    needs |= {"moods": rng.choice((5, 30)), "drafts": rng.randint(1, 4), "remote": 1}
     windows = rng.choice(((0,), (0,), (0,), (0,), (0, 5), (7,)))
     if windows != (0,):  # what comes from elsewhere fills one group of full attention
-        needs = {name: size for name, size in needs.items() if name != "loads"}
+        needs = {name: size for name, size in needs.items() if name not in ("loads", "remote")}
+    needs.pop(rng.choice(("loads", "remote")), None)  # they read the same of a request
     return Setup(
         config=draw_config(rng, policy, options),
         num_blocks=2 + int(62 * rng.random() ** 1.5),
@@ -95,12 +96,14 @@ def draw_config(rng: Random, policy: Any, options: dict[str, Any] | None) -> Sch
     seats = rng.randint(1, 16) if rng.random() < 0.8 else rng.randint(17, 32)
     chunked = rng.random() < 0.75
     budget = max(seats, rng.randint(1, 64))
+    threshold = rng.choice((0, 0, 3, 8))
     return SchedulerConfig(
         max_num_batched_tokens=budget if chunked else max(budget, max_model_len),
         max_num_seqs=seats,
         max_model_len=max_model_len,
         enable_chunked_prefill=chunked,
-        long_prefill_token_threshold=rng.choice((0, 0, 3, 8)),
+        long_prefill_token_threshold=threshold,
+        long_prefill_token_threshold_adaptive=threshold > 0 and rng.random() < 0.3,
         scheduling_policy=name,
         policy_options=options,
         num_steps_in_flight=rng.randint(1, 3),
@@ -109,7 +112,6 @@ def draw_config(rng: Random, policy: Any, options: dict[str, Any] | None) -> Sch
         max_waiting_requests=rng.choice((None, None, None, 1, 5)),
         max_waiting_tokens=rng.choice((None, None, None, 30)),
         log_stats=rng.random() < 0.7,
-        include_finished_ids=rng.random() < 0.3,
     )
 
 
@@ -231,8 +233,12 @@ class RequestMaker:
         if "grammars" in needs and rng.random() < 0.4:
             ticks = rng.randint(0, 20)
             fields["grammar"] = str(-ticks if rng.random() < 0.2 else ticks)
-        if "loads" in needs and rng.random() < 0.4:
-            fields["kv_transfer_params"] = {"ticks": rng.randint(0, 20)}
+        if ("loads" in needs or "remote" in needs) and rng.random() < 0.4:
+            fields["kv_transfer_params"] = {
+                "ticks": rng.randint(0, 20) * (rng.random() < 0.8),
+                "num_tokens": rng.randint(0, num_prompt),
+                "share": rng.choice((1.0, 1.0, 0.5)),
+            }
         if ("encoder" in needs or "media" in self.features) and rng.random() < 0.6:
             fields["media"] = self.media(num_prompt)
         return fields

@@ -31,6 +31,7 @@ from engine.sched.verify.check import check_empty, check_plan, check_state
 from engine.sched.verify.clone import clone
 from engine.sched.verify.fake import DigestWorker, token_after
 from engine.sched.verify.invariants import check_faults, check_mirror, check_order
+from engine.sched.verify.ranked import check_ranked
 
 BLOCK_SIZE = 2
 USABLE_BLOCKS = 4
@@ -129,6 +130,7 @@ class World:
     def _schedule(self) -> None:
         plan = self.scheduler.schedule()
         check_order(self.scheduler)
+        check_ranked(self.scheduler, plan)
         if not plan.is_empty:
             check_plan(self.scheduler, plan)
             self.flight.append((plan, self.worker.launch(plan)))

@@ -2,13 +2,15 @@
 
 ``DigestWorker`` stores in each KV slot a 64-bit digest of the whole prefix and reads it back
 through the block table, so a wrong block, a stale slot or a missed cache key becomes a wrong token.
+``LateWorker`` does so when a result is collected, as a device does.
 ``CountingWorker`` only answers quickly, to time what surrounds it.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -84,13 +86,22 @@ class FakeExecutor:
         """Let go of what was opened: nothing."""
 
 
+class Work(NamedTuple):
+    """What a row computes in a step."""
+
+    seq: FakeSeq
+    new: NewSeq
+    start: int
+    num_tokens: int
+    samples: bool
+    drafts: Sequence[int]
+
+
 class Computed(NamedTuple):
     """A row behind its forward pass: digests behind its last known token and behind each draft."""
 
-    seq: FakeSeq
+    work: Work
     digests: list[int]
-    drafts: Sequence[int]
-    samples: bool
     error: str | None
 
 
@@ -98,10 +109,11 @@ class DigestWorker(FakeExecutor):
     """An executor whose next token proves that the right KV was read.
 
     ``windows``: of each group of layers, 0 for full attention. A group with a window is read at
-    both ends of it. ``content`` gives what the model sees at each known position, where that is
-    more than the token (salts, adapters, media). ``fail(seq, upto)`` says why a row fails that
-    computes the positions before ``upto``; such a row leaves rubbish in its KV. A mask lets the
-    next token pass that it allows, from the drawn one on.
+    both ends of it, any other at its end and somewhere. ``content`` gives what the model sees at
+    each known position, where that is more than the token (salts, adapters, media).
+    ``fail(seq, upto)`` says why a row fails that computes the positions before ``upto``; such a row
+    leaves rubbish in its KV. ``carry_out`` does what the parts of a plan ask for, just before its
+    rows are computed. A mask lets the next token pass that it allows, from the drawn one on.
     """
 
     capabilities = frozenset(PARTS)
@@ -122,6 +134,7 @@ class DigestWorker(FakeExecutor):
         self.kv = [[0] * block_size for _ in range(num_blocks)]
         self.seqs: dict[int, FakeSeq] = {}
         self._new: dict[int, NewSeq] = {}
+        self.carry_out: Callable[[StepPlan], None] = lambda plan: None
         self._fail = fail
         self._content = content
         self._waiting: tuple[StepPlan, list[Computed]] | None = None  # for masks
@@ -129,10 +142,9 @@ class DigestWorker(FakeExecutor):
     def launch(self, plan: StepPlan) -> StepResult:
         """Compute the step; the result waits to be collected."""
         assert self._waiting is None, "a step is launched behind one that was not drawn"
-        check_parts(plan, self.capabilities)
-        self._apply(plan)
-        rows = self._forward(plan)
-        result = StepResult(plan.step, EMPTY, EMPTY)
+        work, result = self._work(plan), StepResult(plan.step, EMPTY, EMPTY)
+        self.carry_out(plan)
+        rows = self._forward(work)
         if plan.masks is None:
             self._draw(rows, [[] for _ in rows], result)
         else:
@@ -156,9 +168,11 @@ class DigestWorker(FakeExecutor):
         """Wait for a launched step."""
         return ticket
 
-    def _forward(self, plan: StepPlan) -> list[Computed]:
-        """Write the KV of all rows, in their order."""
-        rows, drafts = [], draft_rows(plan)
+    def _work(self, plan: StepPlan) -> list[Work]:
+        """Take note of a plan; what it has the rows compute, with their tables as they are now."""
+        check_parts(plan, self.capabilities)
+        self._apply(plan)
+        drafts = draft_rows(plan)
         columns = zip(
             plan.slots.tolist(),
             plan.starts.tolist(),
@@ -166,14 +180,29 @@ class DigestWorker(FakeExecutor):
             plan.samples.tolist(),
             strict=True,
         )
-        for index, (slot, start, count, samples) in enumerate(columns):
-            seq, guesses = self.seqs[slot], drafts[index] if drafts else ()
-            digest = self._compute(seq, start, count - len(guesses))
-            digests = self._compute_drafts(seq, start + count - len(guesses), digest, guesses)
-            error = self._fail(self._new[slot], start + count)
+        return [
+            Work(
+                self.seqs[slot],
+                self._new[slot],
+                start,
+                count,
+                bool(samples),
+                drafts[index] if drafts else (),
+            )
+            for index, (slot, start, count, samples) in enumerate(columns)
+        ]
+
+    def _forward(self, work: Sequence[Work]) -> list[Computed]:
+        """Write the KV of all rows, in their order."""
+        rows = []
+        for row in work:
+            first_draft = row.start + row.num_tokens - len(row.drafts)
+            digest = self._compute(row.seq, row.start, first_draft - row.start)
+            digests = self._compute_drafts(row.seq, first_draft, digest, row.drafts)
+            error = self._fail(row.new, row.start + row.num_tokens)
             if error:
-                self._spoil(seq, start, count)
-            rows.append(Computed(seq, digests, guesses, bool(samples), error))
+                self._spoil(row.seq, row.start, row.num_tokens)
+            rows.append(Computed(row, digests, error))
         return rows
 
     def _draw(
@@ -182,20 +211,20 @@ class DigestWorker(FakeExecutor):
         """Choose and verify tokens; ``masks``: those of each row, [] if it has none."""
         tokens: list[int] = []
         counts = [0] * len(rows)
-        for index, (row, own) in enumerate(zip(rows, masks, strict=True)):
-            if row.error:
-                result.errors[index] = row.error
-            if not row.samples:
+        for index, ((work, digests, error), own) in enumerate(zip(rows, masks, strict=True)):
+            if error:
+                result.errors[index] = error
+            if not work.samples:
                 continue
-            drawn = [digest % self.vocab_size for digest in row.digests]
+            drawn = [digest % self.vocab_size for digest in digests]
             if own:
                 drawn = [allowed(token, mask) for token, mask in zip(drawn, own, strict=True)]
             num_right = 0
-            while num_right < len(row.drafts) and row.drafts[num_right] == drawn[num_right]:
+            while num_right < len(work.drafts) and work.drafts[num_right] == drawn[num_right]:
                 num_right += 1
             sampled = drawn[: num_right + 1]
-            row.seq.tokens += sampled  # a step in flight behind a failure reads them too
-            if not row.error:
+            work.seq.tokens += sampled  # a step in flight behind a failure reads them too
+            if not error:
                 tokens += sampled
                 counts[index] = len(sampled)
         result.token_ids = np.array(tokens, dtype=np.int32)
@@ -247,11 +276,12 @@ class DigestWorker(FakeExecutor):
             self._write(seq, position, RUBBISH)
 
     def _attend(self, seq: FakeSeq, last: int) -> int:
-        """The digest at the last position; wrong if a window does not hold what it should."""
+        """The digest at the last position; wrong if the ends of a window, or any position of a
+        full table, do not hold what they should."""
         digest = self._read(seq, 0, last)
         for group, window in enumerate(self.windows):
-            ends = {max(0, last - window + 2), last} if window else ()
-            for position in ends:
+            any_one = mix(last, len(seq.tokens)) % (last + 1)
+            for position in {max(0, last - window + 2), last} if window else {any_one}:
                 digest ^= self._read(seq, group, position) ^ seq.digest_at(position)
         return digest
 
@@ -274,6 +304,36 @@ def allowed(token: int, mask: NDArray[np.int32]) -> int:
 def draft_rows(plan: StepPlan) -> list[list[int]]:
     """The drafts of each row; [] if the plan has none at all."""
     return [] if plan.drafts is None else plan.drafts.by_row()
+
+
+class LateWorker(DigestWorker):
+    """Computes a step when its result is collected, as a device does that is still busy with one
+    step while the next ones are planned and loads go on."""
+
+    capabilities = frozenset(PARTS) - {"masks"}
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._launched: deque[tuple[list[Work], StepResult, StepPlan]] = deque()
+
+    def launch(self, plan: StepPlan) -> StepResult:
+        """Take note of the step; its result is filled in by ``collect``."""
+        work = [
+            row._replace(seq=replace(row.seq, tables=[table[:] for table in row.seq.tables]))
+            for row in self._work(plan)
+        ]
+        result = StepResult(plan.step, EMPTY, EMPTY)
+        self._launched.append((work, result, plan))
+        return result
+
+    def collect(self, ticket: StepResult) -> StepResult:
+        """Compute the oldest step."""
+        work, due, plan = self._launched.popleft()
+        assert due is ticket, "steps are collected in another order than they were launched"
+        self.carry_out(plan)
+        rows = self._forward(work)
+        self._draw(rows, [[] for _ in rows], due)
+        return due
 
 
 class CountingWorker(FakeExecutor):

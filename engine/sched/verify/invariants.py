@@ -21,6 +21,7 @@
 [18]   pauses hold back, deadlines end                                 ``check_wishes``
 [19]   who is better goes first, unless the policy says otherwise      ``check_order``
 [20]   nothing is left over that somebody could use                    ``spare.check_spare``
+[21]   no request lacks blocks while one that it outranks is granted   ``ranked.check_ranked``
 =====  ==============================================================  ==========================
 """
 
@@ -41,6 +42,7 @@ from engine.sched.scheduler import Scheduler
 from engine.sched.verify.check import check_empty, check_plan, check_state
 from engine.sched.verify.fake import EMPTY_DIGEST, DigestWorker, mix
 from engine.sched.verify.needs import Drafts, Need
+from engine.sched.verify.ranked import check_ranked
 from engine.sched.verify.spare import check_spare
 
 IDLE_STEPS = 4  # plans in a row that may be empty though somebody could run
@@ -77,6 +79,7 @@ class Invariants:
         if self.plugins:
             self._check_plugins()
             check_spare(self.scheduler, plan)
+            check_ranked(self.scheduler, plan)
         if not plan.is_empty:
             check_plan(self.scheduler, plan)
         self.progress.planned(plan)
@@ -140,6 +143,7 @@ class Progress:
             or num_refusals > self._num_refusals
             or preempted
             or scheduler.roster.holding  # parked with blocks that others wait for
+            or scheduler.kv.transfers.lent  # to the load of a request that has ended
             or not len(scheduler.roster.running) + len(scheduler.roster.waiting)
         )
         self._num_refusals = num_refusals

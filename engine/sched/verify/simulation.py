@@ -15,16 +15,19 @@ from engine.kv.manager import KVManager
 from engine.messages.requests import AddRequest
 from engine.messages.step import StepPlan, StepResult
 from engine.sched.find import Chosen, choose, make_scheduler
+from engine.sched.headroom import Headroom
 from engine.sched.interface import PauseState
 from engine.sched.policy import Policy
 from engine.sched.scheduler import Scheduler
 from engine.sched.verify.case import Abort, Add, Case, Event, Jump, Pause, Reset, Setup, Wake
 from engine.sched.verify.clients import VOCAB_SIZE, Asked, Clients
-from engine.sched.verify.fake import DigestWorker
+from engine.sched.verify.fake import DigestWorker, LateWorker
 from engine.sched.verify.invariants import CacheTruth, Invariants, check_stats
-from engine.sched.verify.needs import NEEDS
+from engine.sched.verify.needs import NEEDS, Need
+from engine.sched.verify.remote import Remote, Store
 
 SLACK_STEPS = 100
+KINDS: dict[str, type[Need]] = {**NEEDS, Remote.name: Remote}
 
 
 class Outcome(NamedTuple):
@@ -54,9 +57,10 @@ class Simulation:
             setup.config.max_model_len,
             on_end=lambda asked: self.truth.learn(asked.req, asked.extras),
         )
-        self.needs = [NEEDS[name](size, self.clients.answers) for name, size in setup.needs.items()]
+        self.needs = [KINDS[name](size, self.clients.answers) for name, size in setup.needs.items()]
+        self.store = Store(setup.block_size) if Remote.name in setup.needs else None
         self.scheduler = self._make_scheduler(setup)
-        self.worker = DigestWorker(
+        self.worker = (LateWorker if setup.seed % 2 else DigestWorker)(
             setup.num_blocks,
             setup.block_size,
             vocab_size=VOCAB_SIZE,
@@ -64,11 +68,17 @@ class Simulation:
             content=self.clients.content,
             fail=self.clients.fail,
         )
+        if self.store is not None:
+            self.store.kv = self.worker.kv
+            self.worker.carry_out = self.store.carry_out
+        if setup.seed % 4 < 2:  # else it would not come to a judgement in so short a time
+            self.scheduler.view.headroom = Headroom(learning_steps=2, look_every=4)
         self.truth = CacheTruth(self.scheduler, self.worker)
         self.invariants = Invariants(
             self.scheduler, self.worker, self.needs, every, plugins=plugins
         )
         self._leaks = leaks
+        self._fixed = (1, 8)[setup.seed % 3 > 0]  # what a step costs, in tokens
         self._num_tokens = 0
         self._flight: deque[tuple[StepPlan, StepResult]] = deque()
         self._pace = Random(setup.seed)
@@ -153,7 +163,7 @@ class Simulation:
         if plan.is_empty:
             return False
         result = self.worker.launch(plan)
-        result.seconds = (8 + plan.num_tokens) * self.case.setup.tick / 16
+        result.seconds = (self._fixed + plan.num_tokens) * self.case.setup.tick / 16
         self.invariants.launched()
         self._flight.append((plan, result))
         return True
@@ -179,7 +189,7 @@ class Simulation:
         scheduler = self.scheduler
         scheduler.set_pause_state(PauseState.UNPAUSED)
         bound = self.num_steps + SLACK_STEPS + 4 * sum(map(self._work, self.clients.live.values()))
-        while scheduler.has_requests() or self._flight:
+        while scheduler.has_requests() or self._flight or scheduler.kv.transfers.lent:
             num_steps = self.num_steps
             self.step()
             if not self._flight and self.num_steps == num_steps + 1:
@@ -189,7 +199,7 @@ class Simulation:
                 f"blocked: {scheduler.settler.tally.blocked!r}"
             )
         self.clients.hear(scheduler.take_outputs(), self.latest)
-        self.clients.check_over(lists_ids=scheduler.config.include_finished_ids)
+        self.clients.check_over()
         check_stats(scheduler, self._num_tokens, self.num_steps)
         self.truth.check()
         self.invariants.ended(leaks=self._leaks)
@@ -203,6 +213,7 @@ class Simulation:
             setup.block_size,
             enable_prefix_caching=setup.caching,
             groups=[make_group(window, setup) for window in setup.windows],
+            source=self.store,
         )
         chosen = choose(config)
         policy = chosen.policy

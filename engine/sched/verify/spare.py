@@ -38,7 +38,8 @@ def _check_running(scheduler: Scheduler, req: Request, count: int, left: int) ->
     cap = prefill_cap(config, scheduler.roster)
     if count >= cap:
         return
-    fits = scheduler.kv.fits(req, req.num_computed + min(behind, left, cap))
+    least = 1 if config.enable_chunked_prefill else min(behind, left, cap)
+    fits = scheduler.kv.fits(req, req.num_computed + least)
     assert not fits, f"{req} got {count} tokens, is {behind} behind, and {left} are left"
 
 

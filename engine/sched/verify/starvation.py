@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.config.sched import SchedulerConfig
 from engine.messages.params import SamplingParams
@@ -16,11 +16,19 @@ BACKLOG = 6  # requests that wait at any time: more than can run
 TICK = 0.25  # seconds a step: a wait of a minute is 240 steps
 
 
-def steps_until_served(policy: Any, options: dict[str, Any], limit: int) -> int | None:
-    """Steps until the last of a whole queue has its last token; ``None`` after ``limit`` steps.
+class Waited(NamedTuple):
+    """What became of a request that had to wait."""
+
+    num_steps: int | None  # until it had its last token; ``None``: it had not when time was up
+    num_refusals: int = 0  # how often it was refused as it came
+
+
+def wait_in_overload(policy: Any, options: dict[str, Any], limit: int) -> Waited:
+    """How long the last of a whole queue waits for its last token, in at most ``limit`` steps.
 
     It is long, shares nothing, belongs to the user who was served most, wants its answer last and
-    has the lowest priority; those that come are short, share their beginning and are urgent.
+    has the lowest priority; those that come are short, share their beginning and are urgent. If it
+    is refused it comes again before the next step.
     """
     config = SchedulerConfig(
         max_num_batched_tokens=16,
@@ -32,18 +40,23 @@ def steps_until_served(policy: Any, options: dict[str, Any], limit: int) -> int 
     )
     setup = Setup(config=config, num_blocks=33, block_size=4, tick=TICK)
     simulation = Simulation(Case(setup=setup), every=16)
-    names = map(str, count())
+    live, names = simulation.clients.live, map(str, count())
     for _ in range(BACKLOG):
         simulation.happen(Add(at=0, request=_long(next(names), 1, 0.0)))
-    simulation.happen(Add(at=0, request=_long(VICTIM, 2, 0.0)))
-    while VICTIM in simulation.clients.live and simulation.num_steps < limit:
-        while simulation.scheduler.get_request_counts().waiting < BACKLOG:
+    is_taken, num_refusals = False, 0
+    while simulation.num_steps < limit and (VICTIM in live or not is_taken):
+        if not is_taken:
+            simulation.happen(Add(at=0, request=_long(VICTIM, 2, simulation.now)))
+            is_taken = VICTIM in live
+            num_refusals += not is_taken
+        counts = simulation.scheduler.get_request_counts()
+        for _ in range(BACKLOG - counts.waiting - counts.parked):  # some may be refused
             simulation.happen(Add(at=0, request=_short(next(names), simulation.now)))
         simulation.step()
-    served = VICTIM not in simulation.clients.live
+    is_served = is_taken and VICTIM not in live
     num_steps = simulation.num_steps
     simulation.drain()
-    return num_steps if served else None
+    return Waited(num_steps if is_served else None, num_refusals)
 
 
 def _long(name: str, priority: int, now: float) -> AddRequest:
