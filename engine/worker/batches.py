@@ -29,7 +29,7 @@ ASCENDING.flags.writeable = False
 
 class PlanRows(NamedTuple):
     """The rows of a plan, or some of them: slots, first positions, token counts, who samples, and
-    the drafts among the counted tokens."""
+    the drafts among the counted tokens. Only to be read: columns of a plan may be kept elsewhere."""
 
     slots: Column
     starts: Column

@@ -126,7 +126,7 @@ class AdapterFeature(Feature):
     def extend(self, batch, rows):
         of_seq = [self.slot_of.get(slot, NO_ADAPTER) for slot in rows.slots.tolist()]
         each = torch.tensor(of_seq, dtype=torch.int32)
-        batch.adapters = each.repeat_interleave(torch.from_numpy(rows.counts).long())
+        batch.adapters = each.repeat_interleave(torch.tensor(rows.counts))
         self.state.of_rows = {len(batch.adapters): batch.adapters}
         if batch.wanted is not None:
             self.state.of_rows[len(batch.wanted.rows)] = batch.adapters[batch.wanted.rows]
