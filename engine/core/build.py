@@ -15,6 +15,7 @@ from engine.config.cache import CacheConfig
 from engine.config.decide import GIB, Decided, ModelFacts, decide, resolve
 from engine.config.engine import EngineConfig
 from engine.config.model import read_model_info
+from engine.config.sched import SchedulerConfig
 from engine.core.client import InprocClient
 from engine.core.engine_core import EngineCore, Executor
 from engine.core.recording import describe, record
@@ -36,7 +37,7 @@ def build_core(
     config: EngineConfig, *, clock: Callable[[], float] = time.monotonic
 ) -> InprocClient:
     """Load the model and wire scheduler, KV manager and worker. Raises ``ConfigError``."""
-    chosen = choose(config.scheduler)  # or its ConfigError, before minutes of loading
+    chosen = choose_all(config.scheduler)  # or its ConfigError, before minutes of loading
     info = read_model_info(config.model.model)
     if config.model.load_format != "dummy":
         read_ahead(info.path)
@@ -86,7 +87,7 @@ def wire(
 ) -> EngineCore:
     """A core around an executor, real or fake."""
     sched, seed = decided.scheduler, config.model.seed
-    chosen = chosen or choose(sched)
+    chosen = chosen or choose_all(sched)
     check_capabilities(chosen.resources, executor.capabilities)
     kv = make_kv_manager(config, decided, clock=clock)
 
@@ -101,6 +102,19 @@ def wire(
         else record(config.step_log, describe(sched, config.cache, kv, seed), make, clock)
     )
     return EngineCore(scheduler, executor, sched.num_steps_in_flight)
+
+
+def choose_all(config: SchedulerConfig) -> Chosen:
+    """Policy and resources that the configuration names, and what its features ask of the
+    scheduler. Raises ``ConfigError``."""
+    chosen = choose(config)
+    return chosen._replace(resources=(*features_of(config), *chosen.resources))
+
+
+def features_of(config: SchedulerConfig) -> list[Resource]:
+    """The resources of what was switched on. What decides must be in the scheduler's options, from
+    which a step log is replayed."""
+    return []
 
 
 def parts_of(resources: Iterable[Resource]) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from engine.config.cache import CacheConfig
 from engine.config.sched import SchedulerConfig
-from engine.core.build import make_hasher
+from engine.core.build import choose_all, make_hasher
 from engine.core.recording import OBJECT
 from engine.errors import ConfigError, RequestError
 from engine.kv.manager import KVManager
@@ -124,7 +124,7 @@ class _Replay:
         )
         self._clock = ReplayClock()
         self._scheduler: SchedulerInterface = make_scheduler(
-            config, kv, clock=self._clock, seed=header.seed
+            config, kv, clock=self._clock, seed=header.seed, chosen=choose_all(config)
         )
         self._plans = PlanCoder()
         self._flight: deque[StepPlan] = deque()

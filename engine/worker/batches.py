@@ -29,7 +29,7 @@ ASCENDING.flags.writeable = False
 
 class PlanRows(NamedTuple):
     """The rows of a plan, or some of them: slots, first positions, token counts, who samples, and
-    the drafts among the counted tokens. Only to be read: columns of a plan may be kept elsewhere."""
+    the drafts among the counted tokens. Only to be read: others may keep a plan's columns."""
 
     slots: Column
     starts: Column
