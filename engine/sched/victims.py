@@ -35,8 +35,10 @@ def victims_for(req: Request, upto: int, policy: Policy, view: View) -> list[Req
 
 
 def spared_blocks(req: Request, upto: int, policy: Policy, view: View) -> int:
-    """Free blocks that are not for this request: where headroom is kept, a waiting one leaves
-    running prompts what they were promised."""
+    """Free blocks that are not for this request: where headroom is kept, and no watermark is in
+    its place, a waiting one leaves running prompts what they were promised."""
+    if view.config.watermark is not None:
+        return 0
     promised = promised_to_others(req, policy, view)
     is_contested = promised and not view.kv.fits(req, upto, spared=promised)
     return 0 if is_contested and not view.keeps_headroom else promised

@@ -264,6 +264,19 @@ def test_a_reset_with_a_load_under_way_changes_nothing_of_it():
     assert run.scheduler.reset_prefix_cache()
 
 
+@pytest.mark.behaviour(65)
+def test_a_forced_reset_that_fails_has_sent_the_running_back_all_the_same():
+    _, run = make()
+    run.add(loading("0", 48, ticks=4))
+    run.add(request := remote("1", length=20))
+    run.step()
+    run.step()
+    assert not run.scheduler.reset_prefix_cache(reset_running=True)
+    assert run.scheduler.roster.by_id["1"].is_waiting
+    run.wait()
+    assert run.outputs["1"] == answer(request)
+
+
 # -- blocks that steps in flight still write
 
 
