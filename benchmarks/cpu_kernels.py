@@ -33,8 +33,8 @@ from engine.config.model import ModelConfig, read_model_info
 from engine.layers.batch import ForwardBatch
 from engine.layers.linear import make_linear
 from engine.models.load import load_model
+from kernels.cpu.sampling import choose_tokens
 from kernels.cpu.threads import num_threads, set_threads
-from kernels.sampling import choose_tokens
 
 RESULTS = Path(__file__).parent / "results"
 BLOCK = 16
@@ -217,7 +217,9 @@ def decode_steps(shape: Shape) -> Iterator[Work]:
 
             def forward(step=step, ids=ids, caches=caches):
                 meta = step.meta()
-                return model.logits(model.forward(ForwardBatch(ids, meta.positions, meta), caches))
+                return model.logits(
+                    model.forward(ForwardBatch(ids, meta.positions, meta), caches).last
+                )
 
             kept = step.num_keys * shape.kv_bytes(dtype.itemsize)
             pairs = 4 * step.num_pairs * shape.heads * shape.head_dim * shape.layers

@@ -2,30 +2,35 @@
 
 Their signatures stand in `kernels.reference`: `index` (a step's inputs, block tables, advancing),
 `sampling` (tokens), `logits` (masks, edits, penalties, log-probabilities). A slot of -1 is padding
-everywhere. Where no Triton computes, the reference does: that is for tests, not for speed.
+everywhere.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
 
 from kernels.bodies import triton_for
-from kernels.reference import index, logits, sampling
-from kernels.reference.index import UNKNOWN, Inputs, SlotState
+from kernels.cpu import logits, sampling
+from kernels.cpu import slots as index
+from kernels.reference.index import REJECTED, UNKNOWN, Drawn, Inputs, SlotState
 from kernels.reference.logits import BadWords, Edits, Penalties, new_penalties
 from kernels.reference.sampling import Columns, Rows
 
 __all__ = [
+    "REJECTED",
     "UNKNOWN",
     "BadWords",
     "Columns",
+    "Drawn",
     "Edits",
     "Inputs",
     "Penalties",
     "Rows",
     "SlotState",
+    "advance",
     "apply_bitmask",
     "apply_edits",
     "count_tokens",
@@ -33,29 +38,31 @@ __all__ = [
     "grow_block_tables",
     "new_penalties",
     "penalise_rows",
-    "prepare_inputs",
+    "preparation",
+    "remember",
     "sample",
     "seat",
-    "settle",
     "token_logprobs",
 ]
 
 
-def _body(x: torch.Tensor, reference: ModuleType) -> ModuleType:
-    return triton_for(x) or reference
+def _body(x: torch.Tensor, cpu: ModuleType) -> ModuleType:
+    return triton_for(x) or cpu
 
 
-def prepare_inputs(
+def preparation(
     state: SlotState,
     slots: torch.Tensor,
     query_start: torch.Tensor,
     host_ids: torch.Tensor,
     inputs: Inputs,
     block_size: int,
-) -> None:
+) -> Callable[[], None]:
     """See `kernels.reference.index`."""
     body = _body(slots, index)
-    body.prepare_inputs(state, slots, query_start, host_ids, inputs, block_size)
+    found: Callable[[], None]
+    found = body.preparation(state, slots, query_start, host_ids, inputs, block_size)
+    return found
 
 
 def grow_block_tables(
@@ -65,16 +72,22 @@ def grow_block_tables(
     _body(slots, index).grow_block_tables(block_tables, slots, places, blocks)
 
 
-def settle(
-    state: SlotState,
-    slots: torch.Tensor,
-    query_start: torch.Tensor,
-    num_drafts: torch.Tensor,
-    sampled: torch.Tensor,
-    num_sampled: torch.Tensor,
+def remember(
+    history: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor
 ) -> None:
     """See `kernels.reference.index`."""
-    _body(slots, index).settle(state, slots, query_start, num_drafts, sampled, num_sampled)
+    _body(slots, index).remember(history, slots, positions, tokens)
+
+
+def advance(
+    state: SlotState,
+    history: torch.Tensor,
+    slots: torch.Tensor,
+    query_start: torch.Tensor,
+    drawn: Drawn,
+) -> None:
+    """See `kernels.reference.index`."""
+    _body(slots, index).advance(state, history, slots, query_start, drawn)
 
 
 def sample(rows: Rows, columns: Columns) -> torch.Tensor:
@@ -114,8 +127,10 @@ def count_tokens(
     _body(slots, logits).count_tokens(state, slots, token_ids, num_tokens)
 
 
-def penalise_rows(scores: torch.Tensor, state: Penalties, slots: torch.Tensor) -> None:
-    _body(scores, logits).penalise_rows(scores, state, slots)
+def penalise_rows(
+    scores: torch.Tensor, state: Penalties, slots: torch.Tensor, drafts: torch.Tensor | None = None
+) -> None:
+    _body(scores, logits).penalise_rows(scores, state, slots, drafts)
 
 
 def token_logprobs(

@@ -7,19 +7,32 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from zlib import crc32
 
+import msgspec
+import numpy as np
 from simulate import Run
 
 from engine.config.sched import SchedulerConfig
-from engine.core.remote_kv import KVReport, Received, RemoteKV
+from engine.core.remote_kv import RemoteKV
 from engine.kv.connector import Farewell, RemoteMatch
+from engine.kv.groups import Group
 from engine.kv.manager import KVManager
-from engine.lora.slots import NO_ADAPTER
 from engine.messages.requests import AddRequest, MediaItem
-from engine.messages.step import NewSeq, StepPlan, StepResult
+from engine.messages.step import (
+    NO_ADAPTER,
+    DraftPart,
+    KVReport,
+    MaskPart,
+    Masks,
+    NewSeq,
+    Received,
+    StepPlan,
+    StepResult,
+)
 from engine.sched.policies import POLICIES
+from engine.sched.resource import Resource
 from engine.sched.scheduler import Scheduler
 from engine.sched.verify.fake import (
     EMPTY_DIGEST,
@@ -98,17 +111,22 @@ class FeatureWorker(DigestWorker):
     def launch(self, plan: StepPlan) -> StepResult:
         if self.mover is not None:
             self.mover.before(plan, self.kv)
-        result = super().launch(plan)
+        return super().launch(plan)
+
+    def _draw(self, rows, masks, result: StepResult) -> None:
+        super()._draw(rows, masks, result)
         if self.propose is not None:
-            result.parts["drafts"] = {
-                index: self.propose(self.seqs[int(plan.slots[index])].tokens)
-                for index, count in enumerate(result.counts)
-                if count
-            }
-        return result
+            drafts = [
+                self.propose(row.work.seq.tokens) if count else []
+                for row, count in zip(rows, result.counts.tolist(), strict=True)
+            ]
+            result.drafts = DraftPart(
+                np.array([len(row) for row in drafts], dtype=np.int32),
+                np.array([token for row in drafts for token in row], dtype=np.int32),
+            )
 
     def _apply(self, plan: StepPlan) -> None:
-        part, encoder = plan.parts.get("adapter"), plan.parts.get("encoder")
+        part, encoder = plan.adapters, plan.media
         for new in plan.new:
             self.adapters.pop(new.slot, None)
             self.media.pop(new.slot, None)
@@ -148,8 +166,7 @@ class LateFeatureWorker(FeatureWorker, LateWorker):
 # -- KV from elsewhere
 
 
-@dataclass
-class Transfer:
+class Transfer(msgspec.Struct):
     """One load or one send on its way."""
 
     request_id: str
@@ -160,13 +177,12 @@ class Transfer:
     error: str = ""
 
 
-@dataclass
-class Orders:
+class Orders(msgspec.Struct):
     """The plan's part: what the source tells the mover."""
 
-    now: list[Transfer] = field(default_factory=list)
-    loads: list[Transfer] = field(default_factory=list)
-    sends: list[Transfer] = field(default_factory=list)
+    now: list[Transfer] = []
+    loads: list[Transfer] = []
+    sends: list[Transfer] = []
 
 
 class Source:
@@ -199,9 +215,9 @@ class Source:
         )
         (self.orders.loads if params.get("asynchronous") else self.orders.now).append(transfer)
 
-    def metadata(self) -> Orders | None:
+    def metadata(self) -> bytes | None:
         orders, self.orders = self.orders, Orders()
-        return orders if orders != Orders() else None
+        return msgspec.msgpack.encode(orders) if orders != Orders() else None
 
     def finished(self, req, blocks) -> Farewell:
         params = req.add.kv_transfer_params or {}
@@ -242,9 +258,9 @@ class Mover:
 
     def before(self, plan: StepPlan, kv: list[list[int]]) -> None:
         self.kv = kv
-        orders = plan.parts.get("remote KV")
-        if orders is None:
+        if plan.kv_transfer is None:
             return
+        orders = msgspec.msgpack.decode(plan.kv_transfer, type=Orders)
         for transfer in orders.now:
             self._write(transfer, len(transfer.slots))
         for transfer in orders.loads:
@@ -327,6 +343,38 @@ class Compiler:
         return self.grammars[grammar]()
 
 
+class EvenTokens(Resource):
+    """What requests with the grammar "even" put out is even: a mask for every token drawn of them.
+
+    It knows nothing but the plan, so its rows may be in several steps at a time.
+    """
+
+    name = "even tokens"
+    needs = ("masks",)
+    words = np.packbits(np.arange(1024) % 2 == 0, bitorder="little").view(np.int32)
+    words[1000 // 32 :] &= (1 << 1000 % 32) - 1  # of a vocabulary of 1000
+
+    def attach(self, scheduler) -> None:
+        self._by_row = scheduler.roster
+
+    def watches(self, req) -> bool:
+        return False
+
+    def describe(self, plan: StepPlan) -> None:
+        rows = [
+            index
+            for index, row in enumerate(plan.rows.tolist())
+            if self._by_row.by_row[row].add.grammar == "even" and plan.samples[index]
+        ]
+        if rows:
+            plan.masks = MaskPart(np.array(rows, dtype=np.int32))
+
+    def masks(self, plan: StepPlan) -> Masks:
+        rows = plan.masks.rows
+        drafts = 0 if plan.drafts is None else int(plan.drafts.counts[rows].sum())
+        return Masks(np.tile(self.words, len(rows) + drafts), len(self.words))
+
+
 # -- all together
 
 
@@ -359,7 +407,7 @@ class FeatureRun(Run):
         self.drain()
 
 
-def make_feature_run(
+def make_feature_run(  # noqa: PLR0913
     *,
     depth: int = 1,
     resources=(),
@@ -367,15 +415,18 @@ def make_feature_run(
     source: Source | None = None,
     cache_size: int = 1 << 30,
     num_drafts: int = 0,
+    windows=(0,),
+    worker=None,
     late: bool = False,
     **options,
 ) -> FeatureRun:
-    """A run with these resources and the data planes they need. ``late``: steps are computed when
-    their results are collected."""
+    """A run with these resources and the data planes they need, or with a ``worker`` elsewhere.
+    ``late``: steps are computed when their results are collected."""
     kv = KVManager(
         options.pop("num_blocks", 1000),
         options.pop("block_size", 16),
         enable_prefix_caching=options.pop("caching", True),
+        groups=[Group(window=window) for window in windows],
         source=source,
     )
     policy = options.pop("policy", "fcfs")
@@ -385,11 +436,17 @@ def make_feature_run(
     scheduler = Scheduler(
         SchedulerConfig(**config), kv, policy, clock=float, resources=list(resources)
     )
-    worker = (LateFeatureWorker if late else FeatureWorker)(
-        kv.num_blocks, kv.block_size, propose=propose, cache_size=cache_size, **extra
+    worker = worker or (LateFeatureWorker if late else FeatureWorker)(
+        kv.num_blocks,
+        kv.block_size,
+        propose=propose,
+        cache_size=cache_size,
+        windows=windows,
+        **extra,
     )
     run = FeatureRun(scheduler, worker, depth, num_drafts=num_drafts)
     if source is not None:
-        run.mover = worker.mover = Mover(kv.block_size, quick=late)
+        worker.mover = worker.mover or Mover(kv.block_size, quick=late)
+        run.mover = worker.mover
         run.remote = next(r for r in resources if isinstance(r, RemoteKV))
     return run

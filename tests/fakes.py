@@ -34,6 +34,7 @@ class FakeDecided:
     max_model_len: int = 256
     vocab_size: int = 1 << 20
     eos_token_ids: tuple[int, ...] = ()
+    capabilities: tuple[str, ...] = ()
 
 
 @dataclass

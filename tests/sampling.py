@@ -1,28 +1,58 @@
-"""A sampler and the token table of the worker that would call it, for tests."""
+"""A sampler and the tables of the worker that would call it, for tests."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from engine.messages.outputs import TokenLogprobs
 from engine.messages.params import SamplingParams
-from engine.messages.step import NewSeq
-from engine.sample.sampler import SampleOutput, Sampler
+from engine.messages.step import NewSeq, StepPlan, StepResult
+from engine.sample.sampler import Draws, RowMasks, Sampler
+from engine.sample.spec import SamplingSpec
+from engine.worker.platform import Platform
+from engine.worker.platform.host import CpuPlatform
+from engine.worker.results import Homebound, Pending, collect
+from engine.worker.runner import columns_of
+from engine.worker.slots import Slots, stage_changes
+from engine.worker.staging import Staging
+from kernels import slots as on_slots
+from kernels.slots import Drawn, Rows
 
 VOCAB = 50
 SLOTS = 8
 MAX_LEN = 64
+NONE = np.empty(0, dtype=np.int32)
+
+
+class Sampled(NamedTuple):
+    """What a step brought; rows in errors failed alone, their token is -1."""
+
+    token_ids: np.ndarray
+    logprobs: dict[int, TokenLogprobs]
+    errors: dict[int, str]
 
 
 class Bench:
-    """A sampler and the token table of the worker that would call it."""
+    """A sampler and the tables of slots. ``padded``: with a row of padding behind each, as a graph
+    has them; it samples from NaN."""
 
-    def __init__(self, vocab_size: int = VOCAB, processors: tuple[Any, ...] = ()) -> None:
-        self.sampler = Sampler(
-            vocab_size=vocab_size, max_num_seqs=SLOTS, device="cpu", logits_processors=processors
-        )
-        self.tokens = np.zeros((SLOTS, MAX_LEN), dtype=np.int32)
-        self.lengths = np.zeros(SLOTS, dtype=np.int32)
+    def __init__(
+        self,
+        vocab_size: int = VOCAB,
+        processors: tuple[Any, ...] = (),
+        platform: Platform | None = None,
+        *,
+        num_slots: int = SLOTS,
+        padded: bool = False,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.padded = padded
+        self.platform = platform or CpuPlatform()
+        self.slots = Slots(self.platform, num_slots, MAX_LEN, 4)
+        self.staging = Staging(self.platform, num_slots, num_slots, 1)
+        self.sampler = Sampler(self.platform.upload, self.slots.tables, vocab_size, processors)
+        self.lengths = np.zeros(num_slots, dtype=np.int32)
 
     def add(
         self,
@@ -34,26 +64,84 @@ class Bench:
     ) -> None:
         known = prompt + (output or [])
         settings = {"seed": slot, "stop_token_ids": [], "bad_words_ids": [], **more}
-        self.tokens[slot, : len(known)] = known
+        seq = NewSeq(f"r{slot}", slot, known, len(prompt), params, **settings)
+        spec = SamplingSpec.of(seq, self.vocab_size)
+        self.sampler.add(seq, spec)
         self.lengths[slot] = len(known)
-        self.sampler.add(
-            NewSeq(
-                request_id=f"r{slot}",
-                slot=slot,
-                token_ids=known,
-                num_prompt=len(prompt),
-                params=params,
-                **settings,
-            )
-        )
+        self.staging.open(0)
+        changes = stage_changes(plan_of([slot], new=[seq]), [spec], self.staging)
+        self.staging.send()
+        self.slots.apply(changes)
 
-    def sample(self, logits: torch.Tensor, slots: list[int]) -> SampleOutput:
+    def sample(
+        self, logits: torch.Tensor, slots: list[int], masks: RowMasks | None = None
+    ) -> Sampled:
         """One step: what is sampled becomes known."""
-        rows = np.array(slots, dtype=np.int32)
-        out = self.sampler.sample(logits.clone(), rows, self.lengths[rows], self.tokens)
-        self.tokens[rows, self.lengths[rows]] = out.token_ids
-        self.lengths[rows] += 1
-        return out
+        result = self.step(logits.clone(), slots, masks)
+        tokens = np.full(len(slots), -1, dtype=np.int32)
+        tokens[result.counts > 0] = result.token_ids
+        scores = {row: entry for row, (entry,) in result.logprobs.items()}
+        return Sampled(tokens, scores, result.errors)
+
+    def step(
+        self, logits: torch.Tensor, slots: list[int], masks: RowMasks | None = None
+    ) -> StepResult:
+        column = np.array(slots, dtype=np.int32)
+        positions = self.lengths[column]
+        rows, draws = self._rows(logits, column, positions)
+        drawing = self.sampler.prepare(rows, draws, masks)
+        drawn = self.sampler.draw(rows)
+        kept = Drawn(drawn, rows.slots, NONE, None)
+        on_slots.remember(
+            self.slots.tables.history,
+            *(x[rows.slots >= 0] for x in (rows.slots, rows.positions, kept.tokens.clamp(min=0))),
+        )
+        scores = self.sampler.finish(rows, draws, drawing, drawn)
+        wanted = [drawn] if drawing.sound is None else [drawn, drawing.sound]
+        fetched = self.platform.fetch(wanted + columns_of(scores))
+        groups = [group.rows for group in scores]
+        home = Homebound(0, draws, drawing.errors, drawing.edited, groups, fetched)
+        self.lengths[column] += 1
+        mark = self.platform.mark()
+        return collect(Pending(plan_of(slots), mark, mark, [home]))
+
+    def _rows(
+        self, logits: torch.Tensor, column: np.ndarray, positions: np.ndarray
+    ) -> tuple[Rows, Draws]:
+        num = len(column)
+        if not self.padded:
+            rows = Rows(logits, torch.from_numpy(column), torch.from_numpy(positions))
+            return rows, Draws(np.arange(num, dtype=np.int32), column, positions)
+        places = np.arange(0, 2 * num, 2)
+        padded = torch.full((2 * num, self.vocab_size), torch.nan)
+        padded[places] = logits
+        slots, there = np.full(2 * num, -1, np.int32), np.zeros(2 * num, np.int32)
+        slots[places], there[places] = column, positions
+        rows = Rows(padded, torch.from_numpy(slots), torch.from_numpy(there))
+        of_plan = np.arange(2 * num, dtype=np.int32) // 2
+        return rows, Draws(of_plan, slots, there, is_padded=True)
+
+
+def plan_of(slots: list[int], new: list[NewSeq] | None = None) -> StepPlan:
+    """A plan in which these slots have one token each."""
+    column = np.array(slots, dtype=np.int32)
+    ones = np.ones(len(slots), dtype=np.int32)
+    starts = np.array([len(seq.token_ids) - 1 for seq in new or []], dtype=np.int32)
+    return StepPlan(
+        0,
+        column.astype(np.intp),
+        column,
+        ones,
+        starts if new else ones,
+        ones,
+        ones,
+        new or [],
+        NONE,
+        NONE,
+        NONE,
+        [],
+        len(slots),
+    )
 
 
 def random_logits(seed: int, *shape: int) -> torch.Tensor:

@@ -69,6 +69,7 @@ class Run:
     num_tokens: int = 0
     num_drafts: int = 0  # of a row in a step, at most
     ends: dict[str, Finished] = field(default_factory=dict)
+    is_undrawn: bool = False  # the newest step in flight waits for its masks
 
     def add(self, request: AddRequest) -> None:
         self.scheduler.add_request(request)
@@ -76,7 +77,9 @@ class Run:
         self.finished.pop(request.request_id, None)
 
     def launch(self) -> bool:
-        """Plan and launch one step; False if there is nothing to do."""
+        """Plan and launch one step; False if there is nothing to do, or one waits for masks."""
+        if self.is_undrawn:
+            return False
         plan = self.scheduler.schedule()
         check_state(self.scheduler, num_drafts=self.num_drafts)
         if plan.is_empty:
@@ -85,12 +88,22 @@ class Run:
         self.plans.append(granted(self.scheduler, plan))
         self.num_tokens += plan.num_tokens
         self.flight.append((plan, self.worker.launch(plan)))
+        self.is_undrawn = plan.masks is not None
         return True
+
+    def draw_if_alone(self) -> None:
+        """The step that waits for masks is drawn when all before it are settled."""
+        if self.is_undrawn and len(self.flight) == 1:
+            plan, ticket = self.flight[0]
+            self.is_undrawn = False
+            self.worker.sample(ticket, self.scheduler.masks(plan))
 
     def settle(self) -> None:
         """Take the oldest result."""
+        self.draw_if_alone()
         plan, result = self.flight.popleft()
         self.read(self.scheduler.update_from_output(plan, self.worker.collect(result)))
+        self.draw_if_alone()
         check_state(self.scheduler, num_drafts=self.num_drafts)
 
     def read(self, outputs: StepOutputs) -> None:

@@ -15,8 +15,8 @@ import kernels
 from engine import LLM, SamplingParams
 from gpu.box import Box, Row, Rows
 from kernels import AttentionMeta, reference
+from kernels.bodies import triton_for
 from kernels.cpu import sampling as on_cpu
-from kernels.sampling import choose_tokens
 
 LIMITS = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 FP8 = torch.float8_e4m3fn
@@ -143,7 +143,8 @@ def sampling(box: Box) -> Rows:
         rng.integers(0, 2**64, num, dtype=np.uint64),
         rng.integers(0, 10**6, num).astype(np.int32),
     )
-    got = choose_tokens(logits.to(box.device), *columns)
+    there = logits.to(box.device)
+    got = (triton_for(there) or on_cpu).choose_tokens(there, *columns)
     wanted = on_cpu.choose_tokens(logits, *columns)
     yield judged("sampler", f"{num} rows of {vocab}", float((got != wanted).sum()), 0.0)
 

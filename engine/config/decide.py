@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from engine.config.cache import CacheConfig
+from engine.config.engine import Device, EngineConfig
+from engine.config.gpu import for_gpu
 from engine.config.model import ModelConfig, ModelInfo
 from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError
@@ -35,6 +38,62 @@ class Decided:
     """The scheduler's options, with the decided length."""
     model: str = ""
     """Directory of the model, if there is one."""
+    capabilities: tuple[str, ...] = ()
+    """Parts of a plan that are served (names in ``engine.messages.step.PARTS``)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """What a worker knows once it has loaded its model."""
+
+    vocab_size: int
+    """Token ids are below this."""
+    block_bytes: int
+    """Bytes of one KV block over all layers."""
+
+
+def resolve(config: EngineConfig, info: ModelInfo, device: Device) -> EngineConfig:
+    """What was left open, as the device likes it, and the length, at most the model's own.
+
+    Raises ``ConfigError``.
+    """
+    sched, cache = config.scheduler, config.cache
+    if device != "cpu":
+        sched, cache = for_gpu(config.gpu, sched, cache, config.async_scheduling)
+    sched = replace(sched, max_model_len=decide_max_model_len(config.model, info))
+    return replace(config, device=device, scheduler=sched, cache=cache)
+
+
+def decide(
+    config: EngineConfig,
+    info: ModelInfo,
+    facts: ModelFacts,
+    measure: Callable[[], int],
+    capabilities: tuple[str, ...] = (),
+) -> Decided:
+    """What the engine runs with. ``config``: resolved for the device. ``measure`` is asked for the
+    bytes that the KV pool may take, unless they are given. Raises ``ConfigError``."""
+    cache, sched = config.cache, config.scheduler
+    is_given = cache.num_kv_blocks is not None or cache.kv_cache_memory_bytes is not None
+    num_blocks = decide_num_blocks(
+        cache,
+        block_bytes=facts.block_bytes,
+        budget_bytes=0 if is_given else measure(),
+        max_model_len=sched.max_model_len,
+        max_num_seqs=sched.max_num_seqs,
+    )
+    sched = cap_to_pool(sched, cache, num_blocks)
+    return Decided(
+        max_model_len=sched.max_model_len,
+        num_kv_blocks=num_blocks,
+        block_size=cache.block_size,
+        vocab_size=facts.vocab_size,
+        eos_token_ids=info.eos_token_ids,
+        device=config.device,
+        scheduler=sched,
+        model=str(info.path.absolute()),
+        capabilities=capabilities,
+    )
 
 
 def decide_max_model_len(config: ModelConfig, info: ModelInfo) -> int:
@@ -54,11 +113,11 @@ def decide_num_blocks(
     cache: CacheConfig,
     *,
     block_bytes: int,
-    free_bytes: int,
+    budget_bytes: int,
     max_model_len: int,
     max_num_seqs: int,
 ) -> int:
-    """Blocks of the pool: asked, or from the asked bytes, or from the free memory.
+    """Blocks of the pool: asked, or from the asked bytes, or from those that may be had.
 
     Never more than all seats at full length could use. Raises ``ConfigError`` with the numbers if
     the memory does not hold one request of full length.
@@ -68,7 +127,7 @@ def decide_num_blocks(
         return cache.num_kv_blocks
     budget = cache.kv_cache_memory_bytes
     if budget is None:
-        budget = int(free_bytes * cache.memory_utilization)
+        budget = budget_bytes
     blocks = min(budget // block_bytes, per_request * max_num_seqs + 1)
     if blocks < per_request + 1:
         fitting = max(0, blocks - 1) * cache.block_size

@@ -6,22 +6,28 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from engine.config.cache import CacheConfig
+from engine.config.decide import GIB, Decided, ModelFacts, decide, resolve
 from engine.config.engine import EngineConfig
 from engine.config.model import read_model_info
 from engine.core.client import InprocClient
 from engine.core.engine_core import EngineCore, Executor
 from engine.core.recording import describe, record
+from engine.errors import ConfigError
 from engine.kv.events import EventLog
+from engine.kv.groups import FULL
 from engine.kv.hashing import BlockHasher, Sha256Hasher
+from engine.kv.layout import max_concurrency
 from engine.kv.manager import KVManager
+from engine.messages.step import PARTS
 from engine.sched.find import Chosen, choose, make_scheduler
 from engine.sched.interface import SchedulerInterface
+from engine.sched.resource import Resource
 
 logger = logging.getLogger("engine.core")
 
@@ -34,15 +40,32 @@ def build_core(
     info = read_model_info(config.model.model)
     if config.model.load_format != "dummy":
         read_ahead(info.path)
-    from engine.worker.profiler import TorchProfiler
+    from engine.worker.device import resolve_device
     from engine.worker.worker import make_worker
 
-    profiler = TorchProfiler(config.torch_profiler_dir)
-    executor, decided = make_worker(config, info)
-    core = wire(config, decided, executor, clock=clock, chosen=chosen)
-    client = InprocClient(core, decided, profiler)
+    config = resolve(config, info, resolve_device(config.device))
+    worker = make_worker(config, info)
+    check_capabilities(chosen.resources, worker.capabilities)
+    facts = worker.load()
+    decided = decide(config, info, facts, worker.measure, parts_of(chosen.resources))
+    log_pool(decided, facts)
+    worker.allocate(decided.num_kv_blocks)
+    client = InprocClient(wire(config, decided, worker, clock=clock, chosen=chosen), decided)
     gc.freeze()  # or each full collection walks all that imports made, a tenth of a second
     return client
+
+
+def log_pool(decided: Decided, facts: ModelFacts) -> None:
+    """Say how large the pool is and what fits into it."""
+    num_usable, block_size = decided.num_kv_blocks - 1, decided.block_size
+    logger.info(
+        "KV pool: %d blocks of %d tokens, %.2f GiB, for %.2f requests of %d tokens",
+        num_usable,
+        block_size,
+        decided.num_kv_blocks * facts.block_bytes / GIB,
+        max_concurrency(num_usable, [FULL], block_size, decided.max_model_len),
+        decided.max_model_len,
+    )
 
 
 def read_ahead(path: Path) -> None:
@@ -55,15 +78,17 @@ def read_ahead(path: Path) -> None:
 
 def wire(
     config: EngineConfig,
-    decided: Any,
-    executor: Executor,
+    decided: Decided,
+    executor: Executor[Any],
     *,
     clock: Callable[[], float],
     chosen: Chosen | None = None,
 ) -> EngineCore:
     """A core around an executor, real or fake."""
-    kv = make_kv_manager(config, decided, clock=clock)
     sched, seed = decided.scheduler, config.model.seed
+    chosen = chosen or choose(sched)
+    check_capabilities(chosen.resources, executor.capabilities)
+    kv = make_kv_manager(config, decided, clock=clock)
 
     def make(clock: Callable[[], float]) -> SchedulerInterface:
         return make_scheduler(
@@ -78,7 +103,36 @@ def wire(
     return EngineCore(scheduler, executor, sched.num_steps_in_flight)
 
 
-def make_kv_manager(config: EngineConfig, decided: Any, *, clock: Callable[[], float]) -> KVManager:
+def parts_of(resources: Iterable[Resource]) -> tuple[str, ...]:
+    """Parts of a plan that these resources write, in the order of ``PARTS``.
+
+    Raises ``ConfigError`` for a name that is none.
+    """
+    needs = {part: resource for resource in resources for part in resource.needs}
+    for part, resource in needs.items():
+        if part not in PARTS:
+            raise ConfigError(
+                f"{type(resource).__name__}.needs has {part!r}, which is no part of a plan; there "
+                f"are: {', '.join(PARTS)}"
+            )
+    return tuple(part for part in PARTS if part in needs)
+
+
+def check_capabilities(resources: Iterable[Resource], capabilities: frozenset[str]) -> None:
+    """Raise ``ConfigError`` for a resource that writes what this worker cannot compute."""
+    for resource in resources:
+        missing = [part for part in parts_of([resource]) if part not in capabilities]
+        if missing:
+            raise ConfigError(
+                f"resource {type(resource).__name__} needs a worker with the capability "
+                f"{' and '.join(map(repr, missing))}; this one has "
+                f"{', '.join(sorted(capabilities)) or 'none'}: leave the resource out"
+            )
+
+
+def make_kv_manager(
+    config: EngineConfig, decided: Decided, *, clock: Callable[[], float]
+) -> KVManager:
     """The owner of all blocks, with the hash and the listeners that were asked for."""
     cache = config.cache
     events = None

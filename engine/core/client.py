@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine.config.decide import Decided
-from engine.core.control import Profiler, Utilities
+from engine.core.control import Utilities
 from engine.core.engine_core import EngineCore
 from engine.core.polling import Work
 from engine.errors import EngineDeadError
@@ -29,20 +29,17 @@ class InprocClient:
     id_prefix = ""
     """What request ids should begin with so that no other client has the same: there is none."""
 
-    def __init__(
-        self, core: EngineCore, decided: Decided, profiler: Profiler | None = None
-    ) -> None:
+    def __init__(self, core: EngineCore, decided: Decided) -> None:
         self.decided = decided
         self._core: EngineCore | None = core
         self._cause: BaseException | None = None
-        self._profiler = profiler
-        self._utilities = Utilities(core.scheduler, profiler)
+        self._utilities = Utilities(core.scheduler, core.executor)
 
     def add(self, request: AddRequest) -> None:
         """Queue a request. Raises ``RequestError`` for a live id or one that can never fit, and
         ``RefusedError`` for one that is not taken now."""
         core = self._live()
-        check_request(request, self.decided.vocab_size)
+        check_request(request, self.decided.vocab_size, self.decided.capabilities)
         core.scheduler.add_request(request)
 
     def add_all(self, requests: Sequence[AddRequest]) -> dict[int, Exception]:
@@ -133,8 +130,7 @@ class InprocClient:
     def shutdown(self) -> None:
         """Let go of model and memory; harmless when repeated."""
         if self._core is not None:
-            if self._profiler is not None:
-                self._profiler.close()
+            self._core.executor.shutdown()
             self._core.scheduler.shutdown()
             self._core = None
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
+from engine.core.engine_core import Executor
 from engine.errors import ConfigError, EngineError
 from engine.messages.check import check_plain
 from engine.messages.stats import SchedulerStats
@@ -13,34 +15,23 @@ from engine.sched.interface import PauseState, SchedulerInterface
 PAUSES = {"new": PauseState.PAUSED_NEW, "all": PauseState.PAUSED_ALL}
 
 
-class Profiler(Protocol):
-    """Records what the worker does."""
-
-    def start(self) -> None: ...
-    def stop(self) -> list[str]:
-        """Paths of the traces that were written."""
-
-    def close(self) -> None:
-        """Stop without a trace."""
-
-
 class Utilities:
-    """The calls by name. An answer is plain values or a message of the protocol.
+    """The calls by name: those of the scheduler, and what the worker offers (``methods``).
 
-    ``profiler`` is the worker's, if it has one.
+    An answer is plain values or a message of the protocol.
     """
 
-    def __init__(self, scheduler: SchedulerInterface, profiler: Profiler | None = None) -> None:
+    def __init__(self, scheduler: SchedulerInterface, executor: Executor[Any]) -> None:
         self._scheduler = scheduler
-        self._profiler = profiler
         self._by_name: dict[str, Callable[..., Any]] = {
             "echo": self._echo,
             "reset_prefix_cache": self._reset_prefix_cache,
             "pause": self._pause,
             "resume": self._resume,
             "stats": self._stats,
-            "profile": self._profile,
         }
+        for name in executor.methods:
+            self._by_name[name] = partial(executor.call, name)
 
     def call(self, name: str, args: tuple[Any, ...]) -> Any:
         """Call a utility. Raises ``ConfigError`` for one that does not exist.
@@ -88,16 +79,6 @@ class Utilities:
 
     def _stats(self) -> SchedulerStats | None:
         return self._scheduler.make_stats()
-
-    def _profile(self, what: str) -> list[str] | None:
-        if self._profiler is None:
-            raise ConfigError("profile is not available: the worker of this core has no profiler")
-        if what == "stop":
-            return self._profiler.stop()
-        if what != "start":
-            raise ConfigError(f"profile of {what!r:.80} is not known; there are: start, stop")
-        self._profiler.start()
-        return None
 
 
 def _kind_of(error: EngineError) -> type[EngineError]:

@@ -113,6 +113,7 @@ class Desk:
             block_size=decided.block_size,
             time=now,
             model=decided.model.encode(errors="replace").decode(),  # a name of files may be no text
+            capabilities=list(decided.capabilities),
         )
         self._peers.send(identity, welcome)
 

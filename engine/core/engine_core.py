@@ -3,35 +3,94 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, Protocol
+from collections.abc import Collection
+from typing import Any, Protocol, TypeVar
 
-from engine.messages.step import StepPlan, StepResult
+from engine.config.decide import ModelFacts
+from engine.messages.step import Masks, StepPlan, StepResult
 from engine.sched.interface import SchedulerInterface, StepOutputs
 
+Ticket = TypeVar("Ticket")
 
-class Executor(Protocol):
-    """Runs plans in the order in which they are launched."""
 
-    def launch(self, plan: StepPlan) -> Any:
-        """Start a step (forward and sampler); returns a ticket for ``collect``."""
+class Executor(Protocol[Ticket]):
+    """Computes plans in the order in which they are launched; a ticket is a launched step."""
 
-    def collect(self, ticket: Any) -> StepResult:
+    @property
+    def capabilities(self) -> frozenset[str]:
+        """Parts of a plan that it can compute (names in ``engine.messages.step.PARTS``)."""
+        ...
+
+    def launch(self, plan: StepPlan) -> Ticket:
+        """Start a step: forward pass and, unless the plan has a ``MaskPart``, the draw."""
+        ...
+
+    def sample(self, ticket: Ticket, masks: Masks | None) -> None:
+        """Start the draw of a step whose plan has a ``MaskPart``, before the next is launched.
+
+        ``None``: there are no masks; the rows that wanted one fail.
+        """
+        ...
+
+    def collect(self, ticket: Ticket) -> StepResult:
         """Wait for a launched step and copy what it brought, nothing else."""
+        ...
+
+    @property
+    def methods(self) -> Collection[str]:
+        """Names that ``call`` knows."""
+        ...
+
+    def call(self, name: str, *args: Any) -> Any:
+        """A method by name, between two steps. Raises ``ConfigError`` for one that is not there."""
+        ...
+
+    def shutdown(self) -> None:
+        """Let go of model and memory; harmless when repeated."""
+        ...
+
+
+class Worker(Executor[Ticket], Protocol[Ticket]):
+    """An executor that has yet to load its model; the calls come once each, in this order."""
+
+    def load(self) -> ModelFacts:
+        """Read the weights. Raises ``ConfigError``."""
+        ...
+
+    def measure(self) -> int:
+        """Bytes that the KV pool may take; not asked if they are given. Raises ``ConfigError``."""
+        ...
+
+    def allocate(self, num_blocks: int) -> None:
+        """Take memory for so many KV blocks and be ready. Raises ``ConfigError``."""
+        ...
 
 
 class EngineCore:
-    """Keeps up to ``depth`` steps in flight: 1 is synchronous, 2 plans while one is computed."""
+    """Keeps up to ``depth`` steps in flight: 1 is synchronous, 2 plans while one is computed.
 
-    def __init__(self, scheduler: SchedulerInterface, executor: Executor, depth: int = 1) -> None:
+        launch N+1 (forward) ─> collect N, settle N ─> [masks of N+1 ─> draw N+1] ─> launch N+2 ...
+
+    A step whose plan has a ``MaskPart`` is drawn when all steps before it are settled, and nothing
+    is launched behind it until then.
+    """
+
+    def __init__(
+        self, scheduler: SchedulerInterface, executor: Executor[Any], depth: int = 1
+    ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.depth = depth
         self.flight: deque[tuple[StepPlan, Any]] = deque()
         self.is_idle = False  # the last step found nothing to compute and nothing to settle
+        self._has_undrawn = False  # the newest step in flight waits for its masks
 
     def step(self) -> StepOutputs:
         """Launch what fits into the flight and settle its oldest step; {} when there is nothing."""
         while len(self.flight) < self.depth:
+            self._draw_if_alone()
+            if self._has_undrawn:
+                break
             plan = self.scheduler.schedule()
             if not isinstance(plan, StepPlan):  # a scheduler of one's own may forget to return it
                 name = type(self.scheduler).__name__
@@ -42,11 +101,22 @@ class EngineCore:
             if plan.is_empty:
                 break
             self.flight.append((plan, self.executor.launch(plan)))
+            self._has_undrawn = plan.masks is not None
         self.is_idle = not self.flight
         if self.is_idle:
             return self.scheduler.take_outputs()
+        self._draw_if_alone()
         plan, ticket = self.flight.popleft()
-        return self.scheduler.update_from_output(plan, self.executor.collect(ticket))
+        outputs = self.scheduler.update_from_output(plan, self.executor.collect(ticket))
+        self._draw_if_alone()
+        return outputs
+
+    def _draw_if_alone(self) -> None:
+        """Draw the step that waits for masks, if all before it are settled."""
+        if self._has_undrawn and len(self.flight) == 1:
+            plan, ticket = self.flight[0]
+            self._has_undrawn = False
+            self.executor.sample(ticket, self.scheduler.masks(plan))
 
     @property
     def has_work(self) -> bool:

@@ -16,7 +16,7 @@ from engine.kv.manager import KVManager
 from engine.messages.outputs import FinishReason
 from engine.messages.requests import AddRequest
 from engine.messages.stats import SchedulerStats
-from engine.messages.step import StepPlan, StepResult
+from engine.messages.step import Masks, StepPlan, StepResult
 from engine.observe import steplog
 from engine.observe.steplog import FORMAT, Header, PlanCoder, StepLogWriter
 from engine.sched.interface import PauseState, RequestCounts, SchedulerInterface, StepOutputs
@@ -171,6 +171,9 @@ class RecordingScheduler(SchedulerInterface):
 
     def has_requests(self) -> bool:
         return self.inner.has_requests()
+
+    def masks(self, plan: StepPlan) -> Masks | None:
+        return self.inner.masks(plan)
 
     def get_kv_connector(self) -> KVSource | None:
         return self.inner.get_kv_connector()

@@ -15,32 +15,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-import msgspec
-
 from engine.errors import ConfigError
 from engine.kv.manager import KVManager
-from engine.messages.step import StepPlan, StepResult
+from engine.messages.step import KVReport, Received, StepPlan, StepResult
 from engine.sched.builder import Step
 from engine.sched.request import Request
 from engine.sched.resource import Fit, OnRefuse, Resource
 from engine.sched.scheduler import Scheduler
 
 FailurePolicy = Literal["recompute", "fail"]
-
-
-class Received(msgspec.Struct, array_like=True):
-    """A load is over. ``num_tokens`` from its first on are good; ``error`` says why not all are."""
-
-    request_id: str
-    num_tokens: int
-    error: str = ""
-
-
-class KVReport(msgspec.Struct, array_like=True):
-    """The result's part ``remote KV``: transfers that are over since the last one."""
-
-    received: list[Received] = []
-    sent: list[str] = []  # request ids
 
 
 class RemoteKV(Resource):
@@ -51,6 +34,7 @@ class RemoteKV(Resource):
     """
 
     name = "remote KV"
+    needs = ("kv_transfer",)
     on_refuse = OnRefuse.PARK
 
     def __init__(self, kv_load_failure_policy: FailurePolicy = "recompute") -> None:
@@ -109,14 +93,10 @@ class RemoteKV(Resource):
 
     def describe(self, plan: StepPlan) -> None:
         source = self._kv.transfers.source
-        metadata = None if source is None else source.metadata()
-        if metadata is not None:
-            plan.parts[self.name] = metadata
+        plan.kv_transfer = None if source is None else source.metadata()
 
     def settle(self, plan: StepPlan, result: StepResult) -> None:
-        report: KVReport | None = result.parts.get(self.name)
-        if report is None:
-            return
+        report = result.kv_transfer or KVReport()
         for received in report.received:
             self.received(received)
         for request_id in report.sent:

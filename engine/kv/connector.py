@@ -39,7 +39,7 @@ class KVSource(Protocol):
     def start_load(self, req: Holder, blocks: Sequence[int], num_tokens: int) -> None:
         """Fill these blocks, which hold the ``num_tokens`` behind the local hit, in order."""
 
-    def metadata(self) -> object | None:
+    def metadata(self) -> bytes | None:
         """What the worker's half must be told with the next plan, ``None`` if nothing."""
 
     def finished(self, req: Holder, blocks: Sequence[int]) -> Farewell:

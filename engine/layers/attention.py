@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 import kernels
+from engine.layers.adapted import Linear
 from engine.layers.batch import Wanted
-from engine.layers.linear import Linear
 from kernels.meta import AttentionMeta
 
 

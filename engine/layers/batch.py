@@ -1,8 +1,9 @@
-"""What a model's forward pass is given."""
+"""What a model's forward pass is given, and what it gives back."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -11,7 +12,7 @@ from kernels.meta import AttentionMeta
 
 @dataclass(slots=True)
 class Wanted:
-    """The tokens whose hidden states somebody will read, each as a decode of its own.
+    """The tokens whose hidden states will be read, each as a decode of its own.
 
     A prompt is only asked for what follows it, so the last layer needs the queries, the output
     projection and the MLP of few rows; keys and values it needs of all.
@@ -21,26 +22,46 @@ class Wanted:
     attn: AttentionMeta  # R sequences of one query
 
 
+class Embeds(NamedTuple):
+    """Vectors in place of those that the embedding gives, as an encoder made them."""
+
+    rows: torch.Tensor  # [M] int64, rows of the batch
+    values: torch.Tensor  # [M, H]
+
+
 @dataclass(slots=True)
 class ForwardBatch:
     """The tokens of one step, flattened over its sequences (decodes first)."""
 
-    input_ids: torch.Tensor  # [N] int64
-    positions: torch.Tensor  # [N] int64
+    input_ids: torch.Tensor  # [N] int32 or int64
+    positions: torch.Tensor  # [N] int64; [K, N] for models that count along several axes
     attn: AttentionMeta
     wanted: Wanted | None = None  # None: every row
+    embeds: Embeds | None = None
+    adapters: torch.Tensor | None = None  # [N] int32: adapter slot of each token, -1: none
+    aux_layers: tuple[int, ...] = ()  # whose outputs are wanted beside the last hidden states
 
 
-def last_tokens(attn: AttentionMeta, sequences: torch.Tensor) -> Wanted:
-    """Want the last token of each of these sequences. sequences: [R] int64."""
-    rows = attn.query_start[1:][sequences].long() - 1
+class Hidden(NamedTuple):
+    """What a forward pass gives back."""
+
+    last: torch.Tensor  # [R, H]: of the wanted rows, after the final norm
+    aux: tuple[torch.Tensor, ...] = ()  # [N, H] each: the residual stream behind each aux layer
+
+
+def wanted_rows(
+    attn: AttentionMeta, rows: torch.Tensor, sequences: torch.Tensor, seq_lens: torch.Tensor
+) -> Wanted:
+    """Want these tokens. rows [R] int64, the sequence of each [R] int64, and how many keys it sees,
+    itself included, [R] int32."""
     count = len(rows)
+    used = -(-attn.max_seq_len // attn.block_size)
     return Wanted(
         rows,
         AttentionMeta(
             query_start=torch.arange(count + 1, dtype=torch.int32, device=rows.device),
-            seq_lens=attn.seq_lens[sequences],
-            block_tables=attn.block_tables[sequences],
+            seq_lens=seq_lens,
+            block_tables=attn.block_tables[:, :used][sequences],
             positions=attn.positions[rows],
             slots=attn.slots[rows],
             block_size=attn.block_size,
@@ -49,3 +70,9 @@ def last_tokens(attn: AttentionMeta, sequences: torch.Tensor) -> Wanted:
             max_seq_len=attn.max_seq_len,
         ),
     )
+
+
+def last_tokens(attn: AttentionMeta, sequences: torch.Tensor) -> Wanted:
+    """Want the last token of each of these sequences. sequences: [R] int64."""
+    rows = attn.query_start[1:][sequences].long() - 1
+    return wanted_rows(attn, rows, sequences, attn.seq_lens[sequences])

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from engine.layers.linear import Linear
+from engine.layers.adapted import Linear
+from engine.layers.batch import Embeds
 
 
 class Embedding:
@@ -23,10 +24,13 @@ class Embedding:
         # Gemma rounds the factor to the dtype computed with.
         self.multiplier = torch.tensor(multiplier, dtype=dtype).item()
 
-    def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """input_ids: [N] -> [N, H]."""
+    def __call__(self, input_ids: torch.Tensor, embeds: Embeds | None = None) -> torch.Tensor:
+        """input_ids: [N] -> [N, H]; ``embeds`` take the place of their rows, unscaled."""
         x = self.rows(input_ids).to(self.dtype)
-        return x if self.multiplier == 1.0 else x.mul_(self.multiplier)
+        x = x if self.multiplier == 1.0 else x.mul_(self.multiplier)
+        if embeds is not None:
+            x[embeds.rows] = embeds.values.to(self.dtype)
+        return x
 
 
 class OutputLayer:

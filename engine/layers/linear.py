@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch.nn import functional as F
 
 from engine.errors import ConfigError
+from engine.layers.adapted import Adaptable, Linear
 from engine.layers.quantized import QuantizedWeight, Weight, plain
 from engine.layers.quantized_linear import device_linear
 from kernels.bodies import CPU_TENSORS
@@ -15,21 +14,6 @@ from kernels.cpu import matmul, matmul_int8
 from kernels.reference.quant import quantize_fp8, quantize_int8
 
 QUANTIZATIONS = ("int8", "fp8")
-
-
-class Linear(Protocol):
-    """y = x @ weight.T + bias."""
-
-    in_features: int
-    out_features: int
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [N, in] -> [N, out], a new tensor of x's dtype."""
-        ...
-
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows of the weight, for an embedding tied to the output layer: [N] -> [N, in]."""
-        ...
 
 
 def make_linear(
@@ -95,7 +79,7 @@ def cpu_linear(weight: torch.Tensor, bias: torch.Tensor | None, quantization: st
     )
 
 
-class PlainLinear:
+class PlainLinear(Adaptable):
     """torch's own product on the weights as they are."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -109,8 +93,12 @@ class PlainLinear:
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(ids, self.weight)
 
+    def load(self, weight: torch.Tensor) -> None:
+        self.check_shape(weight)
+        self.weight.copy_(weight)
 
-class PackedLinear:
+
+class PackedLinear(Adaptable):
     """Compiled product on float32 weights in panels; see kernels.cpu.matmul."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -124,8 +112,12 @@ class PackedLinear:
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         return self.packed[ids // matmul.PANEL, :, ids % matmul.PANEL]
 
+    def load(self, weight: torch.Tensor) -> None:
+        self.check_shape(weight)
+        self.packed.copy_(matmul.pack(weight.to(self.packed.dtype)))
 
-class Int8Linear:
+
+class Int8Linear(Adaptable):
     """Compiled product of 8-bit weights and activations; see kernels.cpu.matmul_int8."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -142,13 +134,17 @@ class Int8Linear:
         integers = packed[ids // matmul.PANEL, :, ids % matmul.PANEL]
         return integers.flatten(1)[:, : self.in_features] * scales[ids, None]
 
+    def load(self, weight: torch.Tensor) -> None:
+        self.check_shape(weight)
+        for mine, new in zip(self.weight, matmul_int8.quantize(weight), strict=True):
+            mine.copy_(new)
 
-class TorchInt8Linear:
+
+class TorchInt8Linear(Adaptable):
     """The same arithmetic by torch, where the processor lacks the 8-bit dot product."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self.scales = weight.abs().amax(dim=1, keepdim=True).float().div_(127).clamp_(min=1e-30)
-        self.integers = (weight.float() / self.scales).round_().to(torch.int8)
+        self.integers, self.scales = self._quantized(weight)
         self.bias = bias
         self.out_features, self.in_features = weight.shape
 
@@ -160,3 +156,14 @@ class TorchInt8Linear:
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         return self.integers[ids] * self.scales[ids]
+
+    def load(self, weight: torch.Tensor) -> None:
+        self.check_shape(weight)
+        for mine, new in zip((self.integers, self.scales), self._quantized(weight), strict=True):
+            mine.copy_(new)
+
+    @staticmethod
+    def _quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Integers [out, in] and scales [out, 1]."""
+        scales = weight.abs().amax(dim=1, keepdim=True).float().div_(127).clamp_(min=1e-30)
+        return (weight.float() / scales).round_().to(torch.int8), scales

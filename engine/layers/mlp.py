@@ -8,7 +8,8 @@ import torch
 from torch.nn import functional as F
 
 import kernels
-from engine.layers.linear import Linear, PlainLinear
+from engine.layers.adapted import Linear
+from engine.layers.linear import PlainLinear
 
 
 class GatedMLP:

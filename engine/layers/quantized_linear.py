@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import torch
 
+from engine.errors import ConfigError
+from engine.layers.adapted import Adaptable
 from engine.layers.quantized import QuantizedWeight
 from kernels import quant
 from kernels.quantized import Packed, can_pack, pack, unpack
-from kernels.reference.quant import dequantize
+from kernels.reference.quant import dequantize, quantize_fp8
 
 FP8_ALIGNMENT = 16  # inputs and outputs of torch's product of 8-bit floats
 FP8_CAPABILITY = (8, 9)
 
 
-class WeightOnlyLinear:
+class WeightOnlyLinear(Adaptable):
     """Weights stay packed in memory and are dequantised on their way to the product."""
 
     def __init__(self, packed: Packed, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
@@ -28,8 +30,14 @@ class WeightOnlyLinear:
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         return dequantize(unpack(self.packed.of_outputs(ids)), self.dtype)
 
+    def load(self, weight: torch.Tensor) -> None:
+        raise ConfigError(
+            f"a weight of {self.packed.bits} bits, quantised in groups, cannot be replaced by "
+            "another one: start the engine with the plain model"
+        )
 
-class Fp8Linear:
+
+class Fp8Linear(Adaptable):
     """Weights and inputs as 8-bit floats, by torch's own product.
 
     Weights have a scale per output, inputs one per row, or the one they were calibrated to.
@@ -68,6 +76,12 @@ class Fp8Linear:
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         values = self.values.view(torch.uint8)[ids].view(self.values.dtype)
         return (values.float() * self.scales[0, ids, None]).to(self.dtype)
+
+    def load(self, weight: torch.Tensor) -> None:
+        self.check_shape(weight)
+        matrix = quantize_fp8(weight.to(self.values.device))
+        self.values.copy_(matrix.values)
+        self.scales.copy_(matrix.scales.float().T)
 
 
 def device_linear(

@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from engine.errors import ConfigError
-from engine.messages.step import StepPlan
+from engine.messages.step import NO_ADAPTER, AdapterPart, StepPlan
 from engine.sched.builder import Step
 from engine.sched.request import Request
 from engine.sched.resource import Fit, Resource
-
-NO_ADAPTER = -1
-
-
-class AdapterPart(msgspec.Struct, array_like=True):
-    """The plan's part ``adapter``, when a sequence takes its seat.
-
-    ``load``: adapter slot -> name of the adapter to load into it, before anything is computed.
-    ``used_by``: worker slot of a new sequence -> its adapter slot, ``NO_ADAPTER`` for the base
-    model.
-    """
-
-    load: dict[int, str] = {}
-    used_by: dict[int, int] = {}
 
 
 class AdapterSlots(Resource):
@@ -34,6 +18,7 @@ class AdapterSlots(Resource):
     """
 
     name = "adapter"
+    needs = ("adapters",)
 
     def __init__(self, max_loras: int) -> None:
         if max_loras < 1:
@@ -53,9 +38,7 @@ class AdapterSlots(Resource):
             return Fit(num_tokens)
         return Fit(0)
 
-    def take(self, req: Request, num_tokens: int, step: Step) -> None:
-        if step.new[-1:] != [req]:
-            return
+    def seated(self, req: Request, step: Step) -> None:
         slot = NO_ADAPTER if req.adapter is None else self._use(req.adapter, req.request_id)
         self._part.used_by[req.slot] = slot
 
@@ -69,7 +52,7 @@ class AdapterSlots(Resource):
 
     def describe(self, plan: StepPlan) -> None:
         if self._part.used_by:
-            plan.parts[self.name], self._part = self._part, AdapterPart()
+            plan.adapters, self._part = self._part, AdapterPart()
 
     def _use(self, adapter: str, request_id: str) -> int:
         """The adapter's slot; it is loaded if it is in none."""

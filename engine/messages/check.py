@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from engine.errors import RequestError, RequestTypeError
@@ -11,14 +11,25 @@ from engine.messages.validate import check_params_for_vocab
 
 INT32_MAX = 2**31 - 1
 PLAIN = (type(None), bool, int, float, str, bytes)
-NOT_COMPUTED = ("adapter", "grammar", "media", "kv_transfer_params")  # schedulers know them
 MAX_PLAIN_DEPTH = 64
 MAX_ID_CHARS = 4096  # every output has the id of its request
 INT64 = range(-(2**63), 2**63)
 
 
-def check_request(request: AddRequest, vocab_size: int) -> None:
-    """Raise ``RequestError`` for what would break a scheduler or a worker later."""
+FEATURES = {
+    "adapter": "adapters",
+    "grammar": "masks",
+    "media": "media",
+    "kv_transfer_params": "kv_transfer",
+}
+"""Fields of a request that ask for a feature, and the part of a plan that serves it."""
+
+
+def check_request(request: AddRequest, vocab_size: int, capabilities: Collection[str] = ()) -> None:
+    """Raise ``RequestError`` for what would break a scheduler or a worker later.
+
+    ``capabilities``: parts of a plan (``engine.messages.step.PARTS``) that the core serves.
+    """
     if len(request.request_id) > MAX_ID_CHARS:
         raise RequestError(
             f"request_id {request.request_id!r:.80} has {len(request.request_id)} characters, the "
@@ -35,11 +46,11 @@ def check_request(request: AddRequest, vocab_size: int) -> None:
     for name in ("priority", "seed"):
         if getattr(request, name) not in INT64:
             raise RequestError(f"{name} is {getattr(request, name)}, must be a number of 64 bits")
-    for name in NOT_COMPUTED:
-        if getattr(request, name):
+    for name, part in FEATURES.items():
+        if getattr(request, name) and part not in capabilities:
             raise RequestError(
-                f"{name} is {getattr(request, name)!r:.80}, and this core has no worker that reads "
-                "it: leave it out"
+                f"{name} is {getattr(request, name)!r:.80}, which takes the capability {part!r}; "
+                f"this core has {', '.join(sorted(capabilities)) or 'none'}: leave it out"
             )
     check_params_for_vocab(request.params, vocab_size)
 

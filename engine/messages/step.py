@@ -1,8 +1,12 @@
-"""Core to worker and back, on one page. Columns, not objects per request."""
+"""Core to worker and back, on one page. Columns, not objects per request.
+
+A plan says who computes how much; its optional *parts* say what features want of the worker. Each
+part is one typed field, named in ``PARTS``. A worker tells which of them it can compute
+(``capabilities``), a resource which of them it writes (``needs``); the two meet before the start.
+``engine.ipc.plans`` turns both messages into bytes and back.
+"""
 
 from __future__ import annotations
-
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -10,10 +14,16 @@ from numpy.typing import NDArray
 
 from engine.messages.outputs import TokenLogprobs
 from engine.messages.params import SamplingParams
+from engine.messages.requests import MediaItem
 
 Column = NDArray[np.int32]
 
 EMPTY: Column = np.empty(0, dtype=np.int32)
+PADDING = -1  # in place of a draft: computed and never right
+NO_ADAPTER = -1  # in place of an adapter slot: the base model
+
+PARTS = ("drafts", "masks", "adapters", "media", "kv_transfer", "block_groups")
+"""The optional parts of a plan, by the name of their field. Each is a capability of a worker."""
 
 
 class NewSeq(msgspec.Struct, array_like=True):
@@ -31,6 +41,58 @@ class NewSeq(msgspec.Struct, array_like=True):
     seed: int
     stop_token_ids: list[int]  # masked while fewer than params.min_tokens outputs exist
     bad_words_ids: list[list[int]]
+
+
+class DraftPart(msgspec.Struct, array_like=True):
+    """Guessed tokens that follow the last known one of a row.
+
+    In a plan: to be verified, the last ``counts[i]`` of the row's tokens. In a result: proposed by
+    the worker for the row's next step.
+    """
+
+    counts: Column  # [rows]
+    tokens: Column  # flat, PADDING in a row that has fewer drafts than places for them
+
+    def by_row(self) -> list[list[int]]:
+        """The tokens of each row."""
+        tokens = iter(self.tokens.tolist())
+        return [[next(tokens) for _ in range(count)] for count in self.counts.tolist()]
+
+
+class MaskPart(msgspec.Struct, array_like=True):
+    """Rows whose tokens are drawn among those that a mask allows.
+
+    The masks come when all steps before this one are settled (``Masks``); the forward pass need
+    not wait for them. No step is launched behind one that waits.
+    """
+
+    rows: Column  # of the plan, ascending
+
+
+class Masks(msgspec.Struct, array_like=True):
+    """The masks of a plan's ``MaskPart``: of each row in order, one for every token drawn of it.
+
+    A row draws one more than it has drafts. Bit t % 32 of word t // 32 is set where token t is
+    allowed.
+    """
+
+    words: Column  # flat [num_masks * words_a_mask]
+    words_a_mask: int  # ceil(vocabulary / 32)
+
+
+class AdapterPart(msgspec.Struct, array_like=True):
+    """Which adapter a sequence uses that takes its seat."""
+
+    load: dict[int, str] = {}  # adapter slot -> name; loaded before anything is computed
+    used_by: dict[int, int] = {}  # worker slot of a new sequence -> adapter slot, or NO_ADAPTER
+
+
+class MediaPart(msgspec.Struct, array_like=True):
+    """What to encode. The worker goes through the fields in this order."""
+
+    free: list[str] = []  # hashes of encoder outputs to let go of
+    media: dict[int, list[MediaItem]] = {}  # worker slot of a new sequence -> its media
+    encode: list[tuple[int, int]] = []  # worker slot and index of a media item, before the step
 
 
 class StepPlan(msgspec.Struct, array_like=True):
@@ -57,15 +119,38 @@ class StepPlan(msgspec.Struct, array_like=True):
     block_ids: Column
     freed_slots: list[int]
     num_tokens: int
-    draft_counts: Column | None = None  # drafts among counts[i]; None: there are none
-    draft_tokens: Column | None = None  # flat; -1 pads a row that has fewer drafts than slots
+    drafts: DraftPart | None = None
+    masks: MaskPart | None = None
+    adapters: AdapterPart | None = None
+    media: MediaPart | None = None
+    kv_transfer: bytes | None = None  # what the KV source tells its half in the worker
     block_groups: Column | None = None  # KV group of each block-table delta; None: all of group 0
-    parts: dict[str, Any] = {}  # what else features tell the worker, by resource name
+
+    @property
+    def parts(self) -> list[str]:
+        """Names of the parts that this plan has."""
+        return [name for name in PARTS if getattr(self, name) is not None]
 
     @property
     def is_empty(self) -> bool:
         """Nothing to compute and nothing to tell the worker."""
-        return self.num_tokens == 0 and not (self.freed_slots or self.parts)
+        told = (self.adapters, self.media, self.kv_transfer)
+        return self.num_tokens == 0 and not self.freed_slots and told == (None, None, None)
+
+
+class Received(msgspec.Struct, array_like=True):
+    """A load is over. ``num_tokens`` from its first on are good; ``error`` says why not all are."""
+
+    request_id: str
+    num_tokens: int
+    error: str = ""
+
+
+class KVReport(msgspec.Struct, array_like=True):
+    """Transfers that are over since the last report."""
+
+    received: list[Received] = []
+    sent: list[str] = []  # request ids
 
 
 class StepResult(msgspec.Struct, array_like=True):
@@ -84,4 +169,17 @@ class StepResult(msgspec.Struct, array_like=True):
     logprobs: dict[int, list[TokenLogprobs]] = {}
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
     seconds: float = 0.0
-    parts: dict[str, Any] = {}  # what else features learn from the worker, by resource name
+    drafts: DraftPart | None = None  # proposed for the next step
+    kv_transfer: KVReport | None = None
+
+
+def check_parts(plan: StepPlan, capabilities: frozenset[str]) -> None:
+    """Raise ``RuntimeError`` if the plan asks for what its worker does not compute.
+
+    Resources and requests are checked before; what passes them must not be left out in silence.
+    """
+    if unread := [name for name in plan.parts if name not in capabilities]:
+        raise RuntimeError(
+            f"the plan of step {plan.step} has {' and '.join(unread)}, and this worker computes "
+            f"{', '.join(sorted(capabilities)) or 'none of the optional parts'}"
+        )

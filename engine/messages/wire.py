@@ -98,6 +98,7 @@ class Welcome(msgspec.Struct, array_like=True, frozen=True, tag="welcome"):
     block_size: int
     time: float  # clock of the core, seconds
     model: str = ""  # directory it was loaded from, on the core's machine; "" if there is none
+    capabilities: list[str] = []  # parts of a plan that are served, as adapters or masks
 
 
 class Submitted(msgspec.Struct, array_like=True, frozen=True, tag="submitted"):

@@ -9,28 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import msgspec
-
 from engine.errors import ConfigError
 from engine.messages.requests import AddRequest, MediaItem
-from engine.messages.step import StepPlan, StepResult
+from engine.messages.step import MediaPart, StepPlan, StepResult
 from engine.mm.encoder_cache import EncoderCache, Use
 from engine.sched.builder import Step
 from engine.sched.request import Request
 from engine.sched.resource import Fit, Resource
 from engine.sched.scheduler import Scheduler
-
-
-class EncoderPart(msgspec.Struct, array_like=True):
-    """The plan's part ``encoder``. The worker goes through the fields in this order.
-
-    ``free``: hashes of outputs to let go of. ``media``: worker slot of a new sequence -> its media.
-    ``encode``: (worker slot, index of the media item) to encode before the step is computed.
-    """
-
-    free: list[str] = []
-    media: dict[int, list[MediaItem]] = {}
-    encode: list[tuple[int, int]] = []
 
 
 class EncoderBudget(Resource):
@@ -42,6 +28,7 @@ class EncoderBudget(Resource):
     """
 
     name = "encoder"
+    needs = ("media",)
 
     def __init__(
         self,
@@ -58,7 +45,7 @@ class EncoderBudget(Resource):
         self._tokens_left = max_encoder_tokens  # in this step
         self._uses: dict[str, dict[int, Use]] = {}  # request id -> index of item -> its hold
         self._last_reads: dict[int, list[Use]] = {}  # step -> holds whose last tokens it computes
-        self._part = EncoderPart()
+        self._part = MediaPart()
         self._encoded_in: dict[int, list[tuple[int, str]]] = {}  # step -> row and hash
 
     def attach(self, scheduler: Scheduler) -> None:
@@ -87,11 +74,13 @@ class EncoderBudget(Resource):
         upto = min(upto, self._affordable(req, start, upto))
         return Fit(max(0, min(num_tokens, upto - start)))
 
+    def seated(self, req: Request, step: Step) -> None:
+        if req.media:
+            self._part.media[req.slot] = req.media
+
     def take(self, req: Request, num_tokens: int, step: Step) -> None:
         if not req.media:
             return
-        if req in step.new[-1:]:
-            self._part.media[req.slot] = req.media
         upto = req.num_computed
         uses = self._uses.setdefault(req.request_id, {})
         for index, item in read_by(req.media, upto - num_tokens, upto):
@@ -107,10 +96,10 @@ class EncoderBudget(Resource):
             self.cache.end(use)
 
     def describe(self, plan: StepPlan) -> None:
-        part, self._part = self._part, EncoderPart()
+        part, self._part = self._part, MediaPart()
         part.free = self.cache.take_evicted()
         if part.free or part.media or part.encode:
-            plan.parts[self.name] = part
+            plan.media = part
 
     def settle(self, plan: StepPlan, result: StepResult) -> None:
         """Tokens of the step are certain now: what nobody will read again may go."""

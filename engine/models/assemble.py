@@ -9,15 +9,16 @@ import torch
 from torch.nn import functional as F
 
 from engine.kv.layout import KVSpec
+from engine.layers.adapted import Linear
 from engine.layers.attention import Attention
 from engine.layers.embedding import Embedding, OutputLayer
-from engine.layers.linear import Linear, make_linear
+from engine.layers.linear import make_linear
 from engine.layers.mlp import GatedMLP, MixtureOfExperts
 from engine.layers.norm import ResidualNorm, RMSNorm
 from engine.layers.quantized import Weight, plain
 from engine.layers.rope import RopeSpec
 from engine.layers.rotary import cos_sin_table
-from engine.models.decoder import Block, Decoder, Sublayer
+from engine.models.decoder import Block, Decoder, Place, Sublayer
 from engine.models.spec import DecoderSpec
 from engine.models.weights import Weights
 
@@ -44,17 +45,21 @@ class Assembly:
         self.weights = weights
         self.placement = placement
         self.tables: dict[RopeSpec, torch.Tensor] = {}
+        self.places: dict[str, Place] = {}  # of linear layers, by the name of their tensor
 
     def decoder(self) -> Decoder:
         spec = self.spec
         embedding, head = self.embedding_and_head()
         blocks = [self.block(index) for index in range(len(spec.layers))]
+        output = OutputLayer(head, spec.logit_multiplier, spec.logit_softcap)
+        self.places["embed" if spec.tied else "head"] = (output, "linear")
         return Decoder(
             embedding,
             blocks,
             ResidualNorm(self.norm("norm")),
-            OutputLayer(head, spec.logit_multiplier, spec.logit_softcap),
+            output,
             self.kv_spec(embedding.dtype),
+            self.places,
         )
 
     def embedding_and_head(self) -> tuple[Embedding, Linear]:
@@ -100,12 +105,19 @@ class Assembly:
             "norm_add_one": spec.norm.add_one,
         }
         attend = {"scale": a.scale, "window": layer.window, "softcap": a.softcap}
-        return Attention(qkv, out, write, attend)
+        attention = Attention(qkv, out, write, attend)
+        self.places[f"{index}.qkv"] = (attention, "qkv")
+        self.places[f"{index}.out"] = (attention, "out")
+        return attention
 
     def mlp(self, prefix: str) -> GatedMLP:
         bias = self.spec.mlp.bias
         gate_up = self.linear(f"{prefix}gate_up", bias)
-        return GatedMLP(gate_up, self.linear(f"{prefix}down", bias), self.spec.mlp.activation)
+        down = self.linear(f"{prefix}down", bias)
+        mlp = GatedMLP(gate_up, down, self.spec.mlp.activation)
+        self.places[f"{prefix}gate_up"] = (mlp, "gate_up")
+        self.places[f"{prefix}down"] = (mlp, "down")
+        return mlp
 
     def experts(self, index: int) -> MixtureOfExperts:
         moe = self.spec.moe

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from engine.kv.layout import KVSpec
+from engine.layers.adapted import AdapterState, Linear
 from engine.layers.attention import Attention
-from engine.layers.batch import ForwardBatch, Wanted
+from engine.layers.batch import ForwardBatch, Hidden, Wanted
 from engine.layers.embedding import Embedding, OutputLayer
 from engine.layers.mlp import GroupedExperts, MixtureOfExperts, can_be_grouped
 from engine.layers.norm import ResidualNorm, RMSNorm
 from kernels.meta import AttentionMeta
+
+Place = tuple[object, str]
+"""The layer that uses a linear layer, and under which name."""
 
 
 class Sublayer:
@@ -75,7 +79,9 @@ class Decoder:
         final_norm: ResidualNorm,
         output: OutputLayer,
         kv_spec: KVSpec,
+        places: Mapping[str, Place],
     ) -> None:
+        """places: where each linear layer is, by the name of its tensor in ``targets``."""
         self.embedding = embedding
         self.blocks = blocks
         self.final_norm = final_norm
@@ -83,6 +89,20 @@ class Decoder:
         self.kv_spec = kv_spec
         self.vocab_size = output.linear.out_features
         self.dtype = embedding.dtype
+        self._places = dict(places)
+
+    @property
+    def linears(self) -> dict[str, Linear]:
+        """The linear layers by the name of their tensor in ``targets``: to load other weights into,
+        or to adapt."""
+        return {
+            name: getattr(owner, name_there) for name, (owner, name_there) in self._places.items()
+        }
+
+    def adapt(self, name: str, state: AdapterState) -> None:
+        """Have adapters add to what a linear layer gives. Raises ``KeyError`` for no such layer."""
+        owner, name_there = self._places[name]
+        setattr(owner, name_there, getattr(owner, name_there).with_adapters(state))
 
     @property
     def can_be_recorded(self) -> bool:
@@ -93,16 +113,32 @@ class Decoder:
         """Put each layer's experts into one tensor, as a GPU likes them, where that is possible."""
         for block in self.blocks:
             if isinstance(block.mlp, MixtureOfExperts) and can_be_grouped(block.mlp):
+                experts = set(map(id, block.mlp.experts))
                 block.mlp = GroupedExperts(block.mlp)
+                self._places = {
+                    name: place
+                    for name, place in self._places.items()
+                    if id(place[0]) not in experts
+                }
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> Hidden:
         """Hidden states [R, H] of the wanted rows after the final norm; writes all K and V."""
-        x, residual = self.embedding(batch.input_ids), None
-        for block, kv_layer in zip(self.blocks[:-1], kv[:-1], strict=True):
-            x, residual = block(x, residual, batch.attn, kv_layer)
-        x, residual = self.blocks[-1](x, residual, batch.attn, kv[-1], batch.wanted)
-        return self.final_norm(x, residual)[0]
+        x, residual = self.embedding(batch.input_ids, batch.embeds), None
+        aux: dict[int, torch.Tensor] = {}
+        # Of the last layer only the rows that are read, unless all its outputs are.
+        last = len(self.blocks) - 1
+        narrowed = None if last in batch.aux_layers else batch.wanted
+        for index, (block, kv_layer) in enumerate(zip(self.blocks, kv, strict=True)):
+            x, residual = block(
+                x, residual, batch.attn, kv_layer, narrowed if index == last else None
+            )
+            if index in batch.aux_layers:
+                aux[index] = x + residual
+        hidden = self.final_norm(x, residual)[0]
+        if batch.wanted is not None and narrowed is None:
+            hidden = hidden[batch.wanted.rows]
+        return Hidden(hidden, tuple(aux[layer] for layer in batch.aux_layers))
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """hidden: [R, H] rows of what ``forward`` returned -> scores [R, V] in float32."""

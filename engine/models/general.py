@@ -25,7 +25,7 @@ from transformers.utils import logging as hf_logging
 from engine.config.model import ModelConfig, ModelInfo
 from engine.errors import ModelError
 from engine.kv.layout import KVSpec
-from engine.layers.batch import ForwardBatch
+from engine.layers.batch import ForwardBatch, Hidden
 from engine.models.general_attention import PAGED, STATE, TRIAL, PagedState
 from engine.models.general_rope import fix_frequencies
 from engine.models.general_support import (
@@ -58,6 +58,7 @@ class GeneralModel:
         )
         self._causal = causal
         self._backbone = findings.backbone
+        self._embed: Any = causal.get_input_embeddings()
         self._output_type = findings.output_type
         self._state = PagedState(findings.layers, findings.head_dim)
         causal.set_attn_implementation(PAGED)
@@ -65,14 +66,25 @@ class GeneralModel:
             setattr(layer.module, STATE, self._state)
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> Hidden:
         """Hidden states [R, H] of the wanted rows as the module's backbone returns them."""
+        tokens = {"input_ids": batch.input_ids[None]}
+        if batch.embeds is not None:
+            vectors = self._embed(batch.input_ids)
+            vectors[batch.embeds.rows] = batch.embeds.values.to(vectors.dtype)
+            tokens = {"inputs_embeds": vectors[None]}
+        positions = batch.positions
         with self._state.during(batch.attn, kv):
             output = self._backbone(
-                input_ids=batch.input_ids[None], position_ids=batch.positions[None], use_cache=False
+                **tokens,
+                position_ids=positions[None] if positions.dim() == 1 else positions[:, None],
+                use_cache=False,
+                output_hidden_states=bool(batch.aux_layers),
             )
+        # Entry 0 of all hidden states is what goes into the first layer.
+        aux = tuple(output.hidden_states[layer + 1][0] for layer in batch.aux_layers)
         hidden = output[0][0]
-        return hidden if batch.wanted is None else hidden[batch.wanted.rows]
+        return Hidden(hidden if batch.wanted is None else hidden[batch.wanted.rows], aux)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

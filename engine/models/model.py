@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from engine.kv.layout import KVSpec
-from engine.layers.batch import ForwardBatch
+from engine.layers.batch import ForwardBatch, Hidden
 
 
 class Model(Protocol):
@@ -24,8 +24,9 @@ class Model(Protocol):
         """Whether a pass of single tokens launches the same work each time and waits for none."""
         ...
 
-    def forward(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> torch.Tensor:
-        """Hidden states [R, H] of ``batch.wanted`` (all N if None) after the final norm.
+    def forward(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> Hidden:
+        """Hidden states [R, H] of ``batch.wanted`` (all N if None) after the final norm, and what
+        ``batch.aux_layers`` put out [N, H].
 
         Writes K and V of all tokens.
 

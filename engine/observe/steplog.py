@@ -22,7 +22,7 @@ import numpy as np
 from engine.errors import ConfigError
 from engine.messages.outputs import FinishReason
 from engine.messages.requests import AddRequest
-from engine.messages.step import EMPTY, Column, StepPlan, StepResult
+from engine.messages.step import EMPTY, Column, DraftPart, KVReport, StepPlan, StepResult
 
 MAGIC = b"metronome step log\n"
 FORMAT = 2
@@ -121,7 +121,8 @@ class Settled(msgspec.Struct, array_like=True, tag="result"):
     counts: bytes | None
     errors: dict[int, str]
     seconds: float
-    parts: dict[str, Any]
+    drafts: DraftPart | None = None
+    kv_transfer: KVReport | None = None
 
 
 Record = Adding | Added | Ended | Woken | Paused | Reset | Taken | Judged | Planned | Settled
@@ -177,12 +178,14 @@ def digest_of(plan: StepPlan) -> bytes:
     digest = blake2b(digest_size=8)
     for column in (
         *(plan.slots, plan.generations, plan.samples),
-        *(plan.block_slots, plan.block_indices, plan.block_ids, plan.block_groups),
-        *(plan.draft_counts, plan.draft_tokens),
+        *(plan.block_slots, plan.block_indices, plan.block_ids),
     ):
-        if column is not None:
-            digest.update(column.tobytes())
-    rest = (plan.freed_slots, [(new.slot, len(new.token_ids)) for new in plan.new], plan.parts)
+        digest.update(column.tobytes())
+    rest = (
+        plan.freed_slots,
+        [(new.slot, len(new.token_ids)) for new in plan.new],
+        {name: getattr(plan, name) for name in plan.parts},
+    )
     digest.update(msgspec.msgpack.encode(rest, enc_hook=_plain))
     return digest.digest()
 
@@ -196,7 +199,8 @@ def settled(plan: StepPlan, result: StepResult, times: list[float]) -> Settled:
         _unless(plan.samples, result.counts),
         result.errors,
         result.seconds,
-        result.parts,
+        result.drafts,
+        result.kv_transfer,
     )
 
 
@@ -208,7 +212,8 @@ def result_of(record: Settled, plan: StepPlan) -> StepResult:
         plan.samples if record.counts is None else _column(record.counts),
         record.errors,
         seconds=record.seconds,
-        parts=record.parts,
+        drafts=record.drafts,
+        kv_transfer=record.kv_transfer,
     )
 
 
@@ -258,7 +263,7 @@ class StepLog:
             (self.header, self._first) = self._read_header(file)
 
     def __iter__(self) -> Iterator[Record]:
-        decoder = msgspec.msgpack.Decoder(Record)
+        decoder = msgspec.msgpack.Decoder(Record, dec_hook=_from_list)
         with self._open() as file:
             file.seek(self._first)
             number = 0
@@ -313,8 +318,13 @@ def _column(data: bytes) -> Column:
     return np.frombuffer(data, dtype=np.int32).copy()
 
 
+def _from_list(kind: Any, value: Any) -> Column:
+    """The column of a part."""
+    return np.array(value, dtype=np.int32)
+
+
 def _plain(value: Any) -> Any:
-    """What msgpack knows, for what features tell of themselves."""
+    """What msgpack knows: columns of parts, and what users put into hints."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     raise TypeError(f"a step log cannot hold {value!r:.80} ({type(value).__name__})")

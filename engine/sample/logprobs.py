@@ -2,44 +2,38 @@
 
 from __future__ import annotations
 
-import numpy as np
+from typing import NamedTuple
+
 import torch
-from numpy.typing import NDArray
 
 from engine.messages.outputs import TokenLogprobs
-
-Ids = NDArray[np.int32] | NDArray[np.int64]
+from kernels import slots as on_slots
 
 WHOLE_VOCABULARY = -1
-MAX_CHUNK = 2**23  # logits looked at together: bounds the memory of what is worked out from them
 
 
-def token_logprobs(logits: torch.Tensor, token_ids: Ids, num: int) -> list[TokenLogprobs]:
-    """One entry for each row of the model's own logits [M, V] and its token of token_ids [M].
+class Scored(NamedTuple):
+    """Of each row its token, then the most likely ones: [r, 1 + num] each; ranks [r]."""
 
-    An entry holds the token, then the `num` most likely ones (-1: all V, 0: none), which may hold
-    it again. Rows that are not finite yield NaN.
+    ids: torch.Tensor
+    logprobs: torch.Tensor
+    ranks: torch.Tensor  # of the first, 1: the most likely
+
+    def entries(self) -> list[TokenLogprobs]:
+        """One for each row; waits for the device."""
+        columns = (column.tolist() for column in self)
+        return [TokenLogprobs(*entry) for entry in zip(*columns, strict=True)]
+
+
+def score(logits: torch.Tensor, token_ids: torch.Tensor, num: int) -> Scored:
+    """Of the model's own logits [r, V] and a token of each row, token_ids [r] int64.
+
+    Behind it come the `num` most likely ones (-1: all V, 0: none), which may hold it again. Rows
+    that are not finite yield NaN.
     """
     vocab_size = logits.shape[1]
     num_likely = vocab_size if num == WHOLE_VOCABULARY else min(num, vocab_size)
-    chosen = torch.from_numpy(token_ids).long().to(logits.device)
-    step = max(1, MAX_CHUNK // vocab_size)
-    entries: list[TokenLogprobs] = []
-    for start in range(0, len(chosen), step):
-        rows = slice(start, start + step)
-        entries += _entries(logits[rows], chosen[rows, None], num_likely)
-    return entries
-
-
-def _entries(logits: torch.Tensor, chosen: torch.Tensor, num_likely: int) -> list[TokenLogprobs]:
-    """logits: [m, V]; chosen: [m, 1]. Only the logits returned are normalised."""
-    values = logits.gather(1, chosen)
-    ranks = (logits > values).sum(dim=1) + 1
-    ids = chosen
+    ids = token_ids[:, None]
     if num_likely:
-        likely = logits.topk(num_likely, dim=1)
-        values = torch.cat((values, likely.values), dim=1)
-        ids = torch.cat((ids, likely.indices), dim=1)
-    logprobs = values - logits.logsumexp(dim=1, keepdim=True)
-    columns = (ids.tolist(), logprobs.tolist(), ranks.tolist())
-    return [TokenLogprobs(*entry) for entry in zip(*columns, strict=True)]
+        ids = torch.cat((ids, logits.topk(num_likely, dim=1).indices), dim=1)
+    return Scored(ids, *on_slots.token_logprobs(logits, ids))

@@ -28,7 +28,7 @@ import torch
 
 from engine.errors import EngineError
 from engine.messages.params import SamplingParams
-from engine.messages.step import Column, NewSeq
+from engine.messages.step import NewSeq
 
 LogitsProcessor = Callable[[list[int], torch.Tensor], torch.Tensor]
 LogitsProcessorFactory = Callable[[SamplingParams, list[int]], LogitsProcessor | None]
@@ -43,7 +43,6 @@ class NamedProcessor:
 
     def __init__(self, factory: LogitsProcessorFactory, seq: NewSeq) -> None:
         self._name = getattr(factory, "__qualname__", type(factory).__qualname__)
-        self._num_prompt = seq.num_prompt
         self._failure: Exception | None = None
         self._process: LogitsProcessor | None = None
         try:
@@ -55,9 +54,12 @@ class NamedProcessor:
     def is_wanted(self) -> bool:
         return self._process is not None or self._failure is not None
 
-    def __call__(self, logits: torch.Tensor, history: Column) -> None:
-        """Put what the processor makes of logits [V] in their place. Raises ``ProcessorError``."""
-        result = self._run(history[self._num_prompt :].tolist(), logits)
+    def __call__(self, output_token_ids: list[int], logits: torch.Tensor) -> None:
+        """Put what the processor makes of logits [V] in their place. Raises ``ProcessorError``.
+
+        Each gets a list of its own: what it does to that is its own affair.
+        """
+        result = self._run(list(output_token_ids), logits)
         if not isinstance(result, torch.Tensor) or result.shape != logits.shape:
             found = list(result.shape) if isinstance(result, torch.Tensor) else type(result)
             raise ProcessorError(

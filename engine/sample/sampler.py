@@ -1,174 +1,264 @@
-"""Sampler: from the logits of a step to its tokens."""
+"""Sampler: from the logits of a step to its tokens. The host learns later what they are.
+
+    prepare   log-probabilities want the logits as they came; masks, edits, penalties, processors
+    draw      temperature, min-p, top-k, top-p, noise: of the slots' columns alone, so it may be
+              part of a graph
+    finish    penalties count what stands; log-probabilities of it
+
+The noise depends on the request's seed and the token's position only: a seeded request gives the
+same tokens in any batch, row or chunking, with drafts and without, and after any preemption.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from engine.messages.outputs import TokenLogprobs
 from engine.messages.step import Column, NewSeq
-from engine.sample.edits import Edit, edits_of
-from engine.sample.logprobs import Ids, token_logprobs
-from engine.sample.processors import LogitsProcessorFactory, ProcessorError
-from kernels.sampling import choose_tokens
+from engine.sample.edits import EditTables, Upload
+from engine.sample.logprobs import Scored, score
+from engine.sample.penalties import PenaltyTables
+from engine.sample.processors import LogitsProcessorFactory, NamedProcessor, ProcessorError
+from engine.sample.spec import SamplingSpec
+from kernels import slots as on_slots
+from kernels.slots import Columns, Rows
 
-SEED_BITS = 2**64 - 1
+
+class DraftRows(NamedTuple):
+    """Drafts by row of the draws. Row j of a sequence is behind its first j drafts."""
+
+    judged: Column  # [R]: the draft where the row's token will stand, -1: none
+    before: NDArray[np.int32]  # [R, K]: the drafts of its sequence before that, -1: none
 
 
-class SampleOutput(NamedTuple):
-    """What was sampled, one token a row; rows in errors failed alone and hold token 0."""
+class RowMasks(NamedTuple):
+    """Which tokens rows of the draws may have, on the device."""
 
-    token_ids: Column  # [R]
-    logprobs: dict[int, TokenLogprobs]  # by row, for the requests that want them
-    errors: dict[int, str]  # by row: why there is no token
+    words: torch.Tensor  # [M, words of 32 tokens] int32
+    of_row: Column  # [R]: the mask of each row, -1: none
+
+
+class Draws(NamedTuple):
+    """The rows of logits of a step, as the host knows them: R in all."""
+
+    rows: Column  # [R], of the plan
+    slots: Column  # [R], -1: padding, or no token is wanted behind this row
+    positions: Column  # [R]: where the token will stand
+    drafts: DraftRows | None = None
+    is_padded: bool = False  # some rows may be padding
+
+
+class RawRows(NamedTuple):
+    """Logits as the model gave them, of rows that all want equally many log-probabilities."""
+
+    num: int  # of the most likely tokens
+    rows: list[int]  # of the draws
+    places: torch.Tensor  # the same on the device
+    logits: torch.Tensor
+
+
+class Drawing(NamedTuple):
+    """What is left to do with a step's rows once their tokens are drawn."""
+
+    errors: dict[int, str]  # by row of the draws
+    edited: list[int]  # rows whose logits were changed
+    sound: torch.Tensor | None  # of these [E] bool: were they finite before
+    seats: torch.Tensor | None  # [R] of the penalties
+    raw: list[RawRows]
+
+
+class RowScores(NamedTuple):
+    """Log-probabilities of some rows of the draws."""
+
+    rows: list[int]
+    scored: Scored
+
+
+class SlotTables(NamedTuple):
+    """What the sampler reads of each slot, on the device."""
+
+    asked: Columns  # by the sequence in it, for the draw
+    history: torch.Tensor  # [slots, max_len] int32: output tokens by position
+    num_prompt: torch.Tensor  # [slots] int32
 
 
 class Sampler:
-    """Chooses the next token of every row; keeps by slot what the live requests ask for.
+    """Edits the rows of requests that ask for something, and draws for all.
 
-    A row goes through the edits of `edits_of`, in that order, then one kernel applies temperature,
-    min-p, top-k and top-p and draws. Log-probabilities are those of the logits as they came.
-    The noise depends on the request's seed and the token's position only: a seeded request gives
-    the same tokens in any batch, row or chunking, and after any preemption.
+    Rows whose logits are not finite, that have no token left, or whose custom processor fails are
+    reported with the reason; what else is in the batch does not notice.
     """
 
     def __init__(
         self,
-        *,
+        upload: Upload,
+        tables: SlotTables,
         vocab_size: int,
-        max_num_seqs: int,
-        device: str,
-        logits_processors: Sequence[LogitsProcessorFactory] = (),
+        factories: Sequence[LogitsProcessorFactory] = (),
     ) -> None:
-        self._vocab_size = vocab_size
-        self._device = torch.device(device)
-        self._factories = tuple(logits_processors)
-        # Columns by slot; greedy requests have temperature 0.
-        self._temperature = np.zeros(max_num_seqs, dtype=np.float64)
-        self._top_k = np.zeros(max_num_seqs, dtype=np.int32)
-        self._top_p = np.ones(max_num_seqs, dtype=np.float64)
-        self._min_p = np.zeros(max_num_seqs, dtype=np.float64)
-        self._seed = np.zeros(max_num_seqs, dtype=np.uint64)
-        # Only slots that ask for something are in here.
-        self._edits: dict[int, list[Edit]] = {}
+        self._upload = upload
+        self._tables = tables
+        self._factories = tuple(factories)
+        self._edits = EditTables(upload, len(tables.num_prompt), vocab_size)
+        self._penalties = PenaltyTables(upload, vocab_size)
+        self._processors: dict[int, list[NamedProcessor]] = {}
+        self._num_prompt: dict[int, int] = {}  # of slots with processors
+        self._edited: set[int] = set()  # slots that are in any of the three
         self._num_logprobs: dict[int, int] = {}
 
-    def add(self, seq: NewSeq) -> None:
+    def add(self, seq: NewSeq, spec: SamplingSpec) -> None:
         """Take over a slot for a new or resumed sequence; nothing of its last user remains."""
-        self.remove(seq.slot)
-        params = seq.params
-        self._temperature[seq.slot] = 0.0 if params.is_greedy else params.temperature
-        self._top_k[seq.slot] = min(params.top_k, self._vocab_size)
-        self._top_p[seq.slot] = params.top_p
-        self._min_p[seq.slot] = params.min_p
-        self._seed[seq.slot] = seq.seed & SEED_BITS
-        if edits := edits_of(seq, self._factories, self._device):
-            self._edits[seq.slot] = edits
-        if params.logprobs is not None:
-            self._num_logprobs[seq.slot] = params.logprobs
+        slot = seq.slot
+        self.remove(slot)
+        self._edits.add(slot, spec)
+        self._penalties.add(seq, spec)
+        named = [NamedProcessor(factory, seq) for factory in self._factories]
+        if processors := [processor for processor in named if processor.is_wanted]:
+            self._processors[slot] = processors
+            self._num_prompt[slot] = seq.num_prompt
+        if self._edits.has(slot) or self._penalties.has(slot) or slot in self._processors:
+            self._edited.add(slot)
+        if spec.num_logprobs is not None:
+            self._num_logprobs[slot] = spec.num_logprobs
+        output = seq.token_ids[seq.num_prompt :]
+        if output and (self._edits.has_words(slot) or slot in self._processors):
+            tokens = self._upload(np.array(output, dtype=np.int32))
+            self._tables.history[slot, seq.num_prompt : len(seq.token_ids)] = tokens
 
     def remove(self, slot: int) -> None:
         """Forget the sequence in a slot, if there is one."""
-        self._edits.pop(slot, None)
+        self._edits.remove(slot)
+        self._penalties.remove(slot)
+        self._processors.pop(slot, None)
+        self._num_prompt.pop(slot, None)
+        self._edited.discard(slot)
         self._num_logprobs.pop(slot, None)
 
-    @torch.inference_mode()
-    def sample(
-        self, logits: torch.Tensor, slots: Column, positions: Column, tokens: Column
-    ) -> SampleOutput:
-        """One token for each row of logits [R, V] float32, which may be changed in place.
+    def prepare(self, rows: Rows, draws: Draws, masks: RowMasks | None = None) -> Drawing:
+        """Everything between the model and the draw; changes logits [R, V] float32 in place.
 
-        Row i belongs to slots[i]; its token will stand at positions[i] of the sequence, behind
-        tokens[slots[i], :positions[i]], which must all be known. Rows whose logits are not finite,
-        that have no token left, or whose custom processor fails are reported in `errors`.
+        What drafts a row is behind must stand in the history already.
         """
-        assert logits.shape == (len(slots), self._vocab_size), logits.shape
-        assert logits.dtype is torch.float32, logits.dtype
-        logits = logits.detach().contiguous()
-        wanting = self._rows_in(self._num_logprobs, slots)
-        raw = logits[wanting] if wanting else logits[:0]  # copies, before anything is edited
-        errors = self._edit(logits, slots, positions, tokens)
-        chosen = choose_tokens(
-            logits,
-            self._temperature[slots],
-            self._top_k[slots],
-            self._top_p[slots],
-            self._min_p[slots],
-            self._seed[slots],
-            positions,
-        )
-        for row in np.flatnonzero(chosen < 0).tolist():
-            is_edited = int(slots[row]) in self._edits
-            why = _why_none_left if is_edited else _why_none
-            errors.setdefault(row, why(logits[row], int(positions[row])))
-        chosen[list(errors)] = 0  # a token like any other, for the step that may already follow
-        logprobs = self._logprobs(raw, wanting, slots, chosen)
-        return SampleOutput(
-            chosen, {row: entry for row, entry in logprobs.items() if row not in errors}, errors
-        )
+        if not (self._edited or self._num_logprobs or masks):
+            return Drawing({}, [], None, None, [])
+        slots = draws.slots.tolist()
+        raw = self._copy_raw(rows.logits, slots)
+        edited = [row for row, slot in enumerate(slots) if slot in self._edited]
+        if masks is not None:
+            edited = sorted({*edited, *np.flatnonzero(masks.of_row >= 0).tolist()})
+        if not edited:
+            return Drawing({}, [], None, None, raw)
+        places = self._upload(np.array(edited))
+        # Looked at before the edits, as a mask would hide what is wrong with the model.
+        sound = torch.isfinite(rows.logits[places].amax(dim=1))
+        errors = self._unsound(rows.logits, draws, edited, sound)
+        if masks is not None:
+            on_slots.apply_bitmask(rows.logits, masks.words, self._upload(masks.of_row))
+        history, num_prompt = self._tables.history, self._tables.num_prompt
+        self._edits.apply(rows, draws.slots, history, num_prompt)
+        seats = self._penalties.seats(draws.slots)
+        if seats is not None:
+            before = None if draws.drafts is None else self._upload(draws.drafts.before)
+            self._penalties.apply(rows, seats, before)
+        self._process(rows.logits, draws, errors)
+        first = rows.logits[places, 0]
+        rows.logits[places, 0] = torch.where(sound, first, torch.nan)
+        return Drawing(errors, edited, sound, seats, raw)
 
-    @torch.inference_mode()
-    def prompt_logprobs(self, logits: torch.Tensor, targets: Ids, num: int) -> list[TokenLogprobs]:
-        """What logits [M, V] say of the M prompt tokens that follow, and the `num` most likely."""
-        return token_logprobs(logits, targets, num)
+    def draw(self, rows: Rows) -> torch.Tensor:
+        """One token for each row [R] int32, -1 where there is none."""
+        return on_slots.sample(rows, self._tables.asked)
 
-    def _rows_in(self, wanted: Container[int], slots: Column) -> list[int]:
-        if not wanted:
+    def finish(
+        self, rows: Rows, draws: Draws, drawing: Drawing, drawn: torch.Tensor
+    ) -> list[RowScores]:
+        """Count what stands of the tokens drawn [R] (negative: nothing); log-probabilities of it.
+
+        Where the host can look at the logits at once, ``drawing.errors`` learns what is wrong.
+        """
+        if drawn.is_cpu and (tokens := drawn.numpy()).min(initial=0) < 0:
+            self._explain(rows.logits, draws, drawing, tokens)
+        if drawing.seats is not None:
+            self._penalties.count(drawing.seats, drawn)
+        return [
+            RowScores(raw.rows, score(raw.logits, drawn[raw.places].clamp(min=0).long(), raw.num))
+            for raw in drawing.raw
+        ]
+
+    # -- helpers
+
+    def _copy_raw(self, logits: torch.Tensor, slots: list[int]) -> list[RawRows]:
+        if not self._num_logprobs:
             return []
-        return [row for row, slot in enumerate(slots.tolist()) if slot in wanted]
+        by_num: dict[int, list[int]] = {}
+        for row, slot in enumerate(slots):
+            if slot in self._num_logprobs:
+                by_num.setdefault(self._num_logprobs[slot], []).append(row)
+        raw = []
+        for num, rows in by_num.items():
+            places = self._upload(np.array(rows))
+            raw.append(RawRows(num, rows, places, logits[places]))
+        return raw
 
-    def _edit(
-        self, logits: torch.Tensor, slots: Column, positions: Column, tokens: Column
-    ) -> dict[int, str]:
-        """Apply each row's edits; returns why some rows failed."""
-        errors: dict[int, str] = {}
-        for row in self._rows_in(self._edits, slots):
-            slot, position = int(slots[row]), int(positions[row])
-            # Checked before the edits, as a mask would hide what is wrong with the model.
-            if not torch.isfinite(logits[row].amax()):
-                errors[row] = _why_none(logits[row], position)
+    def _process(self, logits: torch.Tensor, draws: Draws, errors: dict[int, str]) -> None:
+        """Run custom processors. They see output tokens, for which the host waits."""
+        if not self._processors:
+            return
+        columns = zip(draws.slots.tolist(), draws.positions.tolist(), strict=True)
+        for row, (slot, position) in enumerate(columns):
+            if slot not in self._processors or row in errors:
                 continue
+            output = self._tables.history[slot, self._num_prompt[slot] : position].tolist()
             try:
-                for edit in self._edits[slot]:
-                    edit(logits[row], tokens[slot, :position])
+                for process in self._processors[slot]:
+                    process(output, logits[row])
             except ProcessorError as error:
                 errors[row] = str(error)
-        return errors
 
-    def _logprobs(
-        self, raw: torch.Tensor, rows: list[int], slots: Column, chosen: Column
-    ) -> dict[int, TokenLogprobs]:
-        """raw: [len(rows), V]. Requests that want equally many are worked out together."""
-        by_num: dict[int, list[int]] = {}
-        for i, row in enumerate(rows):
-            by_num.setdefault(self._num_logprobs[int(slots[row])], []).append(i)
-        found: dict[int, TokenLogprobs] = {}
-        for num, group in by_num.items():
-            members = [rows[i] for i in group]
-            entries = token_logprobs(raw[group], chosen[members], num)
-            found.update(zip(members, entries, strict=True))
-        return found
+    def _unsound(
+        self, logits: torch.Tensor, draws: Draws, edited: list[int], sound: torch.Tensor
+    ) -> dict[int, str]:
+        """What is wrong with the rows that are not, where the host can see it."""
+        if not sound.is_cpu:
+            return {}
+        bad = [edited[place] for place in np.flatnonzero(~sound.numpy()).tolist()]
+        return {row: why_unsound(int(draws.positions[row]), flaw(logits[row])) for row in bad}
 
-
-def _why_none(logits: torch.Tensor, position: int) -> str:
-    """What is wrong with the logits [V] that the model gave."""
-    return f"the model's logits for position {position} {_flaw(logits)}"
-
-
-def _why_none_left(logits: torch.Tensor, position: int) -> str:
-    """What is wrong with logits [V] that were sound before they were edited."""
-    if bool((logits == -torch.inf).all()):
-        return (
-            f"no token is left for position {position}: allowed_token_ids, bad_words, min_tokens "
-            f"and logits processors mask all {len(logits)} tokens"
-        )
-    return f"after a logits processor the logits for position {position} {_flaw(logits)}"
+    def _explain(self, logits: torch.Tensor, draws: Draws, drawing: Drawing, drawn: Column) -> None:
+        for row in np.flatnonzero(drawn == -1).tolist():
+            if draws.slots[row] < 0 or row in drawing.errors:
+                continue
+            position, is_edited = int(draws.positions[row]), row in drawing.edited
+            if is_edited and bool((logits[row] == -torch.inf).all()):
+                drawing.errors[row] = why_none_left(position)
+            elif is_edited:
+                drawing.errors[row] = (
+                    f"after a logits processor the logits for position {position} "
+                    f"{flaw(logits[row])}"
+                )
+            else:
+                drawing.errors[row] = why_unsound(position, flaw(logits[row]))
 
 
-def _flaw(logits: torch.Tensor) -> str:
+def why_unsound(position: int, what: str = "hold NaN or +inf, or are all -inf") -> str:
+    """What is wrong with the logits that the model gave."""
+    return f"the model's logits for position {position} {what}"
+
+
+def why_none_left(position: int, what: str = "") -> str:
+    """What is wrong with logits that were sound before they were edited."""
+    return (
+        f"no token is left for position {position}: allowed_token_ids, bad_words, min_tokens, "
+        f"a grammar and logits processors mask all tokens{what}"
+    )
+
+
+def flaw(logits: torch.Tensor) -> str:
+    """Why nothing can be drawn from logits [V]."""
     if bool(logits.isnan().any()):
         return "hold NaN"
     return "hold +inf" if bool((logits == torch.inf).any()) else "are all -inf"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from engine.messages.step import Masks
 from engine.sched.policy import Admission, Defer, Limits, Refuse
 from engine.sched.resource import Fit, OnRefuse
 
@@ -53,6 +54,12 @@ def wrong_limits(answer: object) -> str | None:
     if wrong_bool(answer.admission):
         return f"returns {answer!r}, whose admission must be True or False"
     return None
+
+
+def wrong_masks(answer: object) -> str | None:
+    if answer is None or isinstance(answer, Masks):
+        return None
+    return f"returns {shown(answer)}, must be Masks or None"
 
 
 def wrong_iterable(answer: object) -> str | None:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.kv.manager import KVManager
-from engine.messages.step import NewSeq, StepPlan
+from engine.messages.step import PADDING, DraftPart, NewSeq, StepPlan
 from engine.sched import waits
 from engine.sched.request import Request, Status
 from engine.sched.roster import Roster
@@ -17,7 +17,6 @@ from engine.sched.table import WATCHED
 
 ONES = np.ones(1024, dtype=np.int32)
 ONES.flags.writeable = False
-PADDING = -1  # in place of a draft: computed and never right
 
 
 def ones(count: int) -> NDArray[np.int32]:
@@ -199,19 +198,19 @@ def seal(step: Step, roster: Roster, kv: KVManager) -> StepPlan:
 
 
 def pad_drafts(plan: StepPlan, step: Step) -> None:
-    """Slots behind the known tokens hold drafts. Where no feature says which, they are padded: the
-    worker would take them for known tokens, and nobody would take them back."""
+    """Fill the places behind a row's known tokens for which no feature has drafts with ``PADDING``,
+    so that the worker verifies and rejects them."""
     slots = {
         req.row: behind
         for req, count in step.grants
         if count > 1 and (behind := req.num_computed - req.num_tokens - req.num_pending + 1) > 0
     }
-    if not slots and plan.draft_counts is None:
+    if not slots and plan.drafts is None:
         return
     counts = [slots.get(row, 0) for row in plan.rows.tolist()]
-    if plan.draft_counts is None or plan.draft_counts.tolist() != counts:
-        plan.draft_counts = np.array(counts, dtype=np.int32)
-        plan.draft_tokens = np.full(sum(counts), PADDING, dtype=np.int32)
+    if plan.drafts is None or plan.drafts.counts.tolist() != counts:
+        padding = np.full(sum(counts), PADDING, dtype=np.int32)
+        plan.drafts = DraftPart(np.array(counts, dtype=np.int32), padding)
 
 
 def new_seq(req: Request) -> NewSeq:

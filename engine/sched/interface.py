@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from engine.messages.outputs import CoreOutputs, FinishReason
 from engine.messages.requests import AddRequest
 from engine.messages.stats import SchedulerStats
-from engine.messages.step import StepPlan, StepResult
+from engine.messages.step import Masks, StepPlan, StepResult
 from engine.sched.request import Request
 
 if TYPE_CHECKING:
@@ -51,6 +51,11 @@ class SchedulerInterface(ABC):
     @abstractmethod
     def schedule(self) -> StepPlan:
         """Plan the next step; counts advance before its result is known."""
+
+    def masks(self, plan: StepPlan) -> Masks | None:
+        """What the rows of ``plan.masks`` may be followed by; asked once, when all plans before
+        this one have come back. ``None``: those rows fail."""
+        return None
 
     @abstractmethod
     def update_from_output(self, plan: StepPlan, result: StepResult) -> StepOutputs:

@@ -6,7 +6,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.messages.requests import AddRequest
-from engine.messages.step import StepPlan, StepResult
+from engine.messages.step import Masks, StepPlan, StepResult
 from engine.sched.policy import API_VERSION
 from engine.sched.request import Request
 
@@ -49,6 +49,9 @@ class Resource:
 
     api_version = API_VERSION
     name = "resource"  # in statistics, and as the cause of a wait if ``Fit`` names none
+    needs: tuple[str, ...] = ()
+    """Parts of a plan that it writes (names in ``engine.messages.step.PARTS``). An engine whose
+    worker cannot compute one of them refuses the resource at its start."""
     on_refuse = OnRefuse.SKIP
 
     def attach(self, scheduler: Scheduler) -> None:
@@ -72,9 +75,9 @@ class Resource:
         return True
 
     def serializes(self, req: Request) -> bool:
-        """Must its last token be known before the next one is computed? Asked when it comes.
+        """Must its last token be known before the next one is computed?
 
-        Such a request is in one step at a time; nobody need be asked for that.
+        Such a request is in one step at a time. Asked when ``watches`` is.
         """
         return False
 
@@ -89,6 +92,10 @@ class Resource:
         """How many of these tokens it allows now, and why not more."""
         return Fit(num_tokens)
 
+    def seated(self, req: Request, step: Step) -> None:
+        """The request takes a seat (``req.slot``): it is new to the worker, or new again after a
+        preemption. ``take`` follows."""
+
     def take(self, req: Request, num_tokens: int, step: Step) -> None:
         """Everybody agreed; called once per grant."""
 
@@ -100,6 +107,13 @@ class Resource:
 
     def describe(self, plan: StepPlan) -> None:
         """Add this feature's part to the plan, which may have no rows; a part makes it a step."""
+
+    def masks(self, plan: StepPlan) -> Masks | None:
+        """What the rows of ``plan.masks`` may be followed by, if this resource wrote that part.
+
+        Asked when all steps before this one are settled; a row may have ended meanwhile.
+        """
+        return None
 
     def settle(self, plan: StepPlan, result: StepResult) -> None:
         """Read this feature's part of the result. An entry in ``result.errors`` ends that row."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.messages.requests import AddRequest
-from engine.messages.step import StepPlan, StepResult
+from engine.messages.step import Masks, StepPlan, StepResult
 from engine.sched import answers
 from engine.sched.faults import FaultLog
 from engine.sched.request import Request, Status
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 HOOKS = (
-    *("objection", "added", "watches", "serializes", "begin_step", "extra", "fit", "take"),
-    *("parked", "release", "describe", "settle"),
+    *("objection", "added", "watches", "serializes", "begin_step", "extra", "fit", "seated"),
+    *("take", "parked", "release", "describe", "masks", "settle"),
 )
 ROW_HOOKS = ("extra", "fit", "take")  # asked about one request in one step
 
@@ -62,11 +62,8 @@ class Resources:
 
     def flags(self, req: Request) -> int:
         """What the mechanism must keep in mind of the request: ``WATCHED``, ``SERIAL``."""
-        return WATCHED * self.watch(req) + SERIAL * self._does_any("serializes", req)
-
-    def watch(self, req: Request) -> bool:
-        """Must the request be asked about in every step?"""
-        return self._does_any("watches", req)
+        watched, serial = (self._does_any(hook, req) for hook in ("watches", "serializes"))
+        return WATCHED * watched + SERIAL * serial
 
     def begin_step(self, step: Step) -> None:
         self._tell("begin_step", step)
@@ -105,6 +102,9 @@ class Resources:
             settled = settled or fit.num_tokens <= 0
         return fit
 
+    def seated(self, req: Request, step: Step) -> None:
+        self._tell("seated", req, step)
+
     def take(self, req: Request, num_tokens: int, step: Step) -> None:
         self._tell("take", req, num_tokens, step)
 
@@ -123,6 +123,15 @@ class Resources:
 
     def describe(self, plan: StepPlan) -> None:
         self._tell("describe", plan)
+
+    def masks(self, plan: StepPlan) -> Masks | None:
+        """From the resource that has some; ``None`` (and the rows fail) if there is a fault."""
+        for own in self._own["masks"]:
+            masks: Masks | None
+            masks = self._ask(own, "masks", None, plan, wrong=answers.wrong_masks)
+            if masks is not None:
+                return masks
+        return None
 
     def settle(self, plan: StepPlan, result: StepResult) -> None:
         self._tell("settle", plan, result)

@@ -23,7 +23,7 @@ from engine.kv.manager import KVManager
 from engine.messages.outputs import FinishReason
 from engine.messages.requests import AddRequest
 from engine.messages.stats import SchedulerStats
-from engine.messages.step import StepPlan, StepResult
+from engine.messages.step import Masks, StepPlan, StepResult
 from engine.sched import budget, builder, waits
 from engine.sched.agenda import Errand
 from engine.sched.bulk import Bulk
@@ -39,7 +39,7 @@ from engine.sched.resource import Fit, OnRefuse, Resource
 from engine.sched.resources import Resources
 from engine.sched.roster import Roster
 from engine.sched.settle import Settler
-from engine.sched.table import WATCHED
+from engine.sched.table import SERIAL, WATCHED
 from engine.sched.tally import make_stats
 from engine.sched.turns import in_turn
 from engine.sched.victims import cut_to_blocks, promised_to_others, victims_for
@@ -118,9 +118,9 @@ class Scheduler(SchedulerInterface):
             self.settler.woken(req)
 
     def watch_again(self, req: Request) -> None:
-        """A resource would answer ``watches`` otherwise now."""
+        """A resource would answer ``watches`` or ``serializes`` otherwise now."""
         flags = self.roster.table.flags.at
-        flags[req.row] = flags[req.row] & ~WATCHED | WATCHED * self.resources.watch(req)
+        flags[req.row] = flags[req.row] & ~(WATCHED | SERIAL) | self.resources.flags(req)
 
     # -- the step
 
@@ -238,6 +238,7 @@ class Scheduler(SchedulerInterface):
         is_new = req.is_waiting
         if is_new:
             self._admit(req)
+            self.resources.seated(req, step)
         upto = table.num_computed.at[row] + num_tokens
         table.num_computed.at[row] = upto
         table.in_flight.at[row] += 1
@@ -310,6 +311,9 @@ class Scheduler(SchedulerInterface):
         return plan
 
     # -- after the step
+
+    def masks(self, plan: StepPlan) -> Masks | None:
+        return self.resources.masks(plan)
 
     @in_turn
     def update_from_output(self, plan: StepPlan, result: StepResult) -> StepOutputs:

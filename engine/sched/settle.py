@@ -9,7 +9,7 @@ import numpy as np
 from engine.config.sched import SchedulerConfig
 from engine.kv.manager import KVManager
 from engine.messages.outputs import CoreOutputs, FinishReason
-from engine.messages.step import EMPTY, StepPlan, StepResult
+from engine.messages.step import EMPTY, Column, StepPlan, StepResult
 from engine.sched.agenda import Errand
 from engine.sched.append import Appender
 from engine.sched.columns import OutputColumns
@@ -58,8 +58,8 @@ class Settler:
         self.resources.settle(plan, result)
         outputs = OutputColumns(self.view.now, result)
         failed = self._fail(plan, result) if result.errors else ()
-        if plan.draft_counts is not None:
-            self._roll_back(plan, result)
+        if plan.drafts is not None:
+            self._roll_back(plan, plan.drafts.counts, result)
         for index in self.appender.append(plan, result, outputs):
             if (stop := stopped_by(outputs.reqs[index])) is not None:
                 self.view.lengths.add(outputs.reqs[index].num_output)
@@ -150,13 +150,12 @@ class Settler:
 
     # -- helpers
 
-    def _roll_back(self, plan: StepPlan, result: StepResult) -> None:
+    def _roll_back(self, plan: StepPlan, num_drafts: Column, result: StepResult) -> None:
         """Rejected drafts were computed in vain. Who was preempted has nothing computed at all."""
-        assert plan.draft_counts is not None
         table, rows = self.roster.table, plan.rows
-        rejected = plan.draft_counts - (result.counts - 1).clip(min=0)
+        rejected = num_drafts - (result.counts - 1).clip(min=0)
         current = (table.generation.all[rows] == plan.generations) & (table.slot.all[rows] >= 0)
-        table.num_computed.all[rows] -= np.where(current & (plan.draft_counts > 0), rejected, 0)
+        table.num_computed.all[rows] -= np.where(current & (num_drafts > 0), rejected, 0)
 
     def _fail(self, plan: StepPlan, result: StepResult) -> list[tuple[Request, str]]:
         """Rows with an error end alone; what they wrote leaves the cache."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from engine.messages.step import StepPlan, StepResult
 from engine.sched.shape import StepShape
+from engine.sched.verify.fake import FakeExecutor
 from engine.sim.workload import END
 
 FILLER = 1  # every token but the last
@@ -63,7 +64,7 @@ class Launched(NamedTuple):
     ends_at: float
 
 
-class TimedWorker:
+class TimedWorker(FakeExecutor):
     """Runs one step after the other on a virtual clock; each request ends at its own length."""
 
     def __init__(

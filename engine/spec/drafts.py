@@ -1,27 +1,46 @@
 """Drafts: guessed tokens that a decode verifies beside its own.
 
-settle    result.parts["drafts"]: row index -> tokens proposed behind those of this step
-extra     a decode asks for as many slots as there are drafts
-describe  plan.draft_counts, plan.draft_tokens
-settle    how many were right; the others are computed in vain and rolled back
+    settle        tokens have come: a proposer may know what follows
+    begin_step    it is asked; a request with drafts is watched, and in one step at a time
+    extra         a decode asks for as many places as it has drafts
+    describe      plan.drafts
+    settle        how many were right; the others are computed in vain and rolled back
+
+Where a worker proposes (``result.drafts``), it does so for all rows, and all are in one step at a
+time. A ``Proposer`` sees only tokens that are known: a request without drafts keeps as many steps
+in flight as any other. One for which it finds some while another step is in flight waits for that
+step's token, and is asked again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ConfigError
-from engine.messages.step import StepPlan, StepResult
-from engine.sched.builder import PADDING, Step
+from engine.messages.step import PADDING, DraftPart, StepPlan, StepResult
+from engine.sched.builder import Step
 from engine.sched.request import Request
 from engine.sched.resource import Resource
 from engine.sched.scheduler import Scheduler
 
 Cut = Callable[[Request, Sequence[int]], int]
+
+
+class Proposer(Protocol):
+    """Guesses what follows the known tokens of a request, from these tokens alone."""
+
+    def propose(self, req: Request, num_tokens: int) -> Sequence[int]:
+        """At most so many token ids that may follow ``req.tokens``; empty if it has no guess."""
+        ...
+
+    def release(self, req: Request) -> None:
+        """The request has ended: nothing need be kept of it."""
+        ...
 
 
 def keep_all(req: Request, drafts: Sequence[int]) -> int:
@@ -54,23 +73,31 @@ class Drafts(Resource):
     """Up to ``num_speculative_tokens`` drafts for each decode.
 
     What a drafting row will have computed is known when its step is settled, so it is in one step
-    at a time. ``cut`` says how many leading drafts of a request are worth a try: those its grammar
-    allows.
+    at a time. ``proposer``: who guesses, ``None`` if the worker does. ``cut`` says how many leading
+    drafts of a request are worth a try: those its grammar allows.
     """
 
     name = "drafts"
+    needs = ("drafts",)
 
-    def __init__(self, num_speculative_tokens: int, cut: Cut = keep_all) -> None:
+    def __init__(
+        self,
+        num_speculative_tokens: int,
+        proposer: Proposer | None = None,
+        cut: Cut = keep_all,
+    ) -> None:
         if num_speculative_tokens < 0:
             raise ConfigError(
                 f"num_speculative_tokens is {num_speculative_tokens}, must not be negative"
             )
         self.num_speculative_tokens = num_speculative_tokens
         self.stats = DraftStats(accepted_at=[0] * num_speculative_tokens)
+        self._proposer = proposer
         self._cut = cut
         self._running: dict[int, Request] = {}  # by row
-        self._watched: set[int] = set()  # rows with drafts in this step or for the next one
-        self._proposed: dict[int, list[int]] = {}  # by row, for its next step
+        self._moved: set[int] = set()  # rows whose tokens have grown since the proposer was asked
+        self._drafting: set[int] = set()  # rows with drafts in this step or for the next one
+        self._proposed: dict[int, Sequence[int]] = {}  # by row, for its next step
         self._taken: dict[int, list[int]] = {}  # by row, in the step being planned
         self._has_prefill = False  # the step being planned computes a part of a prompt
 
@@ -78,15 +105,18 @@ class Drafts(Resource):
         self._scheduler = scheduler
 
     def serializes(self, req: Request) -> bool:
-        return self.num_speculative_tokens > 0
+        is_workers = self._proposer is None and self.num_speculative_tokens > 0
+        return is_workers or req.row in self._drafting
 
     def watches(self, req: Request) -> bool:
         """A decode without drafts is one like any other."""
-        return req.row in self._watched
+        return req.row in self._drafting
 
     def begin_step(self, step: Step) -> None:
         self._taken.clear()
         self._has_prefill = False
+        if self._proposer is not None:
+            self._propose(self._proposer)
 
     def extra(self, req: Request, step: Step) -> int:
         """A slot for each draft. One that comes with all but a token of its prompt cached has none
@@ -101,54 +131,80 @@ class Drafts(Resource):
         drafts = self._proposed.get(req.row)
         return min(self._cut(req, drafts), room) if drafts else 0
 
-    def take(self, req: Request, num_tokens: int, step: Step) -> None:
-        if not self.num_speculative_tokens:
-            return
+    def seated(self, req: Request, step: Step) -> None:
         self._running[req.row] = req
-        drafts = self._proposed.pop(req.row, [])
-        num_slots = max(0, req.num_computed - req.num_tokens)
-        if num_slots:
-            padding = [PADDING] * num_slots
-            self._taken[req.row] = (drafts + padding)[:num_slots]
-        self._has_prefill |= num_tokens - num_slots > 1
+
+    def take(self, req: Request, num_tokens: int, step: Step) -> None:
+        drafts = list(self._proposed.pop(req.row, ()))
+        num_places = max(0, req.num_computed - req.num_tokens)
+        if num_places:
+            padding = [PADDING] * num_places
+            self._taken[req.row] = (drafts + padding)[:num_places]
+        self._has_prefill |= num_tokens - num_places > 1
 
     def release(self, req: Request) -> None:
         self._running.pop(req.row, None)
         self._proposed.pop(req.row, None)
-        self._watch(req, False)
+        self._moved.discard(req.row)
+        self._set_drafting(req, False)
+        if req.is_finished and self._proposer is not None:
+            self._proposer.release(req)
 
     def describe(self, plan: StepPlan) -> None:
         if not self._taken:
             return
         by_row = [self._taken.get(row, []) for row in plan.rows.tolist()]
-        plan.draft_counts = np.array([len(drafts) for drafts in by_row], dtype=np.int32)
-        plan.draft_tokens = np.array([t for drafts in by_row for t in drafts], dtype=np.int32)
+        plan.drafts = DraftPart(
+            np.array([len(drafts) for drafts in by_row], dtype=np.int32),
+            np.array([token for drafts in by_row for token in drafts], dtype=np.int32),
+        )
 
     def settle(self, plan: StepPlan, result: StepResult) -> None:
-        if plan.draft_counts is not None:
-            self._count(plan, result)
-        proposals: dict[int, list[int]] = result.parts.get(self.name, {})
-        if not (proposals or self._watched):
+        if plan.drafts is not None:
+            self._count(plan.drafts, result)
+        if self._proposer is not None:
+            self._moved.update(plan.rows[result.counts > 0].tolist())
+        else:
+            self._take_proposals(plan, result)
+
+    # -- helpers
+
+    def _propose(self, proposer: Proposer) -> None:
+        """Ask about every request that has new tokens."""
+        for row in self._moved:
+            if (req := self._running.get(row)) is None:
+                continue
+            drafts = proposer.propose(req, self.num_speculative_tokens)
+            if drafts:
+                self._proposed[row] = drafts
+            else:
+                self._proposed.pop(row, None)
+            self._set_drafting(req, len(drafts) > 0)
+        self._moved.clear()
+
+    def _take_proposals(self, plan: StepPlan, result: StepResult) -> None:
+        """What the worker has proposed for rows that still belong to their requests."""
+        if result.drafts is None and not self._drafting:
             return
-        columns = zip(plan.rows.tolist(), plan.generations.tolist(), strict=True)
-        for index, (row, generation) in enumerate(columns):
+        proposals = [[]] * len(plan.rows) if result.drafts is None else result.drafts.by_row()
+        columns = zip(plan.rows.tolist(), plan.generations.tolist(), proposals, strict=True)
+        for row, generation, proposed in columns:
             req = self._running.get(row)
             if req is not None and req.table.generation.at[row] == generation:
-                drafts = proposals.get(index, ())[: self.num_speculative_tokens]
+                drafts = proposed[: self.num_speculative_tokens]
                 if drafts:
-                    self._proposed[row] = list(drafts)
-                self._watch(req, len(drafts) > 0)
+                    self._proposed[row] = drafts
+                self._set_drafting(req, len(drafts) > 0)
 
-    def _watch(self, req: Request, wish: bool) -> None:
-        if wish != (req.row in self._watched):
-            (self._watched.add if wish else self._watched.remove)(req.row)
+    def _set_drafting(self, req: Request, wish: bool) -> None:
+        if wish != (req.row in self._drafting):
+            (self._drafting.add if wish else self._drafting.remove)(req.row)
             self._scheduler.watch_again(req)
 
-    def _count(self, plan: StepPlan, result: StepResult) -> None:
+    def _count(self, part: DraftPart, result: StepResult) -> None:
         """Padding was no draft, and a row without a result says nothing about its drafts."""
-        assert plan.draft_counts is not None and plan.draft_tokens is not None
-        num_real = np.concatenate([[0], np.cumsum(plan.draft_tokens != PADDING)])
-        ends = np.cumsum(plan.draft_counts)
-        proposed = num_real[ends] - num_real[ends - plan.draft_counts]
+        num_real = np.concatenate([[0], np.cumsum(part.tokens != PADDING)])
+        ends = np.cumsum(part.counts)
+        proposed = num_real[ends] - num_real[ends - part.counts]
         counted = (proposed > 0) & (result.counts > 0)
         self.stats.add(proposed[counted], result.counts[counted] - 1)

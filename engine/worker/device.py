@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import torch
 
+from engine.config.engine import Device
 from engine.config.env import INTERPRET_CUDA, interprets_cuda
 from engine.errors import ConfigError
-from engine.worker.cuda.platform import CudaPlatform, HostPlatform, Platform
+from engine.worker.platform import Platform
+from engine.worker.platform.cuda import CudaPlatform
+from engine.worker.platform.host import CpuPlatform, HostPlatform
 from kernels.bodies import CPU_TENSORS
 
 LEAST_CAPABILITY = (8, 0)  # of the kernels: Ampere
 
 
-def resolve_device(asked: str) -> str:
+def resolve_device(asked: Device) -> Device:
     """ "cpu" or "cuda"; auto takes a GPU if there is one.
 
     Raises ``ConfigError`` if a GPU is asked for and there is none.
@@ -28,11 +31,14 @@ def resolve_device(asked: str) -> str:
     return "cuda"
 
 
-def make_platform() -> Platform:
-    """The GPU; or the CPU in its place, if the environment says so.
+def make_platform(device: Device) -> Platform:
+    """The CPU or the GPU; or the CPU in a GPU's place, if the environment says so.
 
     Raises ``ConfigError`` if the GPU is too old, or Triton does not interpret.
     """
+    if device == "cpu":
+        CPU_TENSORS.go_to_triton(False)
+        return CpuPlatform()
     if not interprets_cuda():
         CPU_TENSORS.go_to_triton(False)
         _check_capability()

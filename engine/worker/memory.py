@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from engine.config.decide import GIB, Decided
 from engine.errors import ConfigError
-from engine.kv.groups import FULL
-from engine.kv.layout import KVSpec, max_concurrency
-
-logger = logging.getLogger("engine.worker")
+from engine.kv.layout import KVSpec
 
 CGROUP = Path("/sys/fs/cgroup")
+
+Zeros = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 
 def free_host_bytes() -> int:
@@ -51,7 +49,7 @@ def choose_kv_dtype(asked: str, computed_in: torch.dtype, device: str) -> torch.
 
 
 def make_kv_cache(
-    spec: KVSpec, num_blocks: int, block_size: int, *, dtype: torch.dtype, device: str
+    spec: KVSpec, num_blocks: int, block_size: int, *, dtype: torch.dtype, zeros: Zeros
 ) -> list[torch.Tensor]:
     """One zeroed tensor a layer, [num_blocks, 2, num_kv_heads, block_size, head_dim].
 
@@ -61,7 +59,7 @@ def make_kv_cache(
     """
     shape = (num_blocks, 2, spec.num_kv_heads, block_size, spec.head_dim)
     try:
-        return [_zeros(shape, dtype, device) for _ in range(spec.num_layers)]
+        return [zeros(shape, dtype) for _ in range(spec.num_layers)]
     except (RuntimeError, MemoryError) as error:
         gib = num_blocks * spec.block_bytes(block_size) / (1 << 30)
         raise ConfigError(
@@ -70,22 +68,8 @@ def make_kv_cache(
         ) from error
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
-    if device != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeroed host memory of which no page is taken before it is written."""
     num_bytes = dtype.itemsize * math.prod(shape)
     # torch.zeros would write every page; numpy asks the system for zeroed ones.
     return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
-
-
-def log_pool(spec: KVSpec, decided: Decided) -> None:
-    """Say how large the pool is and what fits into it."""
-    num_usable, block_size = decided.num_kv_blocks - 1, decided.block_size
-    logger.info(
-        "KV pool: %d blocks of %d tokens, %.2f GiB, for %.2f requests of %d tokens",
-        num_usable,
-        block_size,
-        decided.num_kv_blocks * spec.block_bytes(block_size) / GIB,
-        max_concurrency(num_usable, [FULL], block_size, decided.max_model_len),
-        decided.max_model_len,
-    )

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from engine.messages.outputs import TokenLogprobs
-from engine.sample.logprobs import token_logprobs
-from engine.worker.batch import Columns
-from engine.worker.states import LiveSeqs
+from engine.sample.logprobs import score
+from engine.worker.batches import PlanRows
+from engine.worker.live import LiveSeqs
 
 ROWS_AT_ONCE = 256  # rows of logits in memory: 256 x 150k x 4 bytes is 150 MB
 
@@ -26,15 +26,15 @@ class PromptScores:
         self._parts: dict[int, list[TokenLogprobs]] = {}
 
     def collect(
-        self, columns: Columns, hidden: torch.Tensor, states: LiveSeqs
+        self, rows: PlanRows, hidden: torch.Tensor, live: LiveSeqs
     ) -> dict[int, list[TokenLogprobs]]:
         """Scores by row of the requests whose last prompt chunk this was."""
         complete: dict[int, list[TokenLogprobs]] = {}
         first = 0
-        for row, (slot, start, count, samples) in enumerate(zip(*columns, strict=True)):
-            if int(slot) in states.prompt_scored:
+        for row, (slot, start, count, samples) in enumerate(zip(*rows[:4], strict=True)):
+            if int(slot) in live.prompt_scored:
                 chunk = hidden[first : first + int(count)]
-                self._score(int(slot), int(start), chunk, states)
+                self._score(int(slot), int(start), chunk, live)
                 if samples:
                     complete[row] = self._parts[int(slot)]
             first += int(count)
@@ -44,9 +44,9 @@ class PromptScores:
         """The scores of this slot were delivered, or nobody wants them any more."""
         self._parts.pop(slot, None)
 
-    def _score(self, slot: int, start: int, hidden: torch.Tensor, states: LiveSeqs) -> None:
+    def _score(self, slot: int, start: int, hidden: torch.Tensor, live: LiveSeqs) -> None:
         """Row i of ``hidden`` predicts the token at ``start + i + 1``."""
-        seq = states.seqs[slot]
+        seq = live.seqs[slot]
         base = max(seq.params.prompt_logprobs_start - 1, 0)
         begin = max(start, base)
         scores = self._parts.setdefault(slot, [])
@@ -55,6 +55,6 @@ class PromptScores:
         for at in range(begin, end, ROWS_AT_ONCE):
             upto = min(at + ROWS_AT_ONCE, end)
             logits = self._logits(hidden[at - start : upto - start])
-            targets = states.tokens[slot, at + 1 : upto + 1].astype(np.int64)
+            targets = torch.from_numpy(live.tokens[slot, at + 1 : upto + 1].astype(np.int64))
             num = seq.params.prompt_logprobs or 0
-            scores += token_logprobs(logits, targets, num)
+            scores += score(logits, targets.to(logits.device), num).entries()

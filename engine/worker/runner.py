@@ -1,123 +1,170 @@
-"""ModelRunner: one step on one screen."""
+"""Runner: computes some rows of a plan, in two phases. Who calls it decides what follows a failure.
+
+begin    seats, adapters, media: what the plan changes
+stage    one buffer to the device
+forward  logits of the rows behind which a token is drawn
+draw     edits, the draw, the slots advance; tokens are on their way to the host at the end
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from engine.layers.batch import last_tokens
-from engine.messages.outputs import TokenLogprobs
-from engine.messages.step import Column, StepPlan, StepResult
-from engine.models.model import Model
-from engine.sample.sampler import Sampler
-from engine.worker.batch import Columns, build_batch
+from engine.messages.step import StepPlan
+from engine.sample.sampler import RowMasks, RowScores
+from engine.sample.spec import SamplingSpec
+from engine.worker.batches import PlanRows, Staged, draft_tokens
 from engine.worker.profiler import section
 from engine.worker.prompt_scores import PromptScores
-from engine.worker.states import States
+from engine.worker.results import Homebound
+from engine.worker.steps import EagerStep, GraphedStep, GraphedSteps, Machine, record
+from kernels.slots import Rows
 
 
-@dataclass(slots=True)
-class Partial:
-    """What some rows of a step brought; row numbers count from the first of them."""
-
-    token_ids: Column  # of the rows that sample
-    errors: dict[int, str] = field(default_factory=dict)
-    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+class Advanced(Exception):
+    """Something failed when the slots had advanced: to run again would advance them twice."""
 
 
-class ModelRunner:
-    """Computes plans with one model, one sampler and one KV cache (a tensor per layer)."""
+class Forwarded(NamedTuple):
+    """Rows that are computed and not drawn."""
 
-    def __init__(
-        self, model: Model, sampler: Sampler, states: States, kv: list[torch.Tensor]
-    ) -> None:
-        self.model = model
-        self.sampler = sampler
-        self.states = states
-        self.kv = kv
-        self.prompt_scores = PromptScores(model.logits)
+    staged: Staged
+    step: EagerStep | GraphedStep
+    rows: Rows
+
+
+class Runner:
+    """One model on one device.
+
+    Steps are launched one behind the other: what a step draws stays in the slots, where the next
+    one finds it. The host reads it when the step is collected.
+    """
+
+    def __init__(self, machine: Machine, max_model_len: int) -> None:
+        self.machine = machine
+        self._max_model_len = max_model_len
+        self._graphed = GraphedSteps()
+        self._prompt_scores = PromptScores(machine.model.logits)
+
+    def begin(self, plan: StepPlan) -> list[SamplingSpec]:
+        """Slots are freed and taken. Returns what the new sequences ask of the sampler."""
+        machine = self.machine
+        machine.live.apply(plan)
+        for slot in plan.freed_slots:
+            machine.sampler.remove(slot)
+            self._prompt_scores.remove(slot)
+        specs = [SamplingSpec.of(seq, machine.model.vocab_size) for seq in plan.new]
+        for seq, spec in zip(plan.new, specs, strict=True):
+            machine.sampler.add(seq, spec)
+        for feature in machine.features:
+            feature.begin(plan, machine.live)
+        return specs
+
+    def stage(
+        self, rows: PlanRows, plan: StepPlan | None = None, specs: Sequence[SamplingSpec] = ()
+    ) -> Staged:
+        """Send these rows, and with a plan all that it changes."""
+        staged = self.machine.batches.stage(rows, plan, specs, padded=self._size_for(rows))
+        if staged.changes is not None:
+            self.machine.slots.apply(staged.changes)
+        return staged
+
+    def forward(self, staged: Staged) -> Forwarded:
+        """The forward pass, and logits."""
+        step = self._step_for(staged)
+        return Forwarded(staged, step, step.forward())
+
+    def draw(self, forwarded: Forwarded, masks: RowMasks | None = None) -> Homebound:
+        """Edit the logits, draw, advance. Running again is harmless until then.
+
+        Raises ``Advanced`` for what fails later.
+        """
+        machine, (staged, step, rows) = self.machine, forwarded
+        self._remember_drafts(staged)
+        drawing = machine.sampler.prepare(rows, staged.draws, masks)
+        with section("sample"):
+            drawn = step.draw()
+        try:
+            scores = machine.sampler.finish(rows, staged.draws, drawing, drawn)
+            wanted = [drawn] if drawing.sound is None else [drawn, drawing.sound]
+            fetched = machine.platform.fetch(wanted + columns_of(scores))
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:
+            raise Advanced(f"{type(error).__name__}: {error}") from error
+        return Homebound(
+            0,
+            staged.draws,
+            drawing.errors,
+            drawing.edited,
+            [group.rows for group in scores],
+            fetched,
+            step.prompt_logprobs,
+        )
+
+    def forget_scored(self, slot: int) -> None:
+        """Prompt scores of this slot are on their way. Only told when nothing is run again."""
+        self._prompt_scores.remove(slot)
+        self.machine.live.prompt_scored.discard(slot)
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Apply the plan's changes and compute its rows; failing rows fail alone."""
-        self.states.apply(plan)
-        for slot in plan.freed_slots:
-            self.sampler.remove(slot)
-            self.prompt_scores.remove(slot)
-        for seq in plan.new:
-            self.sampler.add(seq)
-        columns = Columns.of(plan)
-        counts = plan.samples.copy()
-        if not len(plan.rows):
-            return StepResult(plan.step, np.empty(0, dtype=np.int32), counts)
-        part = self._isolate(columns)
-        for row in part.prompt_logprobs:  # only now: the step may have been run again
-            self.prompt_scores.remove(int(plan.slots[row]))
-            self.states.prompt_scored.discard(int(plan.slots[row]))
-        token_ids = part.token_ids
-        if part.errors:
-            failed = np.array(list(part.errors))
-            counts[failed] = 0
-            token_ids = token_ids[np.isin(np.flatnonzero(plan.samples), failed, invert=True)]
-        return StepResult(
-            plan.step, token_ids, counts, part.errors, part.logprobs, part.prompt_logprobs
-        )
+    def capture(self, sizes: Sequence[int]) -> None:
+        """Record decode steps of these numbers of rows; larger ones stay as they are."""
+        self._graphed = record(self.machine, sizes, self._max_model_len)
 
-    def _run(self, columns: Columns) -> Partial:
-        """Forward, logits, sample."""
-        batch = build_batch(columns, self.states, every_row=bool(self.states.prompt_scored))
-        with section("forward"):
-            hidden = self.model.forward(batch, self.kv)
-        rows = np.flatnonzero(columns.samples)
-        scored = {}
-        if self.states.prompt_scored:
-            scored = self.prompt_scores.collect(columns, hidden, self.states)
-            hidden = hidden[last_tokens(batch.attn, torch.from_numpy(rows)).rows]
-        if not rows.size:
-            return Partial(np.empty(0, dtype=np.int32), prompt_logprobs=scored)
-        slots = columns.slots[rows]
-        positions = (columns.starts + columns.counts)[rows]
-        with section("logits"):
-            logits = self.model.logits(hidden)
-        with section("sample"):
-            out = self.sampler.sample(logits, slots, positions, self.states.tokens)
-        self.states.tokens[slots, positions] = out.token_ids
-        return Partial(
-            out.token_ids,
-            {int(rows[i]): message for i, message in out.errors.items()},
-            {int(rows[i]): [scores] for i, scores in out.logprobs.items()},
-            scored,
-        )
+    @torch.inference_mode()
+    def profile_run(self, num_tokens: int, num_seqs: int, context: int = 0) -> None:
+        """A step of so many tokens, of made-up sequences that all lie in the null block.
 
-    def _isolate(self, columns: Columns) -> Partial:
-        """Run the rows; if that raises, run them in halves until the culprit is alone.
-
-        Running again is harmless: the same K and V are written to the same places, and plan order
-        keeps the writer of a shared block before its readers.
+        ``context``: tokens of each that are computed already.
         """
-        try:
-            return self._run(columns)
-        except Exception as error:
-            num = len(columns.counts)
-            if num == 1:
-                message = f"{type(error).__name__}: {error}"
-                token = np.zeros(int(columns.samples[0]), dtype=np.int32)
-                return Partial(token, {0: message})
-        middle = num // 2
-        return _joined(
-            self._isolate(columns.part(0, middle)), self._isolate(columns.part(middle, num)), middle
+        num_computed = self.machine.slots.state.num_computed
+        num_computed.fill_(context)
+        num_seqs = min(num_seqs, num_tokens)
+        slots = np.arange(num_seqs, dtype=np.int32)
+        share, rest = divmod(num_tokens, num_seqs)
+        counts = np.minimum(share + (slots >= num_seqs - rest), self._max_model_len - context)
+        rows = PlanRows(slots, slots * 0 + context, counts.astype(np.int32), slots * 0 + 1)
+        self.draw(self.forward(self.machine.batches.stage(rows)))
+        num_computed.zero_()
+
+    # -- helpers
+
+    def _size_for(self, rows: PlanRows) -> int:
+        """Rows of the graph that computes these; 0 if none does."""
+        counts, machine = rows.counts, self.machine
+        if not self._graphed.sizes or machine.live.prompt_scored or not len(counts):
+            return 0
+        if (counts != 1).any() or any(feature.touches(rows) for feature in machine.features):
+            return 0
+        step = self._graphed.holding(len(counts))
+        return 0 if step is None else step.num_rows
+
+    def _step_for(self, staged: Staged) -> EagerStep | GraphedStep:
+        if staged.picked is not None:
+            return EagerStep(self.machine, self._prompt_scores, staged, staged.picked)
+        graphed = self._graphed.holding(staged.room.num_seqs)
+        assert graphed is not None, "staged for a size that is not recorded"
+        return graphed
+
+    def _remember_drafts(self, staged: Staged) -> None:
+        """Drafts are part of the history for the rows behind them."""
+        drafts = staged.rows.drafts
+        if drafts is None or not drafts.counts.any():
+            return
+        tokens, upload = staged.tokens, self.machine.platform.upload
+        places = draft_tokens(drafts, tokens.query_start)
+        self.machine.slots.remember(
+            upload(tokens.slots[places].astype(np.int32)),
+            upload(tokens.positions[places].astype(np.int32)),
+            upload(drafts.tokens.clip(min=0)),
         )
 
 
-def _joined(first: Partial, second: Partial, offset: int) -> Partial:
-    """Two parts as one; rows of the second count on from the first's."""
-    return Partial(
-        np.concatenate([first.token_ids, second.token_ids]),
-        first.errors | {row + offset: text for row, text in second.errors.items()},
-        first.logprobs | {row + offset: scores for row, scores in second.logprobs.items()},
-        first.prompt_logprobs
-        | {row + offset: scores for row, scores in second.prompt_logprobs.items()},
-    )
+def columns_of(scores: Sequence[RowScores]) -> list[torch.Tensor]:
+    """What is to come home of log-probabilities, three columns for each group."""
+    return [column for group in scores for column in group.scored]

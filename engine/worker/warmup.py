@@ -9,8 +9,7 @@ import numpy as np
 
 from engine.messages.params import SamplingParams
 from engine.messages.step import EMPTY, Column, NewSeq, StepPlan
-from engine.worker.cuda.runner import DeviceRunner
-from engine.worker.runner import ModelRunner
+from engine.worker.driver import Driver
 
 logger = logging.getLogger("engine.worker")
 
@@ -18,25 +17,26 @@ NUM_PROMPT, NUM_DECODES = 4, 2
 WORTH_SAYING = 2.0  # seconds
 
 
-def warm_up(runner: ModelRunner | DeviceRunner, num_blocks: int) -> None:
+def warm_up(driver: Driver, num_blocks: int) -> None:
     """Run a prompt and some decodes: kernels are compiled and loaded before the first request.
 
     What was written is wiped; failures are left for the requests that meet them.
     """
-    states = runner.states
-    longest = min(states.tokens.shape[1] - 1, (num_blocks - 1) * states.block_size)
-    num_prompt = min(NUM_PROMPT, longest - NUM_DECODES)
+    machine = driver.runner.machine
+    block_size = machine.slots.block_size
+    longest = min(machine.live.tokens.shape[1] - 1, (num_blocks - 1) * block_size)
+    num_prompt = min(NUM_PROMPT, longest - NUM_DECODES, machine.batches.max_num_tokens)
     if num_prompt < 1:
         return
     started = time.perf_counter()
     params = SamplingParams(temperature=1.0, max_tokens=NUM_DECODES + 1, ignore_eos=True)
     seq = NewSeq("warm-up", 0, [0] * num_prompt, num_prompt, params, 0, [], [])
-    runner.execute(_plan(0, num_prompt, states.block_size, new=[seq]))
+    driver.execute(_plan(0, num_prompt, block_size, new=[seq]))
     for position in range(num_prompt, num_prompt + NUM_DECODES):
-        runner.execute(_plan(position, 1, states.block_size))
-    runner.execute(_plan(0, 0, states.block_size, freed=[0]))
-    for layer in runner.kv:
-        layer[: 1 + -(-(num_prompt + NUM_DECODES) // states.block_size)] = 0
+        driver.execute(_plan(position, 1, block_size))
+    driver.execute(_plan(0, 0, block_size, freed=[0]))
+    for layer in machine.kv:
+        layer[: 1 + -(-(num_prompt + NUM_DECODES) // block_size)] = 0
     seconds = time.perf_counter() - started
     if seconds > WORTH_SAYING:
         logger.info("kernels compiled in %.0f s; the next start finds them", seconds)

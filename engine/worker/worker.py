@@ -1,81 +1,273 @@
-"""Builds the worker of one device: threads, weights, KV memory, runner."""
+"""ModelWorker: one device. Loads a model, says what it is, takes memory, computes plans.
+
+    load ─> facts ─> measure ─> bytes for KV ─> allocate ─> launch, sample, collect ─> shutdown
+
+What is decided in between (lengths, blocks) is decided in `engine.core.build`, for any worker.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 
-from engine.config.decide import Decided, cap_to_pool, decide_max_model_len, decide_num_blocks
+from engine.config.decide import ModelFacts
 from engine.config.engine import EngineConfig
 from engine.config.env import default_num_threads
+from engine.config.gpu import graph_sizes
+from engine.config.gpu_memory import GIB, kv_budget, shortage
 from engine.config.model import ModelInfo
+from engine.errors import ConfigError
+from engine.kv.layout import KVSpec
+from engine.messages.step import Masks, StepPlan, StepResult, check_parts
 from engine.models.decoder import Decoder
 from engine.models.load import load_model
+from engine.models.model import Model
 from engine.sample.sampler import Sampler
-from engine.worker.cuda.runner import DeviceRunner
-from engine.worker.cuda.worker import make_cuda_worker
+from engine.worker.batches import Batches
 from engine.worker.device import make_platform, resolve_device
-from engine.worker.executor import InprocExecutor
-from engine.worker.memory import choose_kv_dtype, free_host_bytes, log_pool, make_kv_cache
-from engine.worker.runner import ModelRunner
-from engine.worker.states import States
+from engine.worker.driver import Driver
+from engine.worker.feature import Feature
+from engine.worker.live import LiveSeqs
+from engine.worker.memory import choose_kv_dtype, free_host_bytes, make_kv_cache
+from engine.worker.platform import Platform
+from engine.worker.profiler import TorchProfiler
+from engine.worker.results import Pending
+from engine.worker.runner import Runner
+from engine.worker.slots import Slots
+from engine.worker.staging import Staging
+from engine.worker.steps import Machine
 from engine.worker.warmup import warm_up
-from kernels.bodies import CPU_TENSORS
 from kernels.cpu import prepare
 from kernels.cpu.threads import leave_threads_to_kernels, set_threads
+
+CHUNKS = (1, 2, 4, 8, 16, 32, 64, 128)  # tokens; launch settings differ between them, not beyond
+OWN_PARTS = ("drafts", "masks")  # computed without a feature
+# What torch's allocator, the driver and its libraries say when there is none left.
+OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "Failed to allocate")
 
 logger = logging.getLogger("engine.worker")
 
 
+class ModelWorker:
+    """The worker of one device; see ``engine.core.build.Worker``.
+
+    ``config``: with everything decided that does not depend on the model's memory
+    (``engine.config.decide.resolve``). ``features``: the halves of features that compute.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        info: ModelInfo,
+        platform: Platform,
+        features: Sequence[Feature] = (),
+    ) -> None:
+        self.config = config
+        self.platform = platform
+        self._info = info
+        self._features = tuple(features)
+        self._profiler = TorchProfiler(config.torch_profiler_dir)
+        self.capabilities = frozenset([*OWN_PARTS, *(feature.part for feature in features)])
+        self._kv_dtype = torch.float32
+        self._spec: KVSpec | None = None
+        self._driver: Driver | None = None
+
+    @property
+    def driver(self) -> Driver:
+        """Who computes plans, once the model is loaded."""
+        assert self._driver is not None, "the model is not loaded"
+        return self._driver
+
+    def load(self) -> ModelFacts:
+        """Read the weights and make the tables of the seats. Raises ``ConfigError``."""
+        config, platform, sched = self.config, self.platform, self.config.scheduler
+        is_cpu = platform.shares_memory
+        if is_cpu:
+            num_threads = set_threads(config.num_threads or default_num_threads())
+            logger.info("%d threads", num_threads)
+            threading.Thread(target=prepare, name="prepare-kernels").start()
+        device = platform.device.type
+        with explained(platform, "the weights were loaded"):
+            model = load_model(
+                config.model, self._info, device=device, max_model_len=sched.max_model_len
+            )
+            if isinstance(model, Decoder) and not is_cpu:
+                model.group_experts()
+        computed_on = "cpu" if is_cpu else "cuda"
+        self._kv_dtype = choose_kv_dtype(config.cache.kv_cache_dtype, model.dtype, computed_on)
+        self._spec = replace(model.kv_spec, dtype_bytes=self._kv_dtype.itemsize)
+        with explained(platform, "room was made for the requests"):
+            machine = make_machine(model, platform, config, self._features)
+        self._driver = Driver(Runner(machine, sched.max_model_len))
+        if is_cpu and isinstance(model, Decoder) and model.dtype is torch.float32:
+            leave_threads_to_kernels()
+        return ModelFacts(
+            vocab_size=model.vocab_size,
+            block_bytes=self._spec.block_bytes(config.cache.block_size),
+        )
+
+    def measure(self) -> int:
+        """Bytes that the KV pool may take: a share of the host's free memory, or what a step as
+        large as there can be leaves of a GPU's. Raises ``ConfigError`` if that holds no request."""
+        config, sched, platform = self.config, self.config.scheduler, self.platform
+        if platform.shares_memory:
+            return int(free_host_bytes() * config.cache.memory_utilization)
+        self._make_kv(1)
+        run = partial(
+            self.driver.runner.profile_run, sched.max_num_batched_tokens, sched.max_num_seqs
+        )
+        with explained(platform, f"a step of {sched.max_num_batched_tokens} tokens was tried"):
+            use = platform.measure(run)
+        logger.info(
+            "GPU memory: %.2f GiB of weights and tables, %.2f of activations, %.2f of others",
+            use.loaded / GIB,
+            use.activations / GIB,
+            use.others / GIB,
+        )
+        block_size = config.cache.block_size
+        blocks_of_one = -(-sched.max_model_len // block_size) + 1  # and the null block
+        assert self._spec is not None
+        return kv_budget(
+            use,
+            config.gpu.gpu_memory_utilization,
+            one_request=blocks_of_one * self._spec.block_bytes(block_size),
+        )
+
+    def allocate(self, num_blocks: int) -> None:
+        """Take memory for so many KV blocks, meet shapes, record decode steps."""
+        self._make_kv(num_blocks)
+        runner, sched = self.driver.runner, self.config.scheduler
+        if self.platform.compiles:
+            meet_shapes(runner, sched.max_num_batched_tokens, sched.max_model_len)
+        warm_up(self.driver, num_blocks)
+        if not self.platform.shares_memory:
+            self._record(runner)
+
+    def launch(self, plan: StepPlan) -> Pending:
+        """Start a step. Raises ``RuntimeError`` for a plan with a part that is not computed."""
+        check_parts(plan, self.capabilities)
+        return self.driver.launch(plan)
+
+    def sample(self, ticket: Pending, masks: Masks | None) -> None:
+        """Start the draw of a step that waited for its masks."""
+        self.driver.sample(ticket, masks)
+
+    def collect(self, ticket: Pending) -> StepResult:
+        """Wait for a launched step and read what it brought."""
+        return self.driver.collect(ticket)
+
+    @property
+    def methods(self) -> Mapping[str, Callable[..., Any]]:
+        """What ``call`` knows by name."""
+        methods: dict[str, Callable[..., Any]] = {"profile": self._profile}
+        for feature in self._features:
+            methods.update(feature.methods)
+        return methods
+
+    def call(self, name: str, *args: Any) -> Any:
+        """A method by name, between two steps. Raises ``ConfigError`` for one that is not there."""
+        method = self.methods.get(name)
+        if method is None:
+            raise ConfigError(
+                f"{name!r:.80} is not available; this worker has: {', '.join(self.methods)}"
+            )
+        return method(*args)
+
+    def shutdown(self) -> None:
+        """Let go of model and memory; harmless when repeated."""
+        self._profiler.close()
+        for feature in self._features:
+            feature.shutdown()
+        self._driver = None
+
+    # -- helpers
+
+    def _make_kv(self, num_blocks: int) -> None:
+        assert self._spec is not None
+        self.driver.runner.machine.kv[:] = make_kv_cache(
+            self._spec,
+            num_blocks,
+            self.config.cache.block_size,
+            dtype=self._kv_dtype,
+            zeros=self.platform.zeros,
+        )
+
+    def _record(self, runner: Runner) -> None:
+        sizes = graph_sizes(self.config.gpu, self.config.scheduler.max_num_seqs)
+        if not runner.machine.model.can_be_recorded and sizes:
+            logger.info("this model's decode steps are launched call by call: it waits for the GPU")
+            return
+        started = time.perf_counter()
+        with explained(self.platform, "decode steps were recorded"):
+            runner.capture(sizes)
+        if sizes:
+            seconds = time.perf_counter() - started
+            logger.info("decode steps of %d sizes recorded in %.1f s", len(sizes), seconds)
+
+    def _profile(self, what: str) -> list[str] | None:
+        """Begin a trace of what is computed, or end it; returns the files written."""
+        if what == "stop":
+            return self._profiler.stop()
+        if what != "start":
+            raise ConfigError(f"profile of {what!r:.80} is not known; there are: start, stop")
+        self._profiler.start()
+        return None
+
+
 def make_worker(
-    config: EngineConfig, info: ModelInfo
-) -> tuple[InprocExecutor | DeviceRunner, Decided]:
-    """Load the model, size and make its KV pool, and decide what the engine runs with."""
-    device = resolve_device(config.device)
-    if device == "cuda":
-        return make_cuda_worker(config, info, make_platform())
-    CPU_TENSORS.go_to_triton(False)
-    num_threads = set_threads(config.num_threads or default_num_threads())
-    threading.Thread(target=prepare, name="prepare-kernels").start()
-    max_model_len = decide_max_model_len(config.model, info)
-    model = load_model(config.model, info, device=device, max_model_len=max_model_len)
-    kv_dtype = choose_kv_dtype(config.cache.kv_cache_dtype, model.dtype, device)
-    spec = replace(model.kv_spec, dtype_bytes=kv_dtype.itemsize)
-    num_blocks = decide_num_blocks(
-        config.cache,
-        block_bytes=spec.block_bytes(config.cache.block_size),
-        free_bytes=free_host_bytes(),
-        max_model_len=max_model_len,
-        max_num_seqs=config.scheduler.max_num_seqs,
+    config: EngineConfig, info: ModelInfo, features: Sequence[Feature] = ()
+) -> ModelWorker:
+    """The worker of the device that the configuration asks for. Raises ``ConfigError``."""
+    platform = make_platform(resolve_device(config.device))
+    return ModelWorker(config, info, platform, features)
+
+
+def make_machine(
+    model: Model, platform: Platform, config: EngineConfig, features: Sequence[Feature] = ()
+) -> Machine:
+    """Everything a step needs but the KV cache, which is an empty list yet."""
+    sched, block_size = config.scheduler, config.cache.block_size
+    num_seqs, max_model_len = sched.max_num_seqs, sched.max_model_len
+    live = LiveSeqs(num_seqs, max_model_len)
+    slots = Slots(platform, num_seqs, max_model_len, block_size)
+    staging = Staging(platform, num_seqs, sched.max_num_batched_tokens, sched.num_steps_in_flight)
+    return Machine(
+        model=model,
+        kv=[],
+        platform=platform,
+        live=live,
+        slots=slots,
+        sampler=Sampler(platform.upload, slots.tables, model.vocab_size, config.logits_processors),
+        batches=Batches(platform, slots, live, staging),
+        features=tuple(features),
     )
-    sched = cap_to_pool(
-        replace(config.scheduler, max_model_len=max_model_len), config.cache, num_blocks
-    )
-    decided = Decided(
-        max_model_len=sched.max_model_len,
-        num_kv_blocks=num_blocks,
-        block_size=config.cache.block_size,
-        vocab_size=model.vocab_size,
-        eos_token_ids=info.eos_token_ids,
-        device=device,
-        scheduler=sched,
-        model=str(info.path.absolute()),
-    )
-    log_pool(spec, decided)
-    logger.info("%d threads", num_threads)
-    sampler = Sampler(
-        vocab_size=model.vocab_size,
-        max_num_seqs=sched.max_num_seqs,
-        device=device,
-        logits_processors=config.logits_processors,
-    )
-    states = States(sched.max_num_seqs, max_model_len, decided.block_size)
-    kv = make_kv_cache(spec, num_blocks, decided.block_size, dtype=kv_dtype, device=device)
-    runner = ModelRunner(model, sampler, states, kv)
-    if isinstance(model, Decoder) and model.dtype is torch.float32:
-        leave_threads_to_kernels()
-    warm_up(runner, num_blocks)
-    return InprocExecutor(runner), decided
+
+
+def meet_shapes(runner: Runner, max_num_tokens: int, max_model_len: int) -> None:
+    """A chunk of every kind of length, at the beginning and behind a long context: or kernels are
+    compiled while a request waits for them."""
+    longest = min(max_num_tokens, max_model_len)
+    for num_tokens in CHUNKS:
+        if num_tokens <= longest:
+            for context in {0, max_model_len - num_tokens}:
+                runner.profile_run(num_tokens, 1, context)
+
+
+@contextmanager
+def explained(platform: Platform, doing: str) -> Iterator[None]:
+    """Say with numbers what is lacking where memory runs out before the engine runs."""
+    try:
+        yield
+    except RuntimeError as error:
+        if platform.shares_memory or not any(sign in str(error) for sign in OUT_OF_MEMORY):
+            raise
+        free, total = platform.free_and_total()
+        raise ConfigError(shortage(doing, free=free, total=total)) from error

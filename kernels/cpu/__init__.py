@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from kernels import reference
-from kernels.cpu import attention, cells, matmul, pointwise, rope, sampling
+from kernels.cpu import attention, cells, logits, matmul, pointwise, rope, sampling, slots
 from kernels.meta import AttentionMeta
 
 _COMPILED_ACTS = ("silu", "gelu_tanh")
@@ -19,8 +19,12 @@ def prepare() -> None:
 
     The first operation of a process would pay for it otherwise: most of a second, Numba's own.
     """
-    for kernel in (matmul.PACKED, rope.QKV[4], pointwise.NORM, pointwise.ACT_MUL, sampling.CHOOSE):
+    for kernel in (
+        *(matmul.PACKED, rope.QKV[4], pointwise.NORM, pointwise.ACT_MUL, sampling.CHOOSE),
+        *(slots.PREPARE, slots.ADVANCE, slots.GROW),
+    ):
         kernel.prepare()
+    logits.prepare()
 
 
 def _is_plain(*tensors: torch.Tensor | None) -> bool:

@@ -26,6 +26,7 @@ from kernels.cpu import sweeps
 from kernels.cpu.native import Kernel, f32, f64, i32, i64, next_item, u64
 from kernels.cpu.threads import num_threads
 from kernels.reference import sampling as reference
+from kernels.reference.sampling import Columns, Rows
 
 SERIAL_SIZE = 2**18  # logits: fewer are done before other threads have woken up
 GOLDEN = np.uint64(reference.GOLDEN)
@@ -40,6 +41,31 @@ MAX_GUMBEL = -math.log(-math.log1p(-0.5 / UNIFORM_STEPS)) + 1e-6
 ZERO = np.float32(0)
 
 
+def sample(rows: Rows, columns: Columns) -> torch.Tensor:
+    """See `kernels.reference.sampling.sample`. Logits: contiguous float32."""
+    logits, slots, positions = rows
+    num, vocab_size = logits.shape
+    if positions.dtype is not torch.int32:
+        positions = positions.int()
+    chosen = torch.empty(num, dtype=torch.int32)
+    CHOOSE.run(
+        num_threads() if num * vocab_size > SERIAL_SIZE else 1,
+        logits.data_ptr(),
+        slots.data_ptr(),
+        positions.data_ptr(),
+        columns.temperature.data_ptr(),
+        columns.top_k.data_ptr(),
+        columns.top_p.data_ptr(),
+        columns.min_p.data_ptr(),
+        columns.seeds.data_ptr(),
+        _every_id(vocab_size).data_ptr(),
+        chosen.data_ptr(),
+        num,
+        vocab_size,
+    )
+    return chosen
+
+
 def choose_tokens(
     logits: torch.Tensor,
     temperature: NDArray[np.float64],
@@ -49,81 +75,47 @@ def choose_tokens(
     seeds: NDArray[np.uint64],
     positions: NDArray[np.int32],
 ) -> NDArray[np.int32]:
-    """See `kernels.sampling.choose_tokens`. logits: [R, V] contiguous float32."""
-    x = logits.numpy()
-    if not temperature.any():
-        return _argmax(x)
-    chosen = np.empty(len(x), dtype=np.int32)
-    truncations = np.stack((top_k.astype(np.float64), top_p, min_p), axis=1)
-    columns = (
-        x,
-        _every_id(x.shape[1]),
-        np.ascontiguousarray(temperature, dtype=np.float64),
-        truncations,
-        np.ascontiguousarray(seeds, dtype=np.uint64),
-        positions.astype(np.uint64),
-        chosen,
+    """See `kernels.reference.sampling.choose_tokens`. logits: [R, V] contiguous float32."""
+    columns = Columns(
+        torch.tensor(temperature, dtype=torch.float64),
+        torch.tensor(top_k, dtype=torch.int32),
+        torch.tensor(top_p, dtype=torch.float64),
+        torch.tensor(min_p, dtype=torch.float64),
+        torch.from_numpy(seeds.view(np.int64)),
     )
-    threads = num_threads() if x.size > SERIAL_SIZE else 1
-    CHOOSE.run(threads, *(column.ctypes.data for column in columns), *x.shape)
-    return chosen
-
-
-def penalise(
-    logits: torch.Tensor,
-    history: NDArray[np.int32],
-    num_prompt: int,
-    penalties: tuple[float, float, float],
-) -> None:
-    """See `kernels.sampling.penalise`. logits: [V] contiguous float32."""
-    counts = np.zeros(logits.shape[0], dtype=np.int32)
-    _penalise(logits.numpy(), history, num_prompt, penalties, counts)
-
-
-def _argmax(x: NDArray[np.float32]) -> NDArray[np.int32]:
-    """NumPy's argmax takes NaN for the largest: one look at each winner checks its whole row."""
-    chosen = x.argmax(axis=1).astype(np.int32)
-    chosen[~np.isfinite(x[np.arange(len(x)), chosen])] = -1
-    return chosen
+    slots = torch.arange(len(logits), dtype=torch.int32)
+    found: NDArray[np.int32]
+    found = sample(Rows(logits, slots, torch.from_numpy(positions).int()), columns).numpy()
+    return found
 
 
 @cache
-def _every_id(vocab_size: int) -> NDArray[np.int32]:
-    return np.arange(vocab_size, dtype=np.int32)
-
-
-@njit(cache=True)
-def _penalise(x, history, num_prompt, penalties, counts):
-    repetition, presence, frequency = penalties
-    for i in range(num_prompt, len(history)):
-        counts[history[i]] += 1
-    for i in range(len(history)):
-        token = history[i]
-        count = counts[token]
-        if count < 0:  # done when it was met before
-            continue
-        value = np.float64(x[token])
-        value = value / repetition if value > 0 else value * repetition
-        if count > 0:
-            value -= presence + frequency * count
-        x[token] = np.float32(value)
-        counts[token] = -1
+def _every_id(vocab_size: int) -> torch.Tensor:
+    return torch.arange(vocab_size, dtype=torch.int32)
 
 
 def _choose_body(row):
-    p = i64(row, (10,))
-    num, vocab_size = p[8], p[9]
-    every_id = i32(p[2], (vocab_size,))
-    temperature, truncations = f64(p[3], (num,)), f64(p[4], (num, 3))
-    seeds, positions = u64(p[5], (num,)), u64(p[6], (num,))
-    chosen = i32(p[7], (num,))
+    p = i64(row, (13,))
+    num, vocab_size = p[11], p[12]
+    slots, positions = i32(p[2], (num,)), i32(p[3], (num,))
+    every_id, chosen = i32(p[9], (vocab_size,)), i32(p[10], (num,))
     while True:
         n = next_item(row)
         if n >= num:
             break
+        slot = slots[n]
+        if slot < 0:
+            chosen[n] = -1
+            continue
         x = f32(p[1] + n * vocab_size * 4, (vocab_size,))
-        key = _row_key(seeds[n], positions[n])
-        chosen[n] = _choose(x, every_id, temperature[n], truncations[n], key)
+        temperature = f64(p[4] + 8 * slot, (1,))[0]
+        if temperature == 0:
+            chosen[n] = sweeps.argmax(x)
+            continue
+        top_k = i32(p[5] + 4 * slot, (1,))[0]
+        top_p, min_p = f64(p[6] + 8 * slot, (1,))[0], f64(p[7] + 8 * slot, (1,))[0]
+        key = _row_key(u64(p[8] + 8 * slot, (1,))[0], np.uint64(positions[n]))
+        chosen[n] = _choose(x, every_id, temperature, (top_k, top_p, min_p), key)
 
 
 @njit(cache=True)
@@ -133,9 +125,7 @@ def _choose(x, every_id, temperature, truncation, key):
     peak = sweeps.largest(block_max)
     if sweeps.has_nan(x) or not sweeps.LOWEST_FINITE <= peak < sweeps.INFINITY:
         return -1
-    if temperature == 0:
-        return sweeps.first_at(x, block_max, peak)
-    top_k, top_p, min_p = int(truncation[0]), truncation[1], truncation[2]
+    top_k, top_p, min_p = truncation
     if top_k < 1 or top_k > len(x):
         top_k = len(x)
     if top_k == len(x) and top_p == 1 and min_p == 0:

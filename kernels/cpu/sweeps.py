@@ -11,6 +11,7 @@ import numpy as np
 from numba import njit
 
 BLOCK = 64
+SPAN = 512  # logits that are looked at together where only the largest is wanted
 
 INFINITY = np.float32(np.inf)
 MAGNITUDE = np.int32(0x7FFFFFFF)
@@ -26,6 +27,12 @@ BIAS, MANTISSA = np.int32(127), np.int32(23)
 C = tuple(np.float32(math.log(2.0) ** n / math.factorial(n)) for n in range(8))
 
 
+@njit(inline="always")
+def _key(bits):
+    """A float's bits in the order of integers. Said to be 32 bits wide, or half the lanes idle."""
+    return np.int32(bits ^ np.int32(np.int32(bits >> SIGN) & MAGNITUDE))
+
+
 @njit(cache=True)
 def block_maxima(x):
     """The largest of each block [ceil(len / BLOCK)]. Integer keys: a float maximum stays scalar."""
@@ -35,9 +42,30 @@ def block_maxima(x):
         highest = LOWEST
         part = bits[block * BLOCK : (block + 1) * BLOCK]
         for i in range(len(part)):
-            highest = max(highest, part[i] ^ ((part[i] >> SIGN) & MAGNITUDE))
+            highest = max(highest, _key(part[i]))
         maxima[block] = from_key(highest)
     return maxima
+
+
+@njit(cache=True)
+def argmax(x):
+    """The first of the largest; -1 if there is NaN, +inf, or nothing but -inf."""
+    bits = x.view(np.int32)
+    best, where, magnitude = LOWEST, 0, np.int32(0)
+    for first in range(0, len(x), SPAN):
+        part, highest = bits[first : first + SPAN], LOWEST
+        for i in range(len(part)):
+            highest = max(highest, _key(part[i]))
+            magnitude = max(magnitude, np.int32(part[i] & MAGNITUDE))
+        # As floats: 0 and -0 have two keys.
+        if first == 0 or from_key(highest) > from_key(best):
+            best, where = highest, first
+    peak = from_key(best)
+    if magnitude > INFINITY_BITS or not LOWEST_FINITE <= peak < INFINITY:
+        return -1
+    while x[where] != peak:
+        where += 1
+    return where
 
 
 @njit(cache=True)
@@ -53,7 +81,7 @@ def has_nan(x):
     highest = np.int32(0)
     bits = x.view(np.int32)
     for i in range(len(bits)):
-        highest = max(highest, bits[i] & MAGNITUDE)
+        highest = max(highest, np.int32(bits[i] & MAGNITUDE))
     return highest > INFINITY_BITS
 
 

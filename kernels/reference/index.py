@@ -6,11 +6,14 @@ tokens each sequence computes, which prompt tokens these are, and which blocks w
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 UNKNOWN = -1  # an input id that the host does not know: sampled or drafted on the device
+REJECTED = -2  # in place of a token drawn behind a draft that does not stand
 
 
 class SlotState(NamedTuple):
@@ -30,6 +33,28 @@ class Inputs(NamedTuple):
     cache_slots: torch.Tensor  # [N] int64: block * block_size + offset, where K and V are written
     seq_lens: torch.Tensor  # [S] int32
     block_tables: torch.Tensor  # [S, max_blocks] int32
+
+
+class Drawn(NamedTuple):
+    """The tokens that a step drew, R rows. Those of sequence s: starts[s]:starts[s + 1]."""
+
+    tokens: torch.Tensor  # [R] int32, -1 where there is none
+    slots: torch.Tensor  # [R] int32, -1: nothing was to be drawn
+    starts: torch.Tensor  # [S + 1] int32
+    drafts: torch.Tensor | None  # [R] int32: the draft in the place of each; -1: none
+
+
+def preparation(
+    state: SlotState,
+    slots: torch.Tensor,
+    query_start: torch.Tensor,
+    host_ids: torch.Tensor,
+    inputs: Inputs,
+    block_size: int,
+) -> Callable[[], None]:
+    """What fills `inputs` from these tensors as they are whenever it is called; see
+    `prepare_inputs`. To be kept where their addresses never change."""
+    return partial(prepare_inputs, state, slots, query_start, host_ids, inputs, block_size)
 
 
 def prepare_inputs(
@@ -77,26 +102,44 @@ def grow_block_tables(
     block_tables[slots[real].long(), places[real].long()] = blocks[real]
 
 
-def settle(
+def remember(
+    history: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor
+) -> None:
+    """history[slots[i], positions[i]] = tokens[i], all int32."""
+    history[slots.long(), positions.long()] = tokens
+
+
+def advance(
     state: SlotState,
+    history: torch.Tensor,
     slots: torch.Tensor,
     query_start: torch.Tensor,
-    num_drafts: torch.Tensor,
-    sampled: torch.Tensor,
-    num_sampled: torch.Tensor,
+    drawn: Drawn,
 ) -> None:
-    """Advance the slots by what was computed and sampled.
+    """Advance slots [S] by what was computed and drawn for them; query_start [S + 1].
 
-    sampled [S, K + 1] int32, of which num_sampled [S] int32 count: the accepted drafts and one
-    token more, or 0 where a prompt is not at its end. num_drafts [S] int32: how many were computed.
-    Rejected drafts were computed in vain.
+    A sequence that draws has a row of ``drawn`` behind each draft that it computed, and one more.
+    Drafts stand as long as they are what was drawn where they stand (a draft without a distribution
+    is then accepted with the probability that the model gives it, and a seeded request's tokens
+    are the same with drafts and without). The others were computed in vain: their rows become
+    ``REJECTED``. Tokens that stand are entered into the history [slots, max_len] int32, 0 for a row
+    that failed.
     """
+    bounds, starts = query_start.tolist(), drawn.starts.tolist()
     for s, slot in enumerate(slots.tolist()):
         if slot < 0:
             continue
-        num = int(num_sampled[s])
-        computed = int(query_start[s + 1] - query_start[s])
-        if num:
-            state.last_tokens[slot] = sampled[s, num - 1]
-            computed -= int(num_drafts[s]) - (num - 1)
-        state.num_computed[slot] += computed
+        upto = int(state.num_computed[slot]) + bounds[s + 1] - bounds[s]
+        rows = range(starts[s], starts[s + 1])
+        if len(rows) and drawn.slots[rows[0]] >= 0:
+            first, num_kept = upto - len(rows) + 1, 0
+            for row in rows:
+                token = int(drawn.tokens[row])
+                history[slot, first + num_kept] = state.last_tokens[slot] = max(token, 0)
+                num_kept += 1
+                draft = -1 if drawn.drafts is None else int(drawn.drafts[row])
+                if token < 0 or token != draft:
+                    break
+            drawn.tokens[rows[num_kept:]] = REJECTED
+            upto -= len(rows) - num_kept
+        state.num_computed[slot] = upto

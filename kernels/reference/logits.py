@@ -71,7 +71,12 @@ def count_tokens(
 def penalise_rows(
     logits: torch.Tensor, state: Penalties, slots: torch.Tensor, drafts: torch.Tensor | None = None
 ) -> None:
-    """See `kernels.sampling.penalise`; drafts [R, K] int32 count as output, -1: none."""
+    """Lower the logits of tokens that prompt and output hold; drafts [R, K] int32 count as output
+    of their row (-1: none).
+
+    Positive logits of any token said are divided by repetition, others multiplied; those of output
+    tokens are then lowered by presence once and by frequency for every time they occur.
+    """
     ids = torch.arange(logits.shape[1], device=logits.device)
     for row, slot in enumerate(slots.tolist()):
         if slot < 0:

@@ -35,7 +35,7 @@ ACCEPT_ID = 2**32  # no token: the noise that decides whether a draft stands
 
 
 class Asked(NamedTuple):
-    """The columns [R] of kernels.sampling.choose_tokens."""
+    """The columns [R] of kernels.reference.sampling.choose_tokens."""
 
     temperature: NDArray[np.float64]
     top_k: NDArray[np.int32]

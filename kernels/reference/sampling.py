@@ -1,4 +1,4 @@
-"""Choosing tokens: temperature, min-p, top-k, top-p, then Gumbel noise. And penalties.
+"""Choosing tokens: temperature, min-p, top-k, top-p, then Gumbel noise.
 
 The noise of a token is a function of (seed, position, token id) alone. Seed and position are mixed
 into a key, the key and the token id into 64 bits (the finaliser of splitmix64 on its Weyl
@@ -22,7 +22,7 @@ UNIFORM_BITS = 52  # as many as leave (k + 1/2) / 2**bits exact in float64
 
 
 class Columns(NamedTuple):
-    """What requests ask for, by slot, on the device. See `kernels.sampling.choose_tokens`."""
+    """What requests ask for, by slot, on the device. See `choose_tokens`."""
 
     temperature: torch.Tensor  # float64
     top_k: torch.Tensor  # int32
@@ -62,7 +62,15 @@ def choose_tokens(
     seeds: NDArray[np.uint64],
     positions: NDArray[np.int32],
 ) -> NDArray[np.int32]:
-    """See `kernels.sampling.choose_tokens`. logits: [R, V] on any device."""
+    """One token id for each row of logits [R, V]; all other arguments are columns [R].
+
+    temperature 0 takes the largest logit. Otherwise the logits are divided by it, then the tokens
+    left are those with at least min_p times the largest probability (0: off), of these the top_k
+    largest (< 1: off), of these the fewest largest whose probabilities, renormalised, add up to
+    top_p (1: off); of equal logits the lower id comes first. One of them is drawn with noise that
+    depends on (seed, position, token id) alone, whatever the batch. Tokens at -inf are never
+    chosen. A row with NaN, +inf or nothing but -inf yields -1 and disturbs no other.
+    """
     device = logits.device
     x = logits.double()
     sound = torch.isfinite(x.amax(dim=1))
@@ -131,20 +139,3 @@ def shifted(z: torch.Tensor, bits: int) -> torch.Tensor:
 def signed(word: int) -> int:
     """64 bits as torch holds them; its arithmetic wraps around like that of unsigned numbers."""
     return word - 2**64 if word >= 2**63 else word
-
-
-def penalise(
-    logits: torch.Tensor,
-    history: NDArray[np.int32],
-    num_prompt: int,
-    penalties: tuple[float, float, float],
-) -> None:
-    """See `kernels.sampling.penalise`. logits: [V] on any device."""
-    repetition, presence, frequency = penalties
-    known = torch.from_numpy(history.astype(np.int64)).to(logits.device)
-    counts = torch.bincount(known[num_prompt:], minlength=logits.shape[0])
-    ids = known.unique()
-    values = logits[ids].double()
-    values = torch.where(values > 0, values / repetition, values * repetition)
-    values -= presence * (counts[ids] > 0) + frequency * counts[ids]
-    logits[ids] = values.to(logits.dtype)

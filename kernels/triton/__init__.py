@@ -3,20 +3,21 @@
 from kernels.triton.activation import act_mul
 from kernels.triton.attention import paged_attention, paged_attention_lse
 from kernels.triton.bitmask import apply_bitmask, apply_edits, forbid_words
-from kernels.triton.index import grow_block_tables, prepare_inputs, settle
+from kernels.triton.index import advance, grow_block_tables, preparation, remember
 from kernels.triton.kv_write import qkv_rope_write
 from kernels.triton.launch import is_interpreting
 from kernels.triton.logprobs import token_logprobs
 from kernels.triton.merge import merge_states
 from kernels.triton.moe import mixture
 from kernels.triton.norm import add_rms_norm, rms_norm
-from kernels.triton.penalties import count_tokens, penalise, penalise_rows, seat
+from kernels.triton.penalties import count_tokens, penalise_rows, seat
 from kernels.triton.quant import quantize_rows, weight_only_product
 from kernels.triton.sampling import choose_tokens, sample
 
 __all__ = [
     "act_mul",
     "add_rms_norm",
+    "advance",
     "apply_bitmask",
     "apply_edits",
     "choose_tokens",
@@ -28,15 +29,14 @@ __all__ = [
     "mixture",
     "paged_attention",
     "paged_attention_lse",
-    "penalise",
     "penalise_rows",
-    "prepare_inputs",
+    "preparation",
     "qkv_rope_write",
     "quantize_rows",
+    "remember",
     "rms_norm",
     "sample",
     "seat",
-    "settle",
     "token_logprobs",
     "weight_only_product",
 ]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import triton
 import triton.language as tl
 
-from kernels.reference.index import Inputs, SlotState
+from kernels.reference import index as reference
+from kernels.reference.index import Drawn, Inputs, SlotState
 from kernels.triton.launch import Launch
 
 TILE = 256  # tokens or blocks looked at together
+REJECTED = tl.constexpr(reference.REJECTED)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_tokens", "width"])
@@ -74,33 +76,49 @@ def grow_kernel(tables, slots, places, blocks, stride, num, TILE: tl.constexpr):
     tl.store(tables + slot.to(tl.int64) * stride + place, block, mask=slot >= 0)
 
 
-@triton.jit(do_not_specialize=["width"])
-def settle_kernel(  # noqa: PLR0913
-    slots, query_start, num_drafts, sampled, num_sampled, num_computed, last_tokens, width
-):
-    """Program sequence."""
+@triton.jit(do_not_specialize=["stride_history"])
+def advance_kernel(  # noqa: PLR0913
+    slots, query_start, starts, row_slots, tokens, drafts, num_computed, last_tokens, history,
+    stride_history,
+):  # fmt: skip
+    """Program sequence. drafts: [R] or None."""
     seq = tl.program_id(0)
-    slot = tl.load(slots + seq)
+    slot = tl.load(slots + seq).to(tl.int64)
     if slot < 0:
         return
-    computed = tl.load(query_start + seq + 1) - tl.load(query_start + seq)
-    num = tl.load(num_sampled + seq)
+    upto = tl.load(num_computed + slot) + tl.load(query_start + seq + 1)
+    upto -= tl.load(query_start + seq)
+    row0 = tl.load(starts + seq)
+    num = tl.load(starts + seq + 1) - row0
     if num > 0:
-        tl.store(last_tokens + slot, tl.load(sampled + seq * width + num - 1))
-        computed -= tl.load(num_drafts + seq) - (num - 1)
-    tl.store(num_computed + slot, tl.load(num_computed + slot) + computed)
+        num = tl.where(tl.load(row_slots + row0) < 0, 0, num)
+    there = history + slot * stride_history + upto - num + 1
+    num_kept = 0
+    for i in range(num):
+        stands = num_kept == i
+        token = tl.load(tokens + row0 + i)
+        known = tl.maximum(token, 0)
+        tl.store(there + i, known, mask=stands)
+        tl.store(last_tokens + slot, known, mask=stands)
+        tl.store(tokens + row0 + i, REJECTED, mask=num_kept < i)
+        if drafts is not None:
+            is_right = (token >= 0) & (token == tl.load(drafts + row0 + i))
+            num_kept += (stands & is_right).to(tl.int32)
+    # The row behind the last draft that stands is kept, too.
+    upto -= tl.where(num > 0, num - 1 - num_kept, 0)
+    tl.store(num_computed + slot, upto)
 
 
-def prepare_inputs(
+def preparation(
     state: SlotState,
     slots: torch.Tensor,
     query_start: torch.Tensor,
     host_ids: torch.Tensor,
     inputs: Inputs,
     block_size: int,
-) -> None:
-    """See kernels.reference.index.prepare_inputs."""
-    prepare_launch(state, (slots, query_start, host_ids), inputs, block_size).run()
+) -> Callable[[], None]:
+    """See kernels.reference.index.preparation."""
+    return prepare_launch(state, (slots, query_start, host_ids), inputs, block_size).run
 
 
 def prepare_launch(
@@ -155,38 +173,43 @@ def grow_launch(
     return Launch(grow_kernel, (triton.cdiv(len(slots), TILE),), args, 4, 1)
 
 
-def settle(
+def remember(
+    history: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor
+) -> None:
+    """See kernels.reference.index.remember."""
+    reference.remember(history, slots, positions, tokens)
+
+
+def advance(
     state: SlotState,
+    history: torch.Tensor,
     slots: torch.Tensor,
     query_start: torch.Tensor,
-    num_drafts: torch.Tensor,
-    sampled: torch.Tensor,
-    num_sampled: torch.Tensor,
+    drawn: Drawn,
 ) -> None:
-    """See kernels.reference.index.settle."""
+    """See kernels.reference.index.advance."""
     if len(slots):
-        settle_launch(state, (slots, query_start, num_drafts), sampled, num_sampled).run()
+        advance_launch(state, history, (slots, query_start), drawn).run()
 
 
-def settle_launch(
-    state: SlotState,
-    batch: tuple[torch.Tensor, ...],
-    sampled: torch.Tensor,
-    num_sampled: torch.Tensor,
+def advance_launch(
+    state: SlotState, history: torch.Tensor, batch: tuple[torch.Tensor, ...], drawn: Drawn
 ) -> Launch:
-    """batch: slots, query_start and num_drafts; sampled: contiguous."""
-    slots, query_start, num_drafts = batch
+    """batch: slots and query_start."""
+    slots, query_start = batch
     args = {
         "slots": slots,
         "query_start": query_start,
-        "num_drafts": num_drafts,
-        "sampled": sampled,
-        "num_sampled": num_sampled,
+        "starts": drawn.starts,
+        "row_slots": drawn.slots,
+        "tokens": drawn.tokens,
+        "drafts": drawn.drafts,
         "num_computed": state.num_computed,
         "last_tokens": state.last_tokens,
-        "width": sampled.shape[1],
+        "history": history,
+        "stride_history": history.stride(0),
     }
-    return Launch(settle_kernel, (len(slots),), args, 1, 1)
+    return Launch(advance_kernel, (len(slots),), args, 1, 1)
 
 
 def configurations() -> Iterator[Launch]:
@@ -198,4 +221,6 @@ def configurations() -> Iterator[Launch]:
     for block_size in (16, 32, 64):
         yield prepare_launch(state, (column, column, column), inputs, block_size)
     yield grow_launch(table, column, column, column)
-    yield settle_launch(state, (column, column, column), table, column)
+    for drafts in (None, column):
+        drawn = Drawn(column, column, column, drafts)
+        yield advance_launch(state, table, (column, column), drawn)

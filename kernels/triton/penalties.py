@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 
 from kernels.reference.logits import Penalties, new_penalties
 from kernels.triton.launch import Launch
@@ -73,20 +71,6 @@ def count_kernel(slots, token_ids, num_tokens, counts, vocab_size, width, PAD: t
     mask = place < tl.load(num_tokens + row)
     ids = tl.load(token_ids + row * width + place, mask=mask, other=0)
     tl.atomic_add(counts + slot * vocab_size + ids, 1, mask=mask)
-
-
-def penalise(
-    logits: torch.Tensor,
-    history: NDArray[np.int32],
-    num_prompt: int,
-    penalties: tuple[float, float, float],
-) -> None:
-    """See kernels.sampling.penalise: one row whose history the host knows."""
-    state = new_penalties(1, len(logits), logits.device)
-    for column, value in zip(state[2:], penalties, strict=True):
-        column.fill_(value)
-    seat(state, 0, torch.from_numpy(history.astype(np.int32)).to(logits.device), num_prompt)
-    penalise_rows(logits[None], state, torch.zeros(1, dtype=torch.int32, device=logits.device))
 
 
 def seat(state: Penalties, slot: int, token_ids: torch.Tensor, num_prompt: int) -> None:

@@ -186,7 +186,10 @@ def choose_tokens(
     seeds: NDArray[np.uint64],
     positions: NDArray[np.int32],
 ) -> NDArray[np.int32]:
-    """See kernels.sampling.choose_tokens. Copies the columns to the logits' device and waits."""
+    """See kernels.reference.sampling.choose_tokens.
+
+    Copies the columns to the logits' device and waits.
+    """
     host = (temperature, top_k, top_p, min_p, seeds.view(np.int64), positions)
     on_device = [torch.from_numpy(np.ascontiguousarray(c)).to(logits.device) for c in host]
     slots = torch.arange(len(logits), dtype=torch.int32, device=logits.device)

@@ -16,7 +16,7 @@ from e2e.tiny_models import CASES, Case, config_of, random_model, save
 
 from engine import EngineArgs, LLMEngine, SamplingParams
 from engine.config.env import INTERPRET_CUDA
-from engine.worker.cuda.platform import HostPlatform
+from engine.worker.platform.host import HostPlatform
 from kernels.bodies import CPU_TENSORS, CpuTensors
 from kernels.compile_gate import DEVICES, compiling_for
 from kernels.triton.launch import Launch

@@ -26,24 +26,19 @@ SLOW = FakeBuild(step_seconds=0.002)
 
 
 class Recorder:
-    """A profiler that records nothing."""
+    """The method ``profile`` of a worker; records nothing."""
 
     def __init__(self) -> None:
         self.is_running = False
 
-    def start(self) -> None:
-        if self.is_running:
-            raise ConfigError("a profile is being recorded already")
-        self.is_running = True
-
-    def stop(self) -> list[str]:
-        if not self.is_running:
-            raise ConfigError("no profile is being recorded")
-        self.is_running = False
-        return ["trace"]
-
-    def close(self) -> None:
-        self.is_running = False
+    def __call__(self, what: str) -> list[str] | None:
+        if what not in ("start", "stop"):
+            raise ConfigError(f"profile of {what!r} is not known; there are: start, stop")
+        if self.is_running == (what == "start"):
+            is_running = "a profile is being recorded already"
+            raise ConfigError(is_running if self.is_running else "no profile is being recorded")
+        self.is_running = what == "start"
+        return None if self.is_running else ["trace"]
 
 
 @dataclass(frozen=True)
@@ -53,7 +48,10 @@ class ProfiledBuild(FakeBuild):
     def __call__(self, config: EngineConfig, **options: Any) -> InprocClient:
         client = super().__call__(config, **options)
         assert client._core is not None
-        return InprocClient(client._core, client.decided, Recorder())
+        worker, record = client._core.executor, Recorder()
+        worker.methods = ("profile",)
+        worker.call = lambda name, *args: {"profile": record}[name](*args)
+        return InprocClient(client._core, client.decided)
 
 
 class TooEarly(ConfigError):
@@ -140,7 +138,7 @@ def test_a_profile_is_started_once_and_stopped_once(kind: str, opened: Any) -> N
 
 def test_a_worker_without_profiler_says_that_there_is_none(kind: str, opened: Any) -> None:
     client = opened(kind)
-    with pytest.raises(ConfigError, match="profile is not available: the worker of this core has"):
+    with pytest.raises(ConfigError, match="utility 'profile' is not available; there are: echo, "):
         client.call("profile", "start")
 
 
@@ -168,7 +166,7 @@ def test_wrong_arguments_are_named_with_the_right_ones(
 def test_too_many_arguments_or_too_few_are_an_error(
     kind: str, opened: Any, name: str, args: tuple[Any, ...]
 ) -> None:
-    client = opened(kind)
+    client = opened(kind, ProfiledBuild())
     with pytest.raises(EngineError, match=f"^Call to {name} method failed: TypeError"):
         client.call(name, *args)
     assert client.call("echo", 1) == 1
@@ -202,7 +200,7 @@ def test_what_cannot_travel_is_refused_everywhere(
     assert client.call("echo", nested(64)) == nested(64)
 
 
-KNOWN = {"echo", "reset_prefix_cache", "pause", "resume", "stats", "profile"}
+KNOWN = {"echo", "reset_prefix_cache", "pause", "resume", "stats"}
 
 
 @pytest.mark.behaviour(108)

@@ -42,7 +42,7 @@ class PagedRun:
         for name in order:
             self._grow(name, len(chunks[name]))
         batch = self._batch(order, chunks)
-        hidden = self.model.forward(batch, self.kv)
+        hidden = self.model.forward(batch, self.kv).last
         logits = self.model.logits(hidden)
         parts = logits.split([len(chunks[name]) for name in order])
         return dict(zip(order, parts, strict=True))

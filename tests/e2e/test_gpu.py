@@ -12,7 +12,7 @@ from e2e.tiny_models import TinyModels
 
 from engine import LLM, AsyncLLMEngine, EngineArgs, LLMEngine, SamplingParams
 from engine.errors import ConfigError
-from engine.worker.cuda.platform import CudaPlatform
+from engine.worker.platform.cuda import CudaPlatform
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

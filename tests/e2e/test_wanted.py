@@ -24,7 +24,7 @@ def test_wanted_rows_are_the_rows_of_the_whole_pass(tiny_models: TinyModels, nam
     for sequence, tokens in chunks.items():
         run._grow(sequence, len(tokens))
     batch = run._batch(list(chunks), chunks)
-    whole = model.forward(batch, run.kv)
+    whole = model.forward(batch, run.kv).last
     batch.wanted = last_tokens(batch.attn, torch.tensor([0, 1]))
-    part = model.forward(batch, run.kv)
+    part = model.forward(batch, run.kv).last
     assert torch.allclose(part, whole[[0, 37]], atol=1e-5)

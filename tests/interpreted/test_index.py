@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from kernels.cpu import slots as cpu
 from kernels.reference import index as reference
 from kernels.reference.index import UNKNOWN, Inputs, SlotState
 from kernels.triton import index
@@ -12,7 +13,7 @@ BLOCK = 16
 NUM_SLOTS, MAX_BLOCKS, MAX_DRAFTS = 6, 40, 3
 POISON = -77
 
-bodies = pytest.mark.parametrize("body", [reference, index])
+bodies = pytest.mark.parametrize("body", [reference, index, cpu], ids=["torch", "triton", "cpu"])
 
 
 @pytest.fixture
@@ -50,7 +51,8 @@ def starts_of(counts: list[int]) -> torch.Tensor:
     return torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32)
 
 
-def test_inputs_of_a_mixed_step(rng: np.random.Generator) -> None:
+@bodies
+def test_inputs_of_a_mixed_step(body: object, rng: np.random.Generator) -> None:
     """A decode, two verifications, a long chunk, a padded sequence, padded tokens."""
     state = new_state(rng)
     counts = [1, 4, 300, 2, 0]
@@ -59,7 +61,7 @@ def test_inputs_of_a_mixed_step(rng: np.random.Generator) -> None:
     host_ids[5:305] = ints(rng, 0, 1000, 300)
     got, wanted = room(5, 320), room(5, 320)
     kept = [column.clone() for column in state]
-    index.prepare_inputs(state, slots, starts_of(counts), host_ids, got, BLOCK)
+    body.preparation(state, slots, starts_of(counts), host_ids, got, BLOCK)()
     reference.prepare_inputs(state, slots, starts_of(counts), host_ids, wanted, BLOCK)
     for mine, theirs in zip(got, wanted, strict=True):
         assert torch.equal(mine, theirs)
@@ -78,7 +80,7 @@ def test_nothing_is_read_beyond_the_blocks_in_use(body: object, rng: np.random.G
     inputs = room(1, 1)
     one = torch.tensor([2], dtype=torch.int32)
     ids = torch.tensor([UNKNOWN], dtype=torch.int32)
-    body.prepare_inputs(state, one, starts_of([1]), ids, inputs, BLOCK)
+    body.preparation(state, one, starts_of([1]), ids, inputs, BLOCK)()
     assert inputs.cache_slots.tolist() == [int(state.block_tables[2, 1]) * BLOCK + 15]
     assert inputs.block_tables[0, :2].tolist() == state.block_tables[2, :2].tolist()
     assert (inputs.block_tables[0, 2:] == POISON).all()
@@ -100,36 +102,85 @@ def test_block_tables_grow_by_what_was_added(body: object, rng: np.random.Genera
     assert torch.equal(tables, wanted)
 
 
+def new_history() -> torch.Tensor:
+    return torch.full((NUM_SLOTS, 200), POISON, dtype=torch.int32)
+
+
 @bodies
-def test_slots_advance_by_what_was_accepted(body: object, rng: np.random.Generator) -> None:
-    """A decode, all drafts, one of them, none, half a prompt, nobody."""
-    state = new_state(rng)
+def test_slots_advance_by_what_stands(body: object, rng: np.random.Generator) -> None:
+    """A decode, all drafts, one of them, none, half a prompt, nobody, a row that failed, one that
+    draws nothing, a draft in the place of a failure."""
+    state, history = new_state(rng), new_history()
     before = [column.clone() for column in state]
-    slots = torch.tensor([4, 0, 2, 1, 5, -1], dtype=torch.int32)
-    num_drafts = torch.tensor([0, 3, 3, 2, 0, 0], dtype=torch.int32)
-    num_sampled = torch.tensor([1, 4, 2, 1, 0, 0], dtype=torch.int32)
-    sampled = ints(rng, 0, 1000, 6, MAX_DRAFTS + 1)
-    body.settle(state, slots, starts_of([1, 4, 4, 3, 50, 0]), num_drafts, sampled, num_sampled)
-    moved = (state.num_computed - before[0]).tolist()
-    assert moved == [4, 1, 2, 0, 1, 50]
+    slots = torch.tensor([4, 0, 2, 1, 5, -1, 3], dtype=torch.int32)
+    counts, rows = [1, 4, 4, 3, 50, 1, 2], [1, 4, 4, 3, 0, 1, 2]
+    tokens = ints(rng, 0, 1000, sum(rows))
+    drafts = tokens.clone()
+    ends = np.cumsum(rows)
+    drafts[torch.from_numpy(ends[[0, 1, 2, 3, 5, 6]] - 1)] = -1  # none behind the last
+    drafts[6] += 1  # the second of slot 2
+    drafts[9] += 1  # the first of slot 1
+    tokens[13] = -1  # of slot 3
+    drafts[13] = -1
+    row_slots = slots.repeat_interleave(torch.tensor(rows))
+    drawn = reference.Drawn(tokens.clone(), row_slots, starts_of(rows), drafts)
+    body.advance(state, history, slots, starts_of(counts), drawn)
+    assert (state.num_computed - before[0]).tolist() == [4, 1, 2, 1, 1, 50]
     last = before[1].clone()
-    last[[4, 0, 2, 1]] = torch.stack([sampled[0, 0], sampled[1, 3], sampled[2, 1], sampled[3, 0]])
+    last[[4, 0, 2, 1]] = tokens[[0, 4, 6, 9]]
+    last[3] = 0
     assert torch.equal(state.last_tokens, last)
+    kept = tokens.clone()
+    kept[[7, 8, 10, 11, 14]] = reference.REJECTED
+    assert torch.equal(drawn.tokens, kept)
+    wanted = new_history()
+    for slot, said in ((4, [0]), (0, [1, 2, 3, 4]), (2, [5, 6]), (1, [9])):
+        begin = int(before[0][slot]) + 1
+        wanted[slot, begin : begin + len(said)] = tokens[said]
+    wanted[3, int(before[0][3]) + 1] = 0
+    assert torch.equal(history, wanted)
+
+
+@bodies
+def test_rows_without_drafts_all_stand(body: object, rng: np.random.Generator) -> None:
+    state, history = new_state(rng), new_history()
+    before = state.num_computed.clone()
+    slots = torch.tensor([2, -1, 5, 0], dtype=torch.int32)
+    row_slots = torch.tensor([2, -1, -1, 0], dtype=torch.int32)  # slot 5 is not to draw
+    tokens = torch.tensor([7, 8, 9, -1], dtype=torch.int32)
+    starts = starts_of([1, 1, 1, 1])
+    drawn = reference.Drawn(tokens.clone(), row_slots, starts, None)
+    last = state.last_tokens.clone()
+    body.advance(state, history, slots, starts, drawn)
+    assert torch.equal(drawn.tokens, tokens)
+    assert (state.num_computed - before).tolist() == [1, 0, 1, 0, 0, 1]
+    last[2], last[0] = 7, 0
+    assert torch.equal(state.last_tokens, last)
+    assert (history != POISON).sum() == 2
+
+
+@bodies
+def test_drafts_are_remembered_where_they_stand(body: object, rng: np.random.Generator) -> None:
+    history = new_history()
+    slots, positions = (torch.tensor(x, dtype=torch.int32) for x in ([1, 1, 4], [3, 4, 9]))
+    body.remember(history, slots, positions, torch.tensor([5, 6, 7], dtype=torch.int32))
+    assert history[1, 3:5].tolist() == [5, 6] and history[4, 9] == 7
+    assert (history != POISON).sum() == 3
 
 
 @bodies
 def test_a_token_goes_round_without_the_host(body: object, rng: np.random.Generator) -> None:
     """What one step samples is the next one's input, one place further."""
-    state = new_state(rng)
+    state, history = new_state(rng), new_history()
     slots, starts = torch.tensor([3, 1], dtype=torch.int32), starts_of([1, 1])
-    none, one = torch.zeros(2, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
     unknown = torch.full((2,), UNKNOWN, dtype=torch.int32)
     first = state.num_computed[slots.long()].tolist()
-    sampled = state.last_tokens[slots.long(), None]
+    sampled = state.last_tokens[slots.long()]
     for step in range(3):
         inputs = room(2, 2)
-        body.prepare_inputs(state, slots, starts, unknown, inputs, BLOCK)
+        body.preparation(state, slots, starts, unknown, inputs, BLOCK)()
         assert inputs.positions.tolist() == [start + step for start in first]
-        assert torch.equal(inputs.input_ids[:, None], sampled)
-        sampled = ints(rng, 0, 1000, 2, 1)
-        body.settle(state, slots, starts, none, sampled, one)
+        assert torch.equal(inputs.input_ids, sampled)
+        sampled = ints(rng, 0, 1000, 2)
+        drawn = reference.Drawn(sampled.clone(), slots, starts, None)
+        body.advance(state, history, slots, starts, drawn)

@@ -81,9 +81,9 @@ class Blast:
         assert len(set(scheduled)) == len(scheduled) and set(new) <= set(scheduled)
         assert (plan.counts > 0).all()
         assert int(plan.counts.sum()) == plan.num_tokens <= config.max_num_batched_tokens
-        if plan.draft_counts is not None:
-            assert len(plan.draft_counts) == len(plan.rows)
-            assert (plan.draft_counts < plan.counts).all()
+        if plan.drafts is not None:
+            assert len(plan.drafts.counts) == len(plan.rows)
+            assert (plan.drafts.counts < plan.counts).all()
 
     def check_blocks(self) -> None:
         """50: seats and blocks."""

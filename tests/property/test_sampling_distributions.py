@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from sampling import Bench
 from scipy import stats
 
 from engine.messages.params import SamplingParams
-from engine.messages.step import NewSeq
-from engine.sample.sampler import Sampler
 from kernels.cpu import sampling as compiled
 from kernels.reference import sampling as reference
+from kernels.slots import Rows
 
 NUM_DRAWS = 20_000
 ALPHA = 1e-4
@@ -54,16 +54,14 @@ def expected(logits: NDArray[np.float32], params: SamplingParams) -> NDArray[np.
 
 def draws(params: SamplingParams, seeds: list[int], positions: list[int]) -> NDArray[np.int32]:
     """One token of LOGITS for each pair of a seed and a position."""
-    sampler = Sampler(vocab_size=len(LOGITS), max_num_seqs=len(seeds), device="cpu")
+    bench = Bench(len(LOGITS), num_slots=len(seeds))
     for slot, seed in enumerate(seeds):
-        sampler.add(NewSeq(f"r{slot}", slot, [1], 1, params, seed, [], []))
+        bench.add(slot, params, [1], seed=seed)
     slots = np.repeat(np.arange(len(seeds), dtype=np.int32), len(positions))
-    table = np.ones((len(seeds), 1), dtype=np.int32)
     logits = torch.from_numpy(LOGITS).repeat(len(slots), 1)
     at = np.tile(np.array(positions, dtype=np.int32), len(seeds))
-    out = sampler.sample(logits, slots, at, table)
-    assert not out.errors
-    return out.token_ids
+    rows = Rows(logits, torch.from_numpy(slots), torch.from_numpy(at))
+    return bench.sampler.draw(rows).numpy()
 
 
 def assert_drawn_from(tokens: NDArray[np.int32], probabilities: NDArray[np.float64]) -> None:
@@ -177,16 +175,3 @@ def test_large_batches_run_in_parallel_and_choose_the_same(seed: int) -> None:
     for row in range(3):
         one = {name: column[row : row + 1] for name, column in columns.items()}
         assert choose(compiled, logits[row : row + 1], **one)[0] == whole[row]
-
-
-def test_penalties_of_both_bodies_agree(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    for _ in range(30):
-        history = rng.integers(0, 40, int(rng.integers(1, 60))).astype(np.int32)
-        num_prompt = int(rng.integers(1, len(history) + 1))
-        penalties = tuple(rng.choice([0.5, 1.0, 1.7], 3).tolist())
-        logits = torch.from_numpy(rng.normal(0, 2, 40).astype(np.float32))
-        twin = logits.clone()
-        compiled.penalise(logits, history, num_prompt, penalties)
-        reference.penalise(twin, history, num_prompt, penalties)
-        torch.testing.assert_close(logits, twin)

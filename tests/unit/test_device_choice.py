@@ -34,7 +34,7 @@ def test_the_cpu_stands_in_only_where_triton_interprets(monkeypatch: pytest.Monk
     monkeypatch.setenv(INTERPRET_CUDA, "1")
     assert resolve_device("cuda") == "cuda" and resolve_device("auto") == "cpu"
     with pytest.raises(ConfigError, match=f"{INTERPRET_CUDA} is set, but .*TRITON_INTERPRET=1"):
-        make_platform()
+        make_platform("cuda")
     assert not CPU_TENSORS.are_interpreted
 
 
@@ -42,7 +42,7 @@ def test_a_gpu_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
     with pytest.raises(ConfigError, match=r"Some GPU has compute capability 7\.5, .* 8\.0"):
-        make_platform()
+        make_platform("cuda")
 
 
 def test_tensors_on_the_cpu_are_computed_by_the_cpu() -> None:

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 from simulate import make_request, make_run
 
+from engine.messages.step import EMPTY, MaskPart, Masks
 from engine.sched import Admission, Fit, Limits, OnRefuse, Policy, Resource, Scheduler
 from engine.sched.guard import HOOKS
 from engine.sched.resources import HOOKS as RESOURCE_HOOKS
@@ -154,8 +155,16 @@ class SlowResource(Resource):
     def release(self, req):
         self.spend("release")
 
+    def seated(self, req, step):
+        self.spend("seated")
+
     def describe(self, plan):
         self.spend("describe")
+        plan.masks = MaskPart(EMPTY)
+
+    def masks(self, plan):
+        self.spend("masks")
+        return Masks(EMPTY, 1)
 
     def settle(self, plan, result):
         self.spend("settle")

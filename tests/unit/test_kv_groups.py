@@ -239,7 +239,7 @@ def blocks_in(num_bytes, max_model_len):
     return decide_num_blocks(
         CacheConfig(kv_cache_memory_bytes=num_bytes),
         block_bytes=QWEN_7B.block_bytes(16),
-        free_bytes=0,
+        budget_bytes=0,
         max_model_len=max_model_len,
         max_num_seqs=1,
     )

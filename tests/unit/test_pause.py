@@ -16,6 +16,7 @@ from engine.errors import ConfigError, RequestTypeError
 from engine.llm_engine import LLMEngine
 from engine.messages.params import SamplingParams
 from engine.sched.interface import PauseState, RequestCounts, SchedulerInterface
+from engine.sched.verify.fake import CountingWorker
 
 
 @pytest.mark.behaviour(114)
@@ -142,7 +143,7 @@ def test_a_scheduler_that_knows_no_pause_says_so() -> None:
         add_request = schedule = update_from_output = finish_requests = None  # type: ignore
         get_request_counts = has_finished_requests = None  # type: ignore
 
-    client = InprocClient(EngineCore(Own(), None), FakeDecided())  # type: ignore
+    client = InprocClient(EngineCore(Own(), CountingWorker()), FakeDecided())  # type: ignore
     with pytest.raises(ConfigError, match="knows no pause: Own cannot be paused"):
         client.call("pause")
 

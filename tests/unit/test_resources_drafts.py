@@ -114,7 +114,7 @@ def test_a_cached_prompt_is_padded_to_the_shape_of_decodes():
     run.launch()
     plan = run.flight[0][0]
     assert run.plans[1] == {"0": 4, "1": 4}
-    assert plan.draft_tokens.tolist()[3:] == [-1, -1, -1]
+    assert plan.drafts.tokens.tolist()[3:] == [-1, -1, -1]
     run.settle()
     assert run.scheduler.roster.by_id["1"].num_computed == 33
     run.drain()
@@ -288,4 +288,4 @@ def test_results_may_come_without_proposals():
     result = StepResult(result.step, result.token_ids, np.array(result.counts))
     run.scheduler.update_from_output(plan, result)
     run.launch()
-    assert run.plans[1] == {"0": 1} and run.flight[0][0].draft_counts is None
+    assert run.plans[1] == {"0": 1} and run.flight[0][0].drafts is None

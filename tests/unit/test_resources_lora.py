@@ -7,7 +7,8 @@ from data_plane import answer, make_feature_run
 from simulate import make_request
 
 from engine.errors import ConfigError
-from engine.lora.slots import NO_ADAPTER, AdapterSlots
+from engine.lora.slots import AdapterSlots
+from engine.messages.step import NO_ADAPTER
 
 
 def add(run, request_id, adapter=None, num_output=4, length=10):

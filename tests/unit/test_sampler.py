@@ -10,6 +10,7 @@ from sampling import SLOTS, VOCAB, Bench, random_logits
 
 from engine.messages.outputs import TokenLogprobs
 from engine.messages.params import SamplingParams
+from engine.sample.logprobs import score
 
 
 class Tap:
@@ -264,10 +265,10 @@ def test_requests_may_want_different_numbers_of_logprobs(seed: int) -> None:
 
 @pytest.mark.parametrize("num", [0, 4, -1])
 def test_prompt_logprobs(seed: int, num: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.sample.logprobs.MAX_CHUNK", 3 * VOCAB)  # several chunks
+    monkeypatch.setattr("kernels.cpu.logits.MAX_CHUNK", 3 * VOCAB)  # several chunks
     logits = random_logits(seed, 11, VOCAB)
-    targets = np.random.default_rng(seed).integers(0, VOCAB, 11).astype(np.int32)
-    entries = Bench().sampler.prompt_logprobs(logits, targets, num)
+    targets = np.random.default_rng(seed).integers(0, VOCAB, 11)
+    entries = score(logits, torch.from_numpy(targets), num).entries()
     assert len(entries) == 11
     for row, entry in enumerate(entries):
         check_entry(entry, logits[row], int(targets[row]), num)

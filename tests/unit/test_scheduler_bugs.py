@@ -351,14 +351,18 @@ def test_a_request_whose_resource_failed_to_park_it_is_asked_about_again():
 class Looks(Resource):
     """Has a say in each step, and nothing to say; watches as it is told."""
 
-    def __init__(self):
+    def __init__(self, *, serial=False):
         self.wish = False
+        self.serial = serial
 
     def attach(self, scheduler):
         self.scheduler = scheduler
 
     def watches(self, req):
         return self.wish
+
+    def serializes(self, req):
+        return self.serial
 
     def fit(self, req, num_tokens, step):
         return Fit(num_tokens)
@@ -379,11 +383,11 @@ def test_a_flag_that_says_something_else_makes_no_request_serial(num_requests):
 
 
 def test_watching_again_changes_no_other_flag():
-    looks, other = Looks(), 4
+    looks, other = Looks(serial=True), 4
     run = make_run(resources=[looks])
     run.add(make_request("0", [1] * 4, 8))
     req = run.scheduler.roster.by_id["0"]
-    req.table.flags.at[req.row] = SERIAL | other
+    req.table.flags.at[req.row] |= other
     for looks.wish, flags in ((True, WATCHED | SERIAL | other), (False, SERIAL | other)):
         run.scheduler.watch_again(req)
         assert req.table.flags.at[req.row] == flags

@@ -8,6 +8,7 @@ from data_plane import Source, answer, make_feature_run
 from simulate import expected, make_request, make_run
 
 from engine.core.remote_kv import RemoteKV
+from engine.messages.step import DraftPart
 from engine.sched.policies import FCFS
 from engine.sched.policy import Admission
 from engine.sched.resource import Fit, OnRefuse, Resource
@@ -72,7 +73,7 @@ class Talks(Resource):
         return False
 
     def describe(self, plan):
-        plan.parts["news"] = plan.step
+        plan.kv_transfer = str(plan.step).encode()
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -203,8 +204,8 @@ class Guesses(Resource):
     def describe(self, plan):
         assert self.failing != "describe"
         if self.failing == "counts":
-            plan.draft_counts = np.ones(len(plan.rows), dtype=np.int32)
-            plan.draft_tokens = np.zeros(len(plan.rows), dtype=np.int32)
+            ones = np.ones(len(plan.rows), dtype=np.int32)
+            plan.drafts = DraftPart(ones, ones * 0)
 
 
 @pytest.mark.parametrize("failing", ["take", "describe", "counts", ""])

@@ -15,8 +15,18 @@ from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from engine.messages.step import EMPTY, NewSeq, StepPlan, StepResult
+from engine.errors import ConfigError
+from engine.messages.step import (
+    EMPTY,
+    PARTS,
+    Masks,
+    NewSeq,
+    StepPlan,
+    StepResult,
+    check_parts,
+)
 
 MASK = (1 << 64) - 1
 EMPTY_DIGEST = 0x9E3779B97F4A7C15
@@ -58,6 +68,24 @@ class FakeSeq:
         return self.digests[position]
 
 
+class FakeExecutor:
+    """What workers without a model have in common; see ``engine.core.engine_core.Executor``."""
+
+    capabilities = frozenset(PARTS) - {"masks"}
+    methods: tuple[str, ...] = ()
+
+    def sample(self, ticket: Any, masks: Masks | None) -> None:
+        """No plan of theirs waits for masks."""
+        raise AssertionError(f"{type(self).__name__} draws when it launches")
+
+    def call(self, name: str, *args: Any) -> Any:
+        """A method by name: there are none."""
+        raise ConfigError(f"{name} is not available: {type(self).__name__} has no model")
+
+    def shutdown(self) -> None:
+        """Let go of what was opened: nothing."""
+
+
 class Work(NamedTuple):
     """What a row computes in a step."""
 
@@ -65,20 +93,30 @@ class Work(NamedTuple):
     new: NewSeq
     start: int
     num_tokens: int
-    samples: int
-    drafts: Sequence[int] = ()
+    samples: bool
+    drafts: Sequence[int]
 
 
-class DigestWorker:
-    """An executor (``launch``/``collect``) whose next token proves that the right KV was read.
+class Computed(NamedTuple):
+    """A row behind its forward pass: digests behind its last known token and behind each draft."""
+
+    work: Work
+    digests: list[int]
+    error: str | None
+
+
+class DigestWorker(FakeExecutor):
+    """An executor whose next token proves that the right KV was read.
 
     ``windows``: of each group of layers, 0 for full attention. A group with a window is read at
     both ends of it, any other at its end and somewhere. ``content`` gives what the model sees at
     each known position, where that is more than the token (salts, adapters, media).
     ``fail(seq, upto)`` says why a row fails that computes the positions before ``upto``; such a row
     leaves rubbish in its KV. ``carry_out`` does what the parts of a plan ask for, just before its
-    rows are computed.
+    rows are computed. A mask lets the next token pass that it allows, from the drawn one on.
     """
+
+    capabilities = frozenset(PARTS)
 
     def __init__(
         self,
@@ -99,21 +137,40 @@ class DigestWorker:
         self.carry_out: Callable[[StepPlan], None] = lambda plan: None
         self._fail = fail
         self._content = content
+        self._waiting: tuple[StepPlan, list[Computed]] | None = None  # for masks
 
     def launch(self, plan: StepPlan) -> StepResult:
         """Compute the step; the result waits to be collected."""
-        result = StepResult(plan.step, EMPTY, EMPTY)
-        work = self._work(plan)
+        assert self._waiting is None, "a step is launched behind one that was not drawn"
+        work, result = self._work(plan), StepResult(plan.step, EMPTY, EMPTY)
         self.carry_out(plan)
-        self._run(work, result)
+        rows = self._forward(work)
+        if plan.masks is None:
+            self._draw(rows, [[] for _ in rows], result)
+        else:
+            self._waiting = (plan, rows)
         return result
 
-    def collect(self, result: StepResult) -> StepResult:
+    def sample(self, ticket: StepResult, masks: Masks | None) -> None:
+        assert self._waiting is not None and masks is not None, "nothing waits, or for nothing"
+        (plan, rows), self._waiting = self._waiting, None
+        assert plan.masks is not None
+        unread = iter(masks.words.reshape(-1, masks.words_a_mask))
+        masked = set(plan.masks.rows.tolist())
+        of_row = [
+            [next(unread) for _ in row.digests] if index in masked else []
+            for index, row in enumerate(rows)
+        ]
+        assert next(unread, None) is None, "more masks than tokens are drawn"
+        self._draw(rows, of_row, ticket)
+
+    def collect(self, ticket: StepResult) -> StepResult:
         """Wait for a launched step."""
-        return result
+        return ticket
 
     def _work(self, plan: StepPlan) -> list[Work]:
         """Take note of a plan; what it has the rows compute, with their tables as they are now."""
+        check_parts(plan, self.capabilities)
         self._apply(plan)
         drafts = draft_rows(plan)
         columns = zip(
@@ -124,29 +181,52 @@ class DigestWorker:
             strict=True,
         )
         return [
-            Work(self.seqs[slot], self._new[slot], *numbers, *drafts[index : index + 1])
-            for index, (slot, *numbers) in enumerate(columns)
+            Work(
+                self.seqs[slot],
+                self._new[slot],
+                start,
+                count,
+                bool(samples),
+                drafts[index] if drafts else (),
+            )
+            for index, (slot, start, count, samples) in enumerate(columns)
         ]
 
-    def _run(self, work: Sequence[Work], result: StepResult) -> None:
-        """Compute the rows of a step and write down what came of it."""
-        tokens: list[int] = []
-        counts = [0] * len(work)
-        for index, row in enumerate(work):
-            known = row.num_tokens - len(row.drafts)
-            digest = self._compute(row.seq, row.start, known)
-            sampled = [digest % self.vocab_size]
-            if row.drafts:
-                self._verify(row.seq, row.start + known, row.drafts, sampled)
-            message = self._fail(row.new, row.start + row.num_tokens)
-            if message:
-                result.errors[index] = message
+    def _forward(self, work: Sequence[Work]) -> list[Computed]:
+        """Write the KV of all rows, in their order."""
+        rows = []
+        for row in work:
+            first_draft = row.start + row.num_tokens - len(row.drafts)
+            digest = self._compute(row.seq, row.start, first_draft - row.start)
+            digests = self._compute_drafts(row.seq, first_draft, digest, row.drafts)
+            error = self._fail(row.new, row.start + row.num_tokens)
+            if error:
                 self._spoil(row.seq, row.start, row.num_tokens)
-            if row.samples:
-                row.seq.tokens += sampled  # a step in flight behind a failure reads them too
-                if not message:
-                    tokens += sampled
-                    counts[index] = len(sampled)
+            rows.append(Computed(row, digests, error))
+        return rows
+
+    def _draw(
+        self, rows: list[Computed], masks: list[list[NDArray[np.int32]]], result: StepResult
+    ) -> None:
+        """Choose and verify tokens; ``masks``: those of each row, [] if it has none."""
+        tokens: list[int] = []
+        counts = [0] * len(rows)
+        for index, ((work, digests, error), own) in enumerate(zip(rows, masks, strict=True)):
+            if error:
+                result.errors[index] = error
+            if not work.samples:
+                continue
+            drawn = [digest % self.vocab_size for digest in digests]
+            if own:
+                drawn = [allowed(token, mask) for token, mask in zip(drawn, own, strict=True)]
+            num_right = 0
+            while num_right < len(work.drafts) and work.drafts[num_right] == drawn[num_right]:
+                num_right += 1
+            sampled = drawn[: num_right + 1]
+            work.seq.tokens += sampled  # a step in flight behind a failure reads them too
+            if not error:
+                tokens += sampled
+                counts[index] = len(sampled)
         result.token_ids = np.array(tokens, dtype=np.int32)
         result.counts = np.array(counts, dtype=np.int32)
 
@@ -177,15 +257,19 @@ class DigestWorker:
             self._write(seq, position, digest)
         return digest
 
-    def _verify(self, seq: FakeSeq, start: int, drafts: Sequence[int], sampled: list[int]) -> None:
-        """Compute the drafts from position ``start`` on; ``sampled`` grows with each right one."""
-        digest, right = self._read(seq, 0, start - 1), True
+    def _compute_drafts(
+        self, seq: FakeSeq, start: int, digest: int, drafts: Sequence[int]
+    ) -> list[int]:
+        """Write the KV of drafts, the first at position ``start``. Returns ``digest``, which is
+        that behind the last known token, and one behind each draft."""
+        digests = [digest]
+        if drafts:
+            digest = self._read(seq, 0, start - 1)
         for position, draft in enumerate(drafts, start):
             digest = mix(digest, draft)
             self._write(seq, position, digest)
-            right = right and draft == sampled[-1]
-            if right:
-                sampled.append(digest % self.vocab_size)
+            digests.append(digest)
+        return digests
 
     def _spoil(self, seq: FakeSeq, start: int, count: int) -> None:
         for position in range(start, start + count):
@@ -211,17 +295,22 @@ class DigestWorker:
         return self.kv[seq.tables[group][index]][offset]
 
 
+def allowed(token: int, mask: NDArray[np.int32]) -> int:
+    """The first token from this one on, round and round, whose bit is set."""
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+    return int(np.flatnonzero(np.roll(bits, -token))[0] + token) % len(bits)
+
+
 def draft_rows(plan: StepPlan) -> list[list[int]]:
     """The drafts of each row; [] if the plan has none at all."""
-    if plan.draft_counts is None or plan.draft_tokens is None:
-        return []
-    tokens = iter(plan.draft_tokens.tolist())
-    return [[next(tokens) for _ in range(count)] for count in plan.draft_counts.tolist()]
+    return [] if plan.drafts is None else plan.drafts.by_row()
 
 
 class LateWorker(DigestWorker):
     """Computes a step when its result is collected, as a device does that is still busy with one
     step while the next ones are planned and loads go on."""
+
+    capabilities = frozenset(PARTS) - {"masks"}
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -237,16 +326,17 @@ class LateWorker(DigestWorker):
         self._launched.append((work, result, plan))
         return result
 
-    def collect(self, result: StepResult) -> StepResult:
+    def collect(self, ticket: StepResult) -> StepResult:
         """Compute the oldest step."""
         work, due, plan = self._launched.popleft()
-        assert due is result, "steps are collected in another order than they were launched"
+        assert due is ticket, "steps are collected in another order than they were launched"
         self.carry_out(plan)
-        self._run(work, due)
+        rows = self._forward(work)
+        self._draw(rows, [[] for _ in rows], due)
         return due
 
 
-class CountingWorker:
+class CountingWorker(FakeExecutor):
     """Answers every row that samples with the same token, at no cost."""
 
     def __init__(self, token: int = 7) -> None:
@@ -256,5 +346,6 @@ class CountingWorker:
         num = int(plan.samples.sum())
         return StepResult(plan.step, np.full(num, self.token, dtype=np.int32), plan.samples)
 
-    def collect(self, result: StepResult) -> StepResult:
+    def collect(self, ticket: Any) -> StepResult:
+        result: StepResult = ticket
         return result

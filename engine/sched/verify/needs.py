@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from engine.messages.step import StepPlan
+from engine.messages.step import DraftPart, StepPlan
 from engine.sched.builder import Step
 from engine.sched.request import Request
 from engine.sched.resource import Fit, OnRefuse, Resource
@@ -236,8 +236,7 @@ class Drafts(Need):
             if req is not None and count:
                 first = req.num_computed - count - req.num_prompt
                 tokens += self._guess(req, first, count, plan.step)
-        plan.draft_counts = np.array(counts, dtype=np.int32)
-        plan.draft_tokens = np.array(tokens, dtype=np.int32)
+        plan.drafts = DraftPart(np.array(counts, dtype=np.int32), np.array(tokens, dtype=np.int32))
 
     def _guess(self, req: Request, first: int, count: int, step: int) -> list[int]:
         """Right ones up to some place, then wrong ones; -1 where there is no guess."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 from engine.kv.connector import Farewell, RemoteMatch
 from engine.messages.step import StepPlan
 from engine.sched.builder import Step
@@ -66,13 +68,14 @@ class Store:
 
     def carry_out(self, plan: StepPlan) -> None:
         """The step begins: what is loaded within it is there."""
-        for digests in plan.parts.get(Remote.name, ()):
-            for (block, place), digest in digests.items():
+        if plan.kv_transfer is not None:
+            for block, place, digest in msgspec.msgpack.decode(plan.kv_transfer):
                 self.kv[block][place] = digest
 
-    def metadata(self) -> object | None:
+    def metadata(self) -> bytes | None:
         orders, self.orders = self.orders, []
-        return orders or None
+        cells = [(*cell, digest) for digests in orders for cell, digest in digests.items()]
+        return msgspec.msgpack.encode(cells) if cells else None
 
     def finished(self, req: Any, blocks: Sequence[int]) -> Farewell:
         self._starts.pop(req.arrival, None)
@@ -96,6 +99,7 @@ class Remote(Need):
     """Parks whoever can have KV by waiting, and tells the scheduler when it has come."""
 
     name = "remote"
+    needs = ("kv_transfer",)
     on_refuse = OnRefuse.PARK
     store: Store
 
@@ -137,9 +141,7 @@ class Remote(Need):
                 self._end(self.loads.pop(arrival))
 
     def describe(self, plan: StepPlan) -> None:
-        orders = self.store.metadata()
-        if orders is not None:
-            plan.parts[self.name] = orders
+        plan.kv_transfer = self.store.metadata()
 
     def release(self, req: Request) -> None:
         if req.is_finished:

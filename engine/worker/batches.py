@@ -1,0 +1,325 @@
+"""StepPlan -> the buffer that is staged -> the tensors of a forward pass, built on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.layers.batch import ForwardBatch, wanted_rows
+from engine.messages.step import EMPTY, PADDING, Column, DraftPart, StepPlan
+from engine.sample.sampler import DraftRows, Draws
+from engine.sample.spec import SamplingSpec
+from engine.worker.live import LiveSeqs
+from engine.worker.platform import Platform
+from engine.worker.slots import Changes, Slots, stage_changes
+from engine.worker.staging import DeviceColumns, HostColumns, Staging
+from kernels import AttentionMeta
+from kernels import slots as on_slots
+from kernels.slots import UNKNOWN, Inputs
+
+MAX_ROOMS = 256  # sizes of steps that are remembered
+ASCENDING: Column = np.arange(1 << 14, dtype=np.int32)
+ASCENDING.flags.writeable = False
+
+
+class PlanRows(NamedTuple):
+    """The rows of a plan, or some of them: slots, first positions, token counts, who samples, and
+    the drafts among the counted tokens. Only to be read: columns of a plan may be kept elsewhere."""
+
+    slots: Column
+    starts: Column
+    counts: Column
+    samples: Column
+    drafts: DraftPart | None = None
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> PlanRows:
+        return cls(plan.slots, plan.starts, plan.counts, plan.samples, plan.drafts)
+
+    def part(self, first: int, last: int) -> PlanRows:
+        """Rows [first, last)."""
+        drafts = self.drafts
+        if drafts is not None:
+            begin, end = int(drafts.counts[:first].sum()), int(drafts.counts[:last].sum())
+            drafts = DraftPart(drafts.counts[first:last], drafts.tokens[begin:end])
+        slots, starts, counts, samples = (column[first:last] for column in self[:4])
+        return PlanRows(slots, starts, counts, samples, drafts)
+
+
+@dataclass(slots=True)
+class Tokens:
+    """Where each token of the step is: slot, position, and where its row begins."""
+
+    slots: NDArray[np.intp]  # [N]
+    positions: NDArray[np.int64]  # [N]
+    query_start: NDArray[np.int32]  # [S + 1]
+
+
+class Extent(NamedTuple):
+    """How far a step's attention reaches, as the host knows it; a graph takes the most there is."""
+
+    num_decodes: int
+    max_query_len: int
+    max_seq_len: int
+
+
+class Read(NamedTuple):
+    """Tokens whose hidden states are read, on the device."""
+
+    tokens: torch.Tensor  # [R] int64, rows of the batch
+    seqs: torch.Tensor  # [R] int64, the sequence of each
+    seq_lens: torch.Tensor  # [R] int32: keys that each sees
+
+
+ReadColumns = tuple[NDArray[np.int64], NDArray[np.int64], Column]  # as the host has them
+
+
+class Picked(NamedTuple):
+    """What a step that is launched call by call reads and draws, on the device."""
+
+    slots: torch.Tensor  # [R] int32, of the rows that draw
+    positions: torch.Tensor  # [R] int32: where each token will stand
+    drafts: torch.Tensor | None  # [R] int32, see ``DraftRows.judged``
+    read: Read | None  # None: every token draws one
+
+
+class Room(NamedTuple):
+    """Where a step of S sequences and N tokens lies on the device: what the host says, and what is
+    made of it."""
+
+    num_seqs: int
+    num_tokens: int
+    step: DeviceColumns
+    inputs: Inputs
+    prepare: Callable[[], None]  # makes the inputs
+
+
+class Staged(NamedTuple):
+    """A step that was sent to the device."""
+
+    rows: PlanRows
+    tokens: Tokens
+    room: Room
+    draws: Draws
+    picked: Picked | None  # None: rows have one token each, as many as a graph holds
+    changes: Changes | None
+
+    @property
+    def step(self) -> DeviceColumns:
+        return self.room.step
+
+
+class Batches:
+    """Sends steps to the device and builds their inputs there, at addresses that never change."""
+
+    def __init__(self, platform: Platform, slots: Slots, live: LiveSeqs, staging: Staging) -> None:
+        self._slots = slots
+        self._live = live
+        self._staging = staging
+        num_seqs, num_tokens = len(staging.device.slots), len(staging.device.host_ids)
+        self.max_num_tokens = num_tokens  # of a step
+        self._inputs = Inputs(
+            input_ids=platform.zeros((num_tokens,), torch.int32),
+            positions=platform.zeros((num_tokens,), torch.int64),
+            cache_slots=platform.zeros((num_tokens,), torch.int64),
+            seq_lens=platform.zeros((num_seqs,), torch.int32),
+            block_tables=platform.zeros((num_seqs, slots.state.block_tables.shape[1]), torch.int32),
+        )
+        self._rooms: dict[tuple[int, int], Room] = {}
+
+    def stage(
+        self,
+        rows: PlanRows,
+        plan: StepPlan | None = None,
+        specs: Sequence[SamplingSpec] = (),
+        *,
+        padded: int = 0,
+    ) -> Staged:
+        """Send these rows, and with a plan all that it changes: one copy.
+
+        ``specs``: of the plan's new sequences. padded: these rows have one token each, and are made
+        up to so many with padding.
+        """
+        tokens = locate(rows)
+        num_tokens = max(len(tokens.slots), padded)
+        host = self._staging.open(num_tokens)
+        self._fill(host, rows, tokens, padded)
+        if padded:
+            draws, picked = _padded_draws(host, rows, padded), None
+        else:
+            draws, starts, read = draws_of(rows, tokens)
+            host.draw_starts[: len(starts)] = starts
+            picked = self._pick(draws, read)
+        changes = None if plan is None else stage_changes(plan, specs, self._staging)
+        self._staging.send()
+        room = self._room(max(len(rows.counts), padded), num_tokens)
+        return Staged(rows, tokens, room, draws, picked, changes)
+
+    def build(self, room: Room, extent: Extent) -> ForwardBatch:
+        """The forward pass of a step; every hidden state is wanted."""
+        room.prepare()
+        inputs = room.inputs
+        meta = AttentionMeta(
+            query_start=room.step.query_start,
+            seq_lens=inputs.seq_lens,
+            block_tables=inputs.block_tables,
+            positions=inputs.positions,
+            slots=inputs.cache_slots,
+            block_size=self._slots.block_size,
+            num_decodes=extent.num_decodes,
+            max_query_len=extent.max_query_len,
+            max_seq_len=extent.max_seq_len,
+        )
+        return ForwardBatch(inputs.input_ids, inputs.positions, meta)
+
+    def build_picked(self, staged: Staged, read: Read | None) -> ForwardBatch:
+        """The forward pass of a staged step, of the hidden states that are read."""
+        rows, room = staged.rows, staged.room
+        num_decodes, longest = room.num_seqs, 1
+        if room.num_tokens > room.num_seqs:
+            num_decodes, longest = int((rows.counts != 1).argmax()), int(rows.counts.max())
+        extent = Extent(num_decodes, longest, int((rows.starts + rows.counts).max()))
+        batch = self.build(room, extent)
+        if read is not None:
+            batch.wanted = wanted_rows(batch.attn, read.tokens, read.seqs, read.seq_lens)
+        return batch
+
+    def seq_lens(self, num_seqs: int) -> torch.Tensor:
+        """Where the next token of each sequence will stand, as `build` has worked it out."""
+        return self._inputs.seq_lens[:num_seqs]
+
+    def _room(self, num_seqs: int, num_tokens: int) -> Room:
+        """Made once for each size: while the same requests decode, steps have the same."""
+        room = self._rooms.get((num_seqs, num_tokens))
+        if room is None:
+            if len(self._rooms) >= MAX_ROOMS:
+                self._rooms.clear()
+            ends = (num_tokens, num_tokens, num_tokens, num_seqs, num_seqs)
+            columns = zip(self._inputs, ends, strict=True)
+            inputs = Inputs(*(column[:end] for column, end in columns))
+            step = self._staging.device.of(num_seqs, num_tokens)
+            told = (step.slots, step.query_start, step.host_ids)
+            prepare = on_slots.preparation(self._slots.state, *told, inputs, self._slots.block_size)
+            room = Room(num_seqs, num_tokens, step, inputs, prepare)
+            self._rooms[num_seqs, num_tokens] = room
+        return room
+
+    def _fill(self, host: HostColumns, rows: PlanRows, tokens: Tokens, padded: int) -> None:
+        """Fill the fixed columns of the buffer, less those of the draw."""
+        num = len(rows.counts)
+        host.slots[:num] = rows.slots
+        self._fill_ids(host.host_ids[: len(tokens.slots)], rows, tokens)
+        host.query_start[: num + 1] = tokens.query_start
+        if padded:
+            host.slots[num:padded] = -1
+            host.host_ids[num:padded] = UNKNOWN
+            host.query_start[num : padded + 1] = np.arange(num, padded + 1)
+            host.draw_slots[:num] = np.where(rows.samples, rows.slots, -1)
+            host.draw_slots[num:padded] = -1
+            host.draw_starts[: padded + 1] = np.arange(padded + 1)
+
+    def _fill_ids(self, ids: Column, rows: PlanRows, tokens: Tokens) -> None:
+        """The ids of tokens that the scheduler sent; the others only the device knows."""
+        slots, positions = tokens.slots, tokens.positions
+        is_sent = positions < self._live.num_sent[slots]
+        if is_sent.any():
+            ids[:] = np.where(is_sent, self._live.tokens[slots, positions], UNKNOWN)
+        else:
+            ids[:] = UNKNOWN
+        if rows.drafts is not None:
+            places = draft_tokens(rows.drafts, tokens.query_start)
+            ids[places] = rows.drafts.tokens.clip(min=0)  # PADDING is computed as any token
+
+    def _pick(self, draws: Draws, read: ReadColumns | None) -> Picked:
+        add = self._staging.add
+        return Picked(
+            slots=add(draws.slots),
+            positions=add(draws.positions),
+            drafts=None if draws.drafts is None else add(draws.drafts.judged),
+            read=None if read is None else Read(*(add(column) for column in read)),
+        )
+
+
+def locate(rows: PlanRows) -> Tokens:
+    """Flatten the rows to tokens."""
+    counts = rows.counts
+    if int(counts.sum()) == len(counts):  # one token each
+        query_start = _ascending(len(counts) + 1)
+        return Tokens(rows.slots.astype(np.intp), rows.starts.astype(np.int64), query_start)
+    query_start = np.zeros(len(counts) + 1, dtype=np.int32)
+    np.cumsum(counts, out=query_start[1:])
+    slots = np.repeat(rows.slots, counts).astype(np.intp)
+    offsets = np.arange(query_start[-1]) - np.repeat(query_start[:-1], counts)
+    return Tokens(slots, np.repeat(rows.starts, counts) + offsets, query_start)
+
+
+def draft_tokens(drafts: DraftPart, query_start: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Which tokens of a step are drafts: the last of each row that has some."""
+    counts = drafts.counts
+    starts = np.cumsum(counts) - counts
+    within = np.arange(int(counts.sum())) - np.repeat(starts, counts)
+    places: NDArray[np.int64] = np.repeat(query_start[1:] - counts, counts) + within
+    return places
+
+
+def draws_of(rows: PlanRows, tokens: Tokens) -> tuple[Draws, Column, ReadColumns | None]:
+    """The draws of a step, where those of each row start [S + 1], and the tokens that are read for
+    them; ``None``: each token is.
+
+    A row draws behind its last known token and behind each of its drafts.
+    """
+    num_seqs, ends, lengths = len(rows.counts), tokens.query_start[1:], rows.starts + rows.counts
+    num_drawing = int(np.count_nonzero(rows.samples))
+    if num_drawing == len(tokens.slots):  # one token each, and all draw
+        return Draws(_ascending(num_seqs), rows.slots, lengths), tokens.query_start, None
+    num_drafts = None if rows.drafts is None else rows.drafts.counts
+    each = rows.samples if num_drafts is None else rows.samples * (1 + num_drafts)
+    starts = np.zeros(num_seqs + 1, dtype=np.int32)
+    np.cumsum(each, out=starts[1:])
+    if not num_drawing:  # the last layer must have something to compute
+        last = np.array([num_seqs - 1])
+        read = (ends[-1:].astype(np.int64) - 1, last, lengths[-1:])
+        return Draws(EMPTY, EMPTY, EMPTY), starts, read
+    seqs = np.repeat(_ascending(num_seqs), each)
+    ends, lengths, draft_rows = ends[seqs], lengths[seqs], None
+    if rows.drafts is not None:
+        behind = (rows.drafts.counts[seqs] + 1) - (_ascending(len(seqs)) - starts[seqs])  # k + 1..1
+        ends, lengths = ends - behind + 1, (lengths - behind + 1).astype(np.int32)
+        draft_rows = _draft_rows(rows.drafts, rows.samples, starts, seqs)
+    draws = Draws(seqs, rows.slots[seqs], lengths, draft_rows)
+    if len(seqs) == len(tokens.slots):
+        return draws, starts, None
+    return draws, starts, (ends.astype(np.int64) - 1, seqs.astype(np.int64), lengths)
+
+
+def _ascending(count: int) -> Column:
+    """0, 1, ..., only to be read."""
+    return ASCENDING[:count] if count <= len(ASCENDING) else np.arange(count, dtype=np.int32)
+
+
+def _draft_rows(
+    drafts: DraftPart, samples: Column, starts: Column, seqs: NDArray[np.integer]
+) -> DraftRows:
+    most = int(drafts.counts.max(initial=0))
+    table = np.full((len(samples), most), PADDING, dtype=np.int32)
+    for row, own in enumerate(drafts.by_row()):
+        table[row, : len(own)] = own
+    index = np.arange(len(seqs)) - starts[seqs]  # of the row among those of its sequence
+    judged = np.full(len(seqs), PADDING, dtype=np.int32)
+    has_draft = index < drafts.counts[seqs]
+    judged[has_draft] = table[seqs[has_draft], index[has_draft]]
+    before = np.where(np.arange(most) < index[:, None], table[seqs], PADDING).astype(np.int32)
+    return DraftRows(judged, before)
+
+
+def _padded_draws(host: HostColumns, rows: PlanRows, padded: int) -> Draws:
+    """A row of logits for every row, padding included."""
+    positions = np.zeros(padded, dtype=np.int32)
+    positions[: len(rows.counts)] = rows.starts + rows.counts
+    slots = host.draw_slots[:padded].copy()
+    return Draws(_ascending(padded), slots, positions, is_padded=True)

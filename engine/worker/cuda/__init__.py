@@ -1,1 +1,0 @@
-"""One CUDA device: requests lie in its slots, and the host says only what changes."""

@@ -1,0 +1,93 @@
+"""The device as the worker sees it: memory, the order of its work, the way home, graphs.
+
+`cpu` is the processor, which computes when it is asked and shares its memory with the host. `cuda`
+is a GPU: work is queued, and the host hears of it later. `host` is the CPU in a GPU's place, where
+the same code runs with interpreted kernels or compiled loops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.config.gpu_memory import MemoryUse
+
+Work = Callable[[], None]
+
+
+class Mark(Protocol):
+    """A place in the order of the device's work."""
+
+    def record(self) -> None:
+        """Move the mark behind all that was asked for so far."""
+        ...
+
+    def synchronize(self) -> None:
+        """Sleep until the device is there."""
+        ...
+
+    def elapsed_time(self, later: Any, /) -> float:
+        """Milliseconds of the device from here to a later mark; both have been reached."""
+        ...
+
+
+class Graph(Protocol):
+    """Work that is recorded once. It reads and writes the same memory whenever it is replayed."""
+
+    def capture(self, work: Work) -> None: ...
+
+    def replay(self) -> None: ...
+
+
+class Fetched(NamedTuple):
+    """Tensors on their way to the host; they may be read once the mark is reached."""
+
+    tensors: list[torch.Tensor]
+    done: Mark
+
+
+class Platform(Protocol):
+    """What the worker asks of a device. Work is done in the order in which it is asked for."""
+
+    device: torch.device
+    compiles: bool
+    """Whether a kernel costs seconds when it is first launched in a new shape."""
+    shares_memory: bool
+    """Whether host and device are one: nothing need be copied, and what is asked for is done at
+    once."""
+
+    def mark(self) -> Mark:
+        """A new mark behind all that was asked for so far."""
+        ...
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Zeroed memory on the device; none is taken before it is written, where that can be."""
+        ...
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        """Host memory [num_bytes] uint8 that the device copies from by itself."""
+        ...
+
+    def upload(self, values: NDArray[np.generic]) -> torch.Tensor:
+        """A copy on the device, for the work that is asked for next. The values may change."""
+        ...
+
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> Fetched:
+        """Copy home what these hold now, beside the work that is asked for next."""
+        ...
+
+    def graph(self) -> Graph:
+        """A new graph; all of a platform share one pool of memory."""
+        ...
+
+    def free_and_total(self) -> tuple[int, int]:
+        """Bytes of memory."""
+        ...
+
+    def measure(self, work: Work) -> MemoryUse:
+        """Do this work and say what memory it took beside what was there before."""
+        ...

@@ -1,0 +1,89 @@
+"""The CPU: as the device that computes, and in the place of one that is not here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.config.gpu_memory import MemoryUse
+from engine.worker.memory import free_host_bytes, lazy_zeros
+from engine.worker.platform import Fetched, Graph, Mark, Work
+
+
+class HostMark:
+    """The CPU is always there already."""
+
+    def __init__(self) -> None:
+        self.record()
+
+    def record(self) -> None:
+        self.seconds = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, later: HostMark, /) -> float:
+        return (later.seconds - self.seconds) * 1e3
+
+
+class RerunGraph:
+    """Where nothing can be recorded: the same work, done again."""
+
+    def __init__(self) -> None:
+        self._work: Work | None = None
+
+    def capture(self, work: Work) -> None:
+        work()
+        self._work = work
+
+    def replay(self) -> None:
+        assert self._work is not None, "replayed before it was captured"
+        self._work()
+
+
+class HostPlatform:
+    """The CPU in a device's place: it copies like one, and has done what it was asked for."""
+
+    compiles = False
+    shares_memory = False
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+
+    def mark(self) -> Mark:
+        return HostMark()
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return lazy_zeros(shape, dtype)
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def upload(self, values: NDArray[np.generic]) -> torch.Tensor:
+        return torch.from_numpy(values.copy())
+
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> Fetched:
+        return Fetched([tensor.clone() for tensor in tensors], self.mark())
+
+    def graph(self) -> Graph:
+        return RerunGraph()
+
+    def free_and_total(self) -> tuple[int, int]:
+        return (free_host_bytes(),) * 2
+
+    def measure(self, work: Work) -> MemoryUse:
+        work()
+        return MemoryUse(total=free_host_bytes(), loaded=0, activations=0, others=0)
+
+
+class CpuPlatform(HostPlatform):
+    """The CPU for itself."""
+
+    shares_memory = True
+
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> Fetched:
+        return Fetched(list(tensors), self.mark())  # no later step writes over them

@@ -1,0 +1,114 @@
+"""Steps in flight, and what they bring once the device is there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+
+from engine.messages.outputs import TokenLogprobs
+from engine.messages.step import EMPTY, Column, StepPlan, StepResult
+from engine.sample.logprobs import Scored
+from engine.sample.sampler import Draws, why_none_left, why_unsound
+from engine.worker.platform import Fetched, Mark
+
+PromptLogprobs = Mapping[int, list[TokenLogprobs]]  # by row of the step they came with
+NO_SCORES: PromptLogprobs = MappingProxyType({})
+
+
+class Failed(NamedTuple):
+    """A row of the plan whose step raised, alone."""
+
+    first: int
+    message: str
+    prompt_logprobs: PromptLogprobs = NO_SCORES
+
+
+class Homebound(NamedTuple):
+    """Rows whose tokens are on their way to the host, counted from one of the plan's."""
+
+    first: int
+    draws: Draws
+    errors: dict[int, str]  # by row of the draws
+    edited: list[int]  # rows of the draws
+    scored: list[list[int]]  # rows of the draws, of each group of log-probabilities
+    fetched: Fetched  # tokens; were the edited ones sound, if any; three columns for each group
+    prompt_logprobs: PromptLogprobs = NO_SCORES
+
+
+@dataclass(slots=True)
+class Pending:
+    """A launched step. ``parts`` are rows in order: one part, or more if some rows failed."""
+
+    plan: StepPlan
+    began: Mark
+    ended: Mark
+    parts: list[Homebound | Failed] = field(default_factory=list)
+
+
+def collect(pending: Pending) -> StepResult:
+    """Wait for a step and read what it brought."""
+    plan = pending.plan
+    result = StepResult(plan.step, EMPTY, EMPTY, {}, {}, {})
+    found = [_read(part, result) for part in pending.parts]
+    pending.ended.synchronize()
+    result.seconds = pending.began.elapsed_time(pending.ended) / 1e3
+    if len(found) == 1:
+        rows, tokens = found[0]
+    else:
+        rows = np.concatenate([EMPTY, *(part[0] for part in found)])
+        tokens = np.concatenate([EMPTY, *(part[1] for part in found)])
+    if result.errors:
+        is_good = np.isin(rows, list(result.errors), invert=True)
+        rows, tokens = rows[is_good], tokens[is_good]
+    result.token_ids = tokens
+    is_one_each = len(tokens) == len(plan.rows) and plan.drafts is None
+    result.counts = (
+        plan.samples.copy()
+        if is_one_each
+        else np.bincount(rows, minlength=len(plan.rows)).astype(np.int32)
+    )
+    return result
+
+
+def _read(part: Homebound | Failed, result: StepResult) -> tuple[Column, Column]:
+    """Enter what a part brought. Returns the row of the plan of each token that stands, and it."""
+    if isinstance(part, Failed):
+        result.errors[part.first] = part.message
+        return EMPTY, EMPTY
+    part.fetched.done.synchronize()
+    draws, columns = part.draws, iter(part.fetched.tensors)
+    rows = draws.rows + np.int32(part.first) if part.first else draws.rows
+    drawn = next(columns).numpy()
+    sound = next(columns).tolist() if part.edited else []
+    stands = drawn >= 0
+    is_whole = bool(stands.all())
+    if draws.is_padded:
+        stands &= draws.slots >= 0
+    if not is_whole or part.errors:
+        for row, message in _failures(part, drawn, sound).items():
+            result.errors.setdefault(int(rows[row]), message)
+    for scored in part.scored:
+        entries = Scored(*(next(columns) for _ in range(3))).entries()
+        for row, entry in zip(scored, entries, strict=True):
+            if stands[row] and int(rows[row]) not in result.errors:
+                result.logprobs.setdefault(int(rows[row]), []).append(entry)
+    for row, scores in part.prompt_logprobs.items():
+        result.prompt_logprobs[row + part.first] = scores
+    if is_whole and not draws.is_padded:
+        return rows, drawn
+    return rows[stands], drawn[stands]
+
+
+def _failures(part: Homebound, drawn: Column, sound: list[bool]) -> dict[int, str]:
+    """Why rows of the draws have no token. ``sound``: were the edited ones."""
+    failed = dict(part.errors)
+    was_sound = dict(zip(part.edited, sound, strict=True))
+    for row in np.flatnonzero((drawn == -1) & (part.draws.slots >= 0)).tolist():
+        position = int(part.draws.positions[row])
+        why = why_none_left if was_sound.get(row, False) else why_unsound
+        failed.setdefault(row, why(position))
+    return failed

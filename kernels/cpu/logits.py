@@ -1,0 +1,203 @@
+"""What is done to logits on the CPU. Signatures and meaning: `kernels.reference.logits`.
+
+Only rows that ask for something are looked at, and of a vocabulary only what was said: tokens of
+a penalised row lie in few of its blocks. Logits are contiguous float32.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import njit
+
+from kernels.reference import logits as reference
+from kernels.reference.logits import BadWords, Edits, Penalties
+
+WORD = reference.WORD
+MAX_CHUNK = 2**23  # logits looked at together: bounds the memory of what is worked out from them
+BLOCK = 64  # tokens that are skipped together if none of them was said
+
+NOTHING = np.float32(-np.inf)
+ONE = np.int32(1)
+
+
+def prepare() -> None:
+    """Compile every loop or load it from the cache: no request that is first to ask shall wait."""
+    none, one = torch.zeros(0, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    x, table = torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.int32)
+    starts = torch.zeros(2, dtype=torch.int32)
+    penalties = Penalties(table, table.clone(), torch.ones(1), torch.zeros(1), torch.zeros(1))
+    apply_bitmask(x, table, one)
+    apply_edits(x, Edits(starts, none, torch.zeros(0), none), one, one)
+    forbid_words(x, BadWords(starts, starts, none), one, one, table, one)
+    seat(penalties, 0, one, 1)
+    count_tokens(penalties, one, table, one)
+    penalise_rows(x, penalties, one)
+
+
+def apply_bitmask(logits: torch.Tensor, masks: torch.Tensor, mask_of_row: torch.Tensor) -> None:
+    _bitmask(logits.numpy(), masks.numpy(), mask_of_row.numpy())
+
+
+def apply_edits(
+    logits: torch.Tensor, edits: Edits, slots: torch.Tensor, positions: torch.Tensor
+) -> None:
+    columns = [column.numpy() for column in edits]
+    _edits(logits.numpy(), *columns, slots.numpy(), positions.numpy())
+
+
+def forbid_words(
+    logits: torch.Tensor,
+    words: BadWords,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    history: torch.Tensor,
+    num_prompt: torch.Tensor,
+) -> None:
+    bad = tuple(column.numpy() for column in words)
+    x, rows = logits.numpy(), zip(slots.tolist(), positions.tolist(), strict=True)
+    for row, (slot, position) in enumerate(rows):
+        if slot >= 0:
+            _words(x[row], bad, slot, history[slot, int(num_prompt[slot]) : position].numpy())
+
+
+def seat(state: Penalties, slot: int, token_ids: torch.Tensor, num_prompt: int) -> None:
+    _seat(
+        state.prompt_bits[slot].numpy(), state.counts[slot].numpy(), token_ids.numpy(), num_prompt
+    )
+
+
+def count_tokens(
+    state: Penalties, slots: torch.Tensor, token_ids: torch.Tensor, num_tokens: torch.Tensor
+) -> None:
+    _count(state.counts.numpy(), slots.numpy(), token_ids.numpy(), num_tokens.numpy())
+
+
+def penalise_rows(
+    logits: torch.Tensor, state: Penalties, slots: torch.Tensor, drafts: torch.Tensor | None = None
+) -> None:
+    bits, counts, *factors = (column.numpy() for column in state)
+    x, known = logits.numpy(), None if drafts is None else drafts.numpy()
+    for row, slot in enumerate(slots.tolist()):
+        if slot < 0:
+            continue
+        said = counts[slot]
+        if known is not None:  # they are said in this row alone
+            said = said.copy()
+            np.add.at(said, known[row][known[row] >= 0], 1)
+        _penalise(x[row], bits[slot], said, tuple(float(factor[slot]) for factor in factors))
+
+
+def token_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """In float32; only the logits that are asked for are normalised."""
+    num_rows, vocab_size = logits.shape
+    step = max(1, MAX_CHUNK // max(1, vocab_size))
+    parts = [
+        _logprobs(logits[start : start + step], token_ids[start : start + step])
+        for start in range(0, max(1, num_rows), step)
+    ]
+    logprobs, ranks = zip(*parts, strict=True)
+    return torch.cat(logprobs), torch.cat(ranks)
+
+
+def _logprobs(x: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    values = x.gather(1, token_ids)
+    ranks = (x > values[:, :1]).sum(dim=1) + 1
+    return values - x.logsumexp(dim=1, keepdim=True), ranks.int()
+
+
+@njit(cache=True)
+def _bitmask(x, masks, mask_of_row):
+    vocab_size = x.shape[1]
+    for row in range(len(mask_of_row)):
+        mask = mask_of_row[row]
+        if mask < 0:
+            continue
+        for word in range((vocab_size + WORD - 1) // WORD):
+            packed = masks[mask, word]
+            if packed == -1:
+                continue
+            first = word * WORD
+            for bit in range(min(WORD, vocab_size - first)):
+                if (packed >> bit) & 1 == 0:
+                    x[row, first + bit] = NOTHING
+
+
+@njit(cache=True)
+def _edits(x, starts, ids, values, until, slots, positions):
+    for row in range(len(slots)):
+        slot = slots[row]
+        if slot < 0:
+            continue
+        for n in range(starts[slot], starts[slot + 1]):
+            if positions[row] < until[n]:
+                x[row, ids[n]] += values[n]
+
+
+@njit(cache=True)
+def _words(x, words, slot, output):
+    """One row [V]; the request's output so far."""
+    starts, token_starts, token_ids = words
+    for word in range(starts[slot], starts[slot + 1]):
+        first, last = token_starts[word], token_starts[word + 1] - 1
+        behind = len(output) - (last - first)  # where the word would have begun
+        is_said = behind >= 0
+        for n in range(first, last if is_said else first):
+            is_said = is_said and output[behind + n - first] == token_ids[n]
+        if is_said:
+            x[token_ids[last]] = NOTHING
+
+
+@njit(cache=True)
+def _seat(prompt_bits, counts, token_ids, num_prompt):
+    prompt_bits[:] = 0
+    counts[:] = 0
+    for n in range(len(token_ids)):
+        token = token_ids[n]
+        if n < num_prompt:
+            prompt_bits[token // WORD] |= ONE << np.int32(token % WORD)
+        else:
+            counts[token] += 1
+
+
+@njit(cache=True)
+def _count(counts, slots, token_ids, num_tokens):
+    for row in range(len(slots)):
+        for n in range(num_tokens[row] if slots[row] >= 0 else 0):
+            counts[slots[row], token_ids[row, n]] += 1
+
+
+@njit(inline="always")
+def _is_silent(said, bits):
+    any_said = np.int32(0)
+    for n in range(len(said)):
+        any_said |= said[n]
+    for n in range(len(bits)):
+        any_said |= bits[n]
+    return any_said == 0
+
+
+@njit(inline="always")
+def _lowered(logit, count, factors):
+    repetition, presence, frequency = factors
+    value = np.float64(logit)
+    value = value / repetition if value > 0 else value * repetition
+    if count > 0:
+        value -= presence + frequency * count
+    return np.float32(value)
+
+
+@njit(cache=True)
+def _penalise(x, prompt_bits, said, factors):
+    """One row [V]; how often each token was put out [V]."""
+    for first in range(0, len(x), BLOCK):
+        end = min(first + BLOCK, len(x))
+        bits = prompt_bits[first // WORD : (end + WORD - 1) // WORD]
+        if _is_silent(said[first:end], bits):
+            continue
+        for token in range(first, end):
+            in_prompt = (bits[(token - first) // WORD] >> (token % WORD)) & 1
+            if in_prompt or said[token]:
+                x[token] = _lowered(x[token], said[token], factors)

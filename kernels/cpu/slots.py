@@ -1,0 +1,162 @@
+"""What lies by slot, where the device is the CPU. For signatures see `kernels.reference.index`.
+
+Compiled loops over the sequences of a step; one thread is quicker than waking a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from numba import njit
+
+from kernels.cpu.native import Kernel, i32, i64
+from kernels.reference.index import REJECTED, UNKNOWN, Drawn, Inputs, SlotState
+
+
+def preparation(
+    state: SlotState,
+    slots: torch.Tensor,
+    query_start: torch.Tensor,
+    host_ids: torch.Tensor,
+    inputs: Inputs,
+    block_size: int,
+) -> Callable[[], None]:
+    tensors = (slots, query_start, host_ids, *state, *inputs)
+    arguments = (
+        *(tensor.data_ptr() for tensor in tensors),
+        slots.shape[0],
+        inputs.input_ids.shape[0],
+        state.drafts.shape[1],
+        state.block_tables.stride(0),
+        inputs.block_tables.stride(0),
+        block_size,
+    )
+
+    # A pointer keeps nothing alive: the tensors are held beside those that point at them.
+    def prepare(tensors: tuple[torch.Tensor, ...] = tensors) -> None:
+        PREPARE.run(1, *arguments)
+
+    return prepare
+
+
+def grow_block_tables(
+    block_tables: torch.Tensor, slots: torch.Tensor, places: torch.Tensor, blocks: torch.Tensor
+) -> None:
+    tensors = (block_tables, slots, places, blocks)
+    GROW.run(1, *(tensor.data_ptr() for tensor in tensors), slots.shape[0], block_tables.stride(0))
+
+
+def remember(
+    history: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor
+) -> None:
+    history.numpy()[slots.numpy(), positions.numpy()] = tokens.numpy()
+
+
+def advance(
+    state: SlotState,
+    history: torch.Tensor,
+    slots: torch.Tensor,
+    query_start: torch.Tensor,
+    drawn: Drawn,
+) -> None:
+    tensors = (slots, query_start, drawn.starts, drawn.slots, drawn.tokens)
+    ADVANCE.run(
+        1,
+        *(tensor.data_ptr() for tensor in tensors),
+        0 if drawn.drafts is None else drawn.drafts.data_ptr(),
+        state.num_computed.data_ptr(),
+        state.last_tokens.data_ptr(),
+        history.data_ptr(),
+        slots.shape[0],
+        history.stride(0),
+    )
+
+
+@njit(inline="always")
+def _nobody(input_ids, positions, cache_slots, first, end):
+    """Tokens [first, end) are padding."""
+    for n in range(first, end):
+        input_ids[n] = positions[n] = 0
+        cache_slots[n] = -1
+    return end
+
+
+def _prepare_body(row):
+    p = i64(row, (19,))
+    num_seqs, num_tokens, width = p[13], p[14], p[15]
+    stride_table, stride_seq_table, size = p[16], p[17], p[18]
+    slots, starts = i32(p[1], (num_seqs,)), i32(p[2], (num_seqs + 1,))
+    host_ids = i32(p[3], (num_tokens,))
+    input_ids, positions = i32(p[8], (num_tokens,)), i64(p[9], (num_tokens,))
+    cache_slots, seq_lens = i64(p[10], (num_tokens,)), i32(p[11], (num_seqs,))
+    first = 0
+    for s in range(num_seqs):
+        slot, end = slots[s], starts[s + 1]
+        if slot < 0:
+            seq_lens[s] = 0
+            first = _nobody(input_ids, positions, cache_slots, first, end)
+            continue
+        context = i32(p[4] + 4 * slot, (1,))[0]
+        last = i32(p[5] + 4 * slot, (1,))[0]
+        drafts = i32(p[6] + 4 * slot * width, (width,))
+        length = context + end - first
+        used = (length + size - 1) // size
+        table = i32(p[7] + 4 * slot * stride_table, (used,))
+        seq_table = i32(p[12] + 4 * s * stride_seq_table, (used,))
+        for place in range(used):
+            seq_table[place] = table[place]
+        for n in range(first, end):
+            token, known = n - first, host_ids[n]
+            if known == UNKNOWN:
+                known = last if token == 0 else drafts[min(token, width) - 1]
+            place = context + token
+            input_ids[n] = known
+            positions[n] = place
+            cache_slots[n] = table[place // size] * size + place % size
+        seq_lens[s] = length
+        first = end
+    _nobody(input_ids, positions, cache_slots, first, num_tokens)
+
+
+def _advance_body(row):
+    p = i64(row, (12,))
+    num_seqs, stride = p[10], p[11]
+    slots, bounds = i32(p[1], (num_seqs,)), i32(p[2], (num_seqs + 1,))
+    starts = i32(p[3], (num_seqs + 1,))
+    num_rows = starts[num_seqs]
+    row_slots, tokens = i32(p[4], (num_rows,)), i32(p[5], (num_rows,))
+    drafts = i32(p[6], (num_rows if p[6] else 0,))
+    for s in range(num_seqs):
+        slot = slots[s]
+        if slot < 0:
+            continue
+        num_computed = i32(p[7] + 4 * slot, (1,))
+        last = i32(p[8] + 4 * slot, (1,))
+        upto = num_computed[0] + bounds[s + 1] - bounds[s]
+        first, end = starts[s], starts[s + 1]
+        if end > first and row_slots[first] >= 0:
+            said = i32(p[9] + 4 * (slot * stride + upto - (end - first) + 1), (end - first,))
+            num_kept, stands = 0, True
+            while stands:
+                token = tokens[first + num_kept]
+                last[0] = said[num_kept] = max(token, 0)
+                is_right = token >= 0 and drafts.shape[0] > 0 and token == drafts[first + num_kept]
+                num_kept += 1
+                stands = is_right and first + num_kept < end
+            for n in range(first + num_kept, end):
+                tokens[n] = REJECTED
+            upto -= end - first - num_kept
+        num_computed[0] = upto
+
+
+def _grow_body(row):
+    p = i64(row, (7,))
+    num, stride = p[5], p[6]
+    slots, places, blocks = i32(p[2], (num,)), i32(p[3], (num,)), i32(p[4], (num,))
+    for n in range(num):
+        if slots[n] >= 0:
+            i32(p[1] + 4 * (slots[n] * stride + places[n]), (1,))[0] = blocks[n]
+
+
+PREPARE, ADVANCE, GROW = Kernel(_prepare_body), Kernel(_advance_body), Kernel(_grow_body)

@@ -1,0 +1,83 @@
+"""A model that says the sum of all tokens, and the worker's step around it on any platform."""
+
+from __future__ import annotations
+
+import torch
+from simulate import Run, make_scheduler
+
+from engine.config.cache import CacheConfig
+from engine.config.engine import EngineConfig
+from engine.config.model import ModelConfig
+from engine.kv.layout import KVSpec
+from engine.layers.batch import Hidden
+from engine.worker.driver import Driver
+from engine.worker.platform.host import CpuPlatform, HostPlatform
+from engine.worker.runner import Runner
+from engine.worker.worker import make_machine
+
+VOCAB, BLOCK, LONGEST = 50, 4, 64
+POISON, NAN = 40, 41
+CPU, EAGER, GRAPHS, FEW = None, (), (1, 2, 4, 16), (3,)
+"""Of recorded steps, their sizes; or the CPU for itself."""
+
+
+class SumModel:
+    """Says the sum of all tokens so far, modulo 40; chokes on POISON and answers NAN with NaN.
+
+    The KV cache holds each token itself, so the sum comes through the block table.
+    """
+
+    kv_spec = KVSpec(num_layers=1, num_kv_heads=1, head_dim=1, windows=(0,))
+    vocab_size = VOCAB
+    dtype = torch.float32
+    can_be_recorded = True
+    lowest_id = 0
+    calls = 0
+
+    def forward(self, batch, kv):
+        self.calls += 1
+        self.lowest_id = min(self.lowest_id, int(batch.input_ids.min()))
+        if (batch.input_ids == POISON).any():
+            raise RuntimeError("bad token 40")
+        meta = batch.attn
+        keys = kv[0][:, 0, 0, :, 0]
+        real = meta.slots >= 0
+        places = meta.slots[real]
+        keys[places // BLOCK, places % BLOCK] = batch.input_ids[real].float()
+        hidden = torch.zeros(len(batch.input_ids), 1)
+        for s in range(len(meta.seq_lens)):
+            first, last = int(meta.query_start[s]), int(meta.query_start[s + 1])
+            length = int(meta.seq_lens[s])
+            used = meta.block_tables[s, : -(-length // BLOCK)].long()
+            sums = keys[used].reshape(-1)[:length].cumsum(0)[length - (last - first) :]
+            hidden[first : first + len(sums), 0] = sums
+            hidden[first:last][batch.input_ids[first:last] == NAN] = torch.nan
+        return Hidden(hidden if batch.wanted is None else hidden[batch.wanted.rows])
+
+    def logits(self, hidden, out=None):
+        logits = torch.zeros(len(hidden), VOCAB) if out is None else out.zero_()
+        for row, total in enumerate(hidden[:, 0]):
+            logits[row, int(total.nan_to_num()) % 40] = 5.0
+            logits[row] += total * 0
+        return logits
+
+
+def make_run(
+    depth: int = 1, sizes=CPU, num_blocks: int = 64, model=None, features=(), **options
+) -> Run:
+    """Scheduler and worker around a model; ``sizes`` of recorded steps, or the CPU for itself."""
+    num_drafts = options.pop("num_drafts", 0)
+    options = {"max_model_len": LONGEST, "num_steps_in_flight": depth, **options}
+    scheduler = make_scheduler(num_blocks=num_blocks, block_size=BLOCK, **options)
+    config = EngineConfig(
+        model=ModelConfig(model="m"),
+        scheduler=scheduler.config,
+        cache=CacheConfig(block_size=BLOCK),
+    )
+    platform = CpuPlatform() if sizes is CPU else HostPlatform()
+    machine = make_machine(model or SumModel(), platform, config, features)
+    machine.kv.append(torch.full((num_blocks, 2, 1, BLOCK, 1), torch.nan))
+    machine.kv[0][0] = 0  # the null block takes what nobody reads
+    runner = Runner(machine, LONGEST)
+    runner.capture([size for size in sizes or () if size <= scheduler.config.max_num_seqs])
+    return Run(scheduler, Driver(runner), depth, num_drafts=num_drafts)

@@ -1,0 +1,346 @@
+"""Parts of a plan: who writes one meets who computes it, before the start or on arrival."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from data_plane import EvenTokens, answer, guess, make_feature_run
+from simulate import expected, make_request, make_run, make_scheduler
+
+from engine import EngineArgs
+from engine.assets import BOX_MODEL
+from engine.config.decide import Decided
+from engine.core.build import build_core, parts_of
+from engine.core.client import InprocClient
+from engine.core.engine_core import EngineCore
+from engine.errors import ConfigError, RequestError, WireError
+from engine.ipc import plans
+from engine.lora.slots import AdapterSlots
+from engine.messages.outputs import TokenLogprobs
+from engine.messages.params import SamplingParams
+from engine.messages.requests import AddRequest, MediaItem
+from engine.messages.step import (
+    PARTS,
+    AdapterPart,
+    DraftPart,
+    KVReport,
+    MaskPart,
+    Masks,
+    MediaPart,
+    NewSeq,
+    Received,
+    StepPlan,
+    StepResult,
+    check_parts,
+)
+from engine.sched.resource import Resource
+from engine.sched.verify.fake import CountingWorker, DigestWorker
+from engine.spec.drafts import Drafts
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "plans.txt"
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+def full_plan() -> StepPlan:
+    """One of every field."""
+    new = NewSeq("r", 1, [5, 6], 2, SamplingParams(temperature=0.5, stop=["x"]), 7, [2], [[3, 4]])
+    return StepPlan(
+        step=3,
+        rows=np.array([2, 9], dtype=np.intp),
+        slots=ints(0, 1),
+        generations=ints(1, 4),
+        starts=ints(40, 0),
+        counts=ints(3, 2),
+        samples=ints(1, 1),
+        new=[new],
+        block_slots=ints(1),
+        block_indices=ints(0),
+        block_ids=ints(77),
+        freed_slots=[5],
+        num_tokens=5,
+        drafts=DraftPart(ints(2, 0), ints(11, -1)),
+        masks=MaskPart(ints(1)),
+        adapters=AdapterPart({0: "A"}, {1: 0}),
+        media=MediaPart(["old"], {1: [MediaItem(0, 1, "m")]}, [(1, 0)]),
+        kv_transfer=b"\x00orders",
+        block_groups=ints(1),
+    )
+
+
+def full_result() -> StepResult:
+    scores = [TokenLogprobs([4, 5], [-0.5, -1.5], 2)]
+    return StepResult(
+        step=3,
+        token_ids=ints(11, 12),
+        counts=ints(2, 0),
+        errors={1: "no"},
+        logprobs={0: scores},
+        prompt_logprobs={1: scores},
+        seconds=0.25,
+        drafts=DraftPart(ints(1, 0), ints(13)),
+        kv_transfer=KVReport([Received("r", 16, "lost")], ["s"]),
+    )
+
+
+MESSAGES = {
+    "plan": full_plan(),
+    "result": full_result(),
+    "masks": Masks(ints(-1, 7, 0, 1), 2),
+}
+
+
+# -- bytes
+
+
+def test_plans_are_the_recorded_bytes() -> None:
+    """Appending fields changes them, and is allowed: METRONOME_UPDATE_GOLDEN=1 records them."""
+    frames = {name: plans.encode(message) for name, message in MESSAGES.items()}
+    if os.environ.get("METRONOME_UPDATE_GOLDEN"):
+        GOLDEN.write_text("".join(f"{name}: {frame.hex(' ')}\n" for name, frame in frames.items()))
+    lines = (line.split(": ") for line in GOLDEN.read_text().splitlines())
+    assert frames == {name: bytes.fromhex(text) for name, text in lines}
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_what_travels_arrives_as_it_was(name: str) -> None:
+    message = MESSAGES[name]
+    back = plans.decode(plans.encode(message), type(message))
+    assert plans.encode(back) == plans.encode(message)
+    assert repr(back) == repr(message)
+    column = back.rows if name == "plan" else back.words if name == "masks" else back.counts
+    column += 1  # whoever reads it may write to it
+
+
+@pytest.mark.parametrize(
+    ("data", "kind"),
+    [
+        (b"", StepPlan),
+        (b"\xc1", StepResult),
+        (plans.encode(MESSAGES["masks"]), StepPlan),
+        (msgspec.msgpack.encode([b"\x01\x02\x03", 1]), Masks),
+        (msgspec.msgpack.encode([[1, 2], 1]), Masks),
+        (msgspec.msgpack.encode([msgspec.msgpack.Ext(1, b""), 1]), Masks),
+    ],
+)
+def test_what_is_no_plan_is_a_wire_error(data: bytes, kind: type) -> None:
+    with pytest.raises(WireError, match=f"not a {kind.__name__}"):
+        plans.decode(data, kind)
+
+
+def test_a_value_that_cannot_travel_is_named() -> None:
+    with pytest.raises(TypeError, match="object"):
+        plans.encode(msgspec.structs.replace(full_result(), errors={0: object()}))
+
+
+# -- before the start
+
+
+@pytest.mark.parametrize("resource", [AdapterSlots(2)])
+def test_a_resource_whose_part_the_worker_cannot_compute_is_refused_at_the_start(resource) -> None:
+    """It was taken, and its part of the plan ignored: wrong tokens without a word."""
+    with pytest.raises(ConfigError, match=r"AdapterSlots needs a worker .*'adapters'.*leave"):
+        build_core(EngineArgs(model=str(BOX_MODEL), resources=[resource]).create_config())
+
+
+def test_a_part_that_is_none_is_named() -> None:
+    class Odd(Resource):
+        needs = ("colours",)
+
+    with pytest.raises(ConfigError, match=r"Odd\.needs has 'colours'.*drafts, masks"):
+        parts_of([Odd()])
+
+
+# -- on arrival
+
+
+def decided(*resources: Resource) -> Decided:
+    return Decided(
+        max_model_len=2048,
+        num_kv_blocks=64,
+        block_size=16,
+        vocab_size=1000,
+        eos_token_ids=(),
+        device="cpu",
+        scheduler=make_scheduler().config,
+        capabilities=parts_of(resources),
+    )
+
+
+def client_of(*resources: Resource) -> InprocClient:
+    scheduler = make_scheduler(resources=resources)
+    core = EngineCore(scheduler, DigestWorker(1000, 16))
+    return InprocClient(core, decided(*resources))
+
+
+ASKS = {
+    "adapter": ({"adapter": "A"}, "adapters"),
+    "grammar": ({"grammar": "even"}, "masks"),
+    "media": ({"media": [MediaItem(0, 1, "m")]}, "media"),
+    "kv_transfer_params": ({"kv_transfer_params": {"a": 1}}, "kv_transfer"),
+}
+
+
+@pytest.mark.parametrize("name", ASKS)
+def test_a_request_that_asks_for_what_is_not_served_is_refused_by_name(name: str) -> None:
+    fields, part = ASKS[name]
+    client = client_of()
+    with pytest.raises(RequestError, match=rf"{name} is .*capability '{part}'.*has none: leave"):
+        client.add(make_request("a", [1, 2], 3, **fields))
+    client.add(make_request("b", [1, 2], 3))
+
+
+def test_a_request_that_asks_for_what_is_served_is_taken() -> None:
+    client = client_of(AdapterSlots(1))
+    client.add(make_request("a", [1, 2], 3, adapter="A"))
+    with pytest.raises(RequestError, match="'masks'; this core has adapters"):
+        client.add(make_request("b", [1, 2], 3, grammar="even"))
+    client.shutdown()
+
+
+# -- in a step
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_that_nobody_computes_fails_the_step_loudly(part: str) -> None:
+    plan = full_plan()
+    for other in PARTS:
+        if other != part:
+            setattr(plan, other, None)
+    check_parts(plan, frozenset({part}))
+    with pytest.raises(RuntimeError, match=rf"step 3 has {part}.*computes"):
+        check_parts(plan, frozenset(PARTS) - {part})
+    worker = DigestWorker(8, 4)
+    worker.capabilities = frozenset(PARTS) - {part}
+    with pytest.raises(RuntimeError, match=part):
+        worker.launch(plan)
+
+
+def test_a_plan_with_something_to_tell_is_a_step() -> None:
+    plan = replace_all(full_plan(), num_tokens=0, freed_slots=[])
+    assert not plan.is_empty and plan.parts == list(PARTS)
+    for part in ("adapters", "media", "kv_transfer"):
+        setattr(plan, part, None)
+    assert plan.is_empty
+
+
+def replace_all(plan: StepPlan, **fields) -> StepPlan:
+    return msgspec.structs.replace(plan, **fields)
+
+
+# -- masks
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_tokens_are_drawn_among_those_that_their_mask_allows(depth: int) -> None:
+    """In as many steps at a time as any other, and nobody else's tokens change."""
+    run = make_feature_run(depth=depth, resources=[EvenTokens()], max_num_batched_tokens=24)
+    for index in range(6):
+        grammar = "even" if index % 2 else None
+        run.add(make_request(str(index), [index + 1] * (9 + index), 12, grammar=grammar))
+    run.drain()
+    for index in range(6):
+        tokens = run.outputs[str(index)]
+        assert len(tokens) == 12
+        if index % 2:
+            assert all(token % 2 == 0 for token in tokens)
+        else:
+            assert tokens == expected([index + 1] * (9 + index), 12)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_core_draws_a_step_when_all_before_it_are_settled(depth: int) -> None:
+    """And launches nothing behind one that waits."""
+    told: list[str] = []
+
+    class Watching(DigestWorker):
+        def launch(self, plan):
+            told.append(f"launch {plan.step}")
+            return super().launch(plan)
+
+        def sample(self, ticket, masks):
+            told.append(f"draw {ticket.step}")
+            super().sample(ticket, masks)
+
+        def collect(self, ticket):
+            told.append(f"collect {ticket.step}")
+            return super().collect(ticket)
+
+    scheduler = make_scheduler(resources=[EvenTokens()], num_steps_in_flight=depth)
+    core = EngineCore(scheduler, Watching(1000, 16), depth)
+    scheduler.add_request(make_request("a", [1, 2, 3], 4, grammar="even"))
+    scheduler.add_request(make_request("b", [4], 4))
+    while scheduler.has_unfinished_requests():
+        core.step()
+    steps = [line for line in told if line.startswith("launch")]
+    assert len(steps) >= 4
+    for index, line in enumerate(told):
+        kind, step = line.split()
+        if kind == "draw":
+            before = int(step) - 1
+            assert before == 0 or f"collect {before}" in told[:index]
+        if kind == "launch" and int(step) > 1:
+            assert f"draw {int(step) - 1}" in told[:index]
+    if depth > 1:  # the forward pass of the next step was launched before the last one settled
+        assert told.index("launch 2") < told.index("collect 1")
+
+
+def test_masks_and_drafts_together() -> None:
+    """Each draft is judged by a mask of its own."""
+    run = make_feature_run(
+        resources=[EvenTokens(), Drafts(3)],
+        propose=lambda tokens: guess(tokens, 3, 3),
+        num_drafts=3,
+    )
+    run.add(make_request("a", [7] * 20, 16, grammar="even"))
+    run.add(request := make_request("b", [8] * 20, 16))
+    run.drain()
+    assert all(token % 2 == 0 for token in run.outputs["a"])
+    assert run.outputs["b"] == answer(request)
+
+
+def test_a_resource_that_fails_to_give_masks_is_named() -> None:
+    class Broken(EvenTokens):
+        def masks(self, plan):
+            raise LookupError("no masks today")
+
+    run = make_run(resources=[Broken()])
+    run.add(make_request("a", [1], 2, grammar="even"))
+    assert run.launch()
+    assert run.scheduler.masks(run.flight[0][0]) is None
+    assert "no masks today" in str(run.scheduler.guard.faults.messages)
+
+
+# -- a seat
+
+
+def test_a_resource_is_told_who_takes_a_seat_before_it_takes_tokens() -> None:
+    class Seats(Resource):
+        def __init__(self) -> None:
+            self.told: list[str] = []
+
+        def seated(self, req, step):
+            assert req.slot >= 0
+            self.told.append(f"seated {req.request_id}")
+
+        def take(self, req, num_tokens, step):
+            self.told.append(f"take {req.request_id}")
+
+    seats = Seats()
+    run = make_run(resources=[seats], max_num_batched_tokens=8, max_num_seqs=8)
+    run.add(AddRequest("a", [1] * 20, SamplingParams(max_tokens=2), 0, 0.0, 2))
+    run.drain()
+    assert seats.told == ["seated a", "take a", "take a", "take a", "take a"]
+
+
+def test_a_worker_of_fakes_knows_no_methods() -> None:
+    with pytest.raises(ConfigError, match="profile is not available"):
+        CountingWorker().call("profile", "start")
+    assert replace(decided(), model="m").model == "m"

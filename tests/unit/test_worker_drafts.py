@@ -1,0 +1,299 @@
+"""Drafts and masks in the worker: several tokens a row, each judged where it would stand."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from one_bad import says
+from simulate import make_request
+from sum_model import CPU, EAGER, GRAPHS, POISON, VOCAB, SumModel, make_run
+
+from engine.messages.params import SamplingParams
+from engine.messages.step import MaskPart, Masks
+from engine.sched.resource import Resource
+from engine.spec.drafts import Drafts
+
+modes = pytest.mark.parametrize("sizes", [CPU, EAGER, GRAPHS], ids=["cpu", "eager", "graphs"])
+depths = pytest.mark.parametrize("depth", [1, 2, 3])
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+class Guesses:
+    """Right up to some place, wrong behind it, sometimes none at all."""
+
+    def __init__(self, dice: random.Random) -> None:
+        self.dice = dice
+        self.released: list[str] = []
+
+    def propose(self, req, num_tokens):
+        num = self.dice.randint(0, num_tokens)
+        right = self.dice.randint(0, num)
+        said = says(req.tokens.tolist(), num)
+        return [token if place < right else (token + 1) % 40 for place, token in enumerate(said)]
+
+    def release(self, req):
+        self.released.append(req.request_id)
+
+
+class NoisyModel(SumModel):
+    """Many tokens are likely; which, depends on the sum of all before."""
+
+    def logits(self, hidden, out=None):
+        logits = torch.zeros(len(hidden), VOCAB) if out is None else out.zero_()
+        ids = torch.arange(VOCAB)
+        for row, total in enumerate(hidden[:, 0]):
+            logits[row] = 1.5 * torch.sin(0.7 * ids * (1 + int(total.nan_to_num()) % 11))
+        logits[:, 40:] = -torch.inf  # the bad ones
+        return logits
+
+
+def run_with(drafts: Drafts | None, params: list[SamplingParams], **options):
+    """What four requests are answered with these parameters."""
+    resources = [] if drafts is None else [drafts]
+    run = make_run(resources=resources, num_drafts=4, **options)
+    for index, own in enumerate(params):
+        prompt = [(7 * index + place) % 40 for place in range(3 + 2 * index)]
+        run.add(make_request(str(index), prompt, own.max_tokens, params=own, seed=100 + index))
+    run.drain()
+    return run
+
+
+@depths
+@modes
+def test_tokens_are_the_same_with_drafts_and_without(depth, sizes, seed):
+    guesses = Guesses(random.Random(seed))
+    drafts = Drafts(4, guesses)
+    run = run_with(drafts, [GREEDY] * 4, depth=depth, sizes=sizes)
+    for index in range(4):
+        prompt = [(7 * index + place) % 40 for place in range(3 + 2 * index)]
+        assert run.outputs[str(index)] == says(prompt, 12)
+    assert drafts.stats.num_accepted > 0
+    assert drafts.stats.num_draft_tokens > drafts.stats.num_accepted
+    assert sorted(guesses.released) == ["0", "1", "2", "3"]
+
+
+ASKED = {
+    "seeded": SamplingParams(temperature=0.8, max_tokens=14, ignore_eos=True),
+    "cut": SamplingParams(temperature=1.3, top_k=6, top_p=0.9, max_tokens=14, ignore_eos=True),
+    "penalised": SamplingParams(
+        temperature=0.7,
+        repetition_penalty=1.4,
+        presence_penalty=0.5,
+        frequency_penalty=0.3,
+        max_tokens=14,
+        ignore_eos=True,
+    ),
+    "edited": SamplingParams(
+        temperature=0.9,
+        logit_bias={3: 1.0},
+        allowed_token_ids=list(range(1, 38)),
+        min_tokens=6,
+        stop_token_ids=[5],
+        logprobs=2,
+        max_tokens=14,
+        ignore_eos=True,
+    ),
+}
+
+
+@modes
+@pytest.mark.parametrize("name", ASKED)
+def test_whatever_a_request_asks_for_its_tokens_are_the_same(name, sizes, seed):
+    """The noise is that of the position, and what was said before a draft counts for it."""
+    asked = [ASKED[name]] * 4
+
+    class Echo(Guesses):
+        def propose(self, req, num_tokens):
+            known = wanted[req.request_id]
+            said = known[req.num_output : req.num_output + num_tokens]
+            wrong = self.dice.randint(0, len(said))
+            return [t if place < wrong else (t + 1) % 40 for place, t in enumerate(said)]
+
+    plain = run_with(None, asked, model=NoisyModel(), sizes=sizes)
+    wanted = plain.outputs
+    drafts = Drafts(4, Echo(random.Random(seed)))
+    run = run_with(drafts, asked, model=NoisyModel(), sizes=sizes)
+    assert run.outputs == wanted
+    assert drafts.stats.num_accepted > 8
+    assert len(run.plans) < len(plain.plans)
+
+
+def test_words_are_forbidden_behind_drafts_too():
+    """The first half of a bad word is a draft; the other half must not follow it."""
+    answer = says([1, 2, 3], 6)
+    word = answer[2:4]
+
+    class Right(Guesses):
+        def propose(self, req, num_tokens):
+            return answer[req.num_output : req.num_output + num_tokens]
+
+    found = []
+    for drafts in (None, Drafts(4, Right(random.Random(0)))):
+        run = make_run(resources=[drafts] if drafts else [], num_drafts=4)
+        run.add(make_request("a", [1, 2, 3], 6, params=GREEDY, bad_words_ids=[word]))
+        run.drain()
+        found.append(run.outputs["a"])
+    assert found[0] == found[1] and found[0][:3] == answer[:3] and found[0][3] != answer[3]
+
+
+def test_log_probabilities_come_for_every_accepted_token():
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, logprobs=1)
+    run = make_run(resources=[Drafts(3, Right())], num_drafts=3)
+    run.add(make_request("a", [1, 2, 3], 9, params=params))
+    entries = []
+    while run.scheduler.has_unfinished_requests():
+        plan = run.scheduler.schedule()
+        for out in run.scheduler.update_from_output(plan, run.worker.execute(plan)).values():
+            entries += out.logprobs.get(0, [])
+    assert [entry.token_ids[0] for entry in entries] == says([1, 2, 3], 9)
+
+
+class Right(Guesses):
+    def __init__(self) -> None:
+        super().__init__(random.Random(0))
+
+    def propose(self, req, num_tokens):
+        return says(req.tokens.tolist(), num_tokens)
+
+
+@modes
+def test_all_right_drafts_take_a_step_for_five_tokens(sizes):
+    run = make_run(sizes=sizes, resources=[Drafts(4, Right())], num_drafts=4)
+    run.add(make_request("a", [1, 2, 3], 21, params=GREEDY))
+    run.drain()
+    assert run.outputs["a"] == says([1, 2, 3], 21)
+    assert [sum(plan.values()) for plan in run.plans if plan] == [3, 5, 5, 5, 5]
+
+
+def test_a_request_without_drafts_keeps_two_steps_in_flight():
+    """Only whom the proposer knows an answer for waits for its last token."""
+
+    class ForOne(Right):
+        def propose(self, req, num_tokens):
+            return super().propose(req, num_tokens) if req.request_id == "a" else []
+
+    run = make_run(2, resources=[Drafts(2, ForOne())], num_drafts=2)
+    run.add(make_request("a", [1, 2, 3], 12, params=GREEDY))
+    run.add(make_request("b", [4, 5], 12, params=GREEDY))
+    run.drain()
+    assert run.outputs == {"a": says([1, 2, 3], 12), "b": says([4, 5], 12)}
+    with_b = sum("b" in plan for plan in run.plans)
+    with_a = sum("a" in plan for plan in run.plans)
+    assert with_b == 12, "a step for each of its tokens, one planned while another is computed"
+    assert with_a < 8
+
+
+def test_one_bad_draft_among_many_rows_fails_its_request_alone():
+    class Bad(Right):
+        def propose(self, req, num_tokens):
+            drafts = super().propose(req, num_tokens)
+            return [POISON, *drafts[1:]] if req.request_id == "2" else drafts
+
+    run = make_run(resources=[Drafts(3, Bad())], num_drafts=3)
+    for index in range(5):
+        run.add(make_request(str(index), [index + 1, 2], 9, params=GREEDY))
+    run.drain()
+    for index in range(5):
+        if index == 2:
+            assert run.finished["2"][0] == "error"
+        else:
+            assert run.outputs[str(index)] == says([index + 1, 2], 9)
+
+
+class Evens(Resource):
+    """The outputs of requests with a grammar are even, or below 20 where it says "low"."""
+
+    name = "evens"
+    needs = ("masks",)
+
+    def attach(self, scheduler):
+        self.roster = scheduler.roster
+
+    def watches(self, req):
+        return False
+
+    def describe(self, plan):
+        self.rows = [
+            (index, self.roster.by_row[row].add.grammar)
+            for index, row in enumerate(plan.rows.tolist())
+            if plan.samples[index] and self.roster.by_row[row].add.grammar
+        ]
+        if self.rows:
+            plan.masks = MaskPart(np.array([index for index, _ in self.rows], dtype=np.int32))
+
+    def masks(self, plan):
+        by_row = [[]] * len(plan.rows) if plan.drafts is None else plan.drafts.by_row()
+        words = [
+            word
+            for index, kind in self.rows
+            for _ in range(1 + len(by_row[index]))
+            for word in self.words(kind)
+        ]
+        return Masks(np.array(words, dtype=np.int32), 2)
+
+    @staticmethod
+    def words(kind):
+        if kind == "low":
+            return [(1 << 20) - 1, 0]
+        return [0x55555555, 0x55555555 & ((1 << VOCAB - 32) - 1)]
+
+
+@depths
+@modes
+@pytest.mark.parametrize("with_drafts", [False, True])
+def test_tokens_are_drawn_among_those_that_masks_allow(depth, sizes, with_drafts, seed):
+    resources = [Evens()]
+    if with_drafts:
+        resources.append(Drafts(3, Guesses(random.Random(seed))))
+    run = make_run(depth, sizes, model=NoisyModel(), resources=resources, num_drafts=3)
+    kinds = [None, "even", "low", "even", None]
+    for index, kind in enumerate(kinds):
+        params = SamplingParams(temperature=1.0, max_tokens=10, ignore_eos=True)
+        run.add(make_request(str(index), [index, 1], 10, params=params, grammar=kind, seed=index))
+    run.drain()
+    alone = make_run(model=NoisyModel())
+    for index, kind in enumerate(kinds):
+        tokens = run.outputs[str(index)]
+        assert len(tokens) == 10
+        if kind is None:
+            params = SamplingParams(temperature=1.0, max_tokens=10, ignore_eos=True)
+            alone.add(make_request(str(index), [index, 1], 10, params=params, seed=index))
+            alone.drain()
+            assert tokens == alone.outputs[str(index)]
+        elif kind == "even":
+            assert all(token % 2 == 0 for token in tokens) and len(set(tokens)) > 2
+        else:
+            assert all(token < 20 for token in tokens) and len(set(tokens)) > 2
+
+
+@depths
+@modes
+def test_a_step_that_waits_for_masks_fails_only_who_is_to_blame(depth, sizes):
+    run = make_run(depth, sizes, resources=[Evens()])
+    for index in range(4):
+        prompt = [POISON if index == 2 else index + 1, 2]
+        run.add(make_request(str(index), prompt, 5, params=GREEDY, grammar="even"))
+    run.drain()
+    assert run.finished["2"][0] == "error"
+    for index in (0, 1, 3):
+        assert run.finished[str(index)][0] == "length"
+        assert all(token % 2 == 0 for token in run.outputs[str(index)])
+
+
+@modes
+@pytest.mark.parametrize("given", ["none", "too few"])
+def test_rows_whose_masks_do_not_come_fail_and_others_go_on(sizes, given, caplog):
+    class Late(Evens):
+        def masks(self, plan):
+            masks = super().masks(plan)
+            return None if given == "none" else Masks(masks.words[:-2], 2)
+
+    run = make_run(1, sizes, resources=[Late()])
+    run.add(make_request("a", [1, 2], 5, params=GREEDY, grammar="even"))
+    run.add(make_request("b", [3, 4], 5, params=GREEDY))
+    run.drain()
+    assert run.finished["a"][0] == "error" and "no token is left" in run.ends["a"].message
+    assert run.outputs["b"] == says([3, 4], 5)

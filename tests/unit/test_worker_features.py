@@ -1,0 +1,414 @@
+"""Each joint of the worker, used by a feature that is made up for it: adapters, media, layers,
+positions, reports, methods, other weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from simulate import Run, make_request, make_scheduler
+from sum_model import CPU, EAGER, GRAPHS
+
+from engine.config.cache import CacheConfig
+from engine.config.engine import EngineConfig
+from engine.config.model import ModelConfig, read_model_info
+from engine.core.engine_core import EngineCore
+from engine.errors import ConfigError
+from engine.layers.batch import Embeds
+from engine.layers.linear import make_linear
+from engine.lora.slots import AdapterSlots
+from engine.messages.params import SamplingParams
+from engine.messages.requests import MediaItem
+from engine.messages.step import NO_ADAPTER, KVReport
+from engine.mm.encoder_budget import EncoderBudget
+from engine.models.load import load_model
+from engine.sched.resource import Resource
+from engine.worker.batches import locate
+from engine.worker.driver import Driver
+from engine.worker.feature import Feature
+from engine.worker.platform.host import CpuPlatform, HostPlatform
+from engine.worker.runner import Runner
+from engine.worker.worker import ModelWorker, make_machine
+
+BLOCK, LONGEST, HIDDEN = 4, 64, 32
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+modes = pytest.mark.parametrize("sizes", [CPU, EAGER, GRAPHS], ids=["cpu", "eager", "graphs"])
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": HIDDEN,
+    "intermediate_size": 48,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "num_hidden_layers": 3,
+    "vocab_size": 97,
+    "max_position_embeddings": LONGEST,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    return path
+
+
+def load(directory: Path):
+    config = ModelConfig(model=str(directory), load_format="dummy", skip_tokenizer_init=True)
+    info = read_model_info(str(directory))
+    return load_model(config, info, device="cpu", max_model_len=LONGEST)
+
+
+def run_of(model, features=(), resources=(), sizes=CPU, depth: int = 1) -> Run:
+    options = {"max_model_len": LONGEST, "num_steps_in_flight": depth, "max_num_seqs": 8}
+    scheduler = make_scheduler(num_blocks=64, block_size=BLOCK, resources=resources, **options)
+    config = EngineConfig(
+        model=ModelConfig(model="m"),
+        scheduler=scheduler.config,
+        cache=CacheConfig(block_size=BLOCK),
+    )
+    platform = CpuPlatform() if sizes is CPU else HostPlatform()
+    machine = make_machine(model, platform, config, features)
+    shape = (64, 2, model.kv_spec.num_kv_heads, BLOCK, model.kv_spec.head_dim)
+    machine.kv.extend(torch.zeros(shape) for _ in range(model.kv_spec.num_layers))
+    runner = Runner(machine, LONGEST)
+    runner.capture([size for size in sizes or () if size <= 8])
+    return Run(scheduler, Driver(runner), depth)
+
+
+def answers(run: Run, requests) -> dict[str, list[int]]:
+    for request in requests:
+        run.add(request)
+    run.drain()
+    return run.outputs
+
+
+# -- adapters
+
+
+class AddedBias:
+    """Adapter l adds l + 1 to every other output of the layers that it is attached to."""
+
+    def __init__(self) -> None:
+        self.of_rows: dict[int, torch.Tensor] = {}  # by number of rows: those that a layer may see
+
+    def add(self, y: torch.Tensor, x: torch.Tensor) -> None:
+        adapters = self.of_rows.get(len(x))
+        if adapters is not None:
+            y[:, ::2] += (adapters + 1).to(y.dtype)[:, None]
+
+
+class AdapterFeature(Feature):
+    part = "adapters"
+
+    def __init__(self, state: AddedBias) -> None:
+        self.state = state
+        self.slot_of: dict[int, int] = {}  # worker slot -> adapter slot
+        self.loaded: dict[int, str] = {}
+
+    @property
+    def methods(self):
+        return {"adapters": lambda: sorted(self.loaded.values())}
+
+    def begin(self, plan, live):
+        if plan.adapters is not None:
+            self.loaded |= plan.adapters.load
+            self.slot_of |= plan.adapters.used_by
+
+    def touches(self, rows):
+        return any(self.slot_of.get(slot, NO_ADAPTER) >= 0 for slot in rows.slots.tolist())
+
+    def extend(self, batch, rows):
+        of_seq = [self.slot_of.get(slot, NO_ADAPTER) for slot in rows.slots.tolist()]
+        each = torch.tensor(of_seq, dtype=torch.int32)
+        batch.adapters = each.repeat_interleave(torch.tensor(rows.counts))
+        self.state.of_rows = {len(batch.adapters): batch.adapters}
+        if batch.wanted is not None:
+            self.state.of_rows[len(batch.wanted.rows)] = batch.adapters[batch.wanted.rows]
+
+
+@modes
+def test_an_adapter_changes_the_answers_of_its_requests_alone(sizes, directory):
+    """By the real decision half, beside requests of the base model, in the same steps."""
+    plain, model, state = load(directory), load(directory), AddedBias()
+    for name in ("0.qkv", "1.gate_up", "2.down", "2.out"):
+        model.adapt(name, state)
+    feature = AdapterFeature(state)
+    run = run_of(model, [feature], [AdapterSlots(2)], sizes)
+
+    def requests(adapters):
+        return [
+            make_request(str(i), [3 + i, 5, 7 + i], 6, params=GREEDY, adapter=adapter)
+            for i, adapter in enumerate(adapters)
+        ]
+
+    got = answers(run, requests([None, "A", "B", "A", None]))
+    base = answers(run_of(plain), requests([None] * 5))
+    assert got["0"] == base["0"] and got["4"] == base["4"]
+    assert all(got[name] != base[name] for name in "123")
+    assert sorted(feature.loaded.values()) == ["A", "B"]
+
+
+# -- media
+
+
+class MediaFeature(Feature):
+    """The "encoder" gives one vector an item, for each of its tokens."""
+
+    part = "media"
+
+    def __init__(self) -> None:
+        self.media: dict[int, list[MediaItem]] = {}
+        self.encoded: dict[str, torch.Tensor] = {}
+
+    def begin(self, plan, live):
+        for seq in plan.new:
+            self.media.pop(seq.slot, None)
+        if plan.media is None:
+            return
+        for key in plan.media.free:
+            del self.encoded[key]
+        self.media |= plan.media.media
+        for slot, index in plan.media.encode:
+            item = self.media[slot][index]
+            generator = torch.Generator().manual_seed(len(item.hash))
+            self.encoded[item.hash] = torch.randn(item.length, HIDDEN, generator=generator)
+
+    def touches(self, rows):
+        return False  # no decode reads media
+
+    def extend(self, batch, rows):
+        tokens, places, values = locate(rows), [], []
+        for place, (slot, position) in enumerate(zip(tokens.slots, tokens.positions, strict=True)):
+            for item in self.media.get(int(slot), ()):
+                if item.offset <= position < item.offset + item.length:
+                    places.append(place)
+                    values.append(self.encoded[item.hash][position - item.offset])
+        if places:
+            batch.embeds = Embeds(torch.tensor(places), torch.stack(values))
+
+
+@modes
+def test_what_an_encoder_made_takes_the_place_of_embeddings(sizes, directory):
+    """Whatever the placeholder tokens are; another content gives another answer."""
+    model, found = load(directory), []
+    for placeholder, content in ((1, "x"), (2, "x"), (1, "xy")):
+        feature = MediaFeature()
+        run = run_of(model, [feature], [EncoderBudget(8, 16)], sizes)
+        prompt = [5, placeholder, placeholder, 9]
+        item = MediaItem(1, 2, content)
+        out = answers(
+            run,
+            [
+                make_request("m", prompt, 6, params=GREEDY, media=[item]),
+                make_request("t", [5, 1, 1, 9], 6, params=GREEDY),
+            ],
+        )
+        found.append(out["m"])
+        text = out["t"]
+    assert found[0] == found[1] != found[2]
+    assert text not in found
+
+
+# -- layers and positions
+
+
+class Taps(Feature):
+    """Asks for the outputs of some layers."""
+
+    part = "kv_transfer"
+
+    def __init__(self, layers) -> None:
+        self.layers = layers
+
+    def touches(self, rows):
+        return True
+
+    def extend(self, batch, rows):
+        batch.aux_layers = self.layers
+        batch.positions = torch.stack([batch.positions, 2 * batch.positions])
+
+
+@modes
+@pytest.mark.parametrize("layers", [(1,), (0, 2), (2,)])
+def test_outputs_of_layers_come_beside_the_last_hidden_states(sizes, layers, directory):
+    """Of all tokens, and the answers are what they were; positions may be of several rows."""
+    model, seen = load(directory), []
+    plain = answers(run_of(model), [make_request("a", [3, 4, 5, 6], 5, params=GREEDY)])
+    forward = model.forward
+
+    def watched(batch, kv):
+        hidden = forward(batch, kv)
+        seen.append(batch)
+        if batch.aux_layers:
+            shape = (len(batch.input_ids), HIDDEN)
+            assert batch.positions.shape == (2, shape[0])
+            assert [aux.shape for aux in hidden.aux] == [shape] * len(layers)
+        if batch.aux_layers and layers[-1] == 2:  # normalised, they are the hidden states
+            rows = hidden.aux[-1] if batch.wanted is None else hidden.aux[-1][batch.wanted.rows]
+            torch.testing.assert_close(model.final_norm(rows, None)[0], hidden.last)
+        return hidden
+
+    model.forward = watched
+    run = run_of(model, [Taps(layers)], sizes=sizes)
+    seen.clear()
+    assert answers(run, [make_request("a", [3, 4, 5, 6], 5, params=GREEDY)]) == plain
+    assert all(batch.aux_layers == layers for batch in seen) and len(seen) == 5
+
+
+# -- KV from elsewhere: what a worker reports
+
+
+class Reporter(Feature):
+    part = "kv_transfer"
+
+    def __init__(self) -> None:
+        self.told: list[bytes] = []
+        self.is_shut_down = False
+
+    def begin(self, plan, live):
+        if plan.kv_transfer is not None:
+            self.told.append(plan.kv_transfer)
+
+    def report(self, result):
+        result.kv_transfer = KVReport([], [f"step {result.step}"])
+
+    def shutdown(self):
+        self.is_shut_down = True
+
+
+class Orders(Resource):
+    name = "orders"
+    needs = ("kv_transfer",)
+
+    def __init__(self) -> None:
+        self.reports: list[str] = []
+
+    def watches(self, req):
+        return False
+
+    def describe(self, plan):
+        plan.kv_transfer = b"order %d" % plan.step
+
+    def settle(self, plan, result):
+        self.reports += result.kv_transfer.sent
+
+
+def test_a_feature_reads_its_part_and_reports_in_results(directory):
+    feature, orders = Reporter(), Orders()
+    run = run_of(load(directory), [feature], [orders])
+    run.add(make_request("a", [3, 4], 3, params=GREEDY))
+    for _ in range(3):
+        run.step()
+    assert feature.told == [b"order 1", b"order 2", b"order 3"]
+    assert orders.reports == ["step 1", "step 2", "step 3"]
+
+
+# -- the worker as a whole
+
+
+def worker_of(directory: Path, *features: Feature, sizes=CPU) -> ModelWorker:
+    config = EngineConfig(
+        model=ModelConfig(model=str(directory), load_format="dummy", skip_tokenizer_init=True),
+        cache=CacheConfig(block_size=BLOCK, num_kv_blocks=40),
+    )
+    scheduler = make_scheduler(max_model_len=LONGEST, max_num_seqs=8).config
+    config = EngineConfig(model=config.model, cache=config.cache, scheduler=scheduler, device="cpu")
+    platform = CpuPlatform() if sizes is CPU else HostPlatform()
+    return ModelWorker(config, read_model_info(str(directory)), platform, features)
+
+
+@modes
+def test_a_worker_loads_measures_allocates_computes_and_ends(sizes, directory):
+    feature, state = Reporter(), AddedBias()
+    worker = worker_of(directory, feature, AdapterFeature(state), sizes=sizes)
+    assert worker.capabilities == {"drafts", "masks", "kv_transfer", "adapters"}
+    facts = worker.load()
+    assert facts.vocab_size == 97 and facts.block_bytes == 3 * 2 * 16 * BLOCK * 4
+    assert worker.measure() > 1 << 20
+    worker.allocate(40)
+    scheduler = make_scheduler(
+        num_blocks=40, block_size=BLOCK, max_model_len=LONGEST, max_num_seqs=8
+    )
+    core = EngineCore(scheduler, worker)
+    scheduler.add_request(make_request("a", [3, 4, 5], 4, params=GREEDY))
+    tokens = []
+    while scheduler.has_unfinished_requests():
+        for out in core.step().values():
+            tokens += out.token_ids
+    assert len(tokens) == 4
+    assert worker.call("adapters") == []
+    with pytest.raises(ConfigError, match="'sleep' is not available; this worker has: profile, ad"):
+        worker.call("sleep")
+    with pytest.raises(ConfigError, match="torch_profiler_dir is not set"):
+        worker.call("profile", "start")
+    with pytest.raises(ConfigError, match="profile of 'pause' is not known"):
+        worker.call("profile", "pause")
+    worker.shutdown()
+    worker.shutdown()
+    assert feature.is_shut_down
+
+
+def test_a_plan_with_an_unread_part_fails_its_step_loudly(directory):
+    worker = worker_of(directory)
+    worker.load()
+    worker.allocate(40)
+    scheduler = make_scheduler(resources=[AdapterSlots(1)], max_model_len=LONGEST, max_num_seqs=8)
+    scheduler.add_request(make_request("a", [3, 4], 2, adapter="A"))
+    with pytest.raises(RuntimeError, match=r"step 1 has adapters.*computes drafts, masks"):
+        worker.launch(scheduler.schedule())
+    worker.shutdown()
+
+
+# -- other weights
+
+
+def test_layers_are_known_by_their_names_and_take_other_weights(directory):
+    model, other = load(directory), load(directory)
+    assert {"0.qkv", "0.out", "2.gate_up", "2.down", "head"} < set(model.linears)
+    requests = [make_request("a", [3, 4, 5], 6, params=GREEDY)]
+    before = answers(run_of(model), requests)
+    generator = torch.Generator().manual_seed(1)
+    new = {
+        name: torch.randn(linear.out_features, linear.in_features, generator=generator) * 0.1
+        for name, linear in model.linears.items()
+    }
+    addresses = [linear.packed.data_ptr() for linear in model.linears.values()]
+    for linears in (model.linears, other.linears):
+        for name, weight in new.items():
+            linears[name].load(weight)
+    assert [linear.packed.data_ptr() for linear in model.linears.values()] == addresses
+    after = answers(run_of(model), requests)
+    assert after != before and after == answers(run_of(other), requests)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_with_another_weight_is_one_made_of_it(quantization, dtype, seed):
+    torch.manual_seed(seed)
+    first, second = (torch.randn(70, 33).to(dtype) for _ in range(2))
+    x = torch.randn(5, 33).to(dtype)
+    linear = make_linear(first.clone(), quantization=quantization)
+    wanted = make_linear(second.clone(), quantization=quantization)
+    linear.load(second)
+    assert torch.equal(linear(x), wanted(x))
+    ids = torch.tensor([0, 69, 3])
+    assert torch.equal(linear.rows(ids), wanted.rows(ids))
+    with pytest.raises(ValueError, match=r"a weight of shape \[33, 70\], must be \[70, 33\]"):
+        linear.load(second.T)
+
+
+def test_adapters_upon_adapters(seed):
+    torch.manual_seed(seed)
+    linear, state = make_linear(torch.randn(8, 4)), AddedBias()
+    state.of_rows = {2: torch.tensor([0, -1], dtype=torch.int32)}
+    x = torch.randn(2, 4)
+    plain, adapted = linear(x), linear.with_adapters(state).with_adapters(state)
+    assert torch.equal(adapted(x)[:, ::2], plain[:, ::2] + torch.tensor([[2.0], [0.0]]))
+    assert torch.equal(adapted(x)[:, 1::2], plain[:, 1::2])
+    assert torch.equal(adapted.rows(torch.tensor([1])), linear.rows(torch.tensor([1])))
