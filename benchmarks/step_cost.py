@@ -26,6 +26,7 @@ from engine.sched.shape import StepShape
 HERE = Path(__file__).resolve().parent
 NAMES = ("fixed_s", "row_s", "token_s", "context_s", "pair_s")
 MAX_MODEL_LEN = 1024
+MOST_LATE = 0.25  # of the expected time, from which on a step was disturbed
 
 
 def serve(directory: str, log: Path, seed: int) -> None:
@@ -68,17 +69,27 @@ def shape_of(plan: steplog.PlanColumns, seconds: float) -> StepShape:
 
 
 def fit(steps: list[StepShape]) -> dict[str, Any]:
-    cost = LinearCost(memory=10**9, every=len(steps))
-    for step in steps:
-        cost.observe(step)
-    expected = np.array(
-        [cost.step_seconds(s.num_seqs, s.num_tokens, s.context, s.attention) for s in steps]
-    )
-    errors = np.abs(expected / np.array([step.seconds for step in steps]) - 1)
-    return dict(zip(NAMES, cost.coefficients, strict=True)) | {
+    """Coefficients. Other processes only ever add to a step's time, so what took much longer than
+    expected is left out and the rest fitted again, until nothing is left out."""
+    used = steps
+    while True:
+        cost = LinearCost(memory=10**9, every=len(used))
+        for step in used:
+            cost.observe(step)
+        errors = [step.seconds / expected(cost, step) - 1 for step in used]
+        kept = [s for s, error in zip(used, errors, strict=True) if error < MOST_LATE]
+        if len(kept) == len(used):
+            break
+        used = kept
+    return dict(zip(NAMES, (round(c, 10) for c in cost.coefficients), strict=True)) | {
         "steps": len(steps),
-        "median_error": round(float(np.median(errors)), 3),
+        "steps_used": len(used),
+        "median_error": round(float(np.median(np.abs(errors))), 3),
     }
+
+
+def expected(cost: LinearCost, step: StepShape) -> float:
+    return cost.step_seconds(step.num_seqs, step.num_tokens, step.context, step.attention)
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from engine.cli import bench, chat, core, generate, policies, replay, verify
+from engine.config.foreign import refusal
 from engine.errors import EngineError
 
 COMMANDS = {
@@ -56,6 +57,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         whole = [option for option in known if typed[:2] == "--" and option.endswith(typed[1:])]
         near = whole or difflib.get_close_matches(typed, known, 1)  # --policy: --scheduling-policy
         hint = f"; did you mean {near[0]}?" if near else ""
+        if (why := refusal(typed[2:].replace("-", "_"))) is not None:
+            hint = f"; {why}"
         command.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     return parsed
 

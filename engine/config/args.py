@@ -14,6 +14,7 @@ from engine.config.core import CoreConfig
 from engine.config.dotted import load_logits_processor
 from engine.config.engine import EngineConfig
 from engine.config.env import core_secret, default_log_level, warn_of_typos
+from engine.config.foreign import refusal
 from engine.config.gpu import GPUConfig
 from engine.config.model import ModelConfig
 from engine.config.polling import PollConfig, asked_decode_poll_timeout_ms
@@ -84,6 +85,9 @@ class EngineArgs:
     """Cap on one prompt's tokens in a step while others compete; 0 is no cap."""
     long_prefill_token_threshold_adaptive: bool = False
     """Raise that cap to an equal share of the step's tokens where it is below one."""
+    watermark: float | None = None
+    """Share of the KV blocks that a request leaves free as it starts beside others; judged by the
+    measured time of steps if not given."""
     scheduling_policy: Any = "fcfs"
     """Name of a shipped policy, or a Policy class, its dotted path or an object of one."""
     scheduler_cls: Any = None
@@ -158,7 +162,7 @@ class EngineArgs:
         known = [option.name for option in fields(cls)]
         for name in options:
             if name not in known:
-                raise ConfigError(_unknown_option(name, known))
+                raise ConfigError(refusal(name) or _unknown_option(name, known))
         return cls(**options)
 
     def create_config(self) -> EngineConfig:
@@ -262,6 +266,7 @@ class EngineArgs:
             enable_chunked_prefill=self.enable_chunked_prefill,
             long_prefill_token_threshold=self.long_prefill_token_threshold,
             long_prefill_token_threshold_adaptive=self.long_prefill_token_threshold_adaptive,
+            watermark=self.watermark,
             scheduling_policy=self.scheduling_policy,
             scheduler_cls=self.scheduler_cls,
             num_steps_in_flight=2 if self.async_scheduling else 1,

@@ -29,6 +29,9 @@ class SchedulerConfig:
     """Cap on one prompt's tokens in a step while others compete; 0 is no cap."""
     long_prefill_token_threshold_adaptive: bool = False
     """Raise that cap to an equal share of the step's tokens where it is below one."""
+    watermark: float | None = None
+    """Share of the KV blocks that a request leaves free as it starts beside others; None: judged by
+    the measured time of steps."""
     scheduling_policy: Any = "fcfs"
     """Name of a shipped policy, or a Policy class, its dotted path or an object of one."""
     scheduler_cls: Any = None
@@ -66,6 +69,8 @@ class SchedulerConfig:
         check_range(self, 1, None, "max_waiting_requests", "max_waiting_tokens", "stalled_steps")
         check_range(self, 1, None, "num_steps_in_flight")
         check_range(self, 0, None, "max_policy_faults")
+        if self.watermark is not None and not 0 <= self.watermark < 1:
+            raise ConfigError(f"watermark is {self.watermark}, must be at least 0 and below 1")
         self._check_budget()
         for user, weight in self.user_weights.items():
             check_kind("a key of user_weights", user, (str,))

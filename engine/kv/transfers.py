@@ -62,7 +62,7 @@ class Transfers:
         """The request has ended: its blocks are free, or lent. Returns what its output carries."""
         blocks = live_blocks(holding)
         if holding.loading and self.fences is not None and self.fences.cancel(req.arrival):
-            holding.loading = False  # it had not begun: nobody will say that it is over
+            holding.loading = False  # it had not begun, so no end of it will be told
         bye = Farewell() if self.source is None else self.source.finished(req, blocks)
         if blocks and (bye.keep or holding.loading):  # what a load writes into is not free either
             loan = self.lent.setdefault(req.request_id, Loan())

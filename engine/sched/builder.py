@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +39,7 @@ class Step:
         self.plain_rows: Rows = NO_ROWS
         self.plain: list[int] = []  # rows granted by ``Bulk.grant_one``
         self.closed_by = ""  # why admission was closed
-        self.decodes: list[Request] = []  # who is to have a token though prompts are offered first
+        self.decodes: Sequence[Request] = ()  # who is to have a token though prompts go first
         self.short: list[Request] = []  # running ones that got nothing for want of blocks
         self.refused: list[tuple[Request, str]] = []  # waiting ones refused by themselves
         self._roster = roster
@@ -52,6 +52,8 @@ class Step:
     @property
     def num_kept_tokens(self) -> int:
         """Tokens of ``decodes`` that were not offered theirs yet: a prompt leaves them."""
+        if not self.decodes:
+            return 0
         considered, index = self._roster.table.considered.at, self.index
         return sum(considered[req.row] != index for req in self.decodes)
 
@@ -100,7 +102,7 @@ class Step:
         self.preempted.clear()
         self.refused.clear()
         self.short.clear()
-        self.decodes = []
+        self.decodes = ()
 
     def closing_cause(self) -> str:
         """Why those who still wait were not admitted."""
@@ -131,16 +133,9 @@ class Step:
             self.silent.add(req.row)
 
 
-class PlanRows(NamedTuple):
-    """Rows and token counts of a plan. ``is_whole``: all that run have one token each."""
-
-    rows: Rows
-    counts: NDArray[np.int32]
-    is_whole: bool = False
-
-
-def canonical_rows(step: Step, roster: Roster) -> PlanRows:
-    """Plain rows by number, then the others in order of grant.
+def canonical_rows(step: Step, roster: Roster) -> tuple[Rows, NDArray[np.int32], bool]:
+    """Plain rows by number, then the others in order of grant; their token counts; and whether
+    these are all that run, with one token each.
 
     Plain is a row of one token that is not new and not watched, however it was granted; so planning
     in bulk and one by one give the same plan.
@@ -148,7 +143,7 @@ def canonical_rows(step: Step, roster: Roster) -> PlanRows:
     seated = roster.seated
     if not step.grants:
         count = len(step.plain_rows)
-        return PlanRows(step.plain_rows, ones(count), 0 < count == len(seated.list))
+        return step.plain_rows, ones(count), 0 < count == len(seated.list)
     flags, new = roster.table.flags.at, {req.row for req in step.new}
     plain, others, sizes = step.plain_rows.tolist(), [], []
     for req, count in step.grants:
@@ -158,11 +153,11 @@ def canonical_rows(step: Step, roster: Roster) -> PlanRows:
             others.append(req.row)
             sizes.append(count)
     if not others and len(plain) == len(seated.list):
-        return PlanRows(seated.columns.rows, ones(len(plain)), True)
+        return seated.columns.rows, ones(len(plain)), True
     plain.sort()
     counts = np.ones(len(plain) + len(others), dtype=np.int32)
     counts[len(plain) :] = sizes
-    return PlanRows(np.array(plain + others, dtype=np.intp), counts)
+    return np.array(plain + others, dtype=np.intp), counts, False
 
 
 def seal(step: Step, roster: Roster, kv: KVManager) -> StepPlan:

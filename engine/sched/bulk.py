@@ -65,7 +65,7 @@ class Bulk:
             return self._grant_few(step)
         table, kv, rows = self._table, self._kv, self._roster.seated.columns.rows
         decode, plain, held, needs_block = self._decodes()
-        promised = self._view.promised_blocks
+        promised = self._view.promised_blocks if self._roster.prompts else 0
         is_short = np.count_nonzero(needs_block) * kv.num_groups + promised > kv.num_free
         num_decodes, num_plain = np.count_nonzero(decode), np.count_nonzero(plain)
         is_contested = is_short and (promised or num_plain < num_decodes)
@@ -124,7 +124,9 @@ class Bulk:
                 plain.append(row)
                 if needs_block:
                     growing.append(row)
-        needed = num_growing * kv.num_groups + self._view.promised_blocks
+        needed = num_growing * kv.num_groups
+        if self._roster.prompts:
+            needed += self._view.promised_blocks
         if num_decodes > step.tokens_left or needed > kv.num_free:
             return False
         if growing:

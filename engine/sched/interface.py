@@ -96,9 +96,10 @@ class SchedulerInterface(ABC):
         return {}
 
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
-        """Forget cached prefixes; False (and nothing changed) while blocks are in use.
+        """Forget cached prefixes; False (and the cache is as it was) while blocks are in use.
 
-        ``reset_running``: send all running requests back to the queue first, in their order.
+        ``reset_running``: send all running requests back to the queue first, in their order. They
+        are back there also if the answer is False, since a transfer uses some of the blocks.
         """
         return False
 

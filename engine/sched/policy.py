@@ -124,7 +124,7 @@ class SchedView(Protocol):
     @property
     def headroom_blocks(self) -> int:
         """Blocks to leave free when a waiting request starts, if it is worth it: what running
-        prompts were promised, and one more for each fourth request that runs."""
+        prompts were promised, and one more for each fourth request that runs. Or the watermark."""
         ...
 
     @property

@@ -20,13 +20,16 @@ def rescue(scheduler: Scheduler, step: Step, has_own_loop: bool, is_stuck: bool)
     """Serve in the default order, if it was not that already; if nobody can go then, make room.
 
     Running requests that resources refuse may be refused for a reason that passes: until the engine
-    ``is_stuck`` they lose nothing but to one that lacks blocks.
+    ``is_stuck`` they lose nothing but to one that lacks blocks. Nor does anybody while a transfer
+    uses blocks: its end brings some back, or a request that may lose them.
     """
     guard, roster = scheduler.guard, scheduler.roster
     if (has_own_loop or guard.overrides(*DECIDING)) and len(roster.running) + len(roster.waiting):
         _serve_by_default(scheduler, step)
         _count(scheduler, step, has_own_loop)
     if step.has_grants or not (step.short or is_stuck or not len(roster.running)):
+        return
+    if scheduler.is_transferring and not is_stuck:
         return
     if (holder := roster.lowest_holder()) is not None:
         scheduler.preempt(holder, step, by="the lack of KV blocks")

@@ -31,7 +31,7 @@ class Roster:
         self.freed_slots: list[int] = []  # the worker was not told yet
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self.seated = Seated(self.table)
-        self._prompts: dict[int, Request] = {}  # by row: seated and perhaps not a decode yet
+        self.prompts: dict[int, Request] = {}  # by row: seated and perhaps not a decode yet
 
     @property
     def num_free_seats(self) -> int:
@@ -58,10 +58,10 @@ class Roster:
 
     def running_prompts(self) -> list[Request]:
         """Running requests more than one known token behind."""
-        for req in list(self._prompts.values()):
+        for req in list(self.prompts.values()):
             if req.num_tokens - req.num_computed <= 1:
-                del self._prompts[req.row]
-        return list(self._prompts.values())
+                del self.prompts[req.row]
+        return list(self.prompts.values())
 
     def add(self, req: Request, now: float) -> None:
         """A new request joins the queue; its rank is known."""
@@ -80,7 +80,7 @@ class Roster:
         req.move(Status.RUNNING)
         self.running.add(req)
         self.seated.add(req.row)
-        self._prompts[req.row] = req
+        self.prompts[req.row] = req
         self.table.slot.at[req.row] = self._free_slots.pop()
 
     def unseat(self, req: Request, now: float, cause: str) -> None:
@@ -143,7 +143,7 @@ class Roster:
     def _leave_seat(self, req: Request) -> None:
         self.running.remove(req)
         self.seated.remove(req.row)
-        self._prompts.pop(req.row, None)
+        self.prompts.pop(req.row, None)
         slot = self.table.slot.at[req.row]
         self.table.slot.at[req.row] = -1
         self._free_slots.append(slot)

@@ -372,6 +372,12 @@ class Scheduler(SchedulerInterface):
             return None
         return make_stats(self.settler.tally, self.roster, self.kv, self.guard.faults)
 
+    @property
+    def is_transferring(self) -> bool:
+        """Are blocks being filled for a request that is parked, or lent to a transfer?"""
+        holding = self.roster.holding.values()
+        return bool(self.kv.transfers.lent) or not all(req.is_waiting for req in holding)
+
     # -- helpers
 
     def _run_errands(self) -> None:

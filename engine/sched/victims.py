@@ -16,7 +16,7 @@ def victims_for(req: Request, upto: int, policy: Policy, view: View) -> list[Req
     """
     victims: list[Request] = []
     seats = view.step.num_free_seats if req.is_waiting else 0
-    spared = spared_blocks(req, upto, policy, view)
+    spared = spared_blocks(req, policy, view)
     if req.is_waiting and not policy.waiting_may_preempt:
         return victims if seats and view.kv.fits(req, upto, spared=spared) else None
     candidates: list[Request] | None = None
@@ -34,11 +34,13 @@ def victims_for(req: Request, upto: int, policy: Policy, view: View) -> list[Req
     return victims
 
 
-def spared_blocks(req: Request, upto: int, policy: Policy, view: View) -> int:
-    """Free blocks that are not for this request: where headroom is kept, a waiting one leaves
-    running prompts what they were promised."""
-    promised = promised_to_others(req, policy, view)
-    is_contested = promised and not view.kv.fits(req, upto, spared=promised)
+def spared_blocks(req: Request, policy: Policy, view: View) -> int:
+    """Free blocks that are not for this request: where headroom is kept, and no watermark is in
+    its place, a waiting one leaves running prompts what they were promised."""
+    if not req.is_waiting or view.config.watermark is not None:
+        return 0
+    promised, kv = promised_to_others(req, policy, view), view.kv
+    is_contested = promised and promised + kv.missing(req, req.num_tokens) > kv.num_free
     return 0 if is_contested and not view.keeps_headroom else promised
 
 
@@ -79,16 +81,11 @@ def _candidates(req: Request, policy: Policy, view: View) -> list[Request]:
 
     One that runs, but that its policy has paused for long, is a candidate whatever its rank.
     """
-    index = view.step.index
+    considered, slot, index = req.table.considered.at, req.table.slot.at, view.step.index
     return [
         other
         for other in view.holders
-        if other.considered != index
+        if (last := considered[row := other.row]) != index
         and other is not req
-        and (_is_paused(other, index) or policy.outranks(req, other))
+        and ((last < index - PAUSED_STEPS and slot[row] >= 0) or policy.outranks(req, other))
     ]
-
-
-def _is_paused(req: Request, index: int) -> bool:
-    """Has it run for long without being offered a token?"""
-    return req.slot >= 0 and req.considered < index - PAUSED_STEPS

@@ -169,16 +169,22 @@ class View:
     @property
     def headroom_blocks(self) -> int:
         """Blocks to leave free when a waiting request starts, if it is worth it: what running
-        prompts were promised, and one more for each fourth request that runs."""
-        return self.promised_blocks + len(self._roster.running) // 4 * self.kv.num_groups
+        prompts were promised, and one more for each fourth request that runs. Or the watermark."""
+        num_running, watermark = len(self._roster.running), self.config.watermark
+        if watermark is not None:
+            return int(watermark * self.kv.num_blocks) if num_running else 0
+        return self.promised_blocks + num_running // 4 * self.kv.num_groups
 
     @property
     def keeps_headroom(self) -> bool:
         """Is it worth it? Judged by the cost of steps; ask only if the answer matters."""
-        running, headroom = self._roster.seated.columns.rows, self.headroom
-        if running.size and headroom.is_due(self.step.index):
+        if self.config.watermark is not None:
+            return self.config.watermark > 0
+        roster, headroom = self._roster, self.headroom
+        if headroom.is_due(self.step.index) and len(roster.running):
             self._read_steps()
-            num_tokens = int(self._roster.table.num_computed.all[running].sum()) / len(running)
+            rows = roster.seated.columns.rows
+            num_tokens = int(roster.table.num_computed.all[rows].sum()) / len(rows)
             headroom.judge(self.step.index, self._cost, num_tokens)
         return headroom.is_kept
 

@@ -31,9 +31,9 @@ CANARIES = (
     Canary(
         "free twice",
         KV,
-        "        self.tables.release(holding)\n        holding.clear()",
-        "        self.tables.release(holding)\n        self.tables.release(holding)\n"
-        "        holding.clear()",
+        "        self.transfers.give_back(live_blocks(holding))\n",
+        "        self.transfers.give_back(live_blocks(holding))\n"
+        "        self.transfers.give_back(live_blocks(holding))\n",
     ),
     Canary(
         "keep the hash of a block that is taken",
@@ -109,8 +109,8 @@ CANARIES = (
     Canary(
         "one token too many",
         SCHEDULER,
-        "wanted = min(behind, step.tokens_left, budget.prefill_cap(",
-        "wanted = min(behind, step.tokens_left + 1, budget.prefill_cap(",
+        "wanted = min(behind, room, budget.prefill_cap(",
+        "wanted = min(behind, room + 1, budget.prefill_cap(",
     ),
     Canary(
         "lose a seat",
@@ -226,8 +226,8 @@ CANARIES = (
     Canary(
         "evict who was granted tokens in this step",
         "sched/victims.py",
-        "if other.considered != index\n        and other is not req",
-        "if other is not req",
+        "if (last := considered[row := other.row]) != index\n        and other is not req",
+        "if (last := considered[row := other.row]) != -9\n        and other is not req",
     ),
     Canary(
         "forget to compute again after a preemption",
@@ -258,6 +258,74 @@ CANARIES = (
         SCHEDULER,
         "            if step.tokens_left <= 0:\n",
         "            if step.tokens_left <= 1:\n",
+    ),
+    # blocks go by rank
+    Canary(
+        "offer decodes their tokens first though blocks are short",
+        "sched/view.py",
+        "return self.by_rank() if self.prompts and self.is_short() else self.decodes_first()",
+        "return self.decodes_first()",
+    ),
+    Canary(
+        "grant decodes in bulk though prompts were promised the blocks",
+        BULK,
+        "            needed += self._view.promised_blocks\n",
+        "            needed += 0\n",
+    ),
+    Canary(
+        "the same in columns",
+        BULK,
+        "np.count_nonzero(needs_block) * kv.num_groups + promised > kv.num_free",
+        "np.count_nonzero(needs_block) * kv.num_groups > kv.num_free",
+    ),
+    Canary(
+        "offer urgent newcomers tokens before all that run",
+        "sched/policy.py",
+        "while urgent is not None and self.outranks(urgent, req):",
+        "while urgent is not None:",
+    ),
+    Canary(
+        "leave a piece of a prompt out that does not fit",
+        "sched/victims.py",
+        "    return min(num_tokens, (room if room > start else room + size) - start)",
+        "    return num_tokens",
+    ),
+    Canary(
+        "let drafts take the blocks of others",
+        "sched/victims.py",
+        "return min(num_tokens, room - start) if view.is_short(num_entries) else num_tokens",
+        "return num_tokens",
+    ),
+    Canary(
+        "evict who waits with blocks before all that run",
+        "sched/view.py",
+        "sorted([*self._roster.running, *waiting], key=by_rank) if waiting",
+        "[*self._roster.running, *waiting] if waiting",
+    ),
+    # loads
+    Canary(
+        "load into blocks that a step in flight still writes",
+        "kv/fences.py",
+        "        if fence <= self._num_settled:\n            start()\n        else:",
+        "        if True:\n            start()\n        else:",
+    ),
+    Canary(
+        "start the load one step too early",
+        "kv/fences.py",
+        "            if fence <= self._num_settled:\n                del",
+        "            if fence <= self._num_settled + 1:\n                del",
+    ),
+    Canary(
+        "keep blocks for a load that has not begun",
+        "kv/transfers.py",
+        "            holding.loading = False  # it had not begun, so no end of it will be told\n",
+        "            pass\n",
+    ),
+    Canary(
+        "free the blocks that a load still writes",
+        "kv/transfers.py",
+        "if blocks and (bye.keep or holding.loading):",
+        "if blocks and bye.keep:",
     ),
     # accounts
     Canary(

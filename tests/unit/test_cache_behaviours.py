@@ -268,3 +268,37 @@ def test_any_depth_gives_the_same_tokens_and_no_step_too_many(max_tokens):
         assert run.num_tokens == 20 + 30 + 2 * (max_tokens - 1)
         outputs.append(run.outputs)
     assert outputs[0] == outputs[1] == outputs[2]
+
+
+@pytest.mark.behaviour(71)
+def test_a_block_is_found_as_soon_as_its_last_token_is_known():
+    """With two steps in flight the one that writes it is not settled yet, nor is its request given
+    tokens again first: steps are computed in order."""
+    run = make_run(depth=2, block_size=4)
+    run.add(make_request("a", [1] * 6, 20))
+    run.launch()
+    run.launch()  # computes the first output, position 6
+    run.settle()
+    run.launch()  # computes the second one, position 7, the last of its block
+    run.settle()
+    known = [1] * 6 + run.outputs["a"]
+    assert len(known) == 8 and len(run.flight) == 1
+    run.add(make_request("b", [*known, 9], 3))
+    waiting = run.scheduler.roster.by_id["b"]
+    assert run.scheduler.kv.cached_prefix(waiting) == 8
+    run.drain()
+    assert run.outputs["b"] == expected([*known, 9], 3)
+
+
+@pytest.mark.behaviour(29)
+def test_the_last_running_request_that_lacks_a_block_keeps_its_blocks_and_waits():
+    run = make_run(num_blocks=5, caching=False)
+    run.add(make_request("first", [1] * 20, 10))
+    run.add(make_request("last", [2] * 30, 10))
+    while "first" not in run.finished:
+        run.step()
+    last = run.scheduler.roster.by_id["last"]
+    assert [sorted(plan) for plan in run.plans] == [["first", "last"]] * 3 + [["first"]] * 7
+    assert last.num_preempted == 0 and len(run.scheduler.kv.held(last)) == 2
+    run.drain()
+    assert run.outputs["last"] == expected([2] * 30, 10)

@@ -26,7 +26,7 @@ VALUES: tuple[Any, ...] = (
     *("", "x", "5", b"x", [1], ["x"], {"a": "b"}, {"a": math.nan}, {5: 1.0}, object()),
 )
 CLASSES = (EngineArgs, SchedulerConfig, CacheConfig)
-NUMBERS = (int, float, int | None)
+NUMBERS = (int, float, int | None, float | None)
 
 
 def use(options: Any) -> None:
@@ -41,7 +41,9 @@ def is_of_kind(value: Any, hint: Any) -> bool:
     """May a value of this type be right for a field of type ``hint``?"""
     if hint is Any or get_origin(hint) is Literal:
         return True
-    if hint is float:
+    if hint == float | None and value is None:
+        return True
+    if hint in (float, float | None):
         return type(value) is float or (type(value) is int and value != HUGE)
     origin = get_origin(hint)
     kinds = hint.__args__ if origin not in (None, list, dict, tuple) else (origin or hint,)

@@ -265,6 +265,19 @@ def test_a_reset_with_a_load_under_way_changes_nothing_of_it():
     assert run.scheduler.reset_prefix_cache()
 
 
+@pytest.mark.behaviour(65)
+def test_a_forced_reset_that_fails_has_sent_the_running_back_all_the_same():
+    _, run = make()
+    run.add(loading("0", 48, ticks=4))
+    run.add(request := remote("1", length=20))
+    run.step()
+    run.step()
+    assert not run.scheduler.reset_prefix_cache(reset_running=True)
+    assert run.scheduler.roster.by_id["1"].is_waiting
+    run.wait()
+    assert run.outputs["1"] == answer(request)
+
+
 # -- blocks that steps in flight still write
 
 
@@ -326,3 +339,17 @@ def test_an_abort_before_its_load_has_begun_gives_the_blocks_back_at_once():
     assert run.scheduler.kv.num_free == run.scheduler.kv.num_usable
     run.wait()
     assert not source.num_loads
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_who_lacks_a_block_while_another_loads_waits_for_the_end_of_the_load(depth):
+    """It lost its own, the loading one lost its load for it, and so on for ever."""
+    options = {"max_num_batched_tokens": 4, "max_num_seqs": 2, "caching": False, "depth": depth}
+    _, run = make(num_blocks=7, block_size=2, **options)
+    run.add(request := remote("0", length=1, num_output=7))
+    run.step()
+    run.add(other := loading("1", 4, length=5, num_output=1, ticks=12))
+    for _ in range(80):
+        run.step()
+    assert run.outputs == {"0": answer(request), "1": answer(other)}
+    assert run.ends["0"].num_preemptions == 0

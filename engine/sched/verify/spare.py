@@ -53,4 +53,6 @@ def _check_head(scheduler: Scheduler, left: int) -> None:
         return
     promised = sum(kv.blocks_for(req.num_tokens + 1) for req in roster.running)
     needed = kv.blocks_for(head.num_tokens) + promised + len(roster.running)
+    if roster.running and scheduler.config.watermark is not None:
+        needed += int(scheduler.config.watermark * kv.num_blocks)
     assert needed > kv.num_free, f"{head} waits, though seats, blocks and {left} tokens are left"

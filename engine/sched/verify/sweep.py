@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from engine.sched.guard import HOOKS
 from engine.sched.policy import Policy
@@ -20,6 +20,7 @@ from engine.sched.verify.simulation import Simulation
 
 # A resource that raises where it keeps its books (take, release, ...) may be wrong for ever after.
 RESOURCE_HOOKS = ("watches", "extra", "fit", "added", "parked")
+Part = Literal["hook", "worker", "memory"]  # of the engine, in which a call fails
 
 
 class Injected(Exception):
@@ -37,15 +38,16 @@ class Meter:
         self.fails_at = fails_at
         self.num_calls = 0
         self.culprit = ""
+        self.part: Part = "hook"
 
-    def watch(self, owner: Any, name: str, error: type[Exception] = Injected) -> None:
-        """From now on calls of this method count."""
+    def watch(self, part: Part, owner: Any, name: str, error: type[Exception] = Injected) -> None:
+        """From now on calls of this method, of this part of the engine, count."""
         inner: Callable[..., Any] = getattr(owner, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self.num_calls += 1
             if self.num_calls == self.fails_at:
-                self.culprit = f"{type(owner).__name__}.{name}"
+                self.culprit, self.part = f"{type(owner).__name__}.{name}", part
                 raise error(f"call {self.num_calls}, {self.culprit}")
             return inner(*args, **kwargs)
 
@@ -57,6 +59,7 @@ class Swept(NamedTuple):
 
     fails_at: int
     culprit: str
+    part: Part
     ended: bool  # the engine ended with the error; otherwise it went on
 
 
@@ -77,7 +80,7 @@ def sweep(case: Case, *, most: int = 100_000) -> Iterator[Swept]:
             return
         if ended:
             check_abandoned(simulation, meter)
-        yield Swept(fails_at, meter.culprit, ended)
+        yield Swept(fails_at, meter.culprit, meter.part, ended)
         if fails_at >= most:
             return
 
@@ -88,14 +91,14 @@ def watch_everything(simulation: Simulation, meter: Meter) -> None:
     policy = scheduler.policy
     for hook in HOOKS:
         if getattr(type(policy), hook) is not getattr(Policy, hook):
-            meter.watch(policy, hook)
+            meter.watch("hook", policy, hook)
     for need in simulation.needs:
         for hook in RESOURCE_HOOKS:
             if getattr(type(need), hook) not in (getattr(Resource, hook), getattr(Need, hook)):
-                meter.watch(need, hook)
-    meter.watch(simulation.worker, "launch")
-    meter.watch(simulation.worker, "collect")
-    meter.watch(scheduler.kv.pool, "take", InjectedMemoryError)
+                meter.watch("hook", need, hook)
+    meter.watch("worker", simulation.worker, "launch")
+    meter.watch("worker", simulation.worker, "collect")
+    meter.watch("memory", scheduler.kv.pool, "take", InjectedMemoryError)
 
 
 def check_abandoned(simulation: Simulation, meter: Meter) -> None:

