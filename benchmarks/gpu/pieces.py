@@ -115,19 +115,20 @@ def nothing_kernel(  # noqa: PLR0913
 def launches(box: Box) -> Rows:
     """Microseconds of the host for each launch, and of the device where a graph launches it."""
     shape = next(iter(box.shapes().values()))
-    x = torch.randn(8, shape.hidden, device=box.device, dtype=box.dtype)
+    (num,) = box.sizes((8,), (1,))
+    x = torch.randn(num, shape.hidden, device=box.device, dtype=box.dtype)
     weight = torch.ones_like(x[0])
-    step = Step([(1, 30)] * 8, BLOCK, box.device)
+    step = Step([(1, 30)] * num, BLOCK, box.device)
     cache = step.cache(shape.kv_heads, shape.head_dim, box.dtype)
-    q = torch.randn(8, shape.heads, shape.head_dim, device=box.device, dtype=box.dtype)
+    q = torch.randn(num, shape.heads, shape.head_dim, device=box.device, dtype=box.dtype)
     meta = step.meta()
-    logits = torch.randn(8, 1000, device=box.device)
+    logits = torch.randn(num, 1000, device=box.device)
     calls: dict[str, Call] = {
         "empty Triton kernel, 20 arguments": lambda: nothing_kernel[(1,)](*[x] * 10, *range(10)),
         "torch's add": lambda: x.add_(0),
         "norm": lambda: kernels.rms_norm(x, weight, 1e-6),
-        "decode attention, 8 rows": lambda: kernels.paged_attention(q, cache, meta, scale=0.1),
-        "sampler, 8 rows": _sample(logits, KINDS["top-p 0.9"]),
+        f"decode attention, {num} rows": lambda: kernels.paged_attention(q, cache, meta, scale=0.1),
+        f"sampler, {num} rows": _sample(logits, KINDS["top-p 0.9"]),
     }
     for name, call in calls.items():
         yield _launch(box, name, call)
