@@ -343,7 +343,7 @@ CANARIES = (
     Canary(
         "keep rejected drafts",
         SETTLE,
-        "            self._roll_back(plan, result)\n",
+        "            self._roll_back(plan, plan.drafts.counts, result)\n",
         "            pass\n",
     ),
 )
