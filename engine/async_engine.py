@@ -25,7 +25,8 @@ from engine.config.args import EngineArgs
 from engine.core.build import build_core
 from engine.core.launch import open_core
 from engine.errors import ConfigError, EngineDeadError, RequestError
-from engine.frontend.prompt import Prompt, RequestOptions, Submission, as_request_ids
+from engine.frontend.prompt import RequestOptions, Submission, as_request_ids
+from engine.frontend.rendering import Prompt
 from engine.frontend.session import PauseScope, Session
 from engine.frontend.stream import Stream
 from engine.frontend.tokenizer import Tokenizer
@@ -89,9 +90,11 @@ class AsyncLLMEngine:
         if the queue is full, ``EngineDeadError`` if the core has died. Options are those of
         ``LLMEngine.add_request``.
         """
-        inputs = self._session.inputs
-        ahead = inputs.encode_ahead(prompt, sampling_params)
+        self._check_alive()
+        inputs, began = self._session.inputs, self._session.clock()
+        ahead = inputs.texts.ahead(prompt, sampling_params)
         if ahead is not None:  # other tasks go on meanwhile; what is wrong is said by process()
+            options.setdefault("arrival_time", began)
             with contextlib.suppress(Exception):
                 await asyncio.wrap_future(ahead)
         submission = inputs.process(request_id, prompt, sampling_params, options, ahead)

@@ -92,7 +92,7 @@ class Session:
         )
         self.outputs = OutputProcessor(tokenizer, None if pool is None else PooledTexts(pool))
         self._pool = pool
-        self._clock = clock
+        self.clock = clock
         self._stats_log: StatsLog | None = None
         if not config.disable_log_stats:
             self._stats_log = StatsLog(self.outputs.counts, client.stats, clock)
@@ -175,12 +175,13 @@ class Session:
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """Stop these requests and return their last outputs; unknown ids do nothing."""
-        outputs = self.outputs.abort(request_ids, self._clock())
+        outputs = self.outputs.abort(request_ids, self.clock())
         self._stop_in_core()
         return outputs
 
     def shutdown(self) -> None:
         """End the core and the text processes; harmless when repeated."""
+        self.inputs.texts.close()
         self.client.shutdown()
         if self._pool is not None:
             self._pool.close()
