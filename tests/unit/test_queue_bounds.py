@@ -244,16 +244,6 @@ def test_an_aborted_request_tells_why_it_waited() -> None:
     drain(session)
 
 
-def test_without_statistics_there_are_none_and_everything_else_is_the_same() -> None:
-    session = scheduled_session(Tick(0.0), max_num_seqs=1, log_stats=False)
-    submit(session, "a")
-    submit(session, "b")
-    outputs = drain(session)
-    assert session.client.stats() is None
-    metrics = outputs["b"].metrics
-    assert metrics is not None and metrics.events == [] and metrics.scheduled_time is not None
-
-
 # The watch
 
 
