@@ -28,8 +28,9 @@ from engine.messages.outputs import CoreOutputs, Finished
 from engine.messages.requests import AddRequest
 from engine.messages.wire import Health, Probe, ToClient
 
-KINDS = ("in-process", "zmq", "asyncio", "two cores")
+IN_PROCESS, TWO_CORES = "in-process", "two cores"
 REMOTE = ("zmq", "asyncio")  # one core, with sockets between
+KINDS = (IN_PROCESS, *REMOTE, TWO_CORES)
 WAIT_SECONDS = 30.0  # for what should come at once, on a machine that may be busy
 
 
@@ -64,8 +65,8 @@ class AsyncFace:
     def add_all(self, requests: Sequence[AddRequest]) -> dict[int, Exception]:
         return self._run(self._client.add_all(requests))
 
-    def abort(self, request_ids: Sequence[str]) -> list[Finished]:
-        return self._run(self._client.abort(request_ids))
+    def abort(self, request_ids: Sequence[str]) -> None:
+        self._run(self._client.abort(request_ids))
 
     def step(self) -> list[CoreOutputs]:
         async def step() -> list[CoreOutputs]:
@@ -140,13 +141,13 @@ class HostedCore:
 def a_client(kind: str, build: FakeBuild | None = None) -> Iterator[Any]:
     """A client of this kind, and a core for it."""
     build = build or FakeBuild()
-    if kind == "in-process":
+    if kind == IN_PROCESS:
         client = build(fake_config())
         yield client
         client.shutdown()
         return
     with HostedCore(build) as core, HostedCore(build) as other:
-        if kind == "two cores":
+        if kind == TWO_CORES:
             addresses = (core.address, other.address)
             client: Any = ManyCoresClient([EngineCoreClient(each) for each in addresses])
         else:

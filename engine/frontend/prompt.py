@@ -27,6 +27,7 @@ from engine.messages.validate import check_params_for_vocab
 logger = logging.getLogger(__name__)
 
 PROMPT_KEYS = frozenset(TextPrompt.__annotations__)
+SHOWN_ID_CHARS = 64  # of a user's id, in the one that its request has in the core
 
 
 class RequestOptions(TypedDict, total=False):
@@ -89,6 +90,7 @@ class InputProcessor:
         self._clock = clock
         self._id_prefix = id_prefix  # of ids in the core
         self._counter = itertools.count()
+        self._num_sequences = itertools.count()
         self._warned_of_priority = False
 
     def process(
@@ -113,7 +115,7 @@ class InputProcessor:
         token_ids = self._checked_ids(parts, params.truncate_prompt_tokens, ahead)
         self._check_params(params)
         first = AddRequest(
-            request_id=self._id_prefix + request_id,
+            request_id=request_id,
             prompt_token_ids=token_ids,
             params=params,
             seed=self._seed(params),
@@ -129,8 +131,9 @@ class InputProcessor:
             queue_deadline=_seconds_after(arrival_time, options.get("queue_timeout")),
             end_deadline=_seconds_after(arrival_time, options.get("timeout")),
         )
+        requests = [self._sequence(first, index) for index in range(params.n)]
         return Submission(
-            request_id, parts.get("prompt"), token_ids, params, arrival_time, children(first)
+            request_id, parts.get("prompt"), token_ids, params, arrival_time, requests
         )
 
     def render(
@@ -230,6 +233,19 @@ class InputProcessor:
         number = next(self._counter)
         return derive_seed(self._limits.seed, number) if params.seed is None else params.seed
 
+    def _sequence(self, request: AddRequest, index: int) -> AddRequest:
+        """One of the ``params.n`` of a request, with a seed and a core id of its own.
+
+        No other sequence has this id, then or later: what still comes of one that was aborted is
+        nobody's. The user's id is in it for logs and messages.
+        """
+        number = next(self._num_sequences)
+        return msgspec.structs.replace(
+            request,
+            request_id=f"{self._id_prefix}{number}/{request.request_id[:SHOWN_ID_CHARS]}",
+            seed=derive_seed(request.seed, index) if request.params.n > 1 else request.seed,
+        )
+
     def _bad_words_ids(self, params: SamplingParams) -> list[list[int]]:
         """Each word as ids, at the start of a text and behind a space."""
         if self._tokenizer is None:
@@ -305,22 +321,6 @@ def _whole_numbers(ids: list[int]) -> list[int]:
         items = ids if isinstance(ids, Iterable) else ()
         wrong = next((i for i in items if not isinstance(i, int)), ids)
         raise RequestTypeError(f"prompt_token_ids must be integers, got {wrong!r:.80}") from error
-
-
-def children(request: AddRequest) -> list[AddRequest]:
-    """One request for each of ``params.n`` sequences, with ids and seeds of their own."""
-    n = request.params.n
-    if n == 1:
-        return [request]
-    return [_child(request, index) for index in range(n)]
-
-
-def _child(parent: AddRequest, index: int) -> AddRequest:
-    return msgspec.structs.replace(
-        parent,
-        request_id=f"{index}_{parent.request_id}",
-        seed=derive_seed(parent.seed, index),
-    )
 
 
 def derive_seed(seed: int, number: int) -> int:

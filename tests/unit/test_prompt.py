@@ -135,7 +135,7 @@ def test_priority_under_fcfs_warns_once(caplog: pytest.LogCaptureFixture) -> Non
 def test_children_have_ids_and_seeds_of_their_own() -> None:
     params = SamplingParams(n=3, seed=5)
     requests = process(params=params).requests
-    assert [request.request_id for request in requests] == ["0_id", "1_id", "2_id"]
+    assert [request.request_id for request in requests] == ["0/id", "1/id", "2/id"]
     assert [r.seed for r in requests] == [derive_seed(5, i) for i in range(3)]
     assert len({request.seed for request in requests}) == 3
     assert requests == process(params=params).requests

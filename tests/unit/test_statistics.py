@@ -129,16 +129,23 @@ def test_statistics_are_made_when_asked_for_and_not_by_a_step(monkeypatch):
     assert len(run.ends) == 3 and not made
 
 
-def test_the_story_of_a_request_is_told_with_its_end():
+def test_the_story_of_a_request_is_told_with_each_start_and_with_its_end():
     now = [1.0]
     run = make_run(num_blocks=30, block_size=4, clock=lambda: now[0])
-    run.add(make_request("a", [1] * 9, 3))
+    run.add(make_request("a", [1] * 9, 4))
     now[0] = 2.0
+    run.step()
     run.step()
     now[0] = 3.0
     evict(run, "a")
     now[0] = 5.0
     run.drain()
     events = [("queued", 1.0), ("scheduled", 2.0), ("preempted", 3.0), ("scheduled", 5.0)]
-    assert run.ends["a"].events == events and run.ends["a"].num_preemptions == 1
-    assert sum(run.ends["a"].waits.values()) == 3.0
+    first, second = run.starts["a"]
+    assert (first.num_preemptions, first.events) == (0, events[:2])
+    assert sum(first.waits.values()) == 1.0
+    assert (second.num_preemptions, second.events) == (1, events)
+    assert sum(second.waits.values()) == 3.0
+    assert (second.num_cached_tokens, second.scheduled_time) == (0, 2.0)
+    end = run.ends["a"]
+    assert (end.num_preemptions, end.events, end.waits) == (1, events, second.waits)
