@@ -30,7 +30,9 @@ from engine.messages.wire import Health, Probe, ToClient
 
 IN_PROCESS, TWO_CORES = "in-process", "two cores"
 REMOTE = ("zmq", "asyncio")  # one core, with sockets between
-KINDS = (IN_PROCESS, *REMOTE, TWO_CORES)
+ELSEWHERE = tuple(f"{kind}, another clock" for kind in REMOTE)  # the same, on another machine
+KINDS = (IN_PROCESS, *REMOTE, TWO_CORES, *ELSEWHERE)
+AHEAD_SECONDS = 1e6  # of a core's clock, as on a machine that was started long before
 WAIT_SECONDS = 30.0  # for what should come at once, on a machine that may be busy
 
 
@@ -109,13 +111,18 @@ class HostedCore:
         build: FakeBuild,
         address: Address | None = None,
         config: EngineConfig | None = None,
+        ahead_seconds: float = 0.0,
         **options: Any,
     ) -> None:
+        def clock() -> float:
+            return time.monotonic() + ahead_seconds
+
         directory = Directory.create()
         config = config or fake_config()
         self.address = address or directory.address
+        core = build(config, clock=clock)
         self.host = EngineCoreHost(
-            build(config), config, self.address, directory=directory, **options
+            core, config, self.address, directory=directory, clock=clock, **options
         )
         self._thread = threading.Thread(target=self._serve, name="hosted-core")
         self._thread.start()
@@ -146,8 +153,14 @@ def a_client(kind: str, build: FakeBuild | None = None) -> Iterator[Any]:
         yield client
         client.shutdown()
         return
-    with HostedCore(build) as core, HostedCore(build) as other:
-        if kind == TWO_CORES:
+    if kind in ELSEWHERE:
+        with HostedCore(build, ahead_seconds=AHEAD_SECONDS) as core:
+            client = connect(kind.split(",")[0], core.address)
+            yield client
+            client.shutdown()
+        return
+    with HostedCore(build) as core, HostedCore(build, ahead_seconds=-AHEAD_SECONDS) as other:
+        if kind == TWO_CORES:  # on two machines
             addresses = (core.address, other.address)
             client: Any = ManyCoresClient([EngineCoreClient(each) for each in addresses])
         else:

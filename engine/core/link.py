@@ -11,6 +11,7 @@ when it is sent or comes in, in that order: tasks that wait for it may run much 
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from engine.core.clocks import ClockOffset
 from engine.core.failures import death_of, error_of
 from engine.errors import EngineError, WireError
 from engine.ipc.codec import Decoder, Encoder
@@ -58,6 +60,7 @@ class Part:
     places: list[int]
     """Of its requests, among all that were to be added."""
     request_ids: list[str]
+    asked_at: float
 
 
 @dataclass
@@ -69,9 +72,9 @@ class Submission:
 
 
 class Link:
-    """One client's side of the conversation."""
+    """One client's side of the conversation. ``clock`` is that of the client's times."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.welcome: Welcome | None = None
         self.unread: list[CoreOutputs] = []
         """Outputs that have come, in order."""
@@ -79,6 +82,9 @@ class Link:
         """Requests that are in use, each with the number of its message."""
         self.stats: SchedulerStats | None = None
         """The last that came of those that ``ask_stats`` asked for."""
+        self.offset = ClockOffset()
+        self._clock = clock
+        self._asked_at = 0.0  # hello was said
         self._submits: dict[int, Part] = {}  # not answered yet
         self._stats_asked: int | None = None  # number of the question that is not answered yet
         self._numbers = itertools.count()
@@ -89,6 +95,7 @@ class Link:
     # -- what to send
 
     def hello(self, token: bytes, name: str) -> bytes:
+        self._asked_at = self._clock()
         return self._encoder.encode(Hello(PROTOCOL_VERSION, token, name))
 
     def submit(self, requests: Sequence[AddRequest], submission: Submission) -> None:
@@ -178,12 +185,14 @@ class Link:
                 _check_counts(batch)
                 _check_places([each.index for each in batch.finished], batch.request_ids)
                 _check_places([each.index for each in batch.started], batch.request_ids)
+                self.offset.from_core(batch)
                 self.unread.append(batch)
             case Dead():
                 raise death_of(message.message, message.traceback)
             case Fault():
                 raise WireError(f"the core could not read a message: {message.message}")
             case Welcome():
+                self.offset.measure(self._asked_at, message.time, self._clock())
                 return message
             case Submitted():
                 self._note_submitted(message)
@@ -204,6 +213,7 @@ class Link:
         if part is None:
             raise WireError(f"the core answers message {message.number}, which was not asked")
         _check_places([each.index for each in message.refusals], part.places)
+        self.offset.measure(part.asked_at, message.time, self._clock())
         self._free(part, (part.request_ids[each.index] for each in message.refusals))
 
     def _note_never_sent(self, number: int) -> None:
@@ -223,10 +233,10 @@ class Link:
         self, submission: Submission, requests: Sequence[AddRequest], places: list[int]
     ) -> None:
         number = next(self._numbers)
-        own = [requests[place] for place in places]
+        own = [self.offset.to_core(requests[place]) for place in places]
         frame = self._encoder.encode(Submit(number, own))
         ids = [request.request_id for request in own]
-        part = Part(frame, number, places, ids)
+        part = Part(frame, number, places, ids, self._clock())
         submission.parts.append(part)
         self._submits[number] = part
         self.live.update(dict.fromkeys(part.request_ids, number))
