@@ -4,6 +4,7 @@ Reads /proc alone, so that it works in every engine's environment.
 """
 
 import itertools
+import math
 import os
 import statistics
 from collections.abc import Iterable, Sequence
@@ -84,6 +85,19 @@ def _read(path: Path) -> str:
 def quantile(values: Iterable[float], share: float) -> float:
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else float("nan")
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """95 % interval of the median, whatever the distribution: two of the values, by rank.
+
+    With fewer than six values, the least and the most are returned, which hold less than that.
+    """
+    ordered, num = sorted(values), len(values)
+    below, rank = 0.0, 0  # chance that no more than so many values lie below the median
+    while (below := below + math.comb(num, rank) / 2**num) <= 0.025:
+        rank += 1
+    rank = max(0, rank - 1)
+    return ordered[rank], ordered[num - 1 - rank]
 
 
 @dataclass

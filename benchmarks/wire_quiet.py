@@ -72,6 +72,8 @@ def decode(client: EngineCoreClient, running: int, seconds: float) -> Figures:
             began, before = time.monotonic(), cpu_seconds(pid)
     share = 100.0 * (cpu_seconds(pid) - before) / (time.monotonic() - began)
     client.abort([each.request_id for each in requests])
+    while client.has_unfinished():  # their ends are still to be read
+        client.step()
     gaps = [b - a - STEP_SECONDS for a, b in itertools.pairwise(times[WARM_UP_STEPS:])]
     return {
         "cpu_percent": share,

@@ -24,14 +24,15 @@ from typing import Any, NamedTuple, Unpack
 from engine.config.args import EngineArgs
 from engine.core.build import build_core
 from engine.core.launch import open_core
-from engine.errors import ConfigError, EngineDeadError, RequestError
-from engine.frontend.prompt import Prompt, RequestOptions, Submission, as_request_ids
+from engine.errors import ConfigError, EngineDeadError
+from engine.frontend.prompt import RequestOptions, Submission, as_request_ids
+from engine.frontend.rendering import Prompt
 from engine.frontend.session import PauseScope, Session
 from engine.frontend.stream import Stream
 from engine.frontend.tokenizer import Tokenizer
 from engine.messages.outputs import RequestOutput
 from engine.messages.params import SamplingParams
-from engine.observe.stats_log import CoreStats
+from engine.messages.stats import SchedulerStats
 
 JOIN_SECONDS = 60.0  # longest step a shutdown waits for
 ALIVE_SECONDS = 1.0  # between two looks at a core with nothing to do
@@ -59,7 +60,7 @@ class AsyncLLMEngine:
         self._changed = threading.Condition()
         # Guarded by the condition: what tasks and the thread share.
         self._commands: deque[Command] = deque()
-        self._open: dict[str, Stream] = {}
+        self._open: set[Stream] = set()
         self._death: EngineDeadError | None = None
         self._is_closing = False
         # Of the thread alone.
@@ -89,9 +90,11 @@ class AsyncLLMEngine:
         if the queue is full, ``EngineDeadError`` if the core has died. Options are those of
         ``LLMEngine.add_request``.
         """
-        inputs = self._session.inputs
-        ahead = inputs.encode_ahead(prompt, sampling_params)
+        self._check_alive()
+        inputs, began = self._session.inputs, self._session.clock()
+        ahead = inputs.texts.ahead(prompt, sampling_params)
         if ahead is not None:  # other tasks go on meanwhile; what is wrong is said by process()
+            options.setdefault("arrival_time", began)
             with contextlib.suppress(Exception):
                 await asyncio.wrap_future(ahead)
         submission = inputs.process(request_id, prompt, sampling_params, options, ahead)
@@ -113,9 +116,9 @@ class AsyncLLMEngine:
         """
         await self._call(partial(self._abort, as_request_ids(request_id)))
 
-    async def stats(self) -> CoreStats | None:
+    async def stats(self) -> SchedulerStats | None:
         """Gauges and counters of the scheduler: running, waiting, KV use, prefix hits."""
-        stats: CoreStats | None = await self._call(self._session.client.stats)
+        stats: SchedulerStats | None = await self._call(self._session.client.stats)
         return stats
 
     async def reset_prefix_cache(self, reset_running: bool = False) -> bool:
@@ -182,19 +185,14 @@ class AsyncLLMEngine:
     def _open_stream(self, submission: Submission, stream: Stream) -> None:
         with self._changed:
             self._check_alive()
-            if submission.request_id in self._open:
-                raise RequestError(
-                    f"request id {submission.request_id!r} is in use by an unfinished request; "
-                    "choose another, or abort that one first"
-                )
-            self._open[submission.request_id] = stream
+            self._open.add(stream)
             self._command(Arrival(submission, stream))
 
     def _close_stream(self, request_id: str, stream: Stream) -> None:
         with self._changed:
-            del self._open[request_id]
+            self._open.remove(stream)
             if not stream.is_finished and self._death is None:
-                self._command(partial(self._abort, [request_id]))
+                self._command(partial(self._leave, request_id, stream))
 
     async def _call(self, function: Callable[[], Any]) -> Any:
         """Run ``function`` in the thread, between two steps."""
@@ -253,12 +251,17 @@ class AsyncLLMEngine:
         if not arrivals:
             return
         errors = self._session.submit_all([arrival.submission for arrival in arrivals])
-        for submission, stream in arrivals:
-            error = errors.get(submission.request_id)
+        for place, (submission, stream) in enumerate(arrivals):
+            error = errors.get(place)
             if error is None:
                 self._live[submission.request_id] = stream
             else:
                 stream.post(partial(stream.fail, error))
+
+    def _leave(self, request_id: str, stream: Stream) -> None:
+        """Nobody reads the stream any more. Its id may be that of another one, which has it."""
+        if self._live.get(request_id) is stream:
+            self._abort([request_id])
 
     def _abort(self, request_ids: list[str]) -> None:
         self._deliver(self._session.abort(request_ids))
@@ -284,7 +287,7 @@ class AsyncLLMEngine:
             death.__cause__ = cause
         with self._changed:
             self._death = death
-            streams, commands = list(self._open.values()), self._commands
+            streams, commands = list(self._open), self._commands
             self._commands = deque()
         for stream in streams:
             stream.post(partial(stream.fail, death))

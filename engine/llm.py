@@ -18,7 +18,8 @@ from engine.errors import RequestError, RequestTypeError
 from engine.frontend.chat import Messages
 from engine.frontend.interrupts import HeldInterrupt
 from engine.frontend.progress import RequestProgress
-from engine.frontend.prompt import Prompt, RequestOptions, Submission
+from engine.frontend.prompt import RequestOptions, Submission
+from engine.frontend.rendering import Prompt
 from engine.frontend.tokenizer import Tokenizer
 from engine.llm_engine import LLMEngine
 from engine.messages.outputs import RequestOutput
@@ -127,11 +128,9 @@ class LLM:
         params: Sequence[SamplingParams],
         options: list[RequestOptions],
     ) -> list[Submission]:
-        """Check requests; all texts are begun before the first is waited for."""
+        """Check requests; their texts are tokenised together."""
         inputs = self.llm_engine.session.inputs
-        begun = [
-            inputs.encode_ahead(prompt, own) for prompt, own in zip(prompts, params, strict=True)
-        ]
+        begun = inputs.texts.all_ahead(prompts, params)
         try:
             return [
                 inputs.process(str(next(self._counter)), prompt, _only_final(own), option, ahead)

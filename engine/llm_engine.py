@@ -13,12 +13,14 @@ from engine.core.build import build_core
 from engine.core.launch import open_core
 from engine.errors import ConfigError
 from engine.frontend.interrupts import HeldInterrupt
-from engine.frontend.prompt import Prompt, RequestOptions, as_request_ids
+from engine.frontend.prompt import RequestOptions, as_request_ids
+from engine.frontend.rendering import Prompt
 from engine.frontend.session import PauseScope, Session
 from engine.frontend.tokenizer import Tokenizer
 from engine.messages.outputs import RequestOutput
 from engine.messages.params import SamplingParams
-from engine.observe.stats_log import CoreStats, TokenCounts
+from engine.messages.stats import SchedulerStats
+from engine.observe.stats_log import TokenCounts
 
 
 class LLMEngine:
@@ -80,7 +82,7 @@ class LLMEngine:
     def get_num_unfinished_requests(self) -> int:
         return self.session.outputs.num_unfinished
 
-    def stats(self) -> CoreStats | None:
+    def stats(self) -> SchedulerStats | None:
         """Gauges and counters of the scheduler: running, waiting, KV use, prefix hits."""
         return self.session.client.stats()
 

@@ -149,11 +149,11 @@ const fail = (why) => {
   process.exit(1);
 };
 const core = dealer(path, take, fail);
-core.send(["hello", 1, readFileSync(`${path}-token`), "wire-client.mjs"]);
+core.send(["hello", 2, readFileSync(`${path}-token`), "wire-client.mjs"]);
 
 function take([kind, ...fields]) {
   if (kind === "welcome") submit(fields);
-  else if (kind === "submitted") for (const [, [name, why]] of fields[1]) fail(`${name}: ${why}`);
+  else if (kind === "submitted") for (const [, [name, why]] of fields[2]) fail(`${name}: ${why}`);
   else if (kind === "outputs") show(fields[0]);
   else if (kind === "fault" || kind === "dead") fail(`${kind}: ${fields[0]}`);
 }

@@ -28,8 +28,11 @@ from engine.messages.outputs import CoreOutputs, Finished
 from engine.messages.requests import AddRequest
 from engine.messages.wire import Health, Probe, ToClient
 
-KINDS = ("in-process", "zmq", "asyncio", "two cores")
+IN_PROCESS, TWO_CORES = "in-process", "two cores"
 REMOTE = ("zmq", "asyncio")  # one core, with sockets between
+ELSEWHERE = tuple(f"{kind}, another clock" for kind in REMOTE)  # the same, on another machine
+KINDS = (IN_PROCESS, *REMOTE, TWO_CORES, *ELSEWHERE)
+AHEAD_SECONDS = 1e6  # of a core's clock, as on a machine that was started long before
 WAIT_SECONDS = 30.0  # for what should come at once, on a machine that may be busy
 
 
@@ -64,8 +67,8 @@ class AsyncFace:
     def add_all(self, requests: Sequence[AddRequest]) -> dict[int, Exception]:
         return self._run(self._client.add_all(requests))
 
-    def abort(self, request_ids: Sequence[str]) -> list[Finished]:
-        return self._run(self._client.abort(request_ids))
+    def abort(self, request_ids: Sequence[str]) -> None:
+        self._run(self._client.abort(request_ids))
 
     def step(self) -> list[CoreOutputs]:
         async def step() -> list[CoreOutputs]:
@@ -108,13 +111,18 @@ class HostedCore:
         build: FakeBuild,
         address: Address | None = None,
         config: EngineConfig | None = None,
+        ahead_seconds: float = 0.0,
         **options: Any,
     ) -> None:
+        def clock() -> float:
+            return time.monotonic() + ahead_seconds
+
         directory = Directory.create()
         config = config or fake_config()
         self.address = address or directory.address
+        core = build(config, clock=clock)
         self.host = EngineCoreHost(
-            build(config), config, self.address, directory=directory, **options
+            core, config, self.address, directory=directory, clock=clock, **options
         )
         self._thread = threading.Thread(target=self._serve, name="hosted-core")
         self._thread.start()
@@ -140,13 +148,19 @@ class HostedCore:
 def a_client(kind: str, build: FakeBuild | None = None) -> Iterator[Any]:
     """A client of this kind, and a core for it."""
     build = build or FakeBuild()
-    if kind == "in-process":
+    if kind == IN_PROCESS:
         client = build(fake_config())
         yield client
         client.shutdown()
         return
-    with HostedCore(build) as core, HostedCore(build) as other:
-        if kind == "two cores":
+    if kind in ELSEWHERE:
+        with HostedCore(build, ahead_seconds=AHEAD_SECONDS) as core:
+            client = connect(kind.split(",")[0], core.address)
+            yield client
+            client.shutdown()
+        return
+    with HostedCore(build) as core, HostedCore(build, ahead_seconds=-AHEAD_SECONDS) as other:
+        if kind == TWO_CORES:  # on two machines
             addresses = (core.address, other.address)
             client: Any = ManyCoresClient([EngineCoreClient(each) for each in addresses])
         else:

@@ -58,17 +58,20 @@ class FakeClient:
         self.decided = decided or FakeDecided()
         self.clock = clock or FakeClock()
         self.live: dict[str, Live] = {}
-        self.aborted: list[str] = []
+        self.aborted: list[str] = []  # by the ids of users
         self.num_steps = 0
-        self.fails_on: dict[str, Exception] = {}  # request id -> what add raises
+        self.fails_on: dict[str, Exception] = {}  # id of the user -> what add raises
+        self.refuse: Callable[[AddRequest], bool] = lambda request: False
         self.dies_at: int | None = None  # step
         self.is_shut_down = False
         self._script = script
         self._pace = pace  # called in every step: to wait for the test
 
     def add(self, request: AddRequest) -> None:
-        if request.request_id in self.fails_on:
-            raise self.fails_on[request.request_id]
+        if asked_id(request.request_id) in self.fails_on:
+            raise self.fails_on[asked_id(request.request_id)]
+        if self.refuse(request):
+            raise RequestError("the fake core refuses")
         if request.request_id in self.live:
             raise RequestError(f"duplicate id {request.request_id}")
         self.live[request.request_id] = Live(request)
@@ -88,10 +91,10 @@ class FakeClient:
 
     def check_alive(self) -> None: ...
 
-    def abort(self, request_ids: Sequence[str]) -> list[Finished]:
-        self.aborted += request_ids
-        alive = [index for index, name in enumerate(request_ids) if self.live.pop(name, None)]
-        return [Finished(index, "abort") for index in alive]
+    def abort(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self.aborted.append(asked_id(request_id))
+            self.live.pop(request_id, None)
 
     def step(self) -> list[CoreOutputs]:
         self._pace()
@@ -128,6 +131,9 @@ class FakeClient:
     def stats(self) -> SchedulerStats:
         return SchedulerStats(len(self.live), 0, 0, 0.0, 0, 0, 0, 0, self.num_steps, 0)
 
+    def latest_stats(self) -> SchedulerStats:
+        return self.stats()
+
     def call(self, name: str, *args: Any) -> Any:
         if self.is_shut_down:
             raise EngineDeadError("the fake core was shut down")
@@ -135,6 +141,11 @@ class FakeClient:
 
     def shutdown(self) -> None:
         self.is_shut_down = True
+
+
+def asked_id(core_id: str) -> str:
+    """What the user called the request of which this is a sequence."""
+    return core_id.partition("/")[2]
 
 
 def fake_session(client: FakeClient, tokenizer: Tokenizer | None = None, **model: Any) -> Session:
@@ -149,15 +160,17 @@ def scheduled_session(
     num_blocks: int = 200,
     depth: int = 1,
     worker: Any = None,
+    tokenizer: Tokenizer | None = None,
     **options: Any,
 ) -> Session:
-    """The front end around a real scheduler and a fake worker; ids go in and out."""
+    """The front end around a real scheduler and a fake worker; without a tokenizer ids go in and
+    out."""
     options = {"max_num_batched_tokens": 256, "max_num_seqs": 8, "max_model_len": 256, **options}
     sched = SchedulerConfig(**options)
     scheduler = make_scheduler(sched, KVManager(num_blocks, 16), clock=clock)
     core = EngineCore(scheduler, worker or DigestWorker(num_blocks, 16), depth)
     config = EngineConfig(model=ModelConfig(model="fake"), scheduler=sched, disable_log_stats=True)
-    return Session(config, InprocClient(core, FakeDecided()), None, clock)
+    return Session(config, InprocClient(core, FakeDecided(), clock=clock), tokenizer, clock)
 
 
 def end_of(request: AddRequest, token: int, num_output: int) -> FinishReason | None:

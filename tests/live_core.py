@@ -66,7 +66,7 @@ class SizedBuild:
         )
         kv = KVManager(self.num_blocks, BLOCK_SIZE)
         scheduler = make_scheduler(sched, kv, clock=clock)
-        return InprocClient(EngineCore(scheduler, self._worker()), decided)
+        return InprocClient(EngineCore(scheduler, self._worker()), decided, clock=clock)
 
     def _worker(self) -> Executor:
         if self.worker is not None:

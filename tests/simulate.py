@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from engine.config.sched import SchedulerConfig
 from engine.kv.manager import KVManager
-from engine.messages.outputs import Finished
+from engine.messages.outputs import Finished, Started
 from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest
 from engine.messages.step import StepPlan
@@ -68,6 +68,7 @@ class Run:
     plans: list[dict[str, int]] = field(default_factory=list)
     num_tokens: int = 0
     num_drafts: int = 0  # of a row in a step, at most
+    starts: dict[str, list[Started]] = field(default_factory=dict)
     ends: dict[str, Finished] = field(default_factory=dict)
     is_undrawn: bool = False  # the newest step in flight waits for its masks
 
@@ -114,6 +115,8 @@ class Run:
             for request_id, count in zip(out.request_ids, counts, strict=True):
                 assert request_id not in self.finished, f"{request_id}: output after its end"
                 self.outputs[request_id] += [next(tokens) for _ in range(count)]
+            for started in out.started:
+                self.starts.setdefault(out.request_ids[started.index], []).append(started)
             for end in out.finished:
                 self.finished[out.request_ids[end.index]] = (end.reason, end.stop_reason)
                 self.ends[out.request_ids[end.index]] = end

@@ -63,7 +63,7 @@ class FakeBuild:
             scheduler=sched,
         )
         scheduler = make_scheduler(sched, KVManager(NUM_BLOCKS, BLOCK_SIZE), clock=clock)
-        return InprocClient(EngineCore(scheduler, ScriptedWorker(self)), decided)
+        return InprocClient(EngineCore(scheduler, ScriptedWorker(self)), decided, clock=clock)
 
 
 class ScriptedWorker(DigestWorker):

@@ -42,6 +42,7 @@ class Stream:
     cancel_at: int | None
     """Tokens after which it is given up."""
     num_tokens: int = 0
+    is_cancelled: bool = False
 
     def read(self, token: int) -> None:
         wanted = self.digest % VOCAB_SIZE
@@ -88,7 +89,6 @@ class Streams:
         self._cancel_share = cancel_share
         self._lengths = lengths
         self._ids = (f"{client.id_prefix}{number}" for number in itertools.count())
-        self._cancelled: dict[str, Stream] = {}  # what was sent before may still be read
 
     def turn(self) -> None:
         """Add those that are missing, read what there is, give up whose time has come."""
@@ -125,14 +125,13 @@ class Streams:
         """Read what there is, or comes within a moment; give up those whose time has come."""
         for batch in self._client.step():
             self._take(batch)
-        self._cancelled.clear()  # all that came before the answer has been read now
         self._cancel()
 
     def _take(self, batch: CoreOutputs) -> None:
         tokens = iter(batch.token_ids)
         counts = itertools.repeat(1) if batch.counts is None else batch.counts
         for name, count in zip(batch.request_ids, counts, strict=False):
-            stream = self.live.get(name) or self._cancelled.get(name)
+            stream = self.live.get(name)
             assert stream is not None, f"{name}: output after its end"
             for token in itertools.islice(tokens, count):
                 stream.read(token)
@@ -144,6 +143,9 @@ class Streams:
     def _end(self, name: str, end: Finished) -> None:
         stream = self.live.pop(name, None)
         assert stream is not None, f"{name}: a second end, {end}"
+        if stream.is_cancelled and end.reason == "abort":
+            self.counts.cancelled += 1
+            return
         assert end.reason in self.reasons, f"{name}: {end}"
         wanted = stream.request.max_tokens
         if end.reason == "length":
@@ -156,16 +158,10 @@ class Streams:
             for name, stream in self.live.items()
             if stream.cancel_at is not None and stream.num_tokens >= stream.cancel_at
         ]
-        if not names:
-            return
-        for end in self._client.abort(names):  # the others have ended, which is still to be read
-            name = names[end.index]
-            assert end.reason == "abort"
-            self._cancelled[name] = self.live.pop(name)
-            self.counts.cancelled += 1
+        if names:
+            self._client.abort(names)
         for name in names:
-            if name in self.live:
-                self.live[name].cancel_at = None
+            self.live[name].cancel_at, self.live[name].is_cancelled = None, True
 
 
 def request_of(request_id: str, max_tokens: int, prompt_tokens: tuple[int, int]) -> AddRequest:

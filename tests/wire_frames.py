@@ -6,13 +6,15 @@ import random
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from engine.messages.outputs import CoreOutputs, Finished, Started, TokenLogprobs
 from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest, MediaItem
 from engine.messages.stats import SchedulerStats
 from engine.messages.wire import (
+    PROTOCOL_VERSION,
     Abort,
-    Aborted,
     Answer,
     Bye,
     Call,
@@ -65,26 +67,25 @@ BATCH = CoreOutputs(
     [70_000, 5, 6],
     [1, 2],
     2.5,
-    started=[Started(0, 16, 2.0)],
+    started=[Started(0, 16, 2.0, 1, {"seats": 0.25}, [("queued", 1.0), ("scheduled", 2.0)])],
     finished=[Finished(1, "stop", 6, waits={"seats": 0.5}, events=[("queued", 1.0)])],
     logprobs={0: [TokenLogprobs([1, 2], [-0.5, -1.0], 1)]},
-    stats=STATS,
 )
 TO_CORE: dict[str, Any] = {
-    "hello": Hello(1, TOKEN, "me"),
+    "hello": Hello(PROTOCOL_VERSION, TOKEN, "me"),
     "submit": Submit(0, [REQUEST]),
     "submit, all fields": Submit(1, [FULL_REQUEST]),
-    "abort": Abort(2, ["a", "b"]),
+    "abort": Abort(["a", "b"]),
     "call": Call(3, "pause", ["new"]),
     "credit": Credit(128),
     "bye": Bye(),
 }
 TO_CLIENT: dict[str, Any] = {
-    "welcome": Welcome(1, 0, "", 256, 2048, 1000, [2], 400, 16, 1.5, "/models/tiny"),
-    "submitted": Submitted(0),
-    "submitted, one refused": Submitted(1, [Refusal(0, Failure("RefusedError", "full", 0.5))]),
-    "aborted": Aborted(2, [Finished(0, "abort")]),
+    "welcome": Welcome(PROTOCOL_VERSION, 0, "", 256, 2048, 1000, [2], 400, 16, 1.5, "/models/tiny"),
+    "submitted": Submitted(0, 1.5),
+    "submitted, one refused": Submitted(1, 1.5, [Refusal(0, Failure("RefusedError", "full", 0.5))]),
     "answer": Answer(3, True),
+    "answer, statistics": Answer(4, msgspec.to_builtins(STATS)),
     "answer, failed": Answer(3, None, Failure("ConfigError", "no")),
     "outputs": Outputs(BATCH),
     "outputs, one token each": Outputs(CoreOutputs(["a"], [5], None, 2.5)),

@@ -13,7 +13,7 @@ from engine.ipc.codec import Encoder
 from engine.ipc.shm import Place
 from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest
-from engine.messages.wire import Call, FromClient, Hello, Submit
+from engine.messages.wire import PROTOCOL_VERSION, Call, FromClient, Hello, Submit
 
 GRAMMAR = AddRequest(
     "g", [7] * 20, SamplingParams(), 0, 0.0, 4, grammar="root", kv_transfer_params={"remote": [1]}
@@ -34,7 +34,7 @@ SAMPLES[FromClient] += [
 def harmless_to_others(token: bytes) -> list[msgspec.Struct]:
     """What a client may say to a core with this token without stopping others."""
     return [
-        Hello(1, token, "me") if isinstance(message, Hello) else message
+        Hello(PROTOCOL_VERSION, token, "me") if isinstance(message, Hello) else message
         for message in SAMPLES[FromClient]
         if not (isinstance(message, Call) and message.name == "pause")
     ]

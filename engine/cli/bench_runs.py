@@ -14,7 +14,7 @@ from engine.cli.profiling import profiled
 from engine.cli.streaming import times_of
 from engine.config.args import EngineArgs
 from engine.errors import ConfigError
-from engine.frontend.prompt import Prompt
+from engine.frontend.rendering import Prompt
 from engine.llm_engine import LLMEngine
 from engine.messages.outputs import RequestOutput
 from engine.messages.params import SamplingParams

@@ -109,8 +109,6 @@ class EngineArgs:
     """Prompt tokens that may wait in all; no bound if not given."""
     stalled_steps: int = 100
     """Steps without any progress after which the blocked head of the queue is named in the log."""
-    log_stats: bool = True
-    """Keep statistics, request events and waits, and show them in outputs."""
     step_log: str | Path | None = None
     """File to record every input and plan of the scheduler in, for metronome replay."""
     torch_profiler_dir: str | Path | None = None
@@ -278,7 +276,6 @@ class EngineArgs:
             max_waiting_requests=self.max_waiting_requests,
             max_waiting_tokens=self.max_waiting_tokens,
             stalled_steps=self.stalled_steps,
-            log_stats=self.log_stats,
         )
 
 

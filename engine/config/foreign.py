@@ -9,6 +9,8 @@ FOREIGN: dict[str, str] = {
     "wait",
     "max_num_active_seqs": "lower max_num_seqs, or let a policy say how many may run "
     "(Limits(max_seqs=...), as sarathi does)",
+    "log_stats": "statistics are made when they are asked for; disable_log_stats=True leaves the "
+    "line about them out of the log",
     "num_gpu_blocks_override": "set num_kv_blocks",
     "scheduler_reserve_full_isl": "a request starts only if its whole prompt fits, always; "
     "watermark says how many blocks it is to leave free",

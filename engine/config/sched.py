@@ -54,8 +54,6 @@ class SchedulerConfig:
     """Prompt tokens that may wait in all. None: no bound."""
     stalled_steps: int = 100
     """Steps without any progress after which the blocked head of the queue is named in the log."""
-    log_stats: bool = True
-    """Keep statistics, request events and waits, and send them to clients."""
 
     def __post_init__(self) -> None:
         check_types(self)

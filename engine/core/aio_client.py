@@ -12,7 +12,7 @@ import zmq.asyncio
 
 from engine.core.failures import death_of
 from engine.core.heart import Heart
-from engine.core.link import Link, Reply, Submission, aborted, refused, value_of
+from engine.core.link import Link, Reply, Submission, refused, value_of
 from engine.core.zmq_client import (
     HANG_SECONDS,
     LAST_WORDS_MS,
@@ -24,7 +24,7 @@ from engine.errors import EngineDeadError, WireError
 from engine.ipc import sockets
 from engine.ipc.place import Address, address_of
 from engine.ipc.process import Child
-from engine.messages.outputs import CoreOutputs, Finished
+from engine.messages.outputs import CoreOutputs
 from engine.messages.requests import AddRequest
 from engine.messages.stats import SchedulerStats
 from engine.messages.wire import Welcome
@@ -96,15 +96,15 @@ class AsyncEngineCoreClient:
         return self.decided.id_prefix
 
     async def add(self, request: AddRequest) -> None:
-        """Queue a request. Raises ``RequestError`` for a live id or one that can never fit, and
-        ``RefusedError`` for one that is not taken now."""
+        """Queue a request. Raises ``RequestError`` for an id whose end was not read yet or one that
+        can never fit, and ``RefusedError`` for one that is not taken now."""
         for error in (await self.add_all([request])).values():
             raise error
 
     async def add_all(self, requests: Sequence[AddRequest]) -> dict[int, Exception]:
         """Queue these, in order. Returns what ``add`` raised, by place; {} if all were taken.
 
-        Cancelled, it leaves none of them at the core.
+        Cancelled, it aborts them; ``step`` tells the ends of those that were taken.
         """
         self._live()
         submission = Submission()
@@ -116,23 +116,25 @@ class AsyncEngineCoreClient:
             for part, future in zip(submission.parts, futures, strict=True):
                 errors |= refused(part, await future)
         except BaseException:
-            self._send_now(self._link.withdraw(submission))
+            for frame in self._link.withdraw(submission):
+                self._send_now(frame)
             raise
         return errors
 
-    async def abort(self, request_ids: Sequence[str]) -> list[Finished]:
-        """Finish these; unknown ids do nothing. No output follows, and the ids are free at once.
-
-        Returns what became of those that were alive, as far as ``step`` has told; ``index`` is
-        their place in ``request_ids``.
-        """
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Finish these; unknown ids do nothing. Waits for nothing: ``step`` tells their ends, and
+        what came before."""
         self._live()
-        return aborted(await self._ask(*self._link.abort(request_ids)))
+        self._send_now(self._link.abort(request_ids))
 
     async def step(self) -> list[CoreOutputs]:
-        """Outputs that have come; waits for them if there are none."""
+        """Outputs that have come; waits for them if there are none. [] if the last requests that
+        were under way turn out to have been refused."""
+        was_busy = self.has_unfinished()
         while not (batches := self._link.take_batches(self._send_now)):
             self._live()
+            if was_busy and not self.has_unfinished():
+                break
             self._changed.clear()
             await self._changed.wait()
         return batches

@@ -51,7 +51,8 @@ def build_core(
     decided = decide(config, info, facts, worker.measure, parts_of(chosen.resources))
     log_pool(decided, facts)
     worker.allocate(decided.num_kv_blocks)
-    client = InprocClient(wire(config, decided, worker, clock=clock, chosen=chosen), decided)
+    core = wire(config, decided, worker, clock=clock, chosen=chosen)
+    client = InprocClient(core, decided, clock=clock)
     gc.freeze()  # or each full collection walks all that imports made, a tenth of a second
     return client
 

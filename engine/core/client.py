@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine.config.decide import Decided
@@ -11,10 +12,12 @@ from engine.core.control import Utilities
 from engine.core.engine_core import EngineCore
 from engine.core.polling import Work
 from engine.errors import EngineDeadError
-from engine.messages.check import check_request
+from engine.messages.check import check_request, in_use
+from engine.messages.columns import with_ends
 from engine.messages.outputs import CoreOutputs, Finished
 from engine.messages.requests import AddRequest
 from engine.messages.stats import SchedulerStats
+from engine.sched.columns import end_of
 from engine.sched.interface import StepOutputs
 
 IDLE_SECONDS = 0.001  # between two looks while all that is left waits for something
@@ -29,17 +32,27 @@ class InprocClient:
     id_prefix = ""
     """What request ids should begin with so that no other client has the same: there is none."""
 
-    def __init__(self, core: EngineCore, decided: Decided) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        decided: Decided,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.decided = decided
         self._core: EngineCore | None = core
+        self._clock = clock
+        self._aborted: dict[str, tuple[int, Finished]] = {}  # client and end, told by the next step
         self._cause: BaseException | None = None
         self._utilities = Utilities(core.scheduler, core.executor)
 
     def add(self, request: AddRequest) -> None:
-        """Queue a request. Raises ``RequestError`` for a live id or one that can never fit, and
-        ``RefusedError`` for one that is not taken now."""
+        """Queue a request. Raises ``RequestError`` for an id whose end was not told yet or one that
+        can never fit, and ``RefusedError`` for one that is not taken now."""
         core = self._live()
         check_request(request, self.decided.vocab_size, self.decided.capabilities)
+        if request.request_id in self._aborted:
+            raise in_use(request.request_id)
         core.scheduler.add_request(request)
 
     def add_all(self, requests: Sequence[AddRequest]) -> dict[int, Exception]:
@@ -54,23 +67,14 @@ class InprocClient:
                 errors[index] = error
         return errors
 
-    def abort(self, request_ids: Sequence[str]) -> list[Finished]:
-        """Finish these; unknown ids do nothing. No output follows.
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Finish these; unknown ids do nothing. The next step tells the end of each."""
+        for req in self._live().scheduler.finish_requests(request_ids, "abort"):
+            self._aborted[req.request_id] = (req.add.client_index, end_of(req, 0, "abort"))
 
-        Returns what became of those that were alive; ``index`` is their place in ``request_ids``.
-        """
-        places = {name: index for index, name in enumerate(request_ids)}
-        return [
-            Finished(
-                places[req.request_id],
-                "abort",
-                num_preemptions=req.story.num_preempted,
-                waits=req.story.waits,
-                events=req.story.events,
-                kv_transfer_params=req.story.kv_transfer_params,
-            )
-            for req in self._live().scheduler.finish_requests(request_ids, "abort")
-        ]
+    def drop(self, request_ids: Sequence[str]) -> None:
+        """Finish these, and tell no more of them."""
+        self._live().scheduler.finish_requests(request_ids, "abort")
 
     def step(self) -> list[CoreOutputs]:
         """One engine step; [] when it brought nothing.
@@ -86,7 +90,7 @@ class InprocClient:
         """One engine step; what it brought by client index. Never sleeps."""
         core = self._live()
         try:
-            return core.step()
+            outputs = core.step()
         except BaseException as error:  # whatever it was, the step is half done
             self._cause = error
             if not isinstance(error, Exception):
@@ -94,6 +98,7 @@ class InprocClient:
             raise EngineDeadError(
                 f"the engine core died: {type(error).__name__}: {error}"
             ) from error
+        return self._with_aborted(outputs) if self._aborted else outputs
 
     def wake(self) -> None:
         """Let ``step`` return soon, if it waits in another thread: here it never waits long."""
@@ -113,14 +118,21 @@ class InprocClient:
         return "prefill" if counts.waiting or counts.running > num_moved else "decode"
 
     def has_unfinished(self) -> bool:
-        return self._core is not None and self._core.scheduler.has_unfinished_requests()
+        """Is there a request whose end was not told yet?"""
+        return self.num_unfinished() > 0
 
     def num_unfinished(self) -> int:
-        return 0 if self._core is None else self._core.scheduler.get_num_unfinished_requests()
+        if self._core is None:
+            return 0
+        return self._core.scheduler.get_num_unfinished_requests() + len(self._aborted)
 
     def stats(self) -> SchedulerStats | None:
         """Gauges and counters of the scheduler, ``None`` if it keeps none."""
         return self._live().scheduler.make_stats()
+
+    def latest_stats(self) -> SchedulerStats | None:
+        """The same, for who cannot wait: here nobody has to."""
+        return self.stats()
 
     def call(self, name: str, *args: Any) -> Any:
         """A utility by name. Raises ``ConfigError`` for one that does not exist."""
@@ -133,6 +145,18 @@ class InprocClient:
             self._core.executor.shutdown()
             self._core.scheduler.shutdown()
             self._core = None
+
+    def _with_aborted(self, outputs: StepOutputs) -> StepOutputs:
+        """The outputs and, behind them, the ends of aborted requests."""
+        ends: defaultdict[int, list[tuple[str, Finished]]] = defaultdict(list)
+        for name, (client_index, end) in self._aborted.items():
+            ends[client_index].append((name, end))
+        self._aborted.clear()
+        nothing = CoreOutputs([], [], [], self._clock())
+        return outputs | {
+            client_index: with_ends(outputs.get(client_index, nothing), own)
+            for client_index, own in ends.items()
+        }
 
     def _live(self) -> EngineCore:
         if self._cause is not None:

@@ -11,19 +11,16 @@ import msgspec
 
 from engine.core.client import InprocClient
 from engine.core.failures import failure_of
-from engine.core.mend import mended_ends
-from engine.core.outbox import NUM_CREDITS, aborted
+from engine.core.outbox import NUM_CREDITS
 from engine.core.peers import Peer, Peers
 from engine.errors import EngineDeadError, EngineError, RefusedError, RequestError, WireError
-from engine.ipc.codec import MAX_MESSAGE_BYTES, Decoder, Encoder, is_tagged
-from engine.messages.outputs import Finished
+from engine.ipc.codec import MAX_MESSAGE_BYTES, Decoder, is_tagged
 from engine.messages.requests import AddRequest
 from engine.messages.wire import (
     MAX_CALL_BYTES,
     MAX_HELLO_BYTES,
     PROTOCOL_VERSION,
     Abort,
-    Aborted,
     Answer,
     Bye,
     Call,
@@ -66,7 +63,6 @@ class Desk:
         self._token = token
         self.ending = ending
         self._decoder: Decoder[FromClient] = Decoder(FromClient)
-        self._encoder = Encoder()
         self._complaints = Throttle()  # about strangers
 
     def take(self, identity: bytes, frames: list[bytes], now: float) -> None:
@@ -77,12 +73,12 @@ class Desk:
             message = self._decoder.decode(frames)
             if isinstance(message, Hello):
                 self._greet(identity, message, now)
-            elif peer is None and isinstance(message, Bye):
-                pass  # it left while a step ran, whose outputs found nobody
+            elif peer is None and isinstance(message, Abort | Credit | Bye):
+                pass  # it left while a step ran, whose outputs did not reach it any more
             elif peer is None:
                 raise WireError("the first message of a client must be hello")
             else:
-                self._serve(peer, message)
+                self._serve(peer, message, now)
         except WireError as error:
             complaints = self._complaints if peer is None else peer.complaints
             if (others := complaints.admit()) is not None:
@@ -117,7 +113,7 @@ class Desk:
         )
         self._peers.send(identity, welcome)
 
-    def _serve(self, peer: Peer, message: FromClient) -> None:
+    def _serve(self, peer: Peer, message: FromClient, now: float) -> None:
         match message:
             case Submit():
                 refusals = [
@@ -125,9 +121,9 @@ class Desk:
                     for index, request in enumerate(message.requests)
                     if (failure := self._add(peer, request)) is not None
                 ]
-                self._peers.send(peer.identity, Submitted(message.number, refusals))
-            case Abort():
-                self._abort(peer, message)
+                self._peers.send(peer.identity, Submitted(message.number, now, refusals))
+            case Abort():  # ids of others are as unknown to it as those of nobody
+                self._core.abort([name for name in message.request_ids if name in peer.live])
             case Call():
                 self._answer(peer, message)
             case Credit():
@@ -142,11 +138,6 @@ class Desk:
         try:
             if self.ending.at is not None:
                 raise RefusedError("the engine core is shutting down and takes no more requests")
-            if request.request_id in peer.outbox.unread:
-                raise RequestError(
-                    f"request {request.request_id!r:.80} has ended, and its last outputs wait: "
-                    "read them first, or choose another id"
-                )
             self._core.add(msgspec.structs.replace(request, client_index=peer.index))
         except EngineDeadError:
             raise
@@ -155,26 +146,6 @@ class Desk:
         times = (request.queue_deadline, request.end_deadline)
         peer.live[request.request_id] = tuple(time for time in times if time is not None)
         return None
-
-    def _abort(self, peer: Peer, message: Abort) -> None:
-        """Stop what is this client's; ids of others are as unknown to it.
-
-        What waits of them is not sent: they end with the answer, also if they had ended before.
-        """
-        places = {name: i for i, name in enumerate(message.request_ids)}
-        own = [name for name in places if name in peer.live]
-        finished: list[Finished] = []
-        for end in self._core.abort(own):
-            name = own[end.index]
-            del peer.live[name]
-            finished.append(msgspec.structs.replace(end, index=places[name]))
-        for name, end in peer.outbox.forget(places).items():
-            finished.append(msgspec.structs.replace(aborted(end, end.message), index=places[name]))
-        try:
-            self._peers.send(peer.identity, Aborted(message.number, finished))
-        except WireError:
-            ends = mended_ends(finished, self._encoder.encode)
-            self._peers.send(peer.identity, Aborted(message.number, ends))
 
     def _answer(self, peer: Peer, call: Call) -> None:
         try:

@@ -82,7 +82,7 @@ class EngineCoreHost:
         except BaseException:
             context.destroy(linger=0)
             raise
-        self._peers = Peers(self._data, core.abort, max_backlog_bytes=max_backlog_bytes)
+        self._peers = Peers(self._data, core.drop, max_backlog_bytes=max_backlog_bytes)
         desk = Desk(core, self._peers, address.token, self.ending)
         self._loop = CoreLoop(core, self._data, desk, self._peers, config, clock)
         self._is_over = threading.Event()
@@ -188,7 +188,7 @@ class EngineCoreHost:
             ends = [Finished(i, "abort", message="the core was shut down") for i in range(len(ids))]
             if ids:
                 logger.warning("%d requests of %s are aborted: time is up", len(ids), peer)
-                self._core.abort(ids)
+                self._core.drop(ids)
                 batch = CoreOutputs(ids, [], [0] * len(ids), self._clock(), finished=ends)
                 self._peers.publish(peer.index, batch)
 

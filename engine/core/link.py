@@ -1,27 +1,30 @@
 """What synchronous and asyncio clients share: what to send, and what came back. Touches no socket.
 
-requests ── Submit, Abort, Call ──> numbered; answered in order, each with its number
+requests ── Submit, Call ──> numbered; answered in order, each with its number
+aborts   ── Abort ─────────> not answered: the ends come as outputs
 Outputs  ── kept in order until they are read, then paid for with Credit
 
-A request id is in use from its Submit until its end was read or its Abort was sent. Everything is
-noted when it is sent or comes in, in that order: tasks that wait for it may run much later.
+A request id is in use from its Submit until it was refused or its end was read. Everything is noted
+when it is sent or comes in, in that order: tasks that wait for it may run much later.
 """
 
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
+from engine.core.clocks import ClockOffset
 from engine.core.failures import death_of, error_of
-from engine.core.unread import Unread
-from engine.errors import RequestError, WireError
+from engine.errors import EngineError, WireError
 from engine.ipc.codec import Decoder, Encoder
-from engine.messages.check import check_plain
-from engine.messages.outputs import CoreOutputs, Finished
+from engine.messages.check import check_plain, in_use
+from engine.messages.outputs import CoreOutputs
 from engine.messages.requests import AddRequest
 from engine.messages.stats import SchedulerStats
 from engine.messages.wire import (
@@ -29,7 +32,6 @@ from engine.messages.wire import (
     MAX_SUBMIT_REQUESTS,
     PROTOCOL_VERSION,
     Abort,
-    Aborted,
     Answer,
     Bye,
     Call,
@@ -46,7 +48,7 @@ from engine.messages.wire import (
 
 MAX_SUBMIT_TOKENS = 1 << 20  # prompt tokens in one message, so that it stays far below the limit
 
-Reply = Welcome | Submitted | Aborted | Answer
+Reply = Welcome | Submitted | Answer
 
 
 @dataclass
@@ -58,6 +60,7 @@ class Part:
     places: list[int]
     """Of its requests, among all that were to be added."""
     request_ids: list[str]
+    asked_at: float
 
 
 @dataclass
@@ -69,15 +72,21 @@ class Submission:
 
 
 class Link:
-    """One client's side of the conversation."""
+    """One client's side of the conversation. ``clock`` is that of the client's times."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.welcome: Welcome | None = None
-        self.unread = Unread()
+        self.unread: list[CoreOutputs] = []
+        """Outputs that have come, in order."""
         self.live: dict[str, int] = {}
         """Requests that are in use, each with the number of its message."""
+        self.stats: SchedulerStats | None = None
+        """The last that came of those that ``ask_stats`` asked for."""
+        self.offset = ClockOffset()
+        self._clock = clock
+        self._asked_at = 0.0  # hello was said
         self._submits: dict[int, Part] = {}  # not answered yet
-        self._aborts: dict[int, list[str]] = {}  # not answered yet
+        self._stats_asked: int | None = None  # number of the question that is not answered yet
         self._numbers = itertools.count()
         self._encoder = Encoder()
         self._decoder: Decoder[ToClient] = Decoder(ToClient)
@@ -86,6 +95,7 @@ class Link:
     # -- what to send
 
     def hello(self, token: bytes, name: str) -> bytes:
+        self._asked_at = self._clock()
         return self._encoder.encode(Hello(PROTOCOL_VERSION, token, name))
 
     def submit(self, requests: Sequence[AddRequest], submission: Submission) -> None:
@@ -109,29 +119,24 @@ class Link:
                     except WireError as error:
                         submission.errors[place] = error
 
-    def withdraw(self, submission: Submission) -> bytes:
-        """Abort what was submitted, answered or not. Nobody waits for what comes of it."""
-        for part in submission.parts:
-            self._submits.pop(part.number, None)
-        _, frame = self.abort(
-            [
-                request_id
-                for part in submission.parts
-                for request_id in part.request_ids
-                if self.live.get(request_id) == part.number
-            ]
-        )
-        return frame
+    def withdraw(self, submission: Submission) -> list[bytes]:
+        """Abort what was submitted, answered or not.
 
-    def abort(self, request_ids: Sequence[str]) -> tuple[int, bytes]:
-        """Number and frame, to be sent at once: from here on the ids are free."""
-        number = next(self._numbers)
-        frame = self._encoder.encode(Abort(number, list(request_ids)))
-        self._aborts[number] = list(request_ids)
-        self.unread.abort(number, request_ids)
-        for request_id in request_ids:
-            self.live.pop(request_id, None)
-        return number, frame
+        An interrupt may have come before a part was sent. The answer to a call behind it tells:
+        answers come in order, so what has none by then was never asked, and its ids are free.
+        """
+        names = [
+            request_id
+            for part in submission.parts
+            for request_id in part.request_ids
+            if self.live.get(request_id) == part.number
+        ]
+        _, call = self.call("echo", (None,))
+        return [self.abort(names), call]
+
+    def abort(self, request_ids: Sequence[str]) -> bytes:
+        """Stop these; the end of each will come, and until it was read its id is in use."""
+        return self._encoder.encode(Abort(list(request_ids)))
 
     def call(self, name: str, args: tuple[Any, ...]) -> tuple[int, bytes]:
         """Number and frame.
@@ -144,13 +149,20 @@ class Link:
         number = next(self._numbers)
         return number, self._encoder.encode(Call(number, name, list(args)), MAX_CALL_BYTES)
 
+    def ask_stats(self) -> bytes | None:
+        """A question for ``stats``, for whose answer nobody waits; none while one is under way."""
+        if self._stats_asked is not None:
+            return None
+        self._stats_asked, frame = self.call("stats", ())
+        return frame
+
     def bye(self) -> bytes:
         return self._encoder.encode(Bye())
 
     def take_batches(self, send: Callable[[bytes], object]) -> list[CoreOutputs]:
         """All outputs that wait, in order; the core may send as many again."""
         self._num_unpaid += len(self.unread)
-        batches = self.unread.take()
+        batches, self.unread = self.unread, []
         for batch in batches:
             for end in batch.finished:
                 self.live.pop(batch.request_ids[end.index], None)
@@ -173,44 +185,47 @@ class Link:
                 _check_counts(batch)
                 _check_places([each.index for each in batch.finished], batch.request_ids)
                 _check_places([each.index for each in batch.started], batch.request_ids)
-                self.unread.add(batch)
+                self.offset.from_core(batch)
+                self.unread.append(batch)
             case Dead():
                 raise death_of(message.message, message.traceback)
             case Fault():
                 raise WireError(f"the core could not read a message: {message.message}")
+            case Welcome():
+                self.offset.measure(self._asked_at, message.time, self._clock())
+                return message
             case Submitted():
                 self._note_submitted(message)
                 return message
-            case Aborted():
-                return self._note_aborted(message)
-            case Welcome() | Answer():
+            case Answer():
+                self._note_never_sent(message.number)
+                if message.number == self._stats_asked:
+                    self._stats_asked = None
+                    with suppress(EngineError, msgspec.ValidationError):  # it has none to tell
+                        self.stats = value_of("stats", message)
                 return message
         return None
 
     def _note_submitted(self, message: Submitted) -> None:
         """Those that were refused are not in use."""
+        self._note_never_sent(message.number)
         part = self._submits.pop(message.number, None)
-        if part is None:  # withdrawn meanwhile
-            return
+        if part is None:
+            raise WireError(f"the core answers message {message.number}, which was not asked")
         _check_places([each.index for each in message.refusals], part.places)
-        for each in message.refusals:
-            request_id = part.request_ids[each.index]
+        self.offset.measure(part.asked_at, message.time, self._clock())
+        self._free(part, (part.request_ids[each.index] for each in message.refusals))
+
+    def _note_never_sent(self, number: int) -> None:
+        """What was asked before this, and has no answer, was not sent."""
+        while self._submits and (first := next(iter(self._submits))) < number:
+            part = self._submits.pop(first)
+            self._free(part, part.request_ids)
+
+    def _free(self, part: Part, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
             if self.live.get(request_id) == part.number:
                 del self.live[request_id]
-
-    def _note_aborted(self, message: Aborted) -> Aborted:
-        """What became of the requests, those included whose end had come and was not read."""
-        request_ids = self._aborts.pop(message.number, [])
-        _check_places([each.index for each in message.finished], request_ids)
-        places = {name: place for place, name in enumerate(request_ids)}
-        unread = self.unread.aborted(message.number, request_ids)
-        ends = [
-            msgspec.structs.replace(
-                end, index=places[name], reason="abort", stop_reason=None, message=""
-            )
-            for name, end in unread.items()
-        ]
-        return Aborted(message.number, message.finished + ends)
 
     # -- helpers
 
@@ -218,9 +233,10 @@ class Link:
         self, submission: Submission, requests: Sequence[AddRequest], places: list[int]
     ) -> None:
         number = next(self._numbers)
-        own = [requests[place] for place in places]
+        own = [self.offset.to_core(requests[place]) for place in places]
         frame = self._encoder.encode(Submit(number, own))
-        part = Part(frame, number, places, [request.request_id for request in own])
+        ids = [request.request_id for request in own]
+        part = Part(frame, number, places, ids, self._clock())
         submission.parts.append(part)
         self._submits[number] = part
         self.live.update(dict.fromkeys(part.request_ids, number))
@@ -230,19 +246,6 @@ def refused(part: Part, reply: Reply) -> dict[int, Exception]:
     """Why some were not taken, by place."""
     assert isinstance(reply, Submitted)
     return {part.places[each.index]: error_of(each.failure) for each in reply.refusals}
-
-
-def aborted(reply: Reply) -> list[Finished]:
-    """What became of those that were alive."""
-    assert isinstance(reply, Aborted)
-    return reply.finished
-
-
-def in_use(request_id: str) -> RequestError:
-    """A request has this id, as far as its client has read."""
-    return RequestError(
-        f"request id {request_id!r} is in use; wait until it has finished or choose another"
-    )
 
 
 def _check_places(places: Sequence[int], among: Sequence[object]) -> None:

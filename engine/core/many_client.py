@@ -12,10 +12,10 @@ import msgspec
 import zmq
 
 from engine.core.balance import Balancer
-from engine.core.link import in_use
 from engine.core.zmq_client import STEP_SECONDS, EngineCoreClient
 from engine.errors import ConfigError, EngineDeadError
-from engine.messages.outputs import CoreOutputs, Finished
+from engine.messages.check import in_use
+from engine.messages.outputs import CoreOutputs
 from engine.messages.requests import AddRequest
 from engine.messages.stats import SchedulerStats
 from engine.messages.wire import Welcome
@@ -47,56 +47,49 @@ class ManyCoresClient:
         return self._cores[0].decided
 
     def add(self, request: AddRequest) -> None:
-        """Queue a request. Raises ``RequestError`` for a live id or one that can never fit, and
-        ``RefusedError`` for one that is not taken now."""
+        """Queue a request. Raises ``RequestError`` for an id whose end was not read yet or one that
+        can never fit, and ``RefusedError`` for one that is not taken now."""
         for error in self.add_all([request]).values():
             raise error
 
     def add_all(self, requests: Sequence[AddRequest]) -> dict[int, Exception]:
         """Queue these, in order. Returns what ``add`` raised, by place; {} if all were taken.
 
-        Interrupted, it leaves none of them at a core.
+        Interrupted, it aborts those that were sent; ``step`` tells their ends.
         """
         self.check_alive()
         errors: dict[int, Exception] = {}
         places: defaultdict[int, list[int]] = defaultdict(list)  # by core
         try:
             for place, request in enumerate(requests):
-                if self._balancer.core_of(request.request_id) is None:
-                    places[self._balancer.choose(request)].append(place)
-                else:
+                if self._is_in_use(request.request_id):
                     errors[place] = in_use(request.request_id)
+                else:
+                    places[self._balancer.choose(request)].append(place)
             for core, own in places.items():
                 errors |= self._add_to(core, requests, own)
         except BaseException:
-            with suppress(EngineDeadError):
-                self.abort([requests[i].request_id for own in places.values() for i in own])
+            for core, own in places.items():
+                names = [requests[place].request_id for place in own]
+                for name in names:
+                    self._balancer.end(name)
+                with suppress(EngineDeadError):
+                    self._cores[core].abort(names)
             raise
         return errors
 
-    def abort(self, request_ids: Sequence[str]) -> list[Finished]:
-        """Finish these; unknown ids do nothing. No output follows.
-
-        Returns what became of those that were alive, as far as ``step`` has told; ``index`` is
-        their place in ``request_ids``.
-        """
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Finish these; unknown ids do nothing. Waits for nothing: ``step`` tells their ends, and
+        what came before."""
         self.check_alive()
-        finished: list[Finished] = []
-        places: defaultdict[int, list[int]] = defaultdict(list)
-        for place, request_id in enumerate(request_ids):
+        names: defaultdict[int, list[str]] = defaultdict(list)  # by core
+        for request_id in request_ids:
             core = self._balancer.core_of(request_id)
             if core is not None:
-                places[core].append(place)
-        for core, own in places.items():
-            names = [request_ids[place] for place in own]
-            for name in names:
-                self._balancer.end(name)
+                names[core].append(request_id)
+        for core, own in names.items():
             with self._named(core):
-                ends = self._cores[core].abort(names)
-            for end in ends:
-                end.index = own[end.index]
-                finished.append(end)
-        return finished
+                self._cores[core].abort(own)
 
     def step(self) -> list[CoreOutputs]:
         """Outputs that have come; waits a moment for them if there are none."""
@@ -127,6 +120,14 @@ class ManyCoresClient:
         self.check_alive()
         return sum_of(self._of_all("stats"))
 
+    def latest_stats(self) -> SchedulerStats | None:
+        """What the cores last told, together; asks for newer ones, and never waits for them."""
+        told = []
+        for index, core in enumerate(self._cores):
+            with self._named(index):
+                told.append(core.latest_stats())
+        return sum_of(told)
+
     def call(self, name: str, *args: Any) -> Any:
         """A utility by name, on all cores. Raises ``ConfigError`` for one that does not exist.
 
@@ -139,6 +140,11 @@ class ManyCoresClient:
     def shutdown(self) -> None:
         """Leave the cores, and end those that are ours; harmless when repeated."""
         shut_down(self._cores)
+
+    def _is_in_use(self, request_id: str) -> bool:
+        if self._balancer.core_of(request_id) is not None:
+            return True
+        return any(core.has(request_id) for core in self._cores)  # an add was interrupted
 
     def _add_to(
         self, core: int, requests: Sequence[AddRequest], places: list[int]

@@ -7,17 +7,16 @@ piece can travel, or is one request's alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from engine.errors import WireError
 from engine.ipc.codec import plain_text
 from engine.messages.columns import pick_rows
 from engine.messages.outputs import CoreOutputs, Finished
-from engine.messages.wire import Aborted, Outputs
+from engine.messages.wire import Outputs
 
 Encode = Callable[[Struct], bytes]
 
@@ -34,8 +33,7 @@ class Piece(NamedTuple):
 def pieces_of(batch: CoreOutputs, encode: Encode) -> list[Piece]:
     """The batch as messages that can travel: one, but for what is wrong with it or its size.
 
-    A request whose outputs cannot travel even alone gets an error as its end instead. Statistics
-    that cannot are left out.
+    A request whose outputs cannot travel even alone gets an error as its end instead.
     """
     try:
         return [Piece(encode(Outputs(batch)), batch)]
@@ -44,9 +42,6 @@ def pieces_of(batch: CoreOutputs, encode: Encode) -> list[Piece]:
     num_rows = len(batch.request_ids)
     if num_rows == 0:
         return []
-    if batch.stats is not None:
-        stats = CoreOutputs([], [], [], batch.time, stats=batch.stats)
-        return pieces_of(replace(batch, stats=None), encode) + pieces_of(stats, encode)
     if num_rows == 1:
         end = Finished(0, "error", message=plain_text(fault))
         told = CoreOutputs(batch.request_ids, [], [0], batch.time, finished=[end])
@@ -54,25 +49,3 @@ def pieces_of(batch: CoreOutputs, encode: Encode) -> list[Piece]:
     middle = num_rows // 2
     halves = (range(middle), range(middle, num_rows))
     return [piece for rows in halves for piece in pieces_of(pick_rows(batch, rows), encode)]
-
-
-def mended_ends(ends: Sequence[Finished], encode: Encode) -> list[Finished]:
-    """The ends of aborted requests, bare where what was to be told of them cannot travel."""
-    mended = [
-        Finished(end.index, end.reason, message=plain_text(fault))
-        if (fault := _fault(encode, Aborted(0, [end])))
-        else end
-        for end in ends
-    ]
-    if _fault(encode, Aborted(0, mended)):  # together they are too large
-        return [Finished(end.index, end.reason) for end in mended]
-    return mended
-
-
-def _fault(encode: Encode, message: Struct) -> str:
-    """Why it cannot travel; "" if it can."""
-    try:
-        encode(message)
-    except WireError as error:
-        return str(error)
-    return ""

@@ -19,7 +19,7 @@ from engine.core.outbox import Outbox
 from engine.errors import WireError
 from engine.ipc.codec import Encoder, plain_text
 from engine.ipc.sockets import MAX_CONNECTIONS, Socket
-from engine.messages.columns import with_ends, without_ids
+from engine.messages.columns import with_ends
 from engine.messages.outputs import CoreOutputs, Finished
 from engine.messages.wire import Dead, Probe, ToClient
 from engine.observe.logs import Throttle
@@ -60,17 +60,17 @@ class Peer:
 
 
 class Peers:
-    """Who is there, and the way to them. ``end`` aborts requests at the core."""
+    """Who is there, and the way to them. ``drop`` ends requests at the core, without a word."""
 
     def __init__(
         self,
         router: Socket,
-        end: Callable[[list[str]], object],
+        drop: Callable[[list[str]], object],
         *,
         max_backlog_bytes: int = MAX_BACKLOG_BYTES,
     ) -> None:
         self._router = router
-        self._end = end
+        self._drop = drop
         self._max_backlog_bytes = max_backlog_bytes
         self._encoder = Encoder()
         self._by_identity: dict[bytes, Peer] = {}
@@ -117,7 +117,7 @@ class Peers:
         self._by_index.pop(peer.index, None)
         if peer.live:
             logger.info("%s has gone; its %d requests are aborted", peer, len(peer.live))
-            self._end(list(peer.live))
+            self._drop(list(peer.live))
             peer.live.clear()
 
     def tend(self, now: float) -> None:
@@ -159,9 +159,6 @@ class Peers:
         peer = self._by_index.get(index)
         if peer is None:  # it left while its step was computed
             return
-        ended = [batch.request_ids[end.index] for end in batch.finished]
-        if not peer.live.keys() >= set(ended):  # it was told of these ends already
-            batch = without_ids(batch, set(ended) - peer.live.keys())
         self._publish(peer, batch)
         if peer.outbox.num_bytes > self._max_backlog_bytes:
             self._give_up(peer, batch.time)
@@ -205,7 +202,7 @@ class Peers:
             ids = piece.batch.request_ids
             if piece.fault:
                 logger.warning("outputs of request %.80r cannot be sent: %s", ids[0], piece.fault)
-                self._end(ids)
+                self._drop(ids)
             for end in piece.batch.finished:
                 peer.live.pop(ids[end.index], None)
             self._tell(peer, peer.outbox.publish, piece.frame, piece.batch)
@@ -218,11 +215,11 @@ class Peers:
             f"is {self._max_backlog_bytes}"
         )
         logger.warning("%s: its %d requests are aborted", reason, len(ids))
-        self._end(ids)
+        self._drop(ids)
         peer.live.clear()
         ends = peer.outbox.give_up(reason)
-        ends |= {name: Finished(0, "abort", message=reason) for name in ids}
-        self._publish(peer, with_ends(CoreOutputs([], [], [], time), ends.items()))
+        ends += [(name, Finished(0, "abort", message=reason)) for name in ids]
+        self._publish(peer, with_ends(CoreOutputs([], [], [], time), ends))
         self._hold_to(peer, peer.outbox.batch_bytes, "ends", self._max_backlog_bytes // 2)
 
     def _hold_to(self, peer: Peer, num_bytes: int, of: str, limit: int) -> None:

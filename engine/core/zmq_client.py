@@ -12,12 +12,12 @@ import zmq
 
 from engine.core.failures import death_of
 from engine.core.heart import Heart
-from engine.core.link import Link, Reply, Submission, aborted, refused, value_of
+from engine.core.link import Link, Reply, Submission, refused, value_of
 from engine.errors import EngineDeadError, WireError
 from engine.ipc import sockets
 from engine.ipc.place import Address, address_of
 from engine.ipc.process import Child
-from engine.messages.outputs import CoreOutputs, Finished
+from engine.messages.outputs import CoreOutputs
 from engine.messages.requests import AddRequest
 from engine.messages.stats import SchedulerStats
 from engine.messages.wire import Welcome
@@ -84,15 +84,15 @@ class EngineCoreClient:
         return cls(address_of(core, secret), name=name)
 
     def add(self, request: AddRequest) -> None:
-        """Queue a request. Raises ``RequestError`` for a live id or one that can never fit, and
-        ``RefusedError`` for one that is not taken now."""
+        """Queue a request. Raises ``RequestError`` for an id whose end was not read yet or one that
+        can never fit, and ``RefusedError`` for one that is not taken now."""
         for error in self.add_all([request]).values():
             raise error
 
     def add_all(self, requests: Sequence[AddRequest]) -> dict[int, Exception]:
         """Queue these, in order. Returns what ``add`` raised, by place; {} if all were taken.
 
-        Interrupted, it leaves none of them at the core.
+        Interrupted, it aborts those that were sent; ``step`` tells their ends.
         """
         self._live()
         submission = Submission()
@@ -108,16 +108,11 @@ class EngineCoreClient:
             raise
         return errors
 
-    def abort(self, request_ids: Sequence[str]) -> list[Finished]:
-        """Finish these; unknown ids do nothing. No output follows.
-
-        Returns what became of those that were alive, as far as ``step`` has told; ``index`` is
-        their place in ``request_ids``.
-        """
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Finish these; unknown ids do nothing. Waits for nothing: ``step`` tells their ends, and
+        what came before."""
         self._live()
-        number, frame = self._link.abort(request_ids)
-        self._ask(number, frame)
-        return aborted(self._answer(number))
+        self._send(self._link.abort(request_ids))
 
     def step(self) -> list[CoreOutputs]:
         """Outputs that have come; waits a moment for them if there are none."""
@@ -141,10 +136,21 @@ class EngineCoreClient:
     def num_unfinished(self) -> int:
         return len(self._link.live)
 
+    def has(self, request_id: str) -> bool:
+        """Has a request this id whose end was not read yet?"""
+        return request_id in self._link.live
+
     def stats(self) -> SchedulerStats | None:
         """Gauges and counters of the scheduler, ``None`` if it keeps none."""
         stats: SchedulerStats | None = self.call("stats")
         return stats
+
+    def latest_stats(self) -> SchedulerStats | None:
+        """What the core last told; asks for newer ones, and never waits for them."""
+        self._live()
+        if (frame := self._link.ask_stats()) is not None:
+            self._send(frame)
+        return self._link.stats
 
     def call(self, name: str, *args: Any) -> Any:
         """A utility by name. Raises ``ConfigError`` for one that does not exist."""
@@ -265,7 +271,8 @@ class EngineCoreClient:
         for part in submission.parts:
             self._expected.pop(part.number, None)
         with suppress(zmq.ZMQError):  # a core that reads nothing
-            self._socket.send(self._link.withdraw(submission), zmq.NOBLOCK)
+            for frame in self._link.withdraw(submission):
+                self._socket.send(frame, zmq.NOBLOCK)
 
     def _take(self, reply: Reply | None) -> None:
         if isinstance(reply, Welcome):

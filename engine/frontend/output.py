@@ -21,8 +21,8 @@ Moved = dict[LiveRequest, list[Sequence]]
 class OutputProcessor:
     """Owns text, stop strings and log-probabilities of all unfinished requests.
 
-    What the core still sends for requests that ended here is ignored. With ``texts`` other
-    processes turn tokens into text.
+    What the core still sends for requests that ended here is ignored: each sequence has an id in
+    the core that no other had. With ``texts`` other processes turn tokens into text.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, texts: PooledTexts | None = None) -> None:
@@ -31,7 +31,7 @@ class OutputProcessor:
         self._texts = texts
         self._requests: dict[str, LiveRequest] = {}
         self._rows: dict[str, Row] = {}  # by the core's request id
-        self._ended_here: dict[str, LiveRequest] = {}  # likewise; the core does not know yet
+        self._ended_here: list[str] = []  # core ids of what the core does not know to have ended
         self._only_text: set[str] = set()  # of rows: ended in the core, their text is missing
 
     @property
@@ -48,14 +48,13 @@ class OutputProcessor:
         return request_id in self._requests
 
     def register(self, submission: Submission) -> None:
-        """Expect outputs for these sequences. Raises ``RequestError`` if an id is in use."""
-        live = LiveRequest(submission, self._tokenizer, self._texts is None)
-        taken = [core_id for core_id in live.core_ids if core_id in self._rows]
-        if submission.request_id in self._requests or taken:
+        """Expect outputs of these sequences. Raises ``RequestError`` for a user's id in use."""
+        if submission.request_id in self._requests:
             raise RequestError(
-                f"request id {(taken or [submission.request_id])[0]!r} is in use by an unfinished "
-                "request; choose another, or abort that one first"
+                f"request id {submission.request_id!r} is in use by an unfinished request; choose "
+                "another, or abort that one first"
             )
+        live = LiveRequest(submission, self._tokenizer, self._texts is None)
         self._requests[submission.request_id] = live
         for core_id, sequence in zip(live.core_ids, live.sequences, strict=True):
             self._rows[core_id] = Row(live, sequence)
@@ -111,7 +110,7 @@ class OutputProcessor:
                 row = self._rows.get(core_id)
                 if row is None:
                     continue
-                self._ended_here[core_id] = row.request
+                self._ended_here.append(core_id)
                 if self._is_read_elsewhere(row):
                     self._send(core_id, row, aborted, time)
                 else:
@@ -120,26 +119,27 @@ class OutputProcessor:
                     moved.setdefault(row.request, []).append(row.sequence)
         return outputs + _outputs(moved) + self.take_texts(wait_for_all=True)
 
-    def withdraw(self, request_id: str) -> list[str]:
+    def withdraw(self, submission: Submission) -> list[str]:
         """Forget a request that was not taken. Returns its ids in the core."""
-        request = self._requests.pop(request_id)
+        request = self._requests.pop(submission.request_id)
         for core_id in request.core_ids:
             del self._rows[core_id]
         return request.core_ids
 
-    def take_ended_here(self) -> dict[str, LiveRequest]:
+    def take_ended_here(self) -> list[str]:
         """Sequences that ended here since the last call, by the core's ids: it must stop them."""
-        ended, self._ended_here = self._ended_here, {}
+        ended, self._ended_here = self._ended_here, []
         return ended
 
     def _start(self, core_id: str, started: Started) -> None:
         row = self._rows.get(core_id)
         if row is None:
             return
-        metrics = row.request.metrics
-        if metrics.scheduled_time is None:
-            metrics.scheduled_time = started.scheduled_time
-            row.request.num_cached_tokens = started.num_cached_tokens
+        request, sequence = row
+        request.note(sequence.index, started)
+        if request.metrics.scheduled_time is None:
+            request.metrics.scheduled_time = started.scheduled_time
+            request.num_cached_tokens = started.num_cached_tokens
 
     def _take_prompt_logprobs(self, request: LiveRequest, batch: CoreOutputs, index: int) -> None:
         request.prompt_logprobs = prompt_positions(
@@ -165,7 +165,8 @@ class OutputProcessor:
             self.counts.generation_tokens += len(token_ids)
         sequence.take(token_ids, batch.logprobs.get(index))
         if end is not None:
-            request.note(end)
+            request.note(sequence.index, end)
+            request.kv_transfer_params = end.kv_transfer_params or request.kv_transfer_params
 
     def _is_read_elsewhere(self, row: Row) -> bool:
         return self._texts is not None and row.sequence.params.detokenize
@@ -181,7 +182,7 @@ class OutputProcessor:
     def _ended(self, core_id: str, row: Row, end: Finished | None, time: float) -> None:
         """It has ended: by ``end``, or by what its text says."""
         if end is None:
-            self._ended_here[core_id] = row.request
+            self._ended_here.append(core_id)
         if self._texts is not None:
             self._texts.forget(row.sequence)
             self._only_text.discard(core_id)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import copy
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from engine.frontend.logprobs import Position
@@ -10,7 +12,7 @@ from engine.frontend.prompt import Submission
 from engine.frontend.sequence import Sequence
 from engine.frontend.text import TextReader, wish_of
 from engine.frontend.tokenizer import Tokenizer
-from engine.messages.outputs import Finished, RequestMetrics, RequestOutput
+from engine.messages.outputs import Finished, RequestMetrics, RequestOutput, Started
 
 
 class LiveRequest:
@@ -39,7 +41,9 @@ class LiveRequest:
             for index in range(submission.params.n)
         ]
         self._num_running = len(self.sequences)
+        self._told: dict[int, Started | Finished] = {}  # of each sequence, by its index
         self.metrics = RequestMetrics(submission.arrival_time)
+        """Of this moment; outputs get copies."""
         self.num_cached_tokens = 0
         self.kv_transfer_params: dict[str, Any] | None = None
         self.prompt_logprobs: list[Position | None] | None = None
@@ -52,14 +56,17 @@ class LiveRequest:
         """Another of its sequences has ended."""
         self._num_running -= 1
 
-    def note(self, end: Finished) -> None:
-        """What the core tells of a sequence that has ended."""
-        metrics = self.metrics
-        metrics.num_preemptions += end.num_preemptions
-        for cause, seconds in end.waits.items():
-            metrics.waits[cause] = metrics.waits.get(cause, 0.0) + seconds
-        metrics.events = sorted([*metrics.events, *end.events], key=lambda event: event[1])
-        self.kv_transfer_params = end.kv_transfer_params or self.kv_transfer_params
+    def note(self, index: int, told: Started | Finished) -> None:
+        """How a sequence has fared so far, in place of what was told of it before."""
+        self._told[index] = told
+        metrics, every = self.metrics, self._told.values()
+        metrics.num_preemptions = sum(each.num_preemptions for each in every)
+        waits: dict[str, float] = {}
+        for each in every:
+            for cause, seconds in each.waits.items():
+                waits[cause] = waits.get(cause, 0.0) + seconds
+        metrics.waits = waits
+        metrics.events = sorted((e for each in every for e in each.events), key=itemgetter(1))
 
     def output(self, moved: Iterable[Sequence]) -> RequestOutput | None:
         """What the user gets now that these sequences have moved; ``None``: nothing yet."""
@@ -78,7 +85,7 @@ class LiveRequest:
             finished,
             self.prompt_logprobs,
             self.num_cached_tokens,
-            self.metrics,
+            copy(self.metrics),
             self.kv_transfer_params,
         )
         if self.kind == "delta":

@@ -7,8 +7,6 @@ import logging
 import types
 from array import array
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, NamedTuple, TypedDict
@@ -16,10 +14,11 @@ from typing import Any, NamedTuple, TypedDict
 import msgspec
 
 from engine.config.check import is_finite
-from engine.errors import RequestError, RequestTypeError, WireError
+from engine.errors import RequestError, RequestTypeError
 from engine.frontend.chat import Messages
+from engine.frontend.encoding import Ahead, PromptEncoder, too_long
 from engine.frontend.pool import TextPool
-from engine.frontend.rendering import TextPrompt, render_chats
+from engine.frontend.rendering import Prompt, TextPrompt, render_chats
 from engine.frontend.tokenizer import Tokenizer
 from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest
@@ -27,10 +26,8 @@ from engine.messages.validate import check_params_for_vocab
 
 logger = logging.getLogger(__name__)
 
-
-Prompt = str | list[int] | TextPrompt
 PROMPT_KEYS = frozenset(TextPrompt.__annotations__)
-USUAL_CHARS = 16  # characters of a token, hardly more in any text
+SHOWN_ID_CHARS = 64  # of a user's id, in the one that its request has in the core
 
 
 class RequestOptions(TypedDict, total=False):
@@ -86,12 +83,14 @@ class InputProcessor:
         id_prefix: str = "",
         pool: TextPool | None = None,
     ) -> None:
+        self.texts = PromptEncoder(tokenizer, pool, limits.max_model_len)
         self._tokenizer = tokenizer
         self._pool = pool
         self._limits = limits
         self._clock = clock
         self._id_prefix = id_prefix  # of ids in the core
         self._counter = itertools.count()
+        self._num_sequences = itertools.count()
         self._warned_of_priority = False
 
     def process(
@@ -100,11 +99,11 @@ class InputProcessor:
         prompt: Prompt,
         params: SamplingParams | None,
         options: RequestOptions,
-        ahead: Future[list[int]] | None = None,
+        ahead: Ahead = None,
     ) -> Submission:
         """A request ready to be added. Raises ``RequestError`` naming value, limit and way out.
 
-        ``ahead`` is what ``encode_ahead`` of the prompt has returned, if it was asked.
+        ``ahead`` is what ``texts.ahead`` of the prompt has returned, if it was asked.
         """
         if not isinstance(request_id, str):
             raise RequestTypeError(
@@ -116,7 +115,7 @@ class InputProcessor:
         token_ids = self._checked_ids(parts, params.truncate_prompt_tokens, ahead)
         self._check_params(params)
         first = AddRequest(
-            request_id=self._id_prefix + request_id,
+            request_id=request_id,
             prompt_token_ids=token_ids,
             params=params,
             seed=self._seed(params),
@@ -132,25 +131,10 @@ class InputProcessor:
             queue_deadline=_seconds_after(arrival_time, options.get("queue_timeout")),
             end_deadline=_seconds_after(arrival_time, options.get("timeout")),
         )
+        requests = [self._sequence(first, index) for index in range(params.n)]
         return Submission(
-            request_id, parts.get("prompt"), token_ids, params, arrival_time, children(first)
+            request_id, parts.get("prompt"), token_ids, params, arrival_time, requests
         )
-
-    def encode_ahead(
-        self, prompt: Prompt, params: SamplingParams | None
-    ) -> Future[list[int]] | None:
-        """Begin to tokenise a prompt in another process, if there is one and it is a text.
-
-        What is wrong with prompt and parameters is said by ``process``. Raises ``EngineDeadError``.
-        """
-        text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
-        has_ids = isinstance(prompt, dict) and prompt.get("prompt_token_ids") is not None
-        if has_ids or not isinstance(text, str):
-            return None
-        is_cut = getattr(params, "truncate_prompt_tokens", None) is not None
-        if not is_cut and self._fewest_tokens(text) >= self._limits.max_model_len:
-            return None
-        return self._begin(text)
 
     def render(
         self, conversations: Iterable[Messages], options: dict[str, Any]
@@ -183,13 +167,11 @@ class InputProcessor:
                 raise RequestTypeError(f"{key} must be a str, got {value!r:.80}")
         return prompt
 
-    def _checked_ids(
-        self, parts: TextPrompt, num_kept: int | None, ahead: Future[list[int]] | None
-    ) -> list[int]:
+    def _checked_ids(self, parts: TextPrompt, num_kept: int | None, ahead: Ahead) -> list[int]:
         ids = parts.get("prompt_token_ids")
         limit, vocab_size = self._limits.max_model_len, self._limits.vocab_size
         if ids is None:
-            token_ids = self._encode(parts["prompt"], num_kept is not None, ahead)
+            token_ids = self.texts.encode(parts["prompt"], num_kept is not None, ahead)
         else:
             token_ids = _whole_numbers(ids)
         if num_kept is not None:
@@ -202,38 +184,8 @@ class InputProcessor:
                 f"token id {wrong} is out of the model's vocabulary; ids are 0..{vocab_size - 1}"
             )
         if len(token_ids) >= limit:
-            raise _too_long(f"{len(token_ids)}", limit)
+            raise too_long(f"{len(token_ids)}", limit)
         return token_ids
-
-    def _encode(self, text: str, is_cut: bool, ahead: Future[list[int]] | None) -> list[int]:
-        if self._tokenizer is None:
-            raise RequestError(
-                "the engine has no tokenizer (skip_tokenizer_init): pass token ids, as "
-                '{"prompt_token_ids": [...]}'
-            )
-        if not isinstance(text, str):
-            raise RequestTypeError(f"prompt must be a str, got {type(text).__name__}")
-        fewest, limit = self._fewest_tokens(text), self._limits.max_model_len
-        if fewest >= limit and not is_cut:
-            raise _too_long(f"{len(text)} characters, at least {fewest}", limit)
-        begun = self._begin(text) if ahead is None else ahead
-        if begun is not None:
-            with suppress(WireError):  # too long to travel: it is refused here soon enough
-                return begun.result()
-        return self._tokenizer.encode(text)
-
-    def _begin(self, text: str) -> Future[list[int]] | None:
-        try:
-            return None if self._pool is None else self._pool.encode(text)
-        except UnicodeError:
-            return None
-
-    def _fewest_tokens(self, text: str) -> int:
-        """What a text has at least, said without tokenising it; 0 for one of a usual length."""
-        if self._tokenizer is None or len(text) < self._limits.max_model_len * USUAL_CHARS:
-            return 0
-        most_chars = self._tokenizer.max_chars_per_token
-        return 0 if most_chars is None else -(-len(text) // most_chars)
 
     def _check_params(self, params: SamplingParams) -> None:
         check_params_for_vocab(params, self._limits.vocab_size)
@@ -280,6 +232,19 @@ class InputProcessor:
     def _seed(self, params: SamplingParams) -> int:
         number = next(self._counter)
         return derive_seed(self._limits.seed, number) if params.seed is None else params.seed
+
+    def _sequence(self, request: AddRequest, index: int) -> AddRequest:
+        """One of the ``params.n`` of a request, with a seed and a core id of its own.
+
+        No other sequence has this id, then or later: what still comes of one that was aborted is
+        nobody's. The user's id is in it for logs and messages.
+        """
+        number = next(self._num_sequences)
+        return msgspec.structs.replace(
+            request,
+            request_id=f"{self._id_prefix}{number}/{request.request_id[:SHOWN_ID_CHARS]}",
+            seed=derive_seed(request.seed, index) if request.params.n > 1 else request.seed,
+        )
 
     def _bad_words_ids(self, params: SamplingParams) -> list[list[int]]:
         """Each word as ids, at the start of a text and behind a space."""
@@ -344,14 +309,6 @@ def as_request_ids(request_id: object) -> list[str]:
     return ids
 
 
-def _too_long(num_tokens: str, limit: int) -> RequestError:
-    return RequestError(
-        f"the prompt has {num_tokens} tokens, but max_model_len is {limit}, prompt and at least "
-        "one output token together; shorten the prompt, have it shortened by "
-        "truncate_prompt_tokens=-1, or raise max_model_len"
-    )
-
-
 def _last(token_ids: list[int], count: int) -> list[int]:
     """The end of a prompt is what is to be continued."""
     return token_ids[max(0, len(token_ids) - count) :]
@@ -364,22 +321,6 @@ def _whole_numbers(ids: list[int]) -> list[int]:
         items = ids if isinstance(ids, Iterable) else ()
         wrong = next((i for i in items if not isinstance(i, int)), ids)
         raise RequestTypeError(f"prompt_token_ids must be integers, got {wrong!r:.80}") from error
-
-
-def children(request: AddRequest) -> list[AddRequest]:
-    """One request for each of ``params.n`` sequences, with ids and seeds of their own."""
-    n = request.params.n
-    if n == 1:
-        return [request]
-    return [_child(request, index) for index in range(n)]
-
-
-def _child(parent: AddRequest, index: int) -> AddRequest:
-    return msgspec.structs.replace(
-        parent,
-        request_id=f"{index}_{parent.request_id}",
-        seed=derive_seed(parent.seed, index),
-    )
 
 
 def derive_seed(seed: int, number: int) -> int:

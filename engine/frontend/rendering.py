@@ -21,6 +21,8 @@ class TextPrompt(TypedDict, total=False):
     cache_salt: str
 
 
+Prompt = str | list[int] | TextPrompt
+
 Begun = Callable[[], Rendering]
 """A rendering that may still be under way; raises what went wrong."""
 

@@ -17,10 +17,11 @@ from engine.frontend.pool import TextPool
 from engine.frontend.pool_texts import PooledTexts
 from engine.frontend.prompt import InputProcessor, Limits, Submission
 from engine.frontend.tokenizer import Tokenizer, load_tokenizer
-from engine.messages.outputs import CoreOutputs, Finished, RequestOutput
+from engine.messages.outputs import CoreOutputs, RequestOutput
 from engine.messages.requests import AddRequest
+from engine.messages.stats import SchedulerStats
 from engine.observe.logs import set_up_logging
-from engine.observe.stats_log import CoreStats, StatsLog
+from engine.observe.stats_log import StatsLog
 
 PauseScope = Literal["all", "new"]
 
@@ -49,11 +50,9 @@ class CoreClient(Protocol):
         """Queue these, in order. Returns by place why some were not taken: ``RequestError`` for one
         that can never be served, ``RefusedError`` for one that is not taken now."""
 
-    def abort(self, request_ids: Sequence[str]) -> list[Finished]:
-        """Stop these; unknown ids do nothing. No output follows.
-
-        Returns what became of those that were alive; ``index`` is their place in ``request_ids``.
-        """
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Stop these; unknown ids do nothing. Waits for nothing: what the core had for them comes
+        all the same, and their ends."""
 
     def step(self) -> list[CoreOutputs]:
         """What the core's steps have brought; runs one, or waits a moment for one."""
@@ -63,7 +62,10 @@ class CoreClient(Protocol):
 
     def check_alive(self) -> None: ...
     def has_unfinished(self) -> bool: ...
-    def stats(self) -> CoreStats | None: ...
+    def stats(self) -> SchedulerStats | None: ...
+    def latest_stats(self) -> SchedulerStats | None:
+        """What is known without waiting; asks a core elsewhere for newer ones."""
+
     def call(self, name: str, *args: Any) -> Any: ...
     def shutdown(self) -> None: ...
 
@@ -92,10 +94,10 @@ class Session:
         )
         self.outputs = OutputProcessor(tokenizer, None if pool is None else PooledTexts(pool))
         self._pool = pool
-        self._clock = clock
+        self.clock = clock
         self._stats_log: StatsLog | None = None
         if not config.disable_log_stats:
-            self._stats_log = StatsLog(self.outputs.counts, client.stats, clock)
+            self._stats_log = StatsLog(self.outputs.counts, client.latest_stats, clock)
 
     @classmethod
     def open(
@@ -129,34 +131,40 @@ class Session:
         for error in self.submit_all([submission]).values():
             raise error
 
-    def submit_all(self, submissions: Iterable[Submission]) -> dict[str, Exception]:
-        """Give checked requests to the core, in one go. Returns by id why some were not taken."""
-        errors: dict[str, Exception] = {}
-        asked: list[Submission] = []
-        for submission in submissions:
+    def submit_all(self, submissions: Sequence[Submission]) -> dict[int, Exception]:
+        """Give checked requests to the core, in one go. Returns by place why some were not taken.
+
+        A request is taken whole or, with an error, not at all.
+        """
+        errors: dict[int, Exception] = {}
+        asked: dict[int, Submission] = {}
+        for place, submission in enumerate(submissions):
             try:
                 self.outputs.register(submission)
             except RequestError as error:
-                errors[submission.request_id] = error
+                errors[place] = error
             else:
-                asked.append(submission)
+                asked[place] = submission
         return errors | self._add(asked)
 
-    def _add(self, submissions: list[Submission]) -> dict[str, Exception]:
-        """Add what is registered. A request is taken whole or, with an error, not at all."""
-        owners = [each.request_id for each in submissions for _ in each.requests]
+    def _add(self, asked: dict[int, Submission]) -> dict[int, Exception]:
+        """Add what is registered."""
+        owners = [place for place, each in asked.items() for _ in each.requests]
+        requests = [request for each in asked.values() for request in each.requests]
         try:
-            refused = self.client.add_all([r for each in submissions for r in each.requests])
+            refused = self.client.add_all(requests)
         except BaseException:  # an interrupt: some may have been taken
-            core_ids = [i for each in submissions for i in self.outputs.withdraw(each.request_id)]
+            core_ids = [i for each in asked.values() for i in self.outputs.withdraw(each)]
             with suppress(EngineDeadError):
                 self.client.abort(core_ids)
             raise
-        errors: dict[str, Exception] = {}
-        for place in sorted(refused):
-            errors.setdefault(owners[place], refused[place])
-        for request_id in errors:
-            self.client.abort(self.outputs.withdraw(request_id))
+        errors: dict[int, Exception] = {}
+        for index in sorted(refused):
+            errors.setdefault(owners[index], refused[index])
+        core_ids = [i for place in errors for i in self.outputs.withdraw(asked[place])]
+        not_taken = {requests[index].request_id for index in refused}
+        if taken := [core_id for core_id in core_ids if core_id not in not_taken]:
+            self.client.abort(taken)
         return errors
 
     def step(self) -> list[RequestOutput]:
@@ -168,29 +176,29 @@ class Session:
             for batch in self.client.step():
                 outputs += self.outputs.process(batch)
             outputs += self.outputs.take_texts(wait_for_all=False)
-        self._stop_in_core()
-        if self._stats_log is not None:
-            self._stats_log.after_step(is_idle=not self.has_unfinished)
+        with suppress(EngineDeadError):  # a later call tells that; what was made is not lost
+            self._stop_in_core()
+            if self._stats_log is not None:
+                self._stats_log.after_step(is_idle=not self.has_unfinished)
         return outputs
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """Stop these requests and return their last outputs; unknown ids do nothing."""
-        outputs = self.outputs.abort(request_ids, self._clock())
+        outputs = self.outputs.abort(request_ids, self.clock())
         self._stop_in_core()
         return outputs
 
     def shutdown(self) -> None:
         """End the core and the text processes; harmless when repeated."""
+        self.inputs.texts.close()
         self.client.shutdown()
         if self._pool is not None:
             self._pool.close()
 
     def _stop_in_core(self) -> None:
-        """What ended here ends in the core too, which then tells how it had fared."""
-        ended = self.outputs.take_ended_here()
-        core_ids = list(ended)
-        for end in self.client.abort(core_ids) if ended else ():
-            ended[core_ids[end.index]].note(end)
+        """What ended here ends in the core too."""
+        if ended := self.outputs.take_ended_here():
+            self.client.abort(ended)
 
 
 def _limits(config: EngineConfig, decided: Decided, tokenizer: Tokenizer | None) -> Limits:

@@ -72,7 +72,9 @@ class Tokenizer:
         ``RequestError`` for a text that the tokenizer refuses.
         """
         try:
-            return self.backend.encode(text, add_special_tokens)
+            if not isinstance(text, str):  # a pair of texts would be taken for one prompt
+                raise TypeError(type(text).__name__)
+            return self.backend.encode([text], add_special_tokens)[0]
         except (TypeError, UnicodeError) as error:
             raise RequestTypeError(
                 f"{text!r:.80} is no text that can be tokenised: it must be a str without lone "
@@ -82,6 +84,10 @@ class Tokenizer:
             raise
         except BaseException as error:  # the library raises plain Exception, or worse
             raise RequestError(f"{text!r:.80} cannot be tokenised: {error}") from error
+
+    def encode_all(self, texts: list[str]) -> list[list[int]]:
+        """``encode`` of each, on all processors. Raises anything if one of them is wrong."""
+        return self.backend.encode(texts, True)
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """Text of ``token_ids``; bytes that are no whole character become U+FFFD."""

@@ -25,6 +25,13 @@ FEATURES = {
 """Fields of a request that ask for a feature, and the part of a plan that serves it."""
 
 
+def in_use(request_id: str) -> RequestError:
+    """A request has this id, as far as its client was told."""
+    return RequestError(
+        f"request id {request_id!r:.80} is in use; wait until it has finished or choose another"
+    )
+
+
 def check_request(request: AddRequest, vocab_size: int, capabilities: Collection[str] = ()) -> None:
     """Raise ``RequestError`` for what would break a scheduler or a worker later.
 

@@ -1,4 +1,4 @@
-"""Rows of a batch of outputs: to take some out, to add ends."""
+"""Rows of a batch of outputs: to pick some, to add ends."""
 
 from __future__ import annotations
 
@@ -38,14 +38,6 @@ def pick_rows(batch: CoreOutputs, rows: Sequence[int]) -> CoreOutputs:
         prompt_logprobs={
             place_of[row]: each for row, each in batch.prompt_logprobs.items() if row in place_of
         },
-    )
-
-
-def without_ids(batch: CoreOutputs, request_ids: Iterable[str]) -> CoreOutputs:
-    """The batch less the rows of these requests."""
-    unwanted = frozenset(request_ids)
-    return pick_rows(
-        batch, [row for row, name in enumerate(batch.request_ids) if name not in unwanted]
     )
 
 

@@ -6,8 +6,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from engine.messages.stats import SchedulerStats
-
 FinishReason = Literal["stop", "length", "abort", "error", "deadline"]
 
 
@@ -24,15 +22,22 @@ class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
 
 
 class Started(msgspec.Struct, array_like=True, gc=False):
-    """Sent once, with the first output of a request."""
+    """Sent with the first output of a request, and with the first after each preemption.
+
+    It tells all that has happened until then: a front end that ends the request at a stop string
+    knows how it has fared without asking.
+    """
 
     index: int  # row in CoreOutputs.request_ids
-    num_cached_tokens: int
+    num_cached_tokens: int  # when it first started, as is the time
     scheduled_time: float
+    num_preemptions: int = 0
+    waits: dict[str, float] = {}  # seconds in the queue by cause
+    events: list[tuple[str, float]] = []  # what happened to it, and when
 
 
 class Finished(msgspec.Struct, array_like=True, gc=False):
-    """A request's only terminal event."""
+    """A request's only terminal event, of an aborted one too."""
 
     index: int  # row in CoreOutputs.request_ids
     reason: FinishReason
@@ -60,8 +65,6 @@ class CoreOutputs(msgspec.Struct, array_like=True, gc=False):
     finished: list[Finished] = []
     logprobs: dict[int, list[TokenLogprobs]] = {}
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
-    finished_ids: list[str] = []  # aborted ones too; only with ``include_finished_ids``
-    stats: SchedulerStats | None = None  # to one client only
 
 
 class Logprob(msgspec.Struct, gc=False):
@@ -75,8 +78,9 @@ class Logprob(msgspec.Struct, gc=False):
 class RequestMetrics(msgspec.Struct, gc=False):
     """Times of a request in seconds on the engine's clock; ``None`` until they have happened.
 
-    ``waits`` says why it waited: seconds in the queue by cause, known when it has ended. They sum
-    up to its queue time, over all its sequences. ``events`` are in order of time.
+    ``waits`` says why it waited: seconds in the queue by cause. They sum up to its queue time, over
+    all its sequences. ``events`` are in order of time. Both tell what had happened when the core
+    sent the output; of a request that is aborted, what had happened by its output before that.
     """
 
     arrival_time: float
@@ -116,5 +120,7 @@ class RequestOutput(msgspec.Struct, gc=False):
     finished: bool
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
-    metrics: RequestMetrics | None = None
-    kv_transfer_params: dict[str, Any] | None = None  # from the KV connector, for who goes on
+    metrics: RequestMetrics | None = None  # of this moment: a later output has its own
+    kv_transfer_params: dict[str, Any] | None = None
+    """From the KV connector, for who goes on; only of a request that the core has ended, and so not
+    of one ended by a stop string or an abort: its last output waits for nothing."""

@@ -2,7 +2,8 @@
 
 Every message is one array whose first element names its type. Fields are only ever appended, with
 defaults. A client says ``Hello`` first and is answered ``Welcome``; what it asks with a number is
-answered once with the same number, in the order of asking.
+answered once with the same number, in the order of asking. Aborts are not answered: every request
+that was taken ends once, with a row of ``Outputs``.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from engine.messages.outputs import CoreOutputs, Finished
+from engine.messages.outputs import CoreOutputs
 from engine.messages.requests import AddRequest
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_HELLO_BYTES = 64 << 10  # of a client's first message, so that no stranger makes anybody work
 MAX_CALL_BYTES = 1 << 20  # of a call, its answer, and whatever carries no requests
 MAX_SUBMIT_REQUESTS = 4096  # in one message, so that all can be answered in one
@@ -54,9 +55,8 @@ class Submit(msgspec.Struct, array_like=True, frozen=True, tag="submit"):
 
 
 class Abort(msgspec.Struct, array_like=True, frozen=True, tag="abort"):
-    """Stop these requests; unknown ids do nothing. Answered by ``Aborted``; no output follows."""
+    """Stop these requests; unknown ids do nothing. Not answered: their ends come as outputs."""
 
-    number: int
     request_ids: list[str]
 
 
@@ -105,14 +105,8 @@ class Submitted(msgspec.Struct, array_like=True, frozen=True, tag="submitted"):
     """What became of ``Submit``: all were taken but these."""
 
     number: int
+    time: float  # clock of the core when it was read, seconds
     refusals: list[Refusal] = []
-
-
-class Aborted(msgspec.Struct, array_like=True, frozen=True, tag="aborted"):
-    """What became of those that were alive; ``index`` is their place in ``request_ids``."""
-
-    number: int
-    finished: list[Finished] = []
 
 
 class Answer(msgspec.Struct, array_like=True, frozen=True, tag="answer"):
@@ -146,7 +140,7 @@ class Probe(msgspec.Struct, array_like=True, frozen=True, tag="probe"):
     """Says nothing: whether it can be sent tells the core if the client is still there."""
 
 
-ToClient = Welcome | Submitted | Aborted | Answer | Outputs | Fault | Dead | Probe
+ToClient = Welcome | Submitted | Answer | Outputs | Fault | Dead | Probe
 
 
 # On the control socket, where an answer never waits for a step.

@@ -6,11 +6,13 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+
+from engine.messages.stats import SchedulerStats
 
 logger = logging.getLogger(__name__)
 
 LOG_SECONDS = 5.0
+ASK_SECONDS = 1.0  # between two looks at the statistics
 
 
 @dataclass
@@ -23,41 +25,6 @@ class TokenCounts:
     """Tokens that reached a request."""
     finished: Counter[str] = field(default_factory=Counter)
     """Requests by finish reason."""
-
-
-class CoreStats(Protocol):
-    """What the core knows about itself."""
-
-    @property
-    def num_running(self) -> int: ...
-    @property
-    def num_waiting(self) -> int: ...
-    @property
-    def num_parked(self) -> int: ...
-    @property
-    def kv_usage(self) -> float: ...
-    @property
-    def prefix_hits(self) -> int: ...
-    @property
-    def prefix_queries(self) -> int: ...
-    @property
-    def num_preemptions(self) -> int: ...
-    @property
-    def num_failed(self) -> int: ...
-    @property
-    def num_refused(self) -> int: ...
-    @property
-    def num_expired(self) -> int: ...
-    @property
-    def num_rescued_steps(self) -> int: ...
-    @property
-    def num_policy_faults(self) -> int: ...
-    @property
-    def wait_seconds(self) -> Mapping[str, float]: ...
-    @property
-    def hook_seconds(self) -> Mapping[str, float]: ...
-    @property
-    def blocked(self) -> str: ...
 
 
 # Counters that are shown when they have moved since the last line, and what they are called there.
@@ -83,20 +50,24 @@ class Snapshot:
 
 
 class StatsLog:
-    """Called after every step; logs when ``seconds`` have passed since the last line."""
+    """Called after every step; logs when ``seconds`` have passed since the last line.
+
+    ``latest_stats`` never waits: it tells what is known, and asks a core elsewhere for newer ones.
+    """
 
     def __init__(
         self,
         counts: TokenCounts,
-        core_stats: Callable[[], CoreStats | None],
+        latest_stats: Callable[[], SchedulerStats | None],
         clock: Callable[[], float],
         seconds: float = LOG_SECONDS,
     ) -> None:
         self._counts = counts
-        self._core_stats = core_stats
+        self._latest_stats = latest_stats
         self._clock = clock
         self._seconds = seconds
         self._since: float | None = None  # None: idle
+        self._asked_at = 0.0
         self._before = Snapshot()
 
     def after_step(self, is_idle: bool) -> None:
@@ -106,16 +77,19 @@ class StatsLog:
             self._since = now
             self._before.prompt_tokens = self._counts.prompt_tokens
             self._before.generation_tokens = self._counts.generation_tokens
-        elif now - self._since >= self._seconds:
-            self._log(now - self._since)
+        seconds = now - self._since
+        is_due = seconds >= self._seconds
+        if is_due or now - self._asked_at >= ASK_SECONDS:
+            self._asked_at = now
+            stats = self._latest_stats()
+            if is_due and stats is not None:
+                self._log(stats, seconds)
+        if is_due:
             self._since = now
         if is_idle:
             self._since = None
 
-    def _log(self, seconds: float) -> None:
-        stats = self._core_stats()
-        if stats is None:
-            return
+    def _log(self, stats: SchedulerStats, seconds: float) -> None:
         before, now = self._before, self._snapshot(stats)
         hit_rate = stats.prefix_hits / stats.prefix_queries if stats.prefix_queries else 0.0
         logger.info(
@@ -131,7 +105,7 @@ class StatsLog:
         )
         self._before = now
 
-    def _snapshot(self, stats: CoreStats) -> Snapshot:
+    def _snapshot(self, stats: SchedulerStats) -> Snapshot:
         return Snapshot(
             self._counts.prompt_tokens,
             self._counts.generation_tokens,
@@ -142,7 +116,7 @@ class StatsLog:
 
 
 def _particulars(
-    stats: CoreStats, before: Snapshot, now: Snapshot, seconds: float
+    stats: SchedulerStats, before: Snapshot, now: Snapshot, seconds: float
 ) -> Iterator[str]:
     """What is said only when there is something to say: news since the last line."""
     if stats.num_parked:

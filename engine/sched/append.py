@@ -69,7 +69,7 @@ class Appender:
             req = self._roster.by_row[row]
             if not count or not is_current or req is None:
                 continue
-            is_first = table.num_tokens.at[row] == table.num_prompt.at[row]
+            is_first, table.told.at[row] = not table.told.at[row], 1
             taken = self._take(req, tokens[first:last])
             table.num_pending.at[row] -= 1
             self._kv.commit(req, min(table.num_computed.at[row], table.num_tokens.at[row]))
@@ -94,7 +94,7 @@ class Appender:
         new = tokens.tolist()
         deque(map(array.append, members.tokens, new), maxlen=0)
         num_tokens = table.num_tokens.all[rows]
-        started = members.take_started(num_tokens)
+        started = members.take_started()
         num_tokens += ONE
         table.num_tokens.all[rows] = num_tokens
         table.num_pending.all[rows] -= ONE

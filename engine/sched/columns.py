@@ -24,7 +24,8 @@ class Members:
         self.reqs = roster.requests(rows)
         self.ids = [req.request_id for req in self.reqs]
         self.tokens = [req.tokens for req in self.reqs]
-        self._num_prompts = table.num_prompt.all[rows]
+        self._rows = rows
+        self._told = table.told
         self._limits = table.limit.all[rows]
         self._stop_ids = table.stop_id.all[rows]
         self._may_stop = bool((self._stop_ids != -1).any())
@@ -33,12 +34,13 @@ class Members:
         self.only_client = int(clients[0]) if is_one else None
         self._have_started = False
 
-    def take_started(self, num_tokens: Counts) -> list[int]:
-        """Who gets its first token now, having so many; asked before each token."""
+    def take_started(self) -> list[int]:
+        """Who gets its first token from this seat now; asked before each token."""
         if self._have_started:
             return []
         self._have_started = True
-        indices: list[int] = (num_tokens == self._num_prompts).nonzero()[0].tolist()
+        indices: list[int] = (self._told.all[self._rows] == 0).nonzero()[0].tolist()
+        self._told.all[self._rows] = 1
         return indices
 
     def may_have_ended(self, tokens: Counts, num_tokens: Counts) -> list[int]:
@@ -72,7 +74,7 @@ class OutputColumns:
         places: Iterable[int],
         started: Iterable[int],
     ) -> None:
-        """One token for each of these; ``started`` are those with their first."""
+        """One token for each of these; ``started`` are those with their first from this seat."""
         self.reqs, self._ids, self._tokens = members.reqs, members.ids, tokens
         self._only_client = members.only_client
         if self.result.logprobs or self.result.prompt_logprobs:
@@ -100,7 +102,7 @@ class OutputColumns:
 
     def finish(self, index: int, reason: FinishReason, stop_reason: int | None) -> None:
         """The request at this place of the columns has ended."""
-        self._finished[index] = _finished(self.reqs[index], index, reason, stop_reason)
+        self._finished[index] = end_of(self.reqs[index], index, reason, stop_reason)
 
     def end(self, req: Request, reason: FinishReason, message: str) -> None:
         """The request has ended without a token."""
@@ -108,7 +110,7 @@ class OutputColumns:
         self.reqs, self._ids, self._only_client = [*self.reqs], [*self._ids], None
         self._places = self._places or [NOWHERE] * len(self.reqs)
         index = self.add(req, [], NOWHERE, is_first=False)
-        self._finished[index] = _finished(req, index, reason, None, message)
+        self._finished[index] = end_of(req, index, reason, message=message)
 
     def by_client(self) -> dict[int, CoreOutputs]:
         """One ``CoreOutputs`` for each client that has something in this step."""
@@ -161,9 +163,7 @@ class OutputColumns:
         req, result = self.reqs[i], self.result
         at = self._places[i] if self._places else NOWHERE
         if i in self._started:
-            out.started.append(
-                Started(index, req.story.num_cached, req.story.scheduled_time or self.now)
-            )
+            out.started.append(start_of(req, index, self.now))
         if i in self._finished:
             finished = self._finished[i]
             finished.index = index
@@ -174,13 +174,27 @@ class OutputColumns:
             out.prompt_logprobs[index] = result.prompt_logprobs[at]
 
 
-def _finished(
+def start_of(req: Request, index: int, now: float) -> Started:
+    """What has happened to a request that runs; a copy, since more may happen."""
+    story = req.story
+    return Started(
+        index,
+        story.num_cached,
+        story.scheduled_time or now,
+        story.num_preempted,
+        dict(story.waits),
+        list(story.events),
+    )
+
+
+def end_of(
     req: Request,
     index: int,
     reason: FinishReason,
-    stop_reason: int | None,
+    stop_reason: int | None = None,
     message: str = "",
 ) -> Finished:
+    """The end of a request, and what has happened to it."""
     story = req.story
     return Finished(
         index,

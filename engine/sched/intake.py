@@ -6,6 +6,7 @@ from engine.config.check import is_finite
 from engine.config.sched import SchedulerConfig
 from engine.errors import RefusedError, RequestError
 from engine.kv.manager import KVManager
+from engine.messages.check import in_use
 from engine.messages.requests import AddRequest
 from engine.sched.agenda import Agenda, Errand
 from engine.sched.policy import Defer, Refuse
@@ -50,8 +51,7 @@ class Intake:
         roster.table.flags.at[req.row] = self._settler.resources.flags(req)
         req.rank = policy.rank(req, view)
         roster.add(req, view.now)
-        if config.log_stats:
-            req.story.events.append(("queued", view.now))
+        req.story.events.append(("queued", view.now))
         self.agenda.add_deadlines(req)
         self._settler.resources.added(req)
         if isinstance(verdict, Defer):
@@ -62,10 +62,7 @@ class Intake:
     def check(self, add: AddRequest) -> None:
         """Raise ``RequestError`` or ``RefusedError`` if the request cannot be taken."""
         if add.request_id in self._roster.by_id:
-            raise RequestError(
-                f"request id {add.request_id!r} is in use; wait until it has finished or choose "
-                "another"
-            )
+            raise in_use(add.request_id)
         check_times(add)
         check_can_run(add, self._config, self._kv)
         if objection := self._settler.resources.objection(add):

@@ -119,7 +119,7 @@ class SchedulerInterface(ABC):
         """A replay: this was judged in the step that comes next."""
 
     def make_stats(self) -> SchedulerStats | None:
-        """Statistics of the moment, ``None`` when switched off."""
+        """Statistics of the moment, ``None`` if it keeps none."""
         return None
 
     def shutdown(self) -> None:

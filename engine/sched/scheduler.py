@@ -77,7 +77,7 @@ class Scheduler(SchedulerInterface):
         self.view = View(config, kv, self.roster, Random(seed))
         self.guard = Guard(policy, faults, self.view)
         self.asked: Policy = self.guard  # who answers in this step
-        self.settler = Settler(config, self.roster, kv, self.guard, self.view, self.resources)
+        self.settler = Settler(self.roster, kv, self.guard, self.view, self.resources)
         self.intake = Intake(config, self.settler)
         self.pause_state = PauseState.UNPAUSED
         self.num_in_flight = 0
@@ -325,8 +325,6 @@ class Scheduler(SchedulerInterface):
         outputs = self.settler.settle(plan, result)
         if self.guard.overrides("on_step"):
             self.guard.on_step(self.view.last, self.view)
-        if outputs and self.config.log_stats:
-            outputs[min(outputs)].stats = self.make_stats()
         return outputs
 
     @in_turn
@@ -367,9 +365,7 @@ class Scheduler(SchedulerInterface):
     def expect_judgement(self, judgement: Judgement) -> None:
         self.view.headroom.expected[judgement.step] = judgement.is_kept
 
-    def make_stats(self) -> SchedulerStats | None:
-        if not self.config.log_stats:
-            return None
+    def make_stats(self) -> SchedulerStats:
         return make_stats(self.settler.tally, self.roster, self.kv, self.guard.faults)
 
     @property
@@ -411,7 +407,6 @@ class Scheduler(SchedulerInterface):
             story.scheduled_time = now
             story.num_cached = hit
             self.intake.on_started(now)
-        if self.config.log_stats:
-            story.events.append(("scheduled", now))
+        story.events.append(("scheduled", now))
         self.roster.table.num_computed.at[req.row] = hit
         self.roster.seat(req, now)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from engine.config.sched import SchedulerConfig
 from engine.kv.manager import KVManager
 from engine.messages.outputs import CoreOutputs, FinishReason
 from engine.messages.step import EMPTY, Column, StepPlan, StepResult
@@ -32,14 +31,12 @@ class Settler:
 
     def __init__(
         self,
-        config: SchedulerConfig,
         roster: Roster,
         kv: KVManager,
         policy: Policy,
         view: View,
         resources: Resources,
     ) -> None:
-        self.config = config
         self.roster = roster
         self.kv = kv
         self.policy = policy
@@ -134,8 +131,7 @@ class Settler:
             return
         req.story.num_preempted += 1
         self.tally.num_preemptions += 1
-        if self.config.log_stats:
-            req.story.events.append(("preempted", self.view.now))
+        req.story.events.append(("preempted", self.view.now))
         self.roster.unseat(req, self.view.now, cause)
 
     def revoke(self, req: Request, start: int) -> None:

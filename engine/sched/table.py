@@ -64,6 +64,7 @@ class Table:
         self.in_flight = Column(num_rows)  # steps launched and not settled that hold the row
         self.client = Column(num_rows)
         self.alive = Column(num_rows)  # 1 from add to finish
+        self.told = Column(num_rows)  # 0 from a seat to the first output from there
         self.flags = Column(num_rows)  # what resources want: WATCHED, SERIAL
         self.plain = StepColumn(num_rows)  # the last step in which the row was marked as plain
         self.considered = StepColumn(num_rows)  # the last step in which the request was offered

@@ -178,6 +178,12 @@ CANARIES = (
         "",
     ),
     Canary(
+        "tell no start but the first",
+        ROSTER,
+        "        self.table.told.at[req.row] = 0\n",
+        "        self.table.told.at[req.row] = req.num_output > 0\n",
+    ),
+    Canary(
         "tell an end twice",
         SETTLE,
         '            outputs.end(req, "error", message)\n',

@@ -66,9 +66,7 @@ def test_who_is_aborted_stops_early_and_the_others_are_exact(kind: str, opened: 
         for batch in client.step():
             read(batch, tokens, ends)
     stopped = [str(i) for i in range(0, 10, 2)]
-    ended = client.abort([*stopped, "nobody"])
-    assert sorted(end.index for end in ended) == [0, 1, 2, 3, 4]
-    assert {end.reason for end in ended} == {"abort"}
+    client.abort([*stopped, "nobody"])
     while client.has_unfinished():
         for batch in client.step():
             read(batch, tokens, ends)
@@ -78,17 +76,21 @@ def test_who_is_aborted_stops_early_and_the_others_are_exact(kind: str, opened: 
             assert len(tokens[str(i)]) < 20 and tokens[str(i)] == whole[: len(tokens[str(i)])]
         else:
             assert tokens[str(i)] == whole
-    assert sorted(ends) == [str(i) for i in range(1, 10, 2)]
+    reasons = {name: end.reason for name, end in ends.items()}
+    assert reasons == {str(i): "length" if i % 2 else "abort" for i in range(10)}
 
 
 def test_an_abort_says_how_the_request_had_fared(client: Any) -> None:
     client.add(make_request("a", [1] * 4, 400))
     while not client.step():
         pass
-    (end,) = client.abort(["nobody", "a"])
-    assert end.index == 1 and end.reason == "abort"
-    assert [event for event, _ in end.events] == ["queued", "scheduled"]
-    assert client.abort(["a"]) == [] and not client.has_unfinished()
+    client.abort(["nobody", "a"])
+    client.abort(["a"])
+    _, ends = drain(client)
+    assert list(ends) == ["a"] and ends["a"].reason == "abort"
+    (queued, _), (scheduled, time_then) = ends["a"].events
+    assert (queued, scheduled) == ("queued", "scheduled")
+    assert abs(time_then - time.monotonic()) < 60
 
 
 def test_first_output_says_when_it_started_and_what_was_cached(client: Any) -> None:
@@ -105,7 +107,7 @@ def test_first_output_says_when_it_started_and_what_was_cached(client: Any) -> N
 
 
 def test_requests_of_n_sequences(kind: str, opened: Any) -> None:
-    if kind == "asyncio":
+    if kind.startswith("asyncio"):
         pytest.skip("the front end uses the synchronous client")
     client = opened(kind)
     engine = LLMEngine(Session(fake_config(), client, None, time.monotonic))
@@ -278,7 +280,7 @@ def test_each_client_gets_its_own(remote: str, opened: Any) -> None:
         client.add_all([make_request(f"{client.id_prefix}{n}", [i + 1, n + 1], 9) for n in (0, 1)])
     with pytest.raises(RequestError, match="in use"):
         others[0].add(make_request(f"{first.id_prefix}0", [1], 1))
-    assert others[0].abort([f"{first.id_prefix}0"]) == []  # not its own
+    others[0].abort([f"{first.id_prefix}0"])  # not its own
     for i, client in enumerate(clients):
         tokens, _ = drain(client)
         assert tokens == {f"{client.id_prefix}{n}": expected([i + 1, n + 1], 9) for n in (0, 1)}

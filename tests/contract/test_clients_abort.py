@@ -1,4 +1,4 @@
-"""One contract for every way to a core: nothing follows an abort, whatever had come before it."""
+"""One contract for every way to a core: who is aborted ends once, whatever had come before it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from core_clients import WAIT_SECONDS, drain, read
+from core_clients import IN_PROCESS, WAIT_SECONDS, drain, read
 from simulate import expected, make_request
 from spawned import FakeBuild
 
@@ -17,7 +17,6 @@ from engine.errors import RequestError
 pytestmark = pytest.mark.usefixtures("place")
 
 SLOW = FakeBuild(step_seconds=0.002)
-IN_PROCESS = "in-process"  # there nothing happens unless ``step`` is called
 
 
 def settle(client: Any, is_so: Callable[[Any], bool]) -> None:
@@ -44,48 +43,83 @@ def is_quiet(client: Any) -> bool:
     return not any(batch.request_ids for _ in range(3) for batch in client.step())
 
 
+def ends_of(client: Any) -> tuple[dict[str, list[int]], dict[str, str]]:
+    """Tokens and reasons by request, until nobody is left."""
+    tokens, ends = drain(client)
+    return tokens, {name: end.reason for name, end in ends.items()}
+
+
 @pytest.mark.behaviour(106)
 @pytest.mark.parametrize("num_steps", [20, 300])  # 300: more than the core may send unread
-def test_nothing_follows_an_abort(kind: str, opened: Any, num_steps: int) -> None:
+def test_nothing_follows_the_end_of_an_aborted_request(
+    kind: str, opened: Any, num_steps: int
+) -> None:
+    """What the core had made before comes all the same, in order; then the end, once."""
     client = opened(kind, SLOW if num_steps < 256 else None)
     client.add_all([make_request(str(i), [i + 1], 400) for i in range(4)])
     outputs_pile_up(kind, client, num_steps)
-    ends = client.abort(["0", "nobody", "2"])
-    assert sorted((end.index, end.reason) for end in ends) == [(0, "abort"), (2, "abort")]
-    tokens, _ = drain(client)
-    assert tokens == {name: expected([int(name) + 1], 400) for name in ("1", "3")}
+    client.abort(["0", "nobody", "2"])
+    client.abort(["0"])
+    tokens, reasons = ends_of(client)
+    for name, told in tokens.items():
+        assert told == expected([int(name) + 1], 400)[: len(told)], name
+        assert reasons[name] == ("length" if len(told) == 400 else "abort"), name
+    assert len(tokens) == len(reasons) == 4 and len(tokens["1"]) == len(tokens["3"]) == 400
+    if num_steps < 256:
+        assert reasons["0"] == reasons["2"] == "abort"
     assert is_quiet(client)
 
 
 @pytest.mark.behaviour(106)
-def test_a_new_request_of_an_aborted_id_gets_its_own_tokens_alone(kind: str, opened: Any) -> None:
+def test_an_id_is_in_use_until_the_end_of_its_abort_was_read(kind: str, opened: Any) -> None:
     client = opened(kind, SLOW)
     for turn in range(3):
         client.add_all([make_request(name, [turn + 1, len(name)], 400) for name in ("a", "bb")])
         outputs_pile_up(kind, client)
         client.abort(["a"])
-        client.add(make_request("a", [77 + turn], 9))
+        again = make_request("a", [77 + turn], 9)
+        with pytest.raises(RequestError, match="'a' is in use"):
+            client.add(again)
         tokens: dict[str, list[int]] = {}
-        while "a" not in tokens or len(tokens["a"]) < 9:
+        ends: dict[str, Any] = {}
+        while "a" not in ends:
             for batch in client.step():
-                read(batch, tokens, {})
-        assert tokens["a"] == expected([77 + turn], 9)
+                read(batch, tokens, ends)
+        tokens["a"], ends = [], {}
+        client.add(again)
+        while "a" not in ends:
+            for batch in client.step():
+                read(batch, tokens, ends)
+        assert tokens["a"] == expected([77 + turn], 9) and ends["a"].reason == "length"
         assert tokens["bb"] == expected([turn + 1, 2], 400)[: len(tokens["bb"])]
         client.abort(["bb"])
+        drain(client)
     assert is_quiet(client) and not client.has_unfinished()
 
 
 @pytest.mark.behaviour(106)
-def test_an_end_that_was_not_read_is_told_by_the_abort(kind: str, opened: Any) -> None:
+def test_a_request_that_had_ended_before_the_abort_has_the_end_that_it_had(
+    kind: str, opened: Any
+) -> None:
     client = opened(kind)
     client.add_all([make_request(name, [1], 3) for name in ("a", "b")])
     all_end(kind, client)
-    (end,) = client.abort(["nobody", "a"])
-    assert (end.index, end.reason) == (1, "abort")
-    assert client.abort(["a"]) == []
-    tokens, ends = drain(client)
-    assert tokens == {"b": expected([1], 3)} and list(ends) == ["b"]
-    assert client.abort(["b"]) == [] and is_quiet(client)
+    client.abort(["nobody", "a"])
+    _, reasons = ends_of(client)
+    assert reasons == {"a": "abort" if kind == IN_PROCESS else "length", "b": "length"}
+    client.abort(["a", "b"])
+    assert is_quiet(client)
+
+
+@pytest.mark.behaviour(106)
+@pytest.mark.parametrize("what", ["all", "new"])
+def test_an_abort_is_told_in_a_pause(kind: str, opened: Any, what: str) -> None:
+    client = opened(kind)
+    client.call("pause", what)
+    client.add(make_request("a", [1], 3))
+    client.abort(["a"])
+    assert ends_of(client) == ({"a": []}, {"a": "abort"})
+    client.call("resume")
 
 
 @pytest.mark.behaviour(103)
@@ -117,11 +151,13 @@ def test_an_interrupted_add_leaves_nothing_at_the_core(kind: str, opened: Any) -
             client.add_all([make_request(f"x{i}", [i + 1], 400) for i in range(8)])
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert client.num_unfinished() == 2
+    tokens, ends = drain(client)
+    assert {tuple(tokens[f"runs{i}"]) for i in range(2)} == {
+        tuple(expected([1 + i], 3)) for i in range(2)
+    }
+    assert {end.reason for name, end in ends.items() if name.startswith("x")} <= {"abort"}
     client.add(make_request("x0", [5], 2))  # the ids are free
-    tokens, _ = drain(client)
-    assert tokens.pop("x0") == expected([5], 2)
-    assert tokens == {f"runs{i}": expected([1 + i], 3) for i in range(2)}
+    assert drain(client)[0] == {"x0": expected([5], 2)}
     counts = client.stats()
     assert (counts.num_running, counts.num_waiting, counts.kv_usage) == (0, 0, 0.0)
 

@@ -157,7 +157,7 @@ def test_what_other_cores_have_brought_is_read_before_a_death_is_told() -> None:
         client.shutdown()
 
 
-def test_who_aborts_while_the_loop_ends_does_not_wait_for_ever() -> None:
+def test_who_asks_while_the_loop_ends_does_not_wait_for_ever() -> None:
     """``asyncio.run`` cancels the tasks of the client together with those of the program."""
     told: list[BaseException] = []
 
@@ -167,7 +167,8 @@ def test_who_aborts_while_the_loop_ends_does_not_wait_for_ever() -> None:
                 await client.step()
         finally:
             try:
-                await client.abort(["a"])
+                await client.abort(["a"])  # which waits for nothing
+                await client.call("echo", 1)
             except EngineDeadError as error:
                 told.append(error)
 

@@ -9,7 +9,7 @@ import time
 import pytest
 import zmq
 from deadly_program import DEADLY, DEADLY_ID, HANGING, RAISING_ID, RUBBISH, RaisingDetokenizer
-from fakes import FakeClient, FakeDecided
+from fakes import FakeClient, FakeDecided, asked_id
 from pooled import TEXT, WAIT, Pools, session_on, texts_of
 
 from engine import LLMEngine, SamplingParams
@@ -184,7 +184,7 @@ def ends_of(
 ) -> list[CompletionOutput]:
     """The last outputs of 16 requests, the eighth of which gets ``bad_ids``."""
     client = FakeClient(
-        lambda request, at: (bad_ids if request.request_id == "7" else ids)[at],
+        lambda request, at: (bad_ids if asked_id(request.request_id) == "7" else ids)[at],
         FakeDecided(vocab_size=tokenizer.vocab_size),
     )
     config = EngineConfig(model=ModelConfig(model="fake"), disable_log_stats=True)

@@ -14,7 +14,7 @@ from typing import Any
 import made_tokenizers as made
 import psutil
 import pytest
-from fakes import FakeDecided
+from fakes import FakeDecided, asked_id
 from pooled import TEXT, LeapingClient
 
 from engine import LLMEngine, RequestOutput, SamplingParams
@@ -82,14 +82,14 @@ class RandomClient(LeapingClient):
         self, requests: list[Request], vocab_size: int, pace: Callable[[], object]
     ) -> None:
         def script(request: AddRequest, position: int) -> int:
-            ids = requests[int(request.request_id)].ids
+            ids = requests[int(asked_id(request.request_id))].ids
             return ids[position % len(ids)]
 
         super().__init__(script, FakeDecided(4096, vocab_size), pace=pace)
         self._requests = requests
 
     def stride(self, request: AddRequest, position: int) -> int:
-        strides = self._requests[int(request.request_id)].stride
+        strides = self._requests[int(asked_id(request.request_id))].stride
         return strides[position % len(strides)]
 
 

@@ -121,8 +121,15 @@ def test_statistics_are_those_of_all_cores_together(kind: str, opened: Any) -> N
     assert stats.num_scheduled_tokens == 6 * (4 + 5 - 1) and stats.kv_usage == 0.0
 
 
+class Uncounted(Scheduler):
+    """Keeps no statistics."""
+
+    def make_stats(self) -> None:
+        return None
+
+
 def test_a_core_that_keeps_no_statistics_says_so(kind: str, opened: Any) -> None:
-    client = opened(kind, FakeBuild(options={"log_stats": False}))
+    client = opened(kind, FakeBuild(options={"scheduler_cls": Uncounted}))
     assert client.call("stats") is None and client.stats() is None
 
 

@@ -11,15 +11,14 @@ from engine.errors import RequestError, WireError
 from engine.messages.outputs import CoreOutputs, Finished
 from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest
-from engine.messages.wire import Aborted, Failure, Outputs, Refusal, Submitted, ToClient
+from engine.messages.wire import Failure, Outputs, Refusal, Submitted, ToClient
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        Submitted(0, [Refusal(7, Failure("RequestError", "no"))]),
-        Submitted(0, [Refusal(-1, Failure("RequestError", "no"))]),
-        Aborted(1, [Finished(7, "abort")]),
+        Submitted(0, 1.5, [Refusal(7, Failure("RequestError", "no"))]),
+        Submitted(0, 1.5, [Refusal(-1, Failure("RequestError", "no"))]),
         Outputs(CoreOutputs(["a"], [1], None, 0.0, finished=[Finished(7, "stop")])),
         Outputs(CoreOutputs(["a", "b"], [1], None, 0.0)),
         Outputs(CoreOutputs(["a", "b"], [1, 2, 3], [1, 1], 0.0)),
@@ -31,7 +30,6 @@ from engine.messages.wire import Aborted, Failure, Outputs, Refusal, Submitted, 
 def test_places_and_counts_that_are_none_are_errors_of_the_engine(message: ToClient) -> None:
     link = Link()
     link.submit([REQUEST], Submission())
-    link.abort(["a"])
     with pytest.raises(WireError, match="the core speaks of"):
         link.feed(frames_of([message]))
 

@@ -19,7 +19,15 @@ from engine.ipc import sockets
 from engine.ipc.codec import Decoder, Encoder
 from engine.ipc.place import Address
 from engine.messages.step import NewSeq
-from engine.messages.wire import Fault, Hello, Outputs, Submitted, ToClient, Welcome
+from engine.messages.wire import (
+    PROTOCOL_VERSION,
+    Fault,
+    Hello,
+    Outputs,
+    Submitted,
+    ToClient,
+    Welcome,
+)
 from engine.sched.verify.fake import DigestWorker
 
 NUM_BLOCKS = 1200
@@ -47,7 +55,7 @@ class Poisoner:
         self._socket = sockets.dealer(self._context, None)
         self._socket.connect(address.data)
         self._decoder: Decoder[Any] = Decoder(ToClient)
-        self._socket.send(Encoder().encode(Hello(1, address.token)))
+        self._socket.send(Encoder().encode(Hello(PROTOCOL_VERSION, address.token)))
         assert isinstance(self._next(WAIT_SECONDS), Welcome)
 
     def send(self, poison: Poison) -> None:

@@ -18,7 +18,7 @@ from simulate import make_request
 
 from engine.core.zmq_client import EngineCoreClient
 from engine.ipc.place import IPC
-from engine.messages.wire import Fault, Hello, Submit, Welcome
+from engine.messages.wire import PROTOCOL_VERSION, Fault, Hello, Submit, Welcome
 
 NUM_SILENT = 200
 NUM_IDLE_READERS = 100
@@ -74,7 +74,7 @@ def test_code_in_messages_is_refused_and_never_run(tmp_path: Path, core: EngineC
     canary = tmp_path / "canary"
     payloads = programs(canary)
     assert len(payloads) >= 30
-    hello = Hello(1, core.address.token)
+    hello = Hello(PROTOCOL_VERSION, core.address.token)
     for address in (core.address.data, core.address.control):
         with RawClient(address) as stranger:
             for payload in payloads:
@@ -113,7 +113,7 @@ def test_readers_who_do_not_read_cost_little_and_hold_up_nobody(core: EngineCore
     with ExitStack() as idle:
         for index in range(NUM_IDLE_READERS):
             client = idle.enter_context(RawClient(core.address.data))
-            client.send(Hello(1, core.address.token, f"idle {index}"))
+            client.send(Hello(PROTOCOL_VERSION, core.address.token, f"idle {index}"))
             welcome = client.receive()
             assert isinstance(welcome, Welcome)
             client.send(Submit(0, [make_request(f"{welcome.id_prefix}long", [index + 1], 300)]))

@@ -19,8 +19,8 @@ from spawned import FakeBuild
 
 from engine.messages.outputs import CoreOutputs
 from engine.messages.wire import (
+    PROTOCOL_VERSION,
     Abort,
-    Aborted,
     Credit,
     Hello,
     Outputs,
@@ -55,12 +55,12 @@ class Client:
     def __init__(self, core: HostedCore, dice: random.Random) -> None:
         self.live: dict[str, Reading] = {}
         self.reasons = dict.fromkeys(("length", "abort"), 0)
-        self._asked: dict[int, list[str]] = {}  # by number, not answered yet
+        self._asked: set[int] = set()  # numbers of what is not answered yet
         self._unread = 0
         self._numbers = itertools.count()
         self._dice = dice
         self.raw = RawClient(core.address.data)
-        self.raw.send(Hello(1, core.address.token))
+        self.raw.send(Hello(PROTOCOL_VERSION, core.address.token))
         welcome = self.raw.receive()
         assert isinstance(welcome, Welcome)
         self._names = [f"client-{welcome.client_index}/{i}" for i in range(NAMES)]
@@ -71,27 +71,21 @@ class Client:
             name, num = self._dice.choice(free), self._dice.randint(1, 60)
             prompt = [self._dice.randrange(1, 900) for _ in range(self._dice.randint(1, 9))]
             self.live[name] = Reading(expected(prompt, num))
-            self._ask(Submit(next(self._numbers), [make_request(name, prompt, num)]), [name])
+            number = next(self._numbers)
+            self._asked.add(number)
+            self.raw.send(Submit(number, [make_request(name, prompt, num)]))
 
     def abort(self) -> None:
-        """Answered before anything else is asked, as a client does that uses the ids again."""
-        names = [name for name in self.live if self._dice.random() < 0.5]
-        if names:
-            self._ask(Abort(next(self._numbers), names), names)
-            while self._asked:
-                self.read()
-            assert not self.live.keys() & set(names), "aborted, and not told so"
+        """Also of what was given up before, or has ended: the end is still to be read."""
+        names = [name for name in self._names if self._dice.random() < 0.5]
+        self.raw.send(Abort(names))
 
     def read(self) -> None:
         message = self.raw.receive(0.001)
         match message:
             case Submitted():
                 assert not message.refusals
-                del self._asked[message.number]
-            case Aborted():
-                names = self._asked.pop(message.number)
-                for end in message.finished:
-                    self._end(names[end.index], end.reason)
+                self._asked.remove(message.number)
             case Outputs():
                 self._unread += 1
                 self._take(message.batch)
@@ -102,10 +96,6 @@ class Client:
         if self._unread:
             self.raw.send(Credit(self._unread))
             self._unread = 0
-
-    def _ask(self, message: Submit | Abort, names: list[str]) -> None:
-        self._asked[message.number] = names
-        self.raw.send(message)
 
     def _take(self, batch: CoreOutputs) -> None:
         tokens = iter(batch.token_ids)

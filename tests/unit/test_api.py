@@ -252,7 +252,6 @@ def test_options_reach_the_scheduler() -> None:
         "max_waiting_requests": 5,
         "max_waiting_tokens": 600,
         "stalled_steps": 9,
-        "log_stats": False,
     }
     config = EngineArgs(**options, resources=["mine.Gate"], step_log="x").create_config()
     assert {name: getattr(config.scheduler, name) for name in options} == options

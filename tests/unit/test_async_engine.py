@@ -206,3 +206,20 @@ async def test_a_request_the_policy_chokes_on_fails_alone() -> None:
         await collect(async_engine, "bad")
     assert (await other)[-1].finished
     async_engine.shutdown()
+
+
+async def test_of_two_that_come_with_one_id_the_first_is_served(gate: threading.Semaphore) -> None:
+    """Also if both come in one turn of the loop, and the second gives up before it hears of it."""
+    fake = FakeClient(counting, pace=gate.acquire)
+    async_engine = new_engine(fake)
+    tasks = [asyncio.create_task(collect(async_engine, "a")) for _ in range(3)]
+    await asyncio.sleep(0)
+    tasks[2].cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await tasks[2]
+    with pytest.raises(RequestError, match="'a' is in use"):
+        await tasks[1]
+    gate.release(100)
+    assert (await tasks[0])[-1].outputs[0].token_ids == [10, 11, 12, 13]
+    assert (await collect(async_engine, "a"))[-1].finished and not fake.aborted
+    async_engine.shutdown()

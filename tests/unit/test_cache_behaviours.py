@@ -216,7 +216,9 @@ def test_a_core_has_work_until_the_worker_was_told_of_the_end():
     assert core.scheduler.get_request_counts() == (1, 0, 0)
     client.abort(["a"])
     assert core.scheduler.get_request_counts() == (0, 0, 0)
-    assert core.has_work and client.step() == []
+    assert core.has_work
+    (out,) = client.step()
+    assert [(out.request_ids[end.index], end.reason) for end in out.finished] == [("a", "abort")]
     assert not core.has_work
 
 
@@ -226,11 +228,13 @@ def test_an_abort_stops_one_and_unknown_ids_do_nothing():
     for name in "abc":
         client.add(make_request(name, ALONE, 3))
     client.abort(["b", "nobody", "b"])
-    assert client.step()[0].request_ids == ["a", "c"]
+    (out,) = client.step()
+    assert out.request_ids == ["a", "c", "b"] and out.counts == [1, 1, 0]
+    assert [(end.index, end.reason) for end in out.finished] == [(2, "abort")]
     client.step()
     client.step()
     client.abort(["a"])
-    assert not client.has_unfinished()
+    assert not client.has_unfinished() and client.step() == []
 
 
 @pytest.mark.behaviour(103)

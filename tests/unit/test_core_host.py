@@ -26,6 +26,7 @@ from engine.ipc import sockets
 from engine.ipc.place import Address
 from engine.messages.outputs import Finished
 from engine.messages.wire import (
+    PROTOCOL_VERSION,
     Answer,
     Call,
     Credit,
@@ -55,9 +56,9 @@ def raw(core: HostedCore) -> Iterator[RawClient]:
     ("hello", "message"),
     [
         (Call(0, "echo", [1]), "the first message of a client must be hello"),
-        (Hello(1, b"0123456789abcdef"), "the token is not that of this core"),
-        (Hello(1, b""), "the token is not that of this core"),
-        (Hello(2, b""), "the token is not"),
+        (Hello(PROTOCOL_VERSION, b"0123456789abcdef"), "the token is not that of this core"),
+        (Hello(PROTOCOL_VERSION, b""), "the token is not that of this core"),
+        (Hello(PROTOCOL_VERSION + 1, b""), "the token is not"),
     ],
 )
 def test_strangers_are_told_so(raw: RawClient, hello: Any, message: str) -> None:
@@ -67,10 +68,25 @@ def test_strangers_are_told_so(raw: RawClient, hello: Any, message: str) -> None
 
 
 def test_another_version_is_told_so(core: HostedCore, raw: RawClient) -> None:
-    raw.send(Hello(2, core.address.token))
-    answer = raw.receive()
-    assert isinstance(answer, Fault)
-    assert "speaks version 2 of the protocol, this core speaks version 1" in answer.message
+    """Also the one before, whose hello looks the same; what it says next is not read."""
+    for version in (1, 3):
+        raw.send(Hello(version, core.address.token))
+        answer = raw.receive()
+        assert isinstance(answer, Fault)
+        told = f"the client speaks version {version} of the protocol, this core speaks version 2"
+        assert told in answer.message
+    raw.send_bytes(b"\x93\xa5abort\x02\x92\xa1a\xa1b")  # of version 1, from no client
+    assert isinstance(raw.receive(), Fault)
+
+
+def test_a_client_is_told_that_it_is_too_old(
+    core: HostedCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.core.link.PROTOCOL_VERSION", 1)
+    for kind in ("zmq", "asyncio"):
+        told = "speaks version 1 of the protocol, this core speaks version 2; install the same"
+        with pytest.raises(EngineDeadError, match=told):
+            connect(kind, core.address)
 
 
 def test_a_wrong_token_is_an_error_of_the_client(core: HostedCore) -> None:
@@ -86,7 +102,7 @@ def test_hostile_frames_cost_their_sender_an_error_and_nothing_else(
     dice, seeds = random.Random(seed), [*recorded().values(), *HOSTILE[:17]]
     client = EngineCoreClient(core.address)
     with RawClient(core.address.data) as stranger, RawClient(core.address.data) as member:
-        member.send(Hello(1, core.address.token))
+        member.send(Hello(PROTOCOL_VERSION, core.address.token))
         assert isinstance(member.receive(), Welcome)
         for turn in range(20):
             client.add_all([make_request(f"{turn}/{i}", [turn + 1, i + 1], 5) for i in range(4)])
@@ -125,7 +141,7 @@ def test_a_slow_reader_is_bounded_and_named_and_blocks_nobody(
         RawClient(core.address.data) as slow,
         caplog.at_level(logging.WARNING),
     ):
-        slow.send(Hello(1, core.address.token, "sleepy"))
+        slow.send(Hello(PROTOCOL_VERSION, core.address.token, "sleepy"))
         assert isinstance(slow.receive(), Welcome)
         slow.send(Submit(0, [make_request("slow", [1, 2], 500)]))
         quick = EngineCoreClient(core.address)
@@ -157,7 +173,7 @@ def read_outputs(client: RawClient, count: int) -> list[Any]:
 
 
 def test_outputs_wait_for_credits_and_come_in_order(core: HostedCore, raw: RawClient) -> None:
-    raw.send(Hello(1, core.address.token))
+    raw.send(Hello(PROTOCOL_VERSION, core.address.token))
     raw.send(Submit(0, [make_request("a", [7], 500)]))
     raw.receive()
     batches = read_outputs(raw, NUM_CREDITS)
@@ -172,7 +188,7 @@ def test_outputs_wait_for_credits_and_come_in_order(core: HostedCore, raw: RawCl
 def test_who_vanishes_without_a_word_leaves_nothing(core: HostedCore) -> None:
     client = EngineCoreClient(core.address)
     with RawClient(core.address.data) as gone:
-        gone.send(Hello(1, core.address.token))
+        gone.send(Hello(PROTOCOL_VERSION, core.address.token))
         gone.send(Submit(0, [make_request(f"x{i}", [i + 1], 500) for i in range(8)]))
         read_outputs(gone, 1)
     until = time.monotonic() + 20
@@ -196,6 +212,7 @@ def test_who_leaves_in_the_middle_of_a_step_is_not_complained_about(
             client.add(make_request("a", [1], 400))
             while not client.step():
                 pass
+            client.abort(["a"])
             client.shutdown()
         assert stays.call("echo", 1) == 1
         stays.shutdown()
@@ -290,7 +307,7 @@ def test_a_poll_while_decoding_waits_only_if_asked_to_and_never_before_a_prompt(
 
 def test_a_dead_core_says_why_to_who_reads_late(raw: RawClient) -> None:
     with HostedCore(FakeBuild(raise_at=3)) as core, RawClient(core.address.data) as reader:
-        reader.send(Hello(1, core.address.token))
+        reader.send(Hello(PROTOCOL_VERSION, core.address.token))
         reader.send(Submit(0, [make_request("a", [1], 9)]))
         time.sleep(0.3)
         messages = []

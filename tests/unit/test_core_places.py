@@ -19,6 +19,7 @@ from spawned import FakeBuild
 from engine.errors import ConfigError, EngineDeadError
 from engine.ipc.place import Directory, address_of, tcp_address
 from engine.messages.wire import (
+    PROTOCOL_VERSION,
     Hello,
 )
 
@@ -89,7 +90,7 @@ def test_tcp_works_with_the_shared_secret_alone(kind: str, monkeypatch: pytest.M
         with pytest.raises(EngineDeadError):
             connect(kind, address_of(address, "another secret of some length"))
         with RawClient(address) as plain:  # without encryption
-            plain.send(Hello(1, tcp_address(address, SECRET).token))
+            plain.send(Hello(PROTOCOL_VERSION, tcp_address(address, SECRET).token))
             assert plain.receive(0.5) is None
 
 

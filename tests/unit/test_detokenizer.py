@@ -39,6 +39,11 @@ def rust(kind: str) -> RustTokenizer:
     return made.MAKERS[kind]()
 
 
+def ids_of(backend: Backend, text: str) -> list[int]:
+    (token_ids,) = backend.encode([text], False)
+    return token_ids
+
+
 BACKENDS: dict[str, Backend] = {
     f"{name}-{cls.__name__}": cls(rust(name))
     for name in made.MAKERS
@@ -61,9 +66,9 @@ def pieces_of(
 @each_backend
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_pieces_joined_are_the_decoded_output(backend: Backend, prompt: str) -> None:
-    prompt_ids = backend.encode(prompt, False) or [1]
+    prompt_ids = ids_of(backend, prompt) or [1]
     for text in TEXTS:
-        output = backend.encode(text, False)
+        output = ids_of(backend, text)
         before = backend.decode(prompt_ids, True)
         expected = backend.decode(prompt_ids + output, True).removeprefix(before)
         assert REPLACEMENT in text or expected.strip() == text.strip()
@@ -74,27 +79,27 @@ def test_pieces_joined_are_the_decoded_output(backend: Backend, prompt: str) -> 
 @each_backend
 def test_half_a_character_is_withheld(backend: Backend) -> None:
     """118: nothing before the last byte, then the whole character; at the end what there is."""
-    smile = backend.encode("😀", False)
+    smile = ids_of(backend, "😀")
     for byte_ids in (smile, smile[-4:]):
-        detokenizer = Detokenizer(backend, backend.encode("a", False), True)
+        detokenizer = Detokenizer(backend, ids_of(backend, "a"), True)
         shown = [detokenizer.feed([i]) for i in byte_ids]
         assert "".join(shown).strip() == "😀" and all(REPLACEMENT not in piece for piece in shown)
         assert detokenizer.flush() == ""
-    cut = Detokenizer(backend, backend.encode("a", False), True)
+    cut = Detokenizer(backend, ids_of(backend, "a"), True)
     assert "".join(cut.feed([i]) for i in smile[:-1]).strip() == ""
     assert set(cut.flush()) == {REPLACEMENT}
 
 
 @each_backend
 def test_a_character_begun_in_the_prompt_appears_whole(backend: Backend) -> None:
-    ids = backend.encode("ab😀", False)
+    ids = ids_of(backend, "ab😀")
     detokenizer = Detokenizer(backend, ids[:-1], True)
     assert detokenizer.feed(ids[-1:]) == "😀"
 
 
 @each_backend
 def test_special_tokens_are_shown_only_if_asked(backend: Backend) -> None:
-    ids = [*backend.encode("a", False), 2]
+    ids = [*ids_of(backend, "a"), 2]
     for skip, expected in ((True, "a"), (False, "a</s>")):
         detokenizer = Detokenizer(backend, [1], skip)
         shown = "".join(detokenizer.feed([i]) for i in ids) + detokenizer.flush()
@@ -129,9 +134,9 @@ def test_random_ids_make_no_trouble(kind: str, seed: int) -> None:
 def test_text_that_would_have_to_change_is_continued() -> None:
     """A run of byte tokens is text or it is not, as a whole; what is out stays out."""
     backend = RustBackend(made.metaspace())
-    smile = backend.encode("a😀", False)[-4:]
-    letter = backend.encode("ab", False)[-1:]
-    detokenizer = Detokenizer(backend, backend.encode("a", False), True)
+    smile = ids_of(backend, "a😀")[-4:]
+    letter = ids_of(backend, "ab")[-1:]
+    detokenizer = Detokenizer(backend, ids_of(backend, "a"), True)
     shown = [detokenizer.feed([i]) for i in (*smile, smile[1], *letter, *letter)]
     assert "".join(shown[:4]) == "😀"
     assert "".join(shown[4:]).count("b") == 2 and REPLACEMENT in "".join(shown[4:])
@@ -143,7 +148,7 @@ def test_tokenizers_that_are_python_code() -> None:
 
     backend = PythonBackend(ByT5Tokenizer())
     text = "café 😀 done"
-    prompt, output = backend.encode("Say: ", False), backend.encode(text, False)
+    prompt, output = ids_of(backend, "Say: "), ids_of(backend, text)
     assert max(output) < backend.vocab_size and backend.token_id("</s>") == 1
     pieces = pieces_of(backend, prompt, output, [1] * len(output))
     assert "".join(pieces) == text and REPLACEMENT not in "".join(pieces)
@@ -151,7 +156,7 @@ def test_tokenizers_that_are_python_code() -> None:
 
 def test_a_token_costs_a_few_microseconds() -> None:
     backend = RustBackend(made.byte_level())
-    ids = backend.encode("The quick brown fox, café 😀. " * 100, False)
+    ids = ids_of(backend, "The quick brown fox, café 😀. " * 100)
     detokenizer = Detokenizer(backend, ids[:10], True)
     start = time.perf_counter()
     for token_id in ids:

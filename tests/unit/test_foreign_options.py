@@ -18,6 +18,7 @@ from engine.errors import ConfigError
         ("max_num_queued_reqs", "max_waiting_requests"),
         ("max_num_queued_tokens", "max_waiting_tokens"),
         ("max_num_active_seqs", "max_num_seqs"),
+        ("log_stats", "disable_log_stats"),
         ("num_gpu_blocks_override", "num_kv_blocks"),
         ("scheduler_reserve_full_isl", "watermark"),
     ],

@@ -105,11 +105,6 @@ def test_without_caching_nothing_is_hashed_found_or_counted():
     assert (counts.queries, counts.hits, counts.preempted_queries) == (0, 0, 0)
 
 
-@pytest.mark.behaviour(70)
-def test_without_statistics_there_are_none():
-    assert make_scheduler(log_stats=False).make_stats() is None
-
-
 @pytest.mark.behaviour(66)
 def test_out_of_blocks_is_no_not_an_error():
     kv = KVManager(4, 16)

@@ -8,7 +8,7 @@ from collections import deque
 import pytest
 from wire_samples import frames_of
 
-from engine.core.link import Link, Submission, aborted, refused
+from engine.core.link import Link, Submission, refused
 from engine.errors import RequestError
 from engine.ipc.codec import Decoder
 from engine.messages.outputs import CoreOutputs, Finished
@@ -17,7 +17,8 @@ from engine.messages.requests import AddRequest
 from engine.messages.stats import SchedulerStats
 from engine.messages.wire import (
     Abort,
-    Aborted,
+    Answer,
+    Call,
     Failure,
     FromClient,
     Outputs,
@@ -27,7 +28,7 @@ from engine.messages.wire import (
     ToClient,
 )
 
-IDS = ("a", "b", "c", "d")
+IDS = tuple("abcdefgh")
 
 
 class Core:
@@ -36,19 +37,22 @@ class Core:
     def __init__(self) -> None:
         self.said: deque[ToClient] = deque()
         self.live: dict[str, tuple[int, int]] = {}
+        self._aborted: list[str] = []
         self._decoder: Decoder[FromClient] = Decoder(FromClient)
+
+    @property
+    def is_quiet(self) -> bool:
+        return not (self.said or self.live or self._aborted)
 
     def hear(self, frame: bytes) -> None:
         message = self._decoder.decode([frame])
         if isinstance(message, Submit):
-            self.said.append(Submitted(message.number, list(self._refusals(message.requests))))
+            refusals = list(self._refusals(message.requests))
+            self.said.append(Submitted(message.number, 0.0, refusals))
         elif isinstance(message, Abort):
-            ends = [
-                Finished(place, "abort")
-                for place, name in enumerate(message.request_ids)
-                if self.live.pop(name, None)
-            ]
-            self.said.append(Aborted(message.number, ends))
+            self._aborted += [name for name in message.request_ids if self.live.pop(name, None)]
+        elif isinstance(message, Call):
+            self.said.append(Answer(message.number))
 
     def _refusals(self, requests: list[AddRequest]) -> list[Refusal]:
         refusals = []
@@ -57,24 +61,28 @@ class Core:
                 refusals.append(Refusal(place, Failure("RefusedError", "full")))
             else:
                 assert request.request_id not in self.live
+                assert request.request_id not in self._aborted
                 self.live[request.request_id] = (request.seed, request.max_tokens)
         return refusals
 
     def step(self, dice: random.Random) -> None:
         moved = [name for name in self.live if dice.random() < 0.7]
-        ends = []
-        tokens = []
+        ends, tokens, counts = [], [], []
         for row, name in enumerate(moved):
             seed, left = self.live.pop(name)
             tokens.append(seed)
+            counts.append(1)
             if left == 1:
                 ends.append(Finished(row, "length"))
             else:
                 self.live[name] = (seed, left - 1)
-        stats = SchedulerStats(*[0] * 10) if dice.random() < 0.1 else None
-        if moved or stats is not None:
-            batch = CoreOutputs(moved, tokens, None, 0.0, finished=ends, stats=stats)
-            self.said.append(Outputs(batch))
+        for name in self._aborted:
+            ends.append(Finished(len(moved), "abort"))
+            moved.append(name)
+            counts.append(0)
+        self._aborted = []
+        if moved:
+            self.said.append(Outputs(CoreOutputs(moved, tokens, counts, 0.0, finished=ends)))
 
 
 class Client:
@@ -84,12 +92,11 @@ class Client:
         self.link = Link()
         self.core = Core()
         self.owner: dict[str, int] = {}
+        """Requests by id, until their end was read or they were refused."""
         self.ended: list[int] = []
-        self.taken: set[int] = set()
+        self.sent: deque[bytes] = deque()
         self._dice = dice
-        self._sent: deque[bytes] = deque()
         self._submissions: deque[tuple[Submission, list[int]]] = deque()
-        self._aborts: dict[int, dict[int, int]] = {}  # number -> place -> whose it was
         self._seeds = 0
 
     def act(self) -> None:
@@ -107,29 +114,24 @@ class Client:
             assert (place in submission.errors) == (request.request_id in self.owner)
             self.owner.setdefault(request.request_id, request.seed)
         assert all(isinstance(error, RequestError) for error in submission.errors.values())
-        self._sent.extend(part.frame for part in submission.parts)
         if submission.parts:
             self._submissions.append((submission, [request.seed for request in requests]))
+            if self._dice.random() < 0.8:
+                self.sent.extend(part.frame for part in submission.parts)
+            else:  # interrupted before it was sent, so it is withdrawn
+                self.withdraw()
 
     def abort(self) -> None:
-        names = self._dice.sample(IDS, self._dice.randint(1, 3))
-        number, frame = self.link.abort(names)
-        owners = {i: self.owner.pop(name) for i, name in enumerate(names) if name in self.owner}
-        self._aborts[number] = owners
-        self._sent.append(frame)
+        self.sent.append(self.link.abort(self._dice.sample(IDS, self._dice.randint(1, 3))))
 
     def withdraw(self) -> None:
-        if not self._submissions:
-            return
-        submission, seeds = self._submissions.pop()
-        self._sent.append(self.link.withdraw(submission))
-        for name, seed in list(self.owner.items()):
-            if seed in seeds:
-                del self.owner[name]
+        if self._submissions:
+            submission, _ = self._submissions[-1]
+            self.sent.extend(self.link.withdraw(submission))
 
     def carry(self) -> None:
-        if self._sent:
-            self.core.hear(self._sent.popleft())
+        if self.sent:
+            self.core.hear(self.sent.popleft())
 
     def step(self) -> None:
         self.core.step(self._dice)
@@ -138,32 +140,32 @@ class Client:
         if not self.core.said:
             return
         reply = self.link.feed(frames_of([self.core.said.popleft()]))
+        if isinstance(reply, Submitted | Answer):
+            self._never_sent(reply.number)
         if isinstance(reply, Submitted):
             self._submitted(reply)
-        elif isinstance(reply, Aborted) and reply.number in self._aborts:
-            owners = self._aborts.pop(reply.number)
-            for end in aborted(reply):
-                assert end.reason == "abort"
-                self.ended.append(owners.pop(end.index))
-            assert not self.taken & set(owners.values())  # all others had been refused
 
     def _submitted(self, reply: Submitted) -> None:
-        for submission, seeds in list(self._submissions):
-            (part,) = submission.parts
-            if part.number == reply.number:
-                self._submissions.remove((submission, seeds))
-                errors = refused(part, reply)
-                for place in part.places:
-                    if place not in errors:
-                        self.taken.add(seeds[place])
-                    elif self.owner.get(part.request_ids[part.places.index(place)]) == seeds[place]:
-                        del self.owner[part.request_ids[part.places.index(place)]]
+        submission, seeds = self._submissions.popleft()
+        (part,) = submission.parts
+        assert part.number == reply.number
+        for place in refused(part, reply):
+            assert self.owner.pop(part.request_ids[part.places.index(place)]) == seeds[place]
+
+    def _never_sent(self, number: int) -> None:
+        """Answers come in order: what was asked before was not sent, and is nobody's."""
+        while self._submissions and self._submissions[0][0].parts[0].number < number:
+            submission, seeds = self._submissions.popleft()
+            for name, seed in list(self.owner.items()):
+                if seed in seeds and name in submission.parts[0].request_ids:
+                    del self.owner[name]
 
     def take(self) -> None:
         for batch in self.link.take_batches(lambda frame: None):
-            assert batch.request_ids or batch.stats is not None
-            for name, token in zip(batch.request_ids, batch.token_ids, strict=True):
-                assert self.owner.get(name) == token, name
+            tokens = iter(batch.token_ids)
+            assert batch.counts is not None
+            for name, count in zip(batch.request_ids, batch.counts, strict=True):
+                assert all(self.owner[name] == next(tokens) for _ in range(count)), name
             for end in batch.finished:
                 self.ended.append(self.owner.pop(batch.request_ids[end.index]))
 
@@ -177,9 +179,21 @@ def test_rows_and_ends_reach_whose_they_are_once_whatever_is_on_its_way(
     for _ in range(2000):
         client.act()
         assert set(client.link.live) == set(client.owner)
-    while client.owner or client.core.said or client.core.live:
+    while client.sent or not client.core.is_quiet or client.link.unread:
         for act in (client.carry, client.step, client.feed, client.take):
             act()
     client.take()
     assert len(client.ended) == len(set(client.ended)) > 50
-    assert not client.link.live and not client.link.unread
+    assert not client.owner and not client.link.live and not client.link.unread
+
+
+def test_statistics_are_asked_for_once_at_a_time_and_kept() -> None:
+    link = Link()
+    stats = SchedulerStats(*range(10))
+    assert link.ask_stats() is not None and link.ask_stats() is None and link.stats is None
+    link.feed(frames_of([Answer(0, stats)]))
+    assert link.stats == stats and link.ask_stats() is not None
+    link.feed(frames_of([Answer(1, failure=Failure("EngineError", "it fell over"))]))
+    assert link.stats == stats and link.ask_stats() is not None
+    link.feed(frames_of([Answer(2, ["rubbish"])]))
+    assert link.stats == stats and link.ask_stats() is not None

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.core.mend import Piece, mended_ends, pieces_of
+from engine.core.mend import Piece, pieces_of
 from engine.ipc.codec import Encoder
 from engine.messages.outputs import CoreOutputs, Finished, TokenLogprobs
 
@@ -35,14 +35,6 @@ def told(made: list[Piece]) -> dict[str, str]:
     }
 
 
-def test_statistics_that_cannot_travel_harm_nobody() -> None:
-    """A scheduler of the user's own makes them."""
-    scores = TokenLogprobs([1], [-1.0], 1)
-    stats: Any = object()
-    (sent,) = pieces(batch("x", "y", stats=stats, logprobs={1: [scores]}))
-    assert sent.batch == batch("x", "y", logprobs={1: [scores]}) and not sent.fault
-
-
 @pytest.mark.usefixtures("small_messages")
 def test_a_wrong_end_beside_scores_that_are_too_large_together() -> None:
     wrong = Finished(0, "stop", kv_transfer_params={"handle": object()})
@@ -60,10 +52,3 @@ def test_ends_that_are_too_large_together_are_told_in_several_messages() -> None
     made = pieces(batch(*"abcdefghij", finished=ends))
     assert told(made) == dict.fromkeys("abcdefghij", "stop") and len(made) == 2
     assert all(end.kv_transfer_params for piece in made for end in piece.batch.finished)
-
-
-@pytest.mark.usefixtures("small_messages")
-def test_ends_of_an_abort_that_are_too_large_together_are_told_bare() -> None:
-    """There is one answer to an abort, and it must travel."""
-    ends = [Finished(i, "abort", kv_transfer_params={"handle": "x" * 1000}) for i in range(10)]
-    assert mended_ends(ends, Encoder().encode) == [Finished(i, "abort") for i in range(10)]

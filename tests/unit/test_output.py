@@ -8,6 +8,7 @@ from fakes import FakeClient, counting, fake_session, replay
 
 from engine.errors import RequestError
 from engine.frontend.backends import REPLACEMENT, RustBackend
+from engine.frontend.rendering import Prompt
 from engine.frontend.session import Session
 from engine.frontend.tokenizer import Tokenizer
 from engine.messages.outputs import CoreOutputs, Finished, Logprob, RequestOutput, TokenLogprobs
@@ -30,6 +31,13 @@ def run(
     while session.has_unfinished:
         outputs += session.step()
     return outputs, client
+
+
+def submit(session: Session, prompt: Prompt, params: SamplingParams, name: str = "id") -> str:
+    """The id that the request has in the core."""
+    submission = session.inputs.process(name, prompt, params, {})
+    session.submit(submission)
+    return submission.requests[0].request_id
 
 
 def last(script: list[int], params: SamplingParams) -> RequestOutput:
@@ -61,11 +69,11 @@ def test_several_tokens_at_once(interval: int) -> None:
     """117: steps may bring one token or many."""
     session = fake_session(FakeClient(counting), TOKENIZER)
     params = SamplingParams(max_tokens=None, output_kind="delta")
-    session.submit(session.inputs.process("id", "Say:", params, {}))
+    core_id = submit(session, "Say:", params)
     text = ""
     for start in range(0, len(IDS), interval):
         chunk = IDS[start : start + interval]
-        for output in session.outputs.process(CoreOutputs(["id"], chunk, [len(chunk)], 1.0)):
+        for output in session.outputs.process(CoreOutputs([core_id], chunk, [len(chunk)], 1.0)):
             text += output.outputs[0].text
     assert text == TEXT
 
@@ -79,8 +87,8 @@ def test_bytes_cut_off_at_the_end_are_shown() -> None:
 
 def test_what_a_connector_says_at_the_end_reaches_the_user() -> None:
     session = fake_session(FakeClient(counting), TOKENIZER)
-    session.submit(session.inputs.process("id", "Say:", SamplingParams(output_kind="final"), {}))
-    batch = CoreOutputs(["id"], [5], [1], 1.0)
+    core_id = submit(session, "Say:", SamplingParams(output_kind="final"))
+    batch = CoreOutputs([core_id], [5], [1], 1.0)
     batch.finished = [
         Finished(
             0,
@@ -196,9 +204,11 @@ def test_logprobs(kind: OutputKind) -> None:
 
 def test_sampled_token_among_the_likely_ones_stands_once() -> None:
     session = fake_session(FakeClient(counting), TOKENIZER)
-    session.submit(session.inputs.process("id", "x", SamplingParams(logprobs=2), {}))
+    core_id = submit(session, "x", SamplingParams(logprobs=2))
     entry = TokenLogprobs([7, 8, 7], [-2.0, -1.0, -2.0], 2)
-    (output,) = session.outputs.process(CoreOutputs(["id"], [7], None, 1.0, logprobs={0: [entry]}))
+    (output,) = session.outputs.process(
+        CoreOutputs([core_id], [7], None, 1.0, logprobs={0: [entry]})
+    )
     assert output.outputs[0].logprobs is not None
     position = output.outputs[0].logprobs[0]
     assert {i: p.rank for i, p in position.items()} == {7: 2, 8: 1}
@@ -207,9 +217,9 @@ def test_sampled_token_among_the_likely_ones_stands_once() -> None:
 def test_logprobs_are_cut_with_the_tokens() -> None:
     session = fake_session(FakeClient(counting), TOKENIZER)
     params = SamplingParams(logprobs=0, stop=["quick"], max_tokens=None)
-    session.submit(session.inputs.process("id", "x", params, {}))
+    core_id = submit(session, "x", params)
     entries = [TokenLogprobs([i], [-1.0], 1) for i in IDS]
-    batch = CoreOutputs(["id"], IDS, [len(IDS)], 1.0, logprobs={0: entries})
+    batch = CoreOutputs([core_id], IDS, [len(IDS)], 1.0, logprobs={0: entries})
     completion = session.outputs.process(batch)[0].outputs[0]
     assert completion.logprobs is not None
     assert len(completion.token_ids) == len(completion.logprobs) < len(IDS)
@@ -222,21 +232,21 @@ def test_prompt_logprobs(kind: OutputKind, start: int) -> None:
     """121: nothing predicts the first token; positions not asked for are None."""
     session = fake_session(FakeClient(counting), TOKENIZER)
     params = SamplingParams(prompt_logprobs=0, prompt_logprobs_start=start, output_kind=kind)
-    session.submit(session.inputs.process("id", [5, 6, 7, 8], params, {}))
+    core_id = submit(session, [5, 6, 7, 8], params)
     entries = [TokenLogprobs([i], [-1.0], 4) for i in [5, 6, 7, 8][max(1, start) :]]
-    batch = CoreOutputs(["id"], [9], None, 1.0, prompt_logprobs={0: entries})
+    batch = CoreOutputs([core_id], [9], None, 1.0, prompt_logprobs={0: entries})
     found = session.outputs.process(batch)[0].prompt_logprobs
     assert found is not None and len(found) == 4
     assert [p is None for p in found] == [i < max(1, start) for i in range(4)]
     assert found[3] == {8: Logprob(-1.0, 4, TOKENIZER.decode([8]))}
-    again = session.outputs.process(CoreOutputs(["id"], [9], None, 1.0))[0].prompt_logprobs
+    again = session.outputs.process(CoreOutputs([core_id], [9], None, 1.0))[0].prompt_logprobs
     assert again == (None if kind == "delta" else found)
 
 
 def test_errors_are_data() -> None:
     session = fake_session(FakeClient(counting), TOKENIZER)
-    session.submit(session.inputs.process("id", "x", SamplingParams(), {}))
-    batch = CoreOutputs(["id"], [], [0], 1.0, finished=[Finished(0, "error", None, "no number")])
+    core_id = submit(session, "x", SamplingParams())
+    batch = CoreOutputs([core_id], [], [0], 1.0, finished=[Finished(0, "error", None, "no number")])
     (output,) = session.outputs.process(batch)
     completion = output.outputs[0]
     assert (completion.finish_reason, completion.error) == ("error", "no number")
@@ -267,13 +277,16 @@ def test_times_and_counts() -> None:
 def test_abort_says_so_and_late_tokens_are_ignored() -> None:
     client = FakeClient(counting)
     session = fake_session(client, TOKENIZER)
-    session.submit(session.inputs.process("id", "x", SamplingParams(max_tokens=9), {}))
+    core_id = submit(session, "x", SamplingParams(max_tokens=9))
     session.step()
     (output,) = session.abort(["id", "id", "unknown"])
     assert output.finished and output.outputs[0].finish_reason == "abort"
     assert output.outputs[0].token_ids == [10]
     assert client.aborted == ["id"]
-    assert session.outputs.process(CoreOutputs(["id"], [11], None, 1.0)) == []
+    late = CoreOutputs([core_id], [11], None, 1.0, finished=[Finished(0, "abort")])
+    assert submit(session, "x", SamplingParams(max_tokens=9)) != core_id
+    assert session.outputs.process(late) == []
+    assert session.abort(["id"])[0].outputs[0].token_ids == []
     assert session.abort(["id"]) == []
 
 
@@ -290,13 +303,13 @@ def test_an_id_is_free_again_once_its_request_has_ended() -> None:
 
 def test_a_request_the_core_refuses_leaves_nothing_behind() -> None:
     client = FakeClient(counting)
-    client.fails_on["1_id"] = RequestError("can never fit")
     session = fake_session(client, TOKENIZER)
     submission = session.inputs.process("id", "x", SamplingParams(n=2), {})
-    with pytest.raises(RequestError, match="can never fit"):
+    client.refuse = lambda request: request.request_id == submission.requests[1].request_id
+    with pytest.raises(RequestError, match="the fake core refuses"):
         session.submit(submission)
     assert not client.live and not session.has_unfinished
-    client.fails_on.clear()
+    client.refuse = lambda request: False
     session.submit(submission)
 
 
@@ -305,9 +318,7 @@ def test_256_rows_are_quick(capsys: pytest.CaptureFixture[str]) -> None:
     num_rows, num_steps = 256, 40
     session = fake_session(FakeClient(counting), TOKENIZER)
     params = SamplingParams(max_tokens=None)
-    ids = [str(row) for row in range(num_rows)]
-    for name in ids:
-        session.submit(session.inputs.process(name, [5, 6, 7], params, {}))
+    ids = [submit(session, [5, 6, 7], params, str(row)) for row in range(num_rows)]
     best = min(_seconds(session, ids, IDS[step % len(IDS)]) for step in range(num_steps))
     with capsys.disabled():
         print(f" {best * 1e3:.2f} ms for {num_rows} rows", end="")

@@ -8,7 +8,7 @@ from itertools import accumulate
 import msgspec
 import pytest
 
-from engine.messages.columns import pick_rows, with_ends, without_ids
+from engine.messages.columns import pick_rows, with_ends
 from engine.messages.outputs import CoreOutputs, Finished, Started, TokenLogprobs
 
 
@@ -55,7 +55,6 @@ def test_what_is_left_says_what_it_said(turn: int, seed: int) -> None:
     picked, names = pick_rows(batch, rows), [batch.request_ids[row] for row in rows]
     assert picked.request_ids == names
     assert story_of(picked) == {name: story_of(batch)[name] for name in names}
-    assert without_ids(batch, names).request_ids == [n for n in batch.request_ids if n not in names]
     longer = with_ends(picked, [("x", Finished(9, "abort")), ("y", Finished(9, "error"))])
     ends = {
         "x": ([], [], [("abort", "")], None, None),

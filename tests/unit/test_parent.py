@@ -3,7 +3,6 @@
 import pytest
 from fakes import FakeClient, fake_session
 
-from engine.errors import RequestError
 from engine.messages.outputs import RequestOutput
 from engine.messages.params import OutputKind, SamplingParams
 from engine.messages.requests import AddRequest
@@ -11,7 +10,7 @@ from engine.messages.requests import AddRequest
 
 def staggered(request: AddRequest, position: int) -> int:
     """Child i is stopped by token 2 after i + 1 tokens."""
-    child = int(request.request_id.split("_")[0])
+    child = int(request.request_id.partition("/")[0])
     return 2 if position == child else 10 + child
 
 
@@ -79,13 +78,18 @@ def test_abort_takes_all(kind: OutputKind) -> None:
     session.step()
     (output,) = session.abort(["id"])
     assert output.finished and not client.live and not session.has_unfinished
-    assert client.aborted == ["1_id", "2_id"]
+    assert client.aborted == ["id", "id"]
     reasons = {completion.index: completion.finish_reason for completion in output.outputs}
     assert reasons == {1: "abort", 2: "abort"} | ({} if kind == "delta" else {0: "stop"})
 
 
-def test_ids_of_children_are_taken() -> None:
+def test_no_two_sequences_have_the_same_id_in_the_core() -> None:
+    """Whatever users call their requests, and however often they use an id."""
     session = fake_session(FakeClient(staggered))
-    session.submit(session.inputs.process("id", [5], SamplingParams(n=2), {}))
-    with pytest.raises(RequestError, match="'1_id' is in use"):
-        session.submit(session.inputs.process("1_id", [5], SamplingParams(), {}))
+    names = ["id", "1/id", "0/id", "id", "", "x" * 5000]
+    made = [session.inputs.process(name, [5], SamplingParams(n=2), {}) for name in names]
+    ids = [request.request_id for submission in made for request in submission.requests]
+    assert len(set(ids)) == 12 and max(map(len, ids)) < 100
+    assert not session.submit_all(made[:3]).keys()
+    errors = session.submit_all([made[3], made[4], made[1]])
+    assert list(errors) == [0, 2] and "'id' is in use" in str(errors[0])

@@ -214,10 +214,7 @@ def test_an_end_that_cannot_travel_is_an_error_of_that_request_alone(
     end: Finished, peers: Peers, router: Router, ended: list[str]
 ) -> None:
     peer = with_requests(peers, b"a", "good", "bad", "done")
-    stats: Any = object()
-    peers.publish(
-        0, batch("good", "bad", "done", finished=[end, Finished(2, "length")], stats=stats)
-    )
+    peers.publish(0, batch("good", "bad", "done", finished=[end, Finished(2, "length")]))
     tokens, ends = told_by(router)
     assert tokens == {"good": 1, "bad": 0, "done": 1} and list(peer.live) == ["good"]
     assert {name: end.reason for name, end in ends.items()} == {"done": "length", "bad": "error"}
@@ -286,17 +283,23 @@ def test_who_does_not_read_is_told_of_each_end_once_and_what_it_was(
     assert last.token_ids == [] and len(set(last.request_ids)) == 3 and not peer.outbox.num_bytes
 
 
-def test_nothing_of_what_a_client_forgot_follows(peers: Peers, router: Router) -> None:
-    peer = with_requests(peers, b"a", "x", "y", "z")
+def test_an_id_that_is_used_again_before_its_end_was_read_has_two_ends(
+    peers: Peers, router: Router, ended: list[str]
+) -> None:
+    """What waits is in order, so the first end is the first one's, also if the rest is lost."""
+    peer = with_requests(peers, b"a", "x")
     peer.outbox.credits = 0
-    peers.publish(0, batch("x", "y", "z", finished=[Finished(2, "length")]))
-    peers.publish(0, batch("x"))
-    assert peer.outbox.forget(["x", "z", "none"]) == {"z": Finished(2, "length")}
-    peers.publish(0, batch("x", "y"))  # another of this name
+    done = CoreOutputs(["x"], [], [0], 0.0, finished=[Finished(0, "length")])
+    peers.publish(0, done)
+    peer.live["x"] = ()
+    while not ended:
+        peers.publish(0, batch("x"))
     peers.grant(peer, 9)
-    told = [(sent.request_ids, sent.token_ids, sent.finished) for sent in router.batches()]
-    assert told == [(["y"], [1], []), (["x", "y"], [1, 1], [])]
-    assert peer.outbox.credits == 7 and not peer.outbox.num_bytes and not peer.outbox.unread
+    (last,) = router.batches()
+    assert [(last.request_ids[end.index], end.reason) for end in last.finished] == [
+        ("x", "length"),
+        ("x", "abort"),
+    ]
 
 
 def test_a_name_is_shown_on_one_line(peers: Peers) -> None:

@@ -111,10 +111,7 @@ def test_bad_words_with_and_without_a_space() -> None:
     backend = RustBackend(made.byte_level())
     tokenizer = Tokenizer(backend, {}, {})
     request = processor(tokenizer).process("id", "x", SamplingParams(bad_words=[" dog"]), {})
-    assert request.requests[0].bad_words_ids == [
-        backend.encode("dog", False),
-        backend.encode(" dog", False),
-    ]
+    assert request.requests[0].bad_words_ids == [*backend.encode(["dog", " dog"], False)]
 
 
 def test_options_and_arrival() -> None:
@@ -138,7 +135,7 @@ def test_priority_under_fcfs_warns_once(caplog: pytest.LogCaptureFixture) -> Non
 def test_children_have_ids_and_seeds_of_their_own() -> None:
     params = SamplingParams(n=3, seed=5)
     requests = process(params=params).requests
-    assert [request.request_id for request in requests] == ["0_id", "1_id", "2_id"]
+    assert [request.request_id for request in requests] == ["0/id", "1/id", "2/id"]
     assert [r.seed for r in requests] == [derive_seed(5, i) for i in range(3)]
     assert len({request.seed for request in requests}) == 3
     assert requests == process(params=params).requests

@@ -90,7 +90,7 @@ def test_a_refused_sequence_takes_its_siblings_with_it() -> None:
     session = scheduled_session(FakeClock(), max_waiting_requests=2)
     with pytest.raises(RefusedError, match="the queue is full"):
         submit(session, "a", n=4)
-    assert not session.has_unfinished and not session.client.has_unfinished()
+    assert not session.has_unfinished and not session.client.stats().num_waiting
     assert sum(session.outputs.counts.finished.values()) == 0
     submit(session, "a", n=2)
     assert drain(session)["a"].finished
@@ -108,7 +108,7 @@ class Picky(Policy):
 
 def test_the_refusal_of_a_policy_reaches_the_caller() -> None:
     engine = LLMEngine(scheduled_session(FakeClock(), scheduling_policy=Picky))
-    with pytest.raises(RefusedError, match="'a' was refused: no long prompts today"):
+    with pytest.raises(RefusedError, match="request '0/a' was refused: no long prompts today"):
         engine.add_request("a", [1] * 9, SamplingParams(max_tokens=4))
     assert not engine.has_unfinished_requests()
     engine.add_request("a", [1] * 4, SamplingParams(max_tokens=4))
@@ -232,26 +232,19 @@ def test_n_sequences_add_up_their_waits_and_events() -> None:
     assert metrics.waits["seats"] > 0.0
 
 
-def test_an_aborted_request_tells_why_it_waited() -> None:
+def test_an_aborted_request_tells_why_it_waited_as_far_as_its_outputs_said() -> None:
+    """Its last output waits for nothing: of one that has not started nothing is known."""
     session = scheduled_session(Tick(0.0), max_num_seqs=1)
-    submit(session, "a")
-    submit(session, "b")
-    for _ in range(4):
-        session.step()
-    (output,) = session.abort(["b"])
-    assert output.outputs[0].finish_reason == "abort"
-    assert output.metrics is not None and output.metrics.waits["seats"] > 0.0
+    for name in "abc":
+        submit(session, name)
+    started = next(out for _ in range(20) for out in session.step() if out.request_id == "b")
+    outputs = {output.request_id: output for output in session.abort(["b", "c"])}
+    assert {o.outputs[0].finish_reason for o in outputs.values()} == {"abort"}
+    running, waiting = outputs["b"].metrics, outputs["c"].metrics
+    assert running is not None and running.waits["seats"] > 0.0
+    assert running.waits == started.metrics.waits and running.events == started.metrics.events
+    assert waiting is not None and (waiting.waits, waiting.events) == ({}, [])
     drain(session)
-
-
-def test_without_statistics_there_are_none_and_everything_else_is_the_same() -> None:
-    session = scheduled_session(Tick(0.0), max_num_seqs=1, log_stats=False)
-    submit(session, "a")
-    submit(session, "b")
-    outputs = drain(session)
-    assert session.client.stats() is None
-    metrics = outputs["b"].metrics
-    assert metrics is not None and metrics.events == [] and metrics.scheduled_time is not None
 
 
 # The watch
@@ -262,7 +255,7 @@ class Never(Resource):
     on_refuse = OnRefuse.CLOSE
 
     def fit(self, req, num_tokens, step):
-        return Fit(0, "the gate is shut") if req.request_id == "head" else Fit(num_tokens)
+        return Fit(0, "the gate is shut") if "head" in req.request_id else Fit(num_tokens)
 
 
 def test_the_watch_names_the_blocked_head_and_why(caplog: pytest.LogCaptureFixture) -> None:
@@ -272,9 +265,9 @@ def test_the_watch_names_the_blocked_head_and_why(caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.WARNING, logger="engine.sched"):
         for _ in range(12):
             session.step()
-    said = "request head and 1 behind it wait for: the gate is shut"
+    said = "request 0/head and 1 behind it wait for: the gate is shut"
     assert caplog.text.count(said) == 1
-    assert session.client.stats().blocked == "head: the gate is shut"
+    assert session.client.stats().blocked == "0/head: the gate is shut"
     session.abort(["head"])
     assert drain(session)["behind"].outputs[0].finish_reason == "length"
     assert session.client.stats().blocked == ""

@@ -7,7 +7,7 @@ import pytest
 from simulate import make_request, make_run
 
 from engine.errors import RefusedError
-from engine.sched import Fit, OnRefuse, Resource
+from engine.sched import Fit, OnRefuse, Resource, Scheduler
 
 PROMPT = list(range(100, 108))
 
@@ -118,32 +118,34 @@ def test_statistics_of_a_cache_tell_those_apart_who_were_preempted():
     run.drain()
 
 
-def test_one_client_is_told_of_statistics_and_only_if_they_are_on():
-    for log_stats in (True, False):
-        run = make_run(log_stats=log_stats)
-        for client in (3, 2, 5):
-            run.add(make_request(str(client), [client] * 4, 2, client_index=client))
-        plan = run.scheduler.schedule()
-        outputs = run.scheduler.update_from_output(plan, run.worker.launch(plan))
-        heard = {client for client, out in outputs.items() if out.stats is not None}
-        assert heard == ({2} if log_stats else set())
-        assert (run.scheduler.make_stats() is not None) == log_stats
-        run.flight.clear()
+@pytest.mark.behaviour(70)
+def test_statistics_are_made_when_asked_for_and_not_by_a_step(monkeypatch):
+    made = []
+    monkeypatch.setattr(Scheduler, "make_stats", lambda scheduler: made.append(1))
+    run = make_run()
+    for client in (3, 2, 5):
+        run.add(make_request(str(client), [client] * 4, 9, client_index=client))
+    run.drain()
+    assert len(run.ends) == 3 and not made
 
 
-def test_the_story_of_a_request_is_told_with_its_end_if_statistics_are_on():
+def test_the_story_of_a_request_is_told_with_each_start_and_with_its_end():
     now = [1.0]
-    for log_stats in (True, False):
-        now[0] = 1.0
-        run = make_run(num_blocks=30, block_size=4, log_stats=log_stats, clock=lambda: now[0])
-        run.add(make_request("a", [1] * 9, 3))
-        now[0] = 2.0
-        run.step()
-        now[0] = 3.0
-        evict(run, "a")
-        now[0] = 5.0
-        run.drain()
-        events = [("queued", 1.0), ("scheduled", 2.0), ("preempted", 3.0), ("scheduled", 5.0)]
-        assert run.ends["a"].events == (events if log_stats else [])
-        assert run.ends["a"].num_preemptions == 1
-        assert sum(run.ends["a"].waits.values()) == 3.0
+    run = make_run(num_blocks=30, block_size=4, clock=lambda: now[0])
+    run.add(make_request("a", [1] * 9, 4))
+    now[0] = 2.0
+    run.step()
+    run.step()
+    now[0] = 3.0
+    evict(run, "a")
+    now[0] = 5.0
+    run.drain()
+    events = [("queued", 1.0), ("scheduled", 2.0), ("preempted", 3.0), ("scheduled", 5.0)]
+    first, second = run.starts["a"]
+    assert (first.num_preemptions, first.events) == (0, events[:2])
+    assert sum(first.waits.values()) == 1.0
+    assert (second.num_preemptions, second.events) == (1, events)
+    assert sum(second.waits.values()) == 3.0
+    assert (second.num_cached_tokens, second.scheduled_time) == (0, 2.0)
+    end = run.ends["a"]
+    assert (end.num_preemptions, end.events, end.waits) == (1, events, second.waits)

@@ -1,5 +1,6 @@
 """Our reading of tokenizer files against transformers': same ids, same text, same chats."""
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.processors import TemplateProcessing
 
 from engine.config.model import ModelConfig
-from engine.errors import ModelError, RequestError
+from engine.errors import ModelError, RequestError, RequestTypeError
 from engine.frontend.backends import RustBackend
 from engine.frontend.tokenizer import Tokenizer, load_tokenizer
 
@@ -250,3 +251,24 @@ def test_a_fault_of_the_library_is_an_error_of_the_text(monkeypatch: pytest.Monk
     monkeypatch.setattr(tokenizer.backend, "encode", encode)
     with pytest.raises(RequestError, match=r"'x' cannot be tokenised: index out of bounds"):
         tokenizer.encode("x")
+
+
+@pytest.mark.parametrize("kind", made.MAKERS)
+def test_texts_have_the_same_ids_together_and_alone(kind: str, seed: int) -> None:
+    """Also as the library gives them that is asked for one text."""
+    dice, rust = random.Random(seed), made.MAKERS[kind]()
+    alphabet = "ab  \n\t.,:()é日本😀\u0301\u200b<s></s>0123"
+    texts = ["", *("".join(dice.choices(alphabet, k=dice.randint(1, 80))) for _ in range(200))]
+    tokenizer = Tokenizer(RustBackend(rust), {}, {})
+    alone = [tokenizer.encode(text) for text in texts]
+    assert tokenizer.encode_all(texts) == alone
+    assert [rust.encode(text).ids for text in texts] == alone
+    bare = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    assert [rust.encode(text, add_special_tokens=False).ids for text in texts] == bare
+
+
+@pytest.mark.parametrize("wrong", [("a", "b"), ["a", "b"], ["a"], b"a", None, 5])
+def test_a_pair_or_list_of_texts_is_no_text(wrong: Any) -> None:
+    tokenizer = Tokenizer(RustBackend(made.metaspace()), {}, {})
+    with pytest.raises(RequestTypeError, match="is no text that can be tokenised"):
+        tokenizer.encode(wrong)

@@ -73,8 +73,9 @@ def test_older_and_newer_peers_are_understood() -> None:
     """Fields are appended: what an older one leaves out has its default, what is new is passed."""
     decoder: Decoder[Any] = Decoder(ToClient)
     encode = msgspec.msgpack.encode
-    assert decoder.decode([encode(["submitted", 3])]) == Submitted(3)
-    assert decoder.decode([encode(["submitted", 3, [], "new", {"more": 1}])]) == Submitted(3)
+    told = Submitted(3, 1.5)
+    assert decoder.decode([encode(["submitted", 3, 1.5])]) == told
+    assert decoder.decode([encode(["submitted", 3, 1.5, [], "new", {"more": 1}])]) == told
 
 
 @pytest.mark.parametrize("frame", HOSTILE, ids=range(len(HOSTILE)))

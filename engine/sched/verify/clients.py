@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from zlib import crc32
 
-from engine.messages.outputs import CoreOutputs, Finished
+from engine.messages.outputs import CoreOutputs, Finished, Started
 from engine.messages.requests import AddRequest
 from engine.messages.step import NewSeq, StepPlan
 from engine.sched.interface import StepOutputs
@@ -32,6 +32,7 @@ class Asked:
     fails_at: int | None
     num_heard: int = 0
     num_cached: int | None = None  # tokens it did not compute when it first ran
+    has_new_seat: bool = False  # since it was last heard of
 
 
 class Clients:
@@ -72,6 +73,7 @@ class Clients:
         starts = dict(zip(plan.slots.tolist(), plan.starts.tolist(), strict=True))
         for new in plan.new:
             asked = self.live[new.request_id]
+            asked.has_new_seat = True
             if asked.num_cached is None:
                 asked.num_cached = starts[new.slot]
 
@@ -99,7 +101,7 @@ class Clients:
             counts = out.counts or [1] * len(out.request_ids)
             assert len(counts) == len(out.request_ids) == len(set(out.request_ids)), "columns"
             assert sum(counts) == len(out.token_ids), "token columns"
-            starts = {started.index: started.num_cached_tokens for started in out.started}
+            starts = {started.index: started for started in out.started}
             place = 0
             for index, (name, count) in enumerate(zip(out.request_ids, counts, strict=True)):
                 asked = self._asked(name, client)
@@ -107,9 +109,7 @@ class Clients:
                 place += count
                 right = asked.answer[asked.num_heard : asked.num_heard + count]
                 assert tokens == right, f"{name}: {tokens} behind {asked.num_heard}, not {right}"
-                is_first = asked.num_heard == 0 and count > 0
-                assert (index in starts) == is_first, f"{name}: started {index in starts}"
-                assert not is_first or starts[index] == asked.num_cached, f"{name}: cached tokens"
+                check_start(asked, count, starts.get(index))
                 asked.num_heard += count
             self._hear_ends(out, now)
 
@@ -134,6 +134,17 @@ class Clients:
         assert asked is not None, f"{name}: an output, and it is not under way"
         assert asked.req.add.client_index == client, f"{name}: told the wrong client"
         return asked
+
+
+def check_start(asked: Asked, count: int, started: Started | None) -> None:
+    """A request is told how it has fared with its first tokens from each seat."""
+    req, story, is_due = asked.req, asked.req.story, asked.has_new_seat and count > 0
+    assert (started is not None) == is_due, f"{req}: started {started}, {is_due}"
+    if started is not None:
+        asked.has_new_seat = False
+        assert started.num_cached_tokens == asked.num_cached, f"{req}: cached tokens"
+        assert started.num_preemptions == story.num_preempted, f"{req}: preemptions"
+        assert (started.waits, started.events) == (story.waits, story.events), f"{req}: its story"
 
 
 def check_end(asked: Asked, end: Finished, now: float) -> None:

@@ -112,7 +112,6 @@ def draw_config(rng: Random, policy: Any, options: dict[str, Any] | None) -> Sch
         user_weights={"u0": 2.0} if rng.random() < 0.2 else {},
         max_waiting_requests=rng.choice((None, None, None, 1, 5)),
         max_waiting_tokens=rng.choice((None, None, None, 30)),
-        log_stats=rng.random() < 0.7,
     )
 
 

@@ -84,7 +84,6 @@ class World:
             max_num_seqs=scenario.seats,
             max_model_len=LONGEST_PROMPT + MOST_OUTPUTS + 1,
             num_steps_in_flight=scenario.depth,
-            log_stats=False,
         )
         kv = KVManager(USABLE_BLOCKS + 1, BLOCK_SIZE, enable_prefix_caching=scenario.caching)
         policy = find_policy(scenario.policy, dict(scenario.options))
