@@ -28,3 +28,4 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     hook_seconds: dict[str, float] = {}  # spent in the hooks of policy and resources
     blocked: str = ""  # the head of a queue that does not move, and why
     num_cache_resets: int = 0  # times the prefix cache was emptied on request
+    counters: dict[str, int] = {}  # what features have counted: "drafts.num_accepted"

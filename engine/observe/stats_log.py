@@ -109,7 +109,7 @@ class StatsLog:
         return Snapshot(
             self._counts.prompt_tokens,
             self._counts.generation_tokens,
-            {name: getattr(stats, name) for name in SHOWN_COUNTERS},
+            {name: getattr(stats, name) for name in SHOWN_COUNTERS} | stats.counters,
             dict(stats.wait_seconds),
             sum(stats.hook_seconds.values()),
         )
@@ -124,6 +124,9 @@ def _particulars(
     for name, word in SHOWN_COUNTERS.items():
         if news := now.counters[name] - before.counters.get(name, 0):
             yield f"{word} {news}"
+    for name in stats.counters:
+        if news := now.counters[name] - before.counters.get(name, 0):
+            yield f"{name} {news}"
     if waits := _shares(before.wait_seconds, now.wait_seconds):
         yield f"waited for {waits}"
     share = (now.hook_seconds - before.hook_seconds) / seconds

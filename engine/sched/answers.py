@@ -15,6 +15,7 @@ from engine.sched.policy import Admission, Defer, Limits, Refuse
 from engine.sched.resource import Fit, OnRefuse
 
 UNBOUNDED = 2**31 - 1
+MOST_COUNTED = 2**63 - 1  # what a message can carry
 
 
 def shown(value: object) -> str:
@@ -99,6 +100,15 @@ def wrong_verdict(answer: object) -> str | None:
 
 def wrong_objection(answer: object) -> str | None:
     return None if isinstance(answer, str | None) else f"returns {answer!r}, must be None or a str"
+
+
+def wrong_counters(answer: object) -> str | None:
+    if isinstance(answer, dict) and all(
+        isinstance(name, str) and isinstance(count, Integral) and abs(int(count)) <= MOST_COUNTED
+        for name, count in answer.items()
+    ):
+        return None
+    return f"returns {shown(answer)}, must be whole numbers by name"
 
 
 def wrong_extra(answer: object, most: int) -> str | None:

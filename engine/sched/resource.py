@@ -115,5 +115,10 @@ class Resource:
         """
         return None
 
+    def counters(self) -> dict[str, int]:
+        """What it has counted since the start, by name; ``SchedulerStats.counters`` has it as
+        ``name.counter``."""
+        return {}
+
     def settle(self, plan: StepPlan, result: StepResult) -> None:
         """Read this feature's part of the result. An entry in ``result.errors`` ends that row."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 HOOKS = (
     *("objection", "added", "watches", "serializes", "begin_step", "extra", "fit", "seated"),
     *("take", "parked", "release", "describe", "masks", "settle"),
+    "counters",
 )
 ROW_HOOKS = ("extra", "fit", "take")  # asked about one request in one step
 
@@ -136,6 +137,14 @@ class Resources:
     def settle(self, plan: StepPlan, result: StepResult) -> None:
         self._tell("settle", plan, result)
 
+    def counters(self) -> dict[str, int]:
+        """What each has counted, under its name."""
+        told: dict[str, int] = {}
+        for own in self._own["counters"]:
+            counted = self._ask(own, "counters", {}, wrong=answers.wrong_counters)
+            told |= {f"{own.resource.name}.{name}": int(n) for name, n in counted.items()}
+        return told
+
     def take_orphans(self) -> list[Request]:
         """Whom resources had parked that were left out since."""
         orphans, self._orphans = self._orphans, []
@@ -224,4 +233,4 @@ def _has_own(resource: Resource, hook: str) -> bool:
 
 def _request_in(args: Sequence[Any]) -> Request | None:
     """Whom a hook was asked about."""
-    return args[0] if isinstance(args[0], Request) else None
+    return args[0] if args and isinstance(args[0], Request) else None

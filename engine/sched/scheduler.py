@@ -366,7 +366,9 @@ class Scheduler(SchedulerInterface):
         self.view.headroom.expected[judgement.step] = judgement.is_kept
 
     def make_stats(self) -> SchedulerStats:
-        return make_stats(self.settler.tally, self.roster, self.kv, self.guard.faults)
+        return make_stats(
+            self.settler.tally, self.roster, self.kv, self.resources, self.guard.faults
+        )
 
     @property
     def is_transferring(self) -> bool:

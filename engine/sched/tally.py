@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from engine.kv.manager import KVManager
 from engine.messages.stats import SchedulerStats
 from engine.sched.faults import FaultLog
+from engine.sched.resources import Resources
 from engine.sched.roster import Roster
 
 
@@ -24,8 +25,11 @@ class Tally:
     blocked: str = ""
 
 
-def make_stats(tally: Tally, roster: Roster, kv: KVManager, faults: FaultLog) -> SchedulerStats:
+def make_stats(
+    tally: Tally, roster: Roster, kv: KVManager, resources: Resources, faults: FaultLog
+) -> SchedulerStats:
     """Gauges of now and the counters."""
+    counters = resources.counters()  # asked first: what goes wrong in it counts as a fault
     return SchedulerStats(
         num_running=len(roster.running),
         num_waiting=len(roster.waiting),
@@ -47,4 +51,5 @@ def make_stats(tally: Tally, roster: Roster, kv: KVManager, faults: FaultLog) ->
         hook_seconds=dict(faults.seconds),
         blocked=tally.blocked,
         num_cache_resets=kv.counts.num_resets,
+        counters=counters,
     )

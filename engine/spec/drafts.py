@@ -159,6 +159,14 @@ class Drafts(Resource):
             np.array([token for drafts in by_row for token in drafts], dtype=np.int32),
         )
 
+    def counters(self) -> dict[str, int]:
+        stats = self.stats
+        return {
+            "num_drafts": stats.num_drafts,
+            "num_draft_tokens": stats.num_draft_tokens,
+            "num_accepted": stats.num_accepted,
+        }
+
     def settle(self, plan: StepPlan, result: StepResult) -> None:
         if plan.drafts is not None:
             self._count(plan.drafts, result)

@@ -242,6 +242,18 @@ def test_rubbish_of_a_resource_is_named_and_hurts_nobody(hook: str, kind: str, s
         assert len(faults.messages) == 5  # four, and that it is left out
 
 
+@pytest.mark.parametrize(
+    "answer", [None, 3, {"a": 0.5}, {"a": "x"}, {4: 5}, {"a": 1 << 64}, ["a"], {"a": None}]
+)
+def test_rubbish_as_counters_is_named_and_statistics_say_the_rest(answer: object) -> None:
+    run = make_run(resources=(unruly_resource("counters", lambda *args: answer),))
+    run.add(make_request("a", [1] * 8, 2))
+    run.drain()
+    stats = run.scheduler.make_stats()
+    assert stats.counters == {} and stats.num_steps > 0 and stats.num_policy_faults >= 1
+    assert run.scheduler.guard.faults.messages[0].startswith("Rubbish.counters: returns")
+
+
 def test_an_objection_is_one_whatever_it_says() -> None:
     run = make_run(resources=(unruly_resource("objection", RESOURCE_RUBBISH["text"]),))
     with pytest.raises(RequestError, match="request 'a': rubbish"):

@@ -73,12 +73,15 @@ def test_memory_of_prompts_is_bounded() -> None:
 
 def test_statistics_of_several_schedulers_are_those_of_one() -> None:
     one = SchedulerStats(1, 2, 0, 0.5, 10, 5, 0, 0, 7, 70, wait_seconds={"seats": 1.0})
+    one.counters = {"drafts.num_drafts": 2}
     two = SchedulerStats(3, 0, 1, 0.0, 10, 1, 0, 0, 7, 30, wait_seconds={"seats": 0.5}, blocked="x")
+    two.counters = {"drafts.num_drafts": 3}
     both = sum_of([one, two])
     assert both is not None
     assert (both.num_running, both.num_waiting, both.num_parked, both.kv_usage) == (4, 2, 1, 0.25)
     assert (both.num_scheduled_tokens, both.prefix_hits) == (100, 6)
     assert both.wait_seconds == {"seats": 1.5} and both.blocked == "x"
+    assert both.counters == {"drafts.num_drafts": 5}
     assert sum_of([one, None]) is None
 
 

@@ -169,6 +169,10 @@ class SlowResource(Resource):
     def settle(self, plan, result):
         self.spend("settle")
 
+    def counters(self):
+        self.spend("counters")
+        return {}
+
 
 def run_all(policy: Policy, meter: Meter, *resources: Resource, **options) -> dict[str, float]:
     """Eight requests in a small memory; what the statistics say of hooks."""

@@ -61,6 +61,8 @@ def test_requests_add_up_and_no_drafts_are_no_drafts():
     run.step()
     stats = drafts.stats
     assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted) == (3, 9, 3)
+    told = {"drafts.num_drafts": 3, "drafts.num_draft_tokens": 9, "drafts.num_accepted": 3}
+    assert run.scheduler.make_stats().counters == told
     assert stats.accepted_at == [3, 0, 0]
 
 
