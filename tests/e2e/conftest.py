@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import transformers
 from e2e.box_engine import SIZES, greedy, run_one
+from e2e.references import Tally
 from e2e.tiny_models import TinyModels
 
 from engine import EngineArgs, LLMEngine
@@ -16,6 +17,14 @@ transformers.utils.logging.disable_progress_bar()
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
     return TinyModels(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def tally() -> Iterator[Tally]:
+    counts = Tally()
+    yield counts
+    print(f"\n{counts.ties} ties in {counts.compared} tokens")
+    assert counts.ties <= 0.001 * counts.compared
 
 
 @pytest.fixture(scope="session")
