@@ -103,7 +103,7 @@ class Bench:
         home = Homebound(0, draws, drawing.errors, drawing.edited, groups, fetched)
         self.lengths[column] += 1
         mark = self.platform.mark()
-        return collect(Pending(plan_of(slots), mark, mark, [home]))
+        return collect(Pending(plan_of(slots), [(mark, mark)], [home]))
 
     def _rows(
         self, logits: torch.Tensor, column: np.ndarray, positions: np.ndarray

@@ -31,6 +31,11 @@ class Utilities:
             "stats": self._stats,
         }
         for name in executor.methods:
+            if name in self._by_name:
+                raise ConfigError(
+                    f"a method of the worker is called {name!r:.80}, as is a utility of the core: "
+                    "give it another name"
+                )
             self._by_name[name] = partial(executor.call, name)
 
     def call(self, name: str, args: tuple[Any, ...]) -> Any:

@@ -6,20 +6,22 @@ entries as little-endian bytes. Fields are only appended; ``tests/golden`` keeps
 
 from __future__ import annotations
 
-from typing import Any, NoReturn, TypeVar, get_args, get_origin
+from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 import numpy as np
 
 from engine.errors import WireError
-from engine.messages.step import Masks, StepPlan, StepResult
+from engine.messages.step import DraftPart, MaskPart, Masks, StepPlan, StepResult
 
 Message = StepPlan | StepResult | Masks
 T = TypeVar("T", StepPlan, StepResult, Masks)
 
 
 def encode(message: Message) -> bytes:
-    """The message as one frame. Raises ``TypeError`` for a value that has no place on a wire."""
+    """The message as one frame. Raises ``TypeError`` for a value that has no place on a wire, such
+    as a column of other numbers than its field's: it would be read as what it is not."""
+    _check_columns(message, "")
     return _ENCODER.encode(message)
 
 
@@ -32,6 +34,38 @@ def decode(data: bytes, kind: type[T]) -> T:
         raise WireError(f"not a {kind.__name__}: {error}") from error
 
 
+def _check_columns(message: Any, prefix: str) -> None:
+    for name, dtype in _COLUMNS[type(message)].items():
+        value = getattr(message, name)
+        if dtype is None:
+            if value is not None:
+                _check_columns(value, f"{prefix}{name}.")
+        elif value is not None and (value.dtype != dtype or value.ndim != 1):
+            raise TypeError(
+                f"{prefix}{name} is a column of {value.dtype} of {value.ndim} dimensions, must be "
+                f"{dtype} of one"
+            )
+
+
+def _columns_of(kind: Any) -> dict[str, np.dtype[Any] | None]:
+    """The type of each column of a message; ``None`` for what has columns itself."""
+    found: dict[str, np.dtype[Any] | None] = {}
+    for name, hint in get_type_hints(kind).items():
+        for option in get_args(hint) or (hint,):
+            if option in _WITH_COLUMNS:
+                found[name] = None
+            elif get_origin(option) is np.ndarray:
+                found[name] = _dtype_of(option)
+        if get_origin(hint) is np.ndarray:
+            found[name] = _dtype_of(hint)
+    return found
+
+
+def _dtype_of(kind: Any) -> np.dtype[Any]:
+    dtype: np.dtype[Any] = np.dtype(get_args(get_args(kind)[1])[0])
+    return dtype
+
+
 def _to_bytes(value: Any) -> bytes:
     if isinstance(value, np.ndarray) and value.dtype.kind == "i":
         return value.astype(value.dtype.newbyteorder("<"), copy=False).tobytes()
@@ -41,7 +75,7 @@ def _to_bytes(value: Any) -> bytes:
 def _from_bytes(kind: Any, data: Any) -> Any:
     if get_origin(kind) is not np.ndarray or not isinstance(data, bytes):
         raise ValueError(f"{kind} from {type(data).__name__}")
-    dtype = np.dtype(get_args(get_args(kind)[1])[0])
+    dtype = _dtype_of(kind)
     return np.frombuffer(data, dtype.newbyteorder("<")).astype(dtype)  # a copy: it may be written
 
 
@@ -49,6 +83,10 @@ def _refuse_extension(code: int, data: memoryview) -> NoReturn:
     raise ValueError(f"extension type {code}")
 
 
+_WITH_COLUMNS = (StepPlan, StepResult, Masks, DraftPart, MaskPart)
+_COLUMNS: dict[Any, dict[str, np.dtype[Any] | None]] = {
+    kind: _columns_of(kind) for kind in _WITH_COLUMNS
+}
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_to_bytes)
 _DECODERS: dict[Any, msgspec.msgpack.Decoder[Any]] = {
     kind: msgspec.msgpack.Decoder(kind, dec_hook=_from_bytes, ext_hook=_refuse_extension)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -34,12 +34,22 @@ class ForwardBatch:
     """The tokens of one step, flattened over its sequences (decodes first)."""
 
     input_ids: torch.Tensor  # [N] int32 or int64
-    positions: torch.Tensor  # [N] int64; [K, N] for models that count along several axes
+    positions: torch.Tensor  # [N] int64; [K, N] for models that count along several axes: ``move``
     attn: AttentionMeta
     wanted: Wanted | None = None  # None: every row
     embeds: Embeds | None = None
     adapters: torch.Tensor | None = None  # [N] int32: adapter slot of each token, -1: none
     aux_layers: tuple[int, ...] = ()  # whose outputs are wanted beside the last hidden states
+
+    def move(self, positions: torch.Tensor) -> None:
+        """Give the tokens other positions than their places in the sequence, of one row [N] or
+        several [K, N]. Attention goes by places, rotation by positions."""
+        self.positions = positions
+        if positions.dim() == 1:
+            self.attn = replace(self.attn, positions=positions)
+            if self.wanted is not None:
+                of_rows = replace(self.wanted.attn, positions=positions[self.wanted.rows])
+                self.wanted = Wanted(self.wanted.rows, of_rows)
 
 
 class Hidden(NamedTuple):

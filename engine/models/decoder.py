@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from engine.errors import ConfigError
 from engine.kv.layout import KVSpec
 from engine.layers.adapted import AdapterState, Linear
 from engine.layers.attention import Attention
@@ -100,7 +101,11 @@ class Decoder:
         }
 
     def adapt(self, name: str, state: AdapterState) -> None:
-        """Have adapters add to what a linear layer gives. Raises ``KeyError`` for no such layer."""
+        """Have adapters add to what a linear layer gives. Raises ``ConfigError`` for no such layer,
+        and for experts and the output layer, which see rows that are not those of the step."""
+        if name not in self._places or name.count(".") != 1:
+            known = ", ".join(place for place in self._places if place.count(".") == 1)
+            raise ConfigError(f"no adapter can be added to {name!r:.80}; layers are: {known:.400}")
         owner, name_there = self._places[name]
         setattr(owner, name_there, getattr(owner, name_there).with_adapters(state))
 
@@ -124,6 +129,10 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> Hidden:
         """Hidden states [R, H] of the wanted rows after the final norm; writes all K and V."""
+        if batch.positions.dim() != 1:
+            raise ValueError(
+                f"positions of {len(batch.positions)} rows, but this model counts along one"
+            )
         x, residual = self.embedding(batch.input_ids, batch.embeds), None
         aux: dict[int, torch.Tensor] = {}
         # Of the last layer only the rows that are read, unless all its outputs are.

@@ -23,8 +23,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from engine.config.model import ModelConfig, ModelInfo
-from engine.errors import ModelError
+from engine.errors import ConfigError, ModelError
 from engine.kv.layout import KVSpec
+from engine.layers.adapted import AdapterState, Linear
 from engine.layers.batch import ForwardBatch, Hidden
 from engine.models.general_attention import PAGED, STATE, TRIAL, PagedState
 from engine.models.general_rope import fix_frequencies
@@ -64,6 +65,17 @@ class GeneralModel:
         causal.set_attn_implementation(PAGED)
         for layer in findings.layers:
             setattr(layer.module, STATE, self._state)
+
+    @property
+    def linears(self) -> dict[str, Linear]:
+        """None: its layers are its module's own."""
+        return {}
+
+    def adapt(self, name: str, state: AdapterState) -> None:
+        raise ConfigError(
+            f"{type(self._causal).__name__} runs through its own module, whose layers take no "
+            "adapters; a native family does"
+        )
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> Hidden:

@@ -64,7 +64,7 @@ class RawRows(NamedTuple):
 class Drawing(NamedTuple):
     """What is left to do with a step's rows once their tokens are drawn."""
 
-    errors: dict[int, str]  # by row of the draws
+    errors: dict[int, str]  # by row of the draws, if no token is drawn there
     edited: list[int]  # rows whose logits were changed
     sound: torch.Tensor | None  # of these [E] bool: were they finite before
     seats: torch.Tensor | None  # [R] of the penalties
@@ -218,6 +218,7 @@ class Sampler:
                     process(output, logits[row])
             except ProcessorError as error:
                 errors[row] = str(error)
+                logits[row, 0] = torch.nan  # no token is drawn: behind drafts it may not stand
 
     def _unsound(
         self, logits: torch.Tensor, draws: Draws, edited: list[int], sound: torch.Tensor

@@ -38,8 +38,13 @@ class PlanRows(NamedTuple):
     drafts: DraftPart | None = None
 
     @classmethod
-    def of(cls, plan: StepPlan) -> PlanRows:
-        return cls(plan.slots, plan.starts, plan.counts, plan.samples, plan.drafts)
+    def of(cls, plan: StepPlan, vocab_size: int) -> PlanRows:
+        """All rows of a plan. A draft that is no token of the vocabulary is padding."""
+        drafts = plan.drafts
+        if drafts is not None and int(drafts.tokens.max(initial=0)) >= vocab_size:
+            known = np.where(drafts.tokens < vocab_size, drafts.tokens, PADDING).astype(np.int32)
+            drafts = DraftPart(drafts.counts, known)
+        return cls(plan.slots, plan.starts, plan.counts, plan.samples, drafts)
 
     def part(self, first: int, last: int) -> PlanRows:
         """Rows [first, last)."""

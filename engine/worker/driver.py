@@ -18,7 +18,7 @@ from engine.sample.sampler import Draws, RowMasks
 from engine.worker.batches import PlanRows
 from engine.worker.profiler import section
 from engine.worker.results import Failed, Homebound, Pending, collect
-from engine.worker.runner import Advanced, Forwarded, Runner
+from engine.worker.runner import Advanced, Forwarded, Runner, Unfit
 
 logger = logging.getLogger("engine.worker")
 
@@ -36,16 +36,16 @@ class Driver:
     def __init__(self, runner: Runner, *, isolates: bool = True) -> None:
         self.runner = runner
         self._isolates = isolates
-        self._undrawn: Forwarded | None = None  # of the step that waits for masks, if it succeeded
+        self._undrawn: Forwarded | Exception | None = None  # the step that waits for masks
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Pending:
         """Start a step: forward pass and, unless it waits for masks, the draw."""
         runner, platform = self.runner, self.runner.machine.platform
         began = platform.mark()
-        specs, rows = runner.begin(plan), PlanRows.of(plan)
+        specs, rows = runner.begin(plan), self._rows_of(plan)
         staged = [runner.stage(rows, plan, specs)]
-        pending = Pending(plan, began, began)
+        pending = Pending(plan, [])
         if len(plan.rows) and plan.masks is None:
             self._finish(
                 pending,
@@ -58,9 +58,9 @@ class Driver:
                 self._undrawn = runner.forward(staged.pop())
             except torch.AcceleratorError:  # the device is lost, and with it every request
                 raise
-            except Exception:  # it is run again when it is drawn, and that names the culprit
-                self._undrawn = None
-        pending.ended = platform.mark()
+            except Exception as error:  # told when the step is drawn, and to whom it concerns
+                self._undrawn = error
+        pending.spans.append((began, platform.mark()))
         return pending
 
     @torch.inference_mode()
@@ -68,17 +68,20 @@ class Driver:
         """Start the draw of a step that waited for its masks."""
         runner, part = self.runner, ticket.plan.masks
         assert part is not None, "a step is drawn that did not wait"
-        ready = [] if self._undrawn is None else [self._undrawn]
-        self._undrawn = None
+        began = runner.machine.platform.mark()
+        ready, self._undrawn = [self._undrawn], None
         words, first_mask = self._placed(ticket.plan, part, masks)
 
         def draw(rows: PlanRows, first: int) -> Homebound:
-            forwarded = ready.pop() if ready else runner.forward(runner.stage(rows))
+            forwarded = ready.pop() if ready else None
+            if isinstance(forwarded, Exception):
+                raise forwarded
+            forwarded = forwarded or runner.forward(runner.stage(rows))
             of_row = _masks_of(forwarded.staged.draws, first_mask[first:])
             return runner.draw(forwarded, RowMasks(words, of_row))
 
         self._finish(ticket, draw)
-        ticket.ended = runner.machine.platform.mark()
+        ticket.spans.append((began, runner.machine.platform.mark()))
 
     def collect(self, ticket: Pending) -> StepResult:
         """Sleep until a launched step is done and read what it brought."""
@@ -94,10 +97,13 @@ class Driver:
 
     # -- helpers
 
+    def _rows_of(self, plan: StepPlan) -> PlanRows:
+        return PlanRows.of(plan, self.runner.machine.model.vocab_size)
+
     def _finish(self, pending: Pending, compute: Compute) -> None:
         """Compute the rows of a step; prompt scores leave once nothing is run again."""
         plan = pending.plan
-        pending.parts = self._isolated(PlanRows.of(plan), 0, compute)
+        pending.parts = self._isolated(self._rows_of(plan), 0, compute)
         for part in pending.parts:
             for row in part.prompt_logprobs:
                 self.runner.forget_scored(int(plan.slots[part.first + row]))
@@ -117,6 +123,8 @@ class Driver:
             message = str(error)
         except Exception as error:
             message = f"{type(error).__name__}: {error}"
+            if isinstance(error, Unfit):
+                message = str(error)
             if num > 1 and self._isolates:
                 middle = num // 2
                 return [

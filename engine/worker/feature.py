@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from engine.layers.batch import ForwardBatch
+import torch
+
+from engine.layers.batch import ForwardBatch, Hidden
 from engine.messages.step import StepPlan, StepResult
 from engine.worker.batches import PlanRows
 from engine.worker.live import LiveSeqs
+
+if TYPE_CHECKING:
+    from engine.worker.steps import Machine
 
 
 class Feature:
@@ -16,22 +21,44 @@ class Feature:
     default; a step that is run again in halves is extended again."""
 
     part = ""  # name of the plan's field that it reads (``engine.messages.step.PARTS``)
-    aux_layers: tuple[int, ...] = ()  # whose outputs ``extend`` asks for, by setting the batch's
+    aux_layers: tuple[int, ...] = ()  # whose outputs ``drawn`` is to see, of rows that it touches
 
     @property
     def methods(self) -> Mapping[str, Callable[..., Any]]:
         """What clients may call by name, as to load an adapter."""
         return {}
 
-    def begin(self, plan: StepPlan, live: LiveSeqs) -> None:
-        """A plan has come, maybe without rows: its part is ``getattr(plan, self.part)``."""
+    def attach(self, machine: Machine) -> None:
+        """The model is loaded, memory for KV not yet measured: load what is yours, adapt layers.
+
+        ``machine.kv`` is empty until it is allocated. Raises ``ConfigError``.
+        """
+
+    def begin(self, plan: StepPlan, live: LiveSeqs) -> Mapping[int, str] | None:
+        """A plan has come, maybe without rows: its part is ``getattr(plan, self.part)``.
+
+        Returns the slots whose requests it cannot compute, with the reason: these requests fail
+        alone. If it raises, all rows of the step fail.
+        """
+        return None
 
     def touches(self, rows: PlanRows) -> bool:
         """Does ``extend`` change anything for these rows? Then no recorded graph computes them."""
         return False
 
     def extend(self, batch: ForwardBatch, rows: PlanRows) -> None:
-        """Add vectors, adapters, positions or layers wanted to the forward pass of these rows."""
+        """Add vectors, adapters or positions to the forward pass of these rows."""
+
+    def profile(self, batch: ForwardBatch) -> None:
+        """The same for a step of made-up rows, as large as there can be: take as much memory."""
+
+    def drawn(self, rows: PlanRows, hidden: Hidden, tokens: torch.Tensor) -> None:
+        """These rows are computed and drawn, in a step that no graph computed.
+
+        ``hidden``: what the model gave, with the outputs of all features' ``aux_layers`` in order.
+        ``tokens``: [R] int32 on the device, a row for each place where one was drawn; negative
+        where none stands. What is queued here is done before the next step is launched.
+        """
 
     def report(self, result: StepResult) -> None:
         """A step is collected: add what the scheduler's half is to learn."""

@@ -41,11 +41,14 @@ class Homebound(NamedTuple):
 
 @dataclass(slots=True)
 class Pending:
-    """A launched step. ``parts`` are rows in order: one part, or more if some rows failed."""
+    """A launched step. ``parts`` are rows in order: one part, or more if some rows failed.
+
+    ``spans``: when the device began and ended what it does for it, in order. Between launch and
+    draw of a step that waits for masks, the device may wait too.
+    """
 
     plan: StepPlan
-    began: Mark
-    ended: Mark
+    spans: list[tuple[Mark, Mark]]
     parts: list[Homebound | Failed] = field(default_factory=list)
 
 
@@ -54,8 +57,8 @@ def collect(pending: Pending) -> StepResult:
     plan = pending.plan
     result = StepResult(plan.step, EMPTY, EMPTY, {}, {}, {})
     found = [_read(part, result) for part in pending.parts]
-    pending.ended.synchronize()
-    result.seconds = pending.began.elapsed_time(pending.ended) / 1e3
+    pending.spans[-1][1].synchronize()
+    result.seconds = sum(began.elapsed_time(ended) for began, ended in pending.spans) / 1e3
     if len(found) == 1:
         rows, tokens = found[0]
     else:
@@ -88,7 +91,7 @@ def _read(part: Homebound | Failed, result: StepResult) -> tuple[Column, Column]
     is_whole = bool(stands.all())
     if draws.is_padded:
         stands &= draws.slots >= 0
-    if not is_whole or part.errors:
+    if not is_whole:
         for row, message in _failures(part, drawn, sound).items():
             result.errors.setdefault(int(rows[row]), message)
     for scored in part.scored:
@@ -104,11 +107,13 @@ def _read(part: Homebound | Failed, result: StepResult) -> tuple[Column, Column]
 
 
 def _failures(part: Homebound, drawn: Column, sound: list[bool]) -> dict[int, str]:
-    """Why rows of the draws have no token. ``sound``: were the edited ones."""
-    failed = dict(part.errors)
+    """Why rows of the draws have no token. ``sound``: were the edited ones.
+
+    What is wrong behind a draft that did not stand was never asked for.
+    """
+    failed = {}
     was_sound = dict(zip(part.edited, sound, strict=True))
     for row in np.flatnonzero((drawn == -1) & (part.draws.slots >= 0)).tolist():
-        position = int(part.draws.positions[row])
         why = why_none_left if was_sound.get(row, False) else why_unsound
-        failed.setdefault(row, why(position))
+        failed[row] = part.errors.get(row) or why(int(part.draws.positions[row]))
     return failed

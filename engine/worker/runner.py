@@ -1,4 +1,4 @@
-"""Runner: computes some rows of a plan, in two phases. Who calls it decides what follows a failure.
+"""Runner: computes some rows of a plan. Who calls it decides what follows a failure.
 
 begin    seats, adapters, media: what the plan changes
 stage    one buffer to the device
@@ -8,6 +8,7 @@ draw     edits, the draw, the slots advance; tokens are on their way to the host
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,11 +19,19 @@ from engine.messages.step import StepPlan
 from engine.sample.sampler import RowMasks, RowScores
 from engine.sample.spec import SamplingSpec
 from engine.worker.batches import PlanRows, Staged, draft_tokens
+from engine.worker.feature import Feature
+from engine.worker.live import LiveSeqs
 from engine.worker.profiler import section
 from engine.worker.prompt_scores import PromptScores
 from engine.worker.results import Homebound
 from engine.worker.steps import EagerStep, GraphedStep, GraphedSteps, Machine, record
 from kernels.slots import Rows
+
+logger = logging.getLogger("engine.worker")
+
+
+class Unfit(Exception):
+    """A feature cannot compute a request of the step, and has said why."""
 
 
 class Advanced(Exception):
@@ -49,6 +58,7 @@ class Runner:
         self._max_model_len = max_model_len
         self._graphed = GraphedSteps()
         self._prompt_scores = PromptScores(machine.model.logits)
+        self._unfit: dict[int, str] = {}  # slots, and why a feature cannot compute what is there
 
     def begin(self, plan: StepPlan) -> list[SamplingSpec]:
         """Slots are freed and taken. Returns what the new sequences ask of the sampler."""
@@ -57,11 +67,12 @@ class Runner:
         for slot in plan.freed_slots:
             machine.sampler.remove(slot)
             self._prompt_scores.remove(slot)
+            self._unfit.pop(slot, None)
         specs = [SamplingSpec.of(seq, machine.model.vocab_size) for seq in plan.new]
         for seq, spec in zip(plan.new, specs, strict=True):
             machine.sampler.add(seq, spec)
         for feature in machine.features:
-            feature.begin(plan, machine.live)
+            self._unfit |= _begin(feature, plan, machine.live)
         return specs
 
     def stage(
@@ -73,9 +84,13 @@ class Runner:
             self.machine.slots.apply(staged.changes)
         return staged
 
-    def forward(self, staged: Staged) -> Forwarded:
-        """The forward pass, and logits."""
-        step = self._step_for(staged)
+    def forward(self, staged: Staged, *, is_made_up: bool = False) -> Forwarded:
+        """The forward pass, and logits. Raises ``Unfit`` for what a feature has said no to."""
+        if self._unfit:
+            for slot in staged.rows.slots.tolist():
+                if slot in self._unfit:
+                    raise Unfit(self._unfit[slot])
+        step = self._step_for(staged, is_made_up)
         return Forwarded(staged, step, step.forward())
 
     def draw(self, forwarded: Forwarded, masks: RowMasks | None = None) -> Homebound:
@@ -89,6 +104,7 @@ class Runner:
         with section("sample"):
             drawn = step.draw()
         try:
+            step.tell(drawn)
             scores = machine.sampler.finish(rows, staged.draws, drawing, drawn)
             wanted = [drawn] if drawing.sound is None else [drawn, drawing.sound]
             fetched = machine.platform.fetch(wanted + columns_of(scores))
@@ -129,7 +145,7 @@ class Runner:
         share, rest = divmod(num_tokens, num_seqs)
         counts = np.minimum(share + (slots >= num_seqs - rest), self._max_model_len - context)
         rows = PlanRows(slots, slots * 0 + context, counts.astype(np.int32), slots * 0 + 1)
-        self.draw(self.forward(self.machine.batches.stage(rows)))
+        self.draw(self.forward(self.machine.batches.stage(rows), is_made_up=True))
         num_computed.zero_()
 
     # -- helpers
@@ -144,9 +160,11 @@ class Runner:
         step = self._graphed.holding(len(counts))
         return 0 if step is None else step.num_rows
 
-    def _step_for(self, staged: Staged) -> EagerStep | GraphedStep:
+    def _step_for(self, staged: Staged, is_made_up: bool) -> EagerStep | GraphedStep:
         if staged.picked is not None:
-            return EagerStep(self.machine, self._prompt_scores, staged, staged.picked)
+            return EagerStep(
+                self.machine, self._prompt_scores, staged, staged.picked, is_made_up=is_made_up
+            )
         graphed = self._graphed.holding(staged.room.num_seqs)
         assert graphed is not None, "staged for a size that is not recorded"
         return graphed
@@ -163,6 +181,19 @@ class Runner:
             upload(tokens.positions[places].astype(np.int32)),
             upload(drafts.tokens.clip(min=0)),
         )
+
+
+def _begin(feature: Feature, plan: StepPlan, live: LiveSeqs) -> dict[int, str]:
+    """What the feature makes of the plan: slots that it cannot compute, and why. One that raises
+    can compute none of the step's."""
+    try:
+        return dict(feature.begin(plan, live) or {})
+    except torch.AcceleratorError:  # the device is lost, and with it every request
+        raise
+    except Exception as error:
+        message = f"{type(feature).__name__} raised {type(error).__name__}: {error}"
+        logger.exception("step %d: %s", plan.step, message)
+        return dict.fromkeys(plan.slots.tolist(), message)
 
 
 def columns_of(scores: Sequence[RowScores]) -> list[torch.Tensor]:

@@ -40,12 +40,19 @@ class EagerStep:
     """A staged step, launched call by call: chunks of prompts, and what no graph holds."""
 
     def __init__(
-        self, machine: Machine, scores: PromptScores, staged: Staged, picked: Picked
+        self,
+        machine: Machine,
+        scores: PromptScores,
+        staged: Staged,
+        picked: Picked,
+        *,
+        is_made_up: bool = False,
     ) -> None:
         self._machine = machine
         self._scores = scores
         self._staged = staged
         self._picked = picked
+        self._is_made_up = is_made_up
         self.prompt_logprobs = NO_SCORES
 
     def forward(self) -> Rows:
@@ -55,7 +62,8 @@ class EagerStep:
         batch = machine.batches.build_picked(self._staged, read)
         self._extend(batch)
         with section("forward"):
-            hidden = machine.model.forward(batch, machine.kv).last
+            self._hidden = machine.model.forward(batch, machine.kv)
+        hidden = self._hidden.last
         if live.prompt_scored:
             self.prompt_logprobs = self._scores.collect(self._staged.rows, hidden, live)
             hidden = hidden if picked.read is None else hidden[picked.read.tokens]
@@ -78,9 +86,22 @@ class EagerStep:
         self._machine.slots.advance(step, drawn)
         return tokens
 
+    def tell(self, drawn: torch.Tensor) -> None:
+        """Features learn what was computed and drawn."""
+        if not self._is_made_up:
+            for feature in self._machine.features:
+                feature.drawn(self._staged.rows, self._hidden, drawn)
+
     def _extend(self, batch: ForwardBatch) -> None:
-        for feature in self._machine.features:
-            feature.extend(batch, self._staged.rows)
+        rows, features = self._staged.rows, self._machine.features
+        if self._is_made_up:
+            for feature in features:
+                feature.profile(batch)
+            return
+        asking = [feature for feature in features if feature.aux_layers and feature.touches(rows)]
+        batch.aux_layers = tuple(sorted({layer for f in asking for layer in f.aux_layers}))
+        for feature in features:
+            feature.extend(batch, rows)
 
 
 class GraphedStep:
@@ -110,6 +131,9 @@ class GraphedStep:
         """Draw from the logits as they are now, and advance the slots; [R] int32."""
         self._graphs[1].replay()
         return self._drawn
+
+    def tell(self, drawn: torch.Tensor) -> None:
+        """No feature touches a row of it."""
 
 
 class GraphedSteps:

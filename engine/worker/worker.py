@@ -2,7 +2,7 @@
 
     load ─> facts ─> measure ─> bytes for KV ─> allocate ─> launch, sample, collect ─> shutdown
 
-What is decided in between (lengths, blocks) is decided in `engine.core.build`, for any worker.
+What is decided in between (lengths, blocks) `engine.config.decide` decides, for any worker.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ logger = logging.getLogger("engine.worker")
 
 
 class ModelWorker:
-    """The worker of one device; see ``engine.core.build.Worker``.
+    """The worker of one device; see ``engine.core.engine_core.Worker``.
 
     ``config``: with everything decided that does not depend on the model's memory
     (``engine.config.decide.resolve``). ``features``: the halves of features that compute.
@@ -106,6 +106,8 @@ class ModelWorker:
         self._spec = replace(model.kv_spec, dtype_bytes=self._kv_dtype.itemsize)
         with explained(platform, "room was made for the requests"):
             machine = make_machine(model, platform, config, self._features)
+            for feature in self._features:
+                feature.attach(machine)
         self._driver = Driver(Runner(machine, sched.max_model_len))
         if is_cpu and isinstance(model, Decoder) and model.dtype is torch.float32:
             leave_threads_to_kernels()

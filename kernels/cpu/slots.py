@@ -143,7 +143,7 @@ def _advance_body(row):
                 last[0] = said[num_kept] = max(token, 0)
                 is_right = token >= 0 and drafts.shape[0] > 0 and token == drafts[first + num_kept]
                 num_kept += 1
-                stands = is_right and first + num_kept < end
+                stands = is_right and first + num_kept < end and tokens[first + num_kept] >= 0
             for n in range(first + num_kept, end):
                 tokens[n] = REJECTED
             upto -= end - first - num_kept

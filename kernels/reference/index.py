@@ -122,8 +122,9 @@ def advance(
     Drafts stand as long as they are what was drawn where they stand (a draft without a distribution
     is then accepted with the probability that the model gives it, and a seeded request's tokens
     are the same with drafts and without). The others were computed in vain: their rows become
-    ``REJECTED``. Tokens that stand are entered into the history [slots, max_len] int32, 0 for a row
-    that failed.
+    ``REJECTED``. So does a row behind drafts that has no token: the next step computes it again as
+    the first of its sequence, and only a first row tells a failure, as without drafts. Tokens that
+    stand are entered into the history [slots, max_len] int32, 0 for a first row that failed.
     """
     bounds, starts = query_start.tolist(), drawn.starts.tolist()
     for s, slot in enumerate(slots.tolist()):
@@ -135,6 +136,8 @@ def advance(
             first, num_kept = upto - len(rows) + 1, 0
             for row in rows:
                 token = int(drawn.tokens[row])
+                if token < 0 and num_kept:
+                    break
                 history[slot, first + num_kept] = state.last_tokens[slot] = max(token, 0)
                 num_kept += 1
                 draft = -1 if drawn.drafts is None else int(drawn.drafts[row])

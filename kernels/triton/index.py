@@ -94,18 +94,20 @@ def advance_kernel(  # noqa: PLR0913
         num = tl.where(tl.load(row_slots + row0) < 0, 0, num)
     there = history + slot * stride_history + upto - num + 1
     num_kept = 0
+    num_right = 0
     for i in range(num):
-        stands = num_kept == i
         token = tl.load(tokens + row0 + i)
+        # Each draft before it was right; behind drafts, it has a token.
+        stands = (num_right == i) & ((token >= 0) | (i == 0))
         known = tl.maximum(token, 0)
         tl.store(there + i, known, mask=stands)
         tl.store(last_tokens + slot, known, mask=stands)
-        tl.store(tokens + row0 + i, REJECTED, mask=num_kept < i)
+        tl.store(tokens + row0 + i, REJECTED, mask=stands == 0)
+        num_kept += stands.to(tl.int32)
         if drafts is not None:
             is_right = (token >= 0) & (token == tl.load(drafts + row0 + i))
-            num_kept += (stands & is_right).to(tl.int32)
-    # The row behind the last draft that stands is kept, too.
-    upto -= tl.where(num > 0, num - 1 - num_kept, 0)
+            num_right += (stands & is_right).to(tl.int32)
+    upto -= num - num_kept
     tl.store(num_computed + slot, upto)
 
 

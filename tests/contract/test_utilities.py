@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from core_clients import drain, read
 from simulate import expected, make_request
-from spawned import FakeBuild
+from spawned import FakeBuild, fake_config
 
 from engine.config.engine import EngineConfig
 from engine.core.client import InprocClient
@@ -52,6 +52,14 @@ class ProfiledBuild(FakeBuild):
         worker.methods = ("profile",)
         worker.call = lambda name, *args: {"profile": record}[name](*args)
         return InprocClient(client._core, client.decided)
+
+
+def test_a_method_of_a_worker_does_not_take_the_place_of_a_utility() -> None:
+    client = FakeBuild()(fake_config())
+    assert client._core is not None
+    client._core.executor.methods = ("profile", "pause")
+    with pytest.raises(ConfigError, match="a method of the worker is called 'pause'"):
+        InprocClient(client._core, client.decided)
 
 
 class TooEarly(ConfigError):

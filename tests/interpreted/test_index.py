@@ -142,6 +142,25 @@ def test_slots_advance_by_what_stands(body: object, rng: np.random.Generator) ->
 
 
 @bodies
+def test_a_row_behind_drafts_that_has_no_token_is_computed_again(
+    body: object, rng: np.random.Generator
+) -> None:
+    """Two drafts are right and the row behind the second has failed; all fail; the second does."""
+    state, history = new_state(rng), new_history()
+    before = state.num_computed.clone()
+    slots = torch.tensor([3, 1, 0], dtype=torch.int32)
+    tokens = torch.tensor([5, 6, -1, -1, 8, 9, 4, -1, 3], dtype=torch.int32)
+    drafts = torch.tensor([5, 6, -1, 7, 8, -1, 4, 2, -1], dtype=torch.int32)
+    starts = starts_of([3, 3, 3])
+    drawn = reference.Drawn(tokens.clone(), slots.repeat_interleave(3), starts, drafts)
+    body.advance(state, history, slots, starts, drawn)
+    R = reference.REJECTED
+    assert drawn.tokens.tolist() == [5, 6, R, -1, R, R, 4, R, R]
+    assert (state.num_computed - before).tolist() == [1, 1, 0, 2, 0, 0]
+    assert [int(state.last_tokens[slot]) for slot in (3, 1, 0)] == [6, 0, 4]
+
+
+@bodies
 def test_rows_without_drafts_all_stand(body: object, rng: np.random.Generator) -> None:
     state, history = new_state(rng), new_history()
     before = state.num_computed.clone()

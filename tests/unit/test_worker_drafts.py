@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import random
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from one_bad import says
 from simulate import make_request
-from sum_model import CPU, EAGER, GRAPHS, POISON, VOCAB, SumModel, make_run
+from sum_model import CPU, EAGER, GRAPHS, NAN, POISON, VOCAB, SumModel, make_run
 
 from engine.messages.params import SamplingParams
 from engine.messages.step import MaskPart, Masks
 from engine.sched.resource import Resource
 from engine.spec.drafts import Drafts
+from engine.worker.driver import Driver
 
 modes = pytest.mark.parametrize("sizes", [CPU, EAGER, GRAPHS], ids=["cpu", "eager", "graphs"])
 depths = pytest.mark.parametrize("depth", [1, 2, 3])
@@ -201,6 +203,140 @@ def test_one_bad_draft_among_many_rows_fails_its_request_alone():
             assert run.finished["2"][0] == "error"
         else:
             assert run.outputs[str(index)] == says([index + 1, 2], 9)
+
+
+@modes
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_request_does_not_fail_for_a_draft_that_does_not_stand(sizes, wrong):
+    """Behind NAN the model says NaN. It is never said, so nothing is wrong with the request; where
+    its logits are edited the same holds."""
+
+    class Bad(Right):
+        def propose(self, req, num_tokens):
+            drafts = super().propose(req, num_tokens)
+            return [*drafts[:1], NAN, *drafts[2:]] if wrong else drafts
+
+    params = [GREEDY, SamplingParams(temperature=0, max_tokens=12, logit_bias={45: 1.0})]
+    run = run_with(Drafts(3, Bad()), params, sizes=sizes)
+    for index in range(2):
+        prompt = [(7 * index + place) % 40 for place in range(3 + 2 * index)]
+        assert run.outputs[str(index)] == says(prompt, 12)
+        assert run.finished[str(index)][0] == "length"
+
+
+class UpTo(Resource):
+    """Behind the end of an answer a grammar allows nothing."""
+
+    name = "up to"
+    needs = ("masks",)
+
+    def __init__(self, end):
+        self.end = end
+
+    def attach(self, scheduler):
+        self.roster = scheduler.roster
+
+    def describe(self, plan):
+        plan.masks = MaskPart(np.flatnonzero(plan.samples).astype(np.int32))
+
+    def masks(self, plan):
+        by_row = [[]] * len(plan.rows) if plan.drafts is None else plan.drafts.by_row()
+        words = []
+        for index in plan.masks.rows.tolist():
+            known = self.roster.by_row[int(plan.rows[index])].tokens.tolist()
+            for num in range(1 + len(by_row[index])):
+                words += [0, 0] if self.end in [*known, *by_row[index][:num]] else [-1, 255]
+        return Masks(np.array(words, dtype=np.int32), 2)
+
+
+@modes
+@pytest.mark.parametrize("place", range(5))
+def test_tokens_before_the_end_of_a_grammar_stand(sizes, place):
+    """Drafts go on behind the stop token, where its masks allow nothing."""
+    answer = says([1, 2, 3], 12)
+    end = answer[place]
+    params = SamplingParams(temperature=0, max_tokens=12, stop_token_ids=[end])
+    for resources in ([], [Drafts(4, Right())]):
+        run = make_run(resources=[UpTo(end), *resources], num_drafts=4, sizes=sizes)
+        run.add(make_request("a", [1, 2, 3], 12, params=params))
+        run.drain()
+        assert run.outputs["a"] == answer[: place + 1]
+        assert run.finished["a"] == ("stop", end)
+
+
+@modes
+def test_a_request_that_fails_behind_drafts_has_said_what_it_says_without(sizes):
+    """Masks forbid everything from the fourth token on: three are said, and then it fails."""
+    answer = says([1, 2, 3], 12)
+    params = SamplingParams(temperature=0, max_tokens=12)
+    told = []
+    for resources in ([], [Drafts(4, Right())]):
+        run = make_run(resources=[UpTo(answer[2]), *resources], num_drafts=4, sizes=sizes)
+        run.add(make_request("a", [1, 2, 3], 12, params=params))
+        run.drain()
+        told.append((run.outputs["a"], run.finished["a"][0], run.ends["a"].message))
+    assert told[0] == told[1]
+    assert told[0][:2] == (answer[:3], "error") and "no token is left" in told[0][2]
+
+
+@modes
+def test_a_draft_that_is_no_token_is_never_right(sizes):
+    class Junk(Right):
+        def propose(self, req, num_tokens):
+            drafts = super().propose(req, num_tokens)
+            return [*drafts[:1], 10**6, *drafts[2:]]
+
+    drafts = Drafts(3, Junk())
+    run = make_run(resources=[drafts], num_drafts=3, sizes=sizes)
+    run.add(make_request("a", [1, 2], 9, params=GREEDY))
+    run.drain()
+    assert run.outputs["a"] == says([1, 2], 9) and drafts.stats.num_accepted > 0
+
+
+@pytest.mark.parametrize("isolates", [False, True])
+def test_a_step_that_waits_for_masks_and_has_failed_is_not_run_again_as_a_whole(isolates):
+    """On devices that compute together none may begin again alone."""
+    run = make_run(resources=[UpTo(39)])
+    run.worker = Driver(run.worker.runner, isolates=isolates)
+    model = run.worker.runner.machine.model
+    for index in range(2):
+        run.add(make_request(str(index), [POISON if index else 3, 2], 1, params=GREEDY))
+    run.drain()
+    assert run.finished["1"][0] == "error" and "bad token 40" in run.ends["1"].message
+    assert run.finished["0"][0] == ("length" if isolates else "error")
+    assert model.calls == (3 if isolates else 1)
+
+
+def test_waiting_for_masks_is_no_time_of_the_device():
+    class Slow(UpTo):
+        def masks(self, plan):
+            clock.now += 1e6
+            return super().masks(plan)
+
+    class Clock:
+        now = 0.0
+
+    class TickingMark(NamedTuple):
+        at: float
+
+        def elapsed_time(self, later):
+            return later.at - self.at
+
+        def synchronize(self):
+            pass
+
+    def mark():
+        clock.now += 1.0
+        return TickingMark(clock.now)
+
+    clock = Clock()
+    run = make_run(resources=[Slow(39)])
+    run.worker.runner.machine.platform.mark = mark
+    run.add(make_request("a", [3, 2], 3, params=GREEDY))
+    seconds, collect = [], run.worker.collect
+    run.worker.collect = lambda ticket: seconds.append(collect(ticket)) or seconds[-1]
+    run.drain()
+    assert all(0 < result.seconds < 1 for result in seconds)
 
 
 class Evens(Resource):

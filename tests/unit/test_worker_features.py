@@ -138,6 +138,10 @@ def test_an_adapter_changes_the_answers_of_its_requests_alone(sizes, directory):
     plain, model, state = load(directory), load(directory), AddedBias()
     for name in ("0.qkv", "1.gate_up", "2.down", "2.out"):
         model.adapt(name, state)
+    with pytest.raises(ConfigError, match=r"added to '3.qkv'; layers are: 0.qkv, 0.out, 0.gate_up"):
+        model.adapt("3.qkv", state)
+    with pytest.raises(ConfigError, match="no adapter can be added to 'head'"):
+        model.adapt("head", state)
     feature = AdapterFeature(state)
     run = run_of(model, [feature], [AdapterSlots(2)], sizes)
 
@@ -219,46 +223,103 @@ def test_what_an_encoder_made_takes_the_place_of_embeddings(sizes, directory):
 
 
 class Taps(Feature):
-    """Asks for the outputs of some layers."""
+    """Reads the outputs of some layers, as a proposer does."""
 
     part = "kv_transfer"
 
     def __init__(self, layers) -> None:
-        self.layers = layers
+        self.aux_layers = layers
+        self.read: list[tuple] = []
+
+    def touches(self, rows):
+        return True
+
+    def drawn(self, rows, hidden, tokens):
+        self.read.append((rows.counts.tolist(), hidden, tokens.tolist()))
+
+
+@modes
+@pytest.mark.parametrize("layers", [(1,), (0, 2), (2,)])
+def test_a_feature_reads_the_outputs_of_layers_and_what_was_drawn(sizes, layers, directory):
+    """Of all tokens, and the answers are what they were."""
+    model, taps = load(directory), Taps(layers)
+    plain = answers(run_of(model), [make_request("a", [3, 4, 5, 6], 5, params=GREEDY)])
+    run = run_of(model, [taps], sizes=sizes)
+    assert answers(run, [make_request("a", [3, 4, 5, 6], 5, params=GREEDY)]) == plain
+    assert [counts for counts, _, _ in taps.read] == [[4], [1], [1], [1], [1]]
+    assert [drawn[0] for _, _, drawn in taps.read] == plain["a"]
+    for counts, hidden, _ in taps.read:
+        assert [aux.shape for aux in hidden.aux] == [(counts[0], HIDDEN)] * len(layers)
+        if layers[-1] == 2:  # normalised, they are the hidden states
+            last = model.final_norm(hidden.aux[-1][-1:], None)[0]
+            torch.testing.assert_close(last, hidden.last)
+
+
+class Stretch(Feature):
+    """Every token counts for two places, in one row of positions or several."""
+
+    part = "media"
+
+    def __init__(self, num_rows: int = 0) -> None:
+        self.num_rows = num_rows
 
     def touches(self, rows):
         return True
 
     def extend(self, batch, rows):
-        batch.aux_layers = self.layers
-        batch.positions = torch.stack([batch.positions, 2 * batch.positions])
+        positions = 2 * batch.positions
+        batch.move(torch.stack([positions] * self.num_rows) if self.num_rows else positions)
 
 
 @modes
-@pytest.mark.parametrize("layers", [(1,), (0, 2), (2,)])
-def test_outputs_of_layers_come_beside_the_last_hidden_states(sizes, layers, directory):
-    """Of all tokens, and the answers are what they were; positions may be of several rows."""
-    model, seen = load(directory), []
-    plain = answers(run_of(model), [make_request("a", [3, 4, 5, 6], 5, params=GREEDY)])
-    forward = model.forward
+def test_a_feature_moves_positions(sizes, directory, tmp_path):
+    """Twice as far apart: as in a model whose positions are stretched by two."""
+    stretched = CONFIG | {"rope_scaling": {"rope_type": "linear", "factor": 0.5}}
+    (tmp_path / "config.json").write_text(json.dumps(stretched))
+    requests = [make_request("a", [3, 4, 5, 6, 9, 2], 8, params=GREEDY)]
+    wanted = answers(run_of(load(tmp_path)), requests)
+    assert answers(run_of(load(directory), [Stretch()], sizes=sizes), requests) == wanted
+    assert answers(run_of(load(directory), sizes=sizes), requests) != wanted
 
-    def watched(batch, kv):
-        hidden = forward(batch, kv)
-        seen.append(batch)
-        if batch.aux_layers:
-            shape = (len(batch.input_ids), HIDDEN)
-            assert batch.positions.shape == (2, shape[0])
-            assert [aux.shape for aux in hidden.aux] == [shape] * len(layers)
-        if batch.aux_layers and layers[-1] == 2:  # normalised, they are the hidden states
-            rows = hidden.aux[-1] if batch.wanted is None else hidden.aux[-1][batch.wanted.rows]
-            torch.testing.assert_close(model.final_norm(rows, None)[0], hidden.last)
-        return hidden
 
-    model.forward = watched
-    run = run_of(model, [Taps(layers)], sizes=sizes)
-    seen.clear()
-    assert answers(run, [make_request("a", [3, 4, 5, 6], 5, params=GREEDY)]) == plain
-    assert all(batch.aux_layers == layers for batch in seen) and len(seen) == 5
+def test_a_model_that_counts_along_one_axis_says_so(directory):
+    run = run_of(load(directory), [Stretch(3)])
+    run.add(make_request("a", [3, 4], 3, params=GREEDY))
+    run.drain()
+    assert "positions of 3 rows, but this model counts along one" in run.ends["a"].message
+
+
+class Picky(Feature):
+    """Knows no adapter B, and breaks at C."""
+
+    part = "adapters"
+
+    def begin(self, plan, live):
+        loaded = {} if plan.adapters is None else plan.adapters.load
+        if "C" in loaded.values():
+            raise FileNotFoundError("no C")
+        bad = {adapter for adapter, name in loaded.items() if name == "B"}
+        used = {} if plan.adapters is None else plan.adapters.used_by
+        return {slot: "adapter 'B' is damaged" for slot, adapter in used.items() if adapter in bad}
+
+
+@modes
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_request_that_a_feature_cannot_begin_fails_alone(sizes, depth, directory):
+    run = run_of(load(directory), [Picky()], [AdapterSlots(3)], sizes, depth)
+    requests = [
+        make_request(str(i), [3 + i, 5, 7 + i], 6, params=GREEDY, adapter=adapter)
+        for i, adapter in enumerate([None, "A", "B", None])
+    ]
+    got = answers(run, requests)
+    assert run.ends["2"].message == "adapter 'B' is damaged" and got["2"] == []
+    assert all(len(got[name]) == 6 for name in "013")
+    run.add(make_request("c", [1, 2], 3, params=GREEDY, adapter="C"))
+    run.drain()
+    assert run.ends["c"].message == "Picky raised FileNotFoundError: no C"
+    run.add(make_request("d", [1, 2], 3, params=GREEDY))
+    run.drain()
+    assert len(run.outputs["d"]) == 3
 
 
 # -- KV from elsewhere: what a worker reports
@@ -270,8 +331,21 @@ class Reporter(Feature):
     def __init__(self) -> None:
         self.told: list[bytes] = []
         self.is_shut_down = False
+        self.life: list[str] = []
+        self.has_begun = False
+
+    def attach(self, machine):
+        self.life.append(f"model of {machine.model.vocab_size}, {len(machine.kv)} KV tensors")
+        self.machine = machine
+
+    def profile(self, batch):
+        self.life.append("made up")
+
+    def extend(self, batch, rows):
+        assert self.has_begun, "extended before it has begun"
 
     def begin(self, plan, live):
+        self.has_begun = True
         if plan.kv_transfer is not None:
             self.told.append(plan.kv_transfer)
 
@@ -342,6 +416,9 @@ def test_a_worker_loads_measures_allocates_computes_and_ends(sizes, directory):
         for out in core.step().values():
             tokens += out.token_ids
     assert len(tokens) == 4
+    assert feature.life[0] == "model of 97, 0 KV tensors" and len(feature.machine.kv) == 3
+    if sizes is not CPU:
+        assert "made up" in feature.life
     assert worker.call("adapters") == []
     with pytest.raises(ConfigError, match="'sleep' is not available; this worker has: profile, ad"):
         worker.call("sleep")
