@@ -4,7 +4,8 @@
 
 Both schedulers, with default options and order of arrival, are driven on a virtual clock through
 the loads of `admission_loads.py`, once with steps that all take as long (a second), once with those
-of `mid` as `step_cost.py` has measured them. Kept in benchmarks/results/admission.json.
+of `mid` as `step_cost.py` has measured them. Figures are means over the loads: over all, over those
+with few seats (16 or 32) and over those with many. Kept in benchmarks/results/admission.json.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import machine
-from admission_loads import NUM_LOADS
+from admission_loads import NUM_LOADS, Cost, make
 from rich.console import Console
 from rich.table import Table
 
@@ -26,7 +27,10 @@ ADAPTERS = {OURS: "peers.metronome_admission", THEIRS: "peers.vllm_admission"}
 EQUAL = {"fixed": 1.0}
 BATCH = 8  # loads of a process
 RUN_SECONDS = 1200
+FEW_SEATS = 32
+WANTED = {("equal", "ttft_steps_mean"): 1.002, ("mid", "preempted"): 0.75}  # ours / theirs, at most
 Figures = dict[str, dict[str, float]]  # by load
+Summary = dict[str, dict[str, dict[str, dict[str, float]]]]  # costs, kind of loads, engine
 LABELS = {
     "ttft_steps_mean": "first token, mean: steps",
     "ttft_steps_p50": "first token, p50 (mean over the loads): steps",
@@ -62,25 +66,56 @@ def run(engine: str, python: str, cost: dict[str, float], loads: list[int]) -> F
     return json.loads(lines[-1])["loads"]
 
 
-def means(figures: Figures) -> dict[str, float]:
-    """Of each figure, over the loads."""
-    count = len(figures)
-    return {name: sum(load[name] for load in figures.values()) / count for name in LABELS}
+def means(figures: Figures, loads: list[str]) -> dict[str, float]:
+    """Of each figure, over these loads."""
+    return {name: sum(figures[load][name] for load in loads) / len(loads) for name in LABELS}
 
 
-def show(results: dict[str, dict[str, Figures]]) -> None:
+def by_size(loads: list[str]) -> dict[str, list[str]]:
+    """All of them, and those with few and with many seats."""
+    seats = {load: make(int(load), Cost(**EQUAL)).setup.max_num_seqs for load in loads}
+    kinds = {
+        "all": loads,
+        "few seats": [load for load in loads if seats[load] <= FEW_SEATS],
+        "many seats": [load for load in loads if seats[load] > FEW_SEATS],
+    }
+    return {kind: chosen for kind, chosen in kinds.items() if chosen}
+
+
+def summarize(results: dict[str, dict[str, Figures]]) -> Summary:
+    """Means by costs, kind of loads, and engine."""
+    return {
+        costs_of: {
+            kind: {engine: means(figures, loads) for engine, figures in by_engine.items()}
+            for kind, loads in by_size(list(by_engine[OURS])).items()
+        }
+        for costs_of, by_engine in results.items()
+    }
+
+
+def show(summary: Summary) -> None:
     view = Table(title="means over the loads; ratio: ours / theirs")
-    for column in ("costs", "", *ADAPTERS, "ratio"):
-        view.add_column(column, justify="left" if column in ("costs", "") else "right")
-    for costs_of, by_engine in results.items():
-        made = {engine: means(figures) for engine, figures in by_engine.items()}
-        for name, label in LABELS.items():
-            values = [made[engine][name] for engine in made]
-            ratio = f"{values[0] / values[1]:.4f}" if len(values) == 2 and values[1] else ""
-            cells = [f"{value:.3f}" for value in values] + [""] * (2 - len(values))
-            view.add_row(costs_of, label, *cells, ratio)
-        view.add_section()
-    Console(width=120).print(view)
+    for column in ("costs", "loads", "", *ADAPTERS, "ratio", "wanted", ""):
+        view.add_column(column, justify="left" if column in ("costs", "loads", "") else "right")
+    for costs_of, kinds in summary.items():
+        for kind, made in kinds.items():
+            for name, label in LABELS.items():
+                wanted = WANTED.get((costs_of, name)) if kind == "all" else None
+                view.add_row(costs_of, kind, label, *cells_of(made, name, wanted))
+            view.add_section()
+    Console(width=140).print(view)
+
+
+def cells_of(made: dict[str, dict[str, float]], name: str, wanted: float | None) -> list[str]:
+    """The figure of each engine, their ratio, what is wanted of it and whether that is met."""
+    values = [figures[name] for figures in made.values()]
+    cells = [f"{value:.3f}" for value in values]
+    if len(values) < 2 or not values[1]:
+        return [*cells, *[""] * (len(ADAPTERS) + 3 - len(cells))]
+    ratio = values[0] / values[1]
+    if wanted is None:
+        return [*cells, f"{ratio:.4f}", "", ""]
+    return [*cells, f"{ratio:.4f}", f"<= {wanted:g}", "met" if ratio <= wanted else "missed"]
 
 
 def main() -> None:
@@ -98,8 +133,10 @@ def main() -> None:
                 loads = list(range(first, min(first + BATCH, asked.loads)))
                 figures |= run(engine, python, cost, loads)
             print(f"{name}: {engine} done", flush=True)
-    show(results)
-    body = {"machine": machine.describe(), "costs": costs(), "results": results}
+    summary = summarize(results)
+    show(summary)
+    about = {"machine": machine.describe(), "costs": costs()}
+    body = {**about, "summary": summary, "results": results}
     asked.json.write_text(json.dumps(body, indent=1) + "\n")
     print(f"kept in {asked.json}")
 

@@ -53,6 +53,7 @@ class KVManager:
             raise ConfigError(f"a KV source needs one window of 0 (all), this model has {windows}")
         self.block_size = block_size
         self.groups = tuple(groups)
+        self.num_groups = len(self.groups)  # blocks that one more table entry takes
         self.caching = enable_prefix_caching
         self.counts = CacheCounts()
         self.pool = BlockPool(num_blocks)
@@ -80,11 +81,6 @@ class KVManager:
     def num_usable(self) -> int:
         """Blocks one request could have if it were alone."""
         return self.pool.num_blocks - 1
-
-    @property
-    def num_groups(self) -> int:
-        """Blocks that one more table entry takes."""
-        return len(self.groups)
 
     @property
     def usage(self) -> float:

@@ -29,8 +29,10 @@ def limit(step: Step, limits: Limits, pause: PauseState, *, may_preempt: bool) -
 def prefill_cap(config: SchedulerConfig, roster: Roster) -> int:
     """Cap on one prompt's tokens in this step: none for a request that is alone."""
     threshold = config.long_prefill_token_threshold
+    if not threshold or not config.enable_chunked_prefill:
+        return config.max_num_batched_tokens
     competing = len(roster.running) + len(roster.waiting)
-    if not threshold or competing <= 1 or not config.enable_chunked_prefill:
+    if competing <= 1:
         return config.max_num_batched_tokens
     if config.long_prefill_token_threshold_adaptive:
         return max(threshold, config.max_num_batched_tokens // competing)

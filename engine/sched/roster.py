@@ -58,6 +58,8 @@ class Roster:
 
     def running_prompts(self) -> list[Request]:
         """Running requests more than one known token behind."""
+        if not self.prompts:
+            return []
         for req in list(self.prompts.values()):
             if req.num_tokens - req.num_computed <= 1:
                 del self.prompts[req.row]

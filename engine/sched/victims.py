@@ -39,8 +39,10 @@ def spared_blocks(req: Request, policy: Policy, view: View) -> int:
     its place, a waiting one leaves running prompts what they were promised."""
     if not req.is_waiting or view.config.watermark is not None:
         return 0
-    promised, kv = promised_to_others(req, policy, view), view.kv
-    is_contested = promised and promised + kv.missing(req, req.num_tokens) > kv.num_free
+    kv = view.kv
+    if not (promised := promised_to_others(req, policy, view)):
+        return 0
+    is_contested = promised + kv.missing(req, req.num_tokens) > kv.num_free
     return 0 if is_contested and not view.keeps_headroom else promised
 
 

@@ -71,9 +71,11 @@ def draw_setup(rng: Random, policy: Any, options: dict[str, Any] | None) -> Setu
 
 
 def crowded(rng: Random, setup: Setup) -> Setup:
-    """Room for more requests at once than are granted one by one."""
+    """Room for more requests at once than are granted one by one; pieces of a few long prompts."""
+    threshold = setup.config.long_prefill_token_threshold or rng.choice((0, 3))
     config = replace(
         setup.config,
+        long_prefill_token_threshold=threshold,
         max_num_seqs=rng.randint(20, 40),
         max_num_batched_tokens=max(64, setup.config.max_model_len),
         max_waiting_requests=None,
@@ -152,7 +154,7 @@ class RequestMaker:
         self.setup = setup
         self.features = features
         room = (setup.num_blocks - 1) * setup.block_size
-        self.longest = max(1, min(setup.config.max_model_len - 1, room))
+        self.longest = self.most = max(1, min(setup.config.max_model_len - 1, room))
         if "short" in features:
             self.longest = min(self.longest, 12)
         self.shared = [rng.randrange(VOCAB_SIZE) for _ in range(self.longest)]
@@ -171,6 +173,8 @@ class RequestMaker:
     def request(self, name: str, at: int) -> AddRequest:
         rng = self.rng
         longest = self.longest
+        if "short" in self.features and rng.random() < 0.1:
+            longest = self.most  # beside many short ones
         if "giants" in self.features and rng.random() < 0.05:
             longest *= 3
         total = rng.randint(2, max(2, longest + 1))
