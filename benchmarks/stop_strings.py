@@ -192,6 +192,7 @@ def main() -> None:
     for number in range(asked.pairs):
         order = KINDS if number % 2 == 0 else KINDS[::-1]
         pairs.append({kind: measure_in_process(asked.model, kind, asked.tokens) for kind in order})
+        print(f"pair {number + 1} of {asked.pairs}: {pairs[-1]}", flush=True)
     show(pairs)
     others = Usage.now().since(before)
     print(others)
