@@ -21,12 +21,15 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.config.check import check_kind
 from engine.errors import ConfigError
 from engine.messages.step import PADDING, DraftPart, StepPlan, StepResult
 from engine.sched.builder import Step
 from engine.sched.request import Request
 from engine.sched.resource import Resource
 from engine.sched.scheduler import Scheduler
+
+MOST_DRAFTS = 256  # a row: what is verified is computed, and most of so many would be wrong
 
 Cut = Callable[[Request, Sequence[int]], int]
 
@@ -74,11 +77,12 @@ class Drafts(Resource):
 
     What a drafting row will have computed is known when its step is settled, so it is in one step
     at a time. ``proposer``: who guesses, ``None`` if the worker does. ``cut`` says how many leading
-    drafts of a request are worth a try: those its grammar allows.
+    drafts of a request are worth a try: those its grammar allows. Raises ``ConfigError`` for a
+    number that cannot be.
     """
 
     name = "drafts"
-    needs = ("drafts",)
+    needs: tuple[str, ...] = ("drafts",)
 
     def __init__(
         self,
@@ -86,10 +90,14 @@ class Drafts(Resource):
         proposer: Proposer | None = None,
         cut: Cut = keep_all,
     ) -> None:
-        if num_speculative_tokens < 0:
+        check_kind("num_speculative_tokens", num_speculative_tokens, (int,))
+        if not 0 <= num_speculative_tokens <= MOST_DRAFTS:
             raise ConfigError(
-                f"num_speculative_tokens is {num_speculative_tokens}, must not be negative"
+                f"num_speculative_tokens is {num_speculative_tokens}, must be in "
+                f"0..{MOST_DRAFTS}; 0 asks for none"
             )
+        if proposer is None and num_speculative_tokens:
+            self.needs = (*self.needs, "proposals")  # of a worker that never has any: no drafts
         self.num_speculative_tokens = num_speculative_tokens
         self.stats = DraftStats(accepted_at=[0] * num_speculative_tokens)
         self._proposer = proposer

@@ -6,9 +6,12 @@ import random
 
 import numpy as np
 import pytest
-from data_plane import answer, guess, make_feature_run
+from data_plane import FeatureWorker, answer, guess, make_feature_run
 from simulate import make_request
 
+from engine import EngineArgs
+from engine.assets import BOX_MODEL
+from engine.core.build import build_core, check_capabilities, parts_of
 from engine.errors import ConfigError
 from engine.messages.step import StepResult
 from engine.spec.drafts import Drafts
@@ -236,9 +239,44 @@ def test_a_row_without_a_result_says_nothing_about_its_drafts():
     assert run.finished["0"] == ("error", None) and drafts.stats.num_drafts == 0
 
 
-def test_a_negative_number_is_refused():
-    with pytest.raises(ConfigError, match="num_speculative_tokens is -1"):
-        Drafts(-1)
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (-1, r"must be in 0\.\.256; 0 asks for none"),
+        (10**6, r"must be in 0\.\.256"),
+        (2.0, "must be a whole number"),
+        ("3", "must be a whole number"),
+        (True, "must be a whole number"),
+        (None, "must be a whole number"),
+    ],
+)
+def test_a_number_of_drafts_that_cannot_be_is_refused(wrong, why):
+    with pytest.raises(ConfigError, match=rf"num_speculative_tokens is {wrong!r}.*{why}"):
+        Drafts(wrong)
+
+
+def test_drafts_of_which_none_proposes_are_refused_at_the_start():
+    """They were taken, and there was never a draft."""
+    with pytest.raises(ConfigError, match=r"Drafts needs .*'proposals'.*give it a proposer"):
+        build_core(EngineArgs(model=str(BOX_MODEL), resources=[Drafts(3)]).create_config())
+
+
+def test_drafts_are_taken_where_the_worker_proposes_or_a_proposer():
+    proposing = FeatureWorker(8, 4, propose=lambda tokens: [])
+    check_capabilities([Drafts(3)], proposing.capabilities)
+    for drafts in (Drafts(0), Drafts(3, Proposing())):
+        check_capabilities([drafts], frozenset({"drafts"}))
+    assert parts_of([Drafts(3)]) == ("drafts",), "what clients are told of"
+
+
+class Proposing:
+    """Guesses right."""
+
+    def propose(self, req, num_tokens):
+        return guess(req.tokens.tolist(), num_tokens, num_tokens)
+
+    def release(self, req):
+        pass
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
