@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import numpy as np
 import pytest
@@ -329,3 +330,72 @@ def test_results_may_come_without_proposals():
     run.scheduler.update_from_output(plan, result)
     run.launch()
     assert run.plans[1] == {"0": 1} and run.flight[0][0].drafts is None
+
+
+class BadForOne(Proposing):
+    """Answers rightly, but for request 1."""
+
+    def __init__(self, answer):
+        self.answer = answer
+        self.asked = []
+
+    def propose(self, req, num_tokens):
+        self.asked.append((req.request_id, req.num_tokens))
+        if req.request_id != "1":
+            return super().propose(req, num_tokens)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+def run_with(proposer, **options):
+    """Three requests whose drafts a proposer guesses, until it has been asked twice about each."""
+    run = make_feature_run(resources=[Drafts(3, proposer)], num_drafts=3, **options)
+    requests = [add(run, str(index)) for index in range(3)]
+    for _ in range(3):
+        run.step()
+    return run, requests
+
+
+@pytest.mark.parametrize(
+    ("bad", "told"),
+    [
+        (LookupError("no guess today"), "LookupError: no guess today"),
+        (None, "returns None, must be token ids"),
+        ([5, "x"], r"returns \[5, 'x'\], .*'x'"),
+        ([2.5], r"returns \[2\.5\], .*2\.5"),
+        ([True], r"returns \[True\]"),
+        ([-1], r"returns \[-1\]"),
+        ([5, 2**31], r"returns .*2147483648"),
+    ],
+)
+def test_a_proposer_that_fails_for_one_request_goes_on_for_others(bad, told):
+    proposer = BadForOne(bad)
+    run, requests = run_with(proposer)
+    assert run.plans == [{"0": 20, "1": 20, "2": 20}, *[{"0": 4, "1": 1, "2": 4}] * 2]
+    faults = run.scheduler.guard.faults.messages
+    assert len(faults) == 2 and len(set(proposer.asked)) == len(proposer.asked) == 6
+    assert all(re.search(rf"Drafts.*BadForOne.propose, request 1: .*{told}", f) for f in faults)
+    run.drain()
+    assert [run.outputs[request.request_id] for request in requests] == list(map(answer, requests))
+
+
+def test_after_too_many_faults_of_a_proposer_requests_go_on_without_drafts():
+    proposer = BadForOne([-1])
+    run, requests = run_with(proposer)
+    run.drain()
+    assert "left out" in run.scheduler.guard.faults.messages[-1]
+    assert [run.outputs[request.request_id] for request in requests] == list(map(answer, requests))
+
+
+@pytest.mark.parametrize("make", [list, tuple, np.array, iter], ids=lambda make: make.__name__)
+def test_more_guesses_than_asked_for_are_cut_off(make):
+    class Eager(Proposing):
+        def propose(self, req, num_tokens):
+            return make(super().propose(req, num_tokens + 5))
+
+    run, requests = run_with(Eager())
+    assert run.plans[1:] == [{"0": 4, "1": 4, "2": 4}] * 2
+    run.drain()
+    assert not run.scheduler.guard.faults.num_faults
+    assert [run.outputs[request.request_id] for request in requests] == list(map(answer, requests))
