@@ -95,6 +95,8 @@ class FeatureWorker(DigestWorker):
     ) -> None:
         super().__init__(num_blocks, block_size, content=self.content, **options)
         self.propose = propose
+        if propose is not None:
+            self.capabilities = self.capabilities | {"proposals"}
         self.cache_size = cache_size
         self.loaded: dict[int, str] = {}  # adapter slot -> adapter
         self.adapter_slots: dict[int, int] = {}  # worker slot -> adapter slot

@@ -16,6 +16,27 @@ FOREIGN: dict[str, str] = {
     "watermark says how many blocks it is to leave free",
 }
 
+_NGRAM = "speculative_config={{'method': 'ngram', 'num_speculative_tokens': 4{}}}"
+_NO_DRAFT_MODELS = "there are no draft models, drafts are looked up in the request's own tokens"
+
+FOREIGN |= {
+    "num_speculative_tokens": f"it is a key of speculative_config: {_NGRAM.format('')}",
+    "speculative_model": f"{_NO_DRAFT_MODELS}: {_NGRAM.format('')}",
+    "ngram_prompt_lookup_max": "it is the key 'prompt_lookup_max' of speculative_config: "
+    + _NGRAM.format(", 'prompt_lookup_max': 4"),
+    "ngram_prompt_lookup_min": "it is the key 'prompt_lookup_min' of speculative_config: "
+    + _NGRAM.format(", 'prompt_lookup_min': 2"),
+    "prompt_lookup_max": "it is a key of speculative_config: "
+    + _NGRAM.format(", 'prompt_lookup_max': 4"),
+    "prompt_lookup_min": "it is a key of speculative_config: "
+    + _NGRAM.format(", 'prompt_lookup_min': 2"),
+    "speculative_disable_by_batch_size": "drafts are verified in batches of any size; leave it "
+    "out, or leave out speculative_config where batches are large",
+    "num_lookahead_slots": "room for drafts follows from num_speculative_tokens of "
+    "speculative_config; leave it out",
+    "speculative_draft_tensor_parallel_size": f"{_NO_DRAFT_MODELS}; leave it out",
+}
+
 
 def refusal(name: str) -> str | None:
     """Why there is no such option, and what to do; ``None`` for a name that is not known."""

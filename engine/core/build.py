@@ -6,7 +6,7 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from engine.kv.groups import FULL
 from engine.kv.hashing import BlockHasher, Sha256Hasher
 from engine.kv.layout import max_concurrency
 from engine.kv.manager import KVManager
-from engine.messages.step import PARTS
+from engine.messages.step import CAPABILITIES, PARTS
 from engine.sched.find import Chosen, choose, make_scheduler
 from engine.sched.interface import SchedulerInterface
 from engine.sched.resource import Resource
@@ -121,27 +121,61 @@ def features_of(config: SchedulerConfig) -> list[Resource]:
 def parts_of(resources: Iterable[Resource]) -> tuple[str, ...]:
     """Parts of a plan that these resources write, in the order of ``PARTS``.
 
-    Raises ``ConfigError`` for a name that is none.
+    Raises ``ConfigError`` for a name that is none, a part that two of them write and an object that
+    is there twice.
     """
-    needs = {part: resource for resource in resources for part in resource.needs}
-    for part, resource in needs.items():
-        if part not in PARTS:
-            raise ConfigError(
-                f"{type(resource).__name__}.needs has {part!r}, which is no part of a plan; there "
-                f"are: {', '.join(PARTS)}"
-            )
-    return tuple(part for part in PARTS if part in needs)
-
-
-def check_capabilities(resources: Iterable[Resource], capabilities: frozenset[str]) -> None:
-    """Raise ``ConfigError`` for a resource that writes what this worker cannot compute."""
+    writers: dict[str, Resource] = {}
+    seen: set[int] = set()
     for resource in resources:
-        missing = [part for part in parts_of([resource]) if part not in capabilities]
-        if missing:
+        own = type(resource).__name__
+        if id(resource) in seen:
             raise ConfigError(
-                f"resource {type(resource).__name__} needs a worker with the capability "
+                f"the same object of {own} is twice among the resources: leave one out"
+            )
+        seen.add(id(resource))
+        for part in needs_of(resource):
+            if part in writers:
+                raise ConfigError(
+                    f"the resources {type(writers[part]).__name__} and {own} both write the part "
+                    f"{part!r} of a plan, which has room for one: leave one out"
+                )
+            if part in PARTS:
+                writers[part] = resource
+    return tuple(part for part in PARTS if part in writers)
+
+
+def needs_of(resource: Resource) -> tuple[str, ...]:
+    """What it asks of a worker. Raises ``ConfigError`` for what are no capabilities."""
+    needs, name = resource.needs, type(resource).__name__
+    if not isinstance(needs, tuple | list | set | frozenset):
+        raise ConfigError(
+            f"{name}.needs is {needs!r:.80} ({type(needs).__name__}), must be a tuple of names, "
+            f"as ({PARTS[0]!r},)"
+        )
+    for part in needs:
+        if part not in CAPABILITIES:
+            raise ConfigError(
+                f"{name}.needs has {part!r:.80}, which is no part of a plan; there "
+                f"are: {', '.join(CAPABILITIES)}"
+            )
+    return tuple(needs)
+
+
+def check_capabilities(resources: Sequence[Resource], capabilities: frozenset[str]) -> None:
+    """Raise ``ConfigError`` for resources that cannot work together, or one that wants what
+    this worker cannot do."""
+    parts_of(resources)
+    for resource in resources:
+        missing = [
+            part for part in CAPABILITIES if part in needs_of(resource) and part not in capabilities
+        ]
+        if missing:
+            word = "capability" if len(missing) == 1 else "capabilities"
+            own_way = "give it a proposer, or " if "proposals" in missing else ""
+            raise ConfigError(
+                f"resource {type(resource).__name__} needs a worker with the {word} "
                 f"{' and '.join(map(repr, missing))}; this one has "
-                f"{', '.join(sorted(capabilities)) or 'none'}: leave the resource out"
+                f"{', '.join(sorted(capabilities)) or 'none'}: {own_way}leave the resource out"
             )
 
 

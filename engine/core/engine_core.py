@@ -18,7 +18,8 @@ class Executor(Protocol[Ticket]):
 
     @property
     def capabilities(self) -> frozenset[str]:
-        """Parts of a plan that it can compute (names in ``engine.messages.step.PARTS``)."""
+        """Parts of a plan that it can compute, and whether it proposes drafts (names in
+        ``engine.messages.step.CAPABILITIES``)."""
         ...
 
     def launch(self, plan: StepPlan) -> Ticket:

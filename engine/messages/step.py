@@ -25,6 +25,9 @@ NO_ADAPTER = -1  # in place of an adapter slot: the base model
 PARTS = ("drafts", "masks", "adapters", "media", "kv_transfer", "block_groups")
 """The optional parts of a plan, by the name of their field. Each is a capability of a worker."""
 
+CAPABILITIES = (*PARTS, "proposals")
+"""What a worker may be able to do: compute these parts, and propose drafts in its results."""
+
 
 class NewSeq(msgspec.Struct, array_like=True):
     """A sequence that takes a worker slot: prompt and parameters travel once.

@@ -50,8 +50,9 @@ class Resource:
     api_version = API_VERSION
     name = "resource"  # in statistics, and as the cause of a wait if ``Fit`` names none
     needs: tuple[str, ...] = ()
-    """Parts of a plan that it writes (names in ``engine.messages.step.PARTS``). An engine whose
-    worker cannot compute one of them refuses the resource at its start."""
+    """Parts of a plan that it writes, and what else it wants of a worker (names in
+    ``engine.messages.step.CAPABILITIES``). An engine whose worker lacks one of them refuses the
+    resource at its start."""
     on_refuse = OnRefuse.SKIP
 
     def attach(self, scheduler: Scheduler) -> None:

@@ -14,19 +14,26 @@ step's token, and is asked again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
+from numbers import Integral
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.config.check import check_kind
 from engine.errors import ConfigError
 from engine.messages.step import PADDING, DraftPart, StepPlan, StepResult
+from engine.sched.answers import raised, shown
 from engine.sched.builder import Step
 from engine.sched.request import Request
 from engine.sched.resource import Resource
 from engine.sched.scheduler import Scheduler
+
+MOST_DRAFTS = 256  # a row: what is verified is computed, and most of so many would be wrong
+MOST_TOKEN = 2**31 - 1  # what a column can hold
 
 Cut = Callable[[Request, Sequence[int]], int]
 
@@ -46,6 +53,13 @@ class Proposer(Protocol):
 def keep_all(req: Request, drafts: Sequence[int]) -> int:
     """Every draft may be verified."""
     return len(drafts)
+
+
+def is_token(value: object) -> bool:
+    """Could it be a token id, whatever the vocabulary?"""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        return False
+    return 0 <= int(value) <= MOST_TOKEN
 
 
 @dataclass(slots=True)
@@ -74,11 +88,12 @@ class Drafts(Resource):
 
     What a drafting row will have computed is known when its step is settled, so it is in one step
     at a time. ``proposer``: who guesses, ``None`` if the worker does. ``cut`` says how many leading
-    drafts of a request are worth a try: those its grammar allows.
+    drafts of a request are worth a try: those its grammar allows. Raises ``ConfigError`` for a
+    number that cannot be.
     """
 
     name = "drafts"
-    needs = ("drafts",)
+    needs: tuple[str, ...] = ("drafts",)
 
     def __init__(
         self,
@@ -86,10 +101,14 @@ class Drafts(Resource):
         proposer: Proposer | None = None,
         cut: Cut = keep_all,
     ) -> None:
-        if num_speculative_tokens < 0:
+        check_kind("num_speculative_tokens", num_speculative_tokens, (int,))
+        if not 0 <= num_speculative_tokens <= MOST_DRAFTS:
             raise ConfigError(
-                f"num_speculative_tokens is {num_speculative_tokens}, must not be negative"
+                f"num_speculative_tokens is {num_speculative_tokens}, must be in "
+                f"0..{MOST_DRAFTS}; 0 asks for none"
             )
+        if proposer is None and num_speculative_tokens:
+            self.needs = (*self.needs, "proposals")  # of a worker that never has any: no drafts
         self.num_speculative_tokens = num_speculative_tokens
         self.stats = DraftStats(accepted_at=[0] * num_speculative_tokens)
         self._proposer = proposer
@@ -178,17 +197,44 @@ class Drafts(Resource):
     # -- helpers
 
     def _propose(self, proposer: Proposer) -> None:
-        """Ask about every request that has new tokens."""
-        for row in self._moved:
-            if (req := self._running.get(row)) is None:
+        """Ask about every request that has new tokens.
+
+        One for which the proposer fails has no drafts and is asked about again when it has more.
+        Raises ``ValueError`` for the first of these, when all others have been asked about.
+        """
+        failed = ""
+        while self._moved:  # each loses its turn before it is asked about
+            if (req := self._running.get(self._moved.pop())) is None:
                 continue
-            drafts = proposer.propose(req, self.num_speculative_tokens)
+            drafts, fault = self._ask(proposer, req)
+            if fault:
+                name = type(proposer).__name__
+                failed = failed or f"{name}.propose, request {req.request_id}: {fault}"
             if drafts:
-                self._proposed[row] = drafts
+                self._proposed[req.row] = drafts
             else:
-                self._proposed.pop(row, None)
+                self._proposed.pop(req.row, None)
             self._set_drafting(req, len(drafts) > 0)
-        self._moved.clear()
+        if failed:
+            raise ValueError(failed)
+
+    def _ask(self, proposer: Proposer, req: Request) -> tuple[list[int], str]:
+        """At most as many tokens as may be verified; or none, and what was wrong."""
+        most = self.num_speculative_tokens
+        try:
+            answer = proposer.propose(req, most)
+            if not isinstance(answer, Iterable):
+                return [], f"returns {shown(answer)}, must be token ids"
+            tokens = list(islice(answer, most))
+        except Exception as error:  # a stranger's code
+            return [], raised(error)
+        for token in tokens:
+            if not is_token(token):
+                return [], (
+                    f"returns {shown(tokens)}, must be token ids, whole numbers from 0 to "
+                    f"{MOST_TOKEN}, which {shown(token)} is not"
+                )
+        return [int(token) for token in tokens], ""
 
     def _take_proposals(self, plan: StepPlan, result: StepResult) -> None:
         """What the worker has proposed for rows that still belong to their requests."""

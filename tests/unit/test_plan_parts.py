@@ -15,7 +15,7 @@ from simulate import expected, make_request, make_run, make_scheduler
 from engine import EngineArgs
 from engine.assets import BOX_MODEL
 from engine.config.decide import Decided
-from engine.core.build import build_core, parts_of
+from engine.core.build import build_core, check_capabilities, parts_of
 from engine.core.client import InprocClient
 from engine.core.engine_core import EngineCore
 from engine.errors import ConfigError, RequestError, WireError
@@ -161,6 +161,49 @@ def test_a_part_that_is_none_is_named() -> None:
 
     with pytest.raises(ConfigError, match=r"Odd\.needs has 'colours'.*drafts, masks"):
         parts_of([Odd()])
+
+
+class OneMask(Resource):
+    needs = ("masks",)
+
+
+class OtherMask(Resource):
+    needs = ("adapters", "masks")
+
+
+def test_two_resources_that_write_the_same_part_are_refused_at_the_start() -> None:
+    """Only what the last one wrote would have reached the worker."""
+    with pytest.raises(
+        ConfigError, match=r"OneMask and OtherMask both write.*'masks'.*leave one out"
+    ):
+        check_capabilities([OneMask(), Resource(), OtherMask()], frozenset(PARTS))
+
+
+@pytest.mark.parametrize("cls", [Resource, OneMask])
+def test_one_object_twice_is_refused_at_the_start(cls: type[Resource]) -> None:
+    one = cls()
+    with pytest.raises(ConfigError, match=rf"same object of {cls.__name__} is twice.*leave one"):
+        check_capabilities([one, one], frozenset(PARTS))
+
+
+def test_two_objects_that_write_nothing_may_be_of_one_class() -> None:
+    check_capabilities([Resource(), Resource()], frozenset())
+
+
+@pytest.mark.parametrize("wrong", ["masks", None, 3])
+def test_needs_that_are_no_tuple_are_named(wrong: object) -> None:
+    class Wrong(Resource):
+        needs = wrong
+
+    with pytest.raises(ConfigError, match=rf"Wrong\.needs is {wrong!r} .*must be a tuple of names"):
+        check_capabilities([Wrong()], frozenset(PARTS))
+
+
+def test_several_missing_capabilities_are_named_in_the_plural() -> None:
+    with pytest.raises(ConfigError, match="the capabilities 'masks' and 'adapters'; this one"):
+        check_capabilities([OtherMask()], frozenset({"drafts"}))
+    with pytest.raises(ConfigError, match="the capability 'adapters'; this one has masks"):
+        check_capabilities([OtherMask()], frozenset({"masks"}))
 
 
 # -- on arrival

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+import re
 
 import numpy as np
 import pytest
-from data_plane import answer, guess, make_feature_run
+from data_plane import FeatureWorker, answer, guess, make_feature_run
 from simulate import make_request
 
+from engine import EngineArgs
+from engine.assets import BOX_MODEL
+from engine.core.build import build_core, check_capabilities, parts_of
 from engine.errors import ConfigError
 from engine.messages.step import StepResult
 from engine.spec.drafts import Drafts
@@ -236,9 +240,44 @@ def test_a_row_without_a_result_says_nothing_about_its_drafts():
     assert run.finished["0"] == ("error", None) and drafts.stats.num_drafts == 0
 
 
-def test_a_negative_number_is_refused():
-    with pytest.raises(ConfigError, match="num_speculative_tokens is -1"):
-        Drafts(-1)
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (-1, r"must be in 0\.\.256; 0 asks for none"),
+        (10**6, r"must be in 0\.\.256"),
+        (2.0, "must be a whole number"),
+        ("3", "must be a whole number"),
+        (True, "must be a whole number"),
+        (None, "must be a whole number"),
+    ],
+)
+def test_a_number_of_drafts_that_cannot_be_is_refused(wrong, why):
+    with pytest.raises(ConfigError, match=rf"num_speculative_tokens is {wrong!r}.*{why}"):
+        Drafts(wrong)
+
+
+def test_drafts_of_which_none_proposes_are_refused_at_the_start():
+    """They were taken, and there was never a draft."""
+    with pytest.raises(ConfigError, match=r"Drafts needs .*'proposals'.*give it a proposer"):
+        build_core(EngineArgs(model=str(BOX_MODEL), resources=[Drafts(3)]).create_config())
+
+
+def test_drafts_are_taken_where_the_worker_proposes_or_a_proposer():
+    proposing = FeatureWorker(8, 4, propose=lambda tokens: [])
+    check_capabilities([Drafts(3)], proposing.capabilities)
+    for drafts in (Drafts(0), Drafts(3, Proposing())):
+        check_capabilities([drafts], frozenset({"drafts"}))
+    assert parts_of([Drafts(3)]) == ("drafts",), "what clients are told of"
+
+
+class Proposing:
+    """Guesses right."""
+
+    def propose(self, req, num_tokens):
+        return guess(req.tokens.tolist(), num_tokens, num_tokens)
+
+    def release(self, req):
+        pass
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -291,3 +330,72 @@ def test_results_may_come_without_proposals():
     run.scheduler.update_from_output(plan, result)
     run.launch()
     assert run.plans[1] == {"0": 1} and run.flight[0][0].drafts is None
+
+
+class BadForOne(Proposing):
+    """Answers rightly, but for request 1."""
+
+    def __init__(self, answer):
+        self.answer = answer
+        self.asked = []
+
+    def propose(self, req, num_tokens):
+        self.asked.append((req.request_id, req.num_tokens))
+        if req.request_id != "1":
+            return super().propose(req, num_tokens)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+def run_with(proposer, **options):
+    """Three requests whose drafts a proposer guesses, until it has been asked twice about each."""
+    run = make_feature_run(resources=[Drafts(3, proposer)], num_drafts=3, **options)
+    requests = [add(run, str(index)) for index in range(3)]
+    for _ in range(3):
+        run.step()
+    return run, requests
+
+
+@pytest.mark.parametrize(
+    ("bad", "told"),
+    [
+        (LookupError("no guess today"), "LookupError: no guess today"),
+        (None, "returns None, must be token ids"),
+        ([5, "x"], r"returns \[5, 'x'\], .*'x'"),
+        ([2.5], r"returns \[2\.5\], .*2\.5"),
+        ([True], r"returns \[True\]"),
+        ([-1], r"returns \[-1\]"),
+        ([5, 2**31], r"returns .*2147483648"),
+    ],
+)
+def test_a_proposer_that_fails_for_one_request_goes_on_for_others(bad, told):
+    proposer = BadForOne(bad)
+    run, requests = run_with(proposer)
+    assert run.plans == [{"0": 20, "1": 20, "2": 20}, *[{"0": 4, "1": 1, "2": 4}] * 2]
+    faults = run.scheduler.guard.faults.messages
+    assert len(faults) == 2 and len(set(proposer.asked)) == len(proposer.asked) == 6
+    assert all(re.search(rf"Drafts.*BadForOne.propose, request 1: .*{told}", f) for f in faults)
+    run.drain()
+    assert [run.outputs[request.request_id] for request in requests] == list(map(answer, requests))
+
+
+def test_after_too_many_faults_of_a_proposer_requests_go_on_without_drafts():
+    proposer = BadForOne([-1])
+    run, requests = run_with(proposer)
+    run.drain()
+    assert "left out" in run.scheduler.guard.faults.messages[-1]
+    assert [run.outputs[request.request_id] for request in requests] == list(map(answer, requests))
+
+
+@pytest.mark.parametrize("make", [list, tuple, np.array, iter], ids=lambda make: make.__name__)
+def test_more_guesses_than_asked_for_are_cut_off(make):
+    class Eager(Proposing):
+        def propose(self, req, num_tokens):
+            return make(super().propose(req, num_tokens + 5))
+
+    run, requests = run_with(Eager())
+    assert run.plans[1:] == [{"0": 4, "1": 4, "2": 4}] * 2
+    run.drain()
+    assert not run.scheduler.guard.faults.num_faults
+    assert [run.outputs[request.request_id] for request in requests] == list(map(answer, requests))
