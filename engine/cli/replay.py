@@ -6,6 +6,7 @@ Options replace what the log was recorded with; the first plan that comes out ot
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 from engine.config.cli import json_object
@@ -26,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--changes",
-        type=json_object,
+        type=partial(json_object, example={"max_num_seqs": 8}),
         default={},
         metavar="JSON",
         help="""other options of the scheduler, as in '{"max_num_seqs": 8}'""",

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from engine.assets import BOX_MODEL
 from engine.config.cache import CacheConfig
 from engine.config.check import check_types
+from engine.config.cli import EXAMPLE
 from engine.config.core import CoreConfig
 from engine.config.dotted import load_logits_processor
 from engine.config.engine import EngineConfig
@@ -92,7 +93,9 @@ class EngineArgs:
     """Name of a shipped policy, or a Policy class, its dotted path or an object of one."""
     scheduler_cls: Any = None
     """A SchedulerInterface class or its dotted path, in place of the shared mechanism."""
-    policy_options: dict[str, Any] = field(default_factory=dict)
+    policy_options: dict[str, Any] = field(
+        default_factory=dict, metadata={EXAMPLE: {"default_deadline": 5.0}}
+    )
     """Keyword arguments of the policy."""
     max_policy_faults: int = 3
     """Faults a policy or resource may make; with one more it is left out."""
@@ -100,7 +103,9 @@ class EngineArgs:
     """Names, classes, dotted paths or objects of resources beside those the model needs."""
     length_predictor: Any = "none"
     """How policies are told output lengths: none (max_tokens), history, oracle, or your own."""
-    user_weights: dict[str, float] = field(default_factory=dict)
+    user_weights: dict[str, float] = field(
+        default_factory=dict, metadata={EXAMPLE: {"ann": 2.0, "bob": 0.5}}
+    )
     """Shares of users for fair policies; who is not named has 1.0."""
     max_waiting_requests: int | None = None
     """Requests that may wait; more are refused with an estimate of the wait. No bound if not

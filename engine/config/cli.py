@@ -9,11 +9,13 @@ import json
 import textwrap
 import types
 from dataclasses import MISSING, Field, fields
+from functools import partial
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 
-EXAMPLE = """one looks like '{"name": 8, "other": "text"}', quotes included"""
+EXAMPLE = "example"  # in the metadata of a field that is a dict: one, to be shown
+ANY_OBJECT = {"name": 8, "other": "text"}
 
 
 def add_options(parser: argparse.ArgumentParser, options: type[Any]) -> None:
@@ -22,7 +24,7 @@ def add_options(parser: argparse.ArgumentParser, options: type[Any]) -> None:
     group = parser.add_argument_group(options.__name__)
     for option in fields(options):
         flag = "--" + option.name.replace("_", "-")
-        kind = argument_kind(hints[option.name])
+        kind = argument_kind(hints[option.name], option.metadata.get(EXAMPLE))
         shown = _shown_default(option)
         help_text = (docs.get(option.name, "") + shown).replace("%", "%%")
         group.add_argument(flag, default=argparse.SUPPRESS, help=help_text, **kind)
@@ -34,8 +36,8 @@ def read_options(parsed: argparse.Namespace, options: type[T]) -> T:
     return options(**{name: value for name, value in vars(parsed).items() if name in names})
 
 
-def argument_kind(hint: Any) -> dict[str, Any]:
-    """How argparse reads a value of type ``hint``."""
+def argument_kind(hint: Any, example: dict[str, Any] | None = None) -> dict[str, Any]:
+    """How argparse reads a value of type ``hint``; ``example``: one, if it is a dict."""
     if get_origin(hint) in (Union, types.UnionType):
         hint = next(part for part in get_args(hint) if part is not type(None))
     if hint is bool:
@@ -43,7 +45,7 @@ def argument_kind(hint: Any) -> dict[str, Any]:
     if get_origin(hint) is Literal:
         return {"choices": get_args(hint)}
     if get_origin(hint) is dict:
-        return {"type": json_object, "metavar": "JSON"}
+        return {"type": partial(json_object, example=example), "metavar": "JSON"}
     if hint == list[int]:
         return {"type": int, "nargs": "+", "metavar": "N"}
     if get_origin(hint) is list:
@@ -75,12 +77,13 @@ def _shown_default(option: Field[Any]) -> str:
     return f" (default: {option.default})"
 
 
-def json_object(text: str) -> dict[str, Any]:
-    """An argument that is a JSON object."""
+def json_object(text: str, example: dict[str, Any] | None = None) -> dict[str, Any]:
+    """An argument that is a JSON object; the error for any other shows ``example``."""
+    hint = f"one looks like '{json.dumps(example or ANY_OBJECT)}', quotes included"
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}; {EXAMPLE}") from error
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}; {hint}") from error
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object; {EXAMPLE}")
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object; {hint}")
     return value

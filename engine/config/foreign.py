@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+# In Python and, as JSON, on the command line.
+_NGRAM = 'speculative_config={{"method": "ngram", "num_speculative_tokens": 4{}}}'
+_NO_DRAFT_MODELS = "there are no draft models, drafts are looked up in the request's own tokens"
+
 FOREIGN: dict[str, str] = {
     "max_num_queued_reqs": "set max_waiting_requests, which counts those that wait and not those "
     "that run",
@@ -14,22 +18,16 @@ FOREIGN: dict[str, str] = {
     "num_gpu_blocks_override": "set num_kv_blocks",
     "scheduler_reserve_full_isl": "a request starts only if its whole prompt fits, always; "
     "watermark says how many blocks it is to leave free",
-}
-
-_NGRAM = "speculative_config={{'method': 'ngram', 'num_speculative_tokens': 4{}}}"
-_NO_DRAFT_MODELS = "there are no draft models, drafts are looked up in the request's own tokens"
-
-FOREIGN |= {
     "num_speculative_tokens": f"it is a key of speculative_config: {_NGRAM.format('')}",
     "speculative_model": f"{_NO_DRAFT_MODELS}: {_NGRAM.format('')}",
     "ngram_prompt_lookup_max": "it is the key 'prompt_lookup_max' of speculative_config: "
-    + _NGRAM.format(", 'prompt_lookup_max': 4"),
+    + _NGRAM.format(', "prompt_lookup_max": 4'),
     "ngram_prompt_lookup_min": "it is the key 'prompt_lookup_min' of speculative_config: "
-    + _NGRAM.format(", 'prompt_lookup_min': 2"),
+    + _NGRAM.format(', "prompt_lookup_min": 2'),
     "prompt_lookup_max": "it is a key of speculative_config: "
-    + _NGRAM.format(", 'prompt_lookup_max': 4"),
+    + _NGRAM.format(', "prompt_lookup_max": 4'),
     "prompt_lookup_min": "it is a key of speculative_config: "
-    + _NGRAM.format(", 'prompt_lookup_min': 2"),
+    + _NGRAM.format(', "prompt_lookup_min": 2'),
     "speculative_disable_by_batch_size": "drafts are verified in batches of any size; leave it "
     "out, or leave out speculative_config where batches are large",
     "num_lookahead_slots": "room for drafts follows from num_speculative_tokens of "
