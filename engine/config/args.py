@@ -101,6 +101,12 @@ class EngineArgs:
     """Faults a policy or resource may make; with one more it is left out."""
     resources: list[Any] = field(default_factory=list)
     """Names, classes, dotted paths or objects of resources beside those the model needs."""
+    speculative_config: dict[str, Any] | None = field(
+        default=None, metadata={EXAMPLE: {"method": "ngram", "num_speculative_tokens": 4}}
+    )
+    """Guess tokens and verify them beside a request's own: method (ngram: what followed when the
+    last tokens stood in its text before), num_speculative_tokens, prompt_lookup_min and
+    prompt_lookup_max (5 if not given). Tokens are the same as without."""
     length_predictor: Any = "none"
     """How policies are told output lengths: none (max_tokens), history, oracle, or your own."""
     user_weights: dict[str, float] = field(
@@ -276,6 +282,9 @@ class EngineArgs:
             policy_options=dict(self.policy_options),
             max_policy_faults=self.max_policy_faults,
             resources=tuple(self.resources),
+            speculative_config=(
+                None if self.speculative_config is None else dict(self.speculative_config)
+            ),
             length_predictor=self.length_predictor,
             user_weights=dict(self.user_weights),
             max_waiting_requests=self.max_waiting_requests,

@@ -7,6 +7,7 @@ from math import inf
 from typing import Any
 
 from engine.config.check import check_kind, check_range, check_types
+from engine.config.speculative import SpeculativeConfig
 from engine.errors import ConfigError
 
 INT32_MAX = 2**31 - 1  # positions and counts travel as 32-bit columns
@@ -44,6 +45,8 @@ class SchedulerConfig:
     """Faults a policy or resource may make; with one more it is left out."""
     resources: tuple[Any, ...] = ()
     """Names, classes, dotted paths or objects of resources beside those the model needs."""
+    speculative_config: dict[str, Any] | None = None
+    """Guess tokens and verify them beside a request's own; see ``SpeculativeConfig``."""
     length_predictor: Any = "none"
     """How policies are told output lengths: none (max_tokens), history, oracle, or your own."""
     user_weights: dict[str, float] = field(default_factory=dict)
@@ -70,6 +73,7 @@ class SchedulerConfig:
         if self.watermark is not None and not 0 <= self.watermark < 1:
             raise ConfigError(f"watermark is {self.watermark}, must be at least 0 and below 1")
         self._check_budget()
+        self._check_drafts()
         for user, weight in self.user_weights.items():
             check_kind("a key of user_weights", user, (str,))
             check_kind(f"user_weights[{user!r}]", weight, (float,))
@@ -99,4 +103,15 @@ class SchedulerConfig:
             raise ConfigError(
                 "long_prefill_token_threshold_adaptive raises long_prefill_token_threshold, which "
                 "is 0 (no cap); set that too, or neither"
+            )
+
+    def _check_drafts(self) -> None:
+        if self.speculative_config is None:
+            return
+        num_drafts = SpeculativeConfig.of(self.speculative_config).num_speculative_tokens
+        if num_drafts >= self.max_num_batched_tokens:
+            raise ConfigError(
+                f"num_speculative_tokens is {num_drafts}: with its drafts a request needs "
+                f"{num_drafts + 1} tokens of a step, max_num_batched_tokens is "
+                f"{self.max_num_batched_tokens}; lower the first or raise the second"
             )

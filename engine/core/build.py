@@ -16,6 +16,7 @@ from engine.config.decide import GIB, Decided, ModelFacts, decide, resolve
 from engine.config.engine import EngineConfig
 from engine.config.model import read_model_info
 from engine.config.sched import SchedulerConfig
+from engine.config.speculative import SpeculativeConfig
 from engine.core.client import InprocClient
 from engine.core.engine_core import EngineCore, Executor
 from engine.core.recording import describe, record
@@ -29,6 +30,10 @@ from engine.messages.step import CAPABILITIES, PARTS
 from engine.sched.find import Chosen, choose, make_scheduler
 from engine.sched.interface import SchedulerInterface
 from engine.sched.resource import Resource
+from engine.spec.drafts import Drafts
+from engine.spec.ngram import NgramProposer
+
+PROPOSERS = {"ngram": NgramProposer}  # by method of ``speculative_config``
 
 logger = logging.getLogger("engine.core")
 
@@ -115,7 +120,12 @@ def choose_all(config: SchedulerConfig) -> Chosen:
 def features_of(config: SchedulerConfig) -> list[Resource]:
     """The resources of what was switched on. What decides must be in the scheduler's options, from
     which a step log is replayed."""
-    return []
+    if config.speculative_config is None:
+        return []
+    asked = SpeculativeConfig.of(config.speculative_config)
+    make = PROPOSERS[asked.method]
+    proposer = make(asked.prompt_lookup_min, asked.prompt_lookup_max)
+    return [Drafts(asked.num_speculative_tokens, proposer)]
 
 
 def parts_of(resources: Iterable[Resource]) -> tuple[str, ...]:

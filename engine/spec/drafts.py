@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.config.check import check_kind
+from engine.config.speculative import MAX_DRAFTS
 from engine.errors import ConfigError
 from engine.messages.step import PADDING, DraftPart, StepPlan, StepResult
 from engine.sched.answers import raised, shown
@@ -32,7 +33,6 @@ from engine.sched.request import Request
 from engine.sched.resource import Resource
 from engine.sched.scheduler import Scheduler
 
-MOST_DRAFTS = 256  # a row: what is verified is computed, and most of so many would be wrong
 MOST_TOKEN = 2**31 - 1  # what a column can hold
 
 Cut = Callable[[Request, Sequence[int]], int]
@@ -102,10 +102,10 @@ class Drafts(Resource):
         cut: Cut = keep_all,
     ) -> None:
         check_kind("num_speculative_tokens", num_speculative_tokens, (int,))
-        if not 0 <= num_speculative_tokens <= MOST_DRAFTS:
+        if not 0 <= num_speculative_tokens <= MAX_DRAFTS:
             raise ConfigError(
                 f"num_speculative_tokens is {num_speculative_tokens}, must be in "
-                f"0..{MOST_DRAFTS}; 0 asks for none"
+                f"0..{MAX_DRAFTS}; 0 asks for none"
             )
         if proposer is None and num_speculative_tokens:
             self.needs = (*self.needs, "proposals")  # of a worker that never has any: no drafts
@@ -138,12 +138,15 @@ class Drafts(Resource):
             self._propose(self._proposer)
 
     def extra(self, req: Request, step: Step) -> int:
-        """A slot for each draft. One that comes with all but a token of its prompt cached has none
-        yet and is padded to the shape of decodes. So is a prompt of one token, beside decodes."""
+        """A slot for each draft. Where the worker proposes, all decodes have the same shape: one
+        that comes with all but a token of its prompt cached has no drafts yet and is padded to it.
+        So is a prompt of one token, beside decodes."""
         if req.num_pending:
             return 0
         room = req.max_total - req.num_tokens - 1
         if req.is_waiting:
+            if self._proposer is not None:
+                return 0
             is_decode = step.has_running or self._scheduler.view.start_of(req) > 0
             is_padded = is_decode and not self._has_prefill
             return min(self.num_speculative_tokens, room) if is_padded else 0

@@ -1,0 +1,113 @@
+"""Drafts from the request's own text: what followed when its last tokens stood there before.
+
+Source: prompt lookup decoding (Saxena 2023). Of several places the one with the longest match is
+taken, and of these the latest. A draft that reaches the end of the text goes on in itself, as a
+copy does in LZ77 (Ziv and Lempel 1977): a loop is continued however short it is.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+
+from engine.sched.request import Request
+
+BASE = 0x9E3779B97F4A7C15  # of the polynomial by which an n-gram is known, modulo 2**64
+MASK = (1 << 64) - 1
+BULK = 64  # tokens from which on an array is quicker than a loop
+
+
+class NgramProposer:
+    """Looks for n-grams of ``max_size`` tokens down to ``min_size``.
+
+    A step costs what was said since the last, not the length of the text: n-grams are entered in
+    tables as they come. A table takes about 100 bytes for each token of a request that runs.
+    """
+
+    def __init__(self, min_size: int, max_size: int) -> None:
+        self.min_size = min_size
+        self.max_size = max_size
+        self._places: dict[int, Places] = {}  # by number of the request
+
+    def propose(self, req: Request, num_tokens: int) -> Sequence[int]:
+        """What followed the longest n-gram that ends the text now; empty if none was there."""
+        places = self._places.get(req.arrival)
+        if places is None:
+            places = self._places[req.arrival] = Places(self.min_size, self.max_size)
+        tokens = req.tokens
+        places.enter(tokens)
+        at = places.find(tokens)
+        return [] if at is None else copy(tokens, at, num_tokens)
+
+    def release(self, req: Request) -> None:
+        """Forget what was entered for it."""
+        self._places.pop(req.arrival, None)
+
+
+class Places:
+    """Where the n-grams of one text were last, by the index of the token behind them."""
+
+    def __init__(self, min_size: int, max_size: int) -> None:
+        self._min_size = min_size
+        self._max_size = max_size
+        self._tables: list[dict[int, int]] = [{} for _ in range(min_size, max_size + 1)]
+        self._num_entered = 0  # n-grams that end before this index are in the tables
+
+    def enter(self, tokens: array[int]) -> None:
+        """Enter all n-grams with a token behind them."""
+        first, end = self._num_entered + 1, len(tokens)
+        if end - first > BULK:
+            self._enter_many(tokens, first, end)
+        else:
+            for behind in range(first, end):
+                codes = self._codes(tokens, behind)
+                for table, code in zip(self._tables, codes, strict=False):
+                    table[code] = behind
+        self._num_entered = max(self._num_entered, end - 1)
+
+    def find(self, tokens: array[int]) -> int | None:
+        """The index behind the longest n-gram entered that the text ends with."""
+        end = len(tokens)
+        codes = self._codes(tokens, end)
+        for index in range(len(codes) - 1, -1, -1):
+            behind, size = self._tables[index].get(codes[index]), self._min_size + index
+            # Two n-grams may have one code.
+            if behind is not None and tokens[behind - size : behind] == tokens[end - size :]:
+                return behind
+        return None
+
+    def _codes(self, tokens: array[int], end: int) -> list[int]:
+        """Of the n-grams that end before this index, from the smallest on, as far as there are."""
+        code, weight, codes = 0, 1, []
+        for size in range(1, min(self._max_size, end) + 1):
+            code = (code + (tokens[end - size] + 1) * weight) & MASK
+            weight = weight * BASE & MASK
+            if size >= self._min_size:
+                codes.append(code)
+        return codes
+
+    def _enter_many(self, tokens: array[int], first: int, end: int) -> None:
+        """The same for the tokens [first, end) behind n-grams: one pass for each size."""
+        start = max(0, first - self._max_size)
+        values = np.array(tokens[start : end - 1], dtype=np.uint64) + np.uint64(1)
+        codes, weight = np.zeros(len(values), dtype=np.uint64), 1
+        for size in range(1, min(self._max_size, len(values)) + 1):
+            # codes[i]: of the n-gram that ends with token start + i
+            codes[size - 1 :] += values[: len(values) - size + 1] * np.uint64(weight)
+            weight = weight * BASE & MASK
+            if size >= self._min_size:
+                behind = max(first, start + size)
+                ending = codes[behind - start - 1 :].tolist()
+                table = self._tables[size - self._min_size]
+                table.update(zip(ending, range(behind, end), strict=True))
+
+
+def copy(tokens: array[int], at: int, num_tokens: int) -> list[int]:
+    """So many tokens from index ``at`` on; behind the last known one the copy goes on in itself."""
+    drafts = tokens[at : at + num_tokens].tolist()
+    period = len(tokens) - at
+    while len(drafts) < num_tokens:
+        drafts.append(drafts[-period])
+    return drafts
