@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.config.cache import CacheConfig
 from engine.config.decide import GIB, Decided, ModelFacts, decide, resolve
@@ -33,6 +33,9 @@ from engine.sched.resource import Resource
 from engine.spec.drafts import Drafts
 from engine.spec.ngram import NgramProposer
 
+if TYPE_CHECKING:
+    from engine.worker.feature import Feature
+
 PROPOSERS = {"ngram": NgramProposer}  # by method of ``speculative_config``
 
 logger = logging.getLogger("engine.core")
@@ -50,7 +53,7 @@ def build_core(
     from engine.worker.worker import make_worker
 
     config = resolve(config, info, resolve_device(config.device))
-    worker = make_worker(config, info)
+    worker = make_worker(config, info, computing_halves(config))
     check_capabilities(chosen.resources, worker.capabilities)
     facts = worker.load()
     decided = decide(config, info, facts, worker.measure, parts_of(chosen.resources))
@@ -126,6 +129,11 @@ def features_of(config: SchedulerConfig) -> list[Resource]:
     make = PROPOSERS[asked.method]
     proposer = make(asked.prompt_lookup_min, asked.prompt_lookup_max)
     return [Drafts(asked.num_speculative_tokens, proposer)]
+
+
+def computing_halves(config: EngineConfig) -> list[Feature]:
+    """What the worker needs for the same features, beside what it can do itself (drafts, masks)."""
+    return []
 
 
 def parts_of(resources: Iterable[Resource]) -> tuple[str, ...]:
