@@ -199,7 +199,8 @@ def seal(step: Step, roster: Roster, kv: KVManager) -> StepPlan:
 
 def pad_drafts(plan: StepPlan, step: Step) -> None:
     """Fill the places behind a row's known tokens for which no feature has drafts with ``PADDING``,
-    so that the worker verifies and rejects them."""
+    so that the worker verifies and rejects them. Drafts for which there is no place are left out.
+    """
     slots = {
         req.row: behind
         for req, count in step.grants
@@ -209,8 +210,13 @@ def pad_drafts(plan: StepPlan, step: Step) -> None:
         return
     counts = [slots.get(row, 0) for row in plan.rows.tolist()]
     if plan.drafts is None or plan.drafts.counts.tolist() != counts:
-        padding = np.full(sum(counts), PADDING, dtype=np.int32)
-        plan.drafts = DraftPart(np.array(counts, dtype=np.int32), padding)
+        known = [[]] * len(counts) if plan.drafts is None else plan.drafts.by_row()
+        filled = [
+            (drafts + [PADDING] * count)[:count]
+            for drafts, count in zip(known, counts, strict=True)
+        ]
+        tokens = np.array([token for drafts in filled for token in drafts], dtype=np.int32)
+        plan.drafts = DraftPart(np.array(counts, dtype=np.int32), tokens)
 
 
 def new_seq(req: Request) -> NewSeq:

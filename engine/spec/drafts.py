@@ -158,7 +158,8 @@ class Drafts(Resource):
 
     def take(self, req: Request, num_tokens: int, step: Step) -> None:
         drafts = list(self._proposed.pop(req.row, ()))
-        num_places = max(0, req.num_computed - req.num_tokens)
+        # The last token that is known, or on its way, has no draft in its place.
+        num_places = max(0, req.num_computed - req.num_tokens - req.num_pending + 1)
         if num_places:
             padding = [PADDING] * num_places
             self._taken[req.row] = (drafts + padding)[:num_places]

@@ -15,6 +15,7 @@ from engine.assets import BOX_MODEL
 from engine.core.build import build_core, check_capabilities, parts_of
 from engine.errors import ConfigError
 from engine.messages.step import StepResult
+from engine.sched.policies import Priority
 from engine.spec.drafts import Drafts
 
 
@@ -319,6 +320,35 @@ def test_drafts_change_nobody_s_tokens(k, depth):
         stats = drafts.stats
         assert stats.num_accepted == sum(stats.accepted_at) <= stats.num_draft_tokens, seed
         assert (stats.num_accepted > 0) == (k > 0), f"seed {seed}"
+
+
+@pytest.mark.parametrize("preempts", [False, True])
+def test_drafts_stand_beside_a_decode_with_two_steps_in_flight(preempts):
+    """A policy whose waiting requests may preempt is asked about each row by itself."""
+
+    class ForOne:
+        def propose(self, req, num_tokens):
+            said = list(requests[0].prompt_token_ids) + answer(requests[0])
+            known = len(req.tokens)
+            return said[known : known + num_tokens] if req.request_id == "0" else []
+
+        def release(self, req):
+            pass
+
+    requests = [make_request(name, [ord(name)] * 20, 40) for name in "012"]
+    drafts = Drafts(3, ForOne())
+    run = make_feature_run(
+        resources=[drafts],
+        depth=2,
+        max_num_seqs=2,
+        policy=Priority(preempt_for_waiting=preempts),
+        num_drafts=3,
+    )
+    for request in requests:
+        run.add(request)
+    run.drain()
+    assert run.outputs == {request.request_id: answer(request) for request in requests}
+    assert drafts.stats.num_accepted == drafts.stats.num_draft_tokens >= 27
 
 
 def test_results_may_come_without_proposals():
