@@ -25,6 +25,9 @@ def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
     assert (upto <= kv.num_held[plan.rows] * kv.block_size).all(), "computes without blocks"
     assert (upto < table.limit.all[plan.rows]).all(), "computes what nobody will read"
     assert (plan.generations == table.generation.all[plan.rows]).all(), "names an old request"
+    if plan.drafts is not None:
+        assert plan.drafts.counts.any(), "a part for drafts, and no drafts"
+        assert (plan.drafts.counts < plan.counts).all(), "a draft in the place of a known token"
     written: set[int] = set()
     for row, start, end in zip(rows, plan.starts.tolist(), upto.tolist(), strict=True):
         req = scheduler.roster.by_row[row]
