@@ -5,6 +5,7 @@
     received ── all of it ───────────────────────────> back in the queue, that much is ready
              └─ not all ── "recompute" ──────────────> back in the queue, the rest is computed
                         └─ "fail" ───────────────────> ends with an error
+    cannot start ── the same as received, with nothing of it
     aborted while it loads ──> its blocks are lent until received
     finished ────────────────> lent until sent, if the source wants to keep them
 
@@ -57,6 +58,9 @@ class RemoteKV(Resource):
     def fit(self, req: Request, num_tokens: int, step: Step) -> Fit:
         if not req.is_waiting:
             return Fit(num_tokens)
+        if why := self._kv.load_error(req):  # its load never began
+            self._loading.pop(req.request_id, None)
+            self._failed[req.request_id] = why
         if req.request_id in self._failed and self.kv_load_failure_policy == "fail":
             why = self._failed[req.request_id]
             return Fit(0, f"its KV could not be loaded: {why}", OnRefuse.FAIL)

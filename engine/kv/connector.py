@@ -37,7 +37,11 @@ class KVSource(Protocol):
         """What it has behind the local hit. Changes nothing; asked anew when the hit moves."""
 
     def start_load(self, req: Holder, blocks: Sequence[int], num_tokens: int) -> None:
-        """Fill these blocks, which hold the ``num_tokens`` behind the local hit, in order."""
+        """Fill these blocks, which hold the ``num_tokens`` behind the local hit, in order.
+
+        If it raises, nothing may be written into them: the load counts as failed before it began,
+        and the source is not asked again for this request.
+        """
 
     def metadata(self) -> bytes | None:
         """What the worker's half must be told with the next plan, ``None`` if nothing."""

@@ -65,7 +65,8 @@ class Holding:
     num_ready: int = 0  # leading tokens whose KV was there when the blocks were got
     num_remote: int = 0  # tokens behind the adopted ones that a transfer fills, or has filled
     num_told: int = 0  # leading entries that the worker knows
-    loading: bool = False  # a transfer writes into the blocks
+    loading: bool = False  # a transfer writes into the blocks, or waits to begin
+    load_error: str = ""  # what the source raised instead of starting a load; it stays true
     hit: PrefixHit | None = None  # remembered answer of lookup
     hit_known: int = -1  # tokens known when it was found
     hit_version: int = -1  # of the cache at that time

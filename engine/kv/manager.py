@@ -103,6 +103,10 @@ class KVManager:
         """Does a transfer write into the request's blocks? Then they cannot be taken from it."""
         return (holding := self._found(req)) is not None and holding.loading
 
+    def load_error(self, req: Holder) -> str:
+        """What the source raised when it was to load the request's KV; empty if it did not."""
+        return holding.load_error if (holding := self._found(req)) else ""
+
     def lookup(self, req: Holder) -> PrefixHit:
         """The longest cached prefix; at most all but the last token, which must be computed."""
         return self._hit(req, self._holding(req))
@@ -187,7 +191,11 @@ class KVManager:
         self.num_held[rows] += 1
 
     def hold(self, req: Holder, upto: int) -> bool:
-        """``reserve`` for a request that will wait: the worker is told when it gets a seat."""
+        """``reserve`` for a request that will wait: the worker is told when it gets a seat.
+
+        False, and it holds nothing, if what was to be loaded within the step cannot be: more is to
+        be computed than was asked for, and ``ready`` says how much.
+        """
         if self._wanted(req, upto) > self.pool.num_free:
             return False
         holding = self._holding(req)
@@ -201,15 +209,16 @@ class KVManager:
             self.tables.extend(holding, wanted)
         self.num_held[req.row] = len(holding.blocks)
         if load_now:
-            assert self.transfers.source is not None
-            blocks = self._blocks_to_load(req, holding)
-            self.transfers.source.start_load(req, blocks, holding.num_remote)
+            if not self.transfers.start(req, holding, self._blocks_to_load(req, holding)):
+                self.release(req)
+                return False
             holding.num_ready += holding.num_remote
         return True
 
     def start_load(self, req: Holder) -> None:
         """Fill what the request holds behind its hit from elsewhere, as soon as no step in flight
-        writes those blocks; ``loaded`` says it is done."""
+        writes those blocks; ``loaded`` says it is done, ``take_failed_loads`` that it cannot be
+        started."""
         holding = self._holdings[req.row]
         self.transfers.load(req, holding, self._blocks_to_load(req, holding))
 
@@ -222,6 +231,11 @@ class KVManager:
         holding.loading = False
         holding.num_ready = min(upto, len(req.tokens) - 1)
         self.commit(req, holding.num_ready)
+
+    def take_failed_loads(self) -> list[Holder]:
+        """Who waits for a load that its source could not start, since the last call. They hold
+        their blocks, and ``ready`` of them is what they found here."""
+        return self.transfers.take_failed()
 
     def step_planned(self) -> None:
         """A step that writes blocks is about to be launched."""
@@ -392,7 +406,7 @@ class KVManager:
             return PrefixHit(num_tokens, tables)
         if old is not None and old.num_tokens == num_tokens:
             return PrefixHit(num_tokens, tables, old.num_remote, old.asynchronous)
-        return PrefixHit(num_tokens, tables, *self.transfers.match(req, num_tokens))
+        return PrefixHit(num_tokens, tables, *self.transfers.match(req, holding, num_tokens))
 
     def _adopt(self, req: Holder, holding: Holding, upto: int) -> bool:
         """The request's hit becomes the beginning of its tables. Is there more to load at once?"""

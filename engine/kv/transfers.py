@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,8 @@ from engine.kv.holding import Holder, Holding
 from engine.kv.tables import live_blocks
 
 NOTHING = RemoteMatch()
+
+logger = logging.getLogger("engine.kv")
 
 
 @dataclass(slots=True)
@@ -28,6 +31,9 @@ class Transfers:
 
     A loan ends when as many transfers have ended as were begun under its id, so an id used again
     cannot free the blocks of the wrong transfer. Without a source there are no ``fences``.
+
+    A load that its source cannot start has never begun: its blocks stay the request's and hold
+    nothing, and the source is not asked about that request again.
     """
 
     def __init__(self, pool: BlockPool, source: KVSource | None) -> None:
@@ -35,10 +41,11 @@ class Transfers:
         self.lent: dict[str, Loan] = {}
         self.fences = None if source is None else Fences(pool.num_blocks)
         self._pool = pool
+        self._failed: dict[int, Holder] = {}  # who waits for a load that will not begin
 
-    def match(self, req: Holder, num_local_tokens: int) -> RemoteMatch:
+    def match(self, req: Holder, holding: Holding, num_local_tokens: int) -> RemoteMatch:
         """What the source has behind the local hit; the last known token is always computed."""
-        if self.source is None:
+        if self.source is None or holding.load_error:
             return NOTHING
         found = self.source.match(req, num_local_tokens)
         room = len(req.tokens) - 1 - num_local_tokens
@@ -46,11 +53,37 @@ class Transfers:
 
     def load(self, req: Holder, holding: Holding, blocks: Sequence[int]) -> None:
         """Fill these blocks from elsewhere as soon as no step in flight writes them. Until it is
-        said to be over they cannot be taken from the request."""
-        source, fences, num_tokens = self.source, self.fences, holding.num_remote
-        assert source is not None and fences is not None
+        said to be over they cannot be taken from the request. If it cannot start, the request is
+        among those of ``take_failed``."""
+        assert self.fences is not None
         holding.loading = True
-        fences.when_written(req.arrival, blocks, lambda: source.start_load(req, blocks, num_tokens))
+
+        def start() -> None:
+            if not self.start(req, holding, blocks):
+                holding.loading = False
+                self._failed[req.arrival] = req
+
+        self.fences.when_written(req.arrival, blocks, start)
+
+    def start(self, req: Holder, holding: Holding, blocks: Sequence[int]) -> bool:
+        """Have the source fill these blocks; False if it raised, which is kept with the holding."""
+        assert self.source is not None
+        try:
+            self.source.start_load(req, blocks, holding.num_remote)
+        except Exception as error:  # a plug-in's code: the fault is this request's alone
+            holding.load_error = f"{type(error).__name__}: {error}"
+            logger.warning(
+                "%s.start_load, request %s: %s; nothing is loaded",
+                type(self.source).__name__,
+                req.request_id,
+                holding.load_error,
+            )
+        return not holding.load_error
+
+    def take_failed(self) -> list[Holder]:
+        """Whose load could not start since the last call, less those that have ended."""
+        failed, self._failed = self._failed, {}
+        return list(failed.values())
 
     def give_back(self, blocks: Sequence[int]) -> None:
         """The pool has them; steps in flight may still write them."""
@@ -61,6 +94,7 @@ class Transfers:
     def end(self, req: Holder, holding: Holding) -> dict[str, Any] | None:
         """The request has ended: its blocks are free, or lent. Returns what its output carries."""
         blocks = live_blocks(holding)
+        self._failed.pop(req.arrival, None)
         if holding.loading and self.fences is not None and self.fences.cancel(req.arrival):
             holding.loading = False  # it had not begun, so no end of it will be told
         bye = Farewell() if self.source is None else self.source.finished(req, blocks)

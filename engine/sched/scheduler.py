@@ -155,6 +155,8 @@ class Scheduler(SchedulerInterface):
         self._run_errands()
         for req in self.settler.take_orphans():
             self.wake(req.request_id)
+        for holder in self.kv.take_failed_loads():
+            self.wake(holder.request_id)
         tally.num_steps += 1
         step = view.step = builder.Step(
             tally.num_steps, self.config.max_num_batched_tokens, self.roster
@@ -230,7 +232,10 @@ class Scheduler(SchedulerInterface):
             return False
         for victim in victims:
             self.preempt(victim, step, by=req.request_id)
-        return self.kv.reserve(req, start + num_tokens)
+        if self.kv.reserve(req, start + num_tokens):
+            return True
+        step.skip(req, waits.FAILED_LOAD)  # there are blocks enough
+        return False
 
     def grant(self, req: Request, num_tokens: int, step: builder.Step) -> None:
         """The request computes these tokens in this step; its blocks are reserved."""
@@ -272,10 +277,12 @@ class Scheduler(SchedulerInterface):
         if fit.hold:
             # What is being filled is nobody's victim, so what was promised is not for it.
             spared = promised_to_others(req, self.asked, self.view)
-            fits = self.kv.fits(req, fit.hold, spared=spared)
-            if not (fits and self.kv.hold(req, fit.hold)):
+            if not self.kv.fits(req, fit.hold, spared=spared):
                 if not self.settler.end_if_never(req, fit.hold):
                     step.close(waits.BLOCKS)
+                return
+            if not self.kv.hold(req, fit.hold):
+                step.skip(req, waits.FAILED_LOAD)
                 return
         self.roster.park(req, self.view.now, fit.cause, holds=fit.hold > 0)
         self.resources.parked(req, fit.by)

@@ -17,6 +17,7 @@ SEATS = "seats"
 BLOCKS = "KV blocks"
 POLICY = "policy order"
 PAUSED = "paused"
+FAILED_LOAD = "failed load"  # within the step: more is to be computed than it was offered
 PREEMPTED = "preempted"  # by whom follows
 NEXT_STEP = "next step"  # nothing held it back but that no plan was made yet
 

@@ -328,6 +328,30 @@ CANARIES = (
         "            pass\n",
     ),
     Canary(
+        "keep blocks for a load that could not start",
+        "kv/transfers.py",
+        "                holding.loading = False\n                self._failed",
+        "                self._failed",
+    ),
+    Canary(
+        "leave the request parked whose load could not start",
+        "kv/transfers.py",
+        "                self._failed[req.arrival] = req\n",
+        "                pass\n",
+    ),
+    Canary(
+        "ask the source again that could not start the load",
+        "kv/transfers.py",
+        "if self.source is None or holding.load_error:",
+        "if self.source is None:",
+    ),
+    Canary(
+        "count tokens as loaded whose load could not start",
+        "kv/manager.py",
+        "                self.release(req)\n                return False\n            holding.num",
+        "                pass\n            holding.num",
+    ),
+    Canary(
         "free the blocks that a load still writes",
         "kv/transfers.py",
         "if blocks and (bye.keep or holding.loading):",

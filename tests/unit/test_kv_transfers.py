@@ -281,3 +281,44 @@ def test_a_load_into_blocks_that_no_step_writes_starts_at_once():
     assert kv.hold(req, 60)
     kv.start_load(req)
     assert [name for name, _, _ in source.loads] == ["r0"]
+
+
+@pytest.mark.behaviour(97)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_cannot_start_to_load_is_computed_and_its_source_is_not_asked_again(asynchronous):
+    kv, source = make(num_tokens=48, asynchronous=asynchronous)
+
+    def refuse(req, blocks, num_tokens):
+        raise OSError("connection lost")
+
+    source.start_load = refuse
+    req = holder(0, list(range(60)))
+    if asynchronous:
+        assert kv.hold(req, 60)
+        kv.start_load(req)
+        assert kv.take_failed_loads() == [req]
+    else:
+        assert not kv.hold(req, 60) and kv.held(req) == [], "it takes the tokens it counted on"
+    assert kv.take_failed_loads() == []
+    assert kv.load_error(req) == "OSError: connection lost"
+    assert not kv.is_loading(req) and kv.ready(req) == 0
+    kv.release(req)
+    assert kv.lookup(req).num_remote == 0 and len(source.asked) == 1
+    assert kv.reserve(req, 60)
+    kv.forget(req)
+    assert kv.num_free == 10 and not kv.transfers.lent
+
+
+@pytest.mark.behaviour(100)
+def test_an_abort_after_a_load_could_not_start_leaves_nothing_to_wake():
+    kv, source = make(num_tokens=48, asynchronous=True)
+
+    def refuse(req, blocks, num_tokens):
+        raise OSError("connection lost")
+
+    source.start_load = refuse
+    req = holder(0, list(range(60)))
+    assert kv.hold(req, 60)
+    kv.start_load(req)
+    kv.forget(req)
+    assert kv.num_free == 10 and kv.take_failed_loads() == []

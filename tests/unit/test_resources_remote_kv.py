@@ -125,6 +125,81 @@ def test_a_failed_load_ends_its_request_if_that_is_wanted():
     assert run.ends["0"].message == "its KV could not be loaded: connection lost"
 
 
+def refuse(*_):
+    raise OSError("connection lost")
+
+
+@pytest.mark.behaviour(97)
+@pytest.mark.parametrize("ticks", [0, 1], ids=["within the step", "by waiting"])
+@pytest.mark.parametrize("failure_policy", ["recompute", "fail"])
+def test_a_load_that_cannot_start_is_a_failed_load_of_its_request_alone(failure_policy, ticks):
+    """Its blocks were lent for ever to a transfer that never began, or it ended the engine."""
+    source, run = make(failure_policy, num_blocks=9)
+    source.start_load = refuse
+    run.add(request := remote("0", num_tokens=48, asynchronous=ticks > 0, ticks=ticks))
+    run.add(other := remote("1", length=20))
+    run.wait()
+    if failure_policy == "recompute":
+        assert run.outputs == {"0": answer(request), "1": answer(other)}
+    else:
+        assert run.finished["0"] == ("error", None) and run.outputs["1"] == answer(other)
+        assert run.ends["0"].message == "its KV could not be loaded: OSError: connection lost"
+    assert not run.scheduler.kv.transfers.lent and run.scheduler.reset_prefix_cache()
+
+
+@pytest.mark.behaviour(97)
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_a_load_that_cannot_start_behind_a_step_in_flight_loses_nothing_of_that_step(is_aborted):
+    """What its source raised left ``update_from_output``, and the engine was dead."""
+    source, run = make("fail", num_blocks=9, depth=2, late=True, caching=False)
+    source.start_load = refuse
+    run.add(remote("0", length=60, num_output=20))
+    run.add(other := remote("2", length=20, num_output=8))
+    run.step()
+    run.launch()
+    run.scheduler.finish_requests("0")
+    run.finished["0"] = ("abort", None)
+    run.add(loading("1", 48, ticks=1))
+    run.launch()
+    assert "1" in run.scheduler.roster.parked and "1" not in run.finished
+    run.settle()
+    run.settle()
+    if is_aborted:
+        run.scheduler.finish_requests("1")
+        run.finished["1"] = ("abort", None)
+    run.wait()
+    assert run.finished["1"] == ("abort" if is_aborted else "error", None)
+    assert run.outputs["2"] == answer(other)
+    assert run.scheduler.kv.num_free == run.scheduler.kv.num_usable
+
+
+@pytest.mark.behaviour(97)
+def test_a_load_that_cannot_start_within_the_step_is_charged_to_its_request():
+    """It waits for the next step because of its load, and no other waits with it."""
+    source, run = make()
+    source.start_load = refuse
+    clock = [0.0]
+    run.scheduler._clock = lambda: clock[0]
+    run.add(remote("0", num_tokens=48))
+    run.add(remote("1", length=20))
+    while "0" not in run.finished:
+        run.step()
+        clock[0] += 1.0
+    assert run.plans[0] == {"1": 20} and run.plans[1]["0"] == 60
+    assert run.ends["0"].waits["failed load"] == 1.0
+
+
+@pytest.mark.behaviour(97)
+def test_a_preempted_request_whose_load_could_not_start_computes():
+    source, run = make(num_blocks=9, caching=False)
+    source.start_load = refuse
+    run.add(first := remote("0", length=30, num_output=50))
+    run.add(request := loading("1", 48, num_output=50))
+    run.wait()
+    assert run.scheduler.settler.tally.num_preemptions > 0
+    assert run.outputs == {"0": answer(first), "1": answer(request)}
+
+
 @pytest.mark.behaviour(97)
 def test_an_unknown_way_to_take_failures_is_refused():
     with pytest.raises(ConfigError, match="'retry', must be 'recompute' or 'fail'"):

@@ -241,7 +241,7 @@ class RequestMaker:
             fields["kv_transfer_params"] = {
                 "ticks": rng.randint(0, 20) * (rng.random() < 0.8),
                 "num_tokens": rng.randint(0, num_prompt),
-                "share": rng.choice((1.0, 1.0, 0.5)),
+                "share": rng.choice((1.0, 1.0, 0.5, 0.0)),
             }
         if ("encoder" in needs or "media" in self.features) and rng.random() < 0.6:
             fields["media"] = self.media(num_prompt)

@@ -36,7 +36,8 @@ class Load(NamedTuple):
 
 class Store:
     """Knows the KV of every prompt. ``kv_transfer_params`` say how much of it is offered, how many
-    ``ticks`` it takes (0: it is there within the step), and the ``share`` of it that arrives."""
+    ``ticks`` it takes (0: it is there within the step), and the ``share`` of it that arrives. With
+    a share of 0 the load cannot start at all; then it is not asked about the request again."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -44,15 +45,20 @@ class Store:
         self.started: list[Load] = []  # and not looked at yet
         self.orders: list[Digests] = []  # for the next step
         self._starts: dict[int, int] = {}  # where the rest begins, by number of the request
+        self._refused: set[int] = set()  # whose load could not start, by the same
 
     def match(self, req: Any, num_local_tokens: int) -> RemoteMatch:
         params = req.add.kv_transfer_params or {}
+        assert req.arrival not in self._refused, f"{req}: offered again after a failed start"
         self._starts[req.arrival] = num_local_tokens
         behind = max(0, params.get("num_tokens", 0) - num_local_tokens)
         return RemoteMatch(behind, asynchronous=params.get("ticks", 0) > 0)
 
     def start_load(self, req: Any, blocks: Sequence[int], num_tokens: int) -> None:
         params, digests = req.add.kv_transfer_params or {}, self._digests(req, blocks, num_tokens)
+        if not params["share"]:
+            self._refused.add(req.arrival)
+            raise OSError("the store is out of reach")
         if not params["ticks"]:
             self.orders.append(digests)
             return
@@ -79,6 +85,7 @@ class Store:
 
     def finished(self, req: Any, blocks: Sequence[int]) -> Farewell:
         self._starts.pop(req.arrival, None)
+        self._refused.discard(req.arrival)
         return Farewell()
 
     def shutdown(self) -> None:
