@@ -95,8 +95,9 @@ class AsyncLLMEngine:
         ahead = inputs.texts.ahead(prompt, sampling_params)
         if ahead is not None:  # other tasks go on meanwhile; what is wrong is said by process()
             options.setdefault("arrival_time", began)
-            with contextlib.suppress(Exception):
-                await asyncio.wrap_future(ahead)
+            # A shutdown cancels texts that no thread has begun: that is no end of this task.
+            await asyncio.gather(asyncio.wrap_future(ahead), return_exceptions=True)
+            self._check_alive()
         submission = inputs.process(request_id, prompt, sampling_params, options, ahead)
         stream = Stream(asyncio.get_running_loop(), submission.params.output_kind)
         self._open_stream(submission, stream)
