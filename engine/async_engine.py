@@ -25,11 +25,12 @@ from engine.config.args import EngineArgs
 from engine.core.build import build_core
 from engine.core.launch import open_core
 from engine.errors import ConfigError, EngineDeadError
-from engine.frontend.prompt import RequestOptions, Submission, as_request_ids
+from engine.frontend.prompt import RequestOptions, Submission
 from engine.frontend.rendering import Prompt
 from engine.frontend.session import PauseScope, Session
 from engine.frontend.stream import Stream
 from engine.frontend.tokenizer import Tokenizer
+from engine.messages.check import as_request_ids
 from engine.messages.outputs import RequestOutput
 from engine.messages.params import SamplingParams
 from engine.messages.stats import SchedulerStats
