@@ -188,7 +188,7 @@ class Link:
                 _check_counts(batch)
                 _check_places([each.index for each in batch.finished], batch.request_ids)
                 _check_places([each.index for each in batch.started], batch.request_ids)
-                self.offset.from_core(batch)
+                self.offset.from_core(batch, self._clock())
                 self.unread.append(batch)
             case Dead():
                 raise death_of(message.message, message.traceback)
