@@ -224,6 +224,8 @@ class Link:
         while self._submits and (first := next(iter(self._submits))) < number:
             part = self._submits.pop(first)
             self._free(part, part.request_ids)
+        if self._stats_asked is not None and self._stats_asked < number:
+            self._stats_asked = None
 
     def _free(self, part: Part, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
