@@ -25,11 +25,12 @@ from engine.config.args import EngineArgs
 from engine.core.build import build_core
 from engine.core.launch import open_core
 from engine.errors import ConfigError, EngineDeadError
-from engine.frontend.prompt import RequestOptions, Submission, as_request_ids
+from engine.frontend.prompt import RequestOptions, Submission
 from engine.frontend.rendering import Prompt
 from engine.frontend.session import PauseScope, Session
 from engine.frontend.stream import Stream
 from engine.frontend.tokenizer import Tokenizer
+from engine.messages.check import as_request_ids
 from engine.messages.outputs import RequestOutput
 from engine.messages.params import SamplingParams
 from engine.messages.stats import SchedulerStats
@@ -95,8 +96,9 @@ class AsyncLLMEngine:
         ahead = inputs.texts.ahead(prompt, sampling_params)
         if ahead is not None:  # other tasks go on meanwhile; what is wrong is said by process()
             options.setdefault("arrival_time", began)
-            with contextlib.suppress(Exception):
-                await asyncio.wrap_future(ahead)
+            # A shutdown cancels texts that no thread has begun: that is no end of this task.
+            await asyncio.gather(asyncio.wrap_future(ahead), return_exceptions=True)
+            self._check_alive()
         submission = inputs.process(request_id, prompt, sampling_params, options, ahead)
         stream = Stream(asyncio.get_running_loop(), submission.params.output_kind)
         self._open_stream(submission, stream)

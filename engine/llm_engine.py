@@ -13,10 +13,11 @@ from engine.core.build import build_core
 from engine.core.launch import open_core
 from engine.errors import ConfigError
 from engine.frontend.interrupts import HeldInterrupt
-from engine.frontend.prompt import RequestOptions, as_request_ids
+from engine.frontend.prompt import RequestOptions
 from engine.frontend.rendering import Prompt
 from engine.frontend.session import PauseScope, Session
 from engine.frontend.tokenizer import Tokenizer
+from engine.messages.check import as_request_ids
 from engine.messages.outputs import RequestOutput
 from engine.messages.params import SamplingParams
 from engine.messages.stats import SchedulerStats

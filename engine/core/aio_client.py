@@ -123,7 +123,7 @@ class AsyncEngineCoreClient:
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Finish these; unknown ids do nothing. Waits for nothing: ``step`` tells their ends, and
-        what came before."""
+        what came before. Raises ``RequestTypeError`` for ids that are none."""
         self._live()
         self._send_now(self._link.abort(request_ids))
 

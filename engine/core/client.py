@@ -12,7 +12,7 @@ from engine.core.control import Utilities
 from engine.core.engine_core import EngineCore
 from engine.core.polling import Work
 from engine.errors import EngineDeadError
-from engine.messages.check import check_request, in_use
+from engine.messages.check import as_request_ids, check_request, in_use
 from engine.messages.columns import with_ends
 from engine.messages.outputs import CoreOutputs, Finished
 from engine.messages.requests import AddRequest
@@ -68,8 +68,12 @@ class InprocClient:
         return errors
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Finish these; unknown ids do nothing. The next step tells the end of each."""
-        for req in self._live().scheduler.finish_requests(request_ids, "abort"):
+        """Finish these; unknown ids do nothing. The next step tells the end of each.
+
+        Raises ``RequestTypeError`` for ids that are none.
+        """
+        scheduler = self._live().scheduler
+        for req in scheduler.finish_requests(as_request_ids(request_ids), "abort"):
             self._aborted[req.request_id] = (req.add.client_index, end_of(req, 0, "abort"))
 
     def drop(self, request_ids: Sequence[str]) -> None:

@@ -5,12 +5,17 @@ each ``welcome`` and ``submitted``; it was read between the question and the ans
 
     told - heard  <=  core's clock - own clock  <=  told - asked
 
-Each exchange narrows these bounds, and the drift of two clocks widens them again in between. On one
-machine the true difference is nothing; as long as the bounds allow that, it is taken, and no time
-is changed at all.
+A batch of outputs tells its time, too: one more lower bound. Each message narrows these bounds, and
+the drift of two clocks widens them again in between. On one machine the true difference is nothing;
+until the bounds rule that out, it is taken, and no time is changed at all.
 
-Durations in place of times would need no measuring, but count from when a message is read: a core
-reads between two steps, so deadlines and arrivals would move by up to a step.
+Otherwise the lower bound is taken. A core reads between two steps and answers at once: a question
+may wait as long as a step takes, the answer does not, so the truth lies close to the lower bound.
+The error has one sign, as well. What the core did is dated too late, by up to the way of a message:
+never before what the client did to cause it, and never in the client's future.
+
+Durations in place of times would need no measuring, but count from when a message is read: a
+deadline or an arrival would move by up to a step.
 """
 
 from __future__ import annotations
@@ -32,19 +37,24 @@ class ClockOffset:
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        self._may_be_same = True  # may both be one clock?
         self._least, self._most = -math.inf, math.inf
         self._measured_at = 0.0
+        self._latest = -math.inf  # time of outputs, on the client's clock
+        self._started: dict[str, float] = {}
+        """Requests that have started, each with the offset by which all its events are dated."""
 
     def measure(self, asked: float, told: float, heard: float) -> None:
-        """An exchange: the core's time between two of the client's."""
+        """An exchange: the core's time between two of the client's. A message that was not asked
+        for was asked at minus infinity."""
         widened = MAX_DRIFT * (heard - self._measured_at)
         self._least = max(self._least - widened, told - heard)
         self._most = min(self._most + widened, told - asked)
         self._measured_at = heard
         if self._least > self._most:  # a machine slept meanwhile: its clock stood still
             self._least, self._most = told - heard, told - asked
-        is_same = self._least <= 0.0 <= self._most
-        self.seconds = 0.0 if is_same else (self._least + self._most) / 2
+        self._may_be_same = self._may_be_same and self._least <= 0.0 <= self._most
+        self.seconds = 0.0 if self._may_be_same else self._least
 
     def to_core(self, request: AddRequest) -> AddRequest:
         """A request of a client, with its times on the core's clock."""
@@ -58,19 +68,32 @@ class ClockOffset:
             end_deadline=self._later(request.end_deadline),
         )
 
-    def from_core(self, batch: CoreOutputs) -> None:
-        """Put the times of outputs on the client's clock."""
-        if not self.seconds:
-            return
-        batch.time -= self.seconds
+    def from_core(self, batch: CoreOutputs, heard: float) -> None:
+        """Put the times of outputs, which came at ``heard``, on the client's clock.
+
+        Times of batches do not go back when the offset is known better.
+        """
+        self.measure(-math.inf, batch.time, heard)
+        if not self._may_be_same:
+            batch.time = min(max(batch.time - self.seconds, self._latest), heard)
+            self._date_events(batch)
+        self._latest = batch.time
+
+    def _date_events(self, batch: CoreOutputs) -> None:
+        """Those of one request by one offset: they are told with its start and again with its end,
+        which may be hours later."""
         for started in batch.started:
-            started.scheduled_time -= self.seconds
-            started.events = self._earlier(started.events)
+            seconds = self._started.setdefault(batch.request_ids[started.index], self.seconds)
+            started.scheduled_time = min(started.scheduled_time - seconds, batch.time)
+            started.events = _earlier(started.events, seconds, batch.time)
         for end in batch.finished:
-            end.events = self._earlier(end.events)
+            seconds = self._started.pop(batch.request_ids[end.index], self.seconds)
+            end.events = _earlier(end.events, seconds, batch.time)
 
     def _later(self, time: float | None) -> float | None:
         return None if time is None else time + self.seconds
 
-    def _earlier(self, events: Events) -> Events:
-        return [(event, time - self.seconds) for event, time in events]
+
+def _earlier(events: Events, seconds: float, latest: float) -> Events:
+    """None is later than the outputs that tell it."""
+    return [(event, min(time - seconds, latest)) for event, time in events]

@@ -23,7 +23,7 @@ from engine.core.clocks import ClockOffset
 from engine.core.failures import death_of, error_of
 from engine.errors import EngineError, WireError
 from engine.ipc.codec import Decoder, Encoder
-from engine.messages.check import check_plain, in_use
+from engine.messages.check import as_request_ids, check_plain, in_use
 from engine.messages.outputs import CoreOutputs
 from engine.messages.requests import AddRequest
 from engine.messages.stats import SchedulerStats
@@ -135,8 +135,11 @@ class Link:
         return [self.abort(names), call]
 
     def abort(self, request_ids: Sequence[str]) -> bytes:
-        """Stop these; the end of each will come, and until it was read its id is in use."""
-        return self._encoder.encode(Abort(list(request_ids)))
+        """Stop these; the end of each will come, and until it was read its id is in use.
+
+        Raises ``RequestTypeError`` for ids that are none: the core could not read the message.
+        """
+        return self._encoder.encode(Abort(as_request_ids(request_ids)))
 
     def call(self, name: str, args: tuple[Any, ...]) -> tuple[int, bytes]:
         """Number and frame.
@@ -185,7 +188,7 @@ class Link:
                 _check_counts(batch)
                 _check_places([each.index for each in batch.finished], batch.request_ids)
                 _check_places([each.index for each in batch.started], batch.request_ids)
-                self.offset.from_core(batch)
+                self.offset.from_core(batch, self._clock())
                 self.unread.append(batch)
             case Dead():
                 raise death_of(message.message, message.traceback)
@@ -221,6 +224,8 @@ class Link:
         while self._submits and (first := next(iter(self._submits))) < number:
             part = self._submits.pop(first)
             self._free(part, part.request_ids)
+        if self._stats_asked is not None and self._stats_asked < number:
+            self._stats_asked = None
 
     def _free(self, part: Part, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:

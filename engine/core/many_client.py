@@ -14,7 +14,7 @@ import zmq
 from engine.core.balance import Balancer
 from engine.core.zmq_client import STEP_SECONDS, EngineCoreClient
 from engine.errors import ConfigError, EngineDeadError
-from engine.messages.check import in_use
+from engine.messages.check import as_request_ids, in_use
 from engine.messages.outputs import CoreOutputs
 from engine.messages.requests import AddRequest
 from engine.messages.stats import SchedulerStats
@@ -80,10 +80,10 @@ class ManyCoresClient:
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Finish these; unknown ids do nothing. Waits for nothing: ``step`` tells their ends, and
-        what came before."""
+        what came before. Raises ``RequestTypeError`` for ids that are none."""
         self.check_alive()
         names: defaultdict[int, list[str]] = defaultdict(list)  # by core
-        for request_id in request_ids:
+        for request_id in as_request_ids(request_ids):
             core = self._balancer.core_of(request_id)
             if core is not None:
                 names[core].append(request_id)

@@ -110,7 +110,7 @@ class EngineCoreClient:
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Finish these; unknown ids do nothing. Waits for nothing: ``step`` tells their ends, and
-        what came before."""
+        what came before. Raises ``RequestTypeError`` for ids that are none."""
         self._live()
         self._send(self._link.abort(request_ids))
 

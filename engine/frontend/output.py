@@ -126,10 +126,13 @@ class OutputProcessor:
             del self._rows[core_id]
         return request.core_ids
 
-    def take_ended_here(self) -> list[str]:
-        """Sequences that ended here since the last call, by the core's ids: it must stop them."""
-        ended, self._ended_here = self._ended_here, []
-        return ended
+    def ended_here(self) -> list[str]:
+        """Sequences that ended here and that the core must stop, by its ids."""
+        return list(self._ended_here)
+
+    def forget_ended_here(self) -> None:
+        """The core was told of them."""
+        self._ended_here.clear()
 
     def _start(self, core_id: str, started: Started) -> None:
         row = self._rows.get(core_id)

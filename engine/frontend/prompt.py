@@ -299,16 +299,6 @@ def _own_params(params: SamplingParams | None) -> SamplingParams:
     return msgspec.structs.replace(params)
 
 
-def as_request_ids(request_id: object) -> list[str]:
-    """One id or several as a list. Raises ``RequestTypeError`` for anything else."""
-    several = isinstance(request_id, Iterable) and not isinstance(request_id, str)
-    ids: list[str] = list(request_id) if several else [request_id]  # type: ignore[list-item,call-overload]
-    for item in ids:
-        if not isinstance(item, str):
-            raise RequestTypeError(f"request_id must be a str or several, got {item!r:.80}")
-    return ids
-
-
 def _last(token_ids: list[int], count: int) -> list[int]:
     """The end of a prompt is what is to be continued."""
     return token_ids[max(0, len(token_ids) - count) :]

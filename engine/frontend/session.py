@@ -196,9 +196,10 @@ class Session:
             self._pool.close()
 
     def _stop_in_core(self) -> None:
-        """What ended here ends in the core too."""
-        if ended := self.outputs.take_ended_here():
+        """What ended here ends in the core too. Interrupted, the next call tells it (again)."""
+        if ended := self.outputs.ended_here():
             self.client.abort(ended)
+            self.outputs.forget_ended_here()
 
 
 def _limits(config: EngineConfig, decided: Decided, tokenizer: Tokenizer | None) -> Limits:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from engine.errors import RequestError, RequestTypeError
@@ -30,6 +30,16 @@ def in_use(request_id: str) -> RequestError:
     return RequestError(
         f"request id {request_id!r:.80} is in use; wait until it has finished or choose another"
     )
+
+
+def as_request_ids(request_id: object) -> list[str]:
+    """One id or several as a list. Raises ``RequestTypeError`` for anything else."""
+    several = isinstance(request_id, Iterable) and not isinstance(request_id, str)
+    ids: list[str] = list(request_id) if several else [request_id]  # type: ignore[list-item,call-overload]
+    for item in ids:
+        if not isinstance(item, str):
+            raise RequestTypeError(f"request_id must be a str or several, got {item!r:.80}")
+    return ids
 
 
 def check_request(request: AddRequest, vocab_size: int, capabilities: Collection[str] = ()) -> None:

@@ -12,7 +12,7 @@ from core_clients import IN_PROCESS, WAIT_SECONDS, drain, read
 from simulate import expected, make_request
 from spawned import FakeBuild
 
-from engine.errors import RequestError
+from engine.errors import RequestError, RequestTypeError
 
 pytestmark = pytest.mark.usefixtures("place")
 
@@ -164,3 +164,25 @@ def test_an_interrupted_add_leaves_nothing_at_the_core(kind: str, opened: Any) -
 
 def interrupt(*_: object) -> None:
     raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("wrong", [5, [5], ["a", None], [["a"]], [b"a"]])
+def test_ids_that_are_none_are_refused_at_once_and_hurt_no_other_call(
+    kind: str, opened: Any, wrong: Any
+) -> None:
+    client = opened(kind)
+    client.add_all([make_request("a", [1], 40), make_request("b", [2], 40)])
+    with pytest.raises(RequestTypeError, match="request_id must be a str or several, got"):
+        client.abort(wrong)
+    assert client.stats() is not None
+    tokens, reasons = ends_of(client)
+    assert tokens == {"a": expected([1], 40), "b": expected([2], 40)}
+    assert reasons == {"a": "length", "b": "length"}
+
+
+def test_one_id_is_taken_whole(kind: str, opened: Any) -> None:
+    """A text is a sequence of texts, too."""
+    client = opened(kind, SLOW)
+    client.add_all([make_request("ab", [1], 400), make_request("a", [2], 5)])
+    client.abort("ab")
+    assert ends_of(client)[1] == {"ab": "abort", "a": "length"}

@@ -149,6 +149,18 @@ async def test_who_gives_up_while_it_is_tokenised_leaves_nothing(held: Held) -> 
     engine.shutdown()
 
 
+async def test_a_shutdown_is_told_to_those_whose_prompts_wait_for_a_thread(held: Held) -> None:
+    """They were not cancelled, so that is not what they are told."""
+    engine = AsyncLLMEngine(session_with(held))
+    tasks = [asyncio.create_task(collect(engine, LONG, f"r{i}")) for i in range(6)]
+    while not held.has_begun.is_set():
+        await asyncio.sleep(0)
+    await asyncio.to_thread(engine.shutdown)
+    held.may_end.set()
+    ends = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(end) for end in ends] == [EngineDeadError] * 6
+
+
 def test_many_prompts_are_tokenised_together(llm: LLM) -> None:
     texts = [f"prompt number {i}" for i in range(100)]
     outputs = llm.generate([*texts, [5, 6]], PARAMS, use_tqdm=False)

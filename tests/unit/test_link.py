@@ -197,3 +197,16 @@ def test_statistics_are_asked_for_once_at_a_time_and_kept() -> None:
     assert link.stats == stats and link.ask_stats() is not None
     link.feed(frames_of([Answer(2, ["rubbish"])]))
     assert link.stats == stats and link.ask_stats() is not None
+
+
+def test_a_question_for_statistics_that_was_never_sent_is_asked_again() -> None:
+    """An interrupt came before; the answer to what was asked later tells."""
+    link = Link()
+    assert link.ask_stats() is not None
+    number, _ = link.call("echo", (None,))
+    link.feed(frames_of([Answer(number)]))
+    assert link.ask_stats() is not None
+    submission = Submission()
+    link.submit([AddRequest("a", [1], SamplingParams(), 1, 0.0, 1)], submission)
+    link.feed(frames_of([Submitted(submission.parts[0].number, 0.0, [])]))
+    assert link.ask_stats() is not None and link.ask_stats() is None

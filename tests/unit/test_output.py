@@ -1,6 +1,7 @@
 """From the core's columns to what users read: text, stop strings, log-probabilities, times."""
 
 import time
+from collections.abc import Sequence
 
 import made_tokenizers as made
 import pytest
@@ -332,3 +333,26 @@ def _seconds(session: Session, ids: list[str], token_id: int) -> float:
     took = time.perf_counter() - start
     assert len(outputs) == len(ids)
     return took
+
+
+def test_what_ended_here_is_stopped_in_the_core_though_an_interrupt_came_first() -> None:
+    """The next step stops it, before which the core goes on with it."""
+
+    class Interrupted(FakeClient):
+        is_interrupted = True
+
+        def abort(self, request_ids: Sequence[str]) -> None:
+            if self.is_interrupted:
+                self.is_interrupted = False
+                raise KeyboardInterrupt
+            super().abort(request_ids)
+
+    client = Interrupted(counting)
+    session = fake_session(client)
+    for name in ("a", "b"):
+        submit(session, [5], SamplingParams(max_tokens=9), name)
+    with pytest.raises(KeyboardInterrupt):
+        session.abort(["a"])
+    while session.has_unfinished:
+        session.step()
+    assert client.aborted == ["a"] and not client.live
