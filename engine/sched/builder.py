@@ -206,17 +206,25 @@ def pad_drafts(plan: StepPlan, step: Step) -> None:
         for req, count in step.grants
         if count > 1 and (behind := req.num_computed - req.num_tokens - req.num_pending + 1) > 0
     }
-    if not slots and plan.drafts is None:
+    if not slots:
+        plan.drafts = None
         return
     counts = [slots.get(row, 0) for row in plan.rows.tolist()]
-    if plan.drafts is None or plan.drafts.counts.tolist() != counts:
-        known = [[]] * len(counts) if plan.drafts is None else plan.drafts.by_row()
-        filled = [
-            (drafts + [PADDING] * count)[:count]
-            for drafts, count in zip(known, counts, strict=True)
-        ]
-        tokens = np.array([token for drafts in filled for token in drafts], dtype=np.int32)
-        plan.drafts = DraftPart(np.array(counts, dtype=np.int32), tokens)
+    known: list[list[int]] = [[]] * len(counts)
+    if plan.drafts is not None and _fits(plan.drafts, len(counts)):
+        if plan.drafts.counts.tolist() == counts:
+            return
+        known = plan.drafts.by_row()
+    filled = [
+        (drafts + [PADDING] * count)[:count] for drafts, count in zip(known, counts, strict=True)
+    ]
+    tokens = np.array([token for drafts in filled for token in drafts], dtype=np.int32)
+    plan.drafts = DraftPart(np.array(counts, dtype=np.int32), tokens)
+
+
+def _fits(drafts: DraftPart, num_rows: int) -> bool:
+    """A stranger's resource may describe other rows, or fewer tokens than it counts."""
+    return len(drafts.counts) == num_rows and len(drafts.tokens) == int(drafts.counts.sum())
 
 
 def new_seq(req: Request) -> NewSeq:

@@ -206,9 +206,11 @@ class Guesses(Resource):
         if self.failing == "counts":
             ones = np.ones(len(plan.rows), dtype=np.int32)
             plan.drafts = DraftPart(ones, ones * 0)
+        if self.failing == "rows":
+            plan.drafts = DraftPart(np.array([2], dtype=np.int32), np.array([5], dtype=np.int32))
 
 
-@pytest.mark.parametrize("failing", ["take", "describe", "counts", ""])
+@pytest.mark.parametrize("failing", ["take", "describe", "counts", "rows", ""])
 def test_slots_for_drafts_that_nobody_named_are_padded(failing):
     """The worker read tokens that were not there, and the request never came to its next one."""
     run = make_run(resources=[Guesses(failing)], depth=2)
