@@ -180,7 +180,7 @@ class Sampler:
 
         Where the host can look at the logits at once, ``drawing.errors`` learns what is wrong.
         """
-        if drawn.is_cpu and (tokens := drawn.numpy()).min(initial=0) < 0:
+        if drawn.is_cpu and np.count_nonzero((tokens := drawn.numpy()) < 0):
             self._explain(rows.logits, draws, drawing, tokens)
         if drawing.seats is not None:
             self._penalties.count(drawing.seats, drawn)

@@ -232,7 +232,7 @@ class Batches:
         """The ids of tokens that the scheduler sent; the others only the device knows."""
         slots, positions = tokens.slots, tokens.positions
         is_sent = positions < self._live.num_sent[slots]
-        if is_sent.any():
+        if np.count_nonzero(is_sent):
             ids[:] = np.where(is_sent, self._live.tokens[slots, positions], UNKNOWN)
         else:
             ids[:] = UNKNOWN
@@ -253,7 +253,7 @@ class Batches:
 def locate(rows: PlanRows) -> Tokens:
     """Flatten the rows to tokens."""
     counts = rows.counts
-    if int(counts.sum()) == len(counts):  # one token each
+    if np.count_nonzero(counts == 1) == len(counts):  # one token each
         query_start = _ascending(len(counts) + 1)
         return Tokens(rows.slots.astype(np.intp), rows.starts.astype(np.int64), query_start)
     query_start = np.zeros(len(counts) + 1, dtype=np.int32)

@@ -49,6 +49,7 @@ class Driver:
         if len(plan.rows) and plan.masks is None:
             self._finish(
                 pending,
+                rows,
                 lambda part, first: runner.draw(
                     runner.forward(staged.pop() if staged else runner.stage(part))
                 ),
@@ -80,7 +81,7 @@ class Driver:
             of_row = _masks_of(forwarded.staged.draws, first_mask[first:])
             return runner.draw(forwarded, RowMasks(words, of_row))
 
-        self._finish(ticket, draw)
+        self._finish(ticket, self._rows_of(ticket.plan), draw)
         ticket.spans.append((began, runner.machine.platform.mark()))
 
     def collect(self, ticket: Pending) -> StepResult:
@@ -100,13 +101,12 @@ class Driver:
     def _rows_of(self, plan: StepPlan) -> PlanRows:
         return PlanRows.of(plan, self.runner.machine.model.vocab_size)
 
-    def _finish(self, pending: Pending, compute: Compute) -> None:
+    def _finish(self, pending: Pending, rows: PlanRows, compute: Compute) -> None:
         """Compute the rows of a step; prompt scores leave once nothing is run again."""
-        plan = pending.plan
-        pending.parts = self._isolated(self._rows_of(plan), 0, compute)
+        pending.parts = self._isolated(rows, 0, compute)
         for part in pending.parts:
             for row in part.prompt_logprobs:
-                self.runner.forget_scored(int(plan.slots[part.first + row]))
+                self.runner.forget_scored(int(rows.slots[part.first + row]))
 
     def _isolated(self, rows: PlanRows, first: int, compute: Compute) -> list[Homebound | Failed]:
         """Compute rows, of which ``first`` is the plan's; if that raises, in halves.

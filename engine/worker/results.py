@@ -88,7 +88,7 @@ def _read(part: Homebound | Failed, result: StepResult) -> tuple[Column, Column]
     drawn = next(columns).numpy()
     sound = next(columns).tolist() if part.edited else []
     stands = drawn >= 0
-    is_whole = bool(stands.all())
+    is_whole = np.count_nonzero(stands) == len(stands)
     if draws.is_padded:
         stands &= draws.slots >= 0
     if not is_whole:
