@@ -17,7 +17,6 @@ from data_plane import (
 )
 from simulate import make_request
 
-from engine.core.resources import BlockAlignment, PipelineCadence, PrefillGate
 from engine.errors import RequestError
 from engine.kv_transfer.decide import RemoteKV
 from engine.lora.decide import AdapterSlots
@@ -25,6 +24,7 @@ from engine.messages.requests import AddRequest, MediaItem
 from engine.mm.decide import EncoderBudget
 from engine.spec.decide import Drafts
 from engine.structured.decide import GrammarReadiness
+from examples.resources.ready import BlockAlignment, PipelineCadence, PrefillGate
 
 LONGEST = 20  # tokens of a prompt, and of an output
 LONGEST_ITEM = 6

@@ -6,9 +6,9 @@ import pytest
 from data_plane import make_feature_run
 from simulate import expected, make_request
 
-from engine.core.resources import BlockAlignment, PipelineCadence, PrefillGate
 from engine.errors import ConfigError
 from engine.sched import Fit, Resource
+from examples.resources.ready import BlockAlignment, PipelineCadence, PrefillGate
 
 
 def add_all(run, lengths, num_output=16):
