@@ -183,7 +183,7 @@ class World:
         req, scheduler = self.reqs[name], self.scheduler
         table, held = req.table, scheduler.kv.held(req)
         kv = [self.worker.kv[b][: req.num_computed - i * BLOCK_SIZE] for i, b in enumerate(held)]
-        age = scheduler.settler.tally.num_steps - req.considered
+        age = scheduler.settler.counters.num_steps - req.considered
         return (
             name,
             req.status.value,

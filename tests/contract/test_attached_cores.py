@@ -69,13 +69,13 @@ def test_the_error_names_the_core_that_died(stack: ExitStack) -> None:
     cores = [hosted(stack), hosted(stack, FakeBuild(raise_at=3))]
     client = attached(stack, *cores)
     client.add_all([make_request(str(i), [i + 1], 20) for i in range(6)])
-    story = f"core 1 of 2 at {cores[1].address.data}: .*ArithmeticError: the worker fell over"
-    with pytest.raises(EngineDeadError, match=story) as info:
+    history = f"core 1 of 2 at {cores[1].address.data}: .*ArithmeticError: the worker fell over"
+    with pytest.raises(EngineDeadError, match=history) as info:
         for _ in range(100):
             client.step()
     assert "the worker fell over" in str(info.value.__cause__)
     for call in (client.stats, client.check_alive, lambda: client.abort(["0"])):
-        with pytest.raises(EngineDeadError, match=story):
+        with pytest.raises(EngineDeadError, match=history):
             call()
 
 

@@ -197,7 +197,7 @@ def test_all_features_at_once(depth):
         for request in requests:
             if request.request_id not in aborted:
                 check_end(run, request, features.remote.kv_load_failure_policy == "fail")
-        num_preempted += run.scheduler.settler.tally.num_preemptions
+        num_preempted += run.scheduler.settler.counters.num_preemptions
         num_loads += run.scheduler.kv.transfers.source.num_loads
         num_accepted += features.drafts.stats.num_accepted
     assert num_preempted > 100 and num_loads > 100 and num_accepted > 100

@@ -167,7 +167,7 @@ def test_an_abort_is_told_whatever_is_to_be_told_of_it(
         finished = finish(*args)
         for req in finished:
             if req.request_id == "b":
-                req.story.kv_transfer_params = {"handle": object()}
+                req.history.kv_transfer_params = {"handle": object()}
         return finished
 
     monkeypatch.setattr(core.host._core._core.scheduler, "finish_requests", with_objects)

@@ -238,7 +238,7 @@ class Asking(FCFS):
 def test_an_engine_outlives_two_thousand_million_steps(policy):
     """At a thousand steps a second, or idle ones, that is 25 days."""
     run = make_run(policy=policy(), max_num_seqs=32)
-    run.scheduler.settler.tally.num_steps = (1 << 31) - 5
+    run.scheduler.settler.counters.num_steps = (1 << 31) - 5
     for index in range(20):
         run.add(make_request(str(index), [index] * 4, 9))
     run.drain()
