@@ -12,7 +12,7 @@ import zmq.asyncio
 
 from engine.core.failures import death_of
 from engine.core.heart import Heart
-from engine.core.link import Link, Reply, Submission, refused, value_of
+from engine.core.link import Link, Reply, refused, value_of
 from engine.core.zmq_client import (
     HANG_SECONDS,
     LAST_WORDS_MS,
@@ -96,29 +96,22 @@ class AsyncEngineCoreClient:
         return self.decided.id_prefix
 
     async def add(self, request: AddRequest) -> None:
-        """Queue a request. Raises ``RequestError`` for an id whose end was not read yet or one that
-        can never fit, and ``RefusedError`` for one that is not taken now."""
+        """Queue a request. Raises ``RequestError`` for an id that is in use or one that can never
+        fit, and ``RefusedError`` for one that is not taken now."""
         for error in (await self.add_all([request])).values():
             raise error
 
     async def add_all(self, requests: Sequence[AddRequest]) -> dict[int, Exception]:
         """Queue these, in order. Returns what ``add`` raised, by place; {} if all were taken.
 
-        Cancelled, it aborts them; ``step`` tells the ends of those that were taken.
+        Cancelled, it may have queued some: abort them.
         """
         self._live()
-        submission = Submission()
-        errors = submission.errors
-        try:
-            self._link.submit(requests, submission)
-            # All are sent before anything else is: what is sent next may be their abort.
-            futures = [self._ask(part.number, part.frame) for part in submission.parts]
-            for part, future in zip(submission.parts, futures, strict=True):
-                errors |= refused(part, await future)
-        except BaseException:
-            for frame in self._link.withdraw(submission):
-                self._send_now(frame)
-            raise
+        parts, errors = self._link.submit(requests)
+        # All are sent before anything else is: what is sent next may be their abort.
+        futures = [self._ask(part.number, part.frame) for part in parts]
+        for part, future in zip(parts, futures, strict=True):
+            errors |= refused(part, await future)
         return errors
 
     async def abort(self, request_ids: Sequence[str]) -> None:
@@ -128,22 +121,18 @@ class AsyncEngineCoreClient:
         self._send_now(self._link.abort(request_ids))
 
     async def step(self) -> list[CoreOutputs]:
-        """Outputs that have come; waits for them if there are none. [] if the last requests that
-        were under way turn out to have been refused."""
-        was_busy = self.has_unfinished()
+        """Outputs that have come; waits for them if there are none."""
         while not (batches := self._link.take_batches(self._send_now)):
             self._live()
-            if was_busy and not self.has_unfinished():
-                break
             self._changed.clear()
             await self._changed.wait()
         return batches
 
     def has_unfinished(self) -> bool:
-        return bool(self._link.live)
+        return self._link.num_unfinished > 0
 
     def num_unfinished(self) -> int:
-        return len(self._link.live)
+        return self._link.num_unfinished
 
     async def stats(self) -> SchedulerStats | None:
         """Gauges and counters of the scheduler, ``None`` if it keeps none."""
@@ -257,7 +246,7 @@ class AsyncEngineCoreClient:
         while True:
             await asyncio.sleep(STEP_SECONDS)
             is_silent, self._has_heard = not self._has_heard, False
-            if not is_silent or not (self._expected or self._link.live):
+            if not is_silent or not (self._expected or self._link.num_unfinished):
                 continue
             if complaint := self._heart.complaint(loop.time()):
                 self._die(death_of(f"the engine core died: it {complaint}"))

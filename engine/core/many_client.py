@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -47,35 +47,26 @@ class ManyCoresClient:
         return self._cores[0].decided
 
     def add(self, request: AddRequest) -> None:
-        """Queue a request. Raises ``RequestError`` for an id whose end was not read yet or one that
-        can never fit, and ``RefusedError`` for one that is not taken now."""
+        """Queue a request. Raises ``RequestError`` for an id that is in use or one that can never
+        fit, and ``RefusedError`` for one that is not taken now."""
         for error in self.add_all([request]).values():
             raise error
 
     def add_all(self, requests: Sequence[AddRequest]) -> dict[int, Exception]:
         """Queue these, in order. Returns what ``add`` raised, by place; {} if all were taken.
 
-        Interrupted, it aborts those that were sent; ``step`` tells their ends.
+        Interrupted, it may have queued some: abort them.
         """
         self.check_alive()
         errors: dict[int, Exception] = {}
         places: defaultdict[int, list[int]] = defaultdict(list)  # by core
-        try:
-            for place, request in enumerate(requests):
-                if self._is_in_use(request.request_id):
-                    errors[place] = in_use(request.request_id)
-                else:
-                    places[self._balancer.choose(request)].append(place)
-            for core, own in places.items():
-                errors |= self._add_to(core, requests, own)
-        except BaseException:
-            for core, own in places.items():
-                names = [requests[place].request_id for place in own]
-                for name in names:
-                    self._balancer.end(name)
-                with suppress(EngineDeadError):
-                    self._cores[core].abort(names)
-            raise
+        for place, request in enumerate(requests):
+            if self._balancer.core_of(request.request_id) is not None:
+                errors[place] = in_use(request.request_id)  # another core would take it
+            else:
+                places[self._balancer.choose(request)].append(place)
+        for core, own in places.items():
+            errors |= self._add_to(core, requests, own)
         return errors
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -87,6 +78,7 @@ class ManyCoresClient:
             core = self._balancer.core_of(request_id)
             if core is not None:
                 names[core].append(request_id)
+                self._balancer.end(request_id)
         for core, own in names.items():
             with self._named(core):
                 self._cores[core].abort(own)
@@ -140,11 +132,6 @@ class ManyCoresClient:
     def shutdown(self) -> None:
         """Leave the cores, and end those that are ours; harmless when repeated."""
         shut_down(self._cores)
-
-    def _is_in_use(self, request_id: str) -> bool:
-        if self._balancer.core_of(request_id) is not None:
-            return True
-        return any(core.has(request_id) for core in self._cores)  # an add was interrupted
 
     def _add_to(
         self, core: int, requests: Sequence[AddRequest], places: list[int]

@@ -12,7 +12,7 @@ import zmq
 
 from engine.core.failures import death_of
 from engine.core.heart import Heart
-from engine.core.link import Link, Reply, Submission, refused, value_of
+from engine.core.link import Link, Reply, refused, value_of
 from engine.errors import EngineDeadError, WireError
 from engine.ipc import sockets
 from engine.ipc.place import Address, address_of
@@ -84,28 +84,26 @@ class EngineCoreClient:
         return cls(address_of(core, secret), name=name)
 
     def add(self, request: AddRequest) -> None:
-        """Queue a request. Raises ``RequestError`` for an id whose end was not read yet or one that
-        can never fit, and ``RefusedError`` for one that is not taken now."""
+        """Queue a request. Raises ``RequestError`` for an id that is in use or one that can never
+        fit, and ``RefusedError`` for one that is not taken now."""
         for error in self.add_all([request]).values():
             raise error
 
     def add_all(self, requests: Sequence[AddRequest]) -> dict[int, Exception]:
         """Queue these, in order. Returns what ``add`` raised, by place; {} if all were taken.
 
-        Interrupted, it aborts those that were sent; ``step`` tells their ends.
+        Interrupted, it may have queued some: abort them.
         """
         self._live()
-        submission = Submission()
-        errors = submission.errors
+        parts, errors = self._link.submit(requests)
         try:
-            self._link.submit(requests, submission)
-            for part in submission.parts:
+            for part in parts:
                 self._ask(part.number, part.frame)
-            for part in submission.parts:
+            for part in parts:
                 errors |= refused(part, self._answer(part.number))
-        except BaseException:
-            self._withdraw(submission)
-            raise
+        finally:  # interrupted or not: an answer that comes later is for nobody
+            for part in parts:
+                self._expected.pop(part.number, None)
         return errors
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -131,14 +129,10 @@ class EngineCoreClient:
         self._waker.wake()
 
     def has_unfinished(self) -> bool:
-        return bool(self._link.live)
+        return self._link.num_unfinished > 0
 
     def num_unfinished(self) -> int:
-        return len(self._link.live)
-
-    def has(self, request_id: str) -> bool:
-        """Has a request this id whose end was not read yet?"""
-        return request_id in self._link.live
+        return self._link.num_unfinished
 
     def stats(self) -> SchedulerStats | None:
         """Gauges and counters of the scheduler, ``None`` if it keeps none."""
@@ -265,14 +259,6 @@ class EngineCoreClient:
         # Dead, but its sockets are not closed yet; if a process that it forked has them, never.
         self._lost.poll(LAST_WORDS_MS)
         return not self._socket.poll(0)
-
-    def _withdraw(self, submission: Submission) -> None:
-        """Nobody is told of these requests, so the core is not to have them."""
-        for part in submission.parts:
-            self._expected.pop(part.number, None)
-        with suppress(zmq.ZMQError):  # a core that reads nothing
-            for frame in self._link.withdraw(submission):
-                self._socket.send(frame, zmq.NOBLOCK)
 
     def _take(self, reply: Reply | None) -> None:
         if isinstance(reply, Welcome):

