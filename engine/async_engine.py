@@ -14,7 +14,6 @@ import asyncio
 import atexit
 import contextlib
 import threading
-import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable
 from concurrent.futures import Future
@@ -22,8 +21,6 @@ from functools import partial
 from typing import Any, NamedTuple, Unpack
 
 from engine.config.args import EngineArgs
-from engine.core.build import build_core
-from engine.core.launch import open_core
 from engine.errors import ConfigError, EngineDeadError
 from engine.frontend.prompt import RequestOptions, Submission
 from engine.frontend.rendering import Prompt
@@ -73,9 +70,7 @@ class AsyncLLMEngine:
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> AsyncLLMEngine:
         """Load model and tokenizer. Raises ``ConfigError`` for what cannot work."""
-        return cls(
-            Session.open(args.create_config(), partial(open_core, build_core), time.monotonic)
-        )
+        return cls(Session.open(args.create_config()))
 
     async def generate(
         self,

@@ -1,11 +1,11 @@
-"""A client of a core in the same process."""
+"""The contract of every client of a core, and the client of one in the same process."""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from engine.config.decide import Decided
 from engine.core.control import Utilities
@@ -17,20 +17,82 @@ from engine.messages.columns import with_ends
 from engine.messages.outputs import CoreOutputs, Finished
 from engine.messages.requests import AddRequest
 from engine.messages.stats import SchedulerStats
+from engine.messages.wire import Welcome
 from engine.sched.columns import end_of
 from engine.sched.interface import StepOutputs
 
 IDLE_SECONDS = 0.001  # between two looks while all that is left waits for something
 
 
-class InprocClient:
-    """Calls the core directly; ``step`` runs one engine step in the caller's thread.
+class CoreClient(Protocol):
+    """A core, wherever it runs. Belongs to one thread at a time.
 
-    Once a step has raised, or after ``shutdown``, every call raises ``EngineDeadError``.
+    Every call raises ``EngineDeadError`` once the core has died, and after ``shutdown``.
     """
 
+    decided: Decided | Welcome
+    """What the core runs with."""
+    id_prefix: str
+    """Request ids that begin with it are unique among all clients of the core."""
+
+    def add(self, request: AddRequest) -> None:
+        """Queue a request. Raises ``RequestError`` for an id that is in use or a request that can
+        never be served, ``RefusedError`` for one that is not taken now."""
+        for error in self.add_all([request]).values():
+            raise error
+
+    def add_all(self, requests: Sequence[AddRequest]) -> dict[int, Exception]:
+        """Queue these, in order. Returns what ``add`` would raise, by place; {} if all were taken.
+
+        Interrupted, it may have queued some: abort them.
+        """
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Finish these; unknown ids do nothing. Waits for nothing: ``step`` tells their ends, and
+        what came before. Raises ``RequestTypeError`` for ids that are none."""
+
+    def step(self) -> list[CoreOutputs]:
+        """What the core's steps have brought, [] if nothing.
+
+        Runs one step if the core is here, else waits a moment for outputs if there are none.
+        """
+
+    def wake(self) -> None:
+        """Let ``step`` return soon, if it waits in another thread: the only call for others."""
+
+    def check_alive(self) -> None:
+        """Raise ``EngineDeadError`` if the core has died."""
+
+    def has_unfinished(self) -> bool:
+        """Is there a request whose end ``step`` has not told yet?"""
+        return self.num_unfinished() > 0
+
+    def num_unfinished(self) -> int:
+        """Requests that were taken and whose end ``step`` has not told yet."""
+
+    def stats(self) -> SchedulerStats | None:
+        """Gauges and counters of the scheduler, ``None`` if it keeps none."""
+        stats: SchedulerStats | None = self.call("stats")
+        return stats
+
+    def latest_stats(self) -> SchedulerStats | None:
+        """What is known of ``stats`` without waiting; asks a core elsewhere for newer ones."""
+
+    def call(self, name: str, *args: Any) -> Any:
+        """A utility by name. Raises ``ConfigError`` for one that does not exist."""
+
+    def shutdown(self) -> None:
+        """Let go of the core, and end it if it is ours; harmless when repeated."""
+
+
+class InprocClient(CoreClient):
+    """Calls the core directly; ``step`` runs one engine step in the caller's thread.
+
+    A step that raises is the death of the core.
+    """
+
+    decided: Decided
     id_prefix = ""
-    """What request ids should begin with so that no other client has the same: there is none."""
 
     def __init__(
         self,
@@ -47,8 +109,6 @@ class InprocClient:
         self._utilities = Utilities(core.scheduler, core.executor)
 
     def add(self, request: AddRequest) -> None:
-        """Queue a request. Raises ``RequestError`` for an id whose end was not told yet or one that
-        can never fit, and ``RefusedError`` for one that is not taken now."""
         core = self._live()
         check_request(request, self.decided.vocab_size, self.decided.capabilities)
         if request.request_id in self._aborted:
@@ -56,7 +116,6 @@ class InprocClient:
         core.scheduler.add_request(request)
 
     def add_all(self, requests: Sequence[AddRequest]) -> dict[int, Exception]:
-        """Queue these, in order. Returns what ``add`` raised, by place; {} if all were taken."""
         errors: dict[int, Exception] = {}
         for index, request in enumerate(requests):
             try:
@@ -68,10 +127,6 @@ class InprocClient:
         return errors
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Finish these; unknown ids do nothing. The next step tells the end of each.
-
-        Raises ``RequestTypeError`` for ids that are none.
-        """
         scheduler = self._live().scheduler
         for req in scheduler.finish_requests(as_request_ids(request_ids), "abort"):
             self._aborted[req.request_id] = (req.add.client_index, end_of(req, 0, "abort"))
@@ -81,12 +136,8 @@ class InprocClient:
         self._live().scheduler.finish_requests(request_ids, "abort")
 
     def step(self) -> list[CoreOutputs]:
-        """One engine step; [] when it brought nothing.
-
-        Sleeps for a moment if there was nothing to do: requests are paused, or wait to be woken.
-        """
         outputs = list(self.turn().values())
-        if not outputs and self.is_idle:
+        if not outputs and self.is_idle:  # requests are paused, or wait to be woken
             time.sleep(IDLE_SECONDS)
         return outputs
 
@@ -105,10 +156,9 @@ class InprocClient:
         return self._with_aborted(outputs) if self._aborted else outputs
 
     def wake(self) -> None:
-        """Let ``step`` return soon, if it waits in another thread: here it never waits long."""
+        pass  # a step here never waits long
 
     def check_alive(self) -> None:
-        """Raise ``EngineDeadError`` if the core has died."""
         self._live()
 
     @property
@@ -121,30 +171,19 @@ class InprocClient:
         counts = self._live().scheduler.get_request_counts()
         return "prefill" if counts.waiting or counts.running > num_moved else "decode"
 
-    def has_unfinished(self) -> bool:
-        """Is there a request whose end was not told yet?"""
-        return self.num_unfinished() > 0
-
     def num_unfinished(self) -> int:
         if self._core is None:
             return 0
         return self._core.scheduler.get_num_unfinished_requests() + len(self._aborted)
 
-    def stats(self) -> SchedulerStats | None:
-        """Gauges and counters of the scheduler, ``None`` if it keeps none."""
+    def latest_stats(self) -> SchedulerStats | None:
         return self._live().scheduler.make_stats()
 
-    def latest_stats(self) -> SchedulerStats | None:
-        """The same, for who cannot wait: here nobody has to."""
-        return self.stats()
-
     def call(self, name: str, *args: Any) -> Any:
-        """A utility by name. Raises ``ConfigError`` for one that does not exist."""
         self._live()
         return self._utilities.call(name, args)
 
     def shutdown(self) -> None:
-        """Let go of model and memory; harmless when repeated."""
         if self._core is not None:
             self._core.executor.shutdown()
             self._core.scheduler.shutdown()

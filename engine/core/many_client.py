@@ -12,18 +12,17 @@ import msgspec
 import zmq
 
 from engine.core.balance import Balancer
+from engine.core.client import CoreClient
 from engine.core.zmq_client import STEP_SECONDS, EngineCoreClient
 from engine.errors import ConfigError, EngineDeadError
 from engine.messages.check import as_request_ids, in_use
 from engine.messages.outputs import CoreOutputs
 from engine.messages.requests import AddRequest
 from engine.messages.stats import SchedulerStats
-from engine.messages.wire import Welcome
 
 
-class ManyCoresClient:
-    """What ``EngineCoreClient`` is, for cores that share the work. If one dies, all are dead, and
-    the error names it.
+class ManyCoresClient(CoreClient):
+    """Cores that share the work. If one dies, all are dead, and the error names it.
 
     A request goes to the core that ``Balancer`` chooses and stays there; utilities are called on
     all cores. Raises ``ConfigError`` for cores that do not run the same model.
@@ -32,8 +31,8 @@ class ManyCoresClient:
     def __init__(self, cores: Sequence[EngineCoreClient]) -> None:
         self._cores = list(cores)
         _check_alike(self._cores)
+        self.decided = self._cores[0].decided  # as do all the others
         self.id_prefix = _prefix_of(self._cores)
-        """Request ids that begin with it are unique among all clients of the cores."""
         self._death: EngineDeadError | None = None
         self._balancer = Balancer(len(self._cores), self.decided.block_size)
         self._poller = zmq.Poller()
@@ -41,22 +40,7 @@ class ManyCoresClient:
             for each in core.sources:
                 self._poller.register(each, zmq.POLLIN)
 
-    @property
-    def decided(self) -> Welcome:
-        """What each core runs with."""
-        return self._cores[0].decided
-
-    def add(self, request: AddRequest) -> None:
-        """Queue a request. Raises ``RequestError`` for an id that is in use or one that can never
-        fit, and ``RefusedError`` for one that is not taken now."""
-        for error in self.add_all([request]).values():
-            raise error
-
     def add_all(self, requests: Sequence[AddRequest]) -> dict[int, Exception]:
-        """Queue these, in order. Returns what ``add`` raised, by place; {} if all were taken.
-
-        Interrupted, it may have queued some: abort them.
-        """
         self.check_alive()
         errors: dict[int, Exception] = {}
         places: defaultdict[int, list[int]] = defaultdict(list)  # by core
@@ -70,8 +54,6 @@ class ManyCoresClient:
         return errors
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Finish these; unknown ids do nothing. Waits for nothing: ``step`` tells their ends, and
-        what came before. Raises ``RequestTypeError`` for ids that are none."""
         self.check_alive()
         names: defaultdict[int, list[str]] = defaultdict(list)  # by core
         for request_id in as_request_ids(request_ids):
@@ -84,7 +66,6 @@ class ManyCoresClient:
                 self._cores[core].abort(own)
 
     def step(self) -> list[CoreOutputs]:
-        """Outputs that have come; waits a moment for them if there are none."""
         batches = self._take()
         if not batches:
             self._poller.poll(round(1000 * STEP_SECONDS))
@@ -92,28 +73,17 @@ class ManyCoresClient:
         return batches
 
     def wake(self) -> None:
-        """Let ``step`` return soon, if it waits in another thread."""
         self._cores[0].wake()
 
     def check_alive(self) -> None:
-        """Raise ``EngineDeadError`` if one of the cores has died."""
         for index, core in enumerate(self._cores):
             with self._named(index):
                 core.check_alive()
 
-    def has_unfinished(self) -> bool:
-        return any(core.has_unfinished() for core in self._cores)
-
     def num_unfinished(self) -> int:
         return sum(core.num_unfinished() for core in self._cores)
 
-    def stats(self) -> SchedulerStats | None:
-        """Gauges and counters of all cores together, ``None`` if they keep none."""
-        self.check_alive()
-        return sum_of(self._of_all("stats"))
-
     def latest_stats(self) -> SchedulerStats | None:
-        """What the cores last told, together; asks for newer ones, and never waits for them."""
         told = []
         for index, core in enumerate(self._cores):
             with self._named(index):
@@ -121,16 +91,12 @@ class ManyCoresClient:
         return sum_of(told)
 
     def call(self, name: str, *args: Any) -> Any:
-        """A utility by name, on all cores. Raises ``ConfigError`` for one that does not exist.
-
-        What they answer together: the sum of their statistics, all traces, True if it is for all;
-        else what the first core answered.
-        """
+        """On all cores. What they answer together: the sum of their statistics, all traces, True
+        if it is for all; else what the first core answered."""
         self.check_alive()
         return JOINED.get(name, first_of)(self._of_all(name, *args))
 
     def shutdown(self) -> None:
-        """Leave the cores, and end those that are ours; harmless when repeated."""
         shut_down(self._cores)
 
     def _add_to(

@@ -10,6 +10,7 @@ from typing import Any
 
 import zmq
 
+from engine.core.client import CoreClient
 from engine.core.failures import death_of
 from engine.core.heart import Heart
 from engine.core.link import Link, Reply, refused, value_of
@@ -28,12 +29,14 @@ HANG_SECONDS = 300.0
 LAST_WORDS_MS = 200  # from the end of a core's process to that of its connection
 
 
-class EngineCoreClient:
-    """What ``InprocClient`` is, for a core in another process: the same calls, the same errors.
+class EngineCoreClient(CoreClient):
+    """Speaks to a core in another process over sockets.
 
-    Belongs to one thread at a time; only ``wake`` may be called from others. ``child`` is the
-    process of the core, if it is ours: it ends with the client.
+    ``child`` is the process of the core, if it is ours: it ends with the client, and is killed if
+    it is stopped or hangs for two seconds then.
     """
+
+    decided: Welcome
 
     def __init__(
         self,
@@ -83,17 +86,7 @@ class EngineCoreClient:
         """
         return cls(address_of(core, secret), name=name)
 
-    def add(self, request: AddRequest) -> None:
-        """Queue a request. Raises ``RequestError`` for an id that is in use or one that can never
-        fit, and ``RefusedError`` for one that is not taken now."""
-        for error in self.add_all([request]).values():
-            raise error
-
     def add_all(self, requests: Sequence[AddRequest]) -> dict[int, Exception]:
-        """Queue these, in order. Returns what ``add`` raised, by place; {} if all were taken.
-
-        Interrupted, it may have queued some: abort them.
-        """
         self._live()
         parts, errors = self._link.submit(requests)
         try:
@@ -107,13 +100,10 @@ class EngineCoreClient:
         return errors
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Finish these; unknown ids do nothing. Waits for nothing: ``step`` tells their ends, and
-        what came before. Raises ``RequestTypeError`` for ids that are none."""
         self._live()
         self._send(self._link.abort(request_ids))
 
     def step(self) -> list[CoreOutputs]:
-        """Outputs that have come; waits a moment for them if there are none."""
         if not self._link.unread:
             self._receive(STEP_SECONDS)
         return self._link.take_batches(self._send_credit)
@@ -125,39 +115,24 @@ class EngineCoreClient:
         return self._link.take_batches(self._send_credit)
 
     def wake(self) -> None:
-        """Let ``step`` return soon, if it waits in another thread."""
         self._waker.wake()
-
-    def has_unfinished(self) -> bool:
-        return self._link.num_unfinished > 0
 
     def num_unfinished(self) -> int:
         return self._link.num_unfinished
 
-    def stats(self) -> SchedulerStats | None:
-        """Gauges and counters of the scheduler, ``None`` if it keeps none."""
-        stats: SchedulerStats | None = self.call("stats")
-        return stats
-
     def latest_stats(self) -> SchedulerStats | None:
-        """What the core last told; asks for newer ones, and never waits for them."""
         self._live()
         if (frame := self._link.ask_stats()) is not None:
             self._send(frame)
         return self._link.stats
 
     def call(self, name: str, *args: Any) -> Any:
-        """A utility by name. Raises ``ConfigError`` for one that does not exist."""
         self._live()
         number, frame = self._link.call(name, args)
         self._ask(number, frame)
         return value_of(name, self._answer(number))
 
     def shutdown(self) -> None:
-        """Leave the core, and end it if it is ours; harmless when repeated.
-
-        Our own core that is stopped or hangs is killed after two seconds.
-        """
         if os.getpid() != self._owner:
             return
         linger_ms = 0
@@ -181,7 +156,6 @@ class EngineCoreClient:
             self._child.ask_to_end()
 
     def check_alive(self) -> None:
-        """Raise ``EngineDeadError`` if the core has died."""
         self._receive(0.0)
 
     # -- helpers
