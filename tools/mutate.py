@@ -40,7 +40,7 @@ import engine.messages.requests  # noqa: E402
 import engine.messages.step  # noqa: E402, F401
 
 PACKAGES = ("engine/kv", "engine/sched", "engine/sched/policies")
-# A protocol, and tools of verification itself, as is all of `engine/sched/verify`.
+# A protocol, and tools of verification itself, as is all of `engine/verify`.
 LEFT_OUT = ("connector.py", "testing.py", "pytest_plugin.py")
 # Tests that every mutant runs: those of the mechanism that take less than a second a file.
 FAST = (
@@ -150,7 +150,7 @@ def test_files(parts: list[str]) -> list[str]:
 
 def survives(parts: list[str]) -> bool:
     """Does neither swarm nor tests notice anything?"""
-    from engine.sched.verify.swarm import Swarm, replay_corpus
+    from engine.verify.swarm import Swarm, replay_corpus
 
     logging.disable(logging.CRITICAL)
     swarm = Swarm(every=1)

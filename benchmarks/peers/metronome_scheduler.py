@@ -19,7 +19,7 @@ from engine.sched.policy import Admission, Limits, Policy, SchedView, Verdict
 from engine.sched.request import Request
 from engine.sched.scheduler import Scheduler
 from engine.sched.shape import StepShape
-from engine.sched.verify.fake import CountingWorker
+from engine.verify.fake import CountingWorker
 from peers import scheduler_driver
 
 

@@ -30,7 +30,7 @@ from engine.messages.step import CAPABILITIES, PARTS
 from engine.sched.find import Chosen, choose, make_scheduler
 from engine.sched.interface import SchedulerInterface
 from engine.sched.resource import Resource
-from engine.spec.drafts import Drafts
+from engine.spec.decide import Drafts
 from engine.spec.ngram import NgramProposer
 
 if TYPE_CHECKING:

@@ -14,17 +14,17 @@ from typing import Literal
 from engine.config.decide import Decided
 from engine.config.engine import EngineConfig
 from engine.core.client import CoreClient
-from engine.core.launch import open_core
 from engine.errors import EngineDeadError, RequestError
 from engine.frontend.output import OutputProcessor
 from engine.frontend.pool import TextPool
 from engine.frontend.pool_texts import PooledTexts
 from engine.frontend.prompt import InputProcessor, Limits, Submission
-from engine.frontend.tokenizer import Tokenizer, load_tokenizer
 from engine.messages.outputs import RequestOutput
 from engine.messages.wire import Welcome
 from engine.observe.logs import set_up_logging
 from engine.observe.stats_log import StatsLog
+from engine.rpc.launch import open_core
+from engine.text.tokenizer import Tokenizer, load_tokenizer
 
 PauseScope = Literal["all", "new"]
 

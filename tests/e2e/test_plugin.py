@@ -15,7 +15,7 @@ from engine import LLMEngine
 from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError
 from engine.sched.find import choose
-from engine.sched.testing import check_policy
+from engine.verify.testing import check_policy
 
 PLUGIN = Path(__file__).parent.parent / "plugin"
 RUN = """

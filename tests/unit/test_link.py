@@ -6,13 +6,13 @@ import msgspec
 import pytest
 from wire_samples import frames_of
 
-from engine.core.link import Link, refused
 from engine.errors import WireError
 from engine.messages.outputs import CoreOutputs, Finished
 from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest
 from engine.messages.stats import SchedulerStats
 from engine.messages.wire import Answer, Failure, Outputs, Refusal, Submitted
+from engine.rpc.link import Link, refused
 
 
 def request(name: str, length: int = 4) -> AddRequest:

@@ -12,7 +12,7 @@ from engine.core.engine_core import EngineCore
 from engine.errors import ConfigError
 from engine.sched.find import find_scheduler
 from engine.sched.interface import PauseState, SchedulerInterface
-from engine.sched.verify.fake import DigestWorker
+from engine.verify.fake import DigestWorker
 
 
 class Wraps(SchedulerInterface):

@@ -19,7 +19,7 @@ from engine.sched.policies import FCFS
 from engine.sched.policy import Defer, Limits
 from engine.sched.resource import Fit, Resource
 from engine.sched.scheduler import Scheduler
-from engine.sched.verify.check import check_empty
+from engine.verify.check import check_empty
 
 PROMPT = list(range(100, 140))
 
