@@ -28,7 +28,7 @@ from engine.assets import BOX_MODEL
 from engine.config.args import EngineArgs
 from engine.config.decide import Decided
 from engine.core.build import wire
-from engine.core.client import InprocClient
+from engine.core.inproc_client import InprocClient
 from engine.frontend.session import Session
 from engine.llm_engine import LLMEngine
 from engine.messages.params import SamplingParams

@@ -15,7 +15,8 @@ from engine.assets import BOX_MODEL
 from engine.config.engine import EngineConfig
 from engine.config.model import ModelConfig
 from engine.core.build import build_core
-from engine.core.client import CoreClient, InprocClient
+from engine.core.client import CoreClient
+from engine.core.inproc_client import InprocClient
 from engine.errors import ConfigError, EngineDeadError, EngineError
 from engine.ipc.place import Address, Directory, address_of
 from engine.ipc.process import Child, Line, ParentWatch, Report, report_to_parent

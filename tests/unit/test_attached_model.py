@@ -14,7 +14,7 @@ from spawned import FakeBuild, fake_config
 from engine.assets import BOX_MODEL
 from engine.config.engine import EngineConfig
 from engine.config.model import ModelConfig
-from engine.core.client import InprocClient
+from engine.core.inproc_client import InprocClient
 from engine.errors import ConfigError
 from engine.rpc.launch import open_core
 
