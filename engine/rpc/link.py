@@ -1,4 +1,4 @@
-"""What synchronous and asyncio clients share: what to send, and what came back. Touches no socket.
+"""A client's side of the conversation: what to send, and what came back. Touches no socket.
 
 requests ── Submit, Call ──> numbered; answered in order, each with its number
 aborts   ── Abort ─────────> not answered: the ends come as outputs

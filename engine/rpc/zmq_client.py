@@ -248,8 +248,15 @@ class EngineCoreClient(CoreClient):
         raise self._death
 
     def _die(self) -> None:
+        """The connection is lost: say what is known of that."""
         how = None if self._child is None else self._child.how_it_ended()
-        self._death = loss_of(self.address, self._link, how)
+        if how is not None:
+            self._death = death_of(f"the engine core died: its process {how}")
+        elif self._link.welcome is not None:
+            self._death = death_of("the engine core died: it lost its connection")
+        else:
+            with_it = "" if self.address.secret is None else ", or it has another secret"
+            self._death = death_of(f"no core answers at {self.address.data}{with_it}")
         raise self._death
 
     def _live(self) -> None:
@@ -260,13 +267,3 @@ class EngineCoreClient(CoreClient):
             )
         if self._death is not None:
             raise EngineDeadError(str(self._death)) from self._death.__cause__
-
-
-def loss_of(address: Address, link: Link, how_it_ended: str | None) -> EngineDeadError:
-    """The death of a core whose connection is lost, with what is known of its process."""
-    if how_it_ended is not None:
-        return death_of(f"the engine core died: its process {how_it_ended}")
-    if link.welcome is not None:
-        return death_of("the engine core died: it lost its connection")
-    with_it = "" if address.secret is None else ", or it has another secret"
-    return death_of(f"no core answers at {address.data}{with_it}")
