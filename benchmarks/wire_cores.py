@@ -27,7 +27,7 @@ from engine.messages.step import StepPlan, StepResult
 from engine.rpc.launch import start_core
 from engine.rpc.loop import CoreLoop
 from engine.rpc.zmq_client import EngineCoreClient
-from engine.sched.find import make_scheduler
+from engine.sched.plugins.find import make_scheduler
 from engine.verify.fake import CountingWorker
 
 VOCAB_SIZE = 1000

@@ -16,7 +16,7 @@ from engine.kv.manager import KVManager
 from engine.messages.outputs import CoreOutputs, Finished, FinishReason, Started, TokenLogprobs
 from engine.messages.requests import AddRequest
 from engine.messages.stats import SchedulerStats
-from engine.sched.find import make_scheduler
+from engine.sched.plugins.find import make_scheduler
 from engine.text.tokenizer import Tokenizer
 from engine.verify.fake import DigestWorker
 

@@ -22,7 +22,7 @@ from engine.kv.manager import KVManager
 from engine.messages.step import StepResult
 from engine.rpc.launch import start_core
 from engine.rpc.zmq_client import EngineCoreClient
-from engine.sched.find import make_scheduler
+from engine.sched.plugins.find import make_scheduler
 from engine.sched.policy import Policy, SchedView
 from engine.sched.request import Request
 from engine.verify.fake import DigestWorker

@@ -16,7 +16,7 @@ from engine.core.engine_core import EngineCore
 from engine.core.inproc_client import InprocClient
 from engine.kv.manager import KVManager
 from engine.messages.step import StepResult
-from engine.sched.find import make_scheduler
+from engine.sched.plugins.find import make_scheduler
 from engine.verify.fake import DigestWorker
 
 NUM_BLOCKS = 400

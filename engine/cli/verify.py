@@ -19,7 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from engine.config.cli import json_object
 from engine.errors import ConfigError
-from engine.sched.find import find_policy
+from engine.sched.plugins.find import find_policy
 from engine.verify.case import Case
 from engine.verify.swarm import (
     Found,

@@ -19,10 +19,9 @@ from typing import Literal
 from engine.errors import ConfigError
 from engine.kv.manager import KVManager
 from engine.messages.step import KVReport, Received, StepPlan, StepResult
-from engine.sched.builder import Step
 from engine.sched.request import Request
-from engine.sched.resource import Fit, OnRefuse, Resource
-from engine.sched.scheduler import Scheduler
+from engine.sched.resource import AttachedScheduler, Fit, OnRefuse, Resource
+from engine.sched.step.builder import Step
 
 FailurePolicy = Literal["recompute", "fail"]
 
@@ -48,7 +47,7 @@ class RemoteKV(Resource):
         self._loading: dict[str, Request] = {}
         self._failed: dict[str, str] = {}  # request id -> why its load failed
 
-    def attach(self, scheduler: Scheduler) -> None:
+    def attach(self, scheduler: AttachedScheduler) -> None:
         self._scheduler = scheduler
         self._kv: KVManager = scheduler.kv
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from engine.errors import ConfigError
 from engine.messages.step import NO_ADAPTER, AdapterPart, StepPlan
-from engine.sched.builder import Step
 from engine.sched.request import Request
 from engine.sched.resource import Fit, Resource
+from engine.sched.step.builder import Step
 
 
 class AdapterSlots(Resource):

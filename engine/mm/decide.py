@@ -19,10 +19,9 @@ from dataclasses import dataclass, field
 from engine.errors import ConfigError
 from engine.messages.requests import AddRequest, MediaItem
 from engine.messages.step import MediaPart, StepPlan, StepResult
-from engine.sched.builder import Step
 from engine.sched.request import Request
-from engine.sched.resource import Fit, Resource
-from engine.sched.scheduler import Scheduler
+from engine.sched.resource import AttachedScheduler, Fit, Resource
+from engine.sched.step.builder import Step
 
 
 @dataclass(slots=True, eq=False)
@@ -144,7 +143,7 @@ class EncoderBudget(Resource):
         self._part = MediaPart()
         self._encoded_in: dict[int, list[tuple[int, str]]] = {}  # step -> row and hash
 
-    def attach(self, scheduler: Scheduler) -> None:
+    def attach(self, scheduler: AttachedScheduler) -> None:
         self._scheduler = scheduler
         if why := self._impossible(self.longest_item):
             raise ConfigError(f"a media item of this model may have {self.longest_item} {why}")

@@ -27,11 +27,10 @@ from engine.config.check import check_kind
 from engine.config.speculative import MAX_DRAFTS
 from engine.errors import ConfigError
 from engine.messages.step import PADDING, DraftPart, StepPlan, StepResult
-from engine.sched.answers import raised, shown
-from engine.sched.builder import Step
+from engine.sched.plugins.answers import raised, shown
 from engine.sched.request import Request
-from engine.sched.resource import Resource
-from engine.sched.scheduler import Scheduler
+from engine.sched.resource import AttachedScheduler, Resource
+from engine.sched.step.builder import Step
 
 MOST_TOKEN = 2**31 - 1  # what a column can hold
 
@@ -120,7 +119,7 @@ class Drafts(Resource):
         self._taken: dict[int, list[int]] = {}  # by row, in the step being planned
         self._has_prefill = False  # the step being planned computes a part of a prompt
 
-    def attach(self, scheduler: Scheduler) -> None:
+    def attach(self, scheduler: AttachedScheduler) -> None:
         self._scheduler = scheduler
 
     def serializes(self, req: Request) -> bool:

@@ -11,10 +11,9 @@ from typing import Protocol
 import numpy as np
 
 from engine.messages.step import StepPlan, StepResult
-from engine.sched.builder import Step
 from engine.sched.request import Request
-from engine.sched.resource import Fit, OnRefuse, Resource
-from engine.sched.scheduler import Scheduler
+from engine.sched.resource import AttachedScheduler, Fit, OnRefuse, Resource
+from engine.sched.step.builder import Step
 
 
 class Matcher(Protocol):
@@ -65,7 +64,7 @@ class GrammarReadiness(Resource):
         self._by_row: dict[int, Request] = {}
         self._parked: set[str] = set()
 
-    def attach(self, scheduler: Scheduler) -> None:
+    def attach(self, scheduler: AttachedScheduler) -> None:
         self._scheduler = scheduler
 
     def added(self, req: Request) -> None:

@@ -140,4 +140,4 @@ def check_empty(scheduler: Scheduler) -> None:
     assert all(req is None for req in roster.by_row), "a row is taken"
     assert len(set(roster.table._free)) == roster.table.num_rows, "a row is lost"
     assert not (roster.holding or roster.queued_tokens), "somebody holds or queues"
-    assert scheduler.intake.agenda.next_time() is None, "an errand is left"
+    assert scheduler.intake.timers.next_time() is None, "a timer is left"

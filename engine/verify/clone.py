@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from engine.config.sched import SchedulerConfig
-from engine.sched.table import Column
+from engine.sched.state.table import TableColumn
 
 # Nobody writes into these once they are made.
 SHARED = (
@@ -84,8 +84,8 @@ def _array(value: Any, memo: Memo) -> Any:
     return made
 
 
-def _column(value: Column, memo: Memo) -> Column:
-    made = memo[id(value)] = Column(0)
+def _column(value: TableColumn, memo: Memo) -> TableColumn:
+    made = memo[id(value)] = TableColumn(0)
     made._attach(value.at[:])
     return made
 
@@ -123,7 +123,7 @@ def _maker(cls: type) -> Callable[[Any, Memo], Any]:
 
 
 _BY_BASE: tuple[tuple[Any, Callable[[Any, Memo], Any]], ...] = (
-    (Column, _column),
+    (TableColumn, _column),
     (deque, _deque),
     (list, _list),
     (tuple, _tuple),

@@ -12,8 +12,8 @@ import msgspec
 from engine.config.sched import SchedulerConfig
 from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest, MediaItem
-from engine.sched.find import find_policy
 from engine.sched.interface import PauseState
+from engine.sched.plugins.find import find_policy
 from engine.sched.policies import POLICIES
 from engine.sched.policy import Policy
 from engine.verify.case import Abort, Add, Case, Event, Jump, Pause, Reset, Setup, Wake

@@ -24,7 +24,7 @@ from engine.kv.manager import KVManager
 from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest
 from engine.messages.step import StepPlan, StepResult
-from engine.sched.find import find_policy
+from engine.sched.plugins.find import find_policy
 from engine.sched.request import Request
 from engine.sched.scheduler import Scheduler
 from engine.verify.check import check_empty, check_plan, check_state

@@ -36,9 +36,9 @@ from engine.kv.groups import split_key
 from engine.kv.hashing import Chains, Sha256Hasher
 from engine.messages.step import StepPlan
 from engine.sched.interface import PauseState
-from engine.sched.queues import by_rank
 from engine.sched.request import Request
 from engine.sched.scheduler import Scheduler
+from engine.sched.state.queues import by_rank
 from engine.verify.check import check_empty, check_plan, check_state
 from engine.verify.fake import EMPTY_DIGEST, DigestWorker, mix
 from engine.verify.needs import Drafts, Need

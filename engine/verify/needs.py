@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from engine.messages.step import DraftPart, StepPlan
-from engine.sched.builder import Step
 from engine.sched.request import Request
-from engine.sched.resource import Fit, OnRefuse, Resource
+from engine.sched.resource import AttachedScheduler, Fit, OnRefuse, Resource
 from engine.sched.scheduler import Scheduler
+from engine.sched.step.builder import Step
 from engine.verify.fake import mix
 
 Answers = Callable[[str], Sequence[int]]
@@ -32,7 +32,8 @@ class Need(Resource):
         self.answers = answers
         self.num_refusals = 0
 
-    def attach(self, scheduler: Scheduler) -> None:
+    def attach(self, scheduler: AttachedScheduler) -> None:
+        assert isinstance(scheduler, Scheduler)  # what a check may look into
         self.scheduler = scheduler
 
     def watches(self, req: Request) -> bool:

@@ -14,10 +14,9 @@ import msgspec
 
 from engine.kv.connector import Farewell, RemoteMatch
 from engine.messages.step import StepPlan
-from engine.sched.builder import Step
 from engine.sched.request import Request
-from engine.sched.resource import Fit, OnRefuse
-from engine.sched.scheduler import Scheduler
+from engine.sched.resource import AttachedScheduler, Fit, OnRefuse
+from engine.sched.step.builder import Step
 from engine.verify.clients import extras_of
 from engine.verify.fake import EMPTY_DIGEST, mix
 from engine.verify.needs import Answers, Need
@@ -116,8 +115,8 @@ class Remote(Need):
         self.left: dict[int, int] = {}  # ticks, by the same
         self.had: set[int] = set()  # whose load was over and did not bring all
 
-    def attach(self, scheduler: Scheduler) -> None:
-        self.scheduler = scheduler
+    def attach(self, scheduler: AttachedScheduler) -> None:
+        super().attach(scheduler)
         source = scheduler.kv.transfers.source
         assert isinstance(source, Store), f"{source} is no source of the simulation"
         self.store = source

@@ -14,10 +14,10 @@ from engine.kv.layout import window_blocks
 from engine.kv.manager import KVManager
 from engine.messages.requests import AddRequest
 from engine.messages.step import StepPlan, StepResult
-from engine.sched.find import Chosen, choose, make_scheduler
-from engine.sched.headroom import Headroom
 from engine.sched.interface import PauseState
+from engine.sched.plugins.find import Chosen, choose, make_scheduler
 from engine.sched.policy import Policy
+from engine.sched.predict.headroom import Headroom
 from engine.sched.scheduler import Scheduler
 from engine.verify.case import Abort, Add, Case, Event, Jump, Pause, Reset, Setup, Wake
 from engine.verify.clients import VOCAB_SIZE, Asked, Clients
@@ -247,7 +247,7 @@ class Simulation:
 
     def _wait(self) -> None:
         """Nothing can be computed now: on to the time at which something is due."""
-        due = self.scheduler.intake.agenda.next_time()
+        due = self.scheduler.intake.timers.next_time()
         if due is not None and due > self.now:
             self.now = due
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from engine.messages.step import StepPlan
-from engine.sched.budget import prefill_cap
 from engine.sched.interface import PauseState
 from engine.sched.request import Request
 from engine.sched.scheduler import Scheduler
+from engine.sched.step.budget import prefill_cap
 
 # A policy with one of these may well leave something, and so may a resource.
 FRUGAL_HOOKS = ("limits", "evict", "order", "next_waiting", "admit", "chunk", "victim", "outranks")

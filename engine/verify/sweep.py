@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any, Literal, NamedTuple
 
-from engine.sched.guard import HOOKS
+from engine.sched.plugins.hooks import HOOKS
 from engine.sched.policy import Policy
 from engine.sched.resource import Resource
 from engine.verify.case import Case

@@ -19,7 +19,7 @@ from typing import Any
 
 from engine.config.check import check_kind
 from engine.errors import ConfigError, PolicyError
-from engine.sched.find import find_policy
+from engine.sched.plugins.find import find_policy
 from engine.verify.starvation import Waited, wait_in_overload
 from engine.verify.swarm import Found, Report, Swarm, name_of, reproduction, smallest
 

@@ -10,8 +10,8 @@ from engine.config.sched import SchedulerConfig
 from engine.core.engine_core import EngineCore
 from engine.core.inproc_client import InprocClient
 from engine.errors import ConfigError
-from engine.sched.find import find_scheduler
 from engine.sched.interface import PauseState, SchedulerInterface
+from engine.sched.plugins.find import find_scheduler
 from engine.verify.fake import DigestWorker
 
 

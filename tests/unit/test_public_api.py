@@ -13,13 +13,12 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "api.txt"
 PUBLIC = {
     "engine.sched.interface": ("RequestCounts", "PauseState", "SchedulerInterface"),
     "engine.sched.policy": ("Admission", "Limits", "Refuse", "Defer", "SchedView", "Policy"),
-    "engine.sched.resource": ("OnRefuse", "Fit", "Resource"),
+    "engine.sched.resource": ("OnRefuse", "Fit", "AttachedScheduler", "Resource"),
     "engine.sched.scheduler": ("Scheduler",),
-    "engine.sched.shape": ("StepShape",),
-    "engine.sched.cost": ("CostModel",),
-    "engine.sched.lengths": ("LengthHistory", "Predictor"),
-    "engine.sched.ledger": ("Ledger",),
-    "engine.sched.plugin": ("require_positive", "require_share", "wrong_hints"),
+    "engine.sched.predict.cost": ("StepShape", "CostModel"),
+    "engine.sched.predict.lengths": ("LengthHistory", "Predictor"),
+    "engine.sched.predict.ledger": ("Ledger",),
+    "engine.sched.plugins.checks": ("require_positive", "require_share", "wrong_hints"),
     "engine.verify.testing": ("check_policy",),
 }
 

@@ -11,7 +11,7 @@ from simulate import expected, make_request, make_run, make_scheduler
 
 from engine.errors import ConfigError, RequestError
 from engine.messages.params import SamplingParams
-from engine.sched.find import find_policy
+from engine.sched.plugins.find import find_policy
 from engine.sched.resource import Fit, Resource
 from engine.verify.fake import CountingWorker
 

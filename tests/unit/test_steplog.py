@@ -26,8 +26,8 @@ from engine.kv.manager import KVManager
 from engine.lora.decide import AdapterSlots
 from engine.observe import steplog
 from engine.observe.steplog import StepLog, StepLogWriter
-from engine.sched.find import make_scheduler
 from engine.sched.interface import PauseState
+from engine.sched.plugins.find import make_scheduler
 from engine.sched.policies.fcfs import FCFS
 from engine.spec.decide import Drafts
 from engine.verify.fake import DigestWorker

@@ -8,10 +8,10 @@ from engine.errors import RefusedError, RequestError
 from engine.kv.manager import KVManager
 from engine.messages.check import in_use
 from engine.messages.requests import AddRequest
-from engine.sched.agenda import Agenda, Errand
 from engine.sched.policy import Defer, Refuse
 from engine.sched.request import Request
-from engine.sched.settle import Settler
+from engine.sched.step.settle import Settler
+from engine.sched.step.timers import TimerKind, Timers
 
 
 class Intake:
@@ -19,7 +19,7 @@ class Intake:
     the rest."""
 
     def __init__(self, config: SchedulerConfig, settler: Settler) -> None:
-        self.agenda = Agenda()
+        self.timers = Timers()
         self._config = config
         self._settler = settler
         self._kv = settler.kv
@@ -52,11 +52,11 @@ class Intake:
         req.rank = policy.rank(req, view)
         roster.add(req, view.now)
         req.story.events.append(("queued", view.now))
-        self.agenda.add_deadlines(req)
+        self.timers.add_deadlines(req)
         self._settler.resources.added(req)
         if isinstance(verdict, Defer):
             roster.park(req, view.now, "deferred")
-            self.agenda.add(verdict.until, Errand.WAKE, req)
+            self.timers.add(verdict.until, TimerKind.WAKE, req)
         return req
 
     def check(self, add: AddRequest) -> None:

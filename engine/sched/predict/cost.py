@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf, sqrt
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.sched.shape import StepShape
+from engine.messages.step import StepPlan
 
 Vector = NDArray[np.float64]
 
@@ -157,3 +157,30 @@ class LinearCost:
                 self._kept = kept
                 return factors
             kept = np.delete(kept, factors[kept].argmin())
+
+
+class StepShape(NamedTuple):
+    """Sizes of one step, in tokens where nothing else is said, and how long it took."""
+
+    num_seqs: int
+    num_tokens: int
+    num_decodes: int  # rows of one token
+    context: int  # sum over the rows of the tokens in the cache before the step
+    attention: int  # sum over the rows of pairs (new token, earlier token)
+    seconds: float  # from launch to result; 0.0 if it was not measured
+
+    @classmethod
+    def of(cls, plan: StepPlan, seconds: float) -> StepShape:
+        """Read off a plan."""
+        starts, counts = plan.starts.astype(np.int64), plan.counts.astype(np.int64)
+        return cls(
+            num_seqs=len(counts),
+            num_tokens=plan.num_tokens,
+            num_decodes=int((counts == 1).sum()),
+            context=int(starts.sum()),
+            attention=int((counts * starts + counts * (counts + 1) // 2).sum()),
+            seconds=seconds,
+        )
+
+
+NO_STEP = StepShape(0, 0, 0, 0, 0, 0.0)

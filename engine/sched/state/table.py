@@ -14,7 +14,7 @@ WATCHED = 1  # some resource wants to be asked in each step
 SERIAL = 2  # while a token is on its way, no step computes the next one
 
 
-class Column:
+class TableColumn:
     """One buffer with two faces: ``at`` for scalars, ``all`` for vectors.
 
     An ``array.array`` reads a scalar in 40 ns, a numpy array in 160.
@@ -36,7 +36,7 @@ class Column:
         self.all: Counts = np.frombuffer(buffer, dtype=self.code)
 
 
-class StepColumn(Column):
+class StepColumn(TableColumn):
     """Numbers of steps: 32 bits are used up within weeks."""
 
     __slots__ = ()
@@ -54,21 +54,23 @@ class Table:
     """
 
     def __init__(self, num_rows: int = 64) -> None:
-        self.num_prompt = Column(num_rows)
-        self.num_tokens = Column(num_rows)
-        self.num_computed = Column(num_rows)
-        self.num_pending = Column(num_rows)
-        self.limit = Column(num_rows)
-        self.generation = Column(num_rows)
-        self.slot = Column(num_rows)
-        self.in_flight = Column(num_rows)  # steps launched and not settled that hold the row
-        self.client = Column(num_rows)
-        self.alive = Column(num_rows)  # 1 from add to finish
-        self.told = Column(num_rows)  # 0 from a seat to the first output from there
-        self.flags = Column(num_rows)  # what resources want: WATCHED, SERIAL
+        self.num_prompt = TableColumn(num_rows)
+        self.num_tokens = TableColumn(num_rows)
+        self.num_computed = TableColumn(num_rows)
+        self.num_pending = TableColumn(num_rows)
+        self.limit = TableColumn(num_rows)
+        self.generation = TableColumn(num_rows)
+        self.slot = TableColumn(num_rows)
+        self.in_flight = TableColumn(num_rows)  # steps launched and not settled that hold the row
+        self.client = TableColumn(num_rows)
+        self.alive = TableColumn(num_rows)  # 1 from add to finish
+        self.told = TableColumn(num_rows)  # 0 from a seat to the first output from there
+        self.flags = TableColumn(num_rows)  # what resources want: WATCHED, SERIAL
         self.plain = StepColumn(num_rows)  # the last step in which the row was marked as plain
         self.considered = StepColumn(num_rows)  # the last step in which the request was offered
-        self.stop_id = Column(num_rows)  # the only token that ends the request; -1 none, -2 several
+        self.stop_id = TableColumn(
+            num_rows
+        )  # the only token that ends the request; -1 none, -2 several
         self._free = list(range(num_rows - 1, -1, -1))
 
     @property
@@ -95,6 +97,6 @@ class Table:
     def _grow(self) -> None:
         num_rows = self.num_rows
         for value in vars(self).values():
-            if isinstance(value, Column):
+            if isinstance(value, TableColumn):
                 value.grow()
         self._free.extend(range(2 * num_rows - 1, num_rows - 1, -1))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from engine.sched.cost import LinearCost
+from engine.sched.predict.cost import LinearCost
 
 LEARNING_STEPS = 50  # that are measured before the model is asked
 LOOK_EVERY = 64

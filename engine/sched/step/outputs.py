@@ -8,9 +8,8 @@ from itertools import accumulate
 from engine.messages.outputs import CoreOutputs, Finished, FinishReason, Started
 from engine.messages.step import StepResult
 from engine.sched.request import Request
-from engine.sched.roster import Roster
-from engine.sched.seated import Rows
-from engine.sched.table import Counts
+from engine.sched.state.roster import Roster, Rows
+from engine.sched.state.table import Counts
 
 NOWHERE = -1  # place of a request that is not in the plan
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from engine.config.sched import SchedulerConfig
-from engine.sched import waits
-from engine.sched.builder import Step
 from engine.sched.interface import PauseState
 from engine.sched.policy import Limits
-from engine.sched.roster import Roster
+from engine.sched.state import waits
+from engine.sched.state.roster import Roster
+from engine.sched.step.builder import Step
 
 
 def limit(step: Step, limits: Limits, pause: PauseState, *, may_preempt: bool) -> None:

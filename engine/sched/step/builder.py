@@ -9,11 +9,10 @@ from numpy.typing import NDArray
 
 from engine.kv.manager import KVManager
 from engine.messages.step import PADDING, DraftPart, NewSeq, StepPlan
-from engine.sched import waits
 from engine.sched.request import Request, Status
-from engine.sched.roster import Roster
-from engine.sched.seated import NO_ROWS, Rows
-from engine.sched.table import WATCHED
+from engine.sched.state import waits
+from engine.sched.state.roster import NO_ROWS, Roster, Rows
+from engine.sched.state.table import WATCHED
 
 ONES = np.ones(1024, dtype=np.int32)
 ONES.flags.writeable = False

@@ -15,14 +15,13 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.sched import queues
-from engine.sched.append import ONE_BY_ONE_UPTO
-from engine.sched.builder import Step
-from engine.sched.guard import Guard
+from engine.sched.plugins.hooks import Guard
 from engine.sched.request import Request
-from engine.sched.seated import NO_ROWS, Rows
-from engine.sched.settle import Settler
-from engine.sched.table import ONE, SERIAL, WATCHED, Counts
+from engine.sched.state import queues
+from engine.sched.state.roster import NO_ROWS, Rows
+from engine.sched.state.table import ONE, SERIAL, WATCHED, Counts
+from engine.sched.step.builder import Step
+from engine.sched.step.settle import ONE_BY_ONE_UPTO, Settler
 
 Mask = NDArray[np.bool_]
 

@@ -1,13 +1,17 @@
-"""Faults of plug-ins: who, in which hook, about which request; and the time their hooks take."""
+"""Faults of plug-ins: who, in which hook, about which request; and the time their hooks take.
+
+A scheduler does one thing at a time: a hook that begins another one within it is told so.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections import defaultdict
 from collections.abc import Callable
+from functools import wraps
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from engine.sched.request import Request
-from engine.sched.turns import Turn
 
 logger = logging.getLogger("engine.sched")
 
@@ -53,3 +57,49 @@ class FaultLog:
         if len(self.messages) < 100:
             self.messages.append(f"{culprit}{about}: {what}")
             logger.warning("%s; answered by default", self.messages[-1])
+
+
+class Turn:
+    """What the scheduler is doing. Raises ``RuntimeError`` for a second thing at once, which is
+    then the fault of the hook that wanted it."""
+
+    def __init__(self) -> None:
+        self._doing = ""
+
+    def begin(self, what: str) -> None:
+        if self._doing:
+            raise RuntimeError(
+                f"{what}() was called within {self._doing}(); keep it in mind and call it between "
+                "two steps (only wake() and watch_again() may be called at any time)"
+            )
+        self._doing = what
+
+    def end(self) -> None:
+        self._doing = ""
+
+
+class TakesTurns(Protocol):
+    """Does one thing at a time."""
+
+    @property
+    def turn(self) -> Turn: ...
+
+
+S = TypeVar("S", bound=TakesTurns)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def in_turn(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """The method of a scheduler is a turn of its own."""
+
+    @wraps(method)
+    def alone(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        turn = self.turn
+        turn.begin(method.__name__)
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            turn.end()
+
+    return alone
