@@ -17,7 +17,8 @@ if TYPE_CHECKING:  # what a client elsewhere imports is kept small
 class CoreClient(Protocol):
     """A core, wherever it runs. Belongs to one thread at a time.
 
-    Every call raises ``EngineDeadError`` once the core has died, and after ``shutdown``.
+    Once the core has died, and after ``shutdown``, every call raises ``EngineDeadError``, but for
+    counts and ``shutdown``.
     """
 
     decided: Decided | Welcome

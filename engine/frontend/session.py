@@ -54,9 +54,9 @@ class Session:
 
     @classmethod
     def open(cls, config: EngineConfig) -> Session:
-        """Load what ``config`` asks for, raises ``ConfigError`` if that cannot work.
+        """Load what ``config`` asks for; the tokenizer comes first, since it fails sooner.
 
-        The tokenizer comes first: it fails sooner.
+        Raises ``ConfigError`` for what cannot work.
         """
         set_up_logging(config.log_level)
         tokenizer = None if config.model.skip_tokenizer_init else load_tokenizer(config.model)
