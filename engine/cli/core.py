@@ -12,7 +12,7 @@ from engine.cli.options import add_engine_options, engine_args
 from engine.config.args import OF_FRONT_ENDS, OF_STARTERS
 from engine.config.engine import EngineConfig
 from engine.core.build import build_core
-from engine.core.client import InprocClient
+from engine.core.inproc_client import InprocClient
 from engine.errors import ConfigError, EngineDeadError
 from engine.ipc import sockets
 from engine.ipc.place import TCP, Address, Directory, tcp_address

@@ -17,8 +17,8 @@ from engine.config.engine import EngineConfig
 from engine.config.model import read_model_info
 from engine.config.sched import SchedulerConfig
 from engine.config.speculative import SpeculativeConfig
-from engine.core.client import InprocClient
 from engine.core.engine_core import EngineCore, Executor
+from engine.core.inproc_client import InprocClient
 from engine.core.recording import describe, record
 from engine.errors import ConfigError
 from engine.kv.events import EventLog

@@ -29,7 +29,7 @@ def stack() -> Iterator[ExitStack]:
 
 def attached(stack: ExitStack, *cores: HostedCore) -> Any:
     addresses = ", ".join(core.address.data for core in cores)
-    client = open_core(FakeBuild(), fake_config(core_address=addresses), clock=time.monotonic)
+    client = open_core(fake_config(core_address=addresses))
     assert isinstance(client, ManyCoresClient)
     stack.callback(client.shutdown)
     return client
@@ -91,7 +91,7 @@ def test_one_address_that_is_wrong_leaves_nothing(stack: ExitStack) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(2):
         with pytest.raises(ConfigError, match="no core can be reached at 'ipc:///nowhere/core'"):
-            open_core(FakeBuild(), config, clock=time.monotonic)
+            open_core(config)
     one = EngineCoreClient(core.address)
     one.shutdown()
     until = time.monotonic() + 10

@@ -4,6 +4,7 @@ import argparse
 import io
 import json
 import signal
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -28,11 +29,11 @@ ANSWER = TOKENIZER.encode(" and the dog.").ids
 def client(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
     fake = FakeClient(replay([*ANSWER, 2]), FakeDecided(vocab_size=TOKENIZER.get_vocab_size()))
 
-    def build_core(config: EngineConfig, *, clock: Callable[[], float]) -> FakeClient:
-        fake.clock, fake.is_shut_down = clock, False
+    def open_core(config: EngineConfig) -> FakeClient:
+        fake.clock, fake.is_shut_down = time.monotonic, False
         return fake
 
-    monkeypatch.setattr("engine.llm_engine.build_core", build_core)
+    monkeypatch.setattr("engine.frontend.session.open_core", open_core)
     return fake
 
 

@@ -10,8 +10,8 @@ from fakes import FakeDecided
 from simulate import expected, make_request, make_run
 
 from engine.config.sched import SchedulerConfig
-from engine.core.client import InprocClient
 from engine.core.engine_core import EngineCore
+from engine.core.inproc_client import InprocClient
 from engine.errors import EngineDeadError, RequestError
 from engine.messages.params import SamplingParams
 from engine.sched.plugins.find import choose
