@@ -13,13 +13,21 @@ import source_tree as tree
 LAYERS = (
     ("engine.errors", "engine.assets"),
     ("engine.config", "engine.messages"),
-    ("engine.ipc", "kernels"),
+    ("engine.ipc", "engine.text", "kernels"),
     ("engine.kv", "engine.parallel", "engine.observe"),
     ("engine.sched", "engine.layers"),
-    ("engine.models", "engine.sample"),
-    ("engine.spec", "engine.structured", "engine.lora", "engine.mm", "engine.pooling"),
+    ("engine.verify", "engine.models", "engine.sample"),
+    (
+        "engine.spec",
+        "engine.structured",
+        "engine.lora",
+        "engine.mm",
+        "engine.kv_transfer",
+        "engine.pooling",
+    ),
     ("engine.worker",),
     ("engine.core",),
+    ("engine.rpc",),
     ("engine.frontend",),
     ("engine.llm_engine", "engine.async_engine"),
     ("engine.llm",),
@@ -45,13 +53,15 @@ LIGHT = (
     "engine.kv",
     "engine.sched",
     "engine.sim",
+    "engine.text",
+    "engine.verify",
     "engine.core.engine_core",
-    "engine.spec.drafts",
-    "engine.lora.slots",
-    "engine.mm.encoder_budget",
-    "engine.structured.readiness",
 )
-LIGHT_INITS = tuple(f"engine.{name}" for name in ("worker", "structured", "spec", "mm", "lora"))
+# What a feature asks of the scheduler decides; only what its `compute` does needs a device.
+FEATURES = tuple(f"engine.{name}" for name in ("spec", "structured", "lora", "mm", "kv_transfer"))
+COMPUTES = "compute"
+NAMES_FEATURES = ("engine.core.build",)
+LIGHT_INITS = ("engine.worker",)
 DECISIONS = ("engine.kv", "engine.sched")
 WORLD = ("time", "random", "secrets", "datetime", "uuid")
 
@@ -79,7 +89,7 @@ LONG_SIGNATURES: dict[str, str] = {
 }
 
 # Engines that only checks make: an option they set is not one that a user can.
-TRIES = ("engine.sched.verify",)
+TRIES = ("engine.verify",)
 
 IMPORT_ENGINE_SECONDS = 0.3
 
@@ -101,7 +111,9 @@ def light_modules() -> list[str]:
     return inits + [
         name
         for name in tree.modules()
-        if name == "engine" or under(name, tuple(p for p in LIGHT if p != "engine"))
+        if name == "engine"
+        or under(name, tuple(p for p in LIGHT if p != "engine"))
+        or (under(name, FEATURES) and name.rpartition(".")[2] != COMPUTES)
     ]
 
 
@@ -128,6 +140,18 @@ def test_imports_go_down() -> None:
                 continue
             if LAYER_OF[target] >= LAYER_OF[home]:
                 wrong.append(f"{module.where}:{imported.line} imports {imported.module}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_only_the_assembly_names_features() -> None:
+    """A feature brings its own files and changes nothing in the scheduler or the worker."""
+    wrong = [
+        f"{module.where}:{imported.line} imports {imported.module}"
+        for name, module in tree.modules().items()
+        for imported in module.imports
+        if (feature := under(imported.module, FEATURES))
+        and under(name, (feature, *NAMES_FEATURES)) is None
+    ]
     assert not wrong, "\n".join(wrong)
 
 

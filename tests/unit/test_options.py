@@ -19,7 +19,7 @@ from engine.config.model import ModelInfo
 from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError
 from engine.kv.manager import KVManager
-from engine.sched.find import choose, find_policy, make_scheduler
+from engine.sched.plugins.find import choose, find_policy, make_scheduler
 from engine.sched.policies import POLICIES
 
 HUGE = 10**400  # not even a float
