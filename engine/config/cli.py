@@ -26,7 +26,7 @@ def add_options(parser: argparse.ArgumentParser, options: type[Any]) -> None:
     doc.
     """
     hints, docs = get_type_hints(options), field_docs(options)
-    for each in [*filter(is_dataclass, reversed(options.__bases__))] or [options]:
+    for each in groups_of(options):
         group = parser.add_argument_group(summary(each))
         for option in fields(each):
             flag = "--" + option.name.replace("_", "-")
@@ -58,6 +58,11 @@ def argument_kind(hint: Any, example: dict[str, Any] | None = None) -> dict[str,
     if hint in (int, float):
         return {"type": hint, "metavar": "N"}
     return {"type": str, "metavar": "NAME"}
+
+
+def groups_of(options: type[Any]) -> list[type[Any]]:
+    """The dataclasses that it is made of, in the order of their fields; itself if it is of none."""
+    return [*filter(is_dataclass, reversed(options.__bases__))] or [options]
 
 
 def summary(options: type[Any]) -> str:
