@@ -88,6 +88,8 @@ LONG_SIGNATURES: dict[str, str] = {
     "kernels.triton.tiles.store_rows": "registers of one program, inlined",
 }
 
+# Methods in which a configuration checks its own fields, which is not to read an option.
+CHECKS = ("__post_init__", "_check_")
 # Engines that only checks make: an option they set is not one that a user can.
 TRIES = ("engine.verify",)
 
@@ -421,7 +423,7 @@ def attributes_read(module: tree.Module) -> set[str]:
     idle: set[ast.AST] = set()
     if under(module.name, ("engine.config",)):
         for node in ast.walk(module.tree):
-            if isinstance(node, ast.FunctionDef) and node.name == "__post_init__":
+            if isinstance(node, ast.FunctionDef) and node.name.startswith(CHECKS):
                 idle |= set(ast.walk(node))
             elif isinstance(node, ast.keyword) and ast.unparse(node.value) == f"self.{node.arg}":
                 idle.add(node.value)
