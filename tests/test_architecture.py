@@ -9,30 +9,11 @@ import sys
 
 import source_tree as tree
 
-# Imports go to lower layers only. The first layer uses nothing of ours.
-LAYERS = (
-    ("engine.errors", "engine.assets"),
-    ("engine.config", "engine.messages"),
-    ("engine.ipc", "engine.text", "kernels"),
-    ("engine.kv", "engine.parallel", "engine.observe"),
-    ("engine.sched", "engine.layers"),
-    ("engine.verify", "engine.models", "engine.sample"),
-    (
-        "engine.spec",
-        "engine.structured",
-        "engine.lora",
-        "engine.mm",
-        "engine.kv_transfer",
-        "engine.pooling",
-    ),
-    ("engine.worker",),
-    ("engine.core",),
-    ("engine.rpc",),
-    ("engine.frontend",),
-    ("engine.llm_engine", "engine.async_engine"),
-    ("engine.llm",),
-    ("engine.server", "engine.sim"),
-    ("engine.cli",),
+from tools import layers
+
+LAYERS = tuple(
+    tuple(name if name == "kernels" else f"engine.{name}" for name in names)
+    for names, _ in layers.LAYERS
 )
 LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
 
@@ -155,6 +136,33 @@ def test_only_the_assembly_names_features() -> None:
         and under(name, (feature, *NAMES_FEATURES)) is None
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_picture_of_the_layers_is_up_to_date() -> None:
+    written = layers.TARGET.read_text(encoding="utf-8")
+    assert written == layers.document(), "run: python tools/layers.py"
+
+
+def test_no_package_imports_in_a_circle() -> None:
+    """Typing imports count: who needs a name to be understood needs the file to be read."""
+    graph = {
+        name: {i.module for i in module.imports if i.module in tree.modules()} - {name}
+        for name, module in tree.modules().items()
+        if not module.is_package
+    }
+    assert not (found := cycles(graph)), found
+
+
+def cycles(graph: dict[str, set[str]]) -> list[str]:
+    """What is left when modules that import, or are imported by, no other that is left are gone."""
+    left = dict(graph)
+    while free := [name for name, uses in left.items() if not (uses & left.keys())]:
+        for name in free:
+            del left[name]
+    while free := [name for name in left if not any(name in uses for uses in left.values())]:
+        for name in free:
+            del left[name]
+    return sorted(left)
 
 
 def test_no_module_imports_the_package_above_it() -> None:

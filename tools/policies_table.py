@@ -20,7 +20,7 @@ HEAD = """# Policies that ship
 Written by `python tools/policies_table.py` from their docstrings.
 
 `LLM(scheduling_policy="edf", policy_options={"default_deadline": 5.0})`; one file each in
-`engine/sched/policies/`, where the docstring says more. Times are seconds, lengths and prices tokens.
+`engine/sched/policies/`, where the docstring says more. Times are seconds, lengths are tokens.
 `metronome policies --policies fcfs,edf,...` puts them side by side on a virtual clock, and
 [policy-guide.md](policy-guide.md) is how to write another.
 
