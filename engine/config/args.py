@@ -109,5 +109,6 @@ def _absolute(name: str, path: str | Path | None) -> str | None:
 def _unknown_option(name: str, known: list[str]) -> str:
     ends = [option for option in known if option.endswith(f"_{name}")]  # as policy, predictor
     near = ends[:1] or difflib.get_close_matches(name, known, MAX_NEAR)
-    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "known are: "
-    return f"unknown option {name!r}; {hint}{'' if near else ', '.join(known)}"
+    if near:
+        return f"unknown option {name!r}; did you mean {' or '.join(map(repr, near))}?"
+    return f"unknown option {name!r}; known are: {', '.join(known)}"
