@@ -26,7 +26,8 @@ from scheduler_loads import BLOCK_SIZE, MAX_BATCHED_TOKENS, MAX_MODEL_LEN, WARM_
 
 from engine.assets import BOX_MODEL
 from engine.config.args import EngineArgs
-from engine.config.decide import Decided
+from engine.config.decide import Decided, resolve
+from engine.config.model import read_model_info
 from engine.core.build import wire
 from engine.core.inproc_client import InprocClient
 from engine.frontend.session import Session
@@ -55,7 +56,7 @@ def engine_for(load: Load) -> LLMEngine:
         vocab_size=VOCAB_SIZE,
         eos_token_ids=(),
         device="cpu",
-        scheduler=config.scheduler,
+        scheduler=resolve(config, read_model_info(BOX_MODEL), "cpu").scheduler,
     )
     core = wire(config, decided, CountingWorker(), clock=time.monotonic)
     client = InprocClient(core, decided)
