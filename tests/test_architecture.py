@@ -13,7 +13,7 @@ import source_tree as tree
 LAYERS = (
     ("engine.errors", "engine.assets"),
     ("engine.config", "engine.messages"),
-    ("engine.ipc", "kernels"),
+    ("engine.ipc", "engine.hub", "kernels"),
     ("engine.kv", "engine.parallel", "engine.observe"),
     ("engine.sched", "engine.layers"),
     ("engine.models", "engine.sample"),
@@ -32,6 +32,7 @@ LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
 LAZY_IMPORTS = {
     "engine.core.build": "the one place that names concrete classes",
     "kernels.bodies": "Triton is imported only where it computes",
+    "engine.hub.fetch": "huggingface_hub is imported only for a model given by name",
     "engine.models.load": "transformers is imported only for what has no native family",
 }
 
@@ -42,6 +43,7 @@ LIGHT = (
     "engine.errors",
     "engine.config",
     "engine.messages",
+    "engine.hub",
     "engine.kv",
     "engine.sched",
     "engine.sim",

@@ -17,15 +17,19 @@ from engine.config.engine import EngineConfig
 from engine.config.env import core_secret, default_log_level, warn_of_typos
 from engine.config.foreign import refusal
 from engine.config.gpu import GPUConfig
-from engine.config.model import ModelConfig
+from engine.config.model import ModelConfig, is_hub_name
 from engine.config.polling import PollConfig, asked_decode_poll_timeout_ms
 from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError
 
 # Whose options those are that are not the core's alone.
-OF_BOTH = ("model", "trust_remote_code", "seed", "log_level")
+OF_BOTH = (
+    *("model", "trust_remote_code", "seed", "log_level"),
+    *("revision", "hf_token", "download_dir"),
+)
 OF_FRONT_ENDS = (
-    *("tokenizer", "skip_tokenizer_init", "tokenizer_pool_size", "disable_log_stats"),
+    *("tokenizer", "tokenizer_revision", "skip_tokenizer_init"),
+    *("tokenizer_pool_size", "disable_log_stats"),
     *("multiprocess", "core_address", "core_hang_timeout"),
 )
 OF_STARTERS = ("data_parallel_size", "core_ready_timeout")  # of cores in processes of their own
@@ -36,9 +40,19 @@ class EngineArgs:
     """Options of an engine. ``create_config`` checks them and raises ``ConfigError``."""
 
     model: str | Path | None = None
-    """Directory of the model (Hugging Face layout); the one in the box if not given."""
+    """Directory of the model (Hugging Face layout), or its name on a hub; the one in the box if not
+    given."""
     tokenizer: str | Path | None = None
-    """Directory of the tokenizer, if it is not the model's."""
+    """Directory of the tokenizer, or its name on a hub, if it is not the model's."""
+    revision: str | None = None
+    """Branch, tag or commit of a model given by name; its default branch if not given."""
+    tokenizer_revision: str | None = None
+    """Branch, tag or commit of the tokenizer; that of the model, unless tokenizer is given."""
+    hf_token: str | bool | None = field(default=None, repr=False)
+    """Token for gated and private models. If not given that of HF_TOKEN (which other users of the
+    machine cannot see, as they can a command line) or of hf auth login; False (Python): none."""
+    download_dir: str | Path | None = None
+    """Cache that models are fetched to and found in; that of HF_HOME if not given."""
     skip_tokenizer_init: bool = False
     """Token ids in, token ids out: load no tokenizer."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -228,8 +242,12 @@ class EngineArgs:
 
     def _model_config(self) -> ModelConfig:
         return ModelConfig(
-            model=str(self.model) if self.model is not None else str(BOX_MODEL),
-            tokenizer=None if self.tokenizer is None else str(self.tokenizer),
+            model=str(BOX_MODEL) if self.model is None else _spelled(self.model),
+            tokenizer=None if self.tokenizer is None else _spelled(self.tokenizer),
+            revision=self.revision,
+            tokenizer_revision=self.tokenizer_revision,
+            hf_token=self.hf_token,
+            download_dir=_absolute("download_dir", self.download_dir),
             skip_tokenizer_init=self.skip_tokenizer_init,
             dtype=self.dtype,
             quantization=self.quantization,
@@ -291,6 +309,12 @@ class EngineArgs:
             max_waiting_tokens=self.max_waiting_tokens,
             stalled_steps=self.stalled_steps,
         )
+
+
+def _spelled(model: str | Path) -> str:
+    """What was given as text. A ``Path`` is a place on this machine, never a name on a hub."""
+    text = str(model)
+    return f"./{text}" if isinstance(model, Path) and is_hub_name(text) else text
 
 
 def _absolute(name: str, path: str | Path | None) -> str | None:

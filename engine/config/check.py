@@ -28,15 +28,19 @@ def check_types(options: Any) -> None:
     ``options`` is a dataclass. Fields that are a ``Literal`` name their choices themselves.
     """
     cls: type = type(options)
+    secrets = {option.name for option in fields(options) if not option.repr}
     for name, kinds in _kinds_by_field(cls).items():
-        check_kind(name, getattr(options, name), kinds)
+        check_kind(name, getattr(options, name), kinds, is_secret=name in secrets)
 
 
-def check_kind(name: str, value: object, kinds: tuple[type, ...]) -> None:
+def check_kind(
+    name: str, value: object, kinds: tuple[type, ...], *, is_secret: bool = False
+) -> None:
     """Raise ``ConfigError`` if the value is of none of these classes; ``()`` allows anything."""
     if kinds and not any(_is_a(value, kind) for kind in kinds):
         wanted = " or ".join(WORDS.get(kind, kind.__name__) for kind in kinds)
-        raise ConfigError(f"{name} is {value!r:.80} ({type(value).__name__}), must be {wanted}")
+        shown = "not shown here" if is_secret else f"{value!r:.80}"
+        raise ConfigError(f"{name} is {shown} ({type(value).__name__}), must be {wanted}")
 
 
 def check_range(options: Any, low: float, high: float | None, *names: str) -> None:

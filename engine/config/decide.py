@@ -37,7 +37,7 @@ class Decided:
     scheduler: SchedulerConfig
     """The scheduler's options, with the decided length."""
     model: str = ""
-    """Directory of the model, if there is one."""
+    """Directory of the model, or its name on a hub, if there is one."""
     capabilities: tuple[str, ...] = ()
     """Parts of a plan that are served (names in ``engine.messages.step.PARTS``)."""
 
@@ -91,7 +91,7 @@ def decide(
         eos_token_ids=info.eos_token_ids,
         device=config.device,
         scheduler=sched,
-        model=str(info.path.absolute()),
+        model=info.name,
         capabilities=capabilities,
     )
 

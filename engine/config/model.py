@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -19,9 +20,17 @@ class ModelConfig:
     """The model a user asked for."""
 
     model: str
-    """Directory with config.json and weights (Hugging Face layout)."""
+    """Directory with config.json and weights (Hugging Face layout), or the name of a repository."""
     tokenizer: str | None = None
-    """Directory of the tokenizer, if it is not the model's."""
+    """Directory or repository of the tokenizer, if it is not the model's."""
+    revision: str | None = None
+    """Branch, tag or commit of a model given by name; its default branch if not given."""
+    tokenizer_revision: str | None = None
+    """The same of a tokenizer; that of the model, if it has none of its own."""
+    hf_token: str | bool | None = field(default=None, repr=False)
+    """Token for the hub, True: this machine's; False: none. Dropped once all is fetched."""
+    download_dir: str | None = None
+    """Directory of the cache; None takes that of HF_HOME."""
     skip_tokenizer_init: bool = False
     """Serve token ids only: no tokenizer is loaded."""
     dtype: DType = "auto"
@@ -42,10 +51,34 @@ class ModelConfig:
         check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         check_choice("load_format", self.load_format, ("auto", "safetensors", "dummy"))
         check_choice("quantization", self.quantization, (None, "int8", "fp8"))
+        _check_hub_options(self)
         if self.max_model_len is not None and self.max_model_len < 1:
             raise ConfigError(f"max_model_len is {self.max_model_len}, must be at least 1")
         if not -(2**63) <= self.seed < 2**63:
             raise ConfigError(f"seed is {self.seed}, must be in [-2**63, 2**63 - 1] (64 bits)")
+
+
+def _check_hub_options(config: ModelConfig) -> None:
+    for name in ("revision", "tokenizer_revision", "download_dir"):
+        if getattr(config, name) == "":
+            raise ConfigError(f"{name} is '', must name one; leave it out if there is none")
+    token = config.hf_token
+    if isinstance(token, str) and not re.fullmatch(r"[!-~]+", token.strip()):
+        raise ConfigError(
+            f"hf_token is a string of {len(token)} characters (not shown), must be a token: "
+            "letters, digits and signs without spaces; leave it out, or set HF_TOKEN"
+        )
+
+
+# As hubs spell the names of repositories: NAME or OWNER/NAME.
+HUB_NAME = re.compile(r"(\w([\w.-]*\w)?/)?\w([\w.-]{0,94}\w)?", re.ASCII)
+
+
+def is_hub_name(value: str) -> bool:
+    """Whether a model is looked up on a hub: no file has this name, and it looks like no path."""
+    if HUB_NAME.fullmatch(value) is None or ".." in value or "--" in value:
+        return False
+    return not Path(value).exists()
 
 
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
@@ -95,6 +128,15 @@ class ModelInfo:
                 return int(value)
         return 2048
 
+    @property
+    def name(self) -> str:
+        """The directory; of files in the cache of a hub, their repository (``models--A--B``)."""
+        path = self.path.absolute()
+        cached = path.parent.parent.name
+        if path.parent.name == "snapshots" and cached.startswith("models--"):
+            return cached.removeprefix("models--").replace("--", "/")
+        return str(path)
+
 
 def read_model_info(path: str | Path) -> ModelInfo:
     """Read a model directory's JSON files.
@@ -105,7 +147,7 @@ def read_model_info(path: str | Path) -> ModelInfo:
     if not root.is_dir():
         raise ModelError(
             f"model directory {str(path)!r} does not exist; give the path of a local directory "
-            "with config.json (models are never fetched from a hub)"
+            "with config.json, or the name of a repository on a hub, as 'Qwen/Qwen3-0.6B'"
         )
     config = read_json(root / "config.json")
     if config is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Literal, Protocol
 
 from engine.config.engine import EngineConfig
@@ -17,6 +18,7 @@ from engine.frontend.pool import TextPool
 from engine.frontend.pool_texts import PooledTexts
 from engine.frontend.prompt import InputProcessor, Limits, Submission
 from engine.frontend.tokenizer import Tokenizer, load_tokenizer
+from engine.hub.fetch import fetched
 from engine.messages.outputs import CoreOutputs, RequestOutput
 from engine.messages.requests import AddRequest
 from engine.messages.stats import SchedulerStats
@@ -106,8 +108,14 @@ class Session:
         build: CoreBuilder,
         clock: Callable[[], float],
     ) -> Session:
-        """Load what ``config`` asks for. The tokenizer comes first: it fails sooner."""
+        """Load what ``config`` asks for. The tokenizer comes first: it fails sooner.
+
+        A model given by name is fetched before; with a core elsewhere only what is needed here.
+        """
         set_up_logging(config.log_level)
+        is_here, has_text = not config.core.core_addresses, not config.model.skip_tokenizer_init
+        model = fetched(config.model, for_core=is_here, for_text=has_text)
+        config = replace(config, model=model)
         tokenizer = None if config.model.skip_tokenizer_init else load_tokenizer(config.model)
         pool = None
         if tokenizer is not None and config.tokenizer_pool_size:
