@@ -42,6 +42,8 @@ class Repo:
     """Sizes the listing claims, where they are not the true ones."""
     cuts: dict[str, int] = field(default_factory=dict)
     """By file, how many of its next transfers break off in the middle."""
+    delays: dict[str, float] = field(default_factory=dict)
+    """By file, seconds that each transfer waits in the middle."""
     stalls: dict[str, threading.Event] = field(default_factory=dict)
     """By file, what is set when its transfer has come to the middle, where it stays."""
 
@@ -208,6 +210,7 @@ class _Handler(BaseHTTPRequestHandler):
         middle = len(rest) // 2
         self.wfile.write(rest[:middle])
         self.wfile.flush()
+        self.server.hub.is_over.wait(repo.delays.get(name, 0.0))
         if (stall := repo.stalls.get(name)) is not None:
             stall.set()
             self.server.hub.is_over.wait(100)
