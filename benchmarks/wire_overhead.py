@@ -32,7 +32,7 @@ from engine import LLM, SamplingParams
 from engine.assets import BOX_MODEL
 from engine.config.engine import EngineConfig
 from engine.config.model import ModelConfig
-from engine.core.aio_client import AsyncEngineCoreClient
+from engine.rpc.aio_client import AsyncEngineCoreClient
 
 PLACES = ("in-process", "multiprocess")
 

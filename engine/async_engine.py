@@ -23,17 +23,17 @@ from typing import Any, NamedTuple, Unpack
 
 from engine.config.args import EngineArgs
 from engine.core.build import build_core
-from engine.core.launch import open_core
 from engine.errors import ConfigError, EngineDeadError
 from engine.frontend.prompt import RequestOptions, Submission
 from engine.frontend.rendering import Prompt
 from engine.frontend.session import PauseScope, Session
 from engine.frontend.stream import Stream
-from engine.frontend.tokenizer import Tokenizer
 from engine.messages.check import as_request_ids
 from engine.messages.outputs import RequestOutput
 from engine.messages.params import SamplingParams
 from engine.messages.stats import SchedulerStats
+from engine.rpc.launch import open_core
+from engine.text.tokenizer import Tokenizer
 
 JOIN_SECONDS = 60.0  # longest step a shutdown waits for
 ALIVE_SECONDS = 1.0  # between two looks at a core with nothing to do

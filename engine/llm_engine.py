@@ -10,18 +10,18 @@ from typing import Unpack
 
 from engine.config.args import EngineArgs
 from engine.core.build import build_core
-from engine.core.launch import open_core
 from engine.errors import ConfigError
 from engine.frontend.interrupts import HeldInterrupt
 from engine.frontend.prompt import RequestOptions
 from engine.frontend.rendering import Prompt
 from engine.frontend.session import PauseScope, Session
-from engine.frontend.tokenizer import Tokenizer
 from engine.messages.check import as_request_ids
 from engine.messages.outputs import RequestOutput
 from engine.messages.params import SamplingParams
 from engine.messages.stats import SchedulerStats
 from engine.observe.stats_log import TokenCounts
+from engine.rpc.launch import open_core
+from engine.text.tokenizer import Tokenizer
 
 
 class LLMEngine:

@@ -15,11 +15,6 @@ import zmq
 from spawned import FakeBuild, fake_config
 
 from engine.config.engine import EngineConfig
-from engine.core.aio_client import AsyncEngineCoreClient
-from engine.core.host import EngineCoreHost
-from engine.core.launch import start_core
-from engine.core.many_client import ManyCoresClient
-from engine.core.zmq_client import EngineCoreClient
 from engine.errors import EngineDeadError
 from engine.ipc import sockets
 from engine.ipc.codec import Decoder, Encoder
@@ -27,6 +22,11 @@ from engine.ipc.place import Address, Directory
 from engine.messages.outputs import CoreOutputs, Finished
 from engine.messages.requests import AddRequest
 from engine.messages.wire import Health, Probe, ToClient
+from engine.rpc.aio_client import AsyncEngineCoreClient
+from engine.rpc.host import EngineCoreHost
+from engine.rpc.launch import start_core
+from engine.rpc.many_client import ManyCoresClient
+from engine.rpc.zmq_client import EngineCoreClient
 
 IN_PROCESS, TWO_CORES = "in-process", "two cores"
 REMOTE = ("zmq", "asyncio")  # one core, with sockets between

@@ -21,10 +21,10 @@ from hostile import Hostile
 from live_core import is_running, own_directory, pid_of, shared_names, wait_until
 from streams import Lengths, Streams
 
-from engine.core.aio_client import AsyncEngineCoreClient
-from engine.core.zmq_client import EngineCoreClient
 from engine.errors import EngineDeadError
 from engine.ipc.place import Address
+from engine.rpc.aio_client import AsyncEngineCoreClient
+from engine.rpc.zmq_client import EngineCoreClient
 
 DEATH_SECONDS = 1.0  # from a core's death to errors
 HANG_SECONDS = kill_actor.HANG_SECONDS + 1.0  # from its last sign of life

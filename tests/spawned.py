@@ -16,8 +16,8 @@ from engine.core.client import InprocClient
 from engine.core.engine_core import EngineCore
 from engine.kv.manager import KVManager
 from engine.messages.step import StepResult
-from engine.sched.find import make_scheduler
-from engine.sched.verify.fake import DigestWorker
+from engine.sched.plugins.find import make_scheduler
+from engine.verify.fake import DigestWorker
 
 NUM_BLOCKS = 400
 BLOCK_SIZE = 16

@@ -9,22 +9,11 @@ import sys
 
 import source_tree as tree
 
-# Imports go to lower layers only. The first layer uses nothing of ours.
-LAYERS = (
-    ("engine.errors", "engine.assets"),
-    ("engine.config", "engine.messages"),
-    ("engine.ipc", "engine.hub", "kernels"),
-    ("engine.kv", "engine.parallel", "engine.observe"),
-    ("engine.sched", "engine.layers"),
-    ("engine.models", "engine.sample"),
-    ("engine.spec", "engine.structured", "engine.lora", "engine.mm", "engine.pooling"),
-    ("engine.worker",),
-    ("engine.core",),
-    ("engine.frontend",),
-    ("engine.llm_engine", "engine.async_engine"),
-    ("engine.llm",),
-    ("engine.server", "engine.sim"),
-    ("engine.cli",),
+from tools import layers
+
+LAYERS = tuple(
+    tuple(name if name == "kernels" else f"engine.{name}" for name in names)
+    for names, _ in layers.LAYERS
 )
 LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
 
@@ -47,13 +36,15 @@ LIGHT = (
     "engine.kv",
     "engine.sched",
     "engine.sim",
+    "engine.text",
+    "engine.verify",
     "engine.core.engine_core",
-    "engine.spec.drafts",
-    "engine.lora.slots",
-    "engine.mm.encoder_budget",
-    "engine.structured.readiness",
 )
-LIGHT_INITS = tuple(f"engine.{name}" for name in ("worker", "structured", "spec", "mm", "lora"))
+# What a feature asks of the scheduler decides; only what its `compute` does needs a device.
+FEATURES = tuple(f"engine.{name}" for name in ("spec", "structured", "lora", "mm", "kv_transfer"))
+COMPUTES = "compute"
+NAMES_FEATURES = ("engine.core.build",)
+LIGHT_INITS = ("engine.worker",)
 DECISIONS = ("engine.kv", "engine.sched")
 WORLD = ("time", "random", "secrets", "datetime", "uuid")
 
@@ -83,7 +74,7 @@ LONG_SIGNATURES: dict[str, str] = {
 }
 
 # Engines that only checks make: an option they set is not one that a user can.
-TRIES = ("engine.sched.verify",)
+TRIES = ("engine.verify",)
 
 IMPORT_ENGINE_SECONDS = 0.3
 
@@ -105,7 +96,9 @@ def light_modules() -> list[str]:
     return inits + [
         name
         for name in tree.modules()
-        if name == "engine" or under(name, tuple(p for p in LIGHT if p != "engine"))
+        if name == "engine"
+        or under(name, tuple(p for p in LIGHT if p != "engine"))
+        or (under(name, FEATURES) and name.rpartition(".")[2] != COMPUTES)
     ]
 
 
@@ -133,6 +126,45 @@ def test_imports_go_down() -> None:
             if LAYER_OF[target] >= LAYER_OF[home]:
                 wrong.append(f"{module.where}:{imported.line} imports {imported.module}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_only_the_assembly_names_features() -> None:
+    """A feature brings its own files and changes nothing in the scheduler or the worker."""
+    wrong = [
+        f"{module.where}:{imported.line} imports {imported.module}"
+        for name, module in tree.modules().items()
+        for imported in module.imports
+        if (feature := under(imported.module, FEATURES))
+        and under(name, (feature, *NAMES_FEATURES)) is None
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_picture_of_the_layers_is_up_to_date() -> None:
+    written = layers.TARGET.read_text(encoding="utf-8")
+    assert written == layers.document(), "run: python tools/layers.py"
+
+
+def test_no_package_imports_in_a_circle() -> None:
+    """Typing imports count: who needs a name to be understood needs the file to be read."""
+    graph = {
+        name: {i.module for i in module.imports if i.module in tree.modules()} - {name}
+        for name, module in tree.modules().items()
+        if not module.is_package
+    }
+    assert not (found := cycles(graph)), found
+
+
+def cycles(graph: dict[str, set[str]]) -> list[str]:
+    """What is left when modules that import, or are imported by, no other that is left are gone."""
+    left = dict(graph)
+    while free := [name for name, uses in left.items() if not (uses & left.keys())]:
+        for name in free:
+            del left[name]
+    while free := [name for name in left if not any(name in uses for uses in left.values())]:
+        for name in free:
+            del left[name]
+    return sorted(left)
 
 
 def test_no_module_imports_the_package_above_it() -> None:

@@ -16,10 +16,10 @@ from engine.messages.requests import AddRequest
 from engine.sched.policies.fcfs import FCFS
 from engine.sched.policies.priority import Priority
 from engine.sched.policy import Admission, Limits, Policy, SchedView, Verdict
+from engine.sched.predict.cost import StepShape
 from engine.sched.request import Request
 from engine.sched.scheduler import Scheduler
-from engine.sched.shape import StepShape
-from engine.sched.verify.fake import CountingWorker
+from engine.verify.fake import CountingWorker
 from peers import scheduler_driver
 
 

@@ -13,11 +13,11 @@ from engine.config.args import OF_FRONT_ENDS, OF_STARTERS
 from engine.config.engine import EngineConfig
 from engine.core.build import build_core
 from engine.core.client import InprocClient
-from engine.core.host import EngineCoreHost
 from engine.errors import ConfigError, EngineDeadError
 from engine.ipc import sockets
 from engine.ipc.place import TCP, Address, Directory, tcp_address
 from engine.observe.logs import set_up_logging
+from engine.rpc.host import EngineCoreHost
 
 logger = logging.getLogger("engine.core")
 

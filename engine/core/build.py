@@ -29,10 +29,10 @@ from engine.kv.hashing import BlockHasher, Sha256Hasher
 from engine.kv.layout import max_concurrency
 from engine.kv.manager import KVManager
 from engine.messages.step import CAPABILITIES, PARTS
-from engine.sched.find import Chosen, choose, make_scheduler
 from engine.sched.interface import SchedulerInterface
+from engine.sched.plugins.find import Chosen, choose, make_scheduler
 from engine.sched.resource import Resource
-from engine.spec.drafts import Drafts
+from engine.spec.decide import Drafts
 from engine.spec.ngram import NgramProposer
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from engine.messages.columns import with_ends
 from engine.messages.outputs import CoreOutputs, Finished
 from engine.messages.requests import AddRequest
 from engine.messages.stats import SchedulerStats
-from engine.sched.columns import end_of
 from engine.sched.interface import StepOutputs
+from engine.sched.step.outputs import end_of
 
 IDLE_SECONDS = 0.001  # between two looks while all that is left waits for something
 

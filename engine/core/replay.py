@@ -15,9 +15,9 @@ from engine.kv.manager import KVManager
 from engine.messages.step import StepPlan
 from engine.observe import steplog
 from engine.observe.steplog import Header, PlanCoder, PlanColumns, StepLog
-from engine.sched.find import make_scheduler
-from engine.sched.headroom import Judgement
 from engine.sched.interface import PauseState, SchedulerInterface
+from engine.sched.plugins.find import make_scheduler
+from engine.sched.predict.headroom import Judgement
 
 NOTHING = "nothing"
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from engine.errors import ConfigError
 from engine.messages.step import StepPlan
-from engine.sched.builder import Step
 from engine.sched.request import Request
-from engine.sched.resource import Fit, OnRefuse, Resource
-from engine.sched.scheduler import Scheduler
+from engine.sched.resource import AttachedScheduler, Fit, OnRefuse, Resource
+from engine.sched.step.builder import Step
 
 
 class PipelineCadence(Resource):
@@ -38,7 +37,7 @@ class PrefillGate(Resource):
         self._is_behind = False  # the last open step left requests waiting
         self._running: dict[int, Request] = {}  # by row
 
-    def attach(self, scheduler: Scheduler) -> None:
+    def attach(self, scheduler: AttachedScheduler) -> None:
         self._scheduler = scheduler
 
     def watches(self, req: Request) -> bool:
@@ -85,7 +84,7 @@ class BlockAlignment(Resource):
             raise ConfigError(f"chunks cannot be aligned to {num_tokens} tokens; at least 1")
         self.num_tokens = num_tokens
 
-    def attach(self, scheduler: Scheduler) -> None:
+    def attach(self, scheduler: AttachedScheduler) -> None:
         config = scheduler.config
         self._scheduler = scheduler
         for option in ("max_num_batched_tokens", "long_prefill_token_threshold"):

@@ -17,13 +17,13 @@ from engine.frontend.output import OutputProcessor
 from engine.frontend.pool import TextPool
 from engine.frontend.pool_texts import PooledTexts
 from engine.frontend.prompt import InputProcessor, Limits, Submission
-from engine.frontend.tokenizer import Tokenizer, load_tokenizer
 from engine.hub.fetch import fetched
 from engine.messages.outputs import CoreOutputs, RequestOutput
 from engine.messages.requests import AddRequest
 from engine.messages.stats import SchedulerStats
 from engine.observe.logs import set_up_logging
 from engine.observe.stats_log import StatsLog
+from engine.text.tokenizer import Tokenizer, load_tokenizer
 
 PauseScope = Literal["all", "new"]
 

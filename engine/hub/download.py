@@ -18,7 +18,7 @@ from huggingface_hub import HfApi, constants, get_token, hf_hub_download, try_to
 from engine.config.model import read_json
 from engine.errors import ModelError
 from engine.hub import files, reasons
-from engine.hub.fetch import Repository
+from engine.hub.files import Repository
 
 logger = logging.getLogger("engine.hub")
 

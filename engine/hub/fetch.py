@@ -6,25 +6,12 @@ engine too, names directories only, and has no token.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 from engine.config.model import ModelConfig, is_hub_name
 from engine.errors import ConfigError
-
-
-@dataclass(frozen=True, kw_only=True)
-class Repository:
-    """A repository that an option names, and what is wanted of it beside its configuration."""
-
-    option: str
-    name: str
-    revision: str | None = None
-    token: str | bool | None = field(default=None, repr=False)
-    cache: str | None = None
-    has_weights: bool = False
-    has_tokenizer: bool = False
-    has_code: bool = False
+from engine.hub.files import Repository
 
 
 def fetched(config: ModelConfig, *, for_core: bool, for_text: bool) -> ModelConfig:

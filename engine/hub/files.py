@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -25,6 +26,20 @@ VOCABULARIES = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json"),
     "spiece.model",
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repository:
+    """A repository that an option names, and what is wanted of it beside its configuration."""
+
+    option: str
+    name: str
+    revision: str | None = None
+    token: str | bool | None = field(default=None, repr=False)
+    cache: str | None = None
+    has_weights: bool = False
+    has_tokenizer: bool = False
+    has_code: bool = False
 
 
 def matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:

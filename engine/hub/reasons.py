@@ -17,7 +17,7 @@ from huggingface_hub.errors import (
 
 from engine.errors import ModelError
 from engine.hub import files
-from engine.hub.fetch import Repository
+from engine.hub.files import Repository
 
 LOGIN = "hf_token, HF_TOKEN or `hf auth login`"
 MAX_LISTED = 10

@@ -10,7 +10,7 @@ from typing import Any
 
 from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest, MediaItem
-from engine.sched.table import SERIAL, Table
+from engine.sched.state.table import SERIAL, Table
 
 
 class Status(Enum):

@@ -24,27 +24,25 @@ from engine.messages.outputs import FinishReason
 from engine.messages.requests import AddRequest
 from engine.messages.stats import SchedulerStats
 from engine.messages.step import Masks, StepPlan, StepResult
-from engine.sched import budget, builder, waits
-from engine.sched.agenda import Errand
-from engine.sched.bulk import Bulk
-from engine.sched.faults import FaultLog
-from engine.sched.guard import Guard
-from engine.sched.headroom import Judgement
-from engine.sched.intake import Intake
 from engine.sched.interface import PauseState, RequestCounts, SchedulerInterface, StepOutputs
+from engine.sched.plugins.faults import FaultLog, Turn, in_turn
+from engine.sched.plugins.hooks import DECIDING, Guard
+from engine.sched.plugins.resources import Resources
 from engine.sched.policy import Admission, Policy
+from engine.sched.predict.headroom import Judgement
 from engine.sched.request import Request
-from engine.sched.rescue import rescue
 from engine.sched.resource import Fit, OnRefuse, Resource
-from engine.sched.resources import Resources
-from engine.sched.roster import Roster
-from engine.sched.settle import Settler
-from engine.sched.table import SERIAL, WATCHED
-from engine.sched.tally import make_stats
-from engine.sched.turns import in_turn
-from engine.sched.victims import cut_to_blocks, promised_to_others, victims_for
+from engine.sched.state import waits
+from engine.sched.state.roster import Roster
+from engine.sched.state.table import SERIAL, WATCHED
+from engine.sched.step import budget, builder
+from engine.sched.step.decodes import Bulk
+from engine.sched.step.intake import Intake
+from engine.sched.step.preempt import cut_to_blocks, promised_to_others, victims_for
+from engine.sched.step.settle import Settler
+from engine.sched.step.stats import Watch, make_stats
+from engine.sched.step.timers import TimerKind
 from engine.sched.view import View
-from engine.sched.watch import Watch
 
 BULK_PARTS = ("tokens_for", "secure", "grant")  # whoever overrides one is asked about every row
 
@@ -152,7 +150,7 @@ class Scheduler(SchedulerInterface):
         view, tally = self.view, self.settler.tally
         self.guard.faults.begin_step()
         view.now = self._clock()
-        self._run_errands()
+        self._run_timers()
         for req in self.settler.take_orphans():
             self.wake(req.request_id)
         for holder in self.kv.take_failed_loads():
@@ -301,7 +299,7 @@ class Scheduler(SchedulerInterface):
         is_paused = self.pause_state is not PauseState.UNPAUSED
         is_stopped = self.pause_state is PauseState.PAUSED_ALL
         if not (step.has_grants or self.num_in_flight or is_stopped):
-            rescue(self, step, type(self).schedule is not Scheduler.schedule, self._watch.is_stuck)
+            self._rescue(step)
         self._bulk.write_back(step)
         cause = waits.PAUSED if is_paused else step.closing_cause()
         self.roster.waits.close(self.view.now, cause, step.refused)
@@ -337,13 +335,17 @@ class Scheduler(SchedulerInterface):
     @in_turn
     def take_outputs(self) -> StepOutputs:
         self.view.now = self._clock()
-        self._run_errands()
+        self._run_timers()
         return self.settler.take_outputs()
 
     def shutdown(self) -> None:
         self.kv.shutdown()
 
     # -- questions
+
+    @property
+    def turn(self) -> Turn:
+        return self.guard.faults.turn
 
     def get_request_counts(self) -> RequestCounts:
         roster = self.roster
@@ -385,13 +387,47 @@ class Scheduler(SchedulerInterface):
 
     # -- helpers
 
-    def _run_errands(self) -> None:
+    def _rescue(self, step: builder.Step) -> None:
+        """No request got a token, and no step is in flight whose end could change that: serve in
+        the default order, if it was not that already; if none can go then, make room.
+
+        Running requests that resources refuse may be refused for a reason that passes: until the
+        engine is stuck they lose nothing but to one that lacks blocks. Nor does any while a
+        transfer uses blocks: its end brings some back, or a request that may lose them.
+        """
+        has_own_loop = type(self).schedule is not Scheduler.schedule
+        if (has_own_loop or self.guard.overrides(*DECIDING)) and (
+            len(self.roster.running) + len(self.roster.waiting)
+        ):
+            self._serve_by_default(step)
+            culprit = type(self if has_own_loop else self.policy).__name__
+            self.settler.tally.note_rescue(culprit, was_saved=step.has_grants)
+        is_stuck = self._watch.is_stuck
+        if step.has_grants or not (step.short or is_stuck or not len(self.roster.running)):
+            return
+        if self.is_transferring and not is_stuck:
+            return
+        if (holder := self.roster.lowest_holder()) is not None:
+            self.preempt(holder, step, by="the lack of KV blocks")
+
+    def _serve_by_default(self, step: builder.Step) -> None:
+        """The step again, in the default order."""
+        tally = self.settler.tally
+        tally.num_steps += 1
+        step.reopen(tally.num_steps, self.config.max_num_batched_tokens)
+        if self.pause_state is PauseState.PAUSED_NEW:
+            step.close(waits.PAUSED)
+        self.asked = self.guard.overrule()
+        self.serve(self.asked.order(self.view), step)
+        self.asked = self.guard
+
+    def _run_timers(self) -> None:
         """Wake or end those whose time has come."""
-        for errand, req in self.intake.agenda.due(self.view.now):
-            if errand is Errand.WAKE:
+        for kind, req in self.intake.timers.due(self.view.now):
+            if kind is TimerKind.WAKE:
                 self.wake(req.request_id)
-            elif errand is Errand.END_BY or req.story.scheduled_time is None:
-                self.settler.expire(req, errand)
+            elif kind is TimerKind.END_BY or req.story.scheduled_time is None:
+                self.settler.expire(req, kind)
 
     def _admits(self, req: Request, step: builder.Step) -> bool:
         """May this waiting request start? After a preemption only who outranks every victim."""

@@ -34,7 +34,7 @@ from engine.sample.sampler import Sampler
 from engine.worker.batches import Batches
 from engine.worker.device import make_platform, resolve_device
 from engine.worker.driver import Driver
-from engine.worker.feature import Feature
+from engine.worker.feature import Feature, Machine
 from engine.worker.live import LiveSeqs
 from engine.worker.memory import choose_kv_dtype, free_host_bytes, make_kv_cache
 from engine.worker.platform import Platform
@@ -43,7 +43,6 @@ from engine.worker.results import Pending
 from engine.worker.runner import Runner
 from engine.worker.slots import Slots
 from engine.worker.staging import Staging
-from engine.worker.steps import Machine
 from engine.worker.warmup import warm_up
 from kernels.cpu import prepare
 from kernels.cpu.threads import leave_threads_to_kernels, set_threads

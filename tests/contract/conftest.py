@@ -12,7 +12,7 @@ from core_clients import KINDS, REMOTE, a_client, own_place
 from pooled import Pools, make_model
 
 from engine.config.model import ModelConfig
-from engine.frontend.tokenizer import Tokenizer, load_tokenizer
+from engine.text.tokenizer import Tokenizer, load_tokenizer
 
 # -- clients of a core
 

@@ -13,10 +13,10 @@ from core_clients import HostedCore, drain
 from simulate import expected, make_request
 from spawned import FakeBuild, fake_config
 
-from engine.core.launch import open_core
-from engine.core.many_client import ManyCoresClient
-from engine.core.zmq_client import EngineCoreClient
 from engine.errors import ConfigError, EngineDeadError
+from engine.rpc.launch import open_core
+from engine.rpc.many_client import ManyCoresClient
+from engine.rpc.zmq_client import EngineCoreClient
 
 pytestmark = pytest.mark.usefixtures("place")
 

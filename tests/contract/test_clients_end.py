@@ -13,8 +13,8 @@ from core_clients import pid_of, spawn_client
 from simulate import make_request
 from spawned import FakeBuild, fake_config
 
-from engine.core.launch import start_core
 from engine.errors import ConfigError, EngineDeadError
+from engine.rpc.launch import start_core
 
 pytestmark = pytest.mark.usefixtures("place")
 

@@ -26,14 +26,14 @@ from forking import (
 from simulate import expected, make_request
 from spawned import FakeBuild, fake_config
 
-from engine.core.desk import Ending
-from engine.core.host import EngineCoreHost
-from engine.core.launch import meet, spawn, start_core, start_cores
 from engine.errors import EngineDeadError
 from engine.frontend.session import Session
 from engine.ipc.place import Directory
 from engine.llm_engine import LLMEngine
 from engine.messages.params import SamplingParams
+from engine.rpc.desk import Ending
+from engine.rpc.host import EngineCoreHost
+from engine.rpc.launch import meet, spawn, start_core, start_cores
 
 pytestmark = pytest.mark.usefixtures("place")
 

@@ -18,7 +18,7 @@ from fake_hub import FakeHub, Repo
 from engine.errors import ConfigError, ModelError
 from engine.hub import reasons
 from engine.hub.download import Download
-from engine.hub.fetch import Repository
+from engine.hub.files import Repository
 
 TOKEN = "hf_aSecretThatMustNotShow"
 SMALL = {

@@ -6,12 +6,12 @@ from spawned import fake_config
 from wire_frames import REQUEST
 from wire_samples import frames_of
 
-from engine.core.link import Link, Submission
 from engine.errors import RequestError, WireError
 from engine.messages.outputs import CoreOutputs, Finished
 from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest
 from engine.messages.wire import Failure, Outputs, Refusal, Submitted, ToClient
+from engine.rpc.link import Link, Submission
 
 
 @pytest.mark.parametrize(

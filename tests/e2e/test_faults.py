@@ -19,11 +19,11 @@ from simulate import expected, make_request
 from spawned import FakeBuild, fake_config
 
 from engine.async_engine import AsyncLLMEngine
-from engine.core.launch import start_core
-from engine.core.zmq_client import EngineCoreClient
 from engine.errors import EngineDeadError
 from engine.frontend.session import Session
 from engine.messages.params import SamplingParams
+from engine.rpc.launch import start_core
+from engine.rpc.zmq_client import EngineCoreClient
 
 SLOW = FakeBuild(step_seconds=0.005)
 GONE_SECONDS = 2.0  # from the parent's death to that of its core
@@ -44,7 +44,7 @@ sys.path[:0] = ["tests"]
 tempfile.tempdir = {place!r}
 from simulate import make_request
 from spawned import FakeBuild, fake_config
-from engine.core.launch import start_core
+from engine.rpc.launch import start_core
 from engine.ipc.process import Child
 
 if __name__ == "__main__":

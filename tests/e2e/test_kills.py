@@ -7,8 +7,8 @@ import pytest
 from kill_cells import Cell, run_cell
 from live_core import start
 
-from engine.core.aio_client import AsyncEngineCoreClient
 from engine.errors import EngineDeadError
+from engine.rpc.aio_client import AsyncEngineCoreClient
 
 SAMPLE = (
     "core/SIGKILL/decode",

@@ -17,14 +17,14 @@ from data_plane import (
 )
 from simulate import make_request
 
-from engine.core.remote_kv import RemoteKV
 from engine.core.resources import BlockAlignment, PipelineCadence, PrefillGate
 from engine.errors import RequestError
-from engine.lora.slots import AdapterSlots
+from engine.kv_transfer.decide import RemoteKV
+from engine.lora.decide import AdapterSlots
 from engine.messages.requests import AddRequest, MediaItem
-from engine.mm.encoder_budget import EncoderBudget
-from engine.spec.drafts import Drafts
-from engine.structured.readiness import GrammarReadiness
+from engine.mm.decide import EncoderBudget
+from engine.spec.decide import Drafts
+from engine.structured.decide import GrammarReadiness
 
 LONGEST = 20  # tokens of a prompt, and of an output
 LONGEST_ITEM = 6

@@ -14,9 +14,9 @@ from core_clients import HostedCore, own_place, read
 from simulate import expected, make_request
 from spawned import FakeBuild
 
-from engine.core.aio_client import AsyncEngineCoreClient
 from engine.errors import EngineDeadError, RequestError
 from engine.messages.outputs import Finished
+from engine.rpc.aio_client import AsyncEngineCoreClient
 
 
 @pytest.fixture(autouse=True)

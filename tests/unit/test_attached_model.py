@@ -16,8 +16,8 @@ from engine.assets import BOX_MODEL
 from engine.config.engine import EngineConfig
 from engine.config.model import ModelConfig
 from engine.core.client import InprocClient
-from engine.core.launch import open_core
 from engine.errors import ConfigError
+from engine.rpc.launch import open_core
 
 
 @dataclass(frozen=True)

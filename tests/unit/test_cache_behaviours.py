@@ -13,7 +13,7 @@ from simulate import expected, make_request, make_run, make_scheduler
 from engine.core.client import InprocClient
 from engine.core.engine_core import EngineCore
 from engine.messages.params import SamplingParams
-from engine.sched.verify.fake import CountingWorker
+from engine.verify.fake import CountingWorker
 
 ALONE = [7] * 10
 

@@ -9,10 +9,10 @@ import pytest
 from simulate import make_request
 from wire_samples import frames_of
 
-from engine.core.clocks import MAX_DRIFT, ClockOffset
-from engine.core.link import Link, Submission
 from engine.messages.outputs import CoreOutputs, Finished, Started
 from engine.messages.wire import Outputs, Submitted
+from engine.rpc.clocks import MAX_DRIFT, ClockOffset
+from engine.rpc.link import Link, Submission
 
 
 class Machines:

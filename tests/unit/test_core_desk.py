@@ -14,7 +14,6 @@ from live_core import wait_until
 from simulate import expected, make_request
 from spawned import FakeBuild
 
-from engine.core.outbox import NUM_CREDITS
 from engine.errors import WireError
 from engine.ipc.codec import Encoder, is_tagged
 from engine.messages.outputs import CoreOutputs, Finished
@@ -36,6 +35,7 @@ from engine.messages.wire import (
     Welcome,
 )
 from engine.observe.logs import THROTTLE_SECONDS, Throttle
+from engine.rpc.outbox import NUM_CREDITS
 from engine.sched.policy import Policy
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -262,7 +262,7 @@ def test_what_was_held_back_is_counted() -> None:
 def test_who_vanishes_while_nothing_is_sent_to_it_leaves_nothing(
     lacks: str, core: HostedCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.core.outbox.NUM_CREDITS", 1)
+    monkeypatch.setattr("engine.rpc.outbox.NUM_CREDITS", 1)
     with RawClient(core.address.data) as gone:
         greet(gone, core)
         gone.send(Submit(0, [make_request("a", [1], 400)]))

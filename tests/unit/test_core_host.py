@@ -18,9 +18,6 @@ from spawned import FakeBuild, fake_config
 from wire_frames import HOSTILE, mutated, recorded
 
 from engine.config.polling import PollConfig
-from engine.core.heart import Heart
-from engine.core.outbox import NUM_CREDITS
-from engine.core.zmq_client import EngineCoreClient
 from engine.errors import EngineDeadError, RefusedError
 from engine.ipc import sockets
 from engine.ipc.place import Address
@@ -39,6 +36,9 @@ from engine.messages.wire import (
     Submit,
     Welcome,
 )
+from engine.rpc.heart import Heart
+from engine.rpc.outbox import NUM_CREDITS
+from engine.rpc.zmq_client import EngineCoreClient
 
 pytestmark = pytest.mark.usefixtures("place")
 
@@ -82,7 +82,7 @@ def test_another_version_is_told_so(core: HostedCore, raw: RawClient) -> None:
 def test_a_client_is_told_that_it_is_too_old(
     core: HostedCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.core.link.PROTOCOL_VERSION", 1)
+    monkeypatch.setattr("engine.rpc.link.PROTOCOL_VERSION", 1)
     for kind in ("zmq", "asyncio"):
         told = "speaks version 1 of the protocol, this core speaks version 2; install the same"
         with pytest.raises(EngineDeadError, match=told):

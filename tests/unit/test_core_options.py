@@ -15,8 +15,8 @@ from spawned import FakeBuild
 from engine.cli import core
 from engine.cli.main import main
 from engine.config.args import OF_BOTH, OF_FRONT_ENDS, OF_STARTERS, EngineArgs
-from engine.core.host import EngineCoreHost
 from engine.errors import ConfigError, EngineDeadError
+from engine.rpc.host import EngineCoreHost
 from engine.worker.device import resolve_device
 
 SECRET = "a secret that both sides know"

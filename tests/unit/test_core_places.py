@@ -86,7 +86,7 @@ def test_tcp_works_with_the_shared_secret_alone(kind: str, monkeypatch: pytest.M
         client.add(make_request("a", [1], 20))
         assert drain(client)[0] == {"a": expected([1], 20)}
         client.shutdown()
-        monkeypatch.setattr(f"engine.core.{MODULES[kind]}.WELCOME_SECONDS", 1.0)
+        monkeypatch.setattr(f"engine.rpc.{MODULES[kind]}.WELCOME_SECONDS", 1.0)
         with pytest.raises(EngineDeadError):
             connect(kind, address_of(address, "another secret of some length"))
         with RawClient(address) as plain:  # without encryption
@@ -161,7 +161,7 @@ def test_where_no_socket_can_be_the_error_says_what_to_set(
 def test_a_client_is_quick_to_import_and_needs_no_torch(name: str) -> None:
     code = (
         "import sys, time\nstart = time.process_time()\n"
-        f"import engine.core.{name}\n"
+        f"import engine.rpc.{name}\n"
         "print(time.process_time() - start)\n"
         "print([m for m in ('torch', 'transformers', 'numpy', 'tokenizers') if m in sys.modules])\n"
     )

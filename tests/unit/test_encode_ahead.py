@@ -13,9 +13,9 @@ from fakes import FakeClient, FakeClock, FakeDecided, counting, fake_session
 
 from engine import LLM, AsyncLLMEngine, RequestOutput, SamplingParams
 from engine.errors import EngineDeadError, RequestError, RequestTypeError
-from engine.frontend.backends import RustBackend
 from engine.frontend.session import Session
-from engine.frontend.tokenizer import Tokenizer
+from engine.text.backends import RustBackend
+from engine.text.tokenizer import Tokenizer
 
 WAIT_SECONDS = 30.0
 PARAMS = SamplingParams(max_tokens=2)

@@ -11,8 +11,8 @@ from core_clients import own_place
 from spawned import FakeBuild, fake_config
 
 from engine.core.client import InprocClient
-from engine.core.host import EngineCoreHost
 from engine.ipc.place import Directory
+from engine.rpc.host import EngineCoreHost
 
 SIGNAL = signal.SIGUSR1
 

@@ -14,7 +14,8 @@ from engine.config.args import EngineArgs
 from engine.config.model import ModelConfig, ModelInfo, is_hub_name
 from engine.errors import ConfigError
 from engine.hub import files
-from engine.hub.fetch import Repository, fetched
+from engine.hub.fetch import fetched
+from engine.hub.files import Repository
 from engine.llm import LLM
 
 TOKEN = "hf_aSecretThatMustNotShow"

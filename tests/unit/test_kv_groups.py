@@ -25,7 +25,7 @@ from engine.kv.layout import (
 from engine.kv.manager import KVManager
 from engine.sched.policies import POLICIES
 from engine.sched.scheduler import Scheduler
-from engine.sched.verify.fake import DigestWorker
+from engine.verify.fake import DigestWorker
 
 T, F = 1, None
 

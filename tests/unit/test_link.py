@@ -8,7 +8,6 @@ from collections import deque
 import pytest
 from wire_samples import frames_of
 
-from engine.core.link import Link, Submission, refused
 from engine.errors import RequestError
 from engine.ipc.codec import Decoder
 from engine.messages.outputs import CoreOutputs, Finished
@@ -27,6 +26,7 @@ from engine.messages.wire import (
     Submitted,
     ToClient,
 )
+from engine.rpc.link import Link, Submission, refused
 
 IDS = tuple("abcdefgh")
 

@@ -17,7 +17,7 @@ from engine.config.env import default_num_threads
 from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError
 from engine.kv.manager import KVManager
-from engine.sched.find import choose, find_policy, make_scheduler
+from engine.sched.plugins.find import choose, find_policy, make_scheduler
 from engine.sched.policies import POLICIES
 
 HUGE = 10**400  # not even a float

@@ -6,7 +6,7 @@ import pytest
 from timed import timed_run
 
 from engine.errors import ConfigError
-from engine.sched.find import find_policy
+from engine.sched.plugins.find import find_policy
 from engine.sched.policies import POLICIES
 from engine.sched.policies.andes import Andes
 from engine.sched.policies.blendserve import BlendServe

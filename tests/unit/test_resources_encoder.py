@@ -8,8 +8,7 @@ from simulate import make_request
 
 from engine.errors import ConfigError, RequestError
 from engine.messages.requests import MediaItem
-from engine.mm.encoder_budget import EncoderBudget
-from engine.mm.encoder_cache import EncoderCache
+from engine.mm.decide import EncoderBudget, EncoderCache
 
 
 def with_media(request_id, length, *items, num_output=4, first=7, priority=0):

@@ -6,8 +6,8 @@ import pytest
 from data_plane import Compiler, Compiling, OneAnswer, answer, guess, make_feature_run
 from simulate import make_request
 
-from engine.spec.drafts import Drafts
-from engine.structured.readiness import GrammarReadiness
+from engine.spec.decide import Drafts
+from engine.structured.decide import GrammarReadiness
 
 
 def request_of(request_id, grammar=None, num_output=5, **fields):

@@ -7,7 +7,7 @@ from data_plane import answer, make_feature_run
 from simulate import make_request
 
 from engine.errors import ConfigError
-from engine.lora.slots import AdapterSlots
+from engine.lora.decide import AdapterSlots
 from engine.messages.step import NO_ADAPTER
 
 

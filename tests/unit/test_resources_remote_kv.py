@@ -6,8 +6,8 @@ import pytest
 from data_plane import Source, answer, make_feature_run
 from simulate import make_request
 
-from engine.core.remote_kv import RemoteKV
 from engine.errors import ConfigError
+from engine.kv_transfer.decide import RemoteKV
 from engine.messages.step import Received
 from engine.sched.policies import Priority
 

@@ -11,9 +11,9 @@ from simulate import expected, make_request, make_run, make_scheduler
 
 from engine.errors import ConfigError, RequestError
 from engine.messages.params import SamplingParams
-from engine.sched.find import find_policy
+from engine.sched.plugins.find import find_policy
 from engine.sched.resource import Fit, Resource
-from engine.sched.verify.fake import CountingWorker
+from engine.verify.fake import CountingWorker
 
 ALONE = [7] * 10
 

@@ -14,12 +14,12 @@ from engine.core.client import InprocClient
 from engine.core.engine_core import EngineCore
 from engine.errors import EngineDeadError, RequestError
 from engine.messages.params import SamplingParams
-from engine.sched.find import choose
+from engine.sched.plugins.find import choose
 from engine.sched.policies import FCFS
 from engine.sched.policy import Defer, Limits
 from engine.sched.resource import Fit, Resource
 from engine.sched.scheduler import Scheduler
-from engine.sched.verify.check import check_empty
+from engine.verify.check import check_empty
 
 PROMPT = list(range(100, 140))
 
@@ -192,12 +192,12 @@ def test_a_time_that_is_none_is_refused(name, time):
     check_empty(run.scheduler)
 
 
-def test_errands_of_ended_requests_are_forgotten():
+def test_timers_of_ended_requests_are_forgotten():
     run = make_run()
     for index in range(500):
         run.add(make_request(str(index), [1], 1, end_deadline=1e9))
         run.step()
-    assert len(run.scheduler.intake.agenda._heap) <= 64
+    assert len(run.scheduler.intake.timers._heap) <= 64
 
 
 class Notes(FCFS):

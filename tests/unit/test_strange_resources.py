@@ -7,7 +7,7 @@ import pytest
 from data_plane import Source, answer, make_feature_run
 from simulate import expected, make_request, make_run
 
-from engine.core.remote_kv import RemoteKV
+from engine.kv_transfer.decide import RemoteKV
 from engine.messages.step import DraftPart
 from engine.sched.policies import FCFS
 from engine.sched.policy import Admission

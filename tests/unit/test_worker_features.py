@@ -18,11 +18,11 @@ from engine.core.engine_core import EngineCore
 from engine.errors import ConfigError
 from engine.layers.batch import Embeds
 from engine.layers.linear import make_linear
-from engine.lora.slots import AdapterSlots
+from engine.lora.decide import AdapterSlots
 from engine.messages.params import SamplingParams
 from engine.messages.requests import MediaItem
 from engine.messages.step import NO_ADAPTER, KVReport
-from engine.mm.encoder_budget import EncoderBudget
+from engine.mm.decide import EncoderBudget
 from engine.models.load import load_model
 from engine.sched.resource import Resource
 from engine.worker.batches import locate
