@@ -31,13 +31,13 @@ T = TypeVar("T")
 class LLM:
     """A model for offline use.
 
-    ``model`` is a local directory in the Hugging Face layout; the model in the box if not given.
+    ``model`` is a local directory in the Hugging Face layout, or the name of a repository on a hub,
+    as "Qwen/Qwen3-0.6B", which is fetched; the model in the box if not given.
     Further options are those of ``EngineArgs``. Raises ``ConfigError`` for what cannot work.
     """
 
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
-        directory = None if model is None else str(model)
-        args = EngineArgs(model=directory, **options)
+        args = EngineArgs(model=model, **options)
         self.llm_engine = LLMEngine.from_engine_args(args)
         self._counter = itertools.count()
         self._turn = threading.Lock()  # each call steps until its own requests are done

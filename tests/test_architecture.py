@@ -21,6 +21,7 @@ LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
 LAZY_IMPORTS = {
     "engine.core.build": "the one place that names concrete classes",
     "kernels.bodies": "Triton is imported only where it computes",
+    "engine.hub.fetch": "huggingface_hub is imported only for a model given by name",
     "engine.models.load": "transformers is imported only for what has no native family",
 }
 
@@ -31,6 +32,7 @@ LIGHT = (
     "engine.errors",
     "engine.config",
     "engine.messages",
+    "engine.hub",
     "engine.kv",
     "engine.sched",
     "engine.sim",

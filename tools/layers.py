@@ -11,7 +11,10 @@ from pathlib import Path
 LAYERS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("errors", "assets"), "what all share; the model in the box"),
     (("config", "messages"), "options, asked and decided; what crosses a border"),
-    (("ipc", "text", "kernels"), "how bytes travel; text <-> tokens; operations on tensors"),
+    (
+        ("ipc", "text", "hub", "kernels"),
+        "how bytes travel; text <-> tokens; models by name; operations on tensors",
+    ),
     (("kv", "parallel", "observe"), "who owns which KV block; logs and step logs"),
     (("sched", "layers"), "who computes how many tokens; the blocks a model is made of"),
     (

@@ -8,13 +8,14 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from engine.cli.profiling import profiled
 from engine.cli.streaming import times_of
 from engine.config.args import EngineArgs
 from engine.errors import ConfigError
 from engine.frontend.rendering import Prompt
+from engine.hub.fetch import fetched
 from engine.llm_engine import LLMEngine
 from engine.messages.outputs import RequestOutput
 from engine.messages.params import SamplingParams
@@ -100,7 +101,7 @@ def _milliseconds(outputs: list[RequestOutput]) -> dict[str, list[float]]:
 
 def measure_startup(args: EngineArgs, workload: Workload) -> dict[str, float | int]:
     """Seconds in fresh processes to import, to load and to the first token; medians of runs."""
-    asked = json.dumps(_given(args))
+    asked = json.dumps(_given(_fetched(args)))
     _probe(asked, workload)
     runs = [_probe(asked, workload) for _ in range(workload.num_iters)]
     return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
@@ -115,6 +116,20 @@ def _probe(asked: str, workload: Workload) -> dict[str, float]:
         raise ConfigError(f"the engine did not start: {done.stderr.strip().splitlines()[-1]}")
     phases: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return {**phases, "process_seconds": seconds}
+
+
+def _fetched(args: EngineArgs) -> EngineArgs:
+    """The same with the model fetched: no start waits for it, no command line shows a token."""
+    is_here, has_text = args.core_address is None, not args.skip_tokenizer_init
+    there = fetched(args.create_config().model, for_core=is_here, for_text=has_text)
+    return replace(
+        args,
+        model=there.model,
+        tokenizer=there.tokenizer,
+        revision=None,
+        tokenizer_revision=None,
+        hf_token=None,
+    )
 
 
 def _given(args: EngineArgs) -> dict[str, object]:

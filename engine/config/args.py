@@ -16,7 +16,7 @@ from engine.config.engine import EngineConfig, EngineOptions
 from engine.config.env import core_secret, default_log_level, warn_of_typos
 from engine.config.foreign import refusal
 from engine.config.gpu import GPUConfig
-from engine.config.model import ModelConfig, ModelOptions
+from engine.config.model import ModelConfig, ModelOptions, is_hub_name
 from engine.config.option import BOTH, FRONT_END, STARTER, options_of, part
 from engine.config.polling import PollConfig, PollOptions, asked_decode_poll_timeout_ms
 from engine.config.sched import SchedulerOptions
@@ -68,7 +68,11 @@ class EngineArgs(  # a dataclass has the fields of its last base first
             EngineConfig,
             self,
             model=part(
-                ModelConfig, self, model=str(BOX_MODEL if self.model is None else self.model)
+                ModelConfig,
+                self,
+                model=str(BOX_MODEL) if self.model is None else _spelled(self.model),
+                tokenizer=None if self.tokenizer is None else _spelled(self.tokenizer),
+                download_dir=_absolute("download_dir", self.download_dir),
             ),
             cache=part(CacheConfig, self),
             scheduler=part(SchedulerOptions, self),
@@ -95,6 +99,12 @@ class EngineArgs(  # a dataclass has the fields of its last base first
                 f"{option.name} is {value!r:.80}, but the core at {self.core_address} runs "
                 f"already; {takes}leave it out"
             )
+
+
+def _spelled(model: str | Path) -> str:
+    """What was given as text. A ``Path`` is a place on this machine, never a name on a hub."""
+    text = str(model)
+    return f"./{text}" if isinstance(model, Path) and is_hub_name(text) else text
 
 
 def _absolute(name: str, path: str | Path | None) -> str | None:

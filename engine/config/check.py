@@ -28,20 +28,24 @@ def check_types(options: Any) -> None:
     ``options`` is a dataclass; of a field that is a ``Literal`` the error lists the choices.
     """
     cls: type = type(options)
+    secrets = {option.name for option in fields(options) if not option.repr}
     for name, (kinds, choices) in _rules_by_field(cls).items():
         value = getattr(options, name)
-        check_kind(name, value, kinds)
+        check_kind(name, value, kinds, is_secret=name in secrets)
         if choices and value not in choices:
             listed = ", ".join(map(str, choices))
             raise ConfigError(f"{name} is {value!r:.80}, must be one of: {listed}")
 
 
-def check_kind(name: str, value: object, kinds: tuple[type, ...]) -> None:
+def check_kind(
+    name: str, value: object, kinds: tuple[type, ...], *, is_secret: bool = False
+) -> None:
     """Raise ``ConfigError`` if the value is of none of these classes; ``()`` allows anything."""
     if kinds and not any(_is_a(value, kind) for kind in kinds):
         named = [kind for kind in kinds if kind is not tuple or list not in kinds]
         wanted = " or ".join(WORDS.get(kind, kind.__name__) for kind in named)
-        raise ConfigError(f"{name} is {value!r:.80} ({type(value).__name__}), must be {wanted}")
+        shown = "not shown here" if is_secret else f"{value!r:.80}"
+        raise ConfigError(f"{name} is {shown} ({type(value).__name__}), must be {wanted}")
 
 
 def check_range(options: Any, low: float, high: float | None, *names: str) -> None:

@@ -41,7 +41,7 @@ class Decided:
     scheduler: SchedulerConfig
     """What the scheduler runs with; its length fits the pool."""
     model: str = ""
-    """Directory of the model, if there is one."""
+    """Directory of the model, or its name on a hub, if there is one."""
     capabilities: tuple[str, ...] = ()
     """Parts of a plan that are served (names in ``engine.messages.step.PARTS``)."""
 
@@ -102,7 +102,7 @@ def decide(
         eos_token_ids=info.eos_token_ids,
         device=config.device,
         scheduler=sched,
-        model=str(info.path.absolute()),
+        model=info.name,
         capabilities=capabilities,
     )
 

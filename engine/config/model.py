@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,9 +18,19 @@ class ModelOptions:
     """Which model, and how it is loaded."""
 
     model: str | Path | None = field(default=None, metadata=BOTH)
-    """Directory of the model (Hugging Face layout); the one in the box if not given."""
+    """Directory of the model (Hugging Face layout), or its name on a hub; the one in the box if not
+    given."""
     tokenizer: str | Path | None = field(default=None, metadata=FRONT_END)
-    """Directory of the tokenizer, if it is not the model's."""
+    """Directory of the tokenizer, or its name on a hub, if it is not the model's."""
+    revision: str | None = field(default=None, metadata=BOTH)
+    """Branch, tag or commit of a model given by name; its default branch if not given."""
+    tokenizer_revision: str | None = field(default=None, metadata=FRONT_END)
+    """Branch, tag or commit of the tokenizer; that of the model, unless tokenizer is given."""
+    hf_token: str | bool | None = field(default=None, repr=False, metadata=BOTH)
+    """Token for gated and private models. If not given that of HF_TOKEN (which other users of the
+    machine cannot see, as they can a command line) or of hf auth login; False (Python): none."""
+    download_dir: str | Path | None = field(default=None, metadata=BOTH)
+    """Cache that models are fetched to and found in; that of HF_HOME if not given."""
     skip_tokenizer_init: bool = field(default=False, metadata=FRONT_END)
     """Token ids in, token ids out: load no tokenizer."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -39,14 +50,40 @@ class ModelConfig(ModelOptions):
     """The model that a user asked for, or the one in the box."""
 
     model: str
-    """Directory with config.json and weights."""
+    """Directory with config.json and weights (Hugging Face layout), or the name of a repository."""
     tokenizer: str | None = None
-    """Directory of the tokenizer, if it is not the model's."""
+    """Directory or repository of the tokenizer, if it is not the model's."""
+    download_dir: str | None = None
+    """Directory of the cache; None takes that of HF_HOME."""
 
     def __post_init__(self) -> None:
         check_types(self)
+        _check_hub_options(self)
         if not -(2**63) <= self.seed < 2**63:
             raise ConfigError(f"seed is {self.seed}, must be in [-2**63, 2**63 - 1] (64 bits)")
+
+
+def _check_hub_options(config: ModelConfig) -> None:
+    for name in ("revision", "tokenizer_revision", "download_dir"):
+        if getattr(config, name) == "":
+            raise ConfigError(f"{name} is '', must name one; leave it out if there is none")
+    token = config.hf_token
+    if isinstance(token, str) and not re.fullmatch(r"[!-~]+", token.strip()):
+        raise ConfigError(
+            f"hf_token is a string of {len(token)} characters (not shown), must be a token: "
+            "letters, digits and signs without spaces; leave it out, or set HF_TOKEN"
+        )
+
+
+# As hubs spell the names of repositories: NAME or OWNER/NAME.
+HUB_NAME = re.compile(r"(\w([\w.-]*\w)?/)?\w([\w.-]{0,94}\w)?", re.ASCII)
+
+
+def is_hub_name(value: str) -> bool:
+    """Whether a model is looked up on a hub: no file has this name, and it looks like no path."""
+    if HUB_NAME.fullmatch(value) is None or ".." in value or "--" in value:
+        return False
+    return not Path(value).exists()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +126,15 @@ class ModelInfo:
                 return int(value)
         return 2048
 
+    @property
+    def name(self) -> str:
+        """The directory; of files in the cache of a hub, their repository (``models--A--B``)."""
+        path = self.path.absolute()
+        cached = path.parent.parent.name
+        if path.parent.name == "snapshots" and cached.startswith("models--"):
+            return cached.removeprefix("models--").replace("--", "/")
+        return str(path)
+
 
 def read_model_info(path: str | Path) -> ModelInfo:
     """Read a model directory's JSON files.
@@ -99,7 +145,7 @@ def read_model_info(path: str | Path) -> ModelInfo:
     if not root.is_dir():
         raise ModelError(
             f"model directory {str(path)!r} does not exist; give the path of a local directory "
-            "with config.json (models are never fetched from a hub)"
+            "with config.json, or the name of a repository on a hub, as 'Qwen/Qwen3-0.6B'"
         )
     config = read_json(root / "config.json")
     if config is None:

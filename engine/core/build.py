@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from engine.core.engine_core import EngineCore, Executor
 from engine.core.inproc_client import InprocClient
 from engine.core.recording import describe, record
 from engine.errors import ConfigError
+from engine.hub.fetch import fetched
 from engine.kv.events import EventLog
 from engine.kv.groups import FULL
 from engine.kv.hashing import BlockHasher, Sha256Hasher
@@ -46,6 +48,7 @@ def build_core(
 ) -> InprocClient:
     """Load the model and wire scheduler, KV manager and worker. Raises ``ConfigError``."""
     chosen = choose_all(config.scheduler)  # or its ConfigError, before minutes of loading
+    config = replace(config, model=fetched(config.model, for_core=True, for_text=False))
     info = read_model_info(config.model.model)
     if config.model.load_format != "dummy":
         read_ahead(info.path)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Literal
 
 from engine.config.decide import Decided
@@ -19,6 +20,7 @@ from engine.frontend.output import OutputProcessor
 from engine.frontend.pool import TextPool
 from engine.frontend.pool_texts import PooledTexts
 from engine.frontend.prompt import InputProcessor, Limits, Submission
+from engine.hub.fetch import fetched
 from engine.messages.outputs import RequestOutput
 from engine.messages.wire import Welcome
 from engine.observe.logs import set_up_logging
@@ -56,9 +58,13 @@ class Session:
     def open(cls, config: EngineConfig) -> Session:
         """Load what ``config`` asks for; the tokenizer comes first, since it fails sooner.
 
+        A model given by name is fetched before; with a core elsewhere only what is needed here.
         Raises ``ConfigError`` for what cannot work.
         """
         set_up_logging(config.log_level)
+        is_here, has_text = not config.core.core_addresses, not config.model.skip_tokenizer_init
+        model = fetched(config.model, for_core=is_here, for_text=has_text)
+        config = replace(config, model=model)
         tokenizer = None if config.model.skip_tokenizer_init else load_tokenizer(config.model)
         pool = None
         if tokenizer is not None and config.tokenizer_pool_size:

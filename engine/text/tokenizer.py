@@ -169,7 +169,10 @@ def load_tokenizer(config: ModelConfig) -> Tokenizer:
     if config.tokenizer is None:
         read_model_info(root)  # says what is wrong with a directory that is no model's
     elif not root.is_dir():
-        raise ModelError(f"tokenizer directory {str(root)!r} does not exist")
+        raise ModelError(
+            f"tokenizer directory {str(root)!r} does not exist; give the path of a local "
+            "directory, or the name of a repository on a hub"
+        )
     if (root / "tokenizer.json").is_file():
         return _read_tokenizer(root)
     if not any((root / name).is_file() for name in OTHER_FILES):

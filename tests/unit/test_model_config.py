@@ -73,7 +73,7 @@ def test_a_missing_vocabulary_size_is_named(tmp_path: Path) -> None:
 def test_a_directory_that_is_missing_or_empty_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no config.json"):
         read_model_info(tmp_path)
-    with pytest.raises(ModelError, match=r"does not exist.*never fetched"):
+    with pytest.raises(ModelError, match=r"does not exist.*name of a repository on a hub"):
         read_model_info("some-company/some-model")
 
 

@@ -1,0 +1,1 @@
+"""Models by name: from a repository of a hub to a directory of this machine."""

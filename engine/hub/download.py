@@ -1,0 +1,210 @@
+"""A repository, downloaded into the cache of the Hugging Face ecosystem or found there.
+
+One file after another, in the calling thread: an interrupt is heard at once, and huggingface_hub
+itself fetches the pieces of a large file side by side. A lock for each file, which the library
+keeps, lets several processes fetch it once. The revision that was asked for is tied to what was
+fetched at the very end, so a cache that an interrupted download left behind is not taken for whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from huggingface_hub import HfApi, constants, get_token, hf_hub_download, try_to_load_from_cache
+
+from engine.config.model import read_json
+from engine.errors import ModelError
+from engine.hub import files, reasons
+from engine.hub.files import Repository
+
+logger = logging.getLogger("engine.hub")
+
+MAX_MOVES = 3  # of a branch, while it is being fetched
+REQUEST_SECONDS = 10.0
+
+
+def download(asked: Repository) -> Path:
+    """The directory of a repository's files on this machine.
+
+    Raises ``ModelError`` naming repository, reason and way out.
+    """
+    return Download(asked).run()
+
+
+class Download:
+    """One repository, as it is fetched."""
+
+    def __init__(self, asked: Repository, endpoint: str | None = None) -> None:
+        """endpoint: address of the hub; that of ``HF_ENDPOINT`` if not given."""
+        self.asked = asked
+        self.endpoint = (endpoint or constants.ENDPOINT).rstrip("/")
+        self.cache = Path(asked.cache or constants.HF_HUB_CACHE)
+        self.is_offline = bool(constants.HF_HUB_OFFLINE)
+        self._token: str | bool = False
+
+    def run(self) -> Path:
+        if self.is_offline:
+            return self._cached(None)
+        self._token = self._token_to_send()
+        for _ in range(MAX_MOVES):
+            try:
+                commit, sizes = self._listing()
+            except Exception as error:
+                if reasons.is_final(error):
+                    raise self._explained(error) from error
+                return self._cached(error)
+            try:
+                root = self._fetch(commit, sizes)
+            except ModelError:
+                raise
+            except Exception as error:
+                raise self._explained(error) from error
+            if root.name == commit:
+                return root
+        raise ModelError(f"{self._where()} changes while it is fetched; give the revision you mean")
+
+    @property
+    def has_token(self) -> bool:
+        """Whether requests carry one."""
+        return isinstance(self._token, str)
+
+    def _token_to_send(self) -> str | bool:
+        """The token itself; False for requests without one."""
+        asked = self.asked.token
+        if isinstance(asked, str):
+            return asked.strip()
+        if asked is False or (asked is None and constants.HF_HUB_DISABLE_IMPLICIT_TOKEN):
+            return False
+        found = get_token()
+        if found is None and asked is True:
+            raise ModelError(
+                "hf_token is True, and this machine knows none: set HF_TOKEN, run `hf auth login`, "
+                "or give the token itself"
+            )
+        return found or False
+
+    def _listing(self) -> tuple[str, dict[str, int]]:
+        """Commit of the revision that was asked for, and sizes of its files in bytes."""
+        info = HfApi(endpoint=self.endpoint, token=self._token).model_info(
+            self.asked.name,
+            revision=self.asked.revision,
+            files_metadata=True,
+            timeout=REQUEST_SECONDS,
+        )
+        return str(info.sha), {file.rfilename: file.size or 0 for file in info.siblings or ()}
+
+    def _fetch(self, commit: str, sizes: dict[str, int]) -> Path:
+        """Fetch what is not there yet. The directory is that of another commit if it has moved."""
+        asked = self.asked
+        if asked.has_weights:
+            reasons.check_weights(asked, self.endpoint, sizes)
+        patterns = [
+            *files.CONFIG,
+            *(files.TOKENIZER if asked.has_tokenizer else ()),
+            *(files.CODE if asked.has_code else ()),
+        ]
+        wanted = [*files.matching(sizes, patterns), *self._weights(commit, sizes)]
+        anchor = next((name for name in files.ANCHORS if name in sizes), None)
+        if anchor is None or (asked.option == "model" and anchor != files.ANCHORS[0]):
+            raise ModelError(
+                f"{self._where()} has no config.json; is it a model in the layout of transformers?"
+            )
+        todo = [name for name in wanted if name != anchor and self._lookup(name, commit) is None]
+        self._announce([*todo, anchor], commit, sizes)
+        for name in todo:
+            self._get(name, commit)
+        return Path(self._get(anchor, asked.revision)).parent
+
+    def _weights(self, commit: str, sizes: dict[str, int]) -> list[str]:
+        """Files of weights, as the index says, if there is one."""
+        if not self.asked.has_weights:
+            return []
+        if files.INDEX not in sizes:
+            return files.weights_at_top(sizes)
+        names = files.weights_of_index(read_json(Path(self._get(files.INDEX, commit))))
+        if absent := [name for name in names if name not in sizes]:
+            raise ModelError(
+                f"{self._where()} is incomplete: its {files.INDEX} names {', '.join(absent[:3])}, "
+                "which it does not hold; give another revision"
+            )
+        return names
+
+    def _announce(self, names: Iterable[str], commit: str, sizes: dict[str, int]) -> None:
+        """One line of log before files are fetched. Raises ``ModelError`` if they cannot fit."""
+        new = [name for name in names if self._lookup(name, commit) is None]
+        if not new:
+            return
+        num_bytes = sum(sizes[name] for name in new)
+        reasons.check_room(self._where(), self.cache, num_bytes, _free_bytes(self.cache))
+        logger.info(
+            "%s: fetching %d files, %s, from %s to %s",
+            self.asked.name,
+            len(new),
+            reasons.readable(num_bytes),
+            self.endpoint,
+            self.cache,
+        )
+
+    def _get(self, name: str, revision: str | None) -> str:
+        return hf_hub_download(
+            self.asked.name,
+            name,
+            revision=revision,
+            cache_dir=self.cache,
+            token=self._token,
+            endpoint=self.endpoint,
+        )
+
+    def _lookup(self, name: str, revision: str | None) -> Path | None:
+        """Where a file lies in the cache, if it does."""
+        found = try_to_load_from_cache(
+            self.asked.name, name, cache_dir=self.cache, revision=revision
+        )
+        return Path(found) if isinstance(found, str) else None
+
+    def _cached(self, error: Exception | None) -> Path:
+        """What was fetched before, if it is whole. error: why the hub was of no use, if asked."""
+        places = (self._lookup(name, self.asked.revision) for name in files.ANCHORS)
+        place = next((place for place in places if place is not None), None)
+        missing = None if place is None else self._missing(place.parent)
+        if place is None or missing:
+            if error is None:
+                raise reasons.not_cached(self._where(), self.cache, missing)
+            raise self._explained(error) from error
+        if error is not None:
+            logger.warning(
+                "%s: taking what was fetched before, since %s",
+                self.asked.name,
+                reasons.first_line(error, self._token),
+            )
+        return place.parent
+
+    def _missing(self, root: Path) -> list[str]:
+        weights = files.missing_weights(root) if self.asked.has_weights else []
+        return weights + (files.missing_tokenizer(root) if self.asked.has_tokenizer else [])
+
+    def _where(self) -> str:
+        return reasons.spelled(self.asked)
+
+    def _explained(self, error: Exception) -> ModelError:
+        if reasons.is_unknown_revision(error):
+            return reasons.unknown_revision(self.asked, self.endpoint, self._revisions())
+        return reasons.explained(error, self.asked, self.endpoint, self.cache, self._token)
+
+    def _revisions(self) -> list[str]:
+        """Branches and tags, [] if they cannot be had."""
+        try:
+            refs = HfApi(endpoint=self.endpoint, token=self._token).list_repo_refs(self.asked.name)
+        except Exception:
+            return []
+        return [ref.name for ref in (*refs.branches, *refs.tags)]
+
+
+def _free_bytes(directory: Path) -> int:
+    """Of the disk on which a directory lies, or is going to."""
+    while not directory.exists() and directory != directory.parent:
+        directory = directory.parent
+    return shutil.disk_usage(directory).free

@@ -1,0 +1,81 @@
+"""Directories in place of names: what a hub has is fetched into the cache, once.
+
+Who starts an engine fetches, before anything heavy. What is handed on then, to processes of the
+engine too, names directories only, and has no token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from engine.config.model import ModelConfig, is_hub_name
+from engine.errors import ConfigError
+from engine.hub.files import Repository
+
+
+def fetched(config: ModelConfig, *, for_core: bool, for_text: bool) -> ModelConfig:
+    """The same model in directories of this machine, fetched where it is not there yet.
+
+    ``for_core``: configuration and weights are wanted here; ``for_text``: the tokenizer. Raises
+    ``ConfigError`` naming the value and the way out.
+    """
+    revision = config.tokenizer_revision
+    source = config.tokenizer
+    if source is None and revision not in (None, config.revision):
+        source = config.model  # the same repository at another moment
+    text_of_model = for_text and source is None
+    model, tokenizer = config.model, source
+    if is_hub_name(model):
+        if for_core or text_of_model:
+            wants_weights = for_core and config.load_format != "dummy"
+            model = _fetch(config, "model", model, config.revision, wants_weights, text_of_model)
+    elif config.revision is not None:
+        raise _no_revision("revision", config.revision, "model", model)
+    if source is not None and for_text and is_hub_name(source):
+        tokenizer = _fetch(config, "tokenizer", source, revision, False, True)
+    elif revision is not None and not is_hub_name(source or config.model):
+        raise _no_revision("tokenizer_revision", revision, "tokenizer", source or config.model)
+    return replace(
+        config,
+        model=model,
+        tokenizer=tokenizer,
+        revision=None,
+        tokenizer_revision=None,
+        hf_token=None,
+    )
+
+
+def _fetch(
+    config: ModelConfig,
+    option: str,
+    name: str,
+    revision: str | None,
+    has_weights: bool,
+    has_tokenizer: bool,
+) -> str:
+    # Only here: the library takes a quarter of a second to import, and a directory needs none.
+    from engine.hub.download import download
+
+    cache = config.download_dir
+    return str(
+        download(
+            Repository(
+                option=option,
+                name=name,
+                revision=revision,
+                token=config.hf_token,
+                cache=None if cache is None else str(Path(cache).expanduser()),
+                has_weights=has_weights,
+                has_tokenizer=has_tokenizer,
+                has_code=config.trust_remote_code,
+            )
+        )
+    )
+
+
+def _no_revision(option: str, revision: str, what: str, value: str) -> ConfigError:
+    return ConfigError(
+        f"{option} is {revision!r}, but {what} is {value!r}, a local directory, which has no "
+        f"revisions; leave {option} out, or give the name of a repository"
+    )

@@ -1,0 +1,88 @@
+"""Which files of a repository are wanted: weights as safetensors, and never a pickle."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from engine.config.model import read_json
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+CONFIG = ("config.json", "generation_config.json", "quant_config.json", "quantize_config.json")
+TOKENIZER = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
+    *("tokenizer.model", "spiece.model", "tekken.json", "*.tiktoken"),
+    *("vocab.json", "vocab.txt", "merges.txt"),
+)
+CODE = ("*.py",)
+# Of these the first that a repository has is fetched last: with it, all else is there.
+ANCHORS = ("config.json", "tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.txt")
+VOCABULARIES = (
+    *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json"),
+    "spiece.model",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repository:
+    """A repository that an option names, and what is wanted of it beside its configuration."""
+
+    option: str
+    name: str
+    revision: str | None = None
+    token: str | bool | None = field(default=None, repr=False)
+    cache: str | None = None
+    has_weights: bool = False
+    has_tokenizer: bool = False
+    has_code: bool = False
+
+
+def matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
+    """The names that one of the patterns stands for, in order."""
+    wanted = list(patterns)
+    return sorted(name for name in names if any(fnmatchcase(name, each) for each in wanted))
+
+
+def weights_at_top(names: Iterable[str]) -> list[str]:
+    """The files a loader takes where no index names them.
+
+    Mistral's own format (``consolidated``) lies beside the converted one in some repositories.
+    """
+    names = set(names)
+    if SINGLE in names:
+        return [SINGLE]
+    return sorted(
+        name
+        for name in names
+        if name.endswith(".safetensors") and "/" not in name and not name.startswith("consolidated")
+    )
+
+
+def weights_of_index(index: dict[str, Any] | None) -> list[str]:
+    """The files an index names; [] where it is damaged, which its loader says better."""
+    places = None if index is None else index.get("weight_map")
+    if not isinstance(places, dict):
+        return []
+    return sorted({str(name) for name in places.values()})
+
+
+def missing_weights(root: Path) -> list[str]:
+    """Files of weights that a directory should have and does not."""
+    index = root / INDEX
+    if index.is_file():
+        return [name for name in weights_of_index(read_json(index)) if not (root / name).is_file()]
+    return [] if weights_at_top(file.name for file in root.iterdir()) else [SINGLE]
+
+
+def missing_tokenizer(root: Path) -> list[str]:
+    return [] if any((root / name).is_file() for name in VOCABULARIES) else [VOCABULARIES[0]]
+
+
+def of_kind(names: Collection[str], *suffixes: str) -> list[str]:
+    """The names that end so, in order."""
+    return sorted(name for name in names if PurePosixPath(name).suffix in suffixes)

@@ -1,0 +1,178 @@
+"""Why a repository cannot be had, with the value and the way out. No message shows a token."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Collection
+from pathlib import Path
+
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from engine.errors import ModelError
+from engine.hub import files
+from engine.hub.files import Repository
+
+LOGIN = "hf_token, HF_TOKEN or `hf auth login`"
+MAX_LISTED = 10
+MAX_LINE = 200
+
+
+def spelled(asked: Repository) -> str:
+    """The option and its value, with the revision if there is one."""
+    of_revision = "" if asked.revision is None else f" at revision {asked.revision!r}"
+    return f"{asked.option} {asked.name!r}{of_revision}"
+
+
+def is_final(error: Exception) -> bool:
+    """Whether a cache must not stand in for this answer of the hub."""
+    return isinstance(error, RevisionNotFoundError | HFValidationError)
+
+
+def is_unknown_revision(error: Exception) -> bool:
+    return isinstance(error, RevisionNotFoundError)
+
+
+def unknown_revision(asked: Repository, endpoint: str, known: Collection[str]) -> ModelError:
+    option = "revision" if asked.option == "model" else "tokenizer_revision"
+    listed = f"; it has: {', '.join(list(known)[:MAX_LISTED])}" if known else ""
+    return ModelError(
+        f"{option} is {asked.revision!r}, and {asked.name!r} has no such branch, tag or "
+        f"commit{listed}; all are listed at {endpoint}/{asked.name}/tree/main"
+    )
+
+
+def explained(
+    error: Exception, asked: Repository, endpoint: str, cache: Path, token: str | bool
+) -> ModelError:
+    """An error of the library or the system, in words that lead on."""
+    where, page = spelled(asked), f"{endpoint}/{asked.name}"
+    status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+    said = first_line(error, token)
+    if isinstance(error, GatedRepoError):
+        return ModelError(_gated(where, page, isinstance(token, str)))
+    if isinstance(error, RepositoryNotFoundError):
+        shown = "to this token" if isinstance(token, str) else "without a token"
+        return ModelError(
+            f"{where} is neither a directory of {Path.cwd()} nor a repository that {endpoint} "
+            f"shows {shown}: check the spelling; for a private one give a token that may read it "
+            f"({LOGIN})"
+        )
+    if status == 401:
+        return ModelError(
+            f"{where}: {endpoint} does not know the token it was sent: make a new one at "
+            f"{endpoint}/settings/tokens ({LOGIN}), or give hf_token=False for a public model"
+        )
+    if status is not None:
+        return ModelError(
+            f"{where}: {endpoint} answers with status {status} ({said}); try again later. What was "
+            "fetched before is used without asking when HF_HUB_OFFLINE=1 is set"
+        )
+    if isinstance(error, OSError) and not isinstance(error, LocalEntryNotFoundError):
+        return _of_system(error, where, cache, said)
+    return ModelError(
+        f"{where} could not be fetched from {endpoint} ({said}): check the connection, proxies "
+        f"and HF_ENDPOINT, then try again; files that were fetched whole are kept in {cache}. "
+        "Without a network give the path of a local directory"
+    )
+
+
+def _gated(where: str, page: str, has_token: bool) -> str:
+    if has_token:
+        return (
+            f"{where} is gated, and the account of the token that was sent may not read it: ask "
+            f"for access at {page} (and let the token read gated repositories), or give a token of "
+            f"another account ({LOGIN})"
+        )
+    return (
+        f"{where} is gated: accept its licence at {page}, then give a token of that account "
+        f"({LOGIN})"
+    )
+
+
+def _of_system(error: OSError, where: str, cache: Path, said: str) -> ModelError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return ModelError(
+            f"{where}: the disk of {cache} is full; make room, or give download_dir on another disk"
+        )
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+        return ModelError(
+            f"{where}: {cache} cannot be written ({said}); give download_dir, or set HF_HOME, to "
+            "a directory that can"
+        )
+    return ModelError(
+        f"{where}: fetching it broke off ({said}); try again: files that were fetched whole are "
+        f"kept in {cache}"
+    )
+
+
+def not_cached(where: str, cache: Path, missing: list[str] | None) -> ModelError:
+    """Offline, and not all is there. missing: of what was found, if anything was."""
+    if missing is None:
+        has = f"{cache} does not have it: unset it for one start, which fetches it"
+    else:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        has = (
+            f"{cache} has only a part of it (not {', '.join(missing[:3])}{more}): unset it for one "
+            "start, which fetches the rest"
+        )
+    return ModelError(
+        f"{where}: HF_HUB_OFFLINE is set, and {has}, or give download_dir or the path of a "
+        "local directory"
+    )
+
+
+def check_weights(asked: Repository, endpoint: str, names: Collection[str]) -> None:
+    """Raise ``ModelError``, before anything is fetched, for weights that are not safetensors."""
+    if files.INDEX in names or files.weights_at_top(names):
+        return
+    where = spelled(asked)
+    if pickles := files.of_kind(names, ".bin", ".pt", ".pth", ".ckpt"):
+        raise ModelError(
+            f"{where} holds weights only as pickles ({pickles[0]}), which can run code when read "
+            "and are never fetched: give a repository with safetensors, or the revision of a "
+            f'conversion ("refs/pr/N", listed at {endpoint}/{asked.name}/discussions), or convert '
+            "it yourself with transformers: AutoModelForCausalLM.from_pretrained(name)"
+            ".save_pretrained(path)"
+        )
+    if ggufs := files.of_kind(names, ".gguf"):
+        raise ModelError(
+            f"{where} holds weights only as GGUF ({ggufs[0]}), which is not read; give the "
+            "repository of the original model"
+        )
+    raise ModelError(
+        f"{where} holds no *.safetensors weights; give a repository that does, or "
+        'load_format="dummy" for random weights'
+    )
+
+
+def check_room(where: str, cache: Path, num_bytes: int, num_free: int) -> None:
+    """Raise ``ModelError`` if so much does not fit on the disk of the cache."""
+    if num_bytes > num_free:
+        raise ModelError(
+            f"{where} needs {readable(num_bytes)} more, and the disk of {cache} has "
+            f"{readable(num_free)} free; make room, or give download_dir on another disk"
+        )
+
+
+def readable(num_bytes: int) -> str:
+    if num_bytes < 1 << 20:
+        return f"{num_bytes / 1024:.1f} KiB"
+    if num_bytes < 1 << 30:
+        return f"{num_bytes / (1 << 20):.1f} MiB"
+    return f"{num_bytes / (1 << 30):.2f} GiB"
+
+
+def first_line(error: Exception, token: str | bool) -> str:
+    """What an error says, short, and without the token, whatever a library made of it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    if isinstance(token, str) and token:
+        text = text.replace(token, "***")
+    return text[:MAX_LINE]
