@@ -18,8 +18,8 @@ from engine.config.engine import EngineConfig
 from engine.config.model import ModelConfig
 from engine.config.polling import PollConfig
 from engine.config.sched import SchedulerConfig
-from engine.core.client import InprocClient
 from engine.core.engine_core import EngineCore
+from engine.core.inproc_client import InprocClient
 from engine.kv.manager import KVManager
 from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest
@@ -77,6 +77,7 @@ class WaitingBuild:
     variant: str = "ours"
     step_seconds: float = 0.0
     num_steps_in_flight: int = 1
+    max_num_seqs: int = 64
 
     def __call__(
         self, config: EngineConfig, *, clock: Callable[[], float] = time.monotonic
@@ -85,11 +86,11 @@ class WaitingBuild:
         no_timer_slack()
         sched = SchedulerConfig(
             max_num_batched_tokens=2048,
-            max_num_seqs=64,
+            max_num_seqs=self.max_num_seqs,
             max_model_len=MAX_MODEL_LEN,
             num_steps_in_flight=self.num_steps_in_flight,
         )
-        num_blocks = 64 * MAX_MODEL_LEN // BLOCK_SIZE
+        num_blocks = self.max_num_seqs * MAX_MODEL_LEN // BLOCK_SIZE
         decided = Decided(
             max_model_len=MAX_MODEL_LEN,
             num_kv_blocks=num_blocks,

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from engine.messages.outputs import RequestMetrics as RequestMetrics
     from engine.messages.outputs import RequestOutput as RequestOutput
     from engine.messages.params import SamplingParams as SamplingParams
-    from engine.rpc.aio_client import AsyncEngineCoreClient as AsyncEngineCoreClient
     from engine.rpc.zmq_client import EngineCoreClient as EngineCoreClient
     from engine.sched.interface import SchedulerInterface as SchedulerInterface
     from engine.sched.policy import Policy as Policy
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "AsyncEngineCoreClient": "engine.rpc.aio_client",
     "AsyncLLMEngine": "engine.async_engine",
     "CompletionOutput": "engine.messages.outputs",
     "ConfigError": "engine.errors",

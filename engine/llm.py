@@ -37,7 +37,7 @@ class LLM:
     """
 
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
-        args = EngineArgs.from_options(model=model, **options)
+        args = EngineArgs(model=model, **options)
         self.llm_engine = LLMEngine.from_engine_args(args)
         self._counter = itertools.count()
         self._turn = threading.Lock()  # each call steps until its own requests are done

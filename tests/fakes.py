@@ -8,8 +8,8 @@ from typing import Any
 from engine.config.engine import EngineConfig
 from engine.config.model import ModelConfig
 from engine.config.sched import SchedulerConfig
-from engine.core.client import InprocClient
 from engine.core.engine_core import EngineCore
+from engine.core.inproc_client import InprocClient
 from engine.errors import EngineDeadError, RequestError
 from engine.frontend.session import Session
 from engine.kv.manager import KVManager

@@ -13,7 +13,7 @@ from pathlib import Path
 from spawned import FakeBuild
 
 from engine.config.engine import EngineConfig
-from engine.core.client import InprocClient
+from engine.core.inproc_client import InprocClient
 from engine.sched.interface import StepOutputs
 
 

@@ -16,8 +16,8 @@ from spawned import fake_config
 from engine.config.decide import Decided
 from engine.config.engine import EngineConfig
 from engine.config.sched import SchedulerConfig
-from engine.core.client import InprocClient
 from engine.core.engine_core import EngineCore, Executor
+from engine.core.inproc_client import InprocClient
 from engine.kv.manager import KVManager
 from engine.messages.step import StepResult
 from engine.rpc.launch import start_core

@@ -12,8 +12,8 @@ from engine.config.decide import Decided
 from engine.config.engine import EngineConfig
 from engine.config.model import ModelConfig
 from engine.config.sched import SchedulerConfig
-from engine.core.client import InprocClient
 from engine.core.engine_core import EngineCore
+from engine.core.inproc_client import InprocClient
 from engine.kv.manager import KVManager
 from engine.messages.step import StepResult
 from engine.sched.plugins.find import make_scheduler

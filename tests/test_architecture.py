@@ -55,8 +55,6 @@ MAX_ATTRIBUTES = 20
 # Records: many fields and no behaviour is what they are for.
 RECORDS: dict[str, str] = {
     "SamplingParams": "what a user may ask of sampling",
-    "EngineArgs": "what a user may ask of an engine",
-    "SchedulerConfig": "what a user may ask of the scheduler",
     "AddRequest": "what a request consists of on the wire",
     "StepPlan": "what a worker must know of a step",
     "SchedulerStats": "what there is to know of a scheduler",
@@ -73,6 +71,8 @@ LONG_SIGNATURES: dict[str, str] = {
     "kernels.triton.tiles.store_rows": "registers of one program, inlined",
 }
 
+# Methods in which a configuration checks its own fields, which is not to read an option.
+CHECKS = ("__post_init__", "_check_")
 # Engines that only checks make: an option they set is not one that a user can.
 TRIES = ("engine.verify",)
 
@@ -375,8 +375,22 @@ def test_every_config_field_has_a_reader() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def option_groups() -> dict[str, set[str]]:
+    """The classes that ``EngineArgs`` is made of -> their fields, which users may set."""
+    classes = {cls.name: cls for _, cls in config_classes()}
+    assert not fields_with_docs(classes["EngineArgs"]), "an option belongs to a group"
+    groups = map(ast.unparse, classes["EngineArgs"].bases)
+    return {group: set(fields_with_docs(classes[group])) for group in groups}
+
+
+def test_every_option_is_of_one_group() -> None:
+    groups = list(option_groups().values())
+    assert sum(map(len, groups)) == len(set().union(*groups))
+
+
 def test_every_config_field_has_a_writer() -> None:
-    """An option that no user can set is no option. ``EngineArgs`` is what users write."""
+    """An option that no user can set is no option; all else is decided by some call."""
+    groups = option_groups()
     written = {
         name
         for module in tree.modules().values()
@@ -386,21 +400,32 @@ def test_every_config_field_has_a_writer() -> None:
     wrong = [
         f"{module.where} {cls.name}.{field}"
         for module, cls in config_classes()
-        if cls.name != "EngineArgs"
+        for asked in [set().union(*(groups.get(name, ()) for name in own_and_bases(cls)))]
         for field in fields_with_docs(cls)
-        if (cls.name, field) not in written
+        if field not in asked and (cls.name, field) not in written
     ]
     assert not wrong, "\n".join(wrong)
 
 
+def own_and_bases(cls: ast.ClassDef) -> list[str]:
+    return [cls.name, *map(ast.unparse, cls.bases)]
+
+
 def arguments_given(module: tree.Module) -> set[tuple[str, str]]:
-    """Class and keyword of each call in a module that makes an object with keywords."""
+    """Class and keyword of each call in a module that makes an object with keywords.
+
+    ``part(Class, options, field=value)`` makes one too.
+    """
     return {
-        (ast.unparse(node.func), keyword.arg or "")
+        (ast.unparse(node.args[0] if is_part(node) else node.func), keyword.arg or "")
         for node in ast.walk(module.tree)
         if isinstance(node, ast.Call)
         for keyword in node.keywords
     }
+
+
+def is_part(node: ast.Call) -> bool:
+    return ast.unparse(node.func) == "part" and bool(node.args)
 
 
 def attributes_read(module: tree.Module) -> set[str]:
@@ -408,7 +433,7 @@ def attributes_read(module: tree.Module) -> set[str]:
     idle: set[ast.AST] = set()
     if under(module.name, ("engine.config",)):
         for node in ast.walk(module.tree):
-            if isinstance(node, ast.FunctionDef) and node.name == "__post_init__":
+            if isinstance(node, ast.FunctionDef) and node.name.startswith(CHECKS):
                 idle |= set(ast.walk(node))
             elif isinstance(node, ast.keyword) and ast.unparse(node.value) == f"self.{node.arg}":
                 idle.add(node.value)

@@ -106,7 +106,7 @@ class Ours:
         return self.scheduler.kv.lookup(request).num_tokens
 
     def step(self) -> scheduler_driver.Step:
-        before = self.scheduler.settler.tally.num_preemptions
+        before = self.scheduler.settler.counters.num_preemptions
         start = time.perf_counter_ns()
         plan = self.scheduler.schedule()
         planned = time.perf_counter_ns() - start
@@ -114,7 +114,7 @@ class Ours:
         start = time.perf_counter_ns()
         self.scheduler.update_from_output(plan, result)
         settled = time.perf_counter_ns() - start
-        preempted = self.scheduler.settler.tally.num_preemptions - before
+        preempted = self.scheduler.settler.counters.num_preemptions - before
         return scheduler_driver.Step(planned, settled, len(plan.rows), plan.num_tokens, preempted)
 
     def is_busy(self) -> bool:

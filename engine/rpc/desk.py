@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from engine.core.client import InprocClient
+from engine.core.inproc_client import InprocClient
 from engine.errors import EngineDeadError, EngineError, RefusedError, RequestError, WireError
 from engine.ipc.codec import MAX_MESSAGE_BYTES, Decoder, is_tagged
 from engine.messages.requests import AddRequest

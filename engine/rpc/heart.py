@@ -19,7 +19,7 @@ class Heart:
     """Listens to the heartbeat of a core. Silence is counted in questions, not by the clock: a
     machine that slept, or a client that was stopped, is no reason to give up a core.
 
-    Never waits, so it is the same in programs and in event loops.
+    Never waits.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class Heart:
     ) -> None:
         self._hang_timeout = hang_timeout
         self._ask_seconds = min(ASK_SECONDS, hang_timeout / 4)
-        self.socket = sockets.dealer(context, address.secret, zmq.Socket)
+        self.socket = sockets.dealer(context, address.secret)
         self.socket.connect(address.control)
         self._ping = Encoder().encode(Ping(address.token))
         self._decoder: Decoder[FromControl] = Decoder(FromControl)

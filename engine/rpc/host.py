@@ -25,7 +25,7 @@ from types import FrameType
 import zmq
 
 from engine.config.engine import EngineConfig
-from engine.core.client import InprocClient
+from engine.core.inproc_client import InprocClient
 from engine.errors import EngineDeadError, WireError
 from engine.ipc import sockets
 from engine.ipc.codec import Decoder, Encoder

@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from engine.assets import BOX_MODEL
 from engine.config.engine import EngineConfig
 from engine.config.model import ModelConfig
-from engine.core.client import InprocClient
+from engine.core.build import build_core
+from engine.core.client import CoreClient
+from engine.core.inproc_client import InprocClient
 from engine.errors import ConfigError, EngineDeadError, EngineError
 from engine.ipc.place import Address, Directory, address_of
 from engine.ipc.process import Child, Line, ParentWatch, Report, report_to_parent
@@ -25,38 +26,27 @@ from engine.rpc.host import ORPHANED, EngineCoreHost
 from engine.rpc.many_client import ManyCoresClient, shut_down
 from engine.rpc.zmq_client import EngineCoreClient
 
+Build = Callable[[EngineConfig], InprocClient]
+
 EXIT_SECONDS = 1.0  # from the end of a core whose parent died to that of its process
 
 
-class CoreBuilder(Protocol):
-    """Makes a core from a configuration. Raises ``ConfigError`` for what cannot work."""
-
-    def __call__(
-        self, config: EngineConfig, *, clock: Callable[[], float] = time.monotonic
-    ) -> InprocClient: ...
-
-
-def open_core(
-    build: CoreBuilder, config: EngineConfig, *, clock: Callable[[], float]
-) -> InprocClient | EngineCoreClient | ManyCoresClient:
+def open_core(config: EngineConfig) -> CoreClient:
     """A client of the core that was asked for: here, in a process of its own, or one that runs;
-    or of several of these.
-
-    The clock of a core elsewhere is that of this machine, ``time.monotonic``.
-    """
+    or of several of these. Raises ``ConfigError`` for what cannot work."""
     addresses = config.core.core_addresses
     if len(addresses) > 1:
         return attach_cores(config, addresses)
     if addresses:
         return attach_core(config, addresses[0])
     if config.core.data_parallel_size > 1:
-        return start_cores(config, build)
+        return start_cores(config, build_core)
     if config.core.multiprocess:
-        return start_core(config, build)
-    return build(config, clock=clock)
+        return start_core(config, build_core)
+    return build_core(config)
 
 
-def start_core(config: EngineConfig, build: CoreBuilder) -> EngineCoreClient:
+def start_core(config: EngineConfig, build: Build) -> EngineCoreClient:
     """A core in a process of its own, which ends with the client, or with this process.
 
     ``build`` and all of ``config`` must be importable there. Raises what ``build`` raises there,
@@ -65,7 +55,7 @@ def start_core(config: EngineConfig, build: CoreBuilder) -> EngineCoreClient:
     return meet(config, *spawn(config, build))
 
 
-def start_cores(config: EngineConfig, build: CoreBuilder) -> ManyCoresClient:
+def start_cores(config: EngineConfig, build: Build) -> ManyCoresClient:
     """``data_parallel_size`` cores, each in a process of its own with its share of the machine."""
     own = share_of(config, config.core.data_parallel_size)
     with ExitStack() as failing:
@@ -99,7 +89,7 @@ def share_of(config: EngineConfig, num_cores: int) -> EngineConfig:
     )
 
 
-def spawn(config: EngineConfig, build: CoreBuilder) -> tuple[Child, Address]:
+def spawn(config: EngineConfig, build: Build) -> tuple[Child, Address]:
     """A process that begins to build a core, and where that is going to be."""
     directory = Directory.create()
     address = directory.address
@@ -163,7 +153,7 @@ def start_error(report: Report) -> EngineError:
     )
 
 
-def serve_child(line: Line, build: CoreBuilder, config: EngineConfig, path: str) -> None:
+def serve_child(line: Line, build: Build, config: EngineConfig, path: str) -> None:
     """What the core's process runs."""
     directory = Directory(Path(path))
     watch = ParentWatch(line, lambda: _leave(directory))  # while the model is loaded, too

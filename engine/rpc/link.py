@@ -1,27 +1,27 @@
-"""What synchronous and asyncio clients share: what to send, and what came back. Touches no socket.
+"""A client's side of the conversation: what to send, and what came back. Touches no socket.
 
 requests ── Submit, Call ──> numbered; answered in order, each with its number
 aborts   ── Abort ─────────> not answered: the ends come as outputs
 Outputs  ── kept in order until they are read, then paid for with Credit
 
-A request id is in use from its Submit until it was refused or its end was read. Everything is noted
-when it is sent or comes in, in that order: tasks that wait for it may run much later.
+Which ids are in use is for the core to know. Everything is noted when it comes in: tasks that wait
+for it may run much later.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from engine.errors import EngineError, WireError
 from engine.ipc.codec import Decoder, Encoder
-from engine.messages.check import as_request_ids, check_plain, in_use
+from engine.messages.check import as_request_ids, check_plain
 from engine.messages.outputs import CoreOutputs
 from engine.messages.requests import AddRequest
 from engine.messages.stats import SchedulerStats
@@ -59,16 +59,7 @@ class Part:
     number: int
     places: list[int]
     """Of its requests, among all that were to be added."""
-    request_ids: list[str]
     asked_at: float
-
-
-@dataclass
-class Submission:
-    """What adding requests takes: messages to send, and what could not be sent at all."""
-
-    parts: list[Part] = field(default_factory=list)
-    errors: dict[int, Exception] = field(default_factory=dict)
 
 
 class Link:
@@ -78,8 +69,8 @@ class Link:
         self.welcome: Welcome | None = None
         self.unread: list[CoreOutputs] = []
         """Outputs that have come, in order."""
-        self.live: dict[str, int] = {}
-        """Requests that are in use, each with the number of its message."""
+        self.num_unfinished = 0
+        """Requests that the core took and whose end was not read."""
         self.stats: SchedulerStats | None = None
         """The last that came of those that ``ask_stats`` asked for."""
         self.offset = ClockOffset()
@@ -98,44 +89,24 @@ class Link:
         self._asked_at = self._clock()
         return self._encoder.encode(Hello(PROTOCOL_VERSION, token, name))
 
-    def submit(self, requests: Sequence[AddRequest], submission: Submission) -> None:
-        """Messages that add these. One whose id is in use, or that cannot travel, is an error.
-
-        Interrupted, it has put into ``submission`` what is to be withdrawn.
-        """
-        free: dict[str, int] = {}
-        for place, request in enumerate(requests):
-            if request.request_id in self.live or request.request_id in free:
-                submission.errors[place] = in_use(request.request_id)
-            else:
-                free[request.request_id] = place
-        for places in _in_parts(requests, free.values()):
+    def submit(self, requests: Sequence[AddRequest]) -> tuple[list[Part], dict[int, Exception]]:
+        """Messages that add these, and by place why some cannot travel."""
+        parts: list[Part] = []
+        errors: dict[int, Exception] = {}
+        for places in _in_parts(requests):
             try:
-                self._submit(submission, requests, places)
+                parts.append(self._part(requests, places))
             except WireError:
                 for place in places:
                     try:
-                        self._submit(submission, requests, [place])
+                        parts.append(self._part(requests, [place]))
                     except WireError as error:
-                        submission.errors[place] = error
-
-    def withdraw(self, submission: Submission) -> list[bytes]:
-        """Abort what was submitted, answered or not.
-
-        An interrupt may have come before a part was sent. The answer to a call behind it tells:
-        answers come in order, so what has none by then was never asked, and its ids are free.
-        """
-        names = [
-            request_id
-            for part in submission.parts
-            for request_id in part.request_ids
-            if self.live.get(request_id) == part.number
-        ]
-        _, call = self.call("echo", (None,))
-        return [self.abort(names), call]
+                        errors[place] = error
+        self._submits.update((part.number, part) for part in parts)
+        return parts, errors
 
     def abort(self, request_ids: Sequence[str]) -> bytes:
-        """Stop these; the end of each will come, and until it was read its id is in use.
+        """Stop these; the end of each will come.
 
         Raises ``RequestTypeError`` for ids that are none: the core could not read the message.
         """
@@ -167,8 +138,7 @@ class Link:
         self._num_unpaid += len(self.unread)
         batches, self.unread = self.unread, []
         for batch in batches:
-            for end in batch.finished:
-                self.live.pop(batch.request_ids[end.index], None)
+            self.num_unfinished -= len(batch.finished)
         if self.welcome is not None and 2 * self._num_unpaid >= self.welcome.num_credits:
             send(self._encoder.encode(Credit(self._num_unpaid)))
             self._num_unpaid = 0
@@ -210,41 +180,29 @@ class Link:
         return None
 
     def _note_submitted(self, message: Submitted) -> None:
-        """Those that were refused are not in use."""
         self._note_never_sent(message.number)
         part = self._submits.pop(message.number, None)
         if part is None:
             raise WireError(f"the core answers message {message.number}, which was not asked")
         _check_places([each.index for each in message.refusals], part.places)
         self.offset.measure(part.asked_at, message.time, self._clock())
-        self._free(part, (part.request_ids[each.index] for each in message.refusals))
+        self.num_unfinished += len(part.places) - len(message.refusals)
 
     def _note_never_sent(self, number: int) -> None:
-        """What was asked before this, and has no answer, was not sent."""
+        """What was asked before this, and has no answer, was not sent: an interrupt came first."""
         while self._submits and (first := next(iter(self._submits))) < number:
-            part = self._submits.pop(first)
-            self._free(part, part.request_ids)
+            del self._submits[first]
         if self._stats_asked is not None and self._stats_asked < number:
             self._stats_asked = None
 
-    def _free(self, part: Part, request_ids: Iterable[str]) -> None:
-        for request_id in request_ids:
-            if self.live.get(request_id) == part.number:
-                del self.live[request_id]
-
     # -- helpers
 
-    def _submit(
-        self, submission: Submission, requests: Sequence[AddRequest], places: list[int]
-    ) -> None:
+    def _part(self, requests: Sequence[AddRequest], places: list[int]) -> Part:
         number = next(self._numbers)
-        own = [self.offset.to_core(requests[place]) for place in places]
-        frame = self._encoder.encode(Submit(number, own))
-        ids = [request.request_id for request in own]
-        part = Part(frame, number, places, ids, self._clock())
-        submission.parts.append(part)
-        self._submits[number] = part
-        self.live.update(dict.fromkeys(part.request_ids, number))
+        frame = self._encoder.encode(
+            Submit(number, [self.offset.to_core(requests[place]) for place in places])
+        )
+        return Part(frame, number, places, self._clock())
 
 
 def refused(part: Part, reply: Reply) -> dict[int, Exception]:
@@ -289,12 +247,12 @@ def value_of(name: str, reply: Reply) -> Any:
     return reply.value
 
 
-def _in_parts(requests: Sequence[AddRequest], wanted: Iterable[int]) -> Iterator[list[int]]:
+def _in_parts(requests: Sequence[AddRequest]) -> Iterator[list[int]]:
     """Places of requests, cut into messages that are not too large."""
     places: list[int] = []
     num_tokens = 0
-    for place in wanted:
-        length = len(requests[place].prompt_token_ids)
+    for place, request in enumerate(requests):
+        length = len(request.prompt_token_ids)
         num_tokens += length
         if places and (num_tokens > MAX_SUBMIT_TOKENS or len(places) == MAX_SUBMIT_REQUESTS):
             yield places

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import zmq
 
 from engine.config.engine import EngineConfig
-from engine.core.client import InprocClient
+from engine.core.inproc_client import InprocClient
 from engine.core.polling import Work, poll_timeout_ms
 from engine.ipc.sockets import Socket, Waker
 from engine.rpc.desk import Desk

@@ -5,25 +5,24 @@ from __future__ import annotations
 import secrets
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 import zmq
 
+from engine.core.client import CoreClient
 from engine.errors import ConfigError, EngineDeadError
 from engine.messages.check import as_request_ids, in_use
 from engine.messages.outputs import CoreOutputs
 from engine.messages.requests import AddRequest
 from engine.messages.stats import SchedulerStats
-from engine.messages.wire import Welcome
 from engine.rpc.balance import Balancer
 from engine.rpc.zmq_client import STEP_SECONDS, EngineCoreClient
 
 
-class ManyCoresClient:
-    """What ``EngineCoreClient`` is, for cores that share the work. If one dies, all are dead, and
-    the error names it.
+class ManyCoresClient(CoreClient):
+    """Cores that share the work. If one dies, all are dead, and the error names it.
 
     A request goes to the core that ``Balancer`` chooses and stays there; utilities are called on
     all cores. Raises ``ConfigError`` for cores that do not run the same model.
@@ -32,8 +31,8 @@ class ManyCoresClient:
     def __init__(self, cores: Sequence[EngineCoreClient]) -> None:
         self._cores = list(cores)
         _check_alike(self._cores)
+        self.decided = self._cores[0].decided  # as do all the others
         self.id_prefix = _prefix_of(self._cores)
-        """Request ids that begin with it are unique among all clients of the cores."""
         self._death: EngineDeadError | None = None
         self._balancer = Balancer(len(self._cores), self.decided.block_size)
         self._poller = zmq.Poller()
@@ -41,58 +40,32 @@ class ManyCoresClient:
             for each in core.sources:
                 self._poller.register(each, zmq.POLLIN)
 
-    @property
-    def decided(self) -> Welcome:
-        """What each core runs with."""
-        return self._cores[0].decided
-
-    def add(self, request: AddRequest) -> None:
-        """Queue a request. Raises ``RequestError`` for an id whose end was not read yet or one that
-        can never fit, and ``RefusedError`` for one that is not taken now."""
-        for error in self.add_all([request]).values():
-            raise error
-
     def add_all(self, requests: Sequence[AddRequest]) -> dict[int, Exception]:
-        """Queue these, in order. Returns what ``add`` raised, by place; {} if all were taken.
-
-        Interrupted, it aborts those that were sent; ``step`` tells their ends.
-        """
         self.check_alive()
         errors: dict[int, Exception] = {}
         places: defaultdict[int, list[int]] = defaultdict(list)  # by core
-        try:
-            for place, request in enumerate(requests):
-                if self._is_in_use(request.request_id):
-                    errors[place] = in_use(request.request_id)
-                else:
-                    places[self._balancer.choose(request)].append(place)
-            for core, own in places.items():
-                errors |= self._add_to(core, requests, own)
-        except BaseException:
-            for core, own in places.items():
-                names = [requests[place].request_id for place in own]
-                for name in names:
-                    self._balancer.end(name)
-                with suppress(EngineDeadError):
-                    self._cores[core].abort(names)
-            raise
+        for place, request in enumerate(requests):
+            if self._balancer.core_of(request.request_id) is not None:
+                errors[place] = in_use(request.request_id)  # another core would take it
+            else:
+                places[self._balancer.choose(request)].append(place)
+        for core, own in places.items():
+            errors |= self._add_to(core, requests, own)
         return errors
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Finish these; unknown ids do nothing. Waits for nothing: ``step`` tells their ends, and
-        what came before. Raises ``RequestTypeError`` for ids that are none."""
         self.check_alive()
         names: defaultdict[int, list[str]] = defaultdict(list)  # by core
         for request_id in as_request_ids(request_ids):
             core = self._balancer.core_of(request_id)
             if core is not None:
                 names[core].append(request_id)
+                self._balancer.end(request_id)
         for core, own in names.items():
             with self._named(core):
                 self._cores[core].abort(own)
 
     def step(self) -> list[CoreOutputs]:
-        """Outputs that have come; waits a moment for them if there are none."""
         batches = self._take()
         if not batches:
             self._poller.poll(round(1000 * STEP_SECONDS))
@@ -100,28 +73,17 @@ class ManyCoresClient:
         return batches
 
     def wake(self) -> None:
-        """Let ``step`` return soon, if it waits in another thread."""
         self._cores[0].wake()
 
     def check_alive(self) -> None:
-        """Raise ``EngineDeadError`` if one of the cores has died."""
         for index, core in enumerate(self._cores):
             with self._named(index):
                 core.check_alive()
 
-    def has_unfinished(self) -> bool:
-        return any(core.has_unfinished() for core in self._cores)
-
     def num_unfinished(self) -> int:
         return sum(core.num_unfinished() for core in self._cores)
 
-    def stats(self) -> SchedulerStats | None:
-        """Gauges and counters of all cores together, ``None`` if they keep none."""
-        self.check_alive()
-        return sum_of(self._of_all("stats"))
-
     def latest_stats(self) -> SchedulerStats | None:
-        """What the cores last told, together; asks for newer ones, and never waits for them."""
         told = []
         for index, core in enumerate(self._cores):
             with self._named(index):
@@ -129,22 +91,13 @@ class ManyCoresClient:
         return sum_of(told)
 
     def call(self, name: str, *args: Any) -> Any:
-        """A utility by name, on all cores. Raises ``ConfigError`` for one that does not exist.
-
-        What they answer together: the sum of their statistics, all traces, True if it is for all;
-        else what the first core answered.
-        """
+        """On all cores. What they answer together: the sum of their statistics, all traces, True
+        if it is for all; else what the first core answered."""
         self.check_alive()
         return JOINED.get(name, first_of)(self._of_all(name, *args))
 
     def shutdown(self) -> None:
-        """Leave the cores, and end those that are ours; harmless when repeated."""
         shut_down(self._cores)
-
-    def _is_in_use(self, request_id: str) -> bool:
-        if self._balancer.core_of(request_id) is not None:
-            return True
-        return any(core.has(request_id) for core in self._cores)  # an add was interrupted
 
     def _add_to(
         self, core: int, requests: Sequence[AddRequest], places: list[int]

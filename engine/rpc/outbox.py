@@ -103,7 +103,6 @@ class Outbox:
             for end in waiting.rows.finished:
                 name = waiting.rows.request_ids[end.index]
                 ends.append((name, _aborted(end, reason) if name in lost else end))
-                lost.discard(name)  # its id may be another's from here on
         self._batches.clear()
         self.batch_bytes = 0
         return ends

@@ -10,6 +10,7 @@ from typing import Any
 
 import zmq
 
+from engine.core.client import CoreClient
 from engine.errors import EngineDeadError, WireError
 from engine.ipc import sockets
 from engine.ipc.place import Address, address_of
@@ -20,7 +21,7 @@ from engine.messages.stats import SchedulerStats
 from engine.messages.wire import Welcome
 from engine.rpc.failures import death_of
 from engine.rpc.heart import Heart
-from engine.rpc.link import Link, Reply, Submission, refused, value_of
+from engine.rpc.link import Link, Reply, refused, value_of
 
 STEP_SECONDS = 0.1  # that ``step`` waits for outputs, and between two looks at a silent core
 WELCOME_SECONDS = 10.0
@@ -28,12 +29,14 @@ HANG_SECONDS = 300.0
 LAST_WORDS_MS = 200  # from the end of a core's process to that of its connection
 
 
-class EngineCoreClient:
-    """What ``InprocClient`` is, for a core in another process: the same calls, the same errors.
+class EngineCoreClient(CoreClient):
+    """Speaks to a core in another process over sockets.
 
-    Belongs to one thread at a time; only ``wake`` may be called from others. ``child`` is the
-    process of the core, if it is ours: it ends with the client.
+    ``child`` is the process of the core, if it is ours: it ends with the client, and is killed if
+    it is stopped or hangs for two seconds then.
     """
+
+    decided: Welcome
 
     def __init__(
         self,
@@ -83,39 +86,24 @@ class EngineCoreClient:
         """
         return cls(address_of(core, secret), name=name)
 
-    def add(self, request: AddRequest) -> None:
-        """Queue a request. Raises ``RequestError`` for an id whose end was not read yet or one that
-        can never fit, and ``RefusedError`` for one that is not taken now."""
-        for error in self.add_all([request]).values():
-            raise error
-
     def add_all(self, requests: Sequence[AddRequest]) -> dict[int, Exception]:
-        """Queue these, in order. Returns what ``add`` raised, by place; {} if all were taken.
-
-        Interrupted, it aborts those that were sent; ``step`` tells their ends.
-        """
         self._live()
-        submission = Submission()
-        errors = submission.errors
+        parts, errors = self._link.submit(requests)
         try:
-            self._link.submit(requests, submission)
-            for part in submission.parts:
+            for part in parts:
                 self._ask(part.number, part.frame)
-            for part in submission.parts:
+            for part in parts:
                 errors |= refused(part, self._answer(part.number))
-        except BaseException:
-            self._withdraw(submission)
-            raise
+        finally:  # interrupted or not: an answer that comes later is for nobody
+            for part in parts:
+                self._expected.pop(part.number, None)
         return errors
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Finish these; unknown ids do nothing. Waits for nothing: ``step`` tells their ends, and
-        what came before. Raises ``RequestTypeError`` for ids that are none."""
         self._live()
         self._send(self._link.abort(request_ids))
 
     def step(self) -> list[CoreOutputs]:
-        """Outputs that have come; waits a moment for them if there are none."""
         if not self._link.unread:
             self._receive(STEP_SECONDS)
         return self._link.take_batches(self._send_credit)
@@ -127,43 +115,24 @@ class EngineCoreClient:
         return self._link.take_batches(self._send_credit)
 
     def wake(self) -> None:
-        """Let ``step`` return soon, if it waits in another thread."""
         self._waker.wake()
 
-    def has_unfinished(self) -> bool:
-        return bool(self._link.live)
-
     def num_unfinished(self) -> int:
-        return len(self._link.live)
-
-    def has(self, request_id: str) -> bool:
-        """Has a request this id whose end was not read yet?"""
-        return request_id in self._link.live
-
-    def stats(self) -> SchedulerStats | None:
-        """Gauges and counters of the scheduler, ``None`` if it keeps none."""
-        stats: SchedulerStats | None = self.call("stats")
-        return stats
+        return self._link.num_unfinished
 
     def latest_stats(self) -> SchedulerStats | None:
-        """What the core last told; asks for newer ones, and never waits for them."""
         self._live()
         if (frame := self._link.ask_stats()) is not None:
             self._send(frame)
         return self._link.stats
 
     def call(self, name: str, *args: Any) -> Any:
-        """A utility by name. Raises ``ConfigError`` for one that does not exist."""
         self._live()
         number, frame = self._link.call(name, args)
         self._ask(number, frame)
         return value_of(name, self._answer(number))
 
     def shutdown(self) -> None:
-        """Leave the core, and end it if it is ours; harmless when repeated.
-
-        Our own core that is stopped or hangs is killed after two seconds.
-        """
         if os.getpid() != self._owner:
             return
         linger_ms = 0
@@ -187,7 +156,6 @@ class EngineCoreClient:
             self._child.ask_to_end()
 
     def check_alive(self) -> None:
-        """Raise ``EngineDeadError`` if the core has died."""
         self._receive(0.0)
 
     # -- helpers
@@ -266,14 +234,6 @@ class EngineCoreClient:
         self._lost.poll(LAST_WORDS_MS)
         return not self._socket.poll(0)
 
-    def _withdraw(self, submission: Submission) -> None:
-        """Nobody is told of these requests, so the core is not to have them."""
-        for part in submission.parts:
-            self._expected.pop(part.number, None)
-        with suppress(zmq.ZMQError):  # a core that reads nothing
-            for frame in self._link.withdraw(submission):
-                self._socket.send(frame, zmq.NOBLOCK)
-
     def _take(self, reply: Reply | None) -> None:
         if isinstance(reply, Welcome):
             self._link.welcome = reply
@@ -288,8 +248,15 @@ class EngineCoreClient:
         raise self._death
 
     def _die(self) -> None:
+        """The connection is lost: say what is known of that."""
         how = None if self._child is None else self._child.how_it_ended()
-        self._death = loss_of(self.address, self._link, how)
+        if how is not None:
+            self._death = death_of(f"the engine core died: its process {how}")
+        elif self._link.welcome is not None:
+            self._death = death_of("the engine core died: it lost its connection")
+        else:
+            with_it = "" if self.address.secret is None else ", or it has another secret"
+            self._death = death_of(f"no core answers at {self.address.data}{with_it}")
         raise self._death
 
     def _live(self) -> None:
@@ -300,13 +267,3 @@ class EngineCoreClient:
             )
         if self._death is not None:
             raise EngineDeadError(str(self._death)) from self._death.__cause__
-
-
-def loss_of(address: Address, link: Link, how_it_ended: str | None) -> EngineDeadError:
-    """The death of a core whose connection is lost, with what is known of its process."""
-    if how_it_ended is not None:
-        return death_of(f"the engine core died: its process {how_it_ended}")
-    if link.welcome is not None:
-        return death_of("the engine core died: it lost its connection")
-    with_it = "" if address.secret is None else ", or it has another secret"
-    return death_of(f"no core answers at {address.data}{with_it}")

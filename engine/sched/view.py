@@ -182,7 +182,7 @@ class View:
         roster, headroom = self._roster, self.headroom
         if headroom.is_due(self.step.index) and len(roster.running):
             self._read_steps()
-            rows = roster.seated.columns.rows
+            rows = roster.running_rows.columns.rows
             num_tokens = int(roster.table.num_computed.all[rows].sum()) / len(rows)
             headroom.judge(self.step.index, self._cost, num_tokens)
         return headroom.is_kept

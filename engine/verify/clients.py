@@ -138,13 +138,15 @@ class Clients:
 
 def check_start(asked: Asked, count: int, started: Started | None) -> None:
     """A request is told how it has fared with its first tokens from each seat."""
-    req, story, is_due = asked.req, asked.req.story, asked.has_new_seat and count > 0
+    req, history, is_due = asked.req, asked.req.history, asked.has_new_seat and count > 0
     assert (started is not None) == is_due, f"{req}: started {started}, {is_due}"
     if started is not None:
         asked.has_new_seat = False
         assert started.num_cached_tokens == asked.num_cached, f"{req}: cached tokens"
-        assert started.num_preemptions == story.num_preempted, f"{req}: preemptions"
-        assert (started.waits, started.events) == (story.waits, story.events), f"{req}: its story"
+        assert started.num_preemptions == history.num_preempted, f"{req}: preemptions"
+        assert (started.waits, started.events) == (history.waits, history.events), (
+            f"{req}: its history"
+        )
 
 
 def check_end(asked: Asked, end: Finished, now: float) -> None:
@@ -166,9 +168,11 @@ def check_end(asked: Asked, end: Finished, now: float) -> None:
 
 def check_waits(req: Request) -> None:
     """Every second in the queue has exactly one cause. Times are binary fractions, so exactly."""
-    story = req.story
-    total = sum(story.waits.values())
-    assert total == story.queue_seconds, f"{req}: waits {story.waits}, {story.queue_seconds} s"
+    history = req.history
+    total = sum(history.waits.values())
+    assert total == history.queue_seconds, (
+        f"{req}: waits {history.waits}, {history.queue_seconds} s"
+    )
 
 
 def extras_of(add: AddRequest) -> dict[int, int]:

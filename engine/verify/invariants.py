@@ -150,7 +150,7 @@ class Progress:
         self._num_idle = 0 if is_excused else self._num_idle + 1
         assert self._num_idle <= IDLE_STEPS, (
             f"{self._num_idle} empty plans, though {list(scheduler.roster.by_id)} could run: "
-            f"{scheduler.settler.tally.blocked}"
+            f"{scheduler.settler.counters.blocked}"
         )
         for req in preempted:
             self._rob(req)
@@ -207,7 +207,7 @@ def check_wishes(scheduler: Scheduler, plan: StepPlan) -> None:
     for req in scheduler.roster.by_id.values():
         end, start = req.add.end_deadline, req.add.queue_deadline
         assert end is None or end > now, f"{req} has outlived its deadline {end} at {now}"
-        has_started = req.story.scheduled_time is not None
+        has_started = req.history.scheduled_time is not None
         assert start is None or has_started or start > now, f"{req} was to start by {start}"
 
 

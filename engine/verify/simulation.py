@@ -196,7 +196,7 @@ class Simulation:
                 self._wait()
             assert self.num_steps <= bound, (
                 f"no end after {self.num_steps} steps: {list(self.clients.live)}; "
-                f"blocked: {scheduler.settler.tally.blocked!r}"
+                f"blocked: {scheduler.settler.counters.blocked!r}"
             )
         self.clients.hear(scheduler.take_outputs(), self.latest)
         self.clients.check_over()

@@ -210,8 +210,8 @@ CANARIES = (
     Canary(
         "let a deadline pass",
         SCHEDULER,
-        "elif kind is TimerKind.END_BY or req.story.scheduled_time is None:",
-        "elif req.story.scheduled_time is None:",
+        "elif kind is TimerKind.END_BY or req.history.scheduled_time is None:",
+        "elif req.history.scheduled_time is None:",
     ),
     # order and progress
     Canary(
@@ -360,8 +360,8 @@ CANARIES = (
     Canary(
         "lose seconds of a wait",
         WAITS,
-        "if seconds:\n                story.waits[cause]",
-        "if seconds > 1:\n                story.waits[cause]",
+        "if seconds:\n                history.waits[cause]",
+        "if seconds > 1:\n                history.waits[cause]",
     ),
     Canary(
         "remember the dead",

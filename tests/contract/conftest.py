@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from core_clients import KINDS, REMOTE, a_client, own_place
+from core_clients import KINDS, a_client, own_place
 from pooled import Pools, make_model
 
 from engine.config.model import ModelConfig
@@ -19,11 +19,6 @@ from engine.text.tokenizer import Tokenizer, load_tokenizer
 
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture(params=REMOTE)
-def remote(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 

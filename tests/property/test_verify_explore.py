@@ -4,8 +4,8 @@ import pytest
 
 from engine.sched.request import Request
 from engine.sched.scheduler import Scheduler
-from engine.verify.clone import clone
-from engine.verify.explore import (
+from tools.clone import clone
+from tools.explore import (
     Scenario,
     Spec,
     World,

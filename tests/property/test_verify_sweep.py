@@ -6,7 +6,7 @@ import pytest
 
 from engine.verify.case import Case, Jump
 from engine.verify.draw import draw_case
-from engine.verify.sweep import sweep
+from tools.sweep import sweep
 
 # Short cases with different policies and resources; seeds are looked for, not fixed, so that the
 # scenarios stay what they are named after when the way they are drawn changes.

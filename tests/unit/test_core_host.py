@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import zmq
-from core_clients import HostedCore, RawClient, connect, drain, read
+from core_clients import HostedCore, RawClient, drain, read
 from simulate import expected, make_request
 from spawned import FakeBuild, fake_config
 from wire_frames import HOSTILE, mutated, recorded
@@ -83,16 +83,14 @@ def test_a_client_is_told_that_it_is_too_old(
     core: HostedCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.rpc.link.PROTOCOL_VERSION", 1)
-    for kind in ("zmq", "asyncio"):
-        told = "speaks version 1 of the protocol, this core speaks version 2; install the same"
-        with pytest.raises(EngineDeadError, match=told):
-            connect(kind, core.address)
+    told = "speaks version 1 of the protocol, this core speaks version 2; install the same"
+    with pytest.raises(EngineDeadError, match=told):
+        EngineCoreClient(core.address)
 
 
 def test_a_wrong_token_is_an_error_of_the_client(core: HostedCore) -> None:
-    for kind in ("zmq", "asyncio"):
-        with pytest.raises(EngineDeadError, match="the core refused this client"):
-            connect(kind, Address(core.address.data, b"wrong"))
+    with pytest.raises(EngineDeadError, match="the core refused this client"):
+        EngineCoreClient(Address(core.address.data, b"wrong"))
 
 
 def test_hostile_frames_cost_their_sender_an_error_and_nothing_else(

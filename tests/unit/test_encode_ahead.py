@@ -66,7 +66,7 @@ def session_with(backend: RustBackend, max_model_len: int = 4096) -> Session:
 def llm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> LLM:
     """One whose tokenizer is counted."""
     fake = FakeClient(counting, FakeDecided(vocab_size=1000))
-    monkeypatch.setattr("engine.llm_engine.build_core", lambda config, *, clock: fake)
+    monkeypatch.setattr("engine.frontend.session.open_core", lambda config: fake)
     llm = LLM(str(made.save(tmp_path, made.byte_level(), {})))
     llm.get_tokenizer().backend = Counted()
     return llm

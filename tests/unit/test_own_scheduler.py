@@ -7,8 +7,8 @@ from fakes import FakeDecided
 from simulate import expected, make_request, make_scheduler
 
 from engine.config.sched import SchedulerConfig
-from engine.core.client import InprocClient
 from engine.core.engine_core import EngineCore
+from engine.core.inproc_client import InprocClient
 from engine.errors import ConfigError
 from engine.sched.interface import PauseState, SchedulerInterface
 from engine.sched.plugins.find import find_scheduler

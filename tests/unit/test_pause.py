@@ -10,8 +10,8 @@ from fakes import FakeClock, FakeDecided, scheduled_session
 from simulate import expected, granted, make_request, make_run
 
 from engine.async_engine import AsyncLLMEngine
-from engine.core.client import IDLE_SECONDS, InprocClient
 from engine.core.engine_core import EngineCore
+from engine.core.inproc_client import IDLE_SECONDS, InprocClient
 from engine.errors import ConfigError, RequestTypeError
 from engine.llm_engine import LLMEngine
 from engine.messages.params import SamplingParams

@@ -16,8 +16,8 @@ from engine import EngineArgs
 from engine.assets import BOX_MODEL
 from engine.config.decide import Decided
 from engine.core.build import build_core, check_capabilities, parts_of
-from engine.core.client import InprocClient
 from engine.core.engine_core import EngineCore
+from engine.core.inproc_client import InprocClient
 from engine.errors import ConfigError, RequestError, WireError
 from engine.ipc import plans
 from engine.lora.decide import AdapterSlots

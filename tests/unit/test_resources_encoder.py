@@ -202,7 +202,7 @@ def test_a_preempted_request_finds_its_media_or_asks_for_them_again(depth):
         for _ in range(4):
             run.step()
     run.drain()
-    assert run.scheduler.settler.tally.num_preemptions > 0
+    assert run.scheduler.settler.counters.num_preemptions > 0
     assert run.worker.num_encoded > 5 * 8, "some were evicted meanwhile"
     for request in requests:
         assert run.outputs[request.request_id] == answer(request)

@@ -167,7 +167,7 @@ def test_a_preempted_request_goes_on_in_its_grammar(depth):
     for request in requests:
         run.add(request)
     run.wait()
-    assert run.scheduler.settler.tally.num_preemptions > 0
+    assert run.scheduler.settler.counters.num_preemptions > 0
     for request in requests:
         assert run.outputs[request.request_id] == answer(request)
 

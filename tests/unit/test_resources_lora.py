@@ -84,7 +84,7 @@ def test_a_preempted_request_comes_back_with_its_adapter(depth):
     names = ("A", "B", "C", None)
     requests = [add(run, str(i), name, 16, length=6) for i, name in enumerate(names)]
     run.drain()
-    assert run.scheduler.settler.tally.num_preemptions > 0
+    assert run.scheduler.settler.counters.num_preemptions > 0
     for request in requests:
         assert run.outputs[request.request_id] == answer(request)
 

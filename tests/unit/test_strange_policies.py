@@ -10,8 +10,8 @@ from fakes import FakeDecided
 from simulate import expected, make_request, make_run
 
 from engine.config.sched import SchedulerConfig
-from engine.core.client import InprocClient
 from engine.core.engine_core import EngineCore
+from engine.core.inproc_client import InprocClient
 from engine.errors import EngineDeadError, RequestError
 from engine.messages.params import SamplingParams
 from engine.sched.plugins.find import choose
@@ -238,7 +238,7 @@ class Asking(FCFS):
 def test_an_engine_outlives_two_thousand_million_steps(policy):
     """At a thousand steps a second, or idle ones, that is 25 days."""
     run = make_run(policy=policy(), max_num_seqs=32)
-    run.scheduler.settler.tally.num_steps = (1 << 31) - 5
+    run.scheduler.settler.counters.num_steps = (1 << 31) - 5
     for index in range(20):
         run.add(make_request(str(index), [index] * 4, 9))
     run.drain()

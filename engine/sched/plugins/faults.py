@@ -26,7 +26,7 @@ class FaultLog:
         self.timer = timer
         self.messages: list[str] = []  # the first hundred
         self.num_faults = 0
-        self.turn = Turn()
+        self.reentry = ReentryGuard()
         self.seconds: defaultdict[str, float] = defaultdict(float)  # by hook
         self._begun = 0.0
         self._seconds_before: dict[str, float] = {}  # when the step began
@@ -34,13 +34,13 @@ class FaultLog:
 
     def begin_step(self) -> None:
         """A step is planned from now on."""
-        self.turn.begin("schedule")
+        self.reentry.begin("schedule")
         self._begun, self._seconds_before = self.timer(), dict(self.seconds)
 
     def end_step(self) -> None:
         """The plan is made. A hook for which everybody had to wait is named, once and again when
         it has become twice as slow: it cannot be stopped, but it can be known."""
-        self.turn.end()
+        self.reentry.end()
         if self.timer() - self._begun < self._slowest:
             return
         before = self._seconds_before
@@ -59,7 +59,7 @@ class FaultLog:
             logger.warning("%s; answered by default", self.messages[-1])
 
 
-class Turn:
+class ReentryGuard:
     """What the scheduler is doing. Raises ``RuntimeError`` for a second thing at once, which is
     then the fault of the hook that wanted it."""
 
@@ -78,28 +78,28 @@ class Turn:
         self._doing = ""
 
 
-class TakesTurns(Protocol):
-    """Does one thing at a time."""
+class GuardsReentry(Protocol):
+    """Does one thing at a time: see ``not_reentrant``."""
 
     @property
-    def turn(self) -> Turn: ...
+    def reentry(self) -> ReentryGuard: ...
 
 
-S = TypeVar("S", bound=TakesTurns)
+S = TypeVar("S", bound=GuardsReentry)
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def in_turn(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """The method of a scheduler is a turn of its own."""
+def not_reentrant(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """A method of a scheduler that a hook may not call from within another one."""
 
     @wraps(method)
     def alone(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        turn = self.turn
-        turn.begin(method.__name__)
+        guard = self.reentry
+        guard.begin(method.__name__)
         try:
             return method(self, *args, **kwargs)
         finally:
-            turn.end()
+            guard.end()
 
     return alone

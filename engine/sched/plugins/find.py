@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 
 from engine.config.check import check_kind, kinds_of
 from engine.config.dotted import load_dotted
-from engine.config.sched import SchedulerConfig
+from engine.config.sched import SchedulerConfig, SchedulerOptions
 from engine.errors import ConfigError
 from engine.kv.manager import KVManager
 from engine.sched.interface import SchedulerInterface
@@ -81,7 +81,7 @@ def _note_objects(given: Iterable[Any], scheduler: SchedulerInterface) -> None:
         _deciding[id(plugin)] = scheduler
 
 
-def choose(config: SchedulerConfig) -> Chosen:
+def choose(config: SchedulerOptions) -> Chosen:
     """Find and make what the configuration names. Raises ``ConfigError``."""
     look_up_predictor(config.length_predictor)  # made later; what it is may be said now
     policy = find_policy(config.scheduling_policy, config.policy_options)

@@ -30,7 +30,7 @@ class Roster:
         self.queued_tokens = 0  # prompt tokens of waiting and parked requests
         self.freed_slots: list[int] = []  # the worker was not told yet
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
-        self.seated = Seated(self.table)
+        self.running_rows = RunningRows(self.table)
         self.prompts: dict[int, Request] = {}  # by row: seated and perhaps not a decode yet
 
     @property
@@ -81,7 +81,7 @@ class Roster:
         self.holding.pop(req.row, None)
         req.move(Status.RUNNING)
         self.running.add(req)
-        self.seated.add(req.row)
+        self.running_rows.add(req.row)
         self.prompts[req.row] = req
         self.table.slot.at[req.row] = self._free_slots.pop()
         self.table.told.at[req.row] = 0
@@ -115,7 +115,7 @@ class Roster:
         """Out of everything but its row, which stays until its last step in flight has retired."""
         if req.status is not Status.RUNNING:
             self.waits.leave(req, now)
-        self.waits.add_up(req.story.waits)
+        self.waits.add_up(req.history.waits)
         if req.status is Status.RUNNING:
             self._leave_seat(req)
         elif req.status is Status.WAITING:
@@ -145,7 +145,7 @@ class Roster:
 
     def _leave_seat(self, req: Request) -> None:
         self.running.remove(req)
-        self.seated.remove(req.row)
+        self.running_rows.remove(req.row)
         self.prompts.pop(req.row, None)
         slot = self.table.slot.at[req.row]
         self.table.slot.at[req.row] = -1
@@ -157,7 +157,7 @@ Rows = NDArray[np.intp]  # numpy indexes with intp five times faster than with i
 NO_ROWS: Rows = np.empty(0, dtype=np.intp)
 
 
-class SeatedColumns:
+class RunningColumns:
     """Rows in ascending order, and what does not change while the same requests run."""
 
     def __init__(self, rows: Rows, table: Table) -> None:
@@ -167,7 +167,7 @@ class SeatedColumns:
         self.limits = table.limit.all[rows]
 
 
-class Seated:
+class RunningRows:
     """Who runs, by row. ``list`` is ascending and only to be read.
 
     ``version`` is raised whenever a request comes or goes. A plan that has a row for each of them
@@ -178,7 +178,7 @@ class Seated:
         self.list: list[int] = []
         self.version = 0
         self._table = table
-        self._columns: SeatedColumns | None = None
+        self._columns: RunningColumns | None = None
         self._whole: dict[int, int] = {}  # steps in flight that have all rows -> version then
 
     def add(self, row: int) -> None:
@@ -190,10 +190,10 @@ class Seated:
         self._change()
 
     @property
-    def columns(self) -> SeatedColumns:
+    def columns(self) -> RunningColumns:
         """The same object until the next request comes or goes."""
         if self._columns is None:
-            self._columns = SeatedColumns(np.array(self.list, dtype=np.intp), self._table)
+            self._columns = RunningColumns(np.array(self.list, dtype=np.intp), self._table)
         return self._columns
 
     def sorted(self, rows: list[int]) -> Rows:

@@ -34,27 +34,27 @@ class WaitLedger:
 
     def enter(self, req: Request, now: float, own: str | None = None) -> None:
         """The request begins to wait. With a cause of its ``own`` that one pays for all of it."""
-        req.story.wait_from = now
-        req.story.own_cause = own
+        req.history.wait_from = now
+        req.history.own_cause = own
         if own is None:
-            req.story.totals_at_entry = self._totals_at(now)
+            req.history.totals_at_entry = self._totals_at(now)
 
     def leave(self, req: Request, now: float) -> None:
         """It waits no longer, or for something else."""
-        story = req.story
-        waited = now - story.wait_from
-        if story.own_cause is not None:
-            charges = {story.own_cause: waited}
+        history = req.history
+        waited = now - history.wait_from
+        if history.own_cause is not None:
+            charges = {history.own_cause: waited}
         else:
-            before, after = story.totals_at_entry, self._totals_at(now)
+            before, after = history.totals_at_entry, self._totals_at(now)
             charges = {cause: total - before.get(cause, 0.0) for cause, total in after.items()}
             if req.row in self._refused:
                 self._charge_own(req, now)
                 del self._refused[req.row]
         for cause, seconds in charges.items():
             if seconds:
-                story.waits[cause] = story.waits.get(cause, 0.0) + seconds
-        story.queue_seconds += waited
+                history.waits[cause] = history.waits.get(cause, 0.0) + seconds
+        history.queue_seconds += waited
 
     def close(self, now: float, cause: str, refused: Iterable[tuple[Request, str]]) -> None:
         """A plan was made: until the next one, this is why those in the queue wait."""
@@ -65,13 +65,13 @@ class WaitLedger:
         self._refused = {
             req.row: (req, why)
             for req, why in refused
-            if why != cause and req.is_waiting and req.story.own_cause is None
+            if why != cause and req.is_waiting and req.history.own_cause is None
         }
 
     def add_up(self, waits: dict[str, float]) -> None:
         """A request has ended; its waits go into the sums."""
         for cause, seconds in waits.items():
-            kind = PREEMPTED if cause.startswith(PREEMPTED) else cause  # by whom is its own story
+            kind = PREEMPTED if cause.startswith(PREEMPTED) else cause  # by whom is its own history
             self.sums[kind] = self.sums.get(kind, 0.0) + seconds
 
     def _totals_at(self, now: float) -> dict[str, float]:
@@ -83,7 +83,7 @@ class WaitLedger:
 
     def _charge_own(self, req: Request, now: float) -> None:
         """Move this interval's charge from the common cause to the request's own."""
-        story, (_, cause) = req.story, self._refused[req.row]
+        history, (_, cause) = req.history, self._refused[req.row]
         seconds = now - self._since
         for name, change in ((cause, seconds), (self._cause, -seconds)):
-            story.waits[name] = story.waits.get(name, 0.0) + change
+            history.waits[name] = history.waits.get(name, 0.0) + change

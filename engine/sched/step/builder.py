@@ -36,7 +36,7 @@ class Step:
         self.preempted: list[Request] = []
         self.silent: set[int] = set()  # rows whose tokens end before a token is due
         self.plain_rows: Rows = NO_ROWS
-        self.plain: list[int] = []  # rows granted by ``Bulk.grant_one``
+        self.plain: list[int] = []  # rows granted by ``DecodeFastPath.grant_one``
         self.closed_by = ""  # why admission was closed
         self.decodes: Sequence[Request] = ()  # who is to have a token though prompts go first
         self.short: list[Request] = []  # running ones that got nothing for want of blocks
@@ -139,7 +139,7 @@ def canonical_rows(step: Step, roster: Roster) -> tuple[Rows, NDArray[np.int32],
     Plain is a row of one token that is not new and not watched, however it was granted; so planning
     in bulk and one by one give the same plan.
     """
-    seated = roster.seated
+    seated = roster.running_rows
     if not step.grants:
         count = len(step.plain_rows)
         return step.plain_rows, ones(count), 0 < count == len(seated.list)
@@ -164,7 +164,7 @@ def seal(step: Step, roster: Roster, kv: KVManager) -> StepPlan:
 
     Counts are advanced already, so a row's first token is at ``num_computed - count``.
     """
-    table, seated = roster.table, roster.seated
+    table, seated = roster.table, roster.running_rows
     rows, counts, is_whole = canonical_rows(step, roster)
     samples = ones(len(rows))
     if step.silent:

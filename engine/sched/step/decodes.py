@@ -1,10 +1,10 @@
-"""Decodes that need nobody's opinion: all at once, or one by one without the long way round.
+"""Fast path for decode rows that no policy hook or resource needs to see.
 
-A row is plain if it is one token behind and no resource watches it. A serial one whose last token
-is on its way is passed over. While everybody fits and the
-policy does not ask to be asked, plain rows are granted as one block; otherwise each is granted in
-its turn, and their counts are written back together. The plans are those that the long way gives;
-this only costs what changed.
+A row is plain if it is one token behind its known tokens and no resource watches it. A serial one
+whose last token is still being computed is passed over. While all decodes fit into the budget and
+the free blocks, and the policy overrides no hook that asks about rows, plain rows are granted as
+one block of columns; otherwise each is granted in its turn, and their counts are written back
+together. The plans are equal to those of the general path; only the cost differs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Mask = NDArray[np.bool_]
 ASKING_HOOKS = ("order", "chunk", "evict", "on_grant")
 
 
-class Bulk:
+class DecodeFastPath:
     """Grants plain rows."""
 
     def __init__(
@@ -62,7 +62,7 @@ class Bulk:
         """
         if len(self._roster.running) <= ONE_BY_ONE_UPTO and not self._asks:
             return self._grant_few(step)
-        table, kv, rows = self._table, self._kv, self._roster.seated.columns.rows
+        table, kv, rows = self._table, self._kv, self._roster.running_rows.columns.rows
         decode, plain, held, needs_block = self._decodes()
         promised = self._view.promised_blocks if self._roster.prompts else 0
         is_short = np.count_nonzero(needs_block) * kv.num_groups + promised > kv.num_free
@@ -90,7 +90,7 @@ class Bulk:
     def _decodes(self) -> tuple[Mask, Mask, Mask | None, Mask]:
         """Which running requests can have one token now; of these, whom nobody watches. Who could
         if its last token were known (``None``: nobody). Who of the first needs a block."""
-        table, kv, columns = self._table, self._kv, self._roster.seated.columns
+        table, kv, columns = self._table, self._kv, self._roster.running_rows.columns
         rows = columns.rows
         pending, computed = table.num_pending.all[rows], table.num_computed.all[rows]
         upto = table.num_tokens.all[rows] + pending
@@ -109,7 +109,7 @@ class Bulk:
         table, kv = self._table, self._kv
         tokens, pending, computed = table.num_tokens.at, table.num_pending.at, table.num_computed.at
         plain, held, growing, num_decodes, num_growing = [], [], [], 0, 0
-        for row in self._roster.seated.list:
+        for row in self._roster.running_rows.list:
             upto, start = tokens[row] + pending[row], computed[row]
             if upto - start != 1 or upto >= table.limit.at[row]:
                 continue
@@ -144,7 +144,7 @@ class Bulk:
             table.considered.at[row] = step.index
             if upto % kv.block_size == 0 and upto <= table.num_tokens.at[row]:
                 kv.commit(self._req(row), upto)
-        step.plain_rows = self._roster.seated.sorted(rows)
+        step.plain_rows = self._roster.running_rows.sorted(rows)
         step.tokens_left -= len(rows)
 
     def _secure_growing(self, rows: Rows, growing: set[int], held: Rows, step: Step) -> Rows:
@@ -214,7 +214,7 @@ class Bulk:
     def write_back(self, step: Step) -> None:
         """Advance the counts of rows granted one by one."""
         if step.plain:
-            step.plain_rows = self._roster.seated.sorted(step.plain)
+            step.plain_rows = self._roster.running_rows.sorted(step.plain)
             if not self._asks_grant:
                 self._advance(step.plain_rows)
             step.plain.clear()
@@ -229,7 +229,7 @@ class Bulk:
 
     def rest(self, step: Step) -> list[Request]:
         """Running requests that were not granted in bulk: decodes first, then by rank."""
-        rows = self._roster.seated.columns.rows
+        rows = self._roster.running_rows.columns.rows
         if len(step.plain_rows) == len(rows):
             return []
         considered = self._table.considered

@@ -40,7 +40,7 @@ class Intake:
             view.predict(req)  # a predictor that lacks something says so before a hook asks it
             verdict = policy.on_add(req, view)
             if isinstance(verdict, Refuse):
-                self._settler.tally.num_refused += 1
+                self._settler.counters.num_refused += 1
                 raise RefusedError(f"request {add.request_id!r} was refused: {verdict.reason}")
         except RequestError:
             self._kv.forget(req)  # the policy may have looked it up in the cache
@@ -51,7 +51,7 @@ class Intake:
         roster.table.flags.at[req.row] = self._settler.resources.flags(req)
         req.rank = policy.rank(req, view)
         roster.add(req, view.now)
-        req.story.events.append(("queued", view.now))
+        req.history.events.append(("queued", view.now))
         self.timers.add_deadlines(req)
         self._settler.resources.added(req)
         if isinstance(verdict, Defer):
@@ -94,7 +94,7 @@ class Intake:
         self._last_start = now
 
     def _refuse(self, why: str) -> None:
-        self._settler.tally.num_refused += 1
+        self._settler.counters.num_refused += 1
         wait = self.estimated_wait()
         when = "later" if wait is None else f"in about {wait:.1f} s"
         raise RefusedError(f"the queue is full: {why}; try again {when}", wait)

@@ -175,14 +175,14 @@ class OutputColumns:
 
 def start_of(req: Request, index: int, now: float) -> Started:
     """What has happened to a request that runs; a copy, since more may happen."""
-    story = req.story
+    history = req.history
     return Started(
         index,
-        story.num_cached,
-        story.scheduled_time or now,
-        story.num_preempted,
-        dict(story.waits),
-        list(story.events),
+        history.num_cached,
+        history.scheduled_time or now,
+        history.num_preempted,
+        dict(history.waits),
+        list(history.events),
     )
 
 
@@ -194,14 +194,14 @@ def end_of(
     message: str = "",
 ) -> Finished:
     """The end of a request, and what has happened to it."""
-    story = req.story
+    history = req.history
     return Finished(
         index,
         reason,
         stop_reason,
         message,
-        num_preemptions=story.num_preempted,
-        waits=story.waits,
-        events=story.events,
-        kv_transfer_params=story.kv_transfer_params,
+        num_preemptions=history.num_preempted,
+        waits=history.waits,
+        events=history.events,
+        kv_transfer_params=history.kv_transfer_params,
     )

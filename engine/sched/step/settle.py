@@ -18,7 +18,7 @@ from engine.sched.request import Request, Status
 from engine.sched.state.roster import NO_ROWS, Roster, Rows
 from engine.sched.state.table import ONE, Counts, TableColumn
 from engine.sched.step.outputs import Members, OutputColumns
-from engine.sched.step.stats import Tally
+from engine.sched.step.stats import Counters
 from engine.sched.step.timers import TimerKind
 from engine.sched.view import View
 
@@ -42,7 +42,7 @@ class Settler:
         self.policy = policy
         self.view = view
         self.resources = resources
-        self.tally = Tally()
+        self.counters = Counters()
         self.ledger = view.ledger if policy.uses_ledger else None
         self.appender = Appender(roster, kv, self.ledger)
         self._ended: list[tuple[Request, FinishReason, str]] = []  # outside of any result
@@ -77,17 +77,17 @@ class Settler:
     def end(self, req: Request, reason: FinishReason, message: str) -> None:
         """The request ends now, for a reason that no result brought; its client is told."""
         self.finish(req)
-        self.tally.num_failed += reason == "error"
+        self.counters.num_failed += reason == "error"
         self._ended.append((req, reason, message))
 
     def expire(self, req: Request, kind: TimerKind) -> None:
         """A deadline of the request has passed."""
-        self.tally.num_expired += 1
+        self.counters.num_expired += 1
         self.end(req, "deadline", f"not {_DEADLINES[kind]} by its deadline")
 
     def finish(self, req: Request) -> None:
         """The request has ended: blocks, seat and whatever else it held are free."""
-        req.story.kv_transfer_params = self.kv.forget(req)
+        req.history.kv_transfer_params = self.kv.forget(req)
         self.roster.finish(req, self.view.now)
         self.resources.release(req)
         self._to_restart.discard(req.row)
@@ -129,9 +129,9 @@ class Settler:
         if req.status is not Status.RUNNING:
             self.roster.holding.pop(req.row)
             return
-        req.story.num_preempted += 1
-        self.tally.num_preemptions += 1
-        req.story.events.append(("preempted", self.view.now))
+        req.history.num_preempted += 1
+        self.counters.num_preemptions += 1
+        req.history.events.append(("preempted", self.view.now))
         self.roster.unseat(req, self.view.now, cause)
 
     def revoke(self, req: Request, start: int) -> None:
@@ -166,7 +166,7 @@ class Settler:
             if stale or req.is_finished:  # sent back to start or aborted meanwhile
                 continue
             self.finish(req)
-            self.tally.num_failed += 1
+            self.counters.num_failed += 1
             failed.append((req, message))
         return failed
 
@@ -221,7 +221,7 @@ class Appender:
 
         A finished request, or one that was revoked, has no use for a late result.
         """
-        counts, is_whole = result.counts, self._roster.seated.take_whole(plan.step)
+        counts, is_whole = result.counts, self._roster.running_rows.take_whole(plan.step)
         if len(counts) <= ONE_BY_ONE_UPTO or len(result.token_ids) > np.count_nonzero(counts):
             return self._one_by_one(plan, result, outputs)
         return self._in_columns(plan, result, outputs, is_whole)
@@ -287,7 +287,7 @@ class Appender:
 
     def _members_of(self, rows: Rows, is_whole: bool) -> Members:
         """Made anew unless they are all who run, and the same as the last time."""
-        version = self._roster.seated.version if is_whole else -1
+        version = self._roster.running_rows.version if is_whole else -1
         if not is_whole or version != self._version:
             self._members, self._version = Members(rows, self._roster), version
         return self._members

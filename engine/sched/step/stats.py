@@ -15,7 +15,7 @@ from engine.sched.state.roster import Roster
 
 
 @dataclass(slots=True)
-class Tally:
+class Counters:
     """Counts since the start."""
 
     num_steps: int = 0
@@ -40,10 +40,10 @@ class Tally:
 
 
 def make_stats(
-    tally: Tally, roster: Roster, kv: KVManager, resources: Resources, faults: FaultLog
+    counters: Counters, roster: Roster, kv: KVManager, resources: Resources, faults: FaultLog
 ) -> SchedulerStats:
     """Gauges of now and the counters."""
-    counters = resources.counters()  # asked first: what goes wrong in it counts as a fault
+    of_resources = resources.counters()  # asked first: what goes wrong in it counts as a fault
     return SchedulerStats(
         num_running=len(roster.running),
         num_waiting=len(roster.waiting),
@@ -51,33 +51,33 @@ def make_stats(
         kv_usage=kv.usage,
         prefix_queries=kv.counts.queries,
         prefix_hits=kv.counts.hits,
-        num_preemptions=tally.num_preemptions,
-        num_failed=tally.num_failed,
-        num_steps=tally.num_steps,
-        num_scheduled_tokens=tally.num_scheduled_tokens,
+        num_preemptions=counters.num_preemptions,
+        num_failed=counters.num_failed,
+        num_steps=counters.num_steps,
+        num_scheduled_tokens=counters.num_scheduled_tokens,
         preempted_queries=kv.counts.preempted_queries,
         preempted_hits=kv.counts.preempted_hits,
-        num_refused=tally.num_refused,
-        num_expired=tally.num_expired,
-        num_rescued_steps=tally.num_rescued_steps,
+        num_refused=counters.num_refused,
+        num_expired=counters.num_expired,
+        num_rescued_steps=counters.num_rescued_steps,
         num_policy_faults=faults.num_faults,
         wait_seconds=dict(roster.waits.sums),
         hook_seconds=dict(faults.seconds),
-        blocked=tally.blocked,
+        blocked=counters.blocked,
         num_cache_resets=kv.counts.num_resets,
-        counters=counters,
+        counters=of_resources,
     )
 
 
 logger = logging.getLogger("engine.sched")
 
 
-class Watch:
+class StallDetector:
     """Counts steps in which nothing could be computed."""
 
-    def __init__(self, limit: int, tally: Tally) -> None:
+    def __init__(self, limit: int, counters: Counters) -> None:
         self._limit = limit
-        self._tally = tally
+        self._tally = counters
         self._num_idle = 0
 
     @property
@@ -101,7 +101,7 @@ class Watch:
         waiting = roster.waiting
         if not (is_idle and len(waiting)):
             if is_idle and (parked := next(iter(roster.parked.values()), None)):
-                self._tally.blocked = f"{parked.request_id}: {parked.story.own_cause}"
+                self._tally.blocked = f"{parked.request_id}: {parked.history.own_cause}"
             return
         head = waiting[0]
         why = next((own for req, own in refused if req is head), cause)

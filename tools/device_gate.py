@@ -19,13 +19,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from kernels.triton.launch import Launch
-from kernels.triton.shipped import DTYPES, Shipped
+from tools.shipped import DTYPES, Shipped
 
 
 class Device(NamedTuple):
     target: GPUTarget
     max_shared: int  # bytes a program
-    dtypes: tuple[str, ...]  # of kernels.triton.shipped
+    dtypes: tuple[str, ...]  # of tools.shipped
     has_warpgroups: bool  # multiplies by warpgroup instructions
 
 

@@ -1,6 +1,6 @@
 """Explores every state that a few small requests can bring a scheduler to.
 
-    python -m engine.verify.explore [--requests 3] [--seats 2] [--policy fcfs] [--jobs 1]
+    python -m tools.explore [--requests 3] [--seats 2] [--policy fcfs] [--jobs 1]
 
 From every state everything that can happen next is tried: each request that is not there yet comes,
 each that is there is aborted, a step is planned and computed, the oldest result arrives. States
@@ -28,10 +28,10 @@ from engine.sched.plugins.find import find_policy
 from engine.sched.request import Request
 from engine.sched.scheduler import Scheduler
 from engine.verify.check import check_empty, check_plan, check_state
-from engine.verify.clone import clone
 from engine.verify.fake import DigestWorker, token_after
 from engine.verify.invariants import check_faults, check_mirror, check_order
 from engine.verify.ranked import check_ranked
+from tools.clone import clone
 
 BLOCK_SIZE = 2
 USABLE_BLOCKS = 4
@@ -183,7 +183,7 @@ class World:
         req, scheduler = self.reqs[name], self.scheduler
         table, held = req.table, scheduler.kv.held(req)
         kv = [self.worker.kv[b][: req.num_computed - i * BLOCK_SIZE] for i, b in enumerate(held)]
-        age = scheduler.settler.tally.num_steps - req.considered
+        age = scheduler.settler.counters.num_steps - req.considered
         return (
             name,
             req.status.value,
