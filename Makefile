@@ -59,7 +59,7 @@ coverage: $(READY)
 campaign: $(READY)
 	$(PYTEST) -m slow tests
 	$(BIN)/metronome verify --steps 20000000 --jobs 2
-	$(BIN)/python -m engine.sched.verify.explore --jobs 2
+	$(BIN)/python -m tools.explore --jobs 2
 	$(BIN)/python tools/canaries.py
 	$(ONE_THREAD) $(BIN)/python tools/kill_matrix.py
 	$(ONE_THREAD) $(BIN)/python tools/fuzz_wire.py

@@ -1,7 +1,7 @@
 """Measures this checkout against another one, step by step in turn.
 
     python benchmarks/against.py OTHER_CHECKOUT [--model DIRECTORY [--workloads W1,W2,W3]]
-                                 [--trips in-process,process,asyncio] [--loads decode_256,pressure]
+                                 [--trips in-process,process] [--loads decode_256,pressure]
                                  [--rounds 12] [--turns 40] [--json FILE]
 
 A machine that others use changes its speed by a fifth within minutes, which hides a difference of a
@@ -43,7 +43,7 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[1]
 CHILD = ROOT / "benchmarks" / "peers" / "turns.py"
 OURS, OTHER = "this", "other"
-TRIPS = ("in-process", "process", "asyncio")
+TRIPS = ("in-process", "process")
 NUM_SKIPPED = {"trips": 4, "loads": 1}  # first turns of a process, in which it warms up
 
 

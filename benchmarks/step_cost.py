@@ -1,4 +1,4 @@
-"""How long a step of a model takes by its sizes: the linear model of `engine.sched.cost`, fitted.
+"""How long a step of a model takes by its sizes: a fit of `engine.sched.LinearCost`.
 
     python benchmarks/step_cost.py [--shape mid] [--rounds 3]
 
@@ -20,8 +20,7 @@ from workloads import random_tokens
 
 from engine import EngineArgs, LLMEngine, SamplingParams
 from engine.observe import steplog
-from engine.sched.cost import LinearCost
-from engine.sched.shape import StepShape
+from engine.sched.predict.cost import LinearCost, StepShape
 
 HERE = Path(__file__).resolve().parent
 NAMES = ("fixed_s", "row_s", "token_s", "context_s", "pair_s")

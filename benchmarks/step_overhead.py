@@ -13,7 +13,6 @@ import gc
 import json
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +26,15 @@ from scheduler_loads import BLOCK_SIZE, MAX_BATCHED_TOKENS, MAX_MODEL_LEN, WARM_
 
 from engine.assets import BOX_MODEL
 from engine.config.args import EngineArgs
-from engine.config.decide import Decided
-from engine.config.engine import EngineConfig
+from engine.config.decide import Decided, resolve
+from engine.config.model import read_model_info
 from engine.core.build import wire
-from engine.core.client import InprocClient
+from engine.core.inproc_client import InprocClient
 from engine.frontend.session import Session
 from engine.llm_engine import LLMEngine
 from engine.messages.params import SamplingParams
-from engine.sched.verify.fake import CountingWorker
+from engine.text.tokenizer import load_tokenizer
+from engine.verify.fake import CountingWorker
 
 VOCAB_SIZE = 1000
 SHOWN = ("schedule_us", "update_us", "both_us", "both_p99_us", "row_us", "engine_step_us")
@@ -56,13 +56,11 @@ def engine_for(load: Load) -> LLMEngine:
         vocab_size=VOCAB_SIZE,
         eos_token_ids=(),
         device="cpu",
-        scheduler=config.scheduler,
+        scheduler=resolve(config, read_model_info(BOX_MODEL), "cpu").scheduler,
     )
-
-    def build(config: EngineConfig, *, clock: Callable[[], float]) -> InprocClient:
-        return InprocClient(wire(config, decided, CountingWorker(), clock=clock), decided)
-
-    return LLMEngine(Session.open(config, build, time.monotonic))
+    core = wire(config, decided, CountingWorker(), clock=time.monotonic)
+    client = InprocClient(core, decided)
+    return LLMEngine(Session(config, client, load_tokenizer(config.model), time.monotonic))
 
 
 def engine_step(load: Load) -> float:

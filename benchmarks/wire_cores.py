@@ -12,23 +12,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import engine.core.host
+import engine.rpc.host
 from engine.config.decide import Decided
 from engine.config.engine import EngineConfig
 from engine.config.model import ModelConfig
 from engine.config.polling import PollConfig
 from engine.config.sched import SchedulerConfig
-from engine.core.client import InprocClient
 from engine.core.engine_core import EngineCore
-from engine.core.launch import start_core
-from engine.core.loop import CoreLoop
-from engine.core.zmq_client import EngineCoreClient
+from engine.core.inproc_client import InprocClient
 from engine.kv.manager import KVManager
 from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest
 from engine.messages.step import StepPlan, StepResult
-from engine.sched.find import make_scheduler
-from engine.sched.verify.fake import CountingWorker
+from engine.rpc.launch import start_core
+from engine.rpc.loop import CoreLoop
+from engine.rpc.zmq_client import EngineCoreClient
+from engine.sched.plugins.find import make_scheduler
+from engine.verify.fake import CountingWorker
 
 VOCAB_SIZE = 1000
 BLOCK_SIZE = 16
@@ -77,19 +77,20 @@ class WaitingBuild:
     variant: str = "ours"
     step_seconds: float = 0.0
     num_steps_in_flight: int = 1
+    max_num_seqs: int = 64
 
     def __call__(
         self, config: EngineConfig, *, clock: Callable[[], float] = time.monotonic
     ) -> InprocClient:
-        engine.core.host.CoreLoop = LOOPS[self.variant]
+        engine.rpc.host.CoreLoop = LOOPS[self.variant]
         no_timer_slack()
         sched = SchedulerConfig(
             max_num_batched_tokens=2048,
-            max_num_seqs=64,
+            max_num_seqs=self.max_num_seqs,
             max_model_len=MAX_MODEL_LEN,
             num_steps_in_flight=self.num_steps_in_flight,
         )
-        num_blocks = 64 * MAX_MODEL_LEN // BLOCK_SIZE
+        num_blocks = self.max_num_seqs * MAX_MODEL_LEN // BLOCK_SIZE
         decided = Decided(
             max_model_len=MAX_MODEL_LEN,
             num_kv_blocks=num_blocks,

@@ -10,7 +10,6 @@ process and in its own, in turn; medians over the rounds, and of the ratios of e
 """
 
 import argparse
-import asyncio
 import json
 import os
 import statistics
@@ -32,7 +31,6 @@ from engine import LLM, SamplingParams
 from engine.assets import BOX_MODEL
 from engine.config.engine import EngineConfig
 from engine.config.model import ModelConfig
-from engine.core.aio_client import AsyncEngineCoreClient
 
 PLACES = ("in-process", "multiprocess")
 
@@ -54,15 +52,6 @@ def wire_trips() -> list[float]:
         client.shutdown()
 
 
-def asyncio_trips() -> list[float]:
-    """Of a core in a process, by the asyncio client."""
-    owner = start(WaitingBuild())
-    try:
-        return asyncio.run(_asyncio_trips(owner.address))
-    finally:
-        owner.shutdown()
-
-
 def _trips(client: Any) -> list[float]:
     times = []
     for index in range(NUM_TRIPS + NUM_WARM_UP):
@@ -74,23 +63,9 @@ def _trips(client: Any) -> list[float]:
     return times[NUM_WARM_UP:]
 
 
-async def _asyncio_trips(address: Any) -> list[float]:
-    client = await AsyncEngineCoreClient.connect(address)
-    times = []
-    for index in range(NUM_TRIPS + NUM_WARM_UP):
-        began = time.perf_counter()
-        await client.add(request(f"{client.id_prefix}{index}", 1))
-        while not any(batch.finished for batch in await client.step()):
-            pass
-        times.append(time.perf_counter() - began)
-    await client.shutdown()
-    return times[NUM_WARM_UP:]
-
-
 TRIPS: dict[str, Callable[[], list[float]]] = {
     "in-process": in_process_trips,
     "multiprocess": wire_trips,
-    "multiprocess, asyncio": asyncio_trips,
 }
 
 

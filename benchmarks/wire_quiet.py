@@ -23,7 +23,7 @@ from rich.table import Table
 from wire_cores import LOOPS, WaitingBuild, cpu_seconds, pid_of, request, start
 from wire_floor import floor_percent
 
-from engine.core.zmq_client import EngineCoreClient
+from engine.rpc.zmq_client import EngineCoreClient
 
 STEP_SECONDS = 0.010
 NUM_WAKES = 200

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from engine.async_engine import AsyncLLMEngine as AsyncLLMEngine
     from engine.config.args import EngineArgs as EngineArgs
-    from engine.core.aio_client import AsyncEngineCoreClient as AsyncEngineCoreClient
-    from engine.core.zmq_client import EngineCoreClient as EngineCoreClient
     from engine.errors import ConfigError as ConfigError
     from engine.errors import EngineDeadError as EngineDeadError
     from engine.errors import EngineError as EngineError
@@ -29,6 +27,7 @@ if TYPE_CHECKING:
     from engine.messages.outputs import RequestMetrics as RequestMetrics
     from engine.messages.outputs import RequestOutput as RequestOutput
     from engine.messages.params import SamplingParams as SamplingParams
+    from engine.rpc.zmq_client import EngineCoreClient as EngineCoreClient
     from engine.sched.interface import SchedulerInterface as SchedulerInterface
     from engine.sched.policy import Policy as Policy
     from engine.sched.request import Request as Request
@@ -38,12 +37,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "AsyncEngineCoreClient": "engine.core.aio_client",
     "AsyncLLMEngine": "engine.async_engine",
     "CompletionOutput": "engine.messages.outputs",
     "ConfigError": "engine.errors",
     "EngineArgs": "engine.config.args",
-    "EngineCoreClient": "engine.core.zmq_client",
+    "EngineCoreClient": "engine.rpc.zmq_client",
     "EngineDeadError": "engine.errors",
     "EngineError": "engine.errors",
     "LLM": "engine.llm",

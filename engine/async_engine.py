@@ -14,7 +14,6 @@ import asyncio
 import atexit
 import contextlib
 import threading
-import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable
 from concurrent.futures import Future
@@ -22,18 +21,16 @@ from functools import partial
 from typing import Any, NamedTuple, Unpack
 
 from engine.config.args import EngineArgs
-from engine.core.build import build_core
-from engine.core.launch import open_core
 from engine.errors import ConfigError, EngineDeadError
 from engine.frontend.prompt import RequestOptions, Submission
 from engine.frontend.rendering import Prompt
 from engine.frontend.session import PauseScope, Session
 from engine.frontend.stream import Stream
-from engine.frontend.tokenizer import Tokenizer
 from engine.messages.check import as_request_ids
 from engine.messages.outputs import RequestOutput
 from engine.messages.params import SamplingParams
 from engine.messages.stats import SchedulerStats
+from engine.text.tokenizer import Tokenizer
 
 JOIN_SECONDS = 60.0  # longest step a shutdown waits for
 ALIVE_SECONDS = 1.0  # between two looks at a core with nothing to do
@@ -73,9 +70,7 @@ class AsyncLLMEngine:
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> AsyncLLMEngine:
         """Load model and tokenizer. Raises ``ConfigError`` for what cannot work."""
-        return cls(
-            Session.open(args.create_config(), partial(open_core, build_core), time.monotonic)
-        )
+        return cls(Session.open(args.create_config()))
 
     async def generate(
         self,

@@ -15,15 +15,15 @@ import msgspec
 
 from engine.config.args import EngineArgs
 from engine.errors import RequestError, RequestTypeError
-from engine.frontend.chat import Messages
 from engine.frontend.interrupts import HeldInterrupt
 from engine.frontend.progress import RequestProgress
 from engine.frontend.prompt import RequestOptions, Submission
 from engine.frontend.rendering import Prompt
-from engine.frontend.tokenizer import Tokenizer
 from engine.llm_engine import LLMEngine
 from engine.messages.outputs import RequestOutput
 from engine.messages.params import SamplingParams
+from engine.text.chat import Messages
+from engine.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ class LLM:
 
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
         directory = None if model is None else str(model)
-        args = EngineArgs.from_options(model=directory, **options)
+        args = EngineArgs(model=directory, **options)
         self.llm_engine = LLMEngine.from_engine_args(args)
         self._counter = itertools.count()
         self._turn = threading.Lock()  # each call steps until its own requests are done

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
-from functools import partial
 from types import TracebackType
 from typing import Unpack
 
 from engine.config.args import EngineArgs
-from engine.core.build import build_core
-from engine.core.launch import open_core
 from engine.errors import ConfigError
 from engine.frontend.interrupts import HeldInterrupt
 from engine.frontend.prompt import RequestOptions
 from engine.frontend.rendering import Prompt
 from engine.frontend.session import PauseScope, Session
-from engine.frontend.tokenizer import Tokenizer
 from engine.messages.check import as_request_ids
 from engine.messages.outputs import RequestOutput
 from engine.messages.params import SamplingParams
 from engine.messages.stats import SchedulerStats
 from engine.observe.stats_log import TokenCounts
+from engine.text.tokenizer import Tokenizer
 
 
 class LLMEngine:
@@ -37,9 +33,7 @@ class LLMEngine:
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> LLMEngine:
         """Load model and tokenizer. Raises ``ConfigError`` for what cannot work."""
-        return cls(
-            Session.open(args.create_config(), partial(open_core, build_core), time.monotonic)
-        )
+        return cls(Session.open(args.create_config()))
 
     def add_request(
         self,

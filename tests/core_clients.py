@@ -1,12 +1,11 @@
-"""Every kind of client of a core behind one synchronous face, for tests that hold for all."""
+"""Every kind of client of a core, for tests that hold for all."""
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
 import threading
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -15,92 +14,23 @@ import zmq
 from spawned import FakeBuild, fake_config
 
 from engine.config.engine import EngineConfig
-from engine.core.aio_client import AsyncEngineCoreClient
-from engine.core.host import EngineCoreHost
-from engine.core.launch import start_core
-from engine.core.many_client import ManyCoresClient
-from engine.core.zmq_client import EngineCoreClient
 from engine.errors import EngineDeadError
 from engine.ipc import sockets
 from engine.ipc.codec import Decoder, Encoder
 from engine.ipc.place import Address, Directory
 from engine.messages.outputs import CoreOutputs, Finished
-from engine.messages.requests import AddRequest
 from engine.messages.wire import Health, Probe, ToClient
+from engine.rpc.host import EngineCoreHost
+from engine.rpc.launch import start_core
+from engine.rpc.many_client import ManyCoresClient
+from engine.rpc.zmq_client import EngineCoreClient
 
 IN_PROCESS, TWO_CORES = "in-process", "two cores"
-REMOTE = ("zmq", "asyncio")  # one core, with sockets between
-ELSEWHERE = tuple(f"{kind}, another clock" for kind in REMOTE)  # the same, on another machine
-KINDS = (IN_PROCESS, *REMOTE, TWO_CORES, *ELSEWHERE)
+REMOTE = "remote"  # one core, with sockets between
+ELSEWHERE = "remote, another clock"  # the same, on another machine
+KINDS = (IN_PROCESS, REMOTE, TWO_CORES, ELSEWHERE)
 AHEAD_SECONDS = 1e6  # of a core's clock, as on a machine that was started long before
 WAIT_SECONDS = 30.0  # for what should come at once, on a machine that may be busy
-
-
-class AsyncFace:
-    """An asyncio client, driven from a test that knows nothing of event loops."""
-
-    def __init__(self, client: AsyncEngineCoreClient, runner: asyncio.Runner) -> None:
-        self._client = client
-        self._runner = runner
-        self._is_shut_down = False
-
-    @classmethod
-    def connect(cls, *args: Any, **options: Any) -> AsyncFace:
-        runner = asyncio.Runner()
-        try:
-            return cls(runner.run(AsyncEngineCoreClient.connect(*args, **options)), runner)
-        except BaseException:
-            runner.close()
-            raise
-
-    @property
-    def decided(self) -> Any:
-        return self._client.decided
-
-    @property
-    def id_prefix(self) -> str:
-        return self._client.id_prefix
-
-    def add(self, request: AddRequest) -> None:
-        self._run(self._client.add(request))
-
-    def add_all(self, requests: Sequence[AddRequest]) -> dict[int, Exception]:
-        return self._run(self._client.add_all(requests))
-
-    def abort(self, request_ids: Sequence[str]) -> None:
-        self._run(self._client.abort(request_ids))
-
-    def step(self) -> list[CoreOutputs]:
-        async def step() -> list[CoreOutputs]:
-            try:
-                async with asyncio.timeout(0.1):
-                    return await self._client.step()
-            except TimeoutError:
-                return []
-
-        return self._run(step())
-
-    def wake(self) -> None: ...
-
-    def has_unfinished(self) -> bool:
-        return self._client.has_unfinished()
-
-    def num_unfinished(self) -> int:
-        return self._client.num_unfinished()
-
-    def stats(self) -> Any:
-        return self._run(self._client.stats())
-
-    def call(self, name: str, *args: Any) -> Any:
-        return self._run(self._client.call(name, *args))
-
-    def shutdown(self) -> None:
-        self._run(self._client.shutdown())
-        self._is_shut_down = True
-        self._runner.close()
-
-    def _run(self, call: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run(call) if self._is_shut_down else self._runner.run(call)
 
 
 class HostedCore:
@@ -153,9 +83,9 @@ def a_client(kind: str, build: FakeBuild | None = None) -> Iterator[Any]:
         yield client
         client.shutdown()
         return
-    if kind in ELSEWHERE:
+    if kind == ELSEWHERE:
         with HostedCore(build, ahead_seconds=AHEAD_SECONDS) as core:
-            client = connect(kind.split(",")[0], core.address)
+            client = EngineCoreClient(core.address)
             yield client
             client.shutdown()
         return
@@ -164,41 +94,25 @@ def a_client(kind: str, build: FakeBuild | None = None) -> Iterator[Any]:
             addresses = (core.address, other.address)
             client: Any = ManyCoresClient([EngineCoreClient(each) for each in addresses])
         else:
-            client = connect(kind, core.address)
+            client = EngineCoreClient(core.address)
         yield client
         client.shutdown()
 
 
-def connect(kind: str, address: Address) -> Any:
-    """A client of a core behind sockets."""
-    return EngineCoreClient(address) if kind == "zmq" else AsyncFace.connect(address)
-
-
-def spawn_client(kind: str, build: FakeBuild, **core: Any) -> Any:
-    """A client with a core in a process of its own."""
-    client = start_core(fake_config(**core), build)
-    if kind == "zmq":
-        return client
-    child, client._child = client._child, None
-    hang_timeout = fake_config(**core).core.core_hang_timeout
-    owner = AsyncFace.connect(client.address, child=child, hang_timeout=hang_timeout)
-    client.shutdown()
-    return owner
-
-
-def attach(kind: str, client: Any) -> Any:
+def attach(client: EngineCoreClient) -> EngineCoreClient:
     """One more client of the core that ``client`` uses."""
-    return connect(kind, address_of(client))
+    return EngineCoreClient(client.address)
 
 
-def address_of(client: Any) -> Address:
-    """Address of the core that a client uses."""
-    return getattr(client, "_client", client).address
+def spawn_client(build: FakeBuild, **core: Any) -> EngineCoreClient:
+    """A client with a core in a process of its own."""
+    return start_core(fake_config(**core), build)
 
 
-def pid_of(client: Any) -> int:
+def pid_of(client: EngineCoreClient) -> int:
     """Process of the core that a client uses."""
-    return getattr(client, "_client", client)._child.pid
+    assert client._child is not None
+    return client._child.pid
 
 
 def drain(client: Any, seconds: float = WAIT_SECONDS) -> tuple[dict[str, list[int]], dict]:

@@ -15,10 +15,10 @@ import numpy as np
 from simulate import Run
 
 from engine.config.sched import SchedulerConfig
-from engine.core.remote_kv import RemoteKV
 from engine.kv.connector import Farewell, RemoteMatch
 from engine.kv.groups import Group
 from engine.kv.manager import KVManager
+from engine.kv_transfer.decide import RemoteKV
 from engine.messages.requests import AddRequest, MediaItem
 from engine.messages.step import (
     NO_ADAPTER,
@@ -34,7 +34,7 @@ from engine.messages.step import (
 from engine.sched.policies import POLICIES
 from engine.sched.resource import Resource
 from engine.sched.scheduler import Scheduler
-from engine.sched.verify.fake import (
+from engine.verify.fake import (
     EMPTY_DIGEST,
     RUBBISH,
     DigestWorker,

@@ -5,10 +5,11 @@ import signal
 import time
 from typing import Any
 
-from engine.frontend import pool_process, text
-from engine.frontend.detokenizer import Detokenizer
-from engine.frontend.text import TextReader
+from engine.frontend import pool_process
 from engine.messages.text import TextDelta
+from engine.text import reader as text
+from engine.text.detokenizer import Detokenizer
+from engine.text.reader import TextReader
 
 DEADLY, HANGING, RUBBISH, NO_TEXT = "deadly", "hanging", "rubbish", "no text"
 DEADLY_ID = 300

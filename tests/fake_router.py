@@ -6,10 +6,10 @@ from typing import Any
 
 import zmq
 
-from engine.core.peers import Peer, Peers
 from engine.ipc.codec import Decoder
 from engine.messages.outputs import CoreOutputs
 from engine.messages.wire import Outputs, ToClient
+from engine.rpc.peers import Peer, Peers
 
 
 class Router:

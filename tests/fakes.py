@@ -8,17 +8,17 @@ from typing import Any
 from engine.config.engine import EngineConfig
 from engine.config.model import ModelConfig
 from engine.config.sched import SchedulerConfig
-from engine.core.client import InprocClient
 from engine.core.engine_core import EngineCore
+from engine.core.inproc_client import InprocClient
 from engine.errors import EngineDeadError, RequestError
 from engine.frontend.session import Session
-from engine.frontend.tokenizer import Tokenizer
 from engine.kv.manager import KVManager
 from engine.messages.outputs import CoreOutputs, Finished, FinishReason, Started, TokenLogprobs
 from engine.messages.requests import AddRequest
 from engine.messages.stats import SchedulerStats
-from engine.sched.find import make_scheduler
-from engine.sched.verify.fake import DigestWorker
+from engine.sched.plugins.find import make_scheduler
+from engine.text.tokenizer import Tokenizer
+from engine.verify.fake import DigestWorker
 
 
 class FakeClock:

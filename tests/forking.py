@@ -13,7 +13,7 @@ from pathlib import Path
 from spawned import FakeBuild
 
 from engine.config.engine import EngineConfig
-from engine.core.client import InprocClient
+from engine.core.inproc_client import InprocClient
 from engine.sched.interface import StepOutputs
 
 
@@ -73,7 +73,7 @@ sys.path[:0] = ["tests"]
 tempfile.tempdir = {place!r}
 from forking import Clinging, end_sleeper, fork_sleeper
 from spawned import FakeBuild, fake_config
-from engine.core.launch import start_core
+from engine.rpc.launch import start_core
 
 if __name__ == "__main__":
     client = start_core(fake_config(), {build})

@@ -11,7 +11,7 @@ from live_core import BLOCK_SIZE, VOCAB_SIZE, SizedBuild
 from spawned import fake_config
 
 from engine.messages.step import StepResult
-from engine.sched.verify.fake import DigestWorker
+from engine.verify.fake import DigestWorker
 
 NUM_BLOCKS = 400
 

@@ -21,9 +21,9 @@ import zmq
 from live_core import SizedBuild, Triggered, TriggeredPolicy, pid_of, start
 from streams import Lengths, Streams
 
-from engine.core.zmq_client import EngineCoreClient
 from engine.ipc import sockets
 from engine.ipc.place import address_of
+from engine.rpc.zmq_client import EngineCoreClient
 
 STEP_SECONDS = 0.02
 START_SECONDS = 2.0  # of a core that is to be met while it loads

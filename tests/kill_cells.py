@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import multiprocessing
 import os
 import random
@@ -21,10 +20,9 @@ from hostile import Hostile
 from live_core import is_running, own_directory, pid_of, shared_names, wait_until
 from streams import Lengths, Streams
 
-from engine.core.aio_client import AsyncEngineCoreClient
-from engine.core.zmq_client import EngineCoreClient
 from engine.errors import EngineDeadError
 from engine.ipc.place import Address
+from engine.rpc.zmq_client import EngineCoreClient
 
 DEATH_SECONDS = 1.0  # from a core's death to errors
 HANG_SECONDS = kill_actor.HANG_SECONDS + 1.0  # from its last sign of life
@@ -200,7 +198,6 @@ def _hit_core(cell: Cell, scene: Scene, outcome: Outcome) -> None:
     waiters = [
         Waiter("streams", lambda waiter: _read_for_ever(waiter, owner, streams)),
         Waiter("calls", lambda waiter: _call_for_ever(waiter, caller)),
-        Waiter("asyncio", lambda waiter: asyncio.run(_call_in_a_loop(waiter, owner.address))),
     ]
     if cell.phase == "add":
         waiters.append(Waiter("adds", lambda waiter: _add_for_ever(waiter, owner.address)))
@@ -284,19 +281,6 @@ def _add_for_ever(waiter: Waiter, address: Address) -> None:
         waiter.note(error)
     finally:
         client.shutdown()
-
-
-async def _call_in_a_loop(waiter: Waiter, address: Address) -> None:
-    client = await AsyncEngineCoreClient.connect(address, hang_timeout=kill_actor.HANG_SECONDS)
-    try:
-        while True:
-            await client.call("stats")
-            waiter.is_at_work.set()
-            await asyncio.sleep(0.01)
-    except EngineDeadError as error:
-        waiter.note(error)
-    finally:
-        await client.shutdown()
 
 
 # A client of a core that others use too

@@ -16,16 +16,16 @@ from spawned import fake_config
 from engine.config.decide import Decided
 from engine.config.engine import EngineConfig
 from engine.config.sched import SchedulerConfig
-from engine.core.client import InprocClient
 from engine.core.engine_core import EngineCore, Executor
-from engine.core.launch import start_core
-from engine.core.zmq_client import EngineCoreClient
+from engine.core.inproc_client import InprocClient
 from engine.kv.manager import KVManager
 from engine.messages.step import StepResult
-from engine.sched.find import make_scheduler
+from engine.rpc.launch import start_core
+from engine.rpc.zmq_client import EngineCoreClient
+from engine.sched.plugins.find import make_scheduler
 from engine.sched.policy import Policy, SchedView
 from engine.sched.request import Request
-from engine.sched.verify.fake import DigestWorker
+from engine.verify.fake import DigestWorker
 
 VOCAB_SIZE = 1000
 BLOCK_SIZE = 16

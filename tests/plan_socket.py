@@ -16,7 +16,7 @@ from data_plane import FeatureWorker, Mover, guess
 
 from engine.ipc import plans
 from engine.messages.step import PARTS, KVReport, Masks, StepPlan, StepResult
-from engine.sched.verify.fake import FakeExecutor, mix
+from engine.verify.fake import FakeExecutor, mix
 
 TIMEOUT_MS = 60_000
 

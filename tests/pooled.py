@@ -14,9 +14,9 @@ from engine.config.engine import EngineConfig
 from engine.config.model import ModelConfig
 from engine.frontend.pool import TextPool
 from engine.frontend.session import Session
-from engine.frontend.tokenizer import Tokenizer
 from engine.messages.outputs import CoreOutputs
 from engine.messages.requests import AddRequest
+from engine.text.tokenizer import Tokenizer
 
 WAIT = 30.0  # longest any test waits for anything
 PARAMS = SamplingParams(max_tokens=50, output_kind="delta")

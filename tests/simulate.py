@@ -16,8 +16,8 @@ from engine.messages.step import StepPlan
 from engine.sched.interface import StepOutputs
 from engine.sched.policies import POLICIES
 from engine.sched.scheduler import Scheduler
-from engine.sched.verify.check import check_empty, check_plan, check_state
-from engine.sched.verify.fake import DigestWorker, digest_of, mix
+from engine.verify.check import check_empty, check_plan, check_state
+from engine.verify.fake import DigestWorker, digest_of, mix
 
 VOCAB_SIZE = 1000  # of the digest worker, if it is not told another
 

@@ -12,12 +12,12 @@ from engine.config.decide import Decided
 from engine.config.engine import EngineConfig
 from engine.config.model import ModelConfig
 from engine.config.sched import SchedulerConfig
-from engine.core.client import InprocClient
 from engine.core.engine_core import EngineCore
+from engine.core.inproc_client import InprocClient
 from engine.kv.manager import KVManager
 from engine.messages.step import StepResult
-from engine.sched.find import make_scheduler
-from engine.sched.verify.fake import DigestWorker
+from engine.sched.plugins.find import make_scheduler
+from engine.verify.fake import DigestWorker
 
 NUM_BLOCKS = 400
 BLOCK_SIZE = 16

@@ -17,7 +17,7 @@ from engine.errors import RefusedError
 from engine.messages.outputs import CoreOutputs, Finished
 from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest
-from engine.sched.verify.fake import digest_of, mix
+from engine.verify.fake import digest_of, mix
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=None)
 

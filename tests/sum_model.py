@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from simulate import Run, make_scheduler
 
-from engine.config.cache import CacheConfig
-from engine.config.engine import EngineConfig
+from engine.config.engine import ResolvedConfig
 from engine.config.model import ModelConfig
 from engine.kv.layout import KVSpec
 from engine.layers.batch import Hidden
@@ -69,10 +68,8 @@ def make_run(
     num_drafts = options.pop("num_drafts", 0)
     options = {"max_model_len": LONGEST, "num_steps_in_flight": depth, **options}
     scheduler = make_scheduler(num_blocks=num_blocks, block_size=BLOCK, **options)
-    config = EngineConfig(
-        model=ModelConfig(model="m"),
-        scheduler=scheduler.config,
-        cache=CacheConfig(block_size=BLOCK),
+    config = ResolvedConfig(
+        model=ModelConfig(model="m"), scheduler=scheduler.config, block_size=BLOCK
     )
     platform = CpuPlatform() if sizes is CPU else HostPlatform()
     machine = make_machine(model or SumModel(), platform, config, features)

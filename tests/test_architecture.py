@@ -7,22 +7,11 @@ import ast
 
 import source_tree as tree
 
-# Imports go to lower layers only. The first layer uses nothing of ours.
-LAYERS = (
-    ("engine.errors", "engine.assets"),
-    ("engine.config", "engine.messages"),
-    ("engine.ipc", "kernels"),
-    ("engine.kv", "engine.parallel", "engine.observe"),
-    ("engine.sched", "engine.layers"),
-    ("engine.models", "engine.sample"),
-    ("engine.spec", "engine.structured", "engine.lora", "engine.mm", "engine.pooling"),
-    ("engine.worker",),
-    ("engine.core",),
-    ("engine.frontend",),
-    ("engine.llm_engine", "engine.async_engine"),
-    ("engine.llm",),
-    ("engine.server", "engine.sim"),
-    ("engine.cli",),
+from tools import layers
+
+LAYERS = tuple(
+    tuple(name if name == "kernels" else f"engine.{name}" for name in names)
+    for names, _ in layers.LAYERS
 )
 LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
 
@@ -43,13 +32,15 @@ LIGHT = (
     "engine.kv",
     "engine.sched",
     "engine.sim",
+    "engine.text",
+    "engine.verify",
     "engine.core.engine_core",
-    "engine.spec.drafts",
-    "engine.lora.slots",
-    "engine.mm.encoder_budget",
-    "engine.structured.readiness",
 )
-LIGHT_INITS = tuple(f"engine.{name}" for name in ("worker", "structured", "spec", "mm", "lora"))
+# What a feature asks of the scheduler decides; only what its `compute` does needs a device.
+FEATURES = tuple(f"engine.{name}" for name in ("spec", "structured", "lora", "mm", "kv_transfer"))
+COMPUTES = "compute"
+NAMES_FEATURES = ("engine.core.build",)
+LIGHT_INITS = ("engine.worker",)
 DECISIONS = ("engine.kv", "engine.sched")
 WORLD = ("time", "random", "secrets", "datetime", "uuid")
 
@@ -60,8 +51,6 @@ MAX_ATTRIBUTES = 20
 # Records: many fields and no behaviour is what they are for.
 RECORDS: dict[str, str] = {
     "SamplingParams": "what a user may ask of sampling",
-    "EngineArgs": "what a user may ask of an engine",
-    "SchedulerConfig": "what a user may ask of the scheduler",
     "AddRequest": "what a request consists of on the wire",
     "StepPlan": "what a worker must know of a step",
     "SchedulerStats": "what there is to know of a scheduler",
@@ -78,8 +67,10 @@ LONG_SIGNATURES: dict[str, str] = {
     "kernels.triton.tiles.store_rows": "registers of one program, inlined",
 }
 
+# Methods in which a configuration checks its own fields, which is not to read an option.
+CHECKS = ("__post_init__", "_check_")
 # Engines that only checks make: an option they set is not one that a user can.
-TRIES = ("engine.sched.verify",)
+TRIES = ("engine.verify",)
 
 
 def is_launched(module: str, function: str) -> bool:
@@ -99,7 +90,9 @@ def light_modules() -> list[str]:
     return inits + [
         name
         for name in tree.modules()
-        if name == "engine" or under(name, tuple(p for p in LIGHT if p != "engine"))
+        if name == "engine"
+        or under(name, tuple(p for p in LIGHT if p != "engine"))
+        or (under(name, FEATURES) and name.rpartition(".")[2] != COMPUTES)
     ]
 
 
@@ -121,6 +114,45 @@ def test_imports_go_down() -> None:
             if LAYER_OF[target] >= LAYER_OF[home]:
                 wrong.append(f"{module.where}:{imported.line} imports {imported.module}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_only_the_assembly_names_features() -> None:
+    """A feature brings its own files and changes nothing in the scheduler or the worker."""
+    wrong = [
+        f"{module.where}:{imported.line} imports {imported.module}"
+        for name, module in tree.modules().items()
+        for imported in module.imports
+        if (feature := under(imported.module, FEATURES))
+        and under(name, (feature, *NAMES_FEATURES)) is None
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_picture_of_the_layers_is_up_to_date() -> None:
+    written = layers.TARGET.read_text(encoding="utf-8")
+    assert written == layers.document(), "run: python tools/layers.py"
+
+
+def test_no_package_imports_in_a_circle() -> None:
+    """Typing imports count: who needs a name to be understood needs the file to be read."""
+    graph = {
+        name: {i.module for i in module.imports if i.module in tree.modules()} - {name}
+        for name, module in tree.modules().items()
+        if not module.is_package
+    }
+    assert not (found := cycles(graph)), found
+
+
+def cycles(graph: dict[str, set[str]]) -> list[str]:
+    """What is left when modules that import, or are imported by, no other that is left are gone."""
+    left = dict(graph)
+    while free := [name for name, uses in left.items() if not (uses & left.keys())]:
+        for name in free:
+            del left[name]
+    while free := [name for name in left if not any(name in uses for uses in left.values())]:
+        for name in free:
+            del left[name]
+    return sorted(left)
 
 
 def test_no_module_imports_the_package_above_it() -> None:
@@ -303,8 +335,22 @@ def test_every_config_field_has_a_reader() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def option_groups() -> dict[str, set[str]]:
+    """The classes that ``EngineArgs`` is made of -> their fields, which users may set."""
+    classes = {cls.name: cls for _, cls in config_classes()}
+    assert not fields_with_docs(classes["EngineArgs"]), "an option belongs to a group"
+    groups = map(ast.unparse, classes["EngineArgs"].bases)
+    return {group: set(fields_with_docs(classes[group])) for group in groups}
+
+
+def test_every_option_is_of_one_group() -> None:
+    groups = list(option_groups().values())
+    assert sum(map(len, groups)) == len(set().union(*groups))
+
+
 def test_every_config_field_has_a_writer() -> None:
-    """An option that no user can set is no option. ``EngineArgs`` is what users write."""
+    """An option that no user can set is no option; all else is decided by some call."""
+    groups = option_groups()
     written = {
         name
         for module in tree.modules().values()
@@ -314,21 +360,32 @@ def test_every_config_field_has_a_writer() -> None:
     wrong = [
         f"{module.where} {cls.name}.{field}"
         for module, cls in config_classes()
-        if cls.name != "EngineArgs"
+        for asked in [set().union(*(groups.get(name, ()) for name in own_and_bases(cls)))]
         for field in fields_with_docs(cls)
-        if (cls.name, field) not in written
+        if field not in asked and (cls.name, field) not in written
     ]
     assert not wrong, "\n".join(wrong)
 
 
+def own_and_bases(cls: ast.ClassDef) -> list[str]:
+    return [cls.name, *map(ast.unparse, cls.bases)]
+
+
 def arguments_given(module: tree.Module) -> set[tuple[str, str]]:
-    """Class and keyword of each call in a module that makes an object with keywords."""
+    """Class and keyword of each call in a module that makes an object with keywords.
+
+    ``part(Class, options, field=value)`` makes one too.
+    """
     return {
-        (ast.unparse(node.func), keyword.arg or "")
+        (ast.unparse(node.args[0] if is_part(node) else node.func), keyword.arg or "")
         for node in ast.walk(module.tree)
         if isinstance(node, ast.Call)
         for keyword in node.keywords
     }
+
+
+def is_part(node: ast.Call) -> bool:
+    return ast.unparse(node.func) == "part" and bool(node.args)
 
 
 def attributes_read(module: tree.Module) -> set[str]:
@@ -336,7 +393,7 @@ def attributes_read(module: tree.Module) -> set[str]:
     idle: set[ast.AST] = set()
     if under(module.name, ("engine.config",)):
         for node in ast.walk(module.tree):
-            if isinstance(node, ast.FunctionDef) and node.name == "__post_init__":
+            if isinstance(node, ast.FunctionDef) and node.name.startswith(CHECKS):
                 idle |= set(ast.walk(node))
             elif isinstance(node, ast.keyword) and ast.unparse(node.value) == f"self.{node.arg}":
                 idle.add(node.value)

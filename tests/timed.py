@@ -8,7 +8,7 @@ from itertools import count
 from simulate import Run, make_request, make_scheduler
 
 from engine.sched import Request
-from engine.sched.verify.fake import DigestWorker
+from engine.verify.fake import DigestWorker
 
 
 class Clock:

@@ -33,9 +33,9 @@ import json, logging, sys
 from itertools import count
 logging.disable(logging.CRITICAL)
 from engine.sched.policies import POLICIES
-from engine.sched.verify.starvation import wait_in_overload
-from engine.sched.verify.case import to_json
-from engine.sched.verify.swarm import Swarm, smallest
+from engine.verify.starvation import wait_in_overload
+from engine.verify.case import to_json
+from engine.verify.swarm import Swarm, smallest
 
 def starved():
     for policy in POLICIES:

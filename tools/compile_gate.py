@@ -1,4 +1,4 @@
-"""Compile every shipped launch for devices that are not here: tools/compile_gate.py --help.
+"""Compile every shipped launch for devices that are not here: python -m tools.compile_gate --help.
 
 Prints each launch that may not ship and a table of the others' extremes; ends with status 1 if any
 may not. A launch takes about a second of one core.
@@ -9,8 +9,8 @@ import sys
 import time
 from collections import defaultdict
 
-from kernels.compile_gate import DEVICES, Device, Verdict, compiling_for, judge
-from kernels.triton.shipped import shipped
+from tools.device_gate import DEVICES, Device, Verdict, compiling_for, judge
+from tools.shipped import shipped
 
 
 def main() -> int:

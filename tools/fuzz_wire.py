@@ -28,9 +28,9 @@ from live_core import is_running, own_directory, pid_of, rss_mib, start, wait_un
 from streams import Streams  # noqa: E402
 from wire_samples import SAMPLES, frames_of  # noqa: E402
 
-from engine.core.zmq_client import EngineCoreClient  # noqa: E402
 from engine.errors import WireError  # noqa: E402
 from engine.ipc.codec import Decoder  # noqa: E402
+from engine.rpc.zmq_client import EngineCoreClient  # noqa: E402
 
 MAX_FRAME_SECONDS = 1.0  # for one frame; a pause of the machine is no failure
 NUM_PER_TURN = 100  # hostile frames between two turns of the healthy client

@@ -117,7 +117,9 @@ def step(recorder: Recorder) -> None:
     from engine import SamplingParams
 
     config = first_of("engine.config.sched:SchedulerConfig")
-    make_scheduler = first_of("engine.sched.find:make_scheduler")
+    make_scheduler = first_of(
+        "engine.sched.plugins.find:make_scheduler", "engine.sched.find:make_scheduler"
+    )
     manager = first_of("engine.kv.manager:KVManager")
     add_request = first_of("engine.messages.requests:AddRequest")
     worker = first_of(

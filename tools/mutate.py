@@ -39,9 +39,13 @@ from mutants import Mutant, mutants  # noqa: E402
 import engine.messages.requests  # noqa: E402
 import engine.messages.step  # noqa: E402, F401
 
-PACKAGES = ("engine/kv", "engine/sched", "engine/sched/policies")
-# A protocol, and tools of verification itself, as is all of `engine/sched/verify`.
-LEFT_OUT = ("connector.py", "testing.py", "pytest_plugin.py")
+PACKAGES = (
+    "engine/kv",
+    "engine/sched",
+    *(f"engine/sched/{part}" for part in ("policies", "state", "step", "plugins", "predict")),
+)
+# A protocol.
+LEFT_OUT = ("connector.py",)
 # Tests that every mutant runs: those of the mechanism that take less than a second a file.
 FAST = (
     *("scheduler_bugs", "scheduler_behaviours", "overlap_rules", "cache_behaviours", "pause"),
@@ -58,19 +62,17 @@ NEAR: dict[str, tuple[str, ...]] = {
     "engine/kv/": ("kv",),
     "sched/policies/": ("options", "policies_shipped", *POLICIES),
     "sched/policy.py": POLICIES,
-    "sched/plugin.py": ("policies_shipped", "options"),
-    "sched/fitting.py": ("options",),
+    "sched/plugins/checks.py": ("policies_shipped", "options"),
+    "sched/plugins/find.py": ("options",),
     "sched/interface.py": ("options", "steplog"),
-    "sched/guard.py": ("rubbish",),
-    "sched/answers.py": ("rubbish",),
-    "sched/faults.py": ("rubbish",),
-    "sched/resources.py": ("rubbish",),
-    "sched/ranks.py": ("rubbish",),
-    "sched/bulk.py": ("scheduler_random",),
-    "sched/append.py": ("scheduler_random", "resources_drafts"),
-    "sched/builder.py": ("resources_drafts",),
-    "sched/columns.py": ("resources_drafts",),
-    "sched/settle.py": ("resources_drafts",),
+    "sched/plugins/hooks.py": ("rubbish",),
+    "sched/plugins/answers.py": ("rubbish",),
+    "sched/plugins/faults.py": ("rubbish",),
+    "sched/plugins/resources.py": ("rubbish",),
+    "sched/step/decodes.py": ("scheduler_random",),
+    "sched/step/settle.py": ("scheduler_random", "resources_drafts"),
+    "sched/step/builder.py": ("resources_drafts",),
+    "sched/step/outputs.py": ("resources_drafts",),
 }
 SWARM_STEPS = 6000
 SECONDS = 120  # of computing: a mutant that takes longer is noticed too
@@ -150,7 +152,7 @@ def test_files(parts: list[str]) -> list[str]:
 
 def survives(parts: list[str]) -> bool:
     """Does neither swarm nor tests notice anything?"""
-    from engine.sched.verify.swarm import Swarm, replay_corpus
+    from engine.verify.swarm import Swarm, replay_corpus
 
     logging.disable(logging.CRITICAL)
     swarm = Swarm(every=1)

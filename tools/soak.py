@@ -25,7 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from live_core import SizedBuild, own_directory, pid_of, rss_mib, slope, start, wait_until  # noqa: E402
 from streams import Counts, Streams  # noqa: E402
 
-from engine.core.zmq_client import EngineCoreClient  # noqa: E402
+from engine.rpc.zmq_client import EngineCoreClient  # noqa: E402
 
 MAX_SLOPE = 1.0  # MiB in ten minutes
 MIN_SLOPE_SECONDS = 240.0  # what is shorter says nothing of a slope

@@ -8,9 +8,9 @@ class Bench(Ours):
     """Plans and settles apart, so that a step can be given its time."""
 
     def plan(self) -> admission_driver.Step:
-        before = self.scheduler.settler.tally.num_preemptions
+        before = self.scheduler.settler.counters.num_preemptions
         plan = self.scheduler.schedule()
-        preempted = self.scheduler.settler.tally.num_preemptions - before
+        preempted = self.scheduler.settler.counters.num_preemptions - before
         result = self.worker.launch(plan)
         rows = plan.rows[plan.samples == 1].tolist()
         names = [self.scheduler.roster.by_row[row].request_id for row in rows]

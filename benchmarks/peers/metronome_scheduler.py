@@ -16,10 +16,10 @@ from engine.messages.requests import AddRequest
 from engine.sched.policies.fcfs import FCFS
 from engine.sched.policies.priority import Priority
 from engine.sched.policy import Admission, Limits, Policy, SchedView, Verdict
+from engine.sched.predict.cost import StepShape
 from engine.sched.request import Request
 from engine.sched.scheduler import Scheduler
-from engine.sched.shape import StepShape
-from engine.sched.verify.fake import CountingWorker
+from engine.verify.fake import CountingWorker
 from peers import scheduler_driver
 
 
@@ -106,7 +106,7 @@ class Ours:
         return self.scheduler.kv.lookup(request).num_tokens
 
     def step(self) -> scheduler_driver.Step:
-        before = self.scheduler.settler.tally.num_preemptions
+        before = self.scheduler.settler.counters.num_preemptions
         start = time.perf_counter_ns()
         plan = self.scheduler.schedule()
         planned = time.perf_counter_ns() - start
@@ -114,7 +114,7 @@ class Ours:
         start = time.perf_counter_ns()
         self.scheduler.update_from_output(plan, result)
         settled = time.perf_counter_ns() - start
-        preempted = self.scheduler.settler.tally.num_preemptions - before
+        preempted = self.scheduler.settler.counters.num_preemptions - before
         return scheduler_driver.Step(planned, settled, len(plan.rows), plan.num_tokens, preempted)
 
     def is_busy(self) -> bool:

@@ -11,7 +11,6 @@ may be older than this file. A line on its input is a turn; each is answered by 
     loads       a turn is a few steps of the scheduler, or a load from its first step to its last
 """
 
-import asyncio
 import gc
 import json
 import os
@@ -62,10 +61,7 @@ def trips(names: list[str], model: str, repeat: int) -> Iterator[Turn]:
         return
     owner = start(WaitingBuild())
     try:
-        if name == "process":
-            yield from _trips(name, owner)
-        else:
-            yield from _asyncio_trips(name, owner.address)
+        yield from _trips(name, owner)
     finally:
         owner.shutdown()
 
@@ -85,31 +81,6 @@ def _trips(name: str, client: Any) -> Iterator[Turn]:
                 pass
             times.append(time.perf_counter() - began)
         yield name, times
-
-
-def _asyncio_trips(name: str, address: Any) -> Iterator[Turn]:
-    from wire_cores import request
-
-    from engine.core.aio_client import AsyncEngineCoreClient
-
-    async def some(client: AsyncEngineCoreClient, turn: int) -> list[float]:
-        times = []
-        for index in range(TRIPS_A_TURN):
-            began = time.perf_counter()
-            await client.add(request(f"{client.id_prefix}{turn}-{index}", 1))
-            while not any(batch.finished for batch in await client.step()):
-                pass
-            times.append(time.perf_counter() - began)
-        return times
-
-    with asyncio.Runner() as runner:
-        client = runner.run(AsyncEngineCoreClient.connect(address))
-        yield "", []
-        try:
-            for turn in range(sys.maxsize):
-                yield name, runner.run(some(client, turn))
-        finally:
-            runner.run(client.shutdown())
 
 
 def loads(names: list[str], model: str, repeat: int) -> Iterator[Turn]:

@@ -9,15 +9,16 @@ import signal
 import zmq
 
 from engine.cli.options import add_engine_options, engine_args
-from engine.config.args import OF_FRONT_ENDS, OF_STARTERS
+from engine.config.args import EngineArgs
 from engine.config.engine import EngineConfig
+from engine.config.option import FRONT_END, STARTER, options_of
 from engine.core.build import build_core
-from engine.core.client import InprocClient
-from engine.core.host import EngineCoreHost
+from engine.core.inproc_client import InprocClient
 from engine.errors import ConfigError, EngineDeadError
 from engine.ipc import sockets
 from engine.ipc.place import TCP, Address, Directory, tcp_address
 from engine.observe.logs import set_up_logging
+from engine.rpc.host import EngineCoreHost
 
 logger = logging.getLogger("engine.core")
 
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    for name in (*OF_FRONT_ENDS, *OF_STARTERS):
+    for name in options_of(EngineArgs, FRONT_END, STARTER):
         if name in parsed:
             raise ConfigError(
                 f"--{name.replace('_', '-')} is for those who use a core, and this is one; give it "

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 
 from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError
-from engine.sched.find import installed_policies
+from engine.sched.plugins.find import installed_policies
 from engine.sched.policies import POLICIES
 from engine.sim.compare import Comparison, Engine, Figures, Variant, compare, mean, percentile
 from engine.sim.workload import Workload, dispersion, draw

@@ -18,7 +18,7 @@ imported = time.perf_counter()
 
 
 def main() -> None:
-    args = EngineArgs.from_options(**{"log_level": "error", **json.loads(sys.argv[1])})
+    args = EngineArgs(**{"log_level": "error", **json.loads(sys.argv[1])})
     with LLMEngine.from_engine_args(args) as engine:
         loaded = time.perf_counter()
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)

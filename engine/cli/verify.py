@@ -19,9 +19,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from engine.config.cli import json_object
 from engine.errors import ConfigError
-from engine.sched.find import find_policy
-from engine.sched.verify.case import Case
-from engine.sched.verify.swarm import (
+from engine.sched.plugins.find import find_policy
+from engine.verify.case import Case
+from engine.verify.swarm import (
     Found,
     Report,
     Swarm,

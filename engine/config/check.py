@@ -25,17 +25,22 @@ WORDS = {
 def check_types(options: Any) -> None:
     """Raise ``ConfigError`` naming option, value and type for the first that does not fit.
 
-    ``options`` is a dataclass. Fields that are a ``Literal`` name their choices themselves.
+    ``options`` is a dataclass; of a field that is a ``Literal`` the error lists the choices.
     """
     cls: type = type(options)
-    for name, kinds in _kinds_by_field(cls).items():
-        check_kind(name, getattr(options, name), kinds)
+    for name, (kinds, choices) in _rules_by_field(cls).items():
+        value = getattr(options, name)
+        check_kind(name, value, kinds)
+        if choices and value not in choices:
+            listed = ", ".join(map(str, choices))
+            raise ConfigError(f"{name} is {value!r:.80}, must be one of: {listed}")
 
 
 def check_kind(name: str, value: object, kinds: tuple[type, ...]) -> None:
     """Raise ``ConfigError`` if the value is of none of these classes; ``()`` allows anything."""
     if kinds and not any(_is_a(value, kind) for kind in kinds):
-        wanted = " or ".join(WORDS.get(kind, kind.__name__) for kind in kinds)
+        named = [kind for kind in kinds if kind is not tuple or list not in kinds]
+        wanted = " or ".join(WORDS.get(kind, kind.__name__) for kind in named)
         raise ConfigError(f"{name} is {value!r:.80} ({type(value).__name__}), must be {wanted}")
 
 
@@ -53,9 +58,19 @@ def check_range(options: Any, low: float, high: float | None, *names: str) -> No
 
 
 @cache
-def _kinds_by_field(cls: type) -> dict[str, tuple[type, ...]]:
-    hints = get_type_hints(cls)
-    return {option.name: kinds_of(hints[option.name]) for option in fields(cls)}
+def _rules_by_field(cls: type) -> dict[str, tuple[tuple[type, ...], tuple[object, ...]]]:
+    """Of each field the classes and the choices of its values; () where all are allowed."""
+    hints = {option.name: get_type_hints(cls)[option.name] for option in fields(cls)}
+    return {name: (kinds_of(hint), _choices_of(hint)) for name, hint in hints.items()}
+
+
+def _choices_of(hint: Any) -> tuple[object, ...]:
+    """Values of a ``Literal``, which may be optional."""
+    if get_origin(hint) in (Union, types.UnionType) and type(None) in get_args(hint):
+        (own, *others) = [part for part in get_args(hint) if part is not type(None)]
+        choices = () if others else _choices_of(own)
+        return (None, *choices) if choices else ()
+    return get_args(hint) if get_origin(hint) is Literal else ()
 
 
 def kinds_of(hint: Any) -> tuple[type, ...]:

@@ -8,26 +8,31 @@ import inspect
 import json
 import textwrap
 import types
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import partial
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from engine.config.option import EXAMPLE
+
 T = TypeVar("T")
 
-EXAMPLE = "example"  # in the metadata of a field that is a dict: one, to be shown
 ANY_OBJECT = {"name": 8, "other": "text"}
 
 
 def add_options(parser: argparse.ArgumentParser, options: type[Any]) -> None:
-    """Add one ``--flag`` per field of the dataclass ``options``; what is not given stays out."""
+    """Add one ``--flag`` per field of the dataclass ``options``; what is not given stays out.
+
+    If it is made of several dataclasses each is a group of flags, headed by the first line of its
+    doc.
+    """
     hints, docs = get_type_hints(options), field_docs(options)
-    group = parser.add_argument_group(options.__name__)
-    for option in fields(options):
-        flag = "--" + option.name.replace("_", "-")
-        kind = argument_kind(hints[option.name], option.metadata.get(EXAMPLE))
-        shown = _shown_default(option)
-        help_text = (docs.get(option.name, "") + shown).replace("%", "%%")
-        group.add_argument(flag, default=argparse.SUPPRESS, help=help_text, **kind)
+    for each in groups_of(options):
+        group = parser.add_argument_group(summary(each))
+        for option in fields(each):
+            flag = "--" + option.name.replace("_", "-")
+            kind = argument_kind(hints[option.name], option.metadata.get(EXAMPLE))
+            help_text = (docs.get(option.name, "") + _shown_default(option)).replace("%", "%%")
+            group.add_argument(flag, default=argparse.SUPPRESS, help=help_text, **kind)
 
 
 def read_options(parsed: argparse.Namespace, options: type[T]) -> T:
@@ -55,24 +60,35 @@ def argument_kind(hint: Any, example: dict[str, Any] | None = None) -> dict[str,
     return {"type": str, "metavar": "NAME"}
 
 
+def groups_of(options: type[Any]) -> list[type[Any]]:
+    """The dataclasses that it is made of, in the order of their fields; itself if it is of none."""
+    return [*filter(is_dataclass, reversed(options.__bases__))] or [options]
+
+
+def summary(options: type[Any]) -> str:
+    """The first line of a class's doc, as the head of a list."""
+    return (options.__doc__ or options.__name__).partition("\n")[0].removesuffix(".")
+
+
 def field_docs(options: type[Any]) -> dict[str, str]:
-    """The string below each field of a class."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(options))).body[0]
-    assert isinstance(tree, ast.ClassDef)
+    """The string below each field of a class, or of the classes that it inherits fields from."""
     docs = {}
-    for node, below in zip(tree.body, tree.body[1:], strict=False):
-        if (
-            isinstance(node, ast.AnnAssign)
-            and isinstance(node.target, ast.Name)
-            and isinstance(below, ast.Expr)
-            and isinstance(below.value, ast.Constant)
-        ):
-            docs[node.target.id] = str(below.value.value)
+    for each in filter(is_dataclass, reversed(options.__mro__)):
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
+        assert isinstance(tree, ast.ClassDef)
+        for node, below in zip(tree.body, tree.body[1:], strict=False):
+            if (
+                isinstance(node, ast.AnnAssign)
+                and isinstance(node.target, ast.Name)
+                and isinstance(below, ast.Expr)
+                and isinstance(below.value, ast.Constant)
+            ):
+                docs[node.target.id] = str(below.value.value)
     return docs
 
 
 def _shown_default(option: Field[Any]) -> str:
-    if option.default is MISSING or option.default is None:
+    if option.default is MISSING or option.default in (None, ()):
         return ""
     return f" (default: {option.default})"
 

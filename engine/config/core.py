@@ -5,30 +5,38 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engine.config.check import check_range, check_types
+from engine.config.option import FRONT_END, STARTER
 from engine.errors import ConfigError
 
 MAX_CORES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class CoreConfig:
-    """Options of a core that does not run in its user's process."""
+class CoreOptions:
+    """Where the core runs, and how long it may take."""
 
-    multiprocess: bool = False
+    multiprocess: bool = field(default=False, metadata=FRONT_END)
     """Run the core in a process of its own, which ends with this one."""
-    data_parallel_size: int = 1
-    """Cores that share the work, each in a process of its own with the whole model."""
-    core_address: str | None = None
-    """Use the core that runs at this address, or those at several, divided by commas; None: start
-    one."""
-    core_secret: str | None = field(default=None, repr=False)
-    """What core and clients share, for TCP addresses."""
-    core_ready_timeout: float = 600.0
+    data_parallel_size: int = field(default=1, metadata=STARTER)
+    """Cores that share the work, each in a process of its own with the whole model; a request goes
+    where its prompt is cached, or where least is to be done."""
+    core_address: str | None = field(default=None, metadata=FRONT_END)
+    """Use the core that runs at this address, as metronome core printed it; give the model it has,
+    for its tokenizer. Addresses of several cores, divided by commas, share the work."""
+    core_ready_timeout: float = field(default=600.0, metadata=STARTER)
     """Seconds the core's process may take to load the model."""
-    core_hang_timeout: float = 300.0
+    core_hang_timeout: float = field(default=300.0, metadata=FRONT_END)
     """Seconds one step may take; a core that needs longer is given up, and ended if it is ours."""
     drain_timeout: float = 30.0
-    """Seconds for unfinished requests after SIGTERM."""
+    """Seconds for unfinished requests after a core's process got SIGTERM."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoreConfig(CoreOptions):
+    """Where the core runs, and what it takes to reach it."""
+
+    core_secret: str | None = field(default=None, repr=False)
+    """What core and clients share, for TCP addresses."""
 
     def __post_init__(self) -> None:
         check_types(self)

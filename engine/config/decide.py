@@ -7,15 +7,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from engine.config.cache import CacheConfig
-from engine.config.engine import Device, EngineConfig
-from engine.config.gpu import for_gpu
-from engine.config.model import ModelConfig, ModelInfo
-from engine.config.sched import SchedulerConfig
+from engine.config.engine import Device, EngineConfig, ResolvedConfig
+from engine.config.model import ModelInfo
+from engine.config.option import part
+from engine.config.sched import SchedulerConfig, SchedulerOptions
 from engine.errors import ConfigError
 
 logger = logging.getLogger("engine.config")
 
 GIB = 1 << 30
+TOKEN_BUDGET = 8192  # of a step
+CPU_CHUNK = 512  # of a step on a CPU: larger ones gain nothing and hold up those who decode
+CPU_BLOCK_SIZE = 16
+GPU_BLOCK_SIZE = 64  # a tile of keys is one block then
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +39,7 @@ class Decided:
     device: str
     """cpu or cuda."""
     scheduler: SchedulerConfig
-    """The scheduler's options, with the decided length."""
+    """What the scheduler runs with; its length fits the pool."""
     model: str = ""
     """Directory of the model, if there is one."""
     capabilities: tuple[str, ...] = ()
@@ -52,41 +56,48 @@ class ModelFacts:
     """Bytes of one KV block over all layers."""
 
 
-def resolve(config: EngineConfig, info: ModelInfo, device: Device) -> EngineConfig:
+def resolve(config: EngineConfig, info: ModelInfo, device: Device) -> ResolvedConfig:
     """What was left open, as the device likes it, and the length, at most the model's own.
 
     Raises ``ConfigError``.
     """
-    sched, cache = config.scheduler, config.cache
-    if device != "cpu":
-        sched, cache = for_gpu(config.gpu, sched, cache, config.async_scheduling)
-    sched = replace(sched, max_model_len=decide_max_model_len(config.model, info))
-    return replace(config, device=device, scheduler=sched, cache=cache)
+    is_cpu, asked, ahead = device == "cpu", config.scheduler, config.async_scheduling
+    overlaps = not is_cpu if ahead is None else ahead
+    scheduler = part(
+        SchedulerConfig,
+        asked,
+        max_num_batched_tokens=decide_token_budget(asked, is_cpu=is_cpu),
+        max_model_len=decide_max_model_len(asked, info),
+        num_steps_in_flight=2 if overlaps else 1,
+    )
+    block_size = config.cache.block_size or (CPU_BLOCK_SIZE if is_cpu else GPU_BLOCK_SIZE)
+    return part(ResolvedConfig, config, device=device, scheduler=scheduler, block_size=block_size)
 
 
 def decide(
-    config: EngineConfig,
+    config: ResolvedConfig,
     info: ModelInfo,
     facts: ModelFacts,
     measure: Callable[[], int],
     capabilities: tuple[str, ...] = (),
 ) -> Decided:
-    """What the engine runs with. ``config``: resolved for the device. ``measure`` is asked for the
-    bytes that the KV pool may take, unless they are given. Raises ``ConfigError``."""
+    """What the engine runs with. ``measure`` is asked for the bytes that the KV pool may take,
+    unless they are given. Raises ``ConfigError``."""
     cache, sched = config.cache, config.scheduler
     is_given = cache.num_kv_blocks is not None or cache.kv_cache_memory_bytes is not None
     num_blocks = decide_num_blocks(
         cache,
+        block_size=config.block_size,
         block_bytes=facts.block_bytes,
         budget_bytes=0 if is_given else measure(),
         max_model_len=sched.max_model_len,
         max_num_seqs=sched.max_num_seqs,
     )
-    sched = cap_to_pool(sched, cache, num_blocks)
+    sched = cap_to_pool(sched, config.block_size, num_blocks)
     return Decided(
         max_model_len=sched.max_model_len,
         num_kv_blocks=num_blocks,
-        block_size=cache.block_size,
+        block_size=config.block_size,
         vocab_size=facts.vocab_size,
         eos_token_ids=info.eos_token_ids,
         device=config.device,
@@ -96,22 +107,31 @@ def decide(
     )
 
 
-def decide_max_model_len(config: ModelConfig, info: ModelInfo) -> int:
+def decide_token_budget(asked: SchedulerOptions, *, is_cpu: bool) -> int:
+    """Tokens of a step: asked, or as the device likes it, and one at least for each seat."""
+    if asked.max_num_batched_tokens is not None:
+        return asked.max_num_batched_tokens
+    is_small = is_cpu and asked.enable_chunked_prefill
+    return max(CPU_CHUNK if is_small else TOKEN_BUDGET, asked.max_num_seqs)
+
+
+def decide_max_model_len(asked: SchedulerOptions, info: ModelInfo) -> int:
     """Asked length, at most the model's own. Raises ``ConfigError`` naming both."""
     own = info.max_position_embeddings
-    if config.max_model_len is None:
+    if asked.max_model_len is None:
         return own
-    if config.max_model_len > own:
+    if asked.max_model_len > own:
         raise ConfigError(
-            f"max_model_len is {config.max_model_len}, but the model was made for {own} positions "
+            f"max_model_len is {asked.max_model_len}, but the model was made for {own} positions "
             "(max_position_embeddings in config.json); ask for at most that"
         )
-    return config.max_model_len
+    return asked.max_model_len
 
 
 def decide_num_blocks(
     cache: CacheConfig,
     *,
+    block_size: int,
     block_bytes: int,
     budget_bytes: int,
     max_model_len: int,
@@ -122,7 +142,7 @@ def decide_num_blocks(
     Never more than all seats at full length could use. Raises ``ConfigError`` with the numbers if
     the memory does not hold one request of full length.
     """
-    per_request = -(-max_model_len // cache.block_size)
+    per_request = -(-max_model_len // block_size)
     if cache.num_kv_blocks is not None:
         return cache.num_kv_blocks
     budget = cache.kv_cache_memory_bytes
@@ -130,7 +150,7 @@ def decide_num_blocks(
         budget = budget_bytes
     blocks = min(budget // block_bytes, per_request * max_num_seqs + 1)
     if blocks < per_request + 1:
-        fitting = max(0, blocks - 1) * cache.block_size
+        fitting = max(0, blocks - 1) * block_size
         shorter = f"lower max_model_len to at most {fitting}, or " if fitting else ""
         raise ConfigError(
             f"one request of max_model_len {max_model_len} needs "
@@ -141,9 +161,9 @@ def decide_num_blocks(
     return int(blocks)
 
 
-def cap_to_pool(sched: SchedulerConfig, cache: CacheConfig, num_blocks: int) -> SchedulerConfig:
+def cap_to_pool(sched: SchedulerConfig, block_size: int, num_blocks: int) -> SchedulerConfig:
     """A pool asked for by number may be smaller than the longest request: then that is shorter."""
-    room = (num_blocks - 1) * cache.block_size + 1  # the last token needs no KV
+    room = (num_blocks - 1) * block_size + 1  # the last token needs no KV
     if sched.max_model_len <= room:
         return sched
     logger.warning(
@@ -151,6 +171,6 @@ def cap_to_pool(sched: SchedulerConfig, cache: CacheConfig, num_blocks: int) -> 
         sched.max_model_len,
         room,
         num_blocks - 1,
-        cache.block_size,
+        block_size,
     )
     return replace(sched, max_model_len=room)

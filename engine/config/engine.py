@@ -1,19 +1,20 @@
-"""Everything asked of one engine, in one frozen object."""
+"""Everything asked of one engine, in one frozen object, and what is decided of it."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from engine.config.cache import CacheConfig
-from engine.config.check import check_range
+from engine.config.check import check_range, check_types
 from engine.config.core import CoreConfig
-from engine.config.env import LOG_LEVELS
 from engine.config.gpu import GPUConfig
-from engine.config.model import ModelConfig, check_choice
+from engine.config.model import ModelConfig
+from engine.config.option import BOTH, FRONT_END
 from engine.config.polling import PollConfig
-from engine.config.sched import SchedulerConfig
+from engine.config.sched import SchedulerConfig, SchedulerOptions
 from engine.errors import ConfigError
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -22,44 +23,54 @@ MAX_POOL_SIZE = 64  # of text processes of each kind
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig:
+class EngineOptions:
+    """Device, threads, log, and processes for text."""
+
+    device: Device = "auto"
+    """Where the model runs; auto is a CUDA GPU if there is one, else the CPU."""
+    async_scheduling: bool | None = None
+    """Plan the next step while one runs; if not given on with a GPU and off on a CPU, which has
+    nothing to overlap with."""
+    num_threads: int | None = None
+    """Threads of CPU kernels; the cores this process may use if not given."""
+    log_level: LogLevel | None = field(default=None, metadata=BOTH)
+    """How much the engine logs; METRONOME_LOG_LEVEL or info (commands: warning) if not given."""
+    disable_log_stats: bool = field(default=False, metadata=FRONT_END)
+    """Leave out the line of figures that is logged every few seconds while there is work."""
+    step_log: str | Path | None = None
+    """File to record every input and plan of the scheduler in, for metronome replay."""
+    torch_profiler_dir: str | Path | None = None
+    """Directory for the traces of start_profile and stop_profile, made if it is not there. The
+    commands generate, chat and bench record what they do."""
+    logits_processors: list[Any] | tuple[Any, ...] = ()
+    """Factories of custom logits processors, or their dotted paths, applied in this order."""
+    tokenizer_pool_size: int = field(default=0, metadata=FRONT_END)
+    """Processes that tokenise, and as many that detokenise; 0: this process does both."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(EngineOptions):
     """What the user asked for. Sizes that depend on model and machine are decided from it later."""
 
     model: ModelConfig
     """Which model, and how it is loaded."""
     cache: CacheConfig = field(default_factory=CacheConfig)
     """How KV memory is cut and shared."""
-    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
     """Budgets and policy of the scheduler."""
     gpu: GPUConfig = field(default_factory=GPUConfig)
     """How a GPU is used."""
-    device: Device = "auto"
-    """Where the model runs; auto is a CUDA GPU if there is one, else the CPU."""
-    async_scheduling: bool | None = None
-    """Plan the next step while one runs; None is on with a GPU and off on a CPU, which has nothing
-    to overlap with."""
-    num_threads: int | None = None
-    """Threads of CPU kernels; None takes OMP_NUM_THREADS, or the cores this process may use."""
-    log_level: LogLevel = "info"
-    """How much the engine logs."""
-    disable_log_stats: bool = False
-    """Leave out the line of figures that is logged every few seconds while there is work."""
-    step_log: str | None = None
-    """File in which every input and every plan of the scheduler is recorded."""
-    torch_profiler_dir: str | None = None
-    """Directory for traces of the worker."""
-    logits_processors: tuple[Any, ...] = ()
-    """Factories of custom logits processors, applied in this order."""
     core: CoreConfig = field(default_factory=CoreConfig)
     """Where the core runs."""
     polling: PollConfig = field(default_factory=PollConfig)
     """How long the core waits for messages."""
-    tokenizer_pool_size: int = 0
-    """Tokenizer processes, and as many detokenizer processes; 0: the user's process does both."""
+    log_level: LogLevel = "info"
+    """How much the engine logs."""
+    torch_profiler_dir: str | None = None
+    """Directory for traces of the worker, wherever that runs."""
 
     def __post_init__(self) -> None:
-        check_choice("device", self.device, ("auto", "cpu", "cuda"))
-        check_choice("log_level", self.log_level, LOG_LEVELS)
+        check_types(self)
         check_range(self, 0, MAX_POOL_SIZE, "tokenizer_pool_size")
         if self.tokenizer_pool_size and self.model.skip_tokenizer_init:
             raise ConfigError(
@@ -83,3 +94,16 @@ class EngineConfig:
                 f"is {self.core.data_parallel_size}: each core needs an address of its own; leave "
                 "it out and they are logged"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedConfig(EngineConfig):
+    """What was asked, and what was left open in it decided for a device and a model.
+
+    A worker is made from it. Only the number of blocks waits for the model's memory.
+    """
+
+    scheduler: SchedulerConfig
+    """What the scheduler runs with."""
+    block_size: int
+    """Tokens per KV block."""

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from engine.config.cache import CacheConfig
 from engine.config.check import check_kind, check_types
-from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError
 
 MAX_GRAPH_ROWS = 512
-TOKEN_BUDGET = 8192
-BLOCK_SIZE = 64  # a tile of keys is one block then
-STEPS_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,16 +15,12 @@ class GPUConfig:
     """How a GPU is used; the CPU reads none of it."""
 
     gpu_memory_utilization: float = 0.9
-    """Share of the GPU's memory the engine may take; the KV pool gets what it leaves of that."""
+    """Share of a GPU's memory the engine may take; the KV pool gets what it leaves of that."""
     enforce_eager: bool = False
     """Launch every step call by call: no CUDA graphs."""
-    cudagraph_capture_sizes: tuple[int, ...] | None = None
-    """Batch sizes that decode steps are recorded for; None takes 1, 2, 4, then every 8 and 16 up to
-    max_num_seqs or 512."""
-    max_num_batched_tokens: int | None = None
-    """Token budget of a step; None takes 8192, or max_num_seqs if that is more."""
-    block_size: int | None = None
-    """Tokens per KV block; None takes 64."""
+    cudagraph_capture_sizes: list[int] | tuple[int, ...] | None = None
+    """Batch sizes decode steps are recorded for; 1, 2, 4, then every 8 and 16 up to max_num_seqs or
+    512 if not given."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -52,18 +43,3 @@ def graph_sizes(config: GPUConfig, max_num_seqs: int) -> list[int]:
     most = min(max_num_seqs, MAX_GRAPH_ROWS)
     steps = (1, 2, 4, *range(8, 256, 8), *range(256, MAX_GRAPH_ROWS, 16))
     return [*(size for size in steps if size < most), most]
-
-
-def for_gpu(
-    config: GPUConfig,
-    sched: SchedulerConfig,
-    cache: CacheConfig,
-    async_scheduling: bool | None,
-) -> tuple[SchedulerConfig, CacheConfig]:
-    """What was left open, as a GPU likes it: large steps and blocks, the next one planned ahead."""
-    budget = config.max_num_batched_tokens or max(TOKEN_BUDGET, sched.max_num_seqs)
-    depth = STEPS_IN_FLIGHT if async_scheduling is None else sched.num_steps_in_flight
-    return (
-        replace(sched, max_num_batched_tokens=budget, num_steps_in_flight=depth),
-        replace(cache, block_size=config.block_size or BLOCK_SIZE),
-    )

@@ -7,52 +7,46 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from engine.config.check import check_types
+from engine.config.option import BOTH, FRONT_END
 from engine.errors import ConfigError, ModelError
-
-DType = Literal["auto", "float32", "bfloat16", "float16"]
-Quantization = Literal["int8", "fp8"]
-LoadFormat = Literal["auto", "safetensors", "dummy"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """The model a user asked for."""
+class ModelOptions:
+    """Which model, and how it is loaded."""
 
-    model: str
-    """Directory with config.json and weights (Hugging Face layout)."""
-    tokenizer: str | None = None
+    model: str | Path | None = field(default=None, metadata=BOTH)
+    """Directory of the model (Hugging Face layout); the one in the box if not given."""
+    tokenizer: str | Path | None = field(default=None, metadata=FRONT_END)
     """Directory of the tokenizer, if it is not the model's."""
-    skip_tokenizer_init: bool = False
-    """Serve token ids only: no tokenizer is loaded."""
-    dtype: DType = "auto"
+    skip_tokenizer_init: bool = field(default=False, metadata=FRONT_END)
+    """Token ids in, token ids out: load no tokenizer."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type to compute in; auto is float32 on the CPU and the checkpoint's type on a GPU."""
-    quantization: Quantization | None = None
-    """What plain weights become when they are loaded: int8 (on the CPU activations too, on a GPU
-    weights alone) or fp8 (weights and activations, GPU). A quantised directory needs no option."""
-    load_format: LoadFormat = "auto"
+    quantization: Literal["int8", "fp8"] | None = None
+    """Quantise plain weights when they are loaded: int8, or fp8 on a GPU."""
+    load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     """dummy: seeded random weights from config.json alone."""
-    max_model_len: int | None = None
-    """Longest prompt plus output in tokens; None takes the model's own limit."""
-    trust_remote_code: bool = False
+    trust_remote_code: bool = field(default=False, metadata=BOTH)
     """Let transformers run code that lies in the model directory."""
-    seed: int = 0
+    seed: int = field(default=0, metadata=BOTH)
     """Keys dummy weights and the noise of requests without a seed of their own."""
 
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(ModelOptions):
+    """The model that a user asked for, or the one in the box."""
+
+    model: str
+    """Directory with config.json and weights."""
+    tokenizer: str | None = None
+    """Directory of the tokenizer, if it is not the model's."""
+
     def __post_init__(self) -> None:
-        check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
-        check_choice("load_format", self.load_format, ("auto", "safetensors", "dummy"))
-        check_choice("quantization", self.quantization, (None, "int8", "fp8"))
-        if self.max_model_len is not None and self.max_model_len < 1:
-            raise ConfigError(f"max_model_len is {self.max_model_len}, must be at least 1")
+        check_types(self)
         if not -(2**63) <= self.seed < 2**63:
             raise ConfigError(f"seed is {self.seed}, must be in [-2**63, 2**63 - 1] (64 bits)")
-
-
-def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
-    """Raise ``ConfigError`` naming the legal values unless ``value`` is one of them."""
-    if value not in choices:
-        listed = ", ".join(str(choice) for choice in choices)
-        raise ConfigError(f"{name} is {value!r}, must be one of: {listed}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,13 +13,22 @@ MAX_DIGITS = 20  # far more of them Python does not even convert
 
 
 @dataclass(frozen=True, kw_only=True)
-class PollConfig:
+class PollOptions:
+    """How long a core in a process of its own waits for messages."""
+
+    decode_poll_timeout_ms: int | None = None
+    """Milliseconds a core in a process of its own looks for messages between decode steps; if not
+    given METRONOME_DECODE_POLL_TIMEOUT_MS, or 0, which does not wait."""
+    idle_wait_ms: int = 1000
+    """Longest sleep of such a core without work, in milliseconds; whatever arrives ends it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PollConfig(PollOptions):
     """Waits of the step loop for what comes in, in milliseconds."""
 
     decode_poll_timeout_ms: int = 0
     """Longest first look for messages while sequences decode; 0 does not wait."""
-    idle_wait_ms: int = 1000
-    """Longest sleep while there is nothing to do; whatever arrives ends it."""
 
     def __post_init__(self) -> None:
         check_types(self)

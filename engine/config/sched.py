@@ -1,4 +1,4 @@
-"""Scheduler options."""
+"""Options of the scheduler: as they are asked, and as a scheduler has them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from math import inf
 from typing import Any
 
 from engine.config.check import check_kind, check_range, check_types
+from engine.config.option import EXAMPLE
 from engine.config.speculative import SpeculativeConfig
 from engine.errors import ConfigError
 
@@ -15,15 +16,19 @@ MAX_SEATS = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
-class SchedulerConfig:
-    """Budgets and policy of the scheduler."""
+class SchedulerOptions:
+    """Budgets and policy of the scheduler.
 
-    max_num_batched_tokens: int = 2048
-    """Token budget of a step."""
+    As they are asked: ``None`` is decided from model and device.
+    """
+
+    max_model_len: int | None = None
+    """Longest prompt plus output in tokens; the model's own limit if not given."""
     max_num_seqs: int = 256
-    """Requests that may run at once (seats)."""
-    max_model_len: int = 2048
-    """Longest prompt plus output, in tokens; decided from the model if not asked."""
+    """Requests that may run at once."""
+    max_num_batched_tokens: int | None = None
+    """Token budget of a step; 8192 if not given (with chunked prefill on a CPU 512, where larger
+    steps gain nothing and hold up those who decode), or max_num_seqs if that is more."""
     enable_chunked_prefill: bool = True
     """Compute a long prompt in pieces beside decodes."""
     long_prefill_token_threshold: int = 0
@@ -31,30 +36,37 @@ class SchedulerConfig:
     long_prefill_token_threshold_adaptive: bool = False
     """Raise that cap to an equal share of the step's tokens where it is below one."""
     watermark: float | None = None
-    """Share of the KV blocks that a request leaves free as it starts beside others; None: judged by
-    the measured time of steps."""
+    """Share of the KV blocks that a request leaves free as it starts beside others; judged by the
+    measured time of steps if not given."""
     scheduling_policy: Any = "fcfs"
     """Name of a shipped policy, or a Policy class, its dotted path or an object of one."""
     scheduler_cls: Any = None
     """A SchedulerInterface class or its dotted path, in place of the shared mechanism."""
-    num_steps_in_flight: int = 1
-    """Steps launched before the oldest is settled: 1 synchronous, 2 overlapped."""
-    policy_options: dict[str, Any] = field(default_factory=dict)
+    policy_options: dict[str, Any] = field(
+        default_factory=dict, metadata={EXAMPLE: {"default_deadline": 5.0}}
+    )
     """Keyword arguments of the policy."""
     max_policy_faults: int = 3
     """Faults a policy or resource may make; with one more it is left out."""
-    resources: tuple[Any, ...] = ()
+    resources: list[Any] | tuple[Any, ...] = ()
     """Names, classes, dotted paths or objects of resources beside those the model needs."""
-    speculative_config: dict[str, Any] | None = None
-    """Guess tokens and verify them beside a request's own; see ``SpeculativeConfig``."""
+    speculative_config: dict[str, Any] | None = field(
+        default=None, metadata={EXAMPLE: {"method": "ngram", "num_speculative_tokens": 4}}
+    )
+    """Guess tokens and verify them beside a request's own: method (ngram: what followed when the
+    last tokens stood in its text before), num_speculative_tokens, prompt_lookup_min and
+    prompt_lookup_max (5 if not given). Tokens are the same as without."""
     length_predictor: Any = "none"
     """How policies are told output lengths: none (max_tokens), history, oracle, or your own."""
-    user_weights: dict[str, float] = field(default_factory=dict)
+    user_weights: dict[str, float] = field(
+        default_factory=dict, metadata={EXAMPLE: {"ann": 2.0, "bob": 0.5}}
+    )
     """Shares of users for fair policies; who is not named has 1.0."""
     max_waiting_requests: int | None = None
-    """Requests that may wait; more are refused with an estimate of the wait. None: no bound."""
+    """Requests that may wait; more are refused with an estimate of the wait. No bound if not
+    given."""
     max_waiting_tokens: int | None = None
-    """Prompt tokens that may wait in all. None: no bound."""
+    """Prompt tokens that may wait in all; no bound if not given."""
     stalled_steps: int = 100
     """Steps without any progress after which the blocked head of the queue is named in the log."""
 
@@ -68,7 +80,6 @@ class SchedulerConfig:
         check_range(self, 0, INT32_MAX, "long_prefill_token_threshold")
         check_range(self, 1, INT32_MAX, "max_model_len", "max_num_batched_tokens")
         check_range(self, 1, None, "max_waiting_requests", "max_waiting_tokens", "stalled_steps")
-        check_range(self, 1, None, "num_steps_in_flight")
         check_range(self, 0, None, "max_policy_faults")
         if self.watermark is not None and not 0 <= self.watermark < 1:
             raise ConfigError(f"watermark is {self.watermark}, must be at least 0 and below 1")
@@ -83,21 +94,24 @@ class SchedulerConfig:
                 )
 
     def _check_budget(self) -> None:
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        """Sizes that were asked must fit each other; those that are decided are checked again."""
+        budget, longest = self.max_num_batched_tokens, self.max_model_len
+        if budget is not None and budget < self.max_num_seqs:
             raise ConfigError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) is below max_num_seqs "
+                f"max_num_batched_tokens ({budget}) is below max_num_seqs "
                 f"({self.max_num_seqs}): one step could not give every running request a token; "
                 "raise the first or lower the second"
             )
-        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+        is_short = budget is not None and longest is not None and budget < longest
+        if is_short and not self.enable_chunked_prefill:
             raise ConfigError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) is below max_model_len "
-                f"({self.max_model_len}) and chunked prefill is off: long prompts could never run"
+                f"max_num_batched_tokens ({budget}) is below max_model_len "
+                f"({longest}) and chunked prefill is off: long prompts could never run"
             )
-        if self.long_prefill_token_threshold > self.max_model_len:
+        if longest is not None and self.long_prefill_token_threshold > longest:
             raise ConfigError(
                 f"long_prefill_token_threshold ({self.long_prefill_token_threshold}) is above "
-                f"max_model_len ({self.max_model_len})"
+                f"max_model_len ({longest})"
             )
         if self.long_prefill_token_threshold_adaptive and not self.long_prefill_token_threshold:
             raise ConfigError(
@@ -109,9 +123,28 @@ class SchedulerConfig:
         if self.speculative_config is None:
             return
         num_drafts = SpeculativeConfig.of(self.speculative_config).num_speculative_tokens
-        if num_drafts >= self.max_num_batched_tokens:
+        budget = self.max_num_batched_tokens
+        if budget is not None and num_drafts >= budget:
             raise ConfigError(
                 f"num_speculative_tokens is {num_drafts}: with its drafts a request needs "
                 f"{num_drafts + 1} tokens of a step, max_num_batched_tokens is "
-                f"{self.max_num_batched_tokens}; lower the first or raise the second"
+                f"{budget}; lower the first or raise the second"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig(SchedulerOptions):
+    """What a scheduler runs with: the options, and what was left open in them decided."""
+
+    max_num_batched_tokens: int = 2048
+    """Token budget of a step."""
+    max_model_len: int = 2048
+    """Longest prompt plus output, in tokens."""
+    num_steps_in_flight: int = 1
+    """Steps launched before the oldest is settled: 1 synchronous, 2 overlapped."""
+    resources: tuple[Any, ...] = ()
+    """Names, classes, dotted paths or objects of resources beside those the model needs."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(self, 1, None, "num_steps_in_flight")

@@ -15,10 +15,10 @@ from engine.config.cache import CacheConfig
 from engine.config.decide import GIB, Decided, ModelFacts, decide, resolve
 from engine.config.engine import EngineConfig
 from engine.config.model import read_model_info
-from engine.config.sched import SchedulerConfig
+from engine.config.sched import SchedulerOptions
 from engine.config.speculative import SpeculativeConfig
-from engine.core.client import InprocClient
 from engine.core.engine_core import EngineCore, Executor
+from engine.core.inproc_client import InprocClient
 from engine.core.recording import describe, record
 from engine.errors import ConfigError
 from engine.kv.events import EventLog
@@ -27,10 +27,10 @@ from engine.kv.hashing import BlockHasher, Sha256Hasher
 from engine.kv.layout import max_concurrency
 from engine.kv.manager import KVManager
 from engine.messages.step import CAPABILITIES, PARTS
-from engine.sched.find import Chosen, choose, make_scheduler
 from engine.sched.interface import SchedulerInterface
+from engine.sched.plugins.find import Chosen, choose, make_scheduler
 from engine.sched.resource import Resource
-from engine.spec.drafts import Drafts
+from engine.spec.decide import Drafts
 from engine.spec.ngram import NgramProposer
 
 if TYPE_CHECKING:
@@ -52,14 +52,14 @@ def build_core(
     from engine.worker.device import resolve_device
     from engine.worker.worker import make_worker
 
-    config = resolve(config, info, resolve_device(config.device))
-    worker = make_worker(config, info, computing_halves(config))
+    resolved = resolve(config, info, resolve_device(config.device))
+    worker = make_worker(resolved, info, computing_halves(resolved))
     check_capabilities(chosen.resources, worker.capabilities)
     facts = worker.load()
-    decided = decide(config, info, facts, worker.measure, parts_of(chosen.resources))
+    decided = decide(resolved, info, facts, worker.measure, parts_of(chosen.resources))
     log_pool(decided, facts)
     worker.allocate(decided.num_kv_blocks)
-    core = wire(config, decided, worker, clock=clock, chosen=chosen)
+    core = wire(resolved, decided, worker, clock=clock, chosen=chosen)
     client = InprocClient(core, decided, clock=clock)
     gc.freeze()  # or each full collection walks all that imports made, a tenth of a second
     return client
@@ -113,14 +113,14 @@ def wire(
     return EngineCore(scheduler, executor, sched.num_steps_in_flight)
 
 
-def choose_all(config: SchedulerConfig) -> Chosen:
+def choose_all(config: SchedulerOptions) -> Chosen:
     """Policy and resources that the configuration names, and what its features ask of the
     scheduler. Raises ``ConfigError``."""
     chosen = choose(config)
     return chosen._replace(resources=(*features_of(config), *chosen.resources))
 
 
-def features_of(config: SchedulerConfig) -> list[Resource]:
+def features_of(config: SchedulerOptions) -> list[Resource]:
     """The resources of what was switched on. What decides must be in the scheduler's options, from
     which a step log is replayed."""
     if config.speculative_config is None:

@@ -1,171 +1,76 @@
-"""A client of a core in the same process."""
+"""What every client of a core does, wherever the core runs: the contract, once."""
 
 from __future__ import annotations
 
-import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
-from engine.config.decide import Decided
-from engine.core.control import Utilities
-from engine.core.engine_core import EngineCore
-from engine.core.polling import Work
-from engine.errors import EngineDeadError
-from engine.messages.check import as_request_ids, check_request, in_use
-from engine.messages.columns import with_ends
-from engine.messages.outputs import CoreOutputs, Finished
+from engine.messages.outputs import CoreOutputs
 from engine.messages.requests import AddRequest
 from engine.messages.stats import SchedulerStats
-from engine.sched.columns import end_of
-from engine.sched.interface import StepOutputs
+from engine.messages.wire import Welcome
 
-IDLE_SECONDS = 0.001  # between two looks while all that is left waits for something
+if TYPE_CHECKING:  # what a client elsewhere imports is kept small
+    from engine.config.decide import Decided
 
 
-class InprocClient:
-    """Calls the core directly; ``step`` runs one engine step in the caller's thread.
+class CoreClient(Protocol):
+    """A core, wherever it runs. Belongs to one thread at a time.
 
-    Once a step has raised, or after ``shutdown``, every call raises ``EngineDeadError``.
+    Once the core has died, and after ``shutdown``, every call raises ``EngineDeadError``, but for
+    counts and ``shutdown``.
     """
 
-    id_prefix = ""
-    """What request ids should begin with so that no other client has the same: there is none."""
-
-    def __init__(
-        self,
-        core: EngineCore,
-        decided: Decided,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.decided = decided
-        self._core: EngineCore | None = core
-        self._clock = clock
-        self._aborted: dict[str, tuple[int, Finished]] = {}  # client and end, told by the next step
-        self._cause: BaseException | None = None
-        self._utilities = Utilities(core.scheduler, core.executor)
+    decided: Decided | Welcome
+    """What the core runs with."""
+    id_prefix: str
+    """Request ids that begin with it are unique among all clients of the core."""
 
     def add(self, request: AddRequest) -> None:
-        """Queue a request. Raises ``RequestError`` for an id whose end was not told yet or one that
-        can never fit, and ``RefusedError`` for one that is not taken now."""
-        core = self._live()
-        check_request(request, self.decided.vocab_size, self.decided.capabilities)
-        if request.request_id in self._aborted:
-            raise in_use(request.request_id)
-        core.scheduler.add_request(request)
+        """Queue a request. Raises ``RequestError`` for an id that is in use or a request that can
+        never be served, ``RefusedError`` for one that is not taken now."""
+        for error in self.add_all([request]).values():
+            raise error
 
     def add_all(self, requests: Sequence[AddRequest]) -> dict[int, Exception]:
-        """Queue these, in order. Returns what ``add`` raised, by place; {} if all were taken."""
-        errors: dict[int, Exception] = {}
-        for index, request in enumerate(requests):
-            try:
-                self.add(request)
-            except EngineDeadError:
-                raise
-            except Exception as error:  # a request its policy chokes on fails alone
-                errors[index] = error
-        return errors
+        """Queue these, in order. Returns what ``add`` would raise, by place; {} if all were taken.
+
+        Interrupted, it may have queued some: abort them.
+        """
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Finish these; unknown ids do nothing. The next step tells the end of each.
-
-        Raises ``RequestTypeError`` for ids that are none.
-        """
-        scheduler = self._live().scheduler
-        for req in scheduler.finish_requests(as_request_ids(request_ids), "abort"):
-            self._aborted[req.request_id] = (req.add.client_index, end_of(req, 0, "abort"))
-
-    def drop(self, request_ids: Sequence[str]) -> None:
-        """Finish these, and tell no more of them."""
-        self._live().scheduler.finish_requests(request_ids, "abort")
+        """Finish these; unknown ids do nothing. Waits for nothing: ``step`` tells their ends, and
+        what came before. Raises ``RequestTypeError`` for ids that are none."""
 
     def step(self) -> list[CoreOutputs]:
-        """One engine step; [] when it brought nothing.
+        """What the core's steps have brought, [] if nothing.
 
-        Sleeps for a moment if there was nothing to do: requests are paused, or wait to be woken.
+        Runs one step if the core is here, else waits a moment for outputs if there are none.
         """
-        outputs = list(self.turn().values())
-        if not outputs and self.is_idle:
-            time.sleep(IDLE_SECONDS)
-        return outputs
-
-    def turn(self) -> StepOutputs:
-        """One engine step; what it brought by client index. Never sleeps."""
-        core = self._live()
-        try:
-            outputs = core.step()
-        except BaseException as error:  # whatever it was, the step is half done
-            self._cause = error
-            if not isinstance(error, Exception):
-                raise
-            raise EngineDeadError(
-                f"the engine core died: {type(error).__name__}: {error}"
-            ) from error
-        return self._with_aborted(outputs) if self._aborted else outputs
 
     def wake(self) -> None:
-        """Let ``step`` return soon, if it waits in another thread: here it never waits long."""
+        """Let ``step`` return soon, if it waits in another thread: the only call for others."""
 
     def check_alive(self) -> None:
         """Raise ``EngineDeadError`` if the core has died."""
-        self._live()
-
-    @property
-    def is_idle(self) -> bool:
-        """Did the last step find nothing to compute and nothing to settle?"""
-        return self._live().is_idle
-
-    def next_work(self, num_moved: int) -> Work:
-        """What the next step would do, after one in which so many requests got tokens."""
-        counts = self._live().scheduler.get_request_counts()
-        return "prefill" if counts.waiting or counts.running > num_moved else "decode"
 
     def has_unfinished(self) -> bool:
-        """Is there a request whose end was not told yet?"""
+        """Is there a request whose end ``step`` has not told yet?"""
         return self.num_unfinished() > 0
 
     def num_unfinished(self) -> int:
-        if self._core is None:
-            return 0
-        return self._core.scheduler.get_num_unfinished_requests() + len(self._aborted)
+        """Requests that were taken and whose end ``step`` has not told yet."""
 
     def stats(self) -> SchedulerStats | None:
         """Gauges and counters of the scheduler, ``None`` if it keeps none."""
-        return self._live().scheduler.make_stats()
+        stats: SchedulerStats | None = self.call("stats")
+        return stats
 
     def latest_stats(self) -> SchedulerStats | None:
-        """The same, for who cannot wait: here nobody has to."""
-        return self.stats()
+        """What is known of ``stats`` without waiting; asks a core elsewhere for newer ones."""
 
     def call(self, name: str, *args: Any) -> Any:
         """A utility by name. Raises ``ConfigError`` for one that does not exist."""
-        self._live()
-        return self._utilities.call(name, args)
 
     def shutdown(self) -> None:
-        """Let go of model and memory; harmless when repeated."""
-        if self._core is not None:
-            self._core.executor.shutdown()
-            self._core.scheduler.shutdown()
-            self._core = None
-
-    def _with_aborted(self, outputs: StepOutputs) -> StepOutputs:
-        """The outputs and, behind them, the ends of aborted requests."""
-        ends: defaultdict[int, list[tuple[str, Finished]]] = defaultdict(list)
-        for name, (client_index, end) in self._aborted.items():
-            ends[client_index].append((name, end))
-        self._aborted.clear()
-        nothing = CoreOutputs([], [], [], self._clock())
-        return outputs | {
-            client_index: with_ends(outputs.get(client_index, nothing), own)
-            for client_index, own in ends.items()
-        }
-
-    def _live(self) -> EngineCore:
-        if self._cause is not None:
-            cause = f"{type(self._cause).__name__}: {self._cause}"
-            raise EngineDeadError(f"the engine core died: {cause}") from self._cause
-        if self._core is None:
-            raise EngineDeadError("the engine was shut down")
-        return self._core
+        """Let go of the core, and end it if it is ours; harmless when repeated."""

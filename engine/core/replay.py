@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,9 +16,9 @@ from engine.kv.manager import KVManager
 from engine.messages.step import StepPlan
 from engine.observe import steplog
 from engine.observe.steplog import Header, PlanCoder, PlanColumns, StepLog
-from engine.sched.find import make_scheduler
-from engine.sched.headroom import Judgement
 from engine.sched.interface import PauseState, SchedulerInterface
+from engine.sched.plugins.find import make_scheduler
+from engine.sched.predict.headroom import Judgement
 
 NOTHING = "nothing"
 
@@ -103,9 +104,10 @@ def _scheduler_config(header: Header, changes: dict[str, Any]) -> SchedulerConfi
 
 
 def _check_names(cls: type, options: dict[str, Any], owner: str) -> None:
-    if unknown := options.keys() - cls.__annotations__.keys():
+    known = [option.name for option in fields(cls)]
+    if unknown := options.keys() - set(known):
         raise ConfigError(
-            f"{min(unknown)!r} is no option of {owner}; there are: {', '.join(cls.__annotations__)}"
+            f"{min(unknown)!r} is no option of {owner}; there are: {', '.join(known)}"
         )
 
 

@@ -12,8 +12,8 @@ from contextlib import suppress
 from engine.errors import RequestError, RequestTypeError, WireError
 from engine.frontend.pool import TextPool
 from engine.frontend.rendering import Prompt
-from engine.frontend.tokenizer import Tokenizer
 from engine.messages.params import SamplingParams
+from engine.text.tokenizer import Tokenizer
 
 USUAL_CHARS = 16  # characters of a token, hardly more in any text
 INLINE_CHARS = 500  # of a text that is tokenised by the time another thread would have begun

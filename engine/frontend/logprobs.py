@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from engine.frontend.tokenizer import Tokenizer
 from engine.messages.outputs import Logprob, TokenLogprobs
+from engine.text.tokenizer import Tokenizer
 
 Position = dict[int, Logprob]
 

@@ -11,9 +11,9 @@ from engine.frontend.parent import LiveRequest, Row
 from engine.frontend.pool_texts import PooledTexts, Reading
 from engine.frontend.prompt import Submission
 from engine.frontend.sequence import Sequence
-from engine.frontend.tokenizer import Tokenizer
 from engine.messages.outputs import CoreOutputs, Finished, RequestOutput, Started
 from engine.observe.stats_log import TokenCounts
+from engine.text.tokenizer import Tokenizer
 
 Moved = dict[LiveRequest, list[Sequence]]
 

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from engine.frontend.logprobs import Position
 from engine.frontend.prompt import Submission
 from engine.frontend.sequence import Sequence
-from engine.frontend.text import TextReader, wish_of
-from engine.frontend.tokenizer import Tokenizer
 from engine.messages.outputs import Finished, RequestMetrics, RequestOutput, Started
+from engine.text.reader import TextReader, wish_of
+from engine.text.tokenizer import Tokenizer
 
 
 class LiveRequest:

@@ -12,11 +12,7 @@ import msgspec
 import zmq
 
 from engine.config.model import ModelConfig
-from engine.core.failures import failure_of
 from engine.errors import RequestError, WireError
-from engine.frontend.chat import fill_template
-from engine.frontend.text import TextReader
-from engine.frontend.tokenizer import Tokenizer, load_tokenizer
 from engine.ipc.channel import Channel, Delivery
 from engine.ipc.program import start_message
 from engine.ipc.shm import Arena, ArenaReader
@@ -36,6 +32,10 @@ from engine.messages.text import (
     TextRow,
     Texts,
 )
+from engine.rpc.failures import failure_of
+from engine.text.chat import fill_template
+from engine.text.reader import TextReader
+from engine.text.tokenizer import Tokenizer, load_tokenizer
 
 Answer = tuple[Reply, list[bytes]]
 

@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 import zmq
 
-from engine.core.failures import error_of
 from engine.errors import ConfigError, EngineDeadError, RefusedError, RequestError, WireError
 from engine.frontend.pool_child import TextProcess
 from engine.frontend.pool_tasks import Task, TaskQueue, TextsLost
 from engine.ipc.channel import Delivery
 from engine.messages.text import Failed, Read, Ready, Reply
+from engine.rpc.failures import error_of
 
 logger = logging.getLogger(__name__)
 

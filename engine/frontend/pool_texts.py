@@ -21,9 +21,9 @@ from engine.frontend.pool import TextPool
 from engine.frontend.pool_slot import MAX_DEATHS, RETRY_SECONDS
 from engine.frontend.pool_tasks import TextsLost
 from engine.frontend.sequence import Sequence, Unread
-from engine.frontend.text import wish_of
 from engine.messages.outputs import Finished
 from engine.messages.text import Opening, TextDelta, TextRow, TextWish
+from engine.text.reader import wish_of
 
 
 class Reading(NamedTuple):

@@ -15,14 +15,13 @@ import msgspec
 
 from engine.config.check import is_finite
 from engine.errors import RequestError, RequestTypeError
-from engine.frontend.chat import Messages
 from engine.frontend.encoding import Ahead, PromptEncoder, too_long
 from engine.frontend.pool import TextPool
 from engine.frontend.rendering import Prompt, TextPrompt, render_chats
-from engine.frontend.tokenizer import Tokenizer
-from engine.messages.params import SamplingParams
+from engine.messages.params import SamplingParams, check_params_for_vocab
 from engine.messages.requests import AddRequest
-from engine.messages.validate import check_params_for_vocab
+from engine.text.chat import Messages
+from engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ from functools import partial
 from typing import Any, TypedDict
 
 from engine.errors import WireError
-from engine.frontend.chat import Messages, chat_values
 from engine.frontend.pool import TextPool
-from engine.frontend.tokenizer import Tokenizer
 from engine.messages.text import Rendering
+from engine.text.chat import Messages, chat_values
+from engine.text.tokenizer import Tokenizer
 
 
 class TextPrompt(TypedDict, total=False):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from engine.frontend.detokenizer import StopStrings
 from engine.frontend.logprobs import Position, position_logprobs
-from engine.frontend.text import TextReader
-from engine.frontend.tokenizer import Tokenizer
 from engine.messages.outputs import CompletionOutput, Finished, TokenLogprobs
 from engine.messages.params import SamplingParams
 from engine.messages.text import TextDelta
+from engine.text.detokenizer import StopStrings
+from engine.text.reader import TextReader
+from engine.text.tokenizer import Tokenizer
 
 
 class Unread(NamedTuple):

@@ -6,74 +6,27 @@ Synchronous and asynchronous engines are this, driven by the caller or by a thre
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, Literal, Protocol
+from typing import Literal
 
+from engine.config.decide import Decided
 from engine.config.engine import EngineConfig
+from engine.core.client import CoreClient
 from engine.errors import EngineDeadError, RequestError
 from engine.frontend.output import OutputProcessor
 from engine.frontend.pool import TextPool
 from engine.frontend.pool_texts import PooledTexts
 from engine.frontend.prompt import InputProcessor, Limits, Submission
-from engine.frontend.tokenizer import Tokenizer, load_tokenizer
-from engine.messages.outputs import CoreOutputs, RequestOutput
-from engine.messages.requests import AddRequest
-from engine.messages.stats import SchedulerStats
+from engine.messages.outputs import RequestOutput
+from engine.messages.wire import Welcome
 from engine.observe.logs import set_up_logging
 from engine.observe.stats_log import StatsLog
+from engine.rpc.launch import open_core
+from engine.text.tokenizer import Tokenizer, load_tokenizer
 
 PauseScope = Literal["all", "new"]
-
-
-class Decided(Protocol):
-    """What was decided when the core was built."""
-
-    @property
-    def max_model_len(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def eos_token_ids(self) -> Sequence[int]: ...
-
-
-class CoreClient(Protocol):
-    """A core, wherever it runs. Every call raises ``EngineDeadError`` once it has died."""
-
-    @property
-    def decided(self) -> Decided: ...
-    @property
-    def id_prefix(self) -> str:
-        """Request ids that begin with it are unique among all clients of the core."""
-
-    def add_all(self, requests: Sequence[AddRequest]) -> dict[int, Exception]:
-        """Queue these, in order. Returns by place why some were not taken: ``RequestError`` for one
-        that can never be served, ``RefusedError`` for one that is not taken now."""
-
-    def abort(self, request_ids: Sequence[str]) -> None:
-        """Stop these; unknown ids do nothing. Waits for nothing: what the core had for them comes
-        all the same, and their ends."""
-
-    def step(self) -> list[CoreOutputs]:
-        """What the core's steps have brought; runs one, or waits a moment for one."""
-
-    def wake(self) -> None:
-        """Let ``step`` return soon; the only call for other threads."""
-
-    def check_alive(self) -> None: ...
-    def has_unfinished(self) -> bool: ...
-    def stats(self) -> SchedulerStats | None: ...
-    def latest_stats(self) -> SchedulerStats | None:
-        """What is known without waiting; asks a core elsewhere for newer ones."""
-
-    def call(self, name: str, *args: Any) -> Any: ...
-    def shutdown(self) -> None: ...
-
-
-class CoreBuilder(Protocol):
-    """Makes a core from a configuration. Raises ``ConfigError`` for what cannot work."""
-
-    def __call__(self, config: EngineConfig, *, clock: Callable[[], float]) -> CoreClient: ...
 
 
 class Session:
@@ -100,27 +53,25 @@ class Session:
             self._stats_log = StatsLog(self.outputs.counts, client.latest_stats, clock)
 
     @classmethod
-    def open(
-        cls,
-        config: EngineConfig,
-        build: CoreBuilder,
-        clock: Callable[[], float],
-    ) -> Session:
-        """Load what ``config`` asks for. The tokenizer comes first: it fails sooner."""
+    def open(cls, config: EngineConfig) -> Session:
+        """Load what ``config`` asks for; the tokenizer comes first, since it fails sooner.
+
+        Raises ``ConfigError`` for what cannot work.
+        """
         set_up_logging(config.log_level)
         tokenizer = None if config.model.skip_tokenizer_init else load_tokenizer(config.model)
         pool = None
         if tokenizer is not None and config.tokenizer_pool_size:
             pool = TextPool(config.model, config.tokenizer_pool_size)
         try:
-            client = build(config, clock=clock)
+            client = open_core(config)
             if pool is not None:
                 pool.wait_until_ready()
         except BaseException:
             if pool is not None:
                 pool.close()
             raise
-        return cls(config, client, tokenizer, clock, pool)
+        return cls(config, client, tokenizer, time.monotonic, pool)
 
     @property
     def has_unfinished(self) -> bool:
@@ -202,7 +153,9 @@ class Session:
             self.outputs.forget_ended_here()
 
 
-def _limits(config: EngineConfig, decided: Decided, tokenizer: Tokenizer | None) -> Limits:
+def _limits(
+    config: EngineConfig, decided: Decided | Welcome, tokenizer: Tokenizer | None
+) -> Limits:
     eos = list(decided.eos_token_ids)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         eos.append(tokenizer.eos_token_id)

@@ -14,7 +14,6 @@ import socket
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 import zmq
 import zmq.utils.z85
@@ -39,7 +38,7 @@ LOST = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 
-Socket = Any  # zmq.Socket, or its asyncio twin, which has no type in common with it
+Socket = zmq.SyncSocket
 
 
 def bind(context: zmq.Context[Socket], address: str, secret: str | None) -> Socket:
@@ -60,11 +59,9 @@ def bind(context: zmq.Context[Socket], address: str, secret: str | None) -> Sock
     return router
 
 
-def dealer(
-    context: zmq.Context[Socket], secret: str | None, kind: type[Socket] | None = None
-) -> Socket:
-    """A DEALER for one connection, still to be made; ``kind`` if not that of the context."""
-    made = _socket(context, zmq.DEALER, kind)
+def dealer(context: zmq.Context[Socket], secret: str | None) -> Socket:
+    """A DEALER for one connection, still to be made."""
+    made = _socket(context, zmq.DEALER)
     # Room for all that it may be sent: what waits at the other side is lost when that has ended.
     made.setsockopt(zmq.RCVHWM, SEND_QUEUE)
     # What came back would be another core. -1 would do too, but it drops what was not read yet.
@@ -159,8 +156,8 @@ def _close_all(
     context.term()
 
 
-def _socket(context: zmq.Context[Socket], role: int, kind: type[Socket] | None = None) -> Socket:
-    made = context.socket(role, socket_class=kind)
+def _socket(context: zmq.Context[Socket], role: int) -> Socket:
+    made = context.socket(role)
     made.setsockopt(zmq.SNDHWM, SEND_QUEUE)
     made.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE)
     made.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)

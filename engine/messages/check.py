@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from engine.errors import RequestError, RequestTypeError
+from engine.messages.params import check_params_for_vocab
 from engine.messages.requests import AddRequest
-from engine.messages.validate import check_params_for_vocab
 
 INT32_MAX = 2**31 - 1
 PLAIN = (type(None), bool, int, float, str, bytes)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import msgspec
 
-from engine.messages.validate import as_list, check_params
+from engine.errors import RequestError, RequestTypeError
 
 OutputKind = Literal["cumulative", "delta", "final"]
 GREEDY_BELOW = 1e-5
@@ -67,3 +69,213 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     @property
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
+
+
+MAX_LOGIT_BIAS = 100.0
+OUTPUT_KINDS = ("cumulative", "delta", "final")
+FLAGS = ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens")
+
+
+class Range(NamedTuple):
+    """What one numeric field may be; ``open_low``: the lower limit itself is not allowed."""
+
+    field: str
+    low: float
+    high: float
+    hint: str = ""
+    open_low: bool = False
+
+    def holds(self, value: float) -> bool:
+        return (self.low < value if self.open_low else self.low <= value) and value <= self.high
+
+    def __str__(self) -> str:
+        if math.isinf(self.high):
+            limits = f"{'greater than' if self.open_low else 'at least'} {self.low:g}"
+        else:
+            limits = f"in {'(' if self.open_low else '['}{self.low:g}, {self.high:g}]"
+        return f"{limits} ({self.hint})" if self.hint else limits
+
+
+REAL_RANGES = (
+    Range("temperature", 0.0, 2.0, "0 is greedy"),
+    Range("top_p", 0.0, 1.0, "1 is off", open_low=True),
+    Range("min_p", 0.0, 1.0, "0 is off"),
+    Range("presence_penalty", -2.0, 2.0),
+    Range("frequency_penalty", -2.0, 2.0),
+    Range("repetition_penalty", 0.0, math.inf, "1 is off", open_low=True),
+)
+WHOLE_RANGES = (
+    Range("n", 1, math.inf),
+    Range("top_k", -1, math.inf, "0 and -1 are off"),
+    Range("min_tokens", 0, math.inf),
+    Range("prompt_logprobs_start", 0, math.inf),
+)
+OPTIONAL_WHOLE_RANGES = (
+    Range("max_tokens", 1, math.inf, "None is all that fits"),
+    Range("seed", -(2**63), 2**63 - 1, "64 bits"),
+    Range("logprobs", -1, math.inf, "-1 is the whole vocabulary, None is off"),
+    Range("prompt_logprobs", -1, math.inf, "-1 is the whole vocabulary, None is off"),
+    Range("truncate_prompt_tokens", -1, math.inf, "-1 is all that fits, None is off"),
+)
+
+
+def check_params(params: SamplingParams) -> None:
+    """Check every field and every combination that needs no vocabulary.
+
+    Raises ``RequestError``; ``RequestTypeError``, which is one, for a value of the wrong type.
+    """
+    for limits in REAL_RANGES:
+        _check_real(limits, getattr(params, limits.field))
+    for limits in WHOLE_RANGES:
+        _check_whole(limits, getattr(params, limits.field))
+    for limits in OPTIONAL_WHOLE_RANGES:
+        value = getattr(params, limits.field)
+        if value is not None:
+            _check_whole(limits, value)
+    _check_choices(params)
+    _check_lists(params)
+    _check_logit_bias(params.logit_bias)
+    _check_extra_args(params.extra_args)
+    _check_combinations(params)
+
+
+def check_params_for_vocab(params: SamplingParams, vocab_size: int) -> None:
+    """Check what depends on the model: token ids and the number of logprobs.
+
+    Raises ``RequestError`` naming field, value and the vocabulary's size.
+    """
+    for field in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        for token in getattr(params, field) or ():
+            if not 0 <= token < vocab_size:
+                raise RequestError(
+                    f"{field} has token id {token}, must be in [0, {vocab_size - 1}]: "
+                    f"the model's vocabulary has {vocab_size} tokens"
+                )
+    for field in ("logprobs", "prompt_logprobs"):
+        value = getattr(params, field)
+        if value is not None and value > vocab_size:
+            raise RequestError(
+                f"{field} is {value}, must be at most {vocab_size}, the size of the model's "
+                "vocabulary (-1 asks for all of it)"
+            )
+
+
+def as_list(value: Any) -> Any:
+    """A list of its own where a user wrote a list or another sequence, one string or nothing.
+
+    Anything else is returned as it is.
+    """
+    if value is None:
+        return []
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, Sequence | set | frozenset) and not isinstance(value, bytes):
+        return list(value)
+    return value
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _refuse_type(field: str, value: object, wanted: str) -> NoReturn:
+    raise RequestTypeError(f"{field} is {value!r} ({type(value).__name__}), must be {wanted}")
+
+
+def _check_real(limits: Range, value: Any) -> None:
+    if type(value) not in (int, float):  # exactly: no bool, and NumPy's own do not travel
+        _refuse_type(limits.field, value, f"a Python number {limits}")
+    if not math.isfinite(value) or not limits.holds(value):
+        raise RequestError(f"{limits.field} is {value}, must be {limits}")
+
+
+def _check_whole(limits: Range, value: Any) -> None:
+    if not _is_whole(value):
+        _refuse_type(limits.field, value, f"a whole number {limits}")
+    if not limits.holds(value):
+        raise RequestError(f"{limits.field} is {value}, must be {limits}")
+
+
+def _check_choices(params: SamplingParams) -> None:
+    for field in FLAGS:
+        value = getattr(params, field)
+        if not isinstance(value, bool):
+            _refuse_type(field, value, "True or False")
+    if params.output_kind not in OUTPUT_KINDS:
+        raise RequestError(
+            f"output_kind is {params.output_kind!r}, must be one of: {', '.join(OUTPUT_KINDS)}"
+        )
+
+
+def _check_lists(params: SamplingParams) -> None:
+    for field in ("stop", "bad_words"):
+        for word in _listed(params, field):
+            if not isinstance(word, str):
+                _refuse_type(f"an entry of {field}", word, "a string")
+            if not word:
+                raise RequestError(f"{field} has an empty string, must have non-empty ones only")
+    for field in ("stop_token_ids", "allowed_token_ids"):
+        for token in _listed(params, field):
+            if not _is_whole(token):
+                _refuse_type(f"an entry of {field}", token, "a token id (a whole number)")
+            if token < 0:
+                raise RequestError(f"{field} has token id {token}, must be at least 0")
+    if params.allowed_token_ids == []:
+        raise RequestError(
+            "allowed_token_ids is [], must name at least one token (None allows all of them)"
+        )
+
+
+def _listed(params: SamplingParams, field: str) -> list[Any]:
+    value = getattr(params, field)
+    if value is None:  # allowed_token_ids alone: the others have become lists
+        return []
+    if not isinstance(value, list):
+        _refuse_type(field, value, "a list")
+    return value
+
+
+def _check_logit_bias(logit_bias: Any) -> None:
+    if logit_bias is None:
+        return
+    if not isinstance(logit_bias, dict):
+        _refuse_type("logit_bias", logit_bias, "a dict of token id to bias")
+    limits = Range("logit_bias", -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+    for token, bias in logit_bias.items():
+        if not _is_whole(token):
+            _refuse_type("a key of logit_bias", token, "a token id (a whole number)")
+        if token < 0:
+            raise RequestError(f"logit_bias has token id {token}, must be at least 0")
+        _check_real(limits._replace(field=f"logit_bias of token {token}"), bias)
+
+
+def _check_extra_args(extra_args: Any) -> None:
+    if extra_args is None:
+        return
+    if not isinstance(extra_args, dict):
+        _refuse_type("extra_args", extra_args, "a dict with strings as keys")
+    for key in extra_args:
+        if not isinstance(key, str):
+            _refuse_type("a key of extra_args", key, "a string")
+
+
+def _check_combinations(params: SamplingParams) -> None:
+    if params.n > 1 and params.is_greedy:
+        raise RequestError(
+            f"n is {params.n} with temperature {params.temperature}: greedy sampling has one "
+            "answer; set n=1 or a higher temperature"
+        )
+    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+        raise RequestError(
+            f"min_tokens is {params.min_tokens}, must be at most max_tokens ({params.max_tokens})"
+        )
+    if params.stop and not params.detokenize:
+        raise RequestError(
+            f"stop is {params.stop} with detokenize=False: stop strings are found in text; "
+            "set detokenize=True or use stop_token_ids"
+        )
+    if params.prompt_logprobs_start and params.prompt_logprobs is None:
+        raise RequestError(
+            f"prompt_logprobs_start is {params.prompt_logprobs_start} without prompt_logprobs; "
+            "set prompt_logprobs as well"
+        )

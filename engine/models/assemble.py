@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch.nn import functional as F
 
+from engine.config.model import ModelConfig, ModelInfo
 from engine.kv.layout import KVSpec
 from engine.layers.adapted import Linear
 from engine.layers.attention import Attention
@@ -21,6 +22,8 @@ from engine.layers.rotary import cos_sin_table
 from engine.models.decoder import Block, Decoder, Place, Sublayer
 from engine.models.spec import DecoderSpec
 from engine.models.weights import Weights
+
+COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,3 +169,12 @@ class Assembly:
             windows=tuple(layer.window for layer in self.spec.layers),
             dtype_bytes=dtype.itemsize,
         )
+
+
+def compute_dtype(config: ModelConfig, info: ModelInfo, device: str) -> torch.dtype:
+    """The dtype asked for; auto is float32 on the CPU and the checkpoint's elsewhere."""
+    if config.dtype != "auto":
+        return COMPUTE_DTYPES[config.dtype]
+    if torch.device(device).type == "cpu":
+        return torch.float32
+    return COMPUTE_DTYPES.get(info.dtype, torch.bfloat16)

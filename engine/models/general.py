@@ -27,6 +27,7 @@ from engine.errors import ConfigError, ModelError
 from engine.kv.layout import KVSpec
 from engine.layers.adapted import AdapterState, Linear
 from engine.layers.batch import ForwardBatch, Hidden
+from engine.models.assemble import compute_dtype
 from engine.models.general_attention import PAGED, STATE, TRIAL, PagedState
 from engine.models.general_rope import fix_frequencies
 from engine.models.general_support import (
@@ -37,7 +38,6 @@ from engine.models.general_support import (
     refusal,
 )
 from engine.models.general_trial import Findings, is_close, run_trial
-from engine.models.load import compute_dtype
 
 logger = logging.getLogger("engine.models")
 

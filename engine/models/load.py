@@ -12,7 +12,7 @@ import torch
 from engine.config.model import ModelConfig, ModelInfo
 from engine.errors import ConfigError, ModelError
 from engine.layers.linear import check_quantization, is_cpu
-from engine.models.assemble import Placement, assemble
+from engine.models.assemble import Placement, assemble, compute_dtype
 from engine.models.checkpoint import Checkpoint
 from engine.models.decoder import Decoder
 from engine.models.families import FAMILIES
@@ -27,7 +27,6 @@ from engine.models.weights import RandomWeights, Source, StoredWeights, Weights
 
 logger = logging.getLogger("engine.models")
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -138,12 +137,3 @@ def really_tied(spec: DecoderSpec, checkpoint: Checkpoint) -> DecoderSpec:
         return spec
     logger.warning("%s: embedding and output layer differ, so they are not tied", checkpoint.root)
     return replace(spec, tied=False)
-
-
-def compute_dtype(config: ModelConfig, info: ModelInfo, device: str) -> torch.dtype:
-    """The dtype asked for; auto is float32 on the CPU and the checkpoint's elsewhere."""
-    if config.dtype != "auto":
-        return DTYPES[config.dtype]
-    if torch.device(device).type == "cpu":
-        return torch.float32
-    return DTYPES.get(info.dtype, torch.bfloat16)

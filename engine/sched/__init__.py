@@ -5,11 +5,8 @@ These names are all that a policy, a resource or a scheduler of one's own needs.
 
 from __future__ import annotations
 
-from engine.sched.cost import CostModel, LinearCost
 from engine.sched.interface import SchedulerInterface
-from engine.sched.ledger import Ledger
-from engine.sched.lengths import LengthHistory, Predictor
-from engine.sched.plugin import require_positive, require_share, wrong_hints
+from engine.sched.plugins.checks import require_positive, require_share, wrong_hints
 from engine.sched.policy import (
     API_VERSION,
     Admission,
@@ -20,14 +17,17 @@ from engine.sched.policy import (
     SchedView,
     Verdict,
 )
+from engine.sched.predict.cost import CostModel, LinearCost, StepShape
+from engine.sched.predict.ledger import Ledger
+from engine.sched.predict.lengths import LengthHistory, Predictor
 from engine.sched.request import Request
-from engine.sched.resource import Fit, OnRefuse, Resource
+from engine.sched.resource import AttachedScheduler, Fit, OnRefuse, Resource
 from engine.sched.scheduler import Scheduler
-from engine.sched.shape import StepShape
 
 __all__ = [
     "API_VERSION",
     "Admission",
+    "AttachedScheduler",
     "CostModel",
     "Defer",
     "Fit",

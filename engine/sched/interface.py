@@ -15,7 +15,7 @@ from engine.sched.request import Request
 
 if TYPE_CHECKING:
     from engine.kv.connector import KVSource
-    from engine.sched.headroom import Judgement
+    from engine.sched.predict.headroom import Judgement
 
 StepOutputs = dict[int, CoreOutputs]  # by client index
 

@@ -13,11 +13,10 @@ from engine.kv.manager import KVManager
 from engine.sched.request import Request
 
 if TYPE_CHECKING:
-    from engine.sched.builder import Step
-    from engine.sched.cost import CostModel
-    from engine.sched.ledger import Ledger
-    from engine.sched.lengths import LengthHistory
-    from engine.sched.shape import StepShape
+    from engine.sched.predict.cost import CostModel, StepShape
+    from engine.sched.predict.ledger import Ledger
+    from engine.sched.predict.lengths import LengthHistory
+    from engine.sched.step.builder import Step
 
 API_VERSION = 1
 """Version of ``Policy``, ``Resource`` and the public parts of ``Scheduler``. Raised when a plug-in

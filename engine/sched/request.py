@@ -10,7 +10,7 @@ from typing import Any
 
 from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest, MediaItem
-from engine.sched.table import SERIAL, Table
+from engine.sched.state.table import SERIAL, Table
 
 
 class Status(Enum):
@@ -31,7 +31,7 @@ LEGAL_MOVES = {
 
 
 @dataclass(slots=True)
-class Story:
+class RequestHistory:
     """What has happened to a request. Times are seconds on the engine's clock."""
 
     num_preempted: int = 0
@@ -63,6 +63,7 @@ class Request:
         "add",
         "arrival",
         "cache_salt",
+        "history",
         "num_prompt",
         "rank",
         "reads_cache",
@@ -70,7 +71,6 @@ class Request:
         "row",
         "status",
         "stop_ids",
-        "story",
         "table",
         "tokens",
     )
@@ -86,7 +86,7 @@ class Request:
         self.reads_cache = add.params.prompt_logprobs is None
         self.status = Status.WAITING
         self.rank: tuple[Any, ...] = ()
-        self.story = Story()
+        self.history = RequestHistory()
         self.row = table.take()
         table.num_tokens.at[self.row] = table.num_prompt.at[self.row] = self.num_prompt
         table.limit.at[self.row] = min(self.num_prompt + add.max_tokens, max_model_len)
@@ -137,12 +137,12 @@ class Request:
 
     @property
     def num_preempted(self) -> int:
-        return self.story.num_preempted
+        return self.history.num_preempted
 
     @property
     def num_cached(self) -> int:
         """Tokens found in the cache when it first started; 0 before."""
-        return self.story.num_cached
+        return self.history.num_cached
 
     # -- counts
 

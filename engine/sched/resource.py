@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
+from engine.config.sched import SchedulerConfig
+from engine.kv.manager import KVManager
 from engine.messages.requests import AddRequest
 from engine.messages.step import Masks, StepPlan, StepResult
+from engine.sched.interface import RequestCounts
 from engine.sched.policy import API_VERSION
 from engine.sched.request import Request
-
-if TYPE_CHECKING:
-    from engine.sched.builder import Step
-    from engine.sched.scheduler import Scheduler
+from engine.sched.step.builder import Step
+from engine.sched.view import View
 
 
 class OnRefuse(Enum):
@@ -40,6 +41,29 @@ class Fit(NamedTuple):
     by: Resource | None = None
 
 
+class AttachedScheduler(Protocol):
+    """What a resource may ask of the scheduler that it is attached to."""
+
+    @property
+    def config(self) -> SchedulerConfig: ...
+
+    @property
+    def kv(self) -> KVManager: ...
+
+    @property
+    def view(self) -> View: ...
+
+    def wake(self, request_id: str) -> None:
+        """A parked request goes back to the queue."""
+
+    def watch_again(self, req: Request) -> None:
+        """A resource would answer ``watches`` or ``serializes`` otherwise now."""
+
+    def get_request_counts(self) -> RequestCounts:
+        """How many requests run, wait and are parked."""
+        ...
+
+
 class Resource:
     """LoRA slots, encoder budget, drafts, a ready grammar: each feature brings one.
 
@@ -55,7 +79,7 @@ class Resource:
     resource at its start."""
     on_refuse = OnRefuse.SKIP
 
-    def attach(self, scheduler: Scheduler) -> None:
+    def attach(self, scheduler: AttachedScheduler) -> None:
         """Called once. Keep it to ``wake`` what was parked, to read its ``config`` and ``view``.
 
         Raises ``ConfigError`` if the two cannot work together.

@@ -24,27 +24,25 @@ from engine.messages.outputs import FinishReason
 from engine.messages.requests import AddRequest
 from engine.messages.stats import SchedulerStats
 from engine.messages.step import Masks, StepPlan, StepResult
-from engine.sched import budget, builder, waits
-from engine.sched.agenda import Errand
-from engine.sched.bulk import Bulk
-from engine.sched.faults import FaultLog
-from engine.sched.guard import Guard
-from engine.sched.headroom import Judgement
-from engine.sched.intake import Intake
 from engine.sched.interface import PauseState, RequestCounts, SchedulerInterface, StepOutputs
+from engine.sched.plugins.faults import FaultLog, ReentryGuard, not_reentrant
+from engine.sched.plugins.hooks import DECIDING, Guard
+from engine.sched.plugins.resources import Resources
 from engine.sched.policy import Admission, Policy
+from engine.sched.predict.headroom import Judgement
 from engine.sched.request import Request
-from engine.sched.rescue import rescue
 from engine.sched.resource import Fit, OnRefuse, Resource
-from engine.sched.resources import Resources
-from engine.sched.roster import Roster
-from engine.sched.settle import Settler
-from engine.sched.table import SERIAL, WATCHED
-from engine.sched.tally import make_stats
-from engine.sched.turns import in_turn
-from engine.sched.victims import cut_to_blocks, promised_to_others, victims_for
+from engine.sched.state import waits
+from engine.sched.state.roster import Roster
+from engine.sched.state.table import SERIAL, WATCHED
+from engine.sched.step import budget, builder
+from engine.sched.step.decodes import DecodeFastPath
+from engine.sched.step.intake import Intake
+from engine.sched.step.preempt import cut_to_blocks, promised_to_others, victims_for
+from engine.sched.step.settle import Settler
+from engine.sched.step.stats import StallDetector, make_stats
+from engine.sched.step.timers import TimerKind
 from engine.sched.view import View
-from engine.sched.watch import Watch
 
 BULK_PARTS = ("tokens_for", "secure", "grant")  # whoever overrides one is asked about every row
 
@@ -81,21 +79,23 @@ class Scheduler(SchedulerInterface):
         self.intake = Intake(config, self.settler)
         self.pause_state = PauseState.UNPAUSED
         self.num_in_flight = 0
-        self._watch = Watch(config.stalled_steps, self.settler.tally)
+        self._stalls = StallDetector(config.stalled_steps, self.settler.counters)
         self._clock = clock
         own_parts = [getattr(type(self), p) is not getattr(Scheduler, p) for p in BULK_PARTS]
-        self._bulk = Bulk(self.settler, self.guard, self.secure, is_open=not any(own_parts))
+        self._fast_path = DecodeFastPath(
+            self.settler, self.guard, self.secure, is_open=not any(own_parts)
+        )
         for resource in resources:
             resource.attach(self)
 
     # -- requests come and go
 
-    @in_turn
+    @not_reentrant
     def add_request(self, add: AddRequest) -> Request:
         self.view.now = self._clock()
         return self.intake.take(add)
 
-    @in_turn
+    @not_reentrant
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, reason: FinishReason = "abort"
     ) -> list[Request]:
@@ -137,7 +137,7 @@ class Scheduler(SchedulerInterface):
             if step.tokens_left <= 0:
                 break
             if plain[req.row] == index:
-                self._bulk.grant_one(req, step)
+                self._fast_path.grant_one(req, step)
                 continue
             if not step.offer(req):  # seen or evicted in this step, or admission is closed
                 continue
@@ -149,17 +149,17 @@ class Scheduler(SchedulerInterface):
 
     def begin_step(self) -> builder.Step:
         """What is due happens; fresh budgets; moving ranks are asked; the policy may evict."""
-        view, tally = self.view, self.settler.tally
+        view, counters = self.view, self.settler.counters
         self.guard.faults.begin_step()
         view.now = self._clock()
-        self._run_errands()
+        self._run_timers()
         for req in self.settler.take_orphans():
             self.wake(req.request_id)
         for holder in self.kv.take_failed_loads():
             self.wake(holder.request_id)
-        tally.num_steps += 1
+        counters.num_steps += 1
         step = view.step = builder.Step(
-            tally.num_steps, self.config.max_num_batched_tokens, self.roster
+            counters.num_steps, self.config.max_num_batched_tokens, self.roster
         )
         limits, may_preempt = self.guard.limits(view), self.guard.waiting_may_preempt
         budget.limit(step, limits, self.pause_state, may_preempt=may_preempt)
@@ -177,11 +177,11 @@ class Scheduler(SchedulerInterface):
         """Whom to offer tokens: the policy's order, less what was granted in bulk."""
         asked, num_waiting = self.asked, len(self.roster.waiting)
         contested = asked.waiting_may_preempt and num_waiting
-        if contested or not (self._bulk.is_open and self._bulk.grant_plain(step)):
+        if contested or not (self._fast_path.is_open and self._fast_path.grant_plain(step)):
             # To name somebody twice is harmless; to go on naming for ever ends here.
             yield from islice(asked.order(self.view), 2 * len(self.roster.by_id))
             return
-        yield from self._bulk.rest(step)
+        yield from self._fast_path.rest(step)
         for _ in range(num_waiting):
             if (req := asked.next_waiting(self.view)) is None:
                 return
@@ -301,19 +301,19 @@ class Scheduler(SchedulerInterface):
         is_paused = self.pause_state is not PauseState.UNPAUSED
         is_stopped = self.pause_state is PauseState.PAUSED_ALL
         if not (step.has_grants or self.num_in_flight or is_stopped):
-            rescue(self, step, type(self).schedule is not Scheduler.schedule, self._watch.is_stuck)
-        self._bulk.write_back(step)
+            self._rescue(step)
+        self._fast_path.write_back(step)
         cause = waits.PAUSED if is_paused else step.closing_cause()
         self.roster.waits.close(self.view.now, cause, step.refused)
         is_idle = not (step.has_grants or self.num_in_flight or is_paused)
-        self._watch.look(is_idle, self.roster, cause, step.refused)
+        self._stalls.look(is_idle, self.roster, cause, step.refused)
         plan = builder.seal(step, self.roster, self.kv)
         self.resources.describe(plan)
         builder.pad_drafts(plan, step)
         if plan.num_tokens:  # else its end brings nothing
             self.num_in_flight += 1
             self.kv.step_planned()
-        self.settler.tally.num_scheduled_tokens += plan.num_tokens
+        self.settler.counters.num_scheduled_tokens += plan.num_tokens
         self.guard.faults.end_step()
         return plan
 
@@ -322,7 +322,7 @@ class Scheduler(SchedulerInterface):
     def masks(self, plan: StepPlan) -> Masks | None:
         return self.resources.masks(plan)
 
-    @in_turn
+    @not_reentrant
     def update_from_output(self, plan: StepPlan, result: StepResult) -> StepOutputs:
         if plan.num_tokens:
             self.num_in_flight -= 1
@@ -334,16 +334,20 @@ class Scheduler(SchedulerInterface):
             self.guard.on_step(self.view.last, self.view)
         return outputs
 
-    @in_turn
+    @not_reentrant
     def take_outputs(self) -> StepOutputs:
         self.view.now = self._clock()
-        self._run_errands()
+        self._run_timers()
         return self.settler.take_outputs()
 
     def shutdown(self) -> None:
         self.kv.shutdown()
 
     # -- questions
+
+    @property
+    def reentry(self) -> ReentryGuard:
+        return self.guard.faults.reentry
 
     def get_request_counts(self) -> RequestCounts:
         roster = self.roster
@@ -358,7 +362,7 @@ class Scheduler(SchedulerInterface):
     def get_kv_connector(self) -> KVSource | None:
         return self.kv.transfers.source
 
-    @in_turn
+    @not_reentrant
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
         if reset_running:
             self.view.now = self._clock()
@@ -374,7 +378,7 @@ class Scheduler(SchedulerInterface):
 
     def make_stats(self) -> SchedulerStats:
         return make_stats(
-            self.settler.tally, self.roster, self.kv, self.resources, self.guard.faults
+            self.settler.counters, self.roster, self.kv, self.resources, self.guard.faults
         )
 
     @property
@@ -385,13 +389,47 @@ class Scheduler(SchedulerInterface):
 
     # -- helpers
 
-    def _run_errands(self) -> None:
+    def _rescue(self, step: builder.Step) -> None:
+        """No request got a token, and no step is in flight whose end could change that: serve in
+        the default order, if it was not that already; if none can go then, make room.
+
+        Running requests that resources refuse may be refused for a reason that passes: until the
+        engine is stuck they lose nothing but to one that lacks blocks. Nor does any while a
+        transfer uses blocks: its end brings some back, or a request that may lose them.
+        """
+        has_own_loop = type(self).schedule is not Scheduler.schedule
+        if (has_own_loop or self.guard.overrides(*DECIDING)) and (
+            len(self.roster.running) + len(self.roster.waiting)
+        ):
+            self._serve_by_default(step)
+            culprit = type(self if has_own_loop else self.policy).__name__
+            self.settler.counters.note_rescue(culprit, was_saved=step.has_grants)
+        is_stuck = self._stalls.is_stuck
+        if step.has_grants or not (step.short or is_stuck or not len(self.roster.running)):
+            return
+        if self.is_transferring and not is_stuck:
+            return
+        if (holder := self.roster.lowest_holder()) is not None:
+            self.preempt(holder, step, by="the lack of KV blocks")
+
+    def _serve_by_default(self, step: builder.Step) -> None:
+        """The step again, in the default order."""
+        counters = self.settler.counters
+        counters.num_steps += 1
+        step.reopen(counters.num_steps, self.config.max_num_batched_tokens)
+        if self.pause_state is PauseState.PAUSED_NEW:
+            step.close(waits.PAUSED)
+        self.asked = self.guard.overrule()
+        self.serve(self.asked.order(self.view), step)
+        self.asked = self.guard
+
+    def _run_timers(self) -> None:
         """Wake or end those whose time has come."""
-        for errand, req in self.intake.agenda.due(self.view.now):
-            if errand is Errand.WAKE:
+        for kind, req in self.intake.timers.due(self.view.now):
+            if kind is TimerKind.WAKE:
                 self.wake(req.request_id)
-            elif errand is Errand.END_BY or req.story.scheduled_time is None:
-                self.settler.expire(req, errand)
+            elif kind is TimerKind.END_BY or req.history.scheduled_time is None:
+                self.settler.expire(req, kind)
 
     def _admits(self, req: Request, step: builder.Step) -> bool:
         """May this waiting request start? After a preemption only who outranks every victim."""
@@ -410,12 +448,12 @@ class Scheduler(SchedulerInterface):
 
     def _admit(self, req: Request) -> None:
         """From the queue to a seat; what is ready of it need not be computed."""
-        hit, story, now = self.kv.ready(req), req.story, self.view.now
-        self.kv.count_lookup(req.num_tokens, hit, preempted=story.num_preempted > 0)
-        if story.scheduled_time is None:
-            story.scheduled_time = now
-            story.num_cached = hit
+        hit, history, now = self.kv.ready(req), req.history, self.view.now
+        self.kv.count_lookup(req.num_tokens, hit, preempted=history.num_preempted > 0)
+        if history.scheduled_time is None:
+            history.scheduled_time = now
+            history.num_cached = hit
             self.intake.on_started(now)
-        story.events.append(("scheduled", now))
+        history.events.append(("scheduled", now))
         self.roster.table.num_computed.at[req.row] = hit
         self.roster.seat(req, now)

@@ -12,15 +12,14 @@ import numpy as np
 from engine.config.sched import SchedulerConfig
 from engine.kv.manager import KVManager
 from engine.messages.step import StepPlan
-from engine.sched.builder import Step
-from engine.sched.cost import CostModel, LinearCost
-from engine.sched.headroom import Headroom
-from engine.sched.ledger import Ledger
-from engine.sched.lengths import LengthHistory, find_predictor
-from engine.sched.queues import by_rank
+from engine.sched.predict.cost import NO_STEP, CostModel, LinearCost, StepShape
+from engine.sched.predict.headroom import Headroom
+from engine.sched.predict.ledger import Ledger
+from engine.sched.predict.lengths import LengthHistory, find_predictor
 from engine.sched.request import Request
-from engine.sched.roster import Roster
-from engine.sched.shape import NO_STEP, StepShape
+from engine.sched.state.queues import by_rank
+from engine.sched.state.roster import Roster
+from engine.sched.step.builder import Step
 
 FEW = 16  # requests up to which vectors cost more than they save
 
@@ -183,7 +182,7 @@ class View:
         roster, headroom = self._roster, self.headroom
         if headroom.is_due(self.step.index) and len(roster.running):
             self._read_steps()
-            rows = roster.seated.columns.rows
+            rows = roster.running_rows.columns.rows
             num_tokens = int(roster.table.num_computed.all[rows].sum()) / len(rows)
             headroom.judge(self.step.index, self._cost, num_tokens)
         return headroom.is_kept

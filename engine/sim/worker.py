@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.messages.step import StepPlan, StepResult
-from engine.sched.shape import StepShape
-from engine.sched.verify.fake import FakeExecutor
+from engine.sched.predict.cost import StepShape
 from engine.sim.workload import END
+from engine.verify.fake import FakeExecutor
 
 FILLER = 1  # every token but the last
 

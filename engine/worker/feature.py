@@ -1,19 +1,34 @@
-"""Feature: the half of a feature that computes. Each reads one part of the plan."""
+"""Machine: a model on a device. Feature: the half of a feature that computes; each reads one part
+of the plan."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 
 from engine.layers.batch import ForwardBatch, Hidden
 from engine.messages.step import StepPlan, StepResult
-from engine.worker.batches import PlanRows
+from engine.models.model import Model
+from engine.sample.sampler import Sampler
+from engine.worker.batches import Batches, PlanRows
 from engine.worker.live import LiveSeqs
+from engine.worker.platform import Platform
+from engine.worker.slots import Slots
 
-if TYPE_CHECKING:
-    from engine.worker.steps import Machine
+
+class Machine(NamedTuple):
+    """A model on a device, and the owners of all that a step needs."""
+
+    model: Model
+    kv: list[torch.Tensor]
+    platform: Platform
+    live: LiveSeqs  # what the scheduler sent, on the host
+    slots: Slots  # tokens, lengths, block tables, parameters, on the device
+    sampler: Sampler  # what requests do to their logits
+    batches: Batches  # the step that is being sent
+    features: tuple[Feature, ...] = ()
 
 
 class Feature:

@@ -19,12 +19,12 @@ from engine.messages.step import StepPlan
 from engine.sample.sampler import RowMasks, RowScores
 from engine.sample.spec import SamplingSpec
 from engine.worker.batches import PlanRows, Staged, draft_tokens
-from engine.worker.feature import Feature
+from engine.worker.feature import Feature, Machine
 from engine.worker.live import LiveSeqs
 from engine.worker.profiler import section
 from engine.worker.prompt_scores import PromptScores
 from engine.worker.results import Homebound
-from engine.worker.steps import EagerStep, GraphedStep, GraphedSteps, Machine, record
+from engine.worker.steps import EagerStep, GraphedStep, GraphedSteps, record
 from kernels.slots import Rows
 
 logger = logging.getLogger("engine.worker")

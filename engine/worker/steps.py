@@ -4,36 +4,18 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
 from engine.layers.batch import ForwardBatch
 from engine.messages.step import EMPTY
-from engine.models.model import Model
-from engine.sample.sampler import Sampler
-from engine.worker.batches import Batches, Extent, Picked, PlanRows, Staged
-from engine.worker.feature import Feature
-from engine.worker.live import LiveSeqs
-from engine.worker.platform import Graph, Platform
+from engine.worker.batches import Extent, Picked, PlanRows, Staged
+from engine.worker.feature import Machine
+from engine.worker.platform import Graph
 from engine.worker.profiler import section
 from engine.worker.prompt_scores import PromptScores
 from engine.worker.results import NO_SCORES
-from engine.worker.slots import Slots
 from kernels.slots import Drawn, Rows
-
-
-class Machine(NamedTuple):
-    """A model on a device, and the owners of all that a step needs."""
-
-    model: Model
-    kv: list[torch.Tensor]
-    platform: Platform
-    live: LiveSeqs  # what the scheduler sent, on the host
-    slots: Slots  # tokens, lengths, block tables, parameters, on the device
-    sampler: Sampler  # what requests do to their logits
-    batches: Batches  # the step that is being sent
-    features: tuple[Feature, ...] = ()
 
 
 class EagerStep:

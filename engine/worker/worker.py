@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from engine.config.decide import ModelFacts
-from engine.config.engine import EngineConfig
+from engine.config.engine import ResolvedConfig
 from engine.config.env import default_num_threads
 from engine.config.gpu import graph_sizes
 from engine.config.gpu_memory import GIB, kv_budget, shortage
@@ -34,7 +34,7 @@ from engine.sample.sampler import Sampler
 from engine.worker.batches import Batches
 from engine.worker.device import make_platform, resolve_device
 from engine.worker.driver import Driver
-from engine.worker.feature import Feature
+from engine.worker.feature import Feature, Machine
 from engine.worker.live import LiveSeqs
 from engine.worker.memory import choose_kv_dtype, free_host_bytes, make_kv_cache
 from engine.worker.platform import Platform
@@ -43,7 +43,6 @@ from engine.worker.results import Pending
 from engine.worker.runner import Runner
 from engine.worker.slots import Slots
 from engine.worker.staging import Staging
-from engine.worker.steps import Machine
 from engine.worker.warmup import warm_up
 from kernels.cpu import prepare
 from kernels.cpu.threads import leave_threads_to_kernels, set_threads
@@ -59,13 +58,13 @@ logger = logging.getLogger("engine.worker")
 class ModelWorker:
     """The worker of one device; see ``engine.core.engine_core.Worker``.
 
-    ``config``: with everything decided that does not depend on the model's memory
-    (``engine.config.decide.resolve``). ``features``: the halves of features that compute.
+    ``config``: made by ``engine.config.decide.resolve``. ``features``: the halves of features that
+    compute.
     """
 
     def __init__(
         self,
-        config: EngineConfig,
+        config: ResolvedConfig,
         info: ModelInfo,
         platform: Platform,
         features: Sequence[Feature] = (),
@@ -113,7 +112,7 @@ class ModelWorker:
             leave_threads_to_kernels()
         return ModelFacts(
             vocab_size=model.vocab_size,
-            block_bytes=self._spec.block_bytes(config.cache.block_size),
+            block_bytes=self._spec.block_bytes(config.block_size),
         )
 
     def measure(self) -> int:
@@ -134,7 +133,7 @@ class ModelWorker:
             use.activations / GIB,
             use.others / GIB,
         )
-        block_size = config.cache.block_size
+        block_size = config.block_size
         blocks_of_one = -(-sched.max_model_len // block_size) + 1  # and the null block
         assert self._spec is not None
         return kv_budget(
@@ -197,7 +196,7 @@ class ModelWorker:
         self.driver.runner.machine.kv[:] = make_kv_cache(
             self._spec,
             num_blocks,
-            self.config.cache.block_size,
+            self.config.block_size,
             dtype=self._kv_dtype,
             zeros=self.platform.zeros,
         )
@@ -225,7 +224,7 @@ class ModelWorker:
 
 
 def make_worker(
-    config: EngineConfig, info: ModelInfo, features: Sequence[Feature] = ()
+    config: ResolvedConfig, info: ModelInfo, features: Sequence[Feature] = ()
 ) -> ModelWorker:
     """The worker of the device that the configuration asks for. Raises ``ConfigError``."""
     platform = make_platform(resolve_device(config.device))
@@ -233,10 +232,10 @@ def make_worker(
 
 
 def make_machine(
-    model: Model, platform: Platform, config: EngineConfig, features: Sequence[Feature] = ()
+    model: Model, platform: Platform, config: ResolvedConfig, features: Sequence[Feature] = ()
 ) -> Machine:
     """Everything a step needs but the KV cache, which is an empty list yet."""
-    sched, block_size = config.scheduler, config.cache.block_size
+    sched, block_size = config.scheduler, config.block_size
     num_seqs, max_model_len = sched.max_num_seqs, sched.max_model_len
     live = LiveSeqs(num_seqs, max_model_len)
     slots = Slots(platform, num_seqs, max_model_len, block_size)

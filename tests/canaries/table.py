@@ -19,10 +19,9 @@ class Canary(NamedTuple):
 
 POOL, CACHE, HASHING = "kv/block_pool.py", "kv/prefix_cache.py", "kv/hashing.py"
 KV, TABLES = "kv/manager.py", "kv/tables.py"
-SCHEDULER, SETTLE, APPEND = "sched/scheduler.py", "sched/settle.py", "sched/append.py"
-ROSTER, BULK, COLUMNS, WAITS = (
-    *("sched/roster.py", "sched/bulk.py", "sched/columns.py", "sched/waits.py"),
-)
+SCHEDULER, STEP, STATE = "sched/scheduler.py", "sched/step/", "sched/state/"
+SETTLE, APPEND, BULK = STEP + "settle.py", STEP + "settle.py", STEP + "decodes.py"
+COLUMNS, ROSTER, WAITS = STEP + "outputs.py", STATE + "roster.py", STATE + "waits.py"
 
 CANARIES = (
     # blocks
@@ -198,7 +197,7 @@ CANARIES = (
     ),
     Canary(
         "stop before the least number of tokens",
-        "sched/stop.py",
+        "sched/step/settle.py",
         "if token in req.stop_ids and req.num_output >= req.params.min_tokens:",
         "if token in req.stop_ids:",
     ),
@@ -211,13 +210,13 @@ CANARIES = (
     Canary(
         "let a deadline pass",
         SCHEDULER,
-        "elif errand is Errand.END_BY or req.story.scheduled_time is None:",
-        "elif req.story.scheduled_time is None:",
+        "elif kind is TimerKind.END_BY or req.history.scheduled_time is None:",
+        "elif req.history.scheduled_time is None:",
     ),
     # order and progress
     Canary(
         "break the line at its head",
-        "sched/builder.py",
+        "sched/step/builder.py",
         "        while self.admission_open and self._next < len(waiting):\n"
         "            req = waiting[self._next]\n",
         "        while self.admission_open and self._next < len(waiting):\n"
@@ -231,7 +230,7 @@ CANARIES = (
     ),
     Canary(
         "evict who was granted tokens in this step",
-        "sched/victims.py",
+        "sched/step/preempt.py",
         "if (last := considered[row := other.row]) != index\n        and other is not req",
         "if (last := considered[row := other.row]) != -9\n        and other is not req",
     ),
@@ -244,8 +243,8 @@ CANARIES = (
     Canary(
         "sleep through the alarm",
         SCHEDULER,
-        "            if errand is Errand.WAKE:\n                self.wake(req.request_id)\n",
-        "            if errand is Errand.WAKE:\n                continue\n",
+        "            if kind is TimerKind.WAKE:\n                self.wake(req.request_id)\n",
+        "            if kind is TimerKind.WAKE:\n                continue\n",
     ),
     Canary(
         "do not evict whom the policy names",
@@ -255,7 +254,7 @@ CANARIES = (
     ),
     Canary(
         "compute in a pause",
-        "sched/budget.py",
+        "sched/step/budget.py",
         "    if pause is PauseState.PAUSED_ALL:\n        step.tokens_left = 0\n",
         "",
     ),
@@ -292,13 +291,13 @@ CANARIES = (
     ),
     Canary(
         "leave a piece of a prompt out that does not fit",
-        "sched/victims.py",
+        "sched/step/preempt.py",
         "    return min(num_tokens, (room if room > start else room + size) - start)",
         "    return num_tokens",
     ),
     Canary(
         "let drafts take the blocks of others",
-        "sched/victims.py",
+        "sched/step/preempt.py",
         "return min(num_tokens, room - start) if view.is_short(num_entries) else num_tokens",
         "return num_tokens",
     ),
@@ -361,12 +360,12 @@ CANARIES = (
     Canary(
         "lose seconds of a wait",
         WAITS,
-        "if seconds:\n                story.waits[cause]",
-        "if seconds > 1:\n                story.waits[cause]",
+        "if seconds:\n                history.waits[cause]",
+        "if seconds > 1:\n                history.waits[cause]",
     ),
     Canary(
         "remember the dead",
-        "sched/ledger.py",
+        "sched/predict/ledger.py",
         "entered = self._entered.pop(req)",
         "entered = self._entered[req]",
     ),

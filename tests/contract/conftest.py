@@ -8,23 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from core_clients import KINDS, REMOTE, HostedCore, a_client, own_place
+from core_clients import KINDS, HostedCore, a_client, own_place
 from pooled import Pools, make_model
 from spawned import FakeBuild
 
 from engine.config.model import ModelConfig
-from engine.frontend.tokenizer import Tokenizer, load_tokenizer
+from engine.text.tokenizer import Tokenizer, load_tokenizer
 
 # -- clients of a core
 
 
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture(params=REMOTE)
-def remote(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 

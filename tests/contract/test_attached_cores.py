@@ -13,10 +13,10 @@ from core_clients import HostedCore, drain
 from simulate import expected, make_request
 from spawned import FakeBuild, fake_config
 
-from engine.core.launch import open_core
-from engine.core.many_client import ManyCoresClient
-from engine.core.zmq_client import EngineCoreClient
 from engine.errors import ConfigError, EngineDeadError
+from engine.rpc.launch import open_core
+from engine.rpc.many_client import ManyCoresClient
+from engine.rpc.zmq_client import EngineCoreClient
 
 pytestmark = pytest.mark.usefixtures("place")
 
@@ -29,7 +29,7 @@ def stack() -> Iterator[ExitStack]:
 
 def attached(stack: ExitStack, *cores: HostedCore) -> Any:
     addresses = ", ".join(core.address.data for core in cores)
-    client = open_core(FakeBuild(), fake_config(core_address=addresses), clock=time.monotonic)
+    client = open_core(fake_config(core_address=addresses))
     assert isinstance(client, ManyCoresClient)
     stack.callback(client.shutdown)
     return client
@@ -69,13 +69,13 @@ def test_the_error_names_the_core_that_died(stack: ExitStack) -> None:
     cores = [hosted(stack), hosted(stack, FakeBuild(raise_at=3))]
     client = attached(stack, *cores)
     client.add_all([make_request(str(i), [i + 1], 20) for i in range(6)])
-    story = f"core 1 of 2 at {cores[1].address.data}: .*ArithmeticError: the worker fell over"
-    with pytest.raises(EngineDeadError, match=story) as info:
+    history = f"core 1 of 2 at {cores[1].address.data}: .*ArithmeticError: the worker fell over"
+    with pytest.raises(EngineDeadError, match=history) as info:
         for _ in range(100):
             client.step()
     assert "the worker fell over" in str(info.value.__cause__)
     for call in (client.stats, client.check_alive, lambda: client.abort(["0"])):
-        with pytest.raises(EngineDeadError, match=story):
+        with pytest.raises(EngineDeadError, match=history):
             call()
 
 
@@ -91,7 +91,7 @@ def test_one_address_that_is_wrong_leaves_nothing(stack: ExitStack) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(2):
         with pytest.raises(ConfigError, match="no core can be reached at 'ipc:///nowhere/core'"):
-            open_core(FakeBuild(), config, clock=time.monotonic)
+            open_core(config)
     one = EngineCoreClient(core.address)
     one.shutdown()
     until = time.monotonic() + 10

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,9 +14,9 @@ from spawned import FakeBuild, fake_config
 from engine.assets import BOX_MODEL
 from engine.config.engine import EngineConfig
 from engine.config.model import ModelConfig
-from engine.core.client import InprocClient
-from engine.core.launch import open_core
+from engine.core.inproc_client import InprocClient
 from engine.errors import ConfigError
+from engine.rpc.launch import open_core
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ def _place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def attach(core: HostedCore, model: ModelConfig) -> str:
     """Model of the core, as a client with this one hears of it."""
     config = replace(fake_config(core_address=core.address.data), model=model)
-    client = open_core(FakeBuild(), config, clock=time.monotonic)
+    client = open_core(config)
     told: str = client.decided.model
     client.shutdown()
     return told

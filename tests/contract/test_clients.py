@@ -8,12 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from core_clients import (
-    a_client,
-    attach,
-    drain,
-    read,
-)
+from core_clients import REMOTE, a_client, attach, drain, read
 from simulate import expected, make_request
 from spawned import FakeBuild, fake_config
 
@@ -107,8 +102,6 @@ def test_first_output_says_when_it_started_and_what_was_cached(client: Any) -> N
 
 
 def test_requests_of_n_sequences(kind: str, opened: Any) -> None:
-    if kind.startswith("asyncio"):
-        pytest.skip("the front end uses the synchronous client")
     client = opened(kind)
     engine = LLMEngine(Session(fake_config(), client, None, time.monotonic))
     params = SamplingParams(n=3, max_tokens=5, temperature=1.0)
@@ -271,9 +264,9 @@ def test_counters_agree_with_the_outputs(kind: str, opened: Any) -> None:
 
 
 @pytest.mark.behaviour(114)
-def test_each_client_gets_its_own(remote: str, opened: Any) -> None:
-    first = opened(remote, SLOW)
-    others = [attach(remote, first) for _ in range(2)]
+def test_each_client_gets_its_own(opened: Any) -> None:
+    first = opened(REMOTE, SLOW)
+    others = [attach(first) for _ in range(2)]
     clients = [first, *others]
     assert len({client.id_prefix for client in clients}) == 3
     for i, client in enumerate(clients):
@@ -288,9 +281,9 @@ def test_each_client_gets_its_own(remote: str, opened: Any) -> None:
         client.shutdown()
 
 
-def test_what_a_client_had_at_the_core_ends_when_it_leaves(remote: str, opened: Any) -> None:
-    stays = opened(remote, SLOW)
-    leaves = attach(remote, stays)
+def test_what_a_client_had_at_the_core_ends_when_it_leaves(opened: Any) -> None:
+    stays = opened(REMOTE, SLOW)
+    leaves = attach(stays)
     leaves.add_all([make_request(f"x{i}", [i + 1], 400) for i in range(5)])
     while not leaves.step():
         pass

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from core_clients import IN_PROCESS, WAIT_SECONDS, drain, read
+from core_clients import IN_PROCESS, REMOTE, WAIT_SECONDS, drain, read
 from simulate import expected, make_request
 from spawned import FakeBuild
 
@@ -71,22 +71,19 @@ def test_nothing_follows_the_end_of_an_aborted_request(
 
 
 @pytest.mark.behaviour(106)
-def test_an_id_is_in_use_until_the_end_of_its_abort_was_read(kind: str, opened: Any) -> None:
+def test_an_id_is_free_again_when_the_end_of_its_abort_was_read(kind: str, opened: Any) -> None:
     client = opened(kind, SLOW)
     for turn in range(3):
         client.add_all([make_request(name, [turn + 1, len(name)], 400) for name in ("a", "bb")])
         outputs_pile_up(kind, client)
         client.abort(["a"])
-        again = make_request("a", [77 + turn], 9)
-        with pytest.raises(RequestError, match="'a' is in use"):
-            client.add(again)
         tokens: dict[str, list[int]] = {}
         ends: dict[str, Any] = {}
         while "a" not in ends:
             for batch in client.step():
                 read(batch, tokens, ends)
         tokens["a"], ends = [], {}
-        client.add(again)
+        client.add(make_request("a", [77 + turn], 9))
         while "a" not in ends:
             for batch in client.step():
                 read(batch, tokens, ends)
@@ -123,24 +120,50 @@ def test_an_abort_is_told_in_a_pause(kind: str, opened: Any, what: str) -> None:
 
 
 @pytest.mark.behaviour(103)
-def test_an_id_is_in_use_until_its_end_was_read(kind: str, opened: Any) -> None:
-    client = opened(kind)
-    client.add(make_request("a", [1], 3))
-    all_end(kind, client)
+def test_the_core_refuses_an_id_that_it_has_and_hurts_nobody(kind: str, opened: Any) -> None:
+    client = opened(kind, SLOW)
+    client.add(make_request("a", [1], 30))
     again = make_request("a", [2], 3)
     with pytest.raises(RequestError, match="'a' is in use"):
         client.add(again)
-    assert list(client.add_all([again, make_request("b", [3], 3), make_request("b", [4], 3)])) == [
-        0,
-        2,
-    ]
-    assert drain(client)[0] == {"a": expected([1], 3), "b": expected([3], 3)}
+    three = [again, make_request("b", [3], 30), make_request("b", [4], 3)]
+    assert list(client.add_all(three)) == [0, 2]
+    assert drain(client)[0] == {"a": expected([1], 30), "b": expected([3], 30)}
     client.add(again)
     assert drain(client)[0] == {"a": expected([2], 3)}
 
 
-@pytest.mark.parametrize("kind", ["zmq", "two cores"])
-def test_an_interrupted_add_leaves_nothing_at_the_core(kind: str, opened: Any) -> None:
+@pytest.mark.behaviour(103)
+@pytest.mark.parametrize("how", ["length", "abort"])
+def test_an_id_that_is_used_too_soon_mixes_up_nothing(how: str, opened: Any) -> None:
+    """Its client gets one request behind the other, each with its end; the core keeps neither."""
+    client = opened(REMOTE)
+    lengths = {"length": 3, "abort": 400}
+    client.call("pause")
+    client.add(make_request("a", [1], lengths[how]))
+    if how == "abort":
+        client.abort(["a"])
+    client.call("resume")
+    all_end(REMOTE, client)
+    is_told = False
+    while not is_told:  # the end, by the core
+        is_told = not client.add_all([make_request("a", [2], 5)])
+    told: list[tuple[list[int], str]] = []
+    tokens: list[int] = []
+    while client.has_unfinished():
+        for batch in client.step():
+            tokens += batch.token_ids
+            for end in batch.finished:
+                told.append((tokens, end.reason))
+                tokens = []
+    first = ([], "abort") if how == "abort" else (expected([1], 3), "length")
+    assert told == [first, (expected([2], 5), "length")]
+    counts = client.stats()
+    assert (counts.num_running, counts.num_waiting, counts.kv_usage) == (0, 0, 0.0)
+
+
+@pytest.mark.parametrize("kind", ["remote", "two cores"])
+def test_an_interrupted_add_can_be_aborted(kind: str, opened: Any) -> None:
     client = opened(kind, FakeBuild(step_seconds=0.3))
     client.add_all([make_request(f"runs{i}", [1 + i], 3) for i in range(2)])
     time.sleep(0.1)  # the cores are in the middle of a step now and answer later
@@ -151,6 +174,7 @@ def test_an_interrupted_add_leaves_nothing_at_the_core(kind: str, opened: Any) -
             client.add_all([make_request(f"x{i}", [i + 1], 400) for i in range(8)])
     finally:
         signal.signal(signal.SIGALRM, before)
+    client.abort([f"x{i}" for i in range(8)])
     tokens, ends = drain(client)
     assert {tuple(tokens[f"runs{i}"]) for i in range(2)} == {
         tuple(expected([1 + i], 3)) for i in range(2)

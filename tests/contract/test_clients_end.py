@@ -13,8 +13,8 @@ from core_clients import pid_of, spawn_client
 from simulate import make_request
 from spawned import FakeBuild, fake_config
 
-from engine.core.launch import start_core
 from engine.errors import ConfigError, EngineDeadError
+from engine.rpc.launch import start_core
 
 pytestmark = pytest.mark.usefixtures("place")
 
@@ -42,8 +42,8 @@ def test_death_reaches_who_waits_and_who_comes_later_with_its_cause(kind: str, o
 
 @pytest.mark.behaviour(110)
 @pytest.mark.parametrize("waits_in", ["step", "call"])
-def test_a_killed_core_is_noticed_within_a_second(remote: str, waits_in: str) -> None:
-    client = spawn_client(remote, FakeBuild(step_seconds=0.3))
+def test_a_killed_core_is_noticed_within_a_second(waits_in: str) -> None:
+    client = spawn_client(FakeBuild(step_seconds=0.3))
     client.add(make_request("a", [1], 400))
     assert client.call("echo", 1) == 1
     os.kill(pid_of(client), signal.SIGKILL)
@@ -65,9 +65,9 @@ def test_what_building_the_core_raised_is_told() -> None:
 
 def test_a_mistake_in_the_options_is_the_same_error_as_in_this_process() -> None:
     build = FakeBuild(options={"max_num_seqs": -1})
-    for kind in ("in-process", "zmq"):
+    for is_here in (True, False):
         with pytest.raises(ConfigError, match="max_num_seqs is -1"):
-            build(fake_config()) if kind == "in-process" else spawn_client(kind, build)
+            build(fake_config()) if is_here else spawn_client(build)
 
 
 @pytest.mark.behaviour(111)
@@ -87,9 +87,9 @@ def test_options_that_cannot_travel_are_a_config_error() -> None:
 
 
 @pytest.mark.behaviour(116)
-def test_shutdown_twice_leaves_nothing(remote: str) -> None:
+def test_shutdown_twice_leaves_nothing() -> None:
     children = set(psutil.Process().children(recursive=True))
-    client = spawn_client(remote, FakeBuild())
+    client = spawn_client(FakeBuild())
     client.add(make_request("a", [1], 400))
     client.step()
     for _ in range(2):
@@ -100,8 +100,8 @@ def test_shutdown_twice_leaves_nothing(remote: str) -> None:
     assert not [p for p in left if "resource_tracker" not in " ".join(p.cmdline())]
 
 
-def test_a_core_that_hangs_is_given_up(remote: str) -> None:
-    client = spawn_client(remote, FakeBuild(hang_at=2), core_hang_timeout=1.0)
+def test_a_core_that_hangs_is_given_up() -> None:
+    client = spawn_client(FakeBuild(hang_at=2), core_hang_timeout=1.0)
     client.add(make_request("a", [1], 20))
     start = time.monotonic()
     with pytest.raises(EngineDeadError, match=r"has been in one step for .* the limit is 1"):
@@ -111,8 +111,8 @@ def test_a_core_that_hangs_is_given_up(remote: str) -> None:
     client.shutdown()
 
 
-def test_a_core_that_is_stopped_is_given_up(remote: str) -> None:
-    client = spawn_client(remote, SLOW, core_hang_timeout=1.0)
+def test_a_core_that_is_stopped_is_given_up() -> None:
+    client = spawn_client(SLOW, core_hang_timeout=1.0)
     client.add(make_request("a", [1], 400))
     client.call("echo", 1)
     os.kill(pid_of(client), signal.SIGSTOP)

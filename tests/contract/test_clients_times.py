@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import pytest
-from core_clients import AHEAD_SECONDS, ELSEWHERE, KINDS, TWO_CORES, HostedCore, connect, drain
+from core_clients import AHEAD_SECONDS, ELSEWHERE, TWO_CORES, HostedCore, drain
 from simulate import make_request
 from spawned import FakeBuild, fake_config
 
@@ -14,12 +14,12 @@ from engine.frontend.session import Session
 from engine.llm_engine import LLMEngine
 from engine.messages.outputs import CoreOutputs, RequestOutput
 from engine.messages.params import SamplingParams
+from engine.rpc.zmq_client import EngineCoreClient
 from engine.sched import Policy
 
 pytestmark = pytest.mark.usefixtures("place")
 
 DOUBT_SECONDS = dict.fromkeys((TWO_CORES, *ELSEWHERE), 1.0)  # of clocks that were compared
-KINDS_OF_SESSIONS = tuple(kind for kind in KINDS if not kind.startswith("asyncio"))
 
 
 class Watch(Policy):
@@ -55,19 +55,17 @@ def test_every_time_of_outputs_is_the_clients(kind: str, opened: Any) -> None:
     assert began - 1e-6 <= min(times) <= max(times) <= time.monotonic()
 
 
-def test_times_are_right_of_a_core_that_is_asked_in_the_middle_of_a_step(
-    remote: str, opened: Any
-) -> None:
+def test_times_are_right_of_a_core_that_is_asked_in_the_middle_of_a_step(opened: Any) -> None:
     """It hears of a client when the step is over, which is not taken for a difference of clocks: no
     request arrives later than it did, and no output is dated before it or in the future."""
     watch = Watch()
     build = FakeBuild(step_seconds=0.2, options={"scheduling_policy": watch})
     with HostedCore(build, ahead_seconds=AHEAD_SECONDS) as core:
-        busy = connect(remote, core.address)
+        busy = EngineCoreClient(core.address)
         busy.add(make_request("busy", [1, 2], 200))
         while not busy.step():
             pass
-        client = connect(remote, core.address)
+        client = EngineCoreClient(core.address)
         began = time.monotonic()
         client.add(make_request("a", [3], 3, arrival_time=began))
         times: list[float] = []
@@ -108,7 +106,6 @@ def drained(engine: LLMEngine) -> dict[str, RequestOutput]:
     return last
 
 
-@pytest.mark.parametrize("kind", KINDS_OF_SESSIONS)
 def test_timeouts_and_metrics_are_right_whatever_the_clock_of_the_core(
     kind: str, opened: Any
 ) -> None:

@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from core_clients import HostedCore, RawClient, connect
+from core_clients import HostedCore, RawClient
 from live_core import wait_until
 from simulate import expected, make_request
 from spawned import FakeBuild
 
-from engine.core.outbox import NUM_CREDITS
 from engine.errors import WireError
 from engine.ipc.codec import Encoder, is_tagged
 from engine.messages.outputs import CoreOutputs, Finished
@@ -36,6 +35,8 @@ from engine.messages.wire import (
     Welcome,
 )
 from engine.observe.logs import THROTTLE_SECONDS, Throttle
+from engine.rpc.outbox import NUM_CREDITS
+from engine.rpc.zmq_client import EngineCoreClient
 from engine.sched.policy import Policy
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -119,12 +120,11 @@ def test_a_message_has_no_more_requests_than_can_be_answered(member: RawClient) 
 
 
 def test_a_client_is_told_itself_what_is_too_large(core: HostedCore) -> None:
-    for kind in ("zmq", "asyncio"):
-        client = connect(kind, core.address)
-        with pytest.raises(WireError, match=f"the limit is {MAX_CALL_BYTES}"):
-            client.call("echo", "x" * MAX_CALL_BYTES)
-        assert client.call("echo", "x") == "x"
-        client.shutdown()
+    client = EngineCoreClient(core.address)
+    with pytest.raises(WireError, match=f"the limit is {MAX_CALL_BYTES}"):
+        client.call("echo", "x" * MAX_CALL_BYTES)
+    assert client.call("echo", "x") == "x"
+    client.shutdown()
 
 
 # -- what is answered
@@ -167,7 +167,7 @@ def test_an_abort_is_told_whatever_is_to_be_told_of_it(
         finished = finish(*args)
         for req in finished:
             if req.request_id == "b":
-                req.story.kv_transfer_params = {"handle": object()}
+                req.history.kv_transfer_params = {"handle": object()}
         return finished
 
     monkeypatch.setattr(core.host._core._core.scheduler, "finish_requests", with_objects)
@@ -262,7 +262,7 @@ def test_what_was_held_back_is_counted() -> None:
 def test_who_vanishes_while_nothing_is_sent_to_it_leaves_nothing(
     lacks: str, core: HostedCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.core.outbox.NUM_CREDITS", 1)
+    monkeypatch.setattr("engine.rpc.outbox.NUM_CREDITS", 1)
     with RawClient(core.address.data) as gone:
         greet(gone, core)
         gone.send(Submit(0, [make_request("a", [1], 400)]))

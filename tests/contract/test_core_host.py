@@ -12,15 +12,12 @@ from typing import Any
 
 import pytest
 import zmq
-from core_clients import HostedCore, RawClient, connect, drain, read
+from core_clients import HostedCore, RawClient, drain, read
 from simulate import expected, make_request
 from spawned import FakeBuild, fake_config
 from wire_frames import HOSTILE, mutated, recorded
 
 from engine.config.polling import PollConfig
-from engine.core.heart import Heart
-from engine.core.outbox import NUM_CREDITS
-from engine.core.zmq_client import EngineCoreClient
 from engine.errors import EngineDeadError, RefusedError
 from engine.ipc import sockets
 from engine.ipc.place import Address
@@ -39,6 +36,9 @@ from engine.messages.wire import (
     Submit,
     Welcome,
 )
+from engine.rpc.heart import Heart
+from engine.rpc.outbox import NUM_CREDITS
+from engine.rpc.zmq_client import EngineCoreClient
 
 pytestmark = pytest.mark.usefixtures("place")
 
@@ -82,17 +82,15 @@ def test_another_version_is_told_so(core: HostedCore, raw: RawClient) -> None:
 def test_a_client_is_told_that_it_is_too_old(
     core: HostedCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.core.link.PROTOCOL_VERSION", 1)
-    for kind in ("zmq", "asyncio"):
-        told = "speaks version 1 of the protocol, this core speaks version 2; install the same"
-        with pytest.raises(EngineDeadError, match=told):
-            connect(kind, core.address)
+    monkeypatch.setattr("engine.rpc.link.PROTOCOL_VERSION", 1)
+    told = "speaks version 1 of the protocol, this core speaks version 2; install the same"
+    with pytest.raises(EngineDeadError, match=told):
+        EngineCoreClient(core.address)
 
 
 def test_a_wrong_token_is_an_error_of_the_client(core: HostedCore) -> None:
-    for kind in ("zmq", "asyncio"):
-        with pytest.raises(EngineDeadError, match="the core refused this client"):
-            connect(kind, Address(core.address.data, b"wrong"))
+    with pytest.raises(EngineDeadError, match="the core refused this client"):
+        EngineCoreClient(Address(core.address.data, b"wrong"))
 
 
 def test_hostile_frames_cost_their_sender_an_error_and_nothing_else(

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from core_clients import HostedCore, RawClient, connect, drain
+from core_clients import HostedCore, RawClient, drain
 from simulate import expected, make_request
 from spawned import FakeBuild
 
@@ -22,6 +22,7 @@ from engine.messages.wire import (
     PROTOCOL_VERSION,
     Hello,
 )
+from engine.rpc.zmq_client import EngineCoreClient
 
 SECRET = "a secret of some length"
 
@@ -78,23 +79,19 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.mark.parametrize("kind", ["zmq", "asyncio"])
-def test_tcp_works_with_the_shared_secret_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tcp_works_with_the_shared_secret_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     address = f"tcp://127.0.0.1:{free_port()}"
     with HostedCore(FakeBuild(), address=tcp_address(address, SECRET)):
-        client = connect(kind, address_of(address, SECRET))
+        client = EngineCoreClient(address_of(address, SECRET))
         client.add(make_request("a", [1], 20))
         assert drain(client)[0] == {"a": expected([1], 20)}
         client.shutdown()
-        monkeypatch.setattr(f"engine.core.{MODULES[kind]}.WELCOME_SECONDS", 1.0)
+        monkeypatch.setattr("engine.rpc.zmq_client.WELCOME_SECONDS", 1.0)
         with pytest.raises(EngineDeadError):
-            connect(kind, address_of(address, "another secret of some length"))
+            EngineCoreClient(address_of(address, "another secret of some length"))
         with RawClient(address) as plain:  # without encryption
             plain.send(Hello(PROTOCOL_VERSION, tcp_address(address, SECRET).token))
             assert plain.receive(0.5) is None
-
-
-MODULES = {"zmq": "zmq_client", "asyncio": "aio_client"}
 
 
 @pytest.mark.parametrize(
@@ -117,25 +114,23 @@ def test_addresses_that_cannot_work_are_refused(
         address_of(address, secret)
 
 
-@pytest.mark.parametrize("kind", ["zmq", "asyncio"])
 @pytest.mark.parametrize("host", ["a b", "a,b", "*", "\udcff", "a\0b"])
-def test_hosts_that_are_none_are_refused_and_leave_nothing(kind: str, host: str) -> None:
+def test_hosts_that_are_none_are_refused_and_leave_nothing(host: str) -> None:
     num_open = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ConfigError, match="cannot connect to 'tcp://"):
-        connect(kind, address_of(f"tcp://{host}:5000", SECRET))
+        EngineCoreClient(address_of(f"tcp://{host}:5000", SECRET))
     assert len(os.listdir("/proc/self/fd")) == num_open
 
 
-@pytest.mark.parametrize("kind", ["zmq", "asyncio"])
-def test_where_no_core_listens_a_client_says_so_at_once(kind: str) -> None:
+def test_where_no_core_listens_a_client_says_so_at_once() -> None:
     directory = Directory.create()
     with socket.socket(socket.AF_UNIX) as left:  # as by a core that was killed
         left.bind(directory.address.data.removeprefix("ipc://"))
     start = time.monotonic()
     with pytest.raises(EngineDeadError, match="no core answers at ipc://"):
-        connect(kind, directory.address)
+        EngineCoreClient(directory.address)
     with pytest.raises(EngineDeadError, match=r"no core answers at tcp://.*, or it has another se"):
-        connect(kind, address_of(f"tcp://127.0.0.1:{free_port()}", SECRET))
+        EngineCoreClient(address_of(f"tcp://127.0.0.1:{free_port()}", SECRET))
     assert time.monotonic() - start < 1.0
     directory.remove()
 
@@ -157,11 +152,10 @@ def test_where_no_socket_can_be_the_error_says_what_to_set(
 
 
 @pytest.mark.behaviour(112)
-@pytest.mark.parametrize("name", ["zmq_client", "aio_client"])
-def test_a_client_is_quick_to_import_and_needs_no_torch(name: str) -> None:
+def test_a_client_is_quick_to_import_and_needs_no_torch() -> None:
     code = (
         "import sys, time\nstart = time.process_time()\n"
-        f"import engine.core.{name}\n"
+        "import engine.rpc.zmq_client\n"
         "print(time.process_time() - start)\n"
         "print([m for m in ('torch', 'transformers', 'numpy', 'tokenizers') if m in sys.modules])\n"
     )

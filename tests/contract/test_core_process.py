@@ -26,14 +26,14 @@ from forking import (
 from simulate import expected, make_request
 from spawned import FakeBuild, fake_config
 
-from engine.core.desk import Ending
-from engine.core.host import EngineCoreHost
-from engine.core.launch import meet, spawn, start_core, start_cores
 from engine.errors import EngineDeadError
 from engine.frontend.session import Session
 from engine.ipc.place import Directory
 from engine.llm_engine import LLMEngine
 from engine.messages.params import SamplingParams
+from engine.rpc.desk import Ending
+from engine.rpc.host import EngineCoreHost
+from engine.rpc.launch import meet, spawn, start_core, start_cores
 
 pytestmark = pytest.mark.usefixtures("place")
 
@@ -42,11 +42,9 @@ pytestmark = pytest.mark.usefixtures("place")
 
 
 @pytest.mark.behaviour(110)
-def test_a_killed_core_is_noticed_although_a_process_that_it_forked_lives(
-    remote: str, place: Path
-) -> None:
+def test_a_killed_core_is_noticed_although_a_process_that_it_forked_lives(place: Path) -> None:
     pid_file = place / "pid"
-    client = spawn_client(remote, Forking(step_seconds=0.3, pid_file=str(pid_file)))
+    client = spawn_client(Forking(step_seconds=0.3, pid_file=str(pid_file)))
     try:
         client.add(make_request("a", [1], 400))
         while not client.step():
@@ -106,9 +104,9 @@ def test_an_interrupt_at_the_terminal_is_for_the_parent_alone() -> None:
 @pytest.mark.behaviour(116)
 @pytest.mark.parametrize("build", [FakeBuild(), FakeBuild(hang_at=2), Clinging()])
 def test_a_core_that_is_stopped_or_hangs_is_gone_two_seconds_after_shutdown(
-    remote: str, build: FakeBuild
+    build: FakeBuild,
 ) -> None:
-    client = spawn_client(remote, build)
+    client = spawn_client(build)
     client.add(make_request("a", [1], 400))
     process = psutil.Process(pid_of(client))
     if build == FakeBuild():
@@ -133,8 +131,8 @@ def test_cores_that_are_stopped_are_given_up_together() -> None:
     assert not any(process.is_running() for process in processes)
 
 
-def test_a_core_that_got_sigterm_keeps_the_time_that_it_promised(remote: str) -> None:
-    client = spawn_client(remote, FakeBuild(step_seconds=0.01), drain_timeout=20.0)
+def test_a_core_that_got_sigterm_keeps_the_time_that_it_promised() -> None:
+    client = spawn_client(FakeBuild(step_seconds=0.01), drain_timeout=20.0)
     client.add_all([make_request(str(i), [i + 1], 150) for i in range(4)])
     os.kill(pid_of(client), signal.SIGTERM)
     assert drain(client)[0] == {str(i): expected([i + 1], 150) for i in range(4)}

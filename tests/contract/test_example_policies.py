@@ -10,10 +10,10 @@ from engine.core.engine_core import EngineCore
 from engine.kv.manager import KVManager
 from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest
-from engine.sched.find import make_scheduler
+from engine.sched.plugins.find import make_scheduler
 from engine.sched.scheduler import Scheduler
-from engine.sched.verify.check import check_empty, check_plan, check_state
-from engine.sched.verify.fake import DigestWorker, token_after
+from engine.verify.check import check_empty, check_plan, check_state
+from engine.verify.fake import DigestWorker, token_after
 
 POLICIES = (
     "examples.policies.fair_share.FairShare",

@@ -10,9 +10,9 @@ import pytest
 from core_clients import own_place
 from spawned import FakeBuild, fake_config
 
-from engine.core.client import InprocClient
-from engine.core.host import EngineCoreHost
+from engine.core.inproc_client import InprocClient
 from engine.ipc.place import Directory
+from engine.rpc.host import EngineCoreHost
 
 SIGNAL = signal.SIGUSR1
 

@@ -25,7 +25,7 @@ from engine.kv.events import EventLog
 from engine.kv.groups import Group
 from engine.kv.manager import KVManager
 from engine.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
-from engine.sched.verify.fake import DigestWorker
+from engine.verify.fake import DigestWorker
 
 
 class Listener:

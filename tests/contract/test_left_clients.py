@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import os
 import signal
@@ -14,23 +13,15 @@ from typing import Any
 
 import msgspec
 import pytest
-from core_clients import (
-    HostedCore,
-    a_client,
-    drain,
-    own_place,
-    spawn_client,
-)
+from core_clients import REMOTE, HostedCore, a_client, drain, own_place, spawn_client
 from live_core import is_running, wait_until
 from simulate import expected, make_request
-from spawned import FakeBuild, fake_config
+from spawned import FakeBuild
 
-from engine.core.aio_client import AsyncEngineCoreClient
-from engine.core.launch import spawn
-from engine.core.many_client import ManyCoresClient
-from engine.core.zmq_client import EngineCoreClient
 from engine.errors import EngineDeadError
 from engine.ipc.place import Address
+from engine.rpc.many_client import ManyCoresClient
+from engine.rpc.zmq_client import EngineCoreClient
 
 
 @pytest.fixture(autouse=True)
@@ -39,22 +30,18 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield path
 
 
-def forget(kind: str, address: Address) -> None:
+def forget(address: Address) -> None:
     """Make a client, and leave it to the garbage collector in a ring of references."""
-    if kind == "zmq":
-        client: Any = EngineCoreClient(address)
-    else:
-        client = asyncio.run(AsyncEngineCoreClient.connect(address))
+    client: Any = EngineCoreClient(address)
     client.itself = client
 
 
-@pytest.mark.parametrize("kind", ["zmq", "asyncio"])
-def test_a_client_that_was_never_closed_can_be_collected(kind: str) -> None:
+def test_a_client_that_was_never_closed_can_be_collected() -> None:
     """Its context waited for its sockets for ever, in whatever was the thread's at that moment."""
     with HostedCore(FakeBuild()) as core:
         gc.disable()
         try:
-            forget(kind, core.address)
+            forget(core.address)
             collecting = threading.Thread(target=gc.collect, daemon=True)
             collecting.start()
             collecting.join(10.0)
@@ -63,27 +50,9 @@ def test_a_client_that_was_never_closed_can_be_collected(kind: str) -> None:
             gc.enable()
 
 
-def test_a_client_of_a_loop_that_is_over_can_be_shut_down_in_another() -> None:
-    child, address = spawn(fake_config(), FakeBuild(step_seconds=0.01))
-    assert child.wait_until_ready(30.0).is_ready
-    pid = child.pid
-
-    async def begin() -> AsyncEngineCoreClient:
-        client = await AsyncEngineCoreClient.connect(address, child=child)
-        await client.add(make_request("a", [1], 400))
-        await client.step()
-        return client
-
-    client = asyncio.run(begin())
-    asyncio.run(client.shutdown())
-    assert not is_running(pid)
-    with pytest.raises(EngineDeadError, match="event loop of this client has ended"):
-        asyncio.run(client.call("echo", 1))
-
-
 def test_a_forked_copy_of_a_client_says_that_it_is_one() -> None:
     """It span for ever, and what it sent came from nobody."""
-    with a_client("zmq") as client:
+    with a_client(REMOTE) as client:
         client.add(make_request("a", [1], 5))
         pid = os.fork()
         if pid == 0:
@@ -105,7 +74,7 @@ def test_a_forked_copy_of_a_client_says_that_it_is_one() -> None:
 
 def test_a_hang_is_noticed_by_a_client_that_is_woken_all_the_time() -> None:
     """As the thread of a server is with every request that comes in."""
-    client = spawn_client("zmq", FakeBuild(hang_at=2), core_hang_timeout=1.0)
+    client = spawn_client(FakeBuild(hang_at=2), core_hang_timeout=1.0)
     client.add(make_request("a", [1], 20))
     is_over = threading.Event()
 
@@ -126,16 +95,17 @@ def test_a_hang_is_noticed_by_a_client_that_is_woken_all_the_time() -> None:
         client.shutdown()
 
 
-@pytest.mark.parametrize("kind", ["zmq", "asyncio", "two cores"])
+@pytest.mark.parametrize("kind", ["remote", "two cores"])
 def test_an_add_that_fails_half_way_leaves_no_id_in_use(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.core.link.MAX_SUBMIT_REQUESTS", 1)
+    monkeypatch.setattr("engine.rpc.link.MAX_SUBMIT_REQUESTS", 1)
     good = make_request("a", [1], 5)
     bad = msgspec.structs.replace(good, request_id="b", prompt_token_ids=None)
     with a_client(kind) as client:
         with pytest.raises(TypeError):
             client.add_all([good, bad])
+        client.abort(["a", "b"])
         assert not client.has_unfinished()
         client.add(good)
         assert drain(client)[0] == {"a": expected([1], 5)}
@@ -155,32 +125,3 @@ def test_what_other_cores_have_brought_is_read_before_a_death_is_told() -> None:
                     tokens += [token for batch in client.step() for token in batch.token_ids]
         assert tokens == expected([ord("a")], 5)
         client.shutdown()
-
-
-def test_who_asks_while_the_loop_ends_does_not_wait_for_ever() -> None:
-    """``asyncio.run`` cancels the tasks of the client together with those of the program."""
-    told: list[BaseException] = []
-
-    async def stream(client: AsyncEngineCoreClient) -> None:
-        try:
-            while True:
-                await client.step()
-        finally:
-            try:
-                await client.abort(["a"])  # which waits for nothing
-                await client.call("echo", 1)
-            except EngineDeadError as error:
-                told.append(error)
-
-    async def program(address: Address) -> None:
-        client = await AsyncEngineCoreClient.connect(address)
-        await client.add(make_request("a", [1], 400))
-        asyncio.get_running_loop().streaming = asyncio.create_task(stream(client))
-        await asyncio.sleep(0.05)
-
-    with HostedCore(FakeBuild(step_seconds=0.01)) as core:
-        running = threading.Thread(target=asyncio.run, args=(program(core.address),), daemon=True)
-        running.start()
-        running.join(10.0)
-        assert not running.is_alive()
-        assert [type(error) for error in told] == [EngineDeadError]

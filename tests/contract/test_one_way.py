@@ -17,10 +17,10 @@ from simulate import expected
 from spawned import fake_config
 from words import word, words
 
-from engine.core.zmq_client import EngineCoreClient
 from engine.frontend.session import Session
 from engine.messages.outputs import RequestOutput
 from engine.messages.params import SamplingParams
+from engine.rpc.zmq_client import EngineCoreClient
 
 pytestmark = pytest.mark.usefixtures("place")
 

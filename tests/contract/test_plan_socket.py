@@ -13,13 +13,13 @@ from data_plane import EvenTokens, Source, make_feature_run
 from plan_socket import Setup, SocketWorker, WorkerProcess, content_of, make_worker
 from simulate import make_request
 
-from engine.core.remote_kv import RemoteKV
 from engine.ipc import plans
-from engine.lora.slots import AdapterSlots
+from engine.kv_transfer.decide import RemoteKV
+from engine.lora.decide import AdapterSlots
 from engine.messages.requests import MediaItem
 from engine.messages.step import PARTS
-from engine.mm.encoder_budget import EncoderBudget
-from engine.spec.drafts import Drafts
+from engine.mm.decide import EncoderBudget
+from engine.spec.decide import Drafts
 
 
 @pytest.fixture

@@ -27,9 +27,9 @@ from engine.sched import (
     Resource,
     Scheduler,
 )
-from engine.sched.guard import HOOKS
+from engine.sched.plugins.hooks import HOOKS
 from engine.sched.request import Request
-from engine.sched.table import Table
+from engine.sched.state.table import Table
 
 FOREIGN = Request(make_request("foreign", [1, 2, 3]), 0, Table(), max_model_len=64)
 

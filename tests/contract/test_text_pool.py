@@ -11,8 +11,8 @@ from engine import AsyncLLMEngine, LLMEngine, RequestOutput, SamplingParams
 from engine.config.model import ModelConfig
 from engine.frontend.pool import ARENA_BYTES, TextPool
 from engine.frontend.session import Session
-from engine.frontend.tokenizer import load_tokenizer
 from engine.messages.params import OutputKind
+from engine.text.tokenizer import load_tokenizer
 
 KINDS: tuple[OutputKind, ...] = ("cumulative", "delta", "final")
 

@@ -16,15 +16,16 @@ from engine import LLMEngine, SamplingParams
 from engine.config.engine import EngineConfig
 from engine.config.model import ModelConfig
 from engine.errors import EngineDeadError, RefusedError, RequestError
-from engine.frontend import pool_child, pool_slot, text
+from engine.frontend import pool_child, pool_slot
 from engine.frontend.pool import TextPool
 from engine.frontend.pool_child import Asked, TextProcess
 from engine.frontend.pool_tasks import Task
 from engine.frontend.session import Session
-from engine.frontend.tokenizer import Tokenizer
 from engine.messages.outputs import CompletionOutput
 from engine.messages.params import OutputKind
 from engine.messages.text import Encode, Encoded, Failed, Ready, Reply
+from engine.text import reader as text
+from engine.text.tokenizer import Tokenizer
 
 KINDS: tuple[OutputKind, ...] = ("cumulative", "delta", "final")
 SIGNALS = [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGSTOP]

@@ -14,7 +14,7 @@ from pooled import WAIT, session_on
 from engine import LLM, AsyncLLMEngine, LLMEngine, RequestOutput, SamplingParams
 from engine.config.model import ModelConfig
 from engine.frontend.pool import TextPool
-from engine.frontend.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 
 SIZES = [1, 2, 4]
 

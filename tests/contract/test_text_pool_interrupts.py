@@ -10,7 +10,7 @@ import pytest
 from pooled import WAIT, Pools, llm_around, session_on, texts_of
 
 from engine import LLMEngine, SamplingParams
-from engine.frontend.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 
 PARAMS = SamplingParams(max_tokens=40, output_kind="delta")
 

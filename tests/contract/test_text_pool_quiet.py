@@ -16,8 +16,8 @@ from engine import AsyncLLMEngine, SamplingParams
 from engine.config.model import ModelConfig
 from engine.errors import EngineDeadError
 from engine.frontend.pool import TextPool
-from engine.frontend.tokenizer import Tokenizer
 from engine.messages.params import OutputKind
+from engine.text.tokenizer import Tokenizer
 
 
 @pytest.mark.behaviour(116)

@@ -23,8 +23,8 @@ from engine.config.model import ModelConfig
 from engine.frontend.pool import TextPool
 from engine.frontend.prompt import Prompt
 from engine.frontend.session import Session
-from engine.frontend.tokenizer import Tokenizer, load_tokenizer
 from engine.messages.requests import AddRequest
+from engine.text.tokenizer import Tokenizer, load_tokenizer
 
 SIGNALS = [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT, signal.SIGSTOP]
 RANGES = [(0x20, 0x7F), (0x1, 0x20), (0x80, 0x800), (0x800, 0xD800), (0xE000, 0x10000)]

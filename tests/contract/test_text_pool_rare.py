@@ -25,8 +25,8 @@ from engine.frontend import pool_child, pool_slot
 from engine.frontend.pool import ARENA_BYTES, Seat, TextPool
 from engine.frontend.pool_tasks import Task
 from engine.frontend.session import Session
-from engine.frontend.tokenizer import Tokenizer
 from engine.messages.text import Encode
+from engine.text.tokenizer import Tokenizer
 
 PROCESSES = ["tokenizer process 0", "detokenizer process 0"]
 

@@ -1,6 +1,6 @@
 """Launches compile for devices that are not here, without spills and within their memory.
 
-Pairs of what launches differ in; tools/compile_gate.py goes through all that ship.
+Pairs of what launches differ in; `python -m tools.compile_gate` goes through all that ship.
 """
 
 import os
@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from pairwise import pairwise
 
-from kernels.compile_gate import DEVICES, judge
-from kernels.triton import shipped
+from tools import shipped
+from tools.device_gate import DEVICES, judge
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels cannot be compiled"

@@ -8,8 +8,8 @@ import os
 
 import pytest
 
-from kernels.compile_gate import DEVICES, Device, compiling_for, resources
 from kernels.triton.launch import Launch
+from tools.device_gate import DEVICES, Device, compiling_for, resources
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels cannot be compiled"

@@ -5,10 +5,10 @@ import os
 import pytest
 import triton_interpreter
 
-from kernels.compile_gate import DEVICES, compiling_for, judge
 from kernels.triton import quant
 from kernels.triton.launch import Launch
-from kernels.triton.shipped import beside_attention
+from tools.device_gate import DEVICES, compiling_for, judge
+from tools.shipped import beside_attention
 
 pytestmark = pytest.mark.timeout(300)  # a process of its own, maybe beside others
 

@@ -18,8 +18,8 @@ from engine import EngineArgs, LLMEngine, SamplingParams
 from engine.config.env import INTERPRET_CUDA
 from engine.worker.platform.host import HostPlatform
 from kernels.bodies import CPU_TENSORS, CpuTensors
-from kernels.compile_gate import DEVICES, compiling_for
 from kernels.triton.launch import Launch
+from tools.device_gate import DEVICES, compiling_for
 
 pytestmark = [
     pytest.mark.timeout(300),

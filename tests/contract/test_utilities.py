@@ -12,9 +12,9 @@ from simulate import expected, make_request
 from spawned import FakeBuild, fake_config
 
 from engine.config.engine import EngineConfig
-from engine.core.client import InprocClient
 from engine.core.control import Utilities
 from engine.core.engine_core import EngineCore
+from engine.core.inproc_client import InprocClient
 from engine.errors import ConfigError, EngineError, RequestTypeError
 from engine.messages.stats import SchedulerStats
 from engine.sched import Scheduler

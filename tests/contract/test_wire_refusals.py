@@ -6,12 +6,12 @@ from spawned import fake_config
 from wire_frames import REQUEST
 from wire_samples import frames_of
 
-from engine.core.link import Link, Submission
 from engine.errors import RequestError, WireError
 from engine.messages.outputs import CoreOutputs, Finished
 from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest
 from engine.messages.wire import Failure, Outputs, Refusal, Submitted, ToClient
+from engine.rpc.link import Link
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ from engine.messages.wire import Failure, Outputs, Refusal, Submitted, ToClient
 )
 def test_places_and_counts_that_are_none_are_errors_of_the_engine(message: ToClient) -> None:
     link = Link()
-    link.submit([REQUEST], Submission())
+    link.submit([REQUEST])
     with pytest.raises(WireError, match="the core speaks of"):
         link.feed(frames_of([message]))
 

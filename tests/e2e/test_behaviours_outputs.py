@@ -4,8 +4,8 @@ import pytest
 from e2e.box_engine import KINDS, PROMPTS, SIZES, greedy, joined, run, run_one
 
 from engine import EngineArgs, LLMEngine, RequestError, SamplingParams
-from engine.frontend.backends import REPLACEMENT
 from engine.messages.params import OutputKind
+from engine.text.backends import REPLACEMENT
 
 
 @pytest.mark.behaviour(117)

@@ -12,7 +12,7 @@ import pytest
 from simulate import make_request
 
 from engine import LLM, ConfigError, EngineDeadError, SamplingParams
-from engine.core.zmq_client import EngineCoreClient
+from engine.rpc.zmq_client import EngineCoreClient
 
 PROMPTS = ["A list comprehension", "def f(x):", "Once upon a time", "The"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)

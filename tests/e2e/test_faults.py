@@ -19,11 +19,11 @@ from simulate import expected, make_request
 from spawned import FakeBuild, fake_config
 
 from engine.async_engine import AsyncLLMEngine
-from engine.core.launch import start_core
-from engine.core.zmq_client import EngineCoreClient
 from engine.errors import EngineDeadError
 from engine.frontend.session import Session
 from engine.messages.params import SamplingParams
+from engine.rpc.launch import start_core
+from engine.rpc.zmq_client import EngineCoreClient
 
 SLOW = FakeBuild(step_seconds=0.005)
 GONE_SECONDS = 2.0  # from the parent's death to that of its core
@@ -44,7 +44,7 @@ sys.path[:0] = ["tests"]
 tempfile.tempdir = {place!r}
 from simulate import make_request
 from spawned import FakeBuild, fake_config
-from engine.core.launch import start_core
+from engine.rpc.launch import start_core
 from engine.ipc.process import Child
 
 if __name__ == "__main__":
@@ -164,7 +164,7 @@ KILLS: dict[str, Callable[[int], None]] = {
 @pytest.mark.parametrize("kill", KILLS)
 @pytest.mark.parametrize("phase", ["idle", "prefill", "decode", "in a call", "draining"])
 def test_a_core_killed_in_any_phase(kill: str, phase: str) -> None:
-    client = spawn_client("zmq", FakeBuild(step_seconds=0.2))
+    client = spawn_client(FakeBuild(step_seconds=0.2))
     if phase != "idle":
         client.add(make_request("a", [1], 100))
     if phase == "decode":
@@ -183,7 +183,7 @@ def test_a_core_killed_in_any_phase(kill: str, phase: str) -> None:
 
 
 def test_sigterm_drains_and_the_second_one_ends_at_once() -> None:
-    client = spawn_client("zmq", SLOW)
+    client = spawn_client(SLOW)
     client.add(make_request("a", [1], 60))
     os.kill(pid_of(client), signal.SIGTERM)
     tokens, reasons = [], []
@@ -193,7 +193,7 @@ def test_sigterm_drains_and_the_second_one_ends_at_once() -> None:
             reasons += [end.reason for end in batch.finished]
     assert tokens == expected([1], 60) and reasons == ["length"]
     client.shutdown()
-    client = spawn_client("zmq", SLOW)
+    client = spawn_client(SLOW)
     client.add(make_request("a", [1], 500))
     for _ in range(2):
         os.kill(pid_of(client), signal.SIGTERM)
@@ -208,7 +208,7 @@ def test_sigterm_drains_and_the_second_one_ends_at_once() -> None:
 
 def test_a_core_starts_again_after_every_death() -> None:
     for turn in range(6):
-        client = spawn_client("zmq", FakeBuild(raise_at=4 if turn % 3 == 2 else None))
+        client = spawn_client(FakeBuild(raise_at=4 if turn % 3 == 2 else None))
         client.add(make_request("a", [1], 400))
         client.step()
         if turn % 3 == 0:
@@ -218,14 +218,14 @@ def test_a_core_starts_again_after_every_death() -> None:
 
 def test_only_socket_files_listen() -> None:
     """Nothing of a core with defaults can be reached over a network."""
-    client = spawn_client("zmq", FakeBuild())
+    client = spawn_client(FakeBuild())
     process = psutil.Process(pid_of(client))
     assert process.net_connections("inet") == []
     client.shutdown()
 
 
 def test_an_idle_core_uses_no_time() -> None:
-    client = spawn_client("zmq", FakeBuild())
+    client = spawn_client(FakeBuild())
     client.add(make_request("a", [1], 20))
     while client.has_unfinished():
         client.step()

@@ -14,8 +14,8 @@ from e2e.box_engine import PROMPTS, SIZES, greedy
 from engine import LLMEngine
 from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError
-from engine.sched.find import choose
-from engine.sched.testing import check_policy
+from engine.sched.plugins.find import choose
+from engine.verify.testing import check_policy
 
 PLUGIN = Path(__file__).parent.parent / "plugin"
 RUN = """

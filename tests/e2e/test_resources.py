@@ -3,9 +3,9 @@
 from e2e.box_engine import SIZES, greedy, run
 
 from engine import EngineArgs, LLMEngine
-from engine.core.resources import BlockAlignment
+from examples.resources.ready import BlockAlignment
 
-CADENCE = "engine.core.resources.PipelineCadence"
+CADENCE = "examples.resources.ready.PipelineCadence"
 
 
 def test_a_cadence_and_an_alignment_change_no_tokens(llm_engine: LLMEngine) -> None:

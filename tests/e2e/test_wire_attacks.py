@@ -16,9 +16,9 @@ from core_clients import RawClient, drain
 from live_core import SizedBuild, is_running, own_directory, pid_of, rss_mib, start
 from simulate import make_request
 
-from engine.core.zmq_client import EngineCoreClient
 from engine.ipc.place import IPC
 from engine.messages.wire import PROTOCOL_VERSION, Fault, Hello, Submit, Welcome
+from engine.rpc.zmq_client import EngineCoreClient
 
 NUM_SILENT = 200
 NUM_IDLE_READERS = 100

@@ -12,8 +12,8 @@ import pytest
 from live_core import MAX_MODEL_LEN, VOCAB_SIZE, start
 from streams import Streams
 
-from engine.core.zmq_client import EngineCoreClient
-from engine.sched.verify.fake import token_after
+from engine.rpc.zmq_client import EngineCoreClient
+from engine.verify.fake import token_after
 
 CLIENT = Path(__file__).resolve().parents[2] / "examples" / "wire-client.mjs"
 NODE = shutil.which("node")

@@ -7,9 +7,9 @@ import random
 import pytest
 from fake_router import Router, with_requests
 
-from engine.core.outbox import FRAME_BYTES
-from engine.core.peers import Peers
 from engine.messages.outputs import CoreOutputs, Finished
+from engine.rpc.outbox import FRAME_BYTES
+from engine.rpc.peers import Peers
 
 
 class Life:

@@ -10,7 +10,7 @@ from simulate import Run, make_request
 
 from engine.messages.requests import AddRequest
 from engine.messages.step import StepPlan
-from engine.spec.drafts import Drafts
+from engine.spec.decide import Drafts
 
 STEPS = 4_000  # for each of six parameter sets
 

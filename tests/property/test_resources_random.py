@@ -17,14 +17,14 @@ from data_plane import (
 )
 from simulate import make_request
 
-from engine.core.remote_kv import RemoteKV
-from engine.core.resources import BlockAlignment, PipelineCadence, PrefillGate
 from engine.errors import RequestError
-from engine.lora.slots import AdapterSlots
+from engine.kv_transfer.decide import RemoteKV
+from engine.lora.decide import AdapterSlots
 from engine.messages.requests import AddRequest, MediaItem
-from engine.mm.encoder_budget import EncoderBudget
-from engine.spec.drafts import Drafts
-from engine.structured.readiness import GrammarReadiness
+from engine.mm.decide import EncoderBudget
+from engine.spec.decide import Drafts
+from engine.structured.decide import GrammarReadiness
+from examples.resources.ready import BlockAlignment, PipelineCadence, PrefillGate
 
 LONGEST = 20  # tokens of a prompt, and of an output
 LONGEST_ITEM = 6
@@ -197,7 +197,7 @@ def test_all_features_at_once(depth):
         for request in requests:
             if request.request_id not in aborted:
                 check_end(run, request, features.remote.kv_load_failure_policy == "fail")
-        num_preempted += run.scheduler.settler.tally.num_preemptions
+        num_preempted += run.scheduler.settler.counters.num_preemptions
         num_loads += run.scheduler.kv.transfers.source.num_loads
         num_accepted += features.drafts.stats.num_accepted
     assert num_preempted > 100 and num_loads > 100 and num_accepted > 100

@@ -9,10 +9,10 @@ import pytest
 from simulate import expected, make_run, random_requests
 
 from engine.errors import RequestError
-from engine.sched import Fit, Resource, bulk
-from engine.sched import append as append_module
+from engine.sched import Fit, Resource
 from engine.sched.policies import POLICIES
 from engine.sched.scheduler import Scheduler
+from engine.sched.step import decodes, settle
 
 
 def random_run(rng: random.Random, depth: int, policy: str, **options):
@@ -103,8 +103,8 @@ WAYS = ("columns", "one by one", "hook", "loop")
 def plans_of(seed: int, monkeypatch, way: str, resources):
     """All plans and outputs of a random run that grants in one of the ways there are."""
     upto = 0 if way == "columns" else 10**9
-    monkeypatch.setattr(bulk, "ONE_BY_ONE_UPTO", upto)
-    monkeypatch.setattr(append_module, "ONE_BY_ONE_UPTO", upto)
+    monkeypatch.setattr(decodes, "ONE_BY_ONE_UPTO", upto)
+    monkeypatch.setattr(settle, "ONE_BY_ONE_UPTO", upto)
     rng = random.Random(seed)
     depth, policy = rng.randint(1, 3), rng.choice(["fcfs", "priority"])
     options = {"scheduler_cls": WholeLoop} if way == "loop" else {}
@@ -127,7 +127,7 @@ def plans_of(seed: int, monkeypatch, way: str, resources):
 def check_same_paths(seed: int, monkeypatch) -> int:
     """All ways plan the same in every state of a run; returns how many states it had.
 
-    Watched requests get their blocks behind those granted in bulk, so these have other numbers.
+    Watched requests get their blocks behind those granted in decodes, so these have other numbers.
     """
     is_fussy = seed % 3 == 1
     columns = [name for name in COLUMNS if not (is_fussy and name.startswith("block"))]

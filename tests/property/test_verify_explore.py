@@ -4,8 +4,8 @@ import pytest
 
 from engine.sched.request import Request
 from engine.sched.scheduler import Scheduler
-from engine.sched.verify.clone import clone
-from engine.sched.verify.explore import (
+from tools.clone import clone
+from tools.explore import (
     Scenario,
     Spec,
     World,

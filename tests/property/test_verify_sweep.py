@@ -4,9 +4,9 @@ import logging
 
 import pytest
 
-from engine.sched.verify.case import Case, Jump
-from engine.sched.verify.draw import draw_case
-from engine.sched.verify.sweep import sweep
+from engine.verify.case import Case, Jump
+from engine.verify.draw import draw_case
+from tools.sweep import sweep
 
 # Short cases with different policies and resources; seeds are looked for, not fixed, so that the
 # scenarios stay what they are named after when the way they are drawn changes.

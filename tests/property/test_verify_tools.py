@@ -16,11 +16,11 @@ from engine.messages.step import StepPlan
 from engine.sched import Admission, Defer, Refuse
 from engine.sched.policies import FCFS
 from engine.sched.scheduler import Scheduler
-from engine.sched.testing import check_policy
-from engine.sched.verify.case import Abort, Add, Case, Setup, from_json, to_json
-from engine.sched.verify.draw import draw_case
-from engine.sched.verify.simulation import Simulation
-from engine.sched.verify.swarm import Broken, Found, Swarm, reproduction, smallest
+from engine.verify.case import Abort, Add, Case, Setup, from_json, to_json
+from engine.verify.draw import draw_case
+from engine.verify.simulation import Simulation
+from engine.verify.swarm import Broken, Found, Swarm, reproduction, smallest
+from engine.verify.testing import check_policy
 
 pytest_plugins = ["pytester"]
 
@@ -283,7 +283,7 @@ def test_the_plugin_checks_policies(pytester: pytest.Pytester) -> None:
         """
     )
     installed = {entry.name for entry in entry_points(group="pytest11")}
-    plugin = () if "metronome" in installed else ("-p", "engine.sched.pytest_plugin")
+    plugin = () if "metronome" in installed else ("-p", "engine.verify.pytest_plugin")
     result = pytester.runpytest_subprocess("-q", "--strict-markers", *plugin)
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(["*PolicyError: Bad, seed 0:*Bad.admit*"])

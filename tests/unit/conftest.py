@@ -41,9 +41,9 @@ def _refuse(what: str) -> Any:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Of the tests in this folder, with all fixtures they use."""
+    """Of the tests in this folder, with all fixtures they use; what needs a GPU is skipped here."""
     _refused.clear()
-    is_ours = item.path.is_relative_to(HERE)
+    is_ours = item.path.is_relative_to(HERE) and item.get_closest_marker("gpu") is None
     with pytest.MonkeyPatch.context() as patch:
         for what, places in STARTS.items() if is_ours else ():
             for owner, name in places:

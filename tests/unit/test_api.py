@@ -1,7 +1,6 @@
 """LLMEngine, LLM and AsyncLLMEngine on a scripted core."""
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from rich.console import Console
 
 import engine
 from engine import LLM, AsyncLLMEngine, EngineArgs, LLMEngine, RequestOutput, SamplingParams
-from engine.config.engine import EngineConfig
 from engine.errors import ConfigError, RequestError
 from engine.frontend.progress import RequestProgress
 from engine.messages.outputs import CompletionOutput
@@ -27,11 +25,7 @@ def client(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
     """The core that every engine of the test gets."""
     fake = FakeClient(counting, FakeDecided(vocab_size=400))
 
-    def build_core(config: EngineConfig, *, clock: Callable[[], float]) -> FakeClient:
-        return fake
-
-    monkeypatch.setattr("engine.llm_engine.build_core", build_core)
-    monkeypatch.setattr("engine.async_engine.build_core", build_core)
+    monkeypatch.setattr("engine.frontend.session.open_core", lambda config: fake)
     return fake
 
 

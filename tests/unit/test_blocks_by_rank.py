@@ -163,7 +163,7 @@ def test_drafts_take_no_block_that_another_request_needs():
     run.add(make_request("c", [3] * 9, 3))
     run.step()
     run.step()
-    assert run.scheduler.settler.tally.num_preemptions == 0
+    assert run.scheduler.settler.counters.num_preemptions == 0
     assert run.plans[-1]["a"] == 1 and run.plans[-1]["b"] >= 1
 
 

@@ -7,9 +7,9 @@ from simulate import expected, make_request, make_run
 
 from engine.config.sched import SchedulerConfig
 from engine.messages.params import SamplingParams
-from engine.sched.find import choose
+from engine.sched.plugins.find import choose
 from engine.sched.policies import FCFS
-from engine.sched.verify.fake import DigestWorker
+from engine.verify.fake import DigestWorker
 
 PROMPT = list(range(100, 140))
 

@@ -10,10 +10,10 @@ from fakes import FakeDecided
 from holders import fill, holder
 from simulate import expected, make_request, make_run, make_scheduler
 
-from engine.core.client import InprocClient
 from engine.core.engine_core import EngineCore
+from engine.core.inproc_client import InprocClient
 from engine.messages.params import SamplingParams
-from engine.sched.verify.fake import CountingWorker
+from engine.verify.fake import CountingWorker
 
 ALONE = [7] * 10
 

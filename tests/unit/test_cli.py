@@ -4,6 +4,7 @@ import argparse
 import io
 import json
 import signal
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -28,11 +29,11 @@ ANSWER = TOKENIZER.encode(" and the dog.").ids
 def client(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
     fake = FakeClient(replay([*ANSWER, 2]), FakeDecided(vocab_size=TOKENIZER.get_vocab_size()))
 
-    def build_core(config: EngineConfig, *, clock: Callable[[], float]) -> FakeClient:
-        fake.clock, fake.is_shut_down = clock, False
+    def open_core(config: EngineConfig) -> FakeClient:
+        fake.clock, fake.is_shut_down = time.monotonic, False
         return fake
 
-    monkeypatch.setattr("engine.llm_engine.build_core", build_core)
+    monkeypatch.setattr("engine.frontend.session.open_core", open_core)
     return fake
 
 
@@ -350,9 +351,9 @@ def test_log_level_comes_from_the_environment(no_level: pytest.MonkeyPatch) -> N
 
 
 def test_sizes_asked_reach_the_configuration() -> None:
-    config = EngineArgs(model="m", max_num_seqs=4000, async_scheduling=True).create_config()
-    assert config.scheduler.max_num_batched_tokens == 4000
-    assert config.scheduler.num_steps_in_flight == 2
+    config = EngineArgs(model="m", max_num_seqs=4000, max_model_len=300).create_config()
+    assert (config.scheduler.max_num_seqs, config.scheduler.max_model_len) == (4000, 300)
+    assert config.scheduler.max_num_batched_tokens is None  # decided with the device
     short = EngineArgs(model="m", long_prefill_token_threshold=100).create_config()
     assert short.scheduler.long_prefill_token_threshold == 100
     unchunked = EngineArgs(
@@ -402,4 +403,4 @@ def test_sizes_asked_reach_the_configuration() -> None:
 )
 def test_bad_values_are_named(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        EngineArgs.from_options(**options).create_config()
+        EngineArgs(**options).create_config()

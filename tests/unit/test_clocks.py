@@ -9,10 +9,10 @@ import pytest
 from simulate import make_request
 from wire_samples import frames_of
 
-from engine.core.clocks import MAX_DRIFT, ClockOffset
-from engine.core.link import Link, Submission
 from engine.messages.outputs import CoreOutputs, Finished, Started
 from engine.messages.wire import Outputs, Submitted
+from engine.rpc.clocks import MAX_DRIFT, ClockOffset
+from engine.rpc.link import Link
 
 
 class Machines:
@@ -97,12 +97,11 @@ class Stream:
 
     def ask(self) -> None:
         """Another request, which the core reads when its step has ended."""
-        request, submission = make_request(f"r{next(self._number)}", [1], 1), Submission()
-        self.link.submit([request], submission)
+        (part,), _ = self.link.submit([make_request(f"r{next(self._number)}", [1], 1)])
         self.own += self._dice.choice([0.001, 0.4]) * self._dice.random()
         told = self.core()
         self.own += 0.001 * self._dice.random()
-        self.link.feed(frames_of([Submitted(submission.parts[0].number, told, [])]))
+        self.link.feed(frames_of([Submitted(part.number, told, [])]))
 
     def tell(self, *, first: bool = False, last: bool = False) -> CoreOutputs:
         """Outputs of a step, of the request that runs: as they are read."""

@@ -10,8 +10,8 @@ from fakes import FakeClock
 from simulate import expected, make_request, make_run
 
 from engine.messages.outputs import TokenLogprobs
-from engine.sched.append import ONE_BY_ONE_UPTO
-from engine.sched.verify.fake import DigestWorker
+from engine.sched.step.settle import ONE_BY_ONE_UPTO
+from engine.verify.fake import DigestWorker
 
 FEW, MANY = 3, ONE_BY_ONE_UPTO + 4  # rows of a step: appended one by one, or in columns
 

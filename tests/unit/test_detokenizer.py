@@ -7,7 +7,7 @@ import made_tokenizers as made
 import pytest
 from tokenizers import Tokenizer as RustTokenizer
 
-from engine.frontend.backends import (
+from engine.text.backends import (
     REPLACEMENT,
     Backend,
     PythonBackend,
@@ -15,7 +15,7 @@ from engine.frontend.backends import (
     Step,
     WindowStream,
 )
-from engine.frontend.detokenizer import Detokenizer, StopStrings
+from engine.text.detokenizer import Detokenizer, StopStrings
 
 TEXTS = [
     "Hello world, this is text.",

@@ -13,9 +13,9 @@ from fakes import FakeClient, FakeClock, FakeDecided, counting, fake_session
 
 from engine import LLM, AsyncLLMEngine, RequestOutput, SamplingParams
 from engine.errors import EngineDeadError, RequestError, RequestTypeError
-from engine.frontend.backends import RustBackend
 from engine.frontend.session import Session
-from engine.frontend.tokenizer import Tokenizer
+from engine.text.backends import RustBackend
+from engine.text.tokenizer import Tokenizer
 
 WAIT_SECONDS = 30.0
 PARAMS = SamplingParams(max_tokens=2)
@@ -66,7 +66,7 @@ def session_with(backend: RustBackend, max_model_len: int = 4096) -> Session:
 def llm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> LLM:
     """One whose tokenizer is counted."""
     fake = FakeClient(counting, FakeDecided(vocab_size=1000))
-    monkeypatch.setattr("engine.llm_engine.build_core", lambda config, *, clock: fake)
+    monkeypatch.setattr("engine.frontend.session.open_core", lambda config: fake)
     llm = LLM(str(made.save(tmp_path, made.byte_level(), {})))
     llm.get_tokenizer().backend = Counted()
     return llm

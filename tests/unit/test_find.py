@@ -11,7 +11,7 @@ from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError
 from engine.kv.manager import KVManager
 from engine.sched import Fit, Policy, Resource, Scheduler
-from engine.sched.find import choose, make_scheduler
+from engine.sched.plugins.find import choose, make_scheduler
 from engine.sched.policies import POLICIES
 from engine.sched.policies.fcfs import FCFS
 

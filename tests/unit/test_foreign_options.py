@@ -34,7 +34,7 @@ from engine.errors import ConfigError
 )
 def test_an_option_that_is_named_otherwise_here_is_refused_with_its_name(name, way_out):
     with pytest.raises(ConfigError, match=rf"no option {name!r}.*{way_out}"):
-        EngineArgs.from_options(model="m", **{name: 1})
+        EngineArgs(model="m", **{name: 1})
 
 
 def test_the_command_says_it_too(capsys):

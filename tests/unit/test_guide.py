@@ -13,7 +13,7 @@ from simulate import expected, make_request, make_run, random_requests
 
 from engine.cli.main import make_parser
 from engine.sched import Policy, Resource, Scheduler
-from engine.sched.guard import HOOKS
+from engine.sched.plugins.hooks import HOOKS
 from engine.sim.compare import Engine, simulate
 from engine.sim.workload import Workload, draw
 

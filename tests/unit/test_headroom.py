@@ -18,10 +18,10 @@ from engine.kv.manager import KVManager
 from engine.observe import steplog
 from engine.observe.steplog import StepLog, StepLogWriter
 from engine.sched import Admission, LinearCost, StepShape
-from engine.sched.find import make_scheduler
-from engine.sched.headroom import LEARNING_STEPS, Headroom
+from engine.sched.plugins.find import make_scheduler
 from engine.sched.policies import FCFS
-from engine.sched.verify.fake import CountingWorker
+from engine.sched.predict.headroom import LEARNING_STEPS, Headroom
+from engine.verify.fake import CountingWorker
 
 EQUAL, DEAR = (1.0, 0.0), (0.02, 0.0008)  # seconds of a step: fixed, and a token's
 

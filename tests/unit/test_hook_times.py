@@ -10,8 +10,8 @@ from simulate import make_request, make_run
 
 from engine.messages.step import EMPTY, MaskPart, Masks
 from engine.sched import Admission, Fit, Limits, OnRefuse, Policy, Resource, Scheduler
-from engine.sched.guard import HOOKS
-from engine.sched.resources import HOOKS as RESOURCE_HOOKS
+from engine.sched.plugins.hooks import HOOKS
+from engine.sched.plugins.resources import HOOKS as RESOURCE_HOOKS
 
 
 class Meter:

@@ -25,7 +25,7 @@ from engine.kv.layout import (
 from engine.kv.manager import KVManager
 from engine.sched.policies import POLICIES
 from engine.sched.scheduler import Scheduler
-from engine.sched.verify.fake import DigestWorker
+from engine.verify.fake import DigestWorker
 
 T, F = 1, None
 
@@ -238,6 +238,7 @@ QWEN_7B = KVSpec(num_layers=32, num_kv_heads=32, head_dim=128, windows=(0,) * 32
 def blocks_in(num_bytes, max_model_len):
     return decide_num_blocks(
         CacheConfig(kv_cache_memory_bytes=num_bytes),
+        block_size=16,
         block_bytes=QWEN_7B.block_bytes(16),
         budget_bytes=0,
         max_model_len=max_model_len,

@@ -12,8 +12,8 @@ from simulate import make_request, make_run
 from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError, RequestError
 from engine.sched import LengthHistory
-from engine.sched.find import choose
-from engine.sched.lengths import PREDICTORS, HistoryPredictor, find_predictor
+from engine.sched.plugins.find import choose
+from engine.sched.predict.lengths import PREDICTORS, HistoryPredictor, find_predictor
 
 
 def history(*lengths: int, window: int = 1000) -> LengthHistory:
@@ -128,7 +128,7 @@ def test_predictors_are_found_by_name_class_and_object():
         found = find_predictor(given, lengths)
         assert (found.name, found.predict(req)) == ("seven", 7)
     assert find_predictor(HistoryPredictor, lengths).lengths is lengths
-    found = find_predictor("engine.sched.lengths.HistoryPredictor", lengths)
+    found = find_predictor("engine.sched.predict.lengths.HistoryPredictor", lengths)
     assert found.name == "history"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from simulate import expected, make_request, make_run
 
-from engine.config.cache import CacheConfig
 from engine.config.decide import cap_to_pool
 from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError, RequestError
@@ -63,7 +62,7 @@ def test_a_request_that_never_fits_is_refused_as_it_comes() -> None:
 @pytest.mark.behaviour(30)
 def test_the_length_is_capped_to_a_pool_asked_for_by_number() -> None:
     asked = SchedulerConfig(max_model_len=2048)
-    capped = cap_to_pool(asked, CacheConfig(num_kv_blocks=5), 5)
+    capped = cap_to_pool(asked, 16, 5)
     assert capped.max_model_len == 4 * 16 + 1
 
 

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.core.many_client import ManyCoresClient
 from engine.errors import EngineDeadError
 from engine.ipc.place import Address
 from engine.messages.outputs import CoreOutputs
+from engine.rpc.many_client import ManyCoresClient
 
 
 class ScriptedCore:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from engine.core.mend import Piece, pieces_of
 from engine.ipc.codec import Encoder
 from engine.messages.outputs import CoreOutputs, Finished, TokenLogprobs
+from engine.rpc.mend import Piece, pieces_of
 
 LARGE = [TokenLogprobs(list(range(300)), [-1.0] * 300, 1)]
 

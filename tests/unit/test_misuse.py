@@ -15,10 +15,10 @@ from fakes import FakeClient, FakeDecided, counting, fake_session
 from engine import LLMEngine, ModelError, RequestError, RequestTypeError, SamplingParams
 from engine.config.args import EngineArgs
 from engine.config.model import ModelConfig
-from engine.frontend.backends import RustBackend
-from engine.frontend.tokenizer import Tokenizer, load_tokenizer
 from engine.llm import LLM
 from engine.messages.params import SamplingParams as Params
+from engine.text.backends import RustBackend
+from engine.text.tokenizer import Tokenizer, load_tokenizer
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=2)
 

@@ -79,7 +79,7 @@ def test_a_directory_that_is_missing_or_empty_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("dtype", "int4"), ("load_format", "pt"), ("quantization", "gptq"), ("max_model_len", 0)],
+    [("dtype", "int4"), ("load_format", "pt"), ("quantization", "gptq")],
 )
 def test_options_out_of_range_are_refused_with_the_choices(option: str, value: object) -> None:
     with pytest.raises(ConfigError, match=rf"{option} is .*must be"):

@@ -13,11 +13,13 @@ import pytest
 
 from engine.config.args import EngineArgs
 from engine.config.cache import CacheConfig
+from engine.config.decide import resolve
 from engine.config.env import default_num_threads
+from engine.config.model import ModelInfo
 from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError
 from engine.kv.manager import KVManager
-from engine.sched.find import choose, find_policy, make_scheduler
+from engine.sched.plugins.find import choose, find_policy, make_scheduler
 from engine.sched.policies import POLICIES
 
 HUGE = 10**400  # not even a float
@@ -32,7 +34,9 @@ NUMBERS = (int, float, int | None, float | None)
 def use(options: Any) -> None:
     """As an engine does, up to where it loads the model."""
     if isinstance(options, EngineArgs):
-        options = options.create_config().scheduler
+        config = options.create_config()
+        info = ModelInfo(path=Path("m"), architecture="", model_type="", hf={})
+        options = resolve(config, info, "cpu").scheduler
     if isinstance(options, SchedulerConfig):
         make_scheduler(options, KVManager(8, 4), clock=float, chosen=choose(options))
 

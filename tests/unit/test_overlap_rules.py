@@ -18,7 +18,7 @@ def test_rule_1_late_results_of_a_preempted_request_count():
     assert run.launch()  # both prompts; one token of each is in flight
     assert run.launch()  # a needs a sixth block: b makes room
     assert run.plans[1] == {"a": 1}
-    assert run.scheduler.settler.tally.num_preemptions == 1
+    assert run.scheduler.settler.counters.num_preemptions == 1
     run.settle()
     assert len(run.outputs["b"]) == 1, "the token sampled before the preemption was dropped"
     run.drain()

@@ -7,12 +7,12 @@ from fakes import FakeDecided
 from simulate import expected, make_request, make_scheduler
 
 from engine.config.sched import SchedulerConfig
-from engine.core.client import InprocClient
 from engine.core.engine_core import EngineCore
+from engine.core.inproc_client import InprocClient
 from engine.errors import ConfigError
-from engine.sched.find import find_scheduler
 from engine.sched.interface import PauseState, SchedulerInterface
-from engine.sched.verify.fake import DigestWorker
+from engine.sched.plugins.find import find_scheduler
+from engine.verify.fake import DigestWorker
 
 
 class Wraps(SchedulerInterface):

@@ -7,8 +7,7 @@ import msgspec
 import pytest
 
 from engine.errors import RequestError, RequestTypeError
-from engine.messages.params import SamplingParams
-from engine.messages.validate import check_params_for_vocab
+from engine.messages.params import SamplingParams, check_params_for_vocab
 
 OUT_OF_RANGE = [
     ({"temperature": -0.1}, "temperature is -0.1", "[0, 2]"),

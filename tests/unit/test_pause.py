@@ -10,13 +10,13 @@ from fakes import FakeClock, FakeDecided, scheduled_session
 from simulate import expected, granted, make_request, make_run
 
 from engine.async_engine import AsyncLLMEngine
-from engine.core.client import IDLE_SECONDS, InprocClient
 from engine.core.engine_core import EngineCore
+from engine.core.inproc_client import IDLE_SECONDS, InprocClient
 from engine.errors import ConfigError, RequestTypeError
 from engine.llm_engine import LLMEngine
 from engine.messages.params import SamplingParams
 from engine.sched.interface import PauseState, RequestCounts, SchedulerInterface
-from engine.sched.verify.fake import CountingWorker
+from engine.verify.fake import CountingWorker
 
 
 @pytest.mark.behaviour(114)

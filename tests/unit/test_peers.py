@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from fake_router import Router, with_requests
 
-from engine.core.outbox import NUM_CREDITS
-from engine.core.peers import PROBE_SECONDS, Peers
 from engine.errors import WireError
 from engine.messages.outputs import CoreOutputs, Finished, TokenLogprobs
 from engine.messages.wire import Answer, Dead, Fault, Outputs, Probe
+from engine.rpc.outbox import NUM_CREDITS
+from engine.rpc.peers import PROBE_SECONDS, Peers
 
 MAX_BYTES = 5000
 
@@ -103,7 +103,7 @@ def test_somebody_looks_after_those_who_have_work_here_once_a_second(
 def test_the_dead_do_not_count_among_those_who_are_there(
     peers: Peers, router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.core.peers.MAX_CONNECTIONS", 2)
+    monkeypatch.setattr("engine.rpc.peers.MAX_CONNECTIONS", 2)
     with_requests(peers, b"a")
     with_requests(peers, b"b")
     with pytest.raises(WireError, match="2 clients are there already"):

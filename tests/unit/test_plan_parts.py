@@ -16,11 +16,11 @@ from engine import EngineArgs
 from engine.assets import BOX_MODEL
 from engine.config.decide import Decided
 from engine.core.build import build_core, check_capabilities, parts_of
-from engine.core.client import InprocClient
 from engine.core.engine_core import EngineCore
+from engine.core.inproc_client import InprocClient
 from engine.errors import ConfigError, RequestError, WireError
 from engine.ipc import plans
-from engine.lora.slots import AdapterSlots
+from engine.lora.decide import AdapterSlots
 from engine.messages.outputs import TokenLogprobs
 from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest, MediaItem
@@ -39,8 +39,8 @@ from engine.messages.step import (
     check_parts,
 )
 from engine.sched.resource import Resource
-from engine.sched.verify.fake import CountingWorker, DigestWorker
-from engine.spec.drafts import Drafts
+from engine.spec.decide import Drafts
+from engine.verify.fake import CountingWorker, DigestWorker
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "plans.txt"
 

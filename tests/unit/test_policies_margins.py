@@ -6,7 +6,7 @@ import pytest
 from timed import timed_run
 
 from engine.errors import ConfigError
-from engine.sched.find import find_policy
+from engine.sched.plugins.find import find_policy
 from engine.sched.policies import POLICIES
 from engine.sched.policies.andes import Andes
 from engine.sched.policies.blendserve import BlendServe
@@ -45,7 +45,7 @@ def queue_up(policy):
     run.ask("nearly", 300, arrival_time=now - 19.5)
     run.ask("old", 300, arrival_time=now - 20.0)
     run.ask("evicted", 400)
-    run.request("evicted").story.num_preempted = 1
+    run.request("evicted").history.num_preempted = 1
     view = run.scheduler.view
     return run, {req.request_id: policy.rank(req, view) for req in view.unfinished}
 

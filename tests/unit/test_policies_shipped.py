@@ -12,7 +12,7 @@ from simulate import make_request, make_run
 import engine.sched
 from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError, RequestError
-from engine.sched.find import find_policy
+from engine.sched.plugins.find import find_policy
 from engine.sched.policies import POLICIES
 
 FILES = sorted((Path(engine.sched.__file__).parent / "policies").glob("*.py"))

@@ -11,7 +11,7 @@ VARIABLE = "METRONOME_DECODE_POLL_TIMEOUT_MS"
 
 
 def decided(**options: object) -> PollConfig:
-    return EngineArgs.from_options(**options).create_config().polling
+    return EngineArgs(**options).create_config().polling
 
 
 def test_nothing_asked_waits_never_while_there_is_work(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,10 +7,10 @@ import pytest
 from fakes import FakeClock
 
 from engine.errors import RequestError, RequestTypeError
-from engine.frontend.backends import RustBackend
 from engine.frontend.prompt import InputProcessor, Limits, Submission, derive_seed
-from engine.frontend.tokenizer import Tokenizer
 from engine.messages.params import SamplingParams
+from engine.text.backends import RustBackend
+from engine.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(RustBackend(made.metaspace()), {"eos_token": "</s>"}, {})
 

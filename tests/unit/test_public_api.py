@@ -12,16 +12,15 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "api.txt"
 
 # What policies, resources and loops of one's own are written with: classes and functions by module.
 PUBLIC = {
-    "interface": ("RequestCounts", "PauseState", "SchedulerInterface"),
-    "policy": ("Admission", "Limits", "Refuse", "Defer", "SchedView", "Policy"),
-    "resource": ("OnRefuse", "Fit", "Resource"),
-    "scheduler": ("Scheduler",),
-    "shape": ("StepShape",),
-    "cost": ("CostModel",),
-    "lengths": ("LengthHistory", "Predictor"),
-    "ledger": ("Ledger",),
-    "plugin": ("require_positive", "require_share", "wrong_hints"),
-    "testing": ("check_policy",),
+    "engine.sched.interface": ("RequestCounts", "PauseState", "SchedulerInterface"),
+    "engine.sched.policy": ("Admission", "Limits", "Refuse", "Defer", "SchedView", "Policy"),
+    "engine.sched.resource": ("OnRefuse", "Fit", "AttachedScheduler", "Resource"),
+    "engine.sched.scheduler": ("Scheduler",),
+    "engine.sched.predict.cost": ("StepShape", "CostModel"),
+    "engine.sched.predict.lengths": ("LengthHistory", "Predictor"),
+    "engine.sched.predict.ledger": ("Ledger",),
+    "engine.sched.plugins.checks": ("require_positive", "require_share", "wrong_hints"),
+    "engine.verify.testing": ("check_policy",),
 }
 
 
@@ -31,7 +30,7 @@ def public_api() -> list[str]:
         f"{module.__name__}.{name}" for module in (engine, engine.sched) for name in module.__all__
     ]
     for module, names in PUBLIC.items():
-        lines += tree.public_signatures(f"engine.sched.{module}", names)
+        lines += tree.public_signatures(module, names)
     return lines
 
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from simulate import make_request, make_run
 
+from engine.sched.plugins.hooks import Last, RankCheck
 from engine.sched.policies.fcfs import FCFS
-from engine.sched.queues import RankedQueue
-from engine.sched.ranks import Last, RankCheck
 from engine.sched.request import Request
-from engine.sched.table import Table
+from engine.sched.state.queues import RankedQueue
+from engine.sched.state.table import Table
 
 NAN = math.nan
 

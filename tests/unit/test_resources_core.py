@@ -6,9 +6,9 @@ import pytest
 from data_plane import make_feature_run
 from simulate import expected, make_request
 
-from engine.core.resources import BlockAlignment, PipelineCadence, PrefillGate
 from engine.errors import ConfigError
 from engine.sched import Fit, Resource
+from examples.resources.ready import BlockAlignment, PipelineCadence, PrefillGate
 
 
 def add_all(run, lengths, num_output=16):
@@ -57,7 +57,7 @@ def test_everybody_gets_the_right_tokens_at_a_cadence(depth):
     )
     add_all(run, [5, 9, 3, 14], num_output=12)
     run.drain()
-    assert run.scheduler.settler.tally.num_preemptions > 0
+    assert run.scheduler.settler.counters.num_preemptions > 0
     for index, length in enumerate([5, 9, 3, 14]):
         assert run.outputs[str(index)] == expected([index + 1] * length, 12)
 

@@ -16,7 +16,7 @@ from engine.core.build import build_core, check_capabilities, parts_of
 from engine.errors import ConfigError
 from engine.messages.step import StepResult
 from engine.sched.policies import Priority
-from engine.spec.drafts import Drafts
+from engine.spec.decide import Drafts
 
 
 def make(num_right=3, num_drafts=3, k=3, resources=(), **options):

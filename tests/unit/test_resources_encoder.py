@@ -8,8 +8,7 @@ from simulate import make_request
 
 from engine.errors import ConfigError, RequestError
 from engine.messages.requests import MediaItem
-from engine.mm.encoder_budget import EncoderBudget
-from engine.mm.encoder_cache import EncoderCache
+from engine.mm.decide import EncoderBudget, EncoderCache
 
 
 def with_media(request_id, length, *items, num_output=4, first=7, priority=0):
@@ -203,7 +202,7 @@ def test_a_preempted_request_finds_its_media_or_asks_for_them_again(depth):
         for _ in range(4):
             run.step()
     run.drain()
-    assert run.scheduler.settler.tally.num_preemptions > 0
+    assert run.scheduler.settler.counters.num_preemptions > 0
     assert run.worker.num_encoded > 5 * 8, "some were evicted meanwhile"
     for request in requests:
         assert run.outputs[request.request_id] == answer(request)

@@ -6,8 +6,8 @@ import pytest
 from data_plane import Compiler, Compiling, OneAnswer, answer, guess, make_feature_run
 from simulate import make_request
 
-from engine.spec.drafts import Drafts
-from engine.structured.readiness import GrammarReadiness
+from engine.spec.decide import Drafts
+from engine.structured.decide import GrammarReadiness
 
 
 def request_of(request_id, grammar=None, num_output=5, **fields):
@@ -167,7 +167,7 @@ def test_a_preempted_request_goes_on_in_its_grammar(depth):
     for request in requests:
         run.add(request)
     run.wait()
-    assert run.scheduler.settler.tally.num_preemptions > 0
+    assert run.scheduler.settler.counters.num_preemptions > 0
     for request in requests:
         assert run.outputs[request.request_id] == answer(request)
 

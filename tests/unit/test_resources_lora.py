@@ -7,7 +7,7 @@ from data_plane import answer, make_feature_run
 from simulate import make_request
 
 from engine.errors import ConfigError
-from engine.lora.slots import AdapterSlots
+from engine.lora.decide import AdapterSlots
 from engine.messages.step import NO_ADAPTER
 
 
@@ -84,7 +84,7 @@ def test_a_preempted_request_comes_back_with_its_adapter(depth):
     names = ("A", "B", "C", None)
     requests = [add(run, str(i), name, 16, length=6) for i, name in enumerate(names)]
     run.drain()
-    assert run.scheduler.settler.tally.num_preemptions > 0
+    assert run.scheduler.settler.counters.num_preemptions > 0
     for request in requests:
         assert run.outputs[request.request_id] == answer(request)
 

@@ -6,8 +6,8 @@ import pytest
 from data_plane import Source, answer, make_feature_run
 from simulate import make_request
 
-from engine.core.remote_kv import RemoteKV
 from engine.errors import ConfigError
+from engine.kv_transfer.decide import RemoteKV
 from engine.messages.step import Received
 from engine.sched.policies import Priority
 
@@ -196,7 +196,7 @@ def test_a_preempted_request_whose_load_could_not_start_computes():
     run.add(first := remote("0", length=30, num_output=50))
     run.add(request := loading("1", 48, num_output=50))
     run.wait()
-    assert run.scheduler.settler.tally.num_preemptions > 0
+    assert run.scheduler.settler.counters.num_preemptions > 0
     assert run.outputs == {"0": answer(first), "1": answer(request)}
 
 
@@ -212,7 +212,7 @@ def test_a_preempted_request_loads_again():
     run.add(first := remote("0", length=30, num_output=50))
     run.add(request := loading("1", 48, num_output=50))
     run.wait()
-    assert run.scheduler.settler.tally.num_preemptions > 0
+    assert run.scheduler.settler.counters.num_preemptions > 0
     assert source.num_loads == 2
     assert run.outputs == {"0": answer(first), "1": answer(request)}
 

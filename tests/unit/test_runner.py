@@ -6,6 +6,7 @@ On the CPU as it computes for itself, and in a GPU's place, with graphs that run
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,10 +15,11 @@ from one_bad import check_that_one_fails_alone, says
 from simulate import make_request
 from sum_model import CPU, EAGER, FEW, GRAPHS, LONGEST, NAN, POISON, make_run
 
-from engine.config.engine import EngineConfig
-from engine.config.gpu import GPUConfig, for_gpu, graph_sizes
+from engine.config.args import EngineArgs
+from engine.config.decide import resolve
+from engine.config.gpu import GPUConfig, graph_sizes
 from engine.config.gpu_memory import MemoryUse, kv_budget, shortage
-from engine.config.model import ModelConfig
+from engine.config.model import ModelInfo
 from engine.errors import ConfigError
 from engine.messages.params import SamplingParams
 from engine.worker.driver import Driver
@@ -246,15 +248,30 @@ def test_sizes_of_graphs():
     assert graph_sizes(GPUConfig(cudagraph_capture_sizes=(300, 7, 7, 2)), 256) == [2, 7]
 
 
-def test_what_is_left_open_is_decided_for_a_gpu():
-    config = EngineConfig(model=ModelConfig(model="m"))
-    sched, cache = for_gpu(config.gpu, config.scheduler, config.cache, None)
-    assert (sched.max_num_batched_tokens, sched.num_steps_in_flight) == (8192, 2)
-    assert cache.block_size == 64
-    asked = GPUConfig(max_num_batched_tokens=300, block_size=16)
-    sched, cache = for_gpu(asked, config.scheduler, config.cache, False)
-    assert (sched.max_num_batched_tokens, sched.num_steps_in_flight) == (300, 1)
-    assert cache.block_size == 16
+@pytest.mark.parametrize(
+    ("device", "options", "decided"),
+    [
+        ("cuda", {}, (8192, 2, 64)),
+        ("cuda", {"enable_chunked_prefill": False, "max_num_seqs": 9000}, (9000, 2, 64)),
+        (
+            "cuda",
+            {"max_num_batched_tokens": 300, "block_size": 16, "async_scheduling": False},
+            (300, 1, 16),
+        ),
+        ("cpu", {}, (512, 1, 16)),
+        ("cpu", {"max_num_seqs": 4000, "async_scheduling": True}, (4000, 2, 16)),
+        ("cpu", {"enable_chunked_prefill": False}, (8192, 1, 16)),
+        ("cpu", {"max_num_batched_tokens": 300, "block_size": 8}, (300, 1, 8)),
+    ],
+)
+def test_what_is_left_open_is_decided_for_the_device(device, options, decided):
+    asked = EngineArgs(**options).create_config()
+    info = ModelInfo(path=Path("m"), architecture="", model_type="", hf={})
+    found = resolve(asked, info, device)
+    sched = found.scheduler
+    sizes = (sched.max_num_batched_tokens, sched.num_steps_in_flight, found.block_size)
+    assert sizes == decided and found.device == device
+    assert sched.max_model_len == info.max_position_embeddings
 
 
 GIB = 1 << 30

@@ -11,9 +11,9 @@ from simulate import expected, make_request, make_run, make_scheduler
 
 from engine.errors import ConfigError, RequestError
 from engine.messages.params import SamplingParams
-from engine.sched.find import find_policy
+from engine.sched.plugins.find import find_policy
 from engine.sched.resource import Fit, Resource
-from engine.sched.verify.fake import CountingWorker
+from engine.verify.fake import CountingWorker
 
 ALONE = [7] * 10
 
@@ -356,7 +356,7 @@ def test_with_room_for_all_nobody_is_preempted():
     for index, priority in enumerate([3, -1, 0]):
         run.add(make_request(str(index), [index] * 40, 20, priority=priority))
     run.drain()
-    assert run.scheduler.settler.tally.num_preemptions == 0
+    assert run.scheduler.settler.counters.num_preemptions == 0
 
 
 @pytest.mark.behaviour(40)
@@ -377,7 +377,7 @@ def test_nobody_is_granted_and_evicted_in_one_step():
     while run.step():
         evicted = {req.request_id for req in run.scheduler.view.step.preempted}
         assert run.flight or evicted.isdisjoint(run.plans[-1])
-    assert run.scheduler.settler.tally.num_preemptions
+    assert run.scheduler.settler.counters.num_preemptions
 
 
 @pytest.mark.behaviour(43)

@@ -11,8 +11,8 @@ from engine.sched.policies import FCFS, FastServe
 from engine.sched.policy import Admission
 from engine.sched.resource import Fit, OnRefuse, Resource
 from engine.sched.scheduler import Scheduler
-from engine.sched.table import SERIAL, WATCHED
-from engine.sched.verify.fake import DigestWorker
+from engine.sched.state.table import SERIAL, WATCHED
+from engine.verify.fake import DigestWorker
 
 PROMPT = list(range(100, 140))
 

@@ -279,7 +279,7 @@ def test_a_row_of_a_policy_that_was_left_out_says_so(capsys: pytest.CaptureFixtu
 
 def installed(monkeypatch: pytest.MonkeyPatch, **plugins: str) -> None:
     entries = [EntryPoint(name, path, "engine.schedulers") for name, path in plugins.items()]
-    monkeypatch.setattr("engine.sched.find.entry_points", lambda group: entries)
+    monkeypatch.setattr("engine.sched.plugins.find.entry_points", lambda group: entries)
 
 
 def test_the_list_of_policies(

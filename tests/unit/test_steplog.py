@@ -21,14 +21,14 @@ from engine.core.recording import RecordingScheduler, describe, record
 from engine.core.replay import replay
 from engine.errors import ConfigError, RefusedError, RequestError
 from engine.kv.manager import KVManager
-from engine.lora.slots import AdapterSlots
+from engine.lora.decide import AdapterSlots
 from engine.observe import steplog
 from engine.observe.steplog import StepLog, StepLogWriter
-from engine.sched.find import make_scheduler
 from engine.sched.interface import PauseState
+from engine.sched.plugins.find import make_scheduler
 from engine.sched.policies.fcfs import FCFS
-from engine.sched.verify.fake import DigestWorker
-from engine.spec.drafts import Drafts
+from engine.spec.decide import Drafts
+from engine.verify.fake import DigestWorker
 
 BLOCK_SIZE = 4
 

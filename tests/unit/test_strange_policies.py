@@ -10,16 +10,16 @@ from fakes import FakeDecided
 from simulate import expected, make_request, make_run
 
 from engine.config.sched import SchedulerConfig
-from engine.core.client import InprocClient
 from engine.core.engine_core import EngineCore
+from engine.core.inproc_client import InprocClient
 from engine.errors import EngineDeadError, RequestError
 from engine.messages.params import SamplingParams
-from engine.sched.find import choose
+from engine.sched.plugins.find import choose
 from engine.sched.policies import FCFS
 from engine.sched.policy import Defer, Limits
 from engine.sched.resource import Fit, Resource
 from engine.sched.scheduler import Scheduler
-from engine.sched.verify.check import check_empty
+from engine.verify.check import check_empty
 
 PROMPT = list(range(100, 140))
 
@@ -192,12 +192,12 @@ def test_a_time_that_is_none_is_refused(name, time):
     check_empty(run.scheduler)
 
 
-def test_errands_of_ended_requests_are_forgotten():
+def test_timers_of_ended_requests_are_forgotten():
     run = make_run()
     for index in range(500):
         run.add(make_request(str(index), [1], 1, end_deadline=1e9))
         run.step()
-    assert len(run.scheduler.intake.agenda._heap) <= 64
+    assert len(run.scheduler.intake.timers._heap) <= 64
 
 
 class Notes(FCFS):
@@ -238,7 +238,7 @@ class Asking(FCFS):
 def test_an_engine_outlives_two_thousand_million_steps(policy):
     """At a thousand steps a second, or idle ones, that is 25 days."""
     run = make_run(policy=policy(), max_num_seqs=32)
-    run.scheduler.settler.tally.num_steps = (1 << 31) - 5
+    run.scheduler.settler.counters.num_steps = (1 << 31) - 5
     for index in range(20):
         run.add(make_request(str(index), [index] * 4, 9))
     run.drain()

@@ -7,7 +7,7 @@ import pytest
 from data_plane import Source, answer, make_feature_run
 from simulate import expected, make_request, make_run
 
-from engine.core.remote_kv import RemoteKV
+from engine.kv_transfer.decide import RemoteKV
 from engine.messages.step import DraftPart
 from engine.sched.policies import FCFS
 from engine.sched.policy import Admission
@@ -37,7 +37,7 @@ def test_who_is_refused_for_a_while_keeps_its_blocks(every):
     for _ in range(5 * every):
         run.step()
     assert run.outputs["a"] == expected(PROMPT, 3)
-    assert run.scheduler.settler.tally.num_preemptions == 0
+    assert run.scheduler.settler.counters.num_preemptions == 0
 
 
 class Exchange(Resource):

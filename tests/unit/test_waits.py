@@ -78,7 +78,7 @@ class SlowGrammar(Resource):
 def queue_seconds(req: Request, end: float) -> float:
     """From what happened to it: time without a seat."""
     total, since = 0.0, None
-    for event, time in req.story.events:
+    for event, time in req.history.events:
         if event in ("queued", "preempted"):
             since = time
         elif event == "scheduled":
@@ -174,14 +174,14 @@ def test_waits_sum_up_to_the_queue_time_exactly(seed: int, depth: int) -> None:
         work.work()
         assert len(work.ended) == 60
         for req, end in work.ended:
-            waits = req.story.waits
-            assert sum(waits.values()) == queue_seconds(req, end), (req, waits, req.story.events)
-            assert req.story.queue_seconds == sum(waits.values())
+            waits = req.history.waits
+            assert sum(waits.values()) == queue_seconds(req, end), (req, waits, req.history.events)
+            assert req.history.queue_seconds == sum(waits.values())
             assert all(seconds >= 0 for seconds in waits.values()), waits
             seen.update(cause.partition(" by ")[0] + " by" * (" by " in cause) for cause in waits)
         scheduler = work.run.scheduler
         stats = scheduler.make_stats()
-        charged = sum(sum(req.story.waits.values()) for req, _ in work.ended)
+        charged = sum(sum(req.history.waits.values()) for req, _ in work.ended)
         assert stats is not None and sum(stats.wait_seconds.values()) == charged
     assert set(seen) == CAUSES, CAUSES.symmetric_difference(seen)
 
@@ -197,7 +197,7 @@ def one_wait(num_prompt: int = 16, **options: object) -> dict[str, float]:
     req = run.scheduler.roster.by_id["b"]
     while run.step():
         clock.now += 1.0
-        waits = dict(req.story.waits)
+        waits = dict(req.history.waits)
     return waits
 
 
@@ -218,11 +218,11 @@ def test_preemptions_are_counted_and_dated_and_who_preempted_is_named() -> None:
     late = run.scheduler.roster.by_id["late"]
     while run.step():
         clock.now += 1.0
-    events = [event for event, _ in late.story.events]
+    events = [event for event, _ in late.history.events]
     assert events == ["queued", "scheduled", "preempted", "scheduled"]
-    times = dict(late.story.events[1:])
+    times = dict(late.history.events[1:])
     assert late.num_preempted == 1
     seconds = times["scheduled"] - times["preempted"]
-    assert late.story.waits == {"preempted by urgent": seconds}
+    assert late.history.waits == {"preempted by urgent": seconds}
     stats = run.scheduler.make_stats()
     assert stats is not None and stats.wait_seconds == {"preempted": seconds}  # not one for each id

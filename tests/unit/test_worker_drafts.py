@@ -15,7 +15,7 @@ from sum_model import CPU, EAGER, GRAPHS, NAN, POISON, VOCAB, SumModel, make_run
 from engine.messages.params import SamplingParams
 from engine.messages.step import MaskPart, Masks
 from engine.sched.resource import Resource
-from engine.spec.drafts import Drafts
+from engine.spec.decide import Drafts
 from engine.worker.driver import Driver
 
 modes = pytest.mark.parametrize("sizes", [CPU, EAGER, GRAPHS], ids=["cpu", "eager", "graphs"])

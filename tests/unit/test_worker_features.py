@@ -11,18 +11,17 @@ import torch
 from simulate import Run, make_request, make_scheduler
 from sum_model import CPU, EAGER, GRAPHS
 
-from engine.config.cache import CacheConfig
-from engine.config.engine import EngineConfig
+from engine.config.engine import ResolvedConfig
 from engine.config.model import ModelConfig, read_model_info
 from engine.core.engine_core import EngineCore
 from engine.errors import ConfigError
 from engine.layers.batch import Embeds
 from engine.layers.linear import make_linear
-from engine.lora.slots import AdapterSlots
+from engine.lora.decide import AdapterSlots
 from engine.messages.params import SamplingParams
 from engine.messages.requests import MediaItem
 from engine.messages.step import NO_ADAPTER, KVReport
-from engine.mm.encoder_budget import EncoderBudget
+from engine.mm.decide import EncoderBudget
 from engine.models.load import load_model
 from engine.sched.resource import Resource
 from engine.worker.batches import locate
@@ -67,10 +66,8 @@ def load(directory: Path):
 def run_of(model, features=(), resources=(), sizes=CPU, depth: int = 1) -> Run:
     options = {"max_model_len": LONGEST, "num_steps_in_flight": depth, "max_num_seqs": 8}
     scheduler = make_scheduler(num_blocks=64, block_size=BLOCK, resources=resources, **options)
-    config = EngineConfig(
-        model=ModelConfig(model="m"),
-        scheduler=scheduler.config,
-        cache=CacheConfig(block_size=BLOCK),
+    config = ResolvedConfig(
+        model=ModelConfig(model="m"), scheduler=scheduler.config, block_size=BLOCK
     )
     platform = CpuPlatform() if sizes is CPU else HostPlatform()
     machine = make_machine(model, platform, config, features)
@@ -387,12 +384,12 @@ def test_a_feature_reads_its_part_and_reports_in_results(directory):
 
 
 def worker_of(directory: Path, *features: Feature, sizes=CPU) -> ModelWorker:
-    config = EngineConfig(
+    config = ResolvedConfig(
         model=ModelConfig(model=str(directory), load_format="dummy", skip_tokenizer_init=True),
-        cache=CacheConfig(block_size=BLOCK, num_kv_blocks=40),
+        scheduler=make_scheduler(max_model_len=LONGEST, max_num_seqs=8).config,
+        block_size=BLOCK,
+        device="cpu",
     )
-    scheduler = make_scheduler(max_model_len=LONGEST, max_num_seqs=8).config
-    config = EngineConfig(model=config.model, cache=config.cache, scheduler=scheduler, device="cpu")
     platform = CpuPlatform() if sizes is CPU else HostPlatform()
     return ModelWorker(config, read_model_info(str(directory)), platform, features)
 

@@ -1,0 +1,149 @@
+"""A client of a core in the same process."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from engine.config.decide import Decided
+from engine.core.client import CoreClient
+from engine.core.control import Utilities
+from engine.core.engine_core import EngineCore
+from engine.core.polling import Work
+from engine.errors import EngineDeadError
+from engine.messages.check import as_request_ids, check_request, in_use
+from engine.messages.columns import with_ends
+from engine.messages.outputs import CoreOutputs, Finished
+from engine.messages.requests import AddRequest
+from engine.messages.stats import SchedulerStats
+from engine.sched.interface import StepOutputs
+from engine.sched.step.outputs import end_of
+
+IDLE_SECONDS = 0.001  # between two looks while all that is left waits for something
+
+
+class InprocClient(CoreClient):
+    """Calls the core directly; ``step`` runs one engine step in the caller's thread.
+
+    A step that raises is the death of the core.
+    """
+
+    decided: Decided
+    id_prefix = ""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        decided: Decided,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.decided = decided
+        self._core: EngineCore | None = core
+        self._clock = clock
+        self._aborted: dict[str, tuple[int, Finished]] = {}  # client and end, told by the next step
+        self._cause: BaseException | None = None
+        self._utilities = Utilities(core.scheduler, core.executor)
+
+    def add(self, request: AddRequest) -> None:
+        core = self._live()
+        check_request(request, self.decided.vocab_size, self.decided.capabilities)
+        if request.request_id in self._aborted:
+            raise in_use(request.request_id)
+        core.scheduler.add_request(request)
+
+    def add_all(self, requests: Sequence[AddRequest]) -> dict[int, Exception]:
+        errors: dict[int, Exception] = {}
+        for index, request in enumerate(requests):
+            try:
+                self.add(request)
+            except EngineDeadError:
+                raise
+            except Exception as error:  # a request its policy chokes on fails alone
+                errors[index] = error
+        return errors
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        scheduler = self._live().scheduler
+        for req in scheduler.finish_requests(as_request_ids(request_ids), "abort"):
+            self._aborted[req.request_id] = (req.add.client_index, end_of(req, 0, "abort"))
+
+    def drop(self, request_ids: Sequence[str]) -> None:
+        """Finish these, and tell no more of them."""
+        self._live().scheduler.finish_requests(request_ids, "abort")
+
+    def step(self) -> list[CoreOutputs]:
+        outputs = list(self.turn().values())
+        if not outputs and self.is_idle:  # requests are paused, or wait to be woken
+            time.sleep(IDLE_SECONDS)
+        return outputs
+
+    def turn(self) -> StepOutputs:
+        """One engine step; what it brought by client index. Never sleeps."""
+        core = self._live()
+        try:
+            outputs = core.step()
+        except BaseException as error:  # whatever it was, the step is half done
+            self._cause = error
+            if not isinstance(error, Exception):
+                raise
+            raise EngineDeadError(
+                f"the engine core died: {type(error).__name__}: {error}"
+            ) from error
+        return self._with_aborted(outputs) if self._aborted else outputs
+
+    def wake(self) -> None:
+        pass  # a step here never waits long
+
+    def check_alive(self) -> None:
+        self._live()
+
+    @property
+    def is_idle(self) -> bool:
+        """Did the last step find nothing to compute and nothing to settle?"""
+        return self._live().is_idle
+
+    def next_work(self, num_moved: int) -> Work:
+        """What the next step would do, after one in which so many requests got tokens."""
+        counts = self._live().scheduler.get_request_counts()
+        return "prefill" if counts.waiting or counts.running > num_moved else "decode"
+
+    def num_unfinished(self) -> int:
+        if self._core is None:
+            return 0
+        return self._core.scheduler.get_num_unfinished_requests() + len(self._aborted)
+
+    def latest_stats(self) -> SchedulerStats | None:
+        return self._live().scheduler.make_stats()
+
+    def call(self, name: str, *args: Any) -> Any:
+        self._live()
+        return self._utilities.call(name, args)
+
+    def shutdown(self) -> None:
+        if self._core is not None:
+            self._core.executor.shutdown()
+            self._core.scheduler.shutdown()
+            self._core = None
+
+    def _with_aborted(self, outputs: StepOutputs) -> StepOutputs:
+        """The outputs and, behind them, the ends of aborted requests."""
+        ends: defaultdict[int, list[tuple[str, Finished]]] = defaultdict(list)
+        for name, (client_index, end) in self._aborted.items():
+            ends[client_index].append((name, end))
+        self._aborted.clear()
+        nothing = CoreOutputs([], [], [], self._clock())
+        return outputs | {
+            client_index: with_ends(outputs.get(client_index, nothing), own)
+            for client_index, own in ends.items()
+        }
+
+    def _live(self) -> EngineCore:
+        if self._cause is not None:
+            cause = f"{type(self._cause).__name__}: {self._cause}"
+            raise EngineDeadError(f"the engine core died: {cause}") from self._cause
+        if self._core is None:
+            raise EngineDeadError("the engine was shut down")
+        return self._core

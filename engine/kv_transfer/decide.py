@@ -1,0 +1,113 @@
+"""RemoteKV: requests whose beginning is computed elsewhere, and blocks that others still read.
+
+    offered, and something can be loaded by waiting ──> parked, with blocks for all it knows
+    parked ──────────────────────────────────────────> the load starts
+    received ── all of it ───────────────────────────> back in the queue, that much is ready
+             └─ not all ── "recompute" ──────────────> back in the queue, the rest is computed
+                        └─ "fail" ───────────────────> ends with an error
+    cannot start ── the same as received, with nothing of it
+    aborted while it loads ──> its blocks are lent until received
+    finished ────────────────> lent until sent, if the source wants to keep them
+
+What a source loads within a step needs nothing of this: those tokens count as computed.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from engine.errors import ConfigError
+from engine.kv.manager import KVManager
+from engine.messages.step import KVReport, Received, StepPlan, StepResult
+from engine.sched.request import Request
+from engine.sched.resource import AttachedScheduler, Fit, OnRefuse, Resource
+from engine.sched.step.builder import Step
+
+FailurePolicy = Literal["recompute", "fail"]
+
+
+class RemoteKV(Resource):
+    """Parks requests while their KV is loaded, for a ``KVManager`` that has a source.
+
+    Whoever hears of transfers reports them with ``received`` and ``sent``, or in a result.
+    ``kv_load_failure_policy``: what becomes of a request whose load failed.
+    """
+
+    name = "remote KV"
+    needs = ("kv_transfer",)
+    on_refuse = OnRefuse.PARK
+
+    def __init__(self, kv_load_failure_policy: FailurePolicy = "recompute") -> None:
+        if kv_load_failure_policy not in ("recompute", "fail"):
+            raise ConfigError(
+                f"kv_load_failure_policy is {kv_load_failure_policy!r}, must be 'recompute' or "
+                "'fail'"
+            )
+        self.kv_load_failure_policy = kv_load_failure_policy
+        self._loading: dict[str, Request] = {}
+        self._failed: dict[str, str] = {}  # request id -> why its load failed
+
+    def attach(self, scheduler: AttachedScheduler) -> None:
+        self._scheduler = scheduler
+        self._kv: KVManager = scheduler.kv
+
+    def watches(self, req: Request) -> bool:
+        return False
+
+    def fit(self, req: Request, num_tokens: int, step: Step) -> Fit:
+        if not req.is_waiting:
+            return Fit(num_tokens)
+        if why := self._kv.load_error(req):  # its load never began
+            self._loading.pop(req.request_id, None)
+            self._failed[req.request_id] = why
+        if req.request_id in self._failed and self.kv_load_failure_policy == "fail":
+            why = self._failed[req.request_id]
+            return Fit(0, f"its KV could not be loaded: {why}", OnRefuse.FAIL)
+        if not self._wants_load(req):
+            return Fit(num_tokens)
+        if req.request_id in self._kv.transfers.lent:
+            # Reports name the id: those of an earlier request that had it come first.
+            return Fit(0, on_refuse=OnRefuse.SKIP)
+        return Fit(0, hold=req.num_tokens)
+
+    def parked(self, req: Request) -> None:
+        self._loading[req.request_id] = req
+        self._kv.start_load(req)
+
+    def received(self, report: Received) -> None:
+        """A load is over, well or not."""
+        req = self._loading.pop(report.request_id, None)
+        if req is None:  # it was aborted meanwhile
+            self._kv.sent(report.request_id)
+            return
+        if report.error:
+            self._failed[req.request_id] = report.error
+        self._kv.loaded(req, self._kv.ready(req) + report.num_tokens)
+        self._scheduler.wake(req.request_id)
+
+    def sent(self, request_id: str) -> None:
+        """Nobody reads the blocks of the finished request any more."""
+        self._kv.sent(request_id)
+
+    def release(self, req: Request) -> None:
+        if req.is_finished:
+            self._loading.pop(req.request_id, None)
+            self._failed.pop(req.request_id, None)
+
+    def describe(self, plan: StepPlan) -> None:
+        source = self._kv.transfers.source
+        plan.kv_transfer = None if source is None else source.metadata()
+
+    def settle(self, plan: StepPlan, result: StepResult) -> None:
+        report = result.kv_transfer or KVReport()
+        for received in report.received:
+            self.received(received)
+        for request_id in report.sent:
+            self.sent(request_id)
+
+    def _wants_load(self, req: Request) -> bool:
+        """Has it no blocks yet, and can some be loaded by waiting? After a failure: compute."""
+        if self._kv.held(req) or req.request_id in self._failed:
+            return False
+        hit = self._kv.lookup(req)
+        return hit.asynchronous and hit.num_remote > 0

@@ -1,0 +1,71 @@
+"""AdapterSlots: how many LoRA adapters may be in use at once, and where each lies on the device."""
+
+from __future__ import annotations
+
+from engine.errors import ConfigError
+from engine.messages.step import NO_ADAPTER, AdapterPart, StepPlan
+from engine.sched.request import Request
+from engine.sched.resource import Fit, Resource
+from engine.sched.step.builder import Step
+
+
+class AdapterSlots(Resource):
+    """At most ``max_loras`` adapters among the running requests.
+
+    A waiting request with yet another adapter is passed over; others, and those of the base model,
+    may go first. An adapter nobody uses stays loaded until its slot is needed, the one least
+    recently taken first.
+    """
+
+    name = "adapter"
+    needs = ("adapters",)
+
+    def __init__(self, max_loras: int) -> None:
+        if max_loras < 1:
+            raise ConfigError(f"max_loras is {max_loras}, must be at least 1")
+        self.max_loras = max_loras
+        self.slot_of: dict[str, int] = {}  # loaded adapters, least recently taken first
+        self._users: dict[str, set[str]] = {}  # adapter in use -> ids of running requests
+        self._part = AdapterPart()
+
+    def watches(self, req: Request) -> bool:
+        """A running request keeps its adapter."""
+        return False
+
+    def fit(self, req: Request, num_tokens: int, step: Step) -> Fit:
+        adapter = req.adapter
+        if adapter is None or adapter in self._users or len(self._users) < self.max_loras:
+            return Fit(num_tokens)
+        return Fit(0)
+
+    def seated(self, req: Request, step: Step) -> None:
+        slot = NO_ADAPTER if req.adapter is None else self._use(req.adapter, req.request_id)
+        self._part.used_by[req.slot] = slot
+
+    def release(self, req: Request) -> None:
+        if req.adapter is None:
+            return
+        users = self._users.get(req.adapter, set())
+        users.discard(req.request_id)
+        if not users:
+            self._users.pop(req.adapter, None)
+
+    def describe(self, plan: StepPlan) -> None:
+        if self._part.used_by:
+            plan.adapters, self._part = self._part, AdapterPart()
+
+    def _use(self, adapter: str, request_id: str) -> int:
+        """The adapter's slot; it is loaded if it is in none."""
+        self._users.setdefault(adapter, set()).add(request_id)
+        slot = self.slot_of.pop(adapter, NO_ADAPTER)
+        if slot == NO_ADAPTER:
+            slot = self._free_slot()
+            self._part.load[slot] = adapter
+        self.slot_of[adapter] = slot
+        return slot
+
+    def _free_slot(self) -> int:
+        if len(self.slot_of) < self.max_loras:
+            return len(self.slot_of)
+        idle = next(name for name in self.slot_of if name not in self._users)
+        return self.slot_of.pop(idle)

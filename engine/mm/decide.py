@@ -1,0 +1,266 @@
+"""Media in prompts: which are encoded in a step, and whose encoder output is kept. No torch.
+
+EncoderBudget: a prompt goes no further than the media whose encoder output is there. A chunk of
+tokens is cut before an item that is neither encoded nor can be in this step. What was encoded stays
+until the tokens that read it are known to be computed, and then until its room is needed.
+
+EncoderCache: what lies on the device, and for how long.
+
+absent ──add──> used ──last user gone──> idle ──room is needed──> evicted (told once)
+                  ^                        │
+                  └──────── used again ────┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from engine.errors import ConfigError
+from engine.messages.requests import AddRequest, MediaItem
+from engine.messages.step import MediaPart, StepPlan, StepResult
+from engine.sched.request import Request
+from engine.sched.resource import AttachedScheduler, Fit, Resource
+from engine.sched.step.builder import Step
+
+
+@dataclass(slots=True, eq=False)
+class Use:
+    """One request's hold on one entry."""
+
+    item: MediaItem
+    is_over: bool = False
+
+
+@dataclass(slots=True)
+class Entry:
+    """One media item's output; ``num_tokens`` of the cache are its."""
+
+    num_tokens: int
+    uses: set[Use] = field(default_factory=set)
+
+
+class EncoderCache:
+    """Entries by content hash. Sizes are in tokens; the worker keeps one embedding for each."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        self.entries: dict[str, Entry] = {}
+        self.idle: dict[str, None] = {}  # entries without a user, longest idle first
+        self.num_used = 0  # tokens of entries with users
+        self._num_idle = 0
+        self._evicted: list[str] = []
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.entries
+
+    @property
+    def num_available(self) -> int:
+        """Tokens that entries could have which nobody uses now."""
+        return self.num_tokens - self.num_used
+
+    def is_used(self, key: str) -> bool:
+        """Does somebody hold the entry, so that it takes no room to hold it too?"""
+        return key in self.entries and key not in self.idle
+
+    def use(self, item: MediaItem) -> Use:
+        """Hold the item's entry, which is made if there is none; idle ones make room."""
+        entry = self.entries.get(item.hash)
+        if entry is None:
+            self._make_room(item.length)
+            entry = self.entries[item.hash] = Entry(item.length)
+        elif item.hash in self.idle:
+            del self.idle[item.hash]
+            self._num_idle -= entry.num_tokens
+        if not entry.uses:
+            self.num_used += entry.num_tokens
+        use = Use(item)
+        entry.uses.add(use)
+        return use
+
+    def end(self, use: Use) -> None:
+        """Let go; the entry of the last user stays as long as nobody needs the room."""
+        if use.is_over:
+            return
+        use.is_over = True
+        entry = self.entries[use.item.hash]
+        entry.uses.discard(use)
+        if not entry.uses:
+            self.num_used -= entry.num_tokens
+            self._num_idle += entry.num_tokens
+            self.idle[use.item.hash] = None
+
+    def discard(self, key: str) -> None:
+        """The entry is not what it should be: whoever uses it must have it made again."""
+        entry = self.entries.get(key)
+        if entry is None:
+            return
+        for use in list(entry.uses):
+            self.end(use)
+        self._evict(key)
+
+    def take_evicted(self) -> list[str]:
+        """What the worker must let go of, told once. It does so before it encodes anything."""
+        evicted, self._evicted = self._evicted, []
+        return evicted
+
+    def _make_room(self, num_tokens: int) -> None:
+        while self.num_used + self._num_idle + num_tokens > self.num_tokens:
+            self._evict(next(iter(self.idle)))
+
+    def _evict(self, key: str) -> None:
+        self._num_idle -= self.entries.pop(key).num_tokens
+        del self.idle[key]
+        self._evicted.append(key)
+
+
+class EncoderBudget(Resource):
+    """At most ``max_encoder_tokens`` of media are encoded in a step, and ``cache_size`` kept.
+
+    ``whole_media``: the tokens of an item are computed in one step, for models that look both ways
+    within it. ``longest_item`` is that of the model, in tokens, 0 if not known. Raises
+    ``ConfigError`` if such an item could never be served.
+    """
+
+    name = "encoder"
+    needs = ("media",)
+
+    def __init__(
+        self,
+        max_encoder_tokens: int,
+        cache_size: int,
+        *,
+        whole_media: bool = False,
+        longest_item: int = 0,
+    ) -> None:
+        self.max_encoder_tokens = max_encoder_tokens
+        self.whole_media = whole_media
+        self.longest_item = longest_item
+        self.cache = EncoderCache(cache_size)
+        self._tokens_left = max_encoder_tokens  # in this step
+        self._uses: dict[str, dict[int, Use]] = {}  # request id -> index of item -> its hold
+        self._last_reads: dict[int, list[Use]] = {}  # step -> holds whose last tokens it computes
+        self._part = MediaPart()
+        self._encoded_in: dict[int, list[tuple[int, str]]] = {}  # step -> row and hash
+
+    def attach(self, scheduler: AttachedScheduler) -> None:
+        self._scheduler = scheduler
+        if why := self._impossible(self.longest_item):
+            raise ConfigError(f"a media item of this model may have {self.longest_item} {why}")
+
+    def objection(self, add: AddRequest) -> str | None:
+        for item in add.media:
+            if why := self._impossible(item.length):
+                return f"media item at token {item.offset} has {item.length} {why}"
+        return None
+
+    def watches(self, req: Request) -> bool:
+        """Behind its media it decodes like any other."""
+        return any(req.num_computed < item.offset + item.length for item in req.media)
+
+    def begin_step(self, step: Step) -> None:
+        self._tokens_left = self.max_encoder_tokens
+
+    def fit(self, req: Request, num_tokens: int, step: Step) -> Fit:
+        if not req.media:
+            return Fit(num_tokens)
+        start = self._scheduler.view.start_of(req)
+        upto = self._whole(start, start + num_tokens, req.media)
+        upto = min(upto, self._affordable(req, start, upto))
+        return Fit(max(0, min(num_tokens, upto - start)))
+
+    def seated(self, req: Request, step: Step) -> None:
+        if req.media:
+            self._part.media[req.slot] = req.media
+
+    def take(self, req: Request, num_tokens: int, step: Step) -> None:
+        if not req.media:
+            return
+        upto = req.num_computed
+        uses = self._uses.setdefault(req.request_id, {})
+        for index, item in read_by(req.media, upto - num_tokens, upto):
+            use = uses.get(index)
+            if use is None or use.is_over:
+                use = uses[index] = self._use(req, index, step)
+            if item.offset + item.length <= upto:
+                self._last_reads.setdefault(step.index, []).append(use)
+        self._scheduler.watch_again(req)
+
+    def release(self, req: Request) -> None:
+        for use in self._uses.pop(req.request_id, {}).values():
+            self.cache.end(use)
+
+    def describe(self, plan: StepPlan) -> None:
+        part, self._part = self._part, MediaPart()
+        part.free = self.cache.take_evicted()
+        if part.free or part.media or part.encode:
+            plan.media = part
+
+    def settle(self, plan: StepPlan, result: StepResult) -> None:
+        """Tokens of the step are certain now: what nobody will read again may go."""
+        for use in self._last_reads.pop(plan.step, ()):
+            self.cache.end(use)
+        for row, key in self._encoded_in.pop(plan.step, ()):
+            if any(int(plan.rows[index]) == row for index in result.errors):
+                self.cache.discard(key)
+
+    # -- helpers
+
+    def _whole(self, start: int, upto: int, media: Sequence[MediaItem]) -> int:
+        """The last position up to which no item is cut in two, if that matters."""
+        for item in media if self.whole_media else ():
+            if item.offset < upto < item.offset + item.length:
+                return max(start, item.offset)
+        return upto
+
+    def _affordable(self, req: Request, start: int, upto: int) -> int:
+        """The beginning of the first item that is not there and cannot be encoded in this step."""
+        uses = self._uses.get(req.request_id, {})
+        found: set[str] = set()
+        room, tokens_left = self.cache.num_available, self._tokens_left
+        for index, item in read_by(req.media, start, upto):
+            is_held = index in uses and not uses[index].is_over
+            if is_held or item.hash in found or self.cache.is_used(item.hash):
+                continue
+            found.add(item.hash)
+            room -= item.length
+            tokens_left -= 0 if item.hash in self.cache else item.length
+            if room < 0 or tokens_left < 0:
+                return item.offset
+        return upto
+
+    def _use(self, req: Request, index: int, step: Step) -> Use:
+        """Hold an item's output, which this row encodes if nobody has."""
+        item = req.media[index]
+        if item.hash not in self.cache:
+            self._tokens_left -= item.length
+            self._part.encode.append((req.slot, index))
+            self._encoded_in.setdefault(step.index, []).append((req.row, item.hash))
+        return self.cache.use(item)
+
+    def _impossible(self, length: int) -> str | None:
+        """Why an item of this many tokens could never be served."""
+        step_tokens = self._scheduler.config.max_num_batched_tokens
+        if length > self.max_encoder_tokens:
+            return (
+                f"tokens, but at most {self.max_encoder_tokens} are encoded in a step; raise "
+                "max_encoder_tokens or send it in a lower resolution"
+            )
+        if length > self.cache.num_tokens:
+            return (
+                f"tokens, but the encoder cache has room for {self.cache.num_tokens}; raise its "
+                "cache_size or send it in a lower resolution"
+            )
+        if self.whole_media and length > step_tokens:
+            return (
+                f"tokens that must be computed in one step, but max_num_batched_tokens is "
+                f"{step_tokens}; raise it or send the item in a lower resolution"
+            )
+        return None
+
+
+def read_by(media: Sequence[MediaItem], start: int, upto: int) -> Iterator[tuple[int, MediaItem]]:
+    """Index and item of what the tokens at [start, upto) read."""
+    for index, item in enumerate(media):
+        if item.offset < upto and start < item.offset + item.length:
+            yield index, item

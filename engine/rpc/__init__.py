@@ -1,0 +1,1 @@
+"""A core in another process: who serves it, and the clients that speak to it."""

@@ -1,0 +1,176 @@
+"""What clients ask of a core, carried out between two steps and answered in order."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from dataclasses import dataclass, field
+
+import msgspec
+
+from engine.core.inproc_client import InprocClient
+from engine.errors import EngineDeadError, EngineError, RefusedError, RequestError, WireError
+from engine.ipc.codec import MAX_MESSAGE_BYTES, Decoder, is_tagged
+from engine.messages.requests import AddRequest
+from engine.messages.wire import (
+    MAX_CALL_BYTES,
+    MAX_HELLO_BYTES,
+    PROTOCOL_VERSION,
+    Abort,
+    Answer,
+    Bye,
+    Call,
+    Credit,
+    Failure,
+    Fault,
+    FromClient,
+    Hello,
+    Refusal,
+    Submit,
+    Submitted,
+    Welcome,
+)
+from engine.observe.logs import Throttle
+from engine.rpc.failures import failure_of
+from engine.rpc.outbox import NUM_CREDITS
+from engine.rpc.peers import Peer, Peers
+
+logger = logging.getLogger("engine.core")
+
+WITH_REQUESTS = ("submit", "abort")  # messages that may be as large as any
+
+
+@dataclass
+class Ending:
+    """When the core is to end: set from outside, by other threads or a signal."""
+
+    at: float | None = None
+    """Take nothing new, finish what there is, and end by this time at the latest."""
+    _lock: threading.RLock = field(default_factory=threading.RLock)  # a signal comes at any time
+
+    def no_later_than(self, when: float) -> None:
+        with self._lock:
+            self.at = when if self.at is None else min(self.at, when)
+
+
+class Desk:
+    """Reads messages of clients. Whatever they are, only their sender is concerned."""
+
+    def __init__(self, core: InprocClient, peers: Peers, token: bytes, ending: Ending) -> None:
+        self._core = core
+        self._peers = peers
+        self._token = token
+        self.ending = ending
+        self._decoder: Decoder[FromClient] = Decoder(FromClient)
+        self._complaints = Throttle()  # about strangers
+
+    def take(self, identity: bytes, frames: list[bytes], now: float) -> None:
+        """Carry out one message. Raises nothing but ``EngineDeadError``."""
+        peer = self._peers.get(identity)
+        try:
+            check_size(frames, MAX_HELLO_BYTES if peer is None else _limit_of(frames))
+            message = self._decoder.decode(frames)
+            if isinstance(message, Hello):
+                self._greet(identity, message, now)
+            elif peer is None and isinstance(message, Abort | Credit | Bye):
+                pass  # it left while a step ran, whose outputs did not reach it any more
+            elif peer is None:
+                raise WireError("the first message of a client must be hello")
+            else:
+                self._serve(peer, message, now)
+        except WireError as error:
+            complaints = self._complaints if peer is None else peer.complaints
+            if (others := complaints.admit()) is not None:
+                who = peer or "a stranger"
+                logger.warning("a message of %s was refused: %s%s", who, error, others)
+            self._peers.send(identity, Fault(str(error)))
+
+    def _greet(self, identity: bytes, hello: Hello, now: float) -> None:
+        if not secrets.compare_digest(hello.token, self._token):
+            raise WireError("the token is not that of this core")
+        if hello.version != PROTOCOL_VERSION:
+            raise WireError(
+                f"the client speaks version {hello.version} of the protocol, this core speaks "
+                f"version {PROTOCOL_VERSION}; install the same release on both sides"
+            )
+        peer = self._peers.welcome(identity, hello.name)
+        logger.info("%s has come", peer)
+        decided = self._core.decided
+        welcome = Welcome(
+            version=PROTOCOL_VERSION,
+            client_index=peer.index,
+            id_prefix=f"client-{peer.index}/" if peer.index else "",
+            num_credits=NUM_CREDITS,
+            max_model_len=decided.max_model_len,
+            vocab_size=decided.vocab_size,
+            eos_token_ids=list(decided.eos_token_ids),
+            num_kv_blocks=decided.num_kv_blocks,
+            block_size=decided.block_size,
+            time=now,
+            model=decided.model.encode(errors="replace").decode(),  # a name of files may be no text
+            capabilities=list(decided.capabilities),
+        )
+        self._peers.send(identity, welcome)
+
+    def _serve(self, peer: Peer, message: FromClient, now: float) -> None:
+        match message:
+            case Submit():
+                refusals = [
+                    Refusal(index, failure)
+                    for index, request in enumerate(message.requests)
+                    if (failure := self._add(peer, request)) is not None
+                ]
+                self._peers.send(peer.identity, Submitted(message.number, now, refusals))
+            case Abort():  # ids of others are as unknown to it as those of nobody
+                self._core.abort([name for name in message.request_ids if name in peer.live])
+            case Call():
+                self._answer(peer, message)
+            case Credit():
+                if message.num_batches < 1:
+                    raise WireError(f"credit for {message.num_batches} batches, must be at least 1")
+                self._peers.grant(peer, message.num_batches)
+            case Bye():
+                self._peers.leave(peer)
+
+    def _add(self, peer: Peer, request: AddRequest) -> Failure | None:
+        """Queue a request of this client; why not, if it was not taken."""
+        try:
+            if self.ending.at is not None:
+                raise RefusedError("the engine core is shutting down and takes no more requests")
+            self._core.add(msgspec.structs.replace(request, client_index=peer.index))
+        except EngineDeadError:
+            raise
+        except Exception as error:  # a request its policy chokes on fails alone
+            return failure_of(error, default=RequestError)
+        times = (request.queue_deadline, request.end_deadline)
+        peer.live[request.request_id] = tuple(time for time in times if time is not None)
+        return None
+
+    def _answer(self, peer: Peer, call: Call) -> None:
+        try:
+            self._peers.send(peer.identity, self._call(call), MAX_CALL_BYTES)
+        except WireError as error:
+            told = EngineError(f"Call to {call.name} method failed: its answer: {error}")
+            self._peers.send(peer.identity, Answer(call.number, failure=failure_of(told)))
+
+    def _call(self, call: Call) -> Answer:
+        try:
+            return Answer(call.number, self._core.call(call.name, *call.args))
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            return Answer(call.number, failure=failure_of(error))
+
+
+def check_size(frames: list[bytes], limit: int) -> None:
+    """Raise ``WireError`` for a message of more bytes: it is too large to be read at all."""
+    num_bytes = sum(map(len, frames))
+    if num_bytes > limit:
+        raise WireError(f"a message of {num_bytes} bytes, the limit is {limit}")
+
+
+def _limit_of(frames: list[bytes]) -> int:
+    """How large what a client says may be."""
+    is_large = any(is_tagged(frame, tag) for tag in WITH_REQUESTS for frame in frames[:1])
+    return MAX_MESSAGE_BYTES if is_large else MAX_CALL_BYTES

@@ -1,0 +1,65 @@
+"""Is a silent core at work, or does it hang? Its control socket tells."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import zmq
+
+from engine.errors import WireError
+from engine.ipc import sockets
+from engine.ipc.codec import Decoder, Encoder
+from engine.ipc.place import Address
+from engine.messages.wire import FromControl, Health, Ping
+
+ASK_SECONDS = 1.0  # between two questions, at most
+
+
+class Heart:
+    """Listens to the heartbeat of a core. Silence is counted in questions, not by the clock: a
+    machine that slept, or a client that was stopped, is no reason to give up a core.
+
+    Never waits.
+    """
+
+    def __init__(
+        self, context: zmq.Context[sockets.Socket], address: Address, hang_timeout: float
+    ) -> None:
+        self._hang_timeout = hang_timeout
+        self._ask_seconds = min(ASK_SECONDS, hang_timeout / 4)
+        self.socket = sockets.dealer(context, address.secret)
+        self.socket.connect(address.control)
+        self._ping = Encoder().encode(Ping(address.token))
+        self._decoder: Decoder[FromControl] = Decoder(FromControl)
+        self._asked_at = 0.0
+        self._num_unanswered = 0
+
+    def complaint(self, now: float) -> str | None:
+        """What is wrong with a core that has been silent; ``None`` if nothing is known to be.
+
+        To be asked again and again while the core is silent.
+        """
+        while self.socket.poll(0):
+            if complaint := self._take(self.socket.recv_multipart()):
+                return complaint
+        if now - self._asked_at >= self._ask_seconds:
+            if self._num_unanswered * self._ask_seconds >= self._hang_timeout:
+                return f"has not answered for {self._hang_timeout:g} s (core_hang_timeout)"
+            self._asked_at = now
+            self._num_unanswered += 1
+            with suppress(zmq.Again):  # this connection is lost, so nobody will answer
+                self.socket.send(self._ping, zmq.NOBLOCK)
+        return None
+
+    def _take(self, frames: list[bytes]) -> str | None:
+        self._num_unanswered = 0
+        try:
+            health = self._decoder.decode(frames)
+        except WireError as error:
+            return f"sends rubbish ({error})"
+        if isinstance(health, Health) and health.seconds_in_step > self._hang_timeout:
+            return (
+                f"has been in one step for {health.seconds_in_step:.1f} s, the limit is "
+                f"{self._hang_timeout:g} (core_hang_timeout)"
+            )
+        return None

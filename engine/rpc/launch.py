@@ -1,0 +1,189 @@
+"""From a configuration to a client of its core, wherever that is to run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from engine.assets import BOX_MODEL
+from engine.config.engine import EngineConfig
+from engine.config.model import ModelConfig
+from engine.core.build import build_core
+from engine.core.client import CoreClient
+from engine.core.inproc_client import InprocClient
+from engine.errors import ConfigError, EngineDeadError, EngineError
+from engine.ipc.place import Address, Directory, address_of
+from engine.ipc.process import Child, Line, ParentWatch, Report, report_to_parent
+from engine.observe.logs import set_up_logging
+from engine.rpc.failures import KINDS, death_of
+from engine.rpc.host import ORPHANED, EngineCoreHost
+from engine.rpc.many_client import ManyCoresClient, shut_down
+from engine.rpc.zmq_client import EngineCoreClient
+
+Build = Callable[[EngineConfig], InprocClient]
+
+EXIT_SECONDS = 1.0  # from the end of a core whose parent died to that of its process
+
+
+def open_core(config: EngineConfig) -> CoreClient:
+    """A client of the core that was asked for: here, in a process of its own, or one that runs;
+    or of several of these. Raises ``ConfigError`` for what cannot work."""
+    addresses = config.core.core_addresses
+    if len(addresses) > 1:
+        return attach_cores(config, addresses)
+    if addresses:
+        return attach_core(config, addresses[0])
+    if config.core.data_parallel_size > 1:
+        return start_cores(config, build_core)
+    if config.core.multiprocess:
+        return start_core(config, build_core)
+    return build_core(config)
+
+
+def start_core(config: EngineConfig, build: Build) -> EngineCoreClient:
+    """A core in a process of its own, which ends with the client, or with this process.
+
+    ``build`` and all of ``config`` must be importable there. Raises what ``build`` raises there,
+    ``EngineDeadError`` if the process ends before it is ready.
+    """
+    return meet(config, *spawn(config, build))
+
+
+def start_cores(config: EngineConfig, build: Build) -> ManyCoresClient:
+    """``data_parallel_size`` cores, each in a process of its own with its share of the machine."""
+    own = share_of(config, config.core.data_parallel_size)
+    with ExitStack() as failing:
+        spawned = []
+        for _ in range(config.core.data_parallel_size):  # all load at once
+            child, address = spawn(own, build)
+            failing.callback(child.close)
+            spawned.append((child, address))
+        return many(failing, (meet(own, *each) for each in spawned))
+
+
+def many(failing: ExitStack, clients: Iterator[EngineCoreClient]) -> ManyCoresClient:
+    """One client of all these. If one fails, those before it are shut down by ``failing``."""
+    known: list[EngineCoreClient] = []
+    failing.callback(shut_down, known)
+    for client in clients:
+        known.append(client)
+    together = ManyCoresClient(known)
+    failing.pop_all()
+    return together
+
+
+def share_of(config: EngineConfig, num_cores: int) -> EngineConfig:
+    """What each of several cores on one machine is to use of it."""
+    cache = config.cache
+    cores = len(os.sched_getaffinity(0)) if config.num_threads is None else config.num_threads
+    return replace(
+        config,
+        cache=replace(cache, memory_utilization=cache.memory_utilization / num_cores),
+        num_threads=max(1, cores // num_cores),
+    )
+
+
+def spawn(config: EngineConfig, build: Build) -> tuple[Child, Address]:
+    """A process that begins to build a core, and where that is going to be."""
+    directory = Directory.create()
+    address = directory.address
+    child = Child(
+        "engine core", serve_child, build, config, str(directory.path), at_end=directory.remove
+    )
+    return child, address
+
+
+def meet(config: EngineConfig, child: Child, address: Address) -> EngineCoreClient:
+    """A client of the core in a process, once that is ready. The process ends if that fails."""
+    with ExitStack() as failing:
+        failing.callback(child.close)
+        report = child.wait_until_ready(config.core.core_ready_timeout)
+        if not report.is_ready:
+            raise start_error(report)
+        client = EngineCoreClient(address, child=child, hang_timeout=config.core.core_hang_timeout)
+        failing.pop_all()
+    return client
+
+
+def attach_core(config: EngineConfig, address: str) -> EngineCoreClient:
+    """A client of a core that runs already; it stays when the client leaves."""
+    with ExitStack() as failing:
+        client = EngineCoreClient(
+            address_of(address, config.core.core_secret), hang_timeout=config.core.core_hang_timeout
+        )
+        failing.callback(client.shutdown)
+        check_model(config.model, address, client.decided.model)
+        failing.pop_all()
+    return client
+
+
+def check_model(ours: ModelConfig, address: str, theirs: str) -> None:
+    """Raise ``ConfigError`` if texts would be tokenised for another model than the core runs.
+
+    A model that was named is the user's word: copies may lie under any name.
+    """
+    is_named = ours.model != str(BOX_MODEL) or ours.tokenizer is not None
+    if is_named or ours.skip_tokenizer_init or Path(theirs).name in ("", BOX_MODEL.name):
+        return
+    raise ConfigError(
+        f"the core at {address} runs {theirs}, and this engine was not told so: give it the same "
+        "model, which it needs for the tokenizer, or skip_tokenizer_init"
+    )
+
+
+def attach_cores(config: EngineConfig, addresses: Sequence[str]) -> ManyCoresClient:
+    """A client of several cores that run already; they stay when the client leaves."""
+    with ExitStack() as failing:
+        return many(failing, (attach_core(config, address) for address in addresses))
+
+
+def start_error(report: Report) -> EngineError:
+    """Why a core did not start: the mistake of its user, or its death."""
+    kind = KINDS.get(report.kind)
+    if kind is not None:
+        return kind(report.message)
+    return death_of(
+        f"Engine core initialization failed: {report.kind}: {report.message}", report.traceback
+    )
+
+
+def serve_child(line: Line, build: Build, config: EngineConfig, path: str) -> None:
+    """What the core's process runs."""
+    directory = Directory(Path(path))
+    watch = ParentWatch(line, lambda: _leave(directory))  # while the model is loaded, too
+    set_up_logging(config.log_level)
+    try:
+        host = EngineCoreHost(build(config), config, directory.address, directory=directory)
+    except Exception as error:
+        report_to_parent(
+            line, Report(False, type(error).__name__, str(error), traceback.format_exc())
+        )
+        return
+    watch.on_death = lambda: _end_orphaned(host)
+    host.handle_signals(signal.SIGTERM)
+    report_to_parent(line, Report(True))
+    try:
+        host.serve()
+    except EngineDeadError:  # the clients were told, and the parent sees the status
+        traceback.print_exc()
+        raise SystemExit(1) from None
+    finally:
+        host.close()
+
+
+def _end_orphaned(host: EngineCoreHost) -> None:
+    """Let the core end, and this process, whatever else it runs."""
+    host.end_orphaned()
+    time.sleep(EXIT_SECONDS)
+    os._exit(ORPHANED)
+
+
+def _leave(directory: Directory) -> None:
+    directory.remove()
+    os._exit(ORPHANED)

@@ -1,0 +1,259 @@
+"""The clients of a core: who is there, what is theirs at the core, and the way to them.
+
+A client grants credits for batches of outputs as it reads them; what cannot be sent yet waits in
+its outbox, up to ``max_backlog_bytes``. One that lets more wait loses its requests, by name, and
+nobody else notices. Only the socket's word that it cannot be reached makes a client gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import zmq
+
+from engine.errors import WireError
+from engine.ipc.codec import Encoder, plain_text
+from engine.ipc.sockets import MAX_CONNECTIONS, Socket
+from engine.messages.columns import with_ends
+from engine.messages.outputs import CoreOutputs, Finished
+from engine.messages.wire import Dead, Probe, ToClient
+from engine.observe.logs import Throttle
+from engine.rpc.mend import pieces_of
+from engine.rpc.outbox import Outbox
+
+logger = logging.getLogger("engine.core")
+
+MAX_BACKLOG_BYTES = 64 << 20
+MAX_NAME = 80  # characters of a client's name that are kept
+PROBE_SECONDS = 1.0  # between two looks whether those are there who have work here
+RETRY_SECONDS = 0.05  # between two tries to send what had no room
+Deadlines = tuple[float, ...]
+
+
+class ClientGoneError(Exception):
+    """A client cannot be reached any more."""
+
+
+@dataclass
+class Peer:
+    """A client that was welcomed."""
+
+    identity: bytes
+    index: int
+    name: str
+    outbox: Outbox
+    live: dict[str, Deadlines] = field(default_factory=dict)
+    """Its requests at the core, and when they end or may no longer start."""
+    complaints: Throttle = field(default_factory=Throttle)
+    """For the log."""
+
+    def __str__(self) -> str:
+        return f"client {self.index} ({self.name})" if self.name else f"client {self.index}"
+
+    @property
+    def is_concerned(self) -> bool:
+        """Would anything be left behind if it went without a word?"""
+        return bool(self.live or self.outbox)
+
+
+class Peers:
+    """Who is there, and the way to them. ``drop`` ends requests at the core, without a word."""
+
+    def __init__(
+        self,
+        router: Socket,
+        drop: Callable[[list[str]], object],
+        *,
+        max_backlog_bytes: int = MAX_BACKLOG_BYTES,
+    ) -> None:
+        self._router = router
+        self._drop = drop
+        self._max_backlog_bytes = max_backlog_bytes
+        self._encoder = Encoder()
+        self._by_identity: dict[bytes, Peer] = {}
+        self._by_index: dict[int, Peer] = {}
+        self._farewells: dict[bytes, bytes] = {}  # to those given up, until there is room
+        self._num_seen = 0
+        self._probe_at = -math.inf
+        self._retry_at = -math.inf
+
+    def __len__(self) -> int:
+        return len(self._by_identity)
+
+    def __iter__(self) -> Iterator[Peer]:
+        return iter(list(self._by_identity.values()))
+
+    def get(self, identity: bytes) -> Peer | None:
+        return self._by_identity.get(identity)
+
+    # -- who is there
+
+    def welcome(self, identity: bytes, name: str) -> Peer:
+        """A new client; those that vanished without a word are forgotten first.
+
+        Also one of the same identity: two connections never have it at a time, so it came back.
+        Raises ``WireError`` if there are ``MAX_CONNECTIONS`` already.
+        """
+        former = self.get(identity)
+        if former is not None:
+            self.leave(former)
+        self._probe(self)
+        if len(self) >= MAX_CONNECTIONS:
+            raise WireError(f"{MAX_CONNECTIONS} clients are there already, try again later")
+        self._farewells.pop(identity, None)
+        shown = "".join(c if c.isprintable() else "?" for c in name[:MAX_NAME])
+        outbox = Outbox(lambda frame: self._send(identity, frame))
+        peer = Peer(identity, self._num_seen, shown, outbox)
+        self._num_seen += 1
+        self._by_identity[identity] = self._by_index[peer.index] = peer
+        return peer
+
+    def leave(self, peer: Peer) -> None:
+        """It has gone: what it had at the core ends, what waits for it is dropped."""
+        self._by_identity.pop(peer.identity, None)
+        self._by_index.pop(peer.index, None)
+        if peer.live:
+            logger.info("%s has gone; its %d requests are aborted", peer, len(peer.live))
+            self._drop(list(peer.live))
+            peer.live.clear()
+
+    def tend(self, now: float) -> None:
+        """Find out who has gone, and send what has room now; does nothing before ``next_look``."""
+        if now >= self._retry_at:
+            self._retry_at = now + RETRY_SECONDS
+            for peer in self:
+                if peer.outbox.is_stuck:
+                    self._tell(peer, peer.outbox.flush)
+            self._say_farewells()
+        if now >= self._probe_at:
+            self._probe_at = now + PROBE_SECONDS
+            self._probe(peer for peer in self if peer.is_concerned)
+
+    def next_look(self) -> float:
+        """When ``tend`` has something to do."""
+        peers = self._by_identity.values()
+        if self._farewells or any(peer.outbox.is_stuck for peer in peers):
+            return self._retry_at
+        return self._probe_at if any(peer.is_concerned for peer in peers) else math.inf
+
+    # -- what they are told
+
+    def send(self, identity: bytes, message: ToClient, max_bytes: int | None = None) -> None:
+        """Send what costs no credit; for a client it waits until there is room.
+
+        Raises ``WireError`` if it cannot travel, or has more than ``max_bytes``.
+        """
+        frame = self._encoder.encode(message, max_bytes)
+        peer = self.get(identity)
+        if peer is None:
+            self._offer(identity, frame)
+            return
+        self._tell(peer, peer.outbox.answer, frame)
+        self._hold_to(peer, peer.outbox.answer_bytes, "answers", self._max_backlog_bytes)
+
+    def publish(self, index: int, batch: CoreOutputs) -> None:
+        """Send a client what a step brought for it, now or when it has read enough."""
+        peer = self._by_index.get(index)
+        if peer is None:  # it left while its step was computed
+            return
+        self._publish(peer, batch)
+        if peer.outbox.num_bytes > self._max_backlog_bytes:
+            self._give_up(peer, batch.time)
+
+    def grant(self, peer: Peer, num_batches: int) -> None:
+        """The client has read so many batches."""
+        self._tell(peer, peer.outbox.grant, num_batches)
+
+    def broadcast(self, last: Dead) -> None:
+        """Tell everybody who can be reached that there will be nothing else. Never raises."""
+        frame = self._encoder.encode(Dead(plain_text(last.message), plain_text(last.traceback)))
+        for peer in self:
+            self._offer(peer.identity, frame)
+
+    def has_backlog(self) -> bool:
+        """Does anything wait for somebody to read?"""
+        return any(peer.outbox for peer in self._by_identity.values())
+
+    def deadlines(self) -> Iterator[float]:
+        """When requests end or may no longer start, in no particular order."""
+        for peer in self._by_identity.values():
+            for times in peer.live.values():
+                yield from times
+
+    # -- helpers
+
+    def _probe(self, peers: Iterable[Peer]) -> None:
+        frame = self._encoder.encode(Probe())
+        for peer in list(peers):
+            self._tell(peer, self._send, peer.identity, frame)
+
+    def _tell(self, peer: Peer, act: Callable[..., object], *args: object) -> None:
+        """Do what sends something to a client; if it has gone, its requests are aborted."""
+        try:
+            act(*args)
+        except ClientGoneError:
+            self.leave(peer)
+
+    def _publish(self, peer: Peer, batch: CoreOutputs) -> None:
+        for piece in pieces_of(batch, self._encoder.encode):
+            ids = piece.batch.request_ids
+            if piece.fault:
+                logger.warning("outputs of request %.80r cannot be sent: %s", ids[0], piece.fault)
+                self._drop(ids)
+            for end in piece.batch.finished:
+                peer.live.pop(ids[end.index], None)
+            self._tell(peer, peer.outbox.publish, piece.frame, piece.batch)
+
+    def _give_up(self, peer: Peer, time: float) -> None:
+        """End the requests of a client that does not read, and keep only that for it."""
+        ids = list(peer.live)
+        reason = (
+            f"{peer.outbox.num_bytes} bytes of outputs waited for {peer} to read them, the limit "
+            f"is {self._max_backlog_bytes}"
+        )
+        logger.warning("%s: its %d requests are aborted", reason, len(ids))
+        self._drop(ids)
+        peer.live.clear()
+        ends = peer.outbox.give_up(reason)
+        ends += [(name, Finished(0, "abort", message=reason)) for name in ids]
+        self._publish(peer, with_ends(CoreOutputs([], [], [], time), ends))
+        self._hold_to(peer, peer.outbox.batch_bytes, "ends", self._max_backlog_bytes // 2)
+
+    def _hold_to(self, peer: Peer, num_bytes: int, of: str, limit: int) -> None:
+        """Part with a client that asks and asks, and reads nothing of what waits for it."""
+        if num_bytes <= limit:
+            return
+        reason = (
+            f"{num_bytes} bytes of {of} waited for {peer} to read them, the limit is {limit}: the "
+            "core has parted with it"
+        )
+        logger.warning("%s", reason)
+        self.leave(peer)
+        self._farewells[peer.identity] = self._encoder.encode(Dead(reason))
+
+    def _say_farewells(self) -> None:
+        for identity, frame in list(self._farewells.items()):
+            if self._offer(identity, frame):
+                del self._farewells[identity]
+
+    def _offer(self, identity: bytes, frame: bytes) -> bool:
+        """Is it settled? Sent, or there is nobody to send it to."""
+        try:
+            return self._send(identity, frame)
+        except ClientGoneError:
+            return True
+
+    def _send(self, identity: bytes, frame: bytes) -> bool:
+        """Was there room for it?"""
+        try:
+            self._router.send_multipart([identity, frame], zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            raise ClientGoneError from error
+        return True

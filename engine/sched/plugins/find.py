@@ -1,0 +1,301 @@
+"""Name, entry point, dotted path, class or object -> a scheduler with its policy and resources."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from importlib.metadata import entry_points
+from types import NoneType
+from typing import Any, NamedTuple, TypeVar, get_type_hints
+from weakref import WeakValueDictionary
+
+from engine.config.check import check_kind, kinds_of
+from engine.config.dotted import load_dotted
+from engine.config.sched import SchedulerConfig, SchedulerOptions
+from engine.errors import ConfigError
+from engine.kv.manager import KVManager
+from engine.sched.interface import SchedulerInterface
+from engine.sched.policies import POLICIES
+from engine.sched.policy import API_VERSION, Policy
+from engine.sched.predict.lengths import look_up_predictor
+from engine.sched.resource import Resource
+from engine.sched.scheduler import Scheduler
+
+logger = logging.getLogger("engine.sched")
+
+SCHEDULERS_GROUP = "engine.schedulers"  # entry points: Policy or SchedulerInterface classes
+RESOURCES_GROUP = "engine.resources"  # entry points: Resource classes
+
+KINDS = (  # what a class may be, and where it is given
+    (Policy, "a policy: give it as scheduling_policy"),
+    (Resource, "a resource: give it in resources"),
+    (SchedulerInterface, "a scheduler: give it as scheduler_cls"),
+)
+
+Plugin = TypeVar("Plugin", Policy, Resource)
+
+_deciding: WeakValueDictionary[int, SchedulerInterface] = WeakValueDictionary()  # by id of object
+
+
+class Chosen(NamedTuple):
+    """A scheduler's class, the policy and the resources it will be given."""
+
+    cls: type[Scheduler]
+    policy: Policy
+    resources: tuple[Resource, ...] = ()
+
+
+def make_scheduler(
+    config: SchedulerConfig,
+    kv: KVManager,
+    *,
+    clock: Callable[[], float],
+    timer: Callable[[], float] = float,
+    seed: int = 0,
+    chosen: Chosen | None = None,
+) -> SchedulerInterface:
+    """The configured scheduler around the configured policy. Raises ``ConfigError``.
+
+    ``chosen``: what ``choose`` found before, since a policy is made once.
+    """
+    cls, policy, resources = chosen or choose(config)
+    scheduler = cls(config, kv, policy, clock=clock, timer=timer, seed=seed, resources=resources)
+    _note_objects((config.scheduling_policy, *config.resources), scheduler)
+    return scheduler
+
+
+def _note_objects(given: Iterable[Any], scheduler: SchedulerInterface) -> None:
+    """Log an object that another living scheduler has: its books about their requests mix."""
+    for plugin in given:
+        if not isinstance(plugin, Policy | Resource):
+            continue
+        if id(plugin) in _deciding:
+            logger.warning(
+                "the same object of %s decides for two engines, and mixes up their requests; "
+                "give each of them an object of its own, or the class",
+                type(plugin).__name__,
+            )
+        _deciding[id(plugin)] = scheduler
+
+
+def choose(config: SchedulerOptions) -> Chosen:
+    """Find and make what the configuration names. Raises ``ConfigError``."""
+    look_up_predictor(config.length_predictor)  # made later; what it is may be said now
+    policy = find_policy(config.scheduling_policy, config.policy_options)
+    if config.user_weights and not policy.uses_ledger:
+        logger.warning(
+            "user_weights change nothing: %s does not look at what users were served, vtc does",
+            type(policy).__name__,
+        )
+    resources = tuple(find_resource(name) for name in config.resources)
+    return Chosen(find_scheduler(config.scheduler_cls), policy, resources)
+
+
+def find_policy(name: Any, options: dict[str, Any]) -> Policy:
+    """A shipped policy or an installed one by name, any other by dotted path, class or object."""
+    if isinstance(name, Policy) and options:
+        raise ConfigError(
+            f"policy_options {options} are for a policy that is yet to be made, and "
+            f"scheduling_policy is an object of {type(name).__name__}; give its class instead"
+        )
+    if isinstance(name, Policy):
+        _check_class(type(name), Policy, "scheduling_policy")
+        return name
+    cls: type[Policy] = _find("scheduling_policy", name, POLICIES, SCHEDULERS_GROUP)
+    _check_kind(cls, Policy, "scheduling_policy", name)
+    _check_class(cls, Policy, "scheduling_policy")
+    return _make(cls, options, "policy_options")
+
+
+def find_resource(name: Any) -> Resource:
+    """A resource by the name it was installed under, by dotted path, class or object."""
+    if isinstance(name, Resource):
+        _check_class(type(name), Resource, "resources")
+        return name
+    cls: type[Resource] = _find("resources", name, {}, RESOURCES_GROUP)
+    _check_kind(cls, Resource, "resources", name)
+    _check_class(cls, Resource, "resources")
+    try:
+        return _make(cls, {}, "options")
+    except ConfigError as error:
+        raise ConfigError(f"{error}; a resource that wants some is given as an object") from error
+
+
+def find_scheduler(name: Any) -> type[Scheduler]:
+    """The shared mechanism, or a class (its name or its dotted path) in place of it."""
+    if name is None:
+        return Scheduler
+    cls: type[Scheduler] = _find("scheduler_cls", name, {}, SCHEDULERS_GROUP)
+    _check_kind(cls, SchedulerInterface, "scheduler_cls", name)
+    if missing := getattr(cls, "__abstractmethods__", None):
+        raise ConfigError(f"scheduler_cls {cls.__name__} lacks {', '.join(sorted(missing))}")
+    return cls
+
+
+def installed_policies() -> dict[str, type[Policy] | str]:
+    """By name, the policies of installed packages; in place of one that cannot be loaded, why."""
+    found: dict[str, type[Policy] | str] = {}
+    for entry in entry_points(group=SCHEDULERS_GROUP):
+        try:
+            cls = _find("scheduling_policy", entry.name, {}, SCHEDULERS_GROUP)
+        except ConfigError as error:
+            found[entry.name] = str(error)
+            continue
+        if entry.name not in POLICIES and isinstance(cls, type) and issubclass(cls, Policy):
+            found[entry.name] = cls
+    return found
+
+
+def _find(option: str, name: Any, shipped: Mapping[str, Any], group: str) -> Any:
+    """What a name stands for; anything but a string stands for itself."""
+    if not isinstance(name, str):
+        return name
+    if name in shipped:
+        return shipped[name]
+    installed = {entry.name: entry for entry in entry_points(group=group)}
+    if name in installed:
+        try:
+            return installed[name].load()
+        except Exception as error:  # whatever importing a stranger's package raises
+            raise ConfigError(
+                f"{option} {name!r} is installed ({installed[name].value}) but cannot be loaded: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+    if "." in name and ":" not in name:
+        return load_dotted(name, option)
+    known = sorted({*shipped, *installed})
+    near = difflib.get_close_matches(name.lower(), known, 1)
+    meant = name.replace(".py:", ".").replace(":", ".") if ":" in name else "".join(near)
+    hint = f"; did you mean {meant!r}?" if meant else ""
+    raise ConfigError(
+        f"{option} {name!r} is not known; there are: {', '.join(known) or 'none'} (or give the "
+        f"dotted path of a class, as my_module.MyClass){hint}"
+    )
+
+
+def _check_kind(found: Any, base: type, option: str, name: Any) -> None:
+    """Refuse what is no class of this kind, and say what it is instead."""
+    cls = found if isinstance(found, type) else type(found)
+    if cls is found and issubclass(cls, base):
+        return
+    own = [what for kind, what in KINDS if kind is not base and issubclass(cls, kind)]
+    hint = f"it is {own[0]}" if own else "give such a class, its name or its dotted path"
+    raise ConfigError(f"{option} {name!r} is no subclass of engine.{base.__name__}; {hint}")
+
+
+def _check_class(cls: type[Plugin], base: type, option: str) -> None:
+    """Refuse what does not fit this version of the API."""
+    if cls.api_version != API_VERSION:
+        is_number = isinstance(cls.api_version, int)
+        hint = "install the release that fits" if is_number else "say it as a number"
+        raise ConfigError(
+            f"{option}: {cls.__name__} was written for version {cls.api_version!r} of the API, "
+            f"this engine has version {API_VERSION!r}; {hint}"
+        )
+    check_hooks(cls, base)
+
+
+def _make(cls: type[Plugin], options: dict[str, Any], source: str) -> Plugin:
+    check_options(cls, options, source)
+    try:
+        return cls(**options)
+    except Exception as error:  # whatever a stranger's constructor raises
+        raise ConfigError(
+            f"{cls.__name__} cannot be made with {source} {options}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+PLAIN = (bool, int, float, str, NoneType)  # what can be told from its annotation
+NEAR = 0.85  # likeness of two names from which on one is taken for a slip of the other
+
+
+def check_options(cls: type, options: dict[str, Any], source: str) -> None:
+    """Raise ``ConfigError`` if the constructor knows no such option, lacks one, or wants another
+    type. ``source`` is where they were given."""
+    try:
+        signature = inspect.signature(cls)
+    except (TypeError, ValueError):  # not every constructor has one
+        return
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        known = ", ".join(map(_shown, signature.parameters.values())) or "none"
+        raise ConfigError(
+            f"{cls.__name__} cannot be made with {source} {options}: {error}; its options are: "
+            f"{known}"
+        ) from error
+    hints = _hints(cls)
+    for name, value in options.items():
+        kinds = kinds_of(hints.get(name, Any))
+        if all(kind in PLAIN for kind in kinds):
+            check_kind(f"{source}[{name!r}] of {cls.__name__}", value, kinds)
+
+
+def _shown(parameter: inspect.Parameter) -> str:
+    """A parameter as its author wrote it; an annotation may be kept as a string."""
+    kind = parameter.annotation
+    return str(parameter).replace(repr(kind), kind, 1) if isinstance(kind, str) else str(parameter)
+
+
+def check_hooks(cls: type, base: type) -> None:
+    """Raise ``ConfigError`` for a hook that is missing, cannot be called or takes other arguments.
+
+    A name that is nearly one of the base class is logged: nobody would ever ask for it.
+    """
+    if problem := _problem(cls, base):
+        raise ConfigError(f"{cls.__name__}{problem}")
+    for name, meant in _slips(cls, base):
+        logger.warning(
+            "%s.%s is nothing that the engine asks for; did you mean %s?", cls.__name__, name, meant
+        )
+
+
+def _hints(cls: type) -> dict[str, Any]:
+    try:
+        return get_type_hints(cls.__init__)  # type: ignore[misc]
+    except Exception:  # annotations of a stranger may name anything
+        return {}
+
+
+@cache
+def _problem(cls: type, base: type) -> str | None:
+    """What is wrong with the first hook that does not fit."""
+    if missing := sorted(getattr(cls, "__abstractmethods__", ())):
+        return f" lacks {', '.join(missing)}"
+    for name, hook in vars(base).items():
+        if name.startswith("_") or not inspect.isfunction(hook) or getattr(cls, name) is hook:
+            continue
+        own = getattr(cls, name)
+        wanted = list(inspect.signature(hook).parameters)[1:]
+        if not callable(own):
+            return f".{name} is {own!r:.80}, must be a method ({', '.join(wanted)})"
+        if inspect.iscoroutinefunction(own) or inspect.isasyncgenfunction(own):
+            return f".{name} is async, must be a plain method: a step cannot wait for it"
+        if not _takes(own, inspect.getattr_static(cls, name), wanted):
+            return f".{name}{inspect.signature(own)} must take ({', '.join(['self', *wanted])})"
+    return None
+
+
+def _takes(own: Any, raw: object, wanted: list[str]) -> bool:
+    """Can the method be called with these arguments?"""
+    given = wanted if isinstance(raw, staticmethod | classmethod) else ["self", *wanted]
+    try:
+        inspect.signature(own).bind(*given)
+    except TypeError:
+        return False
+    except ValueError:  # not every callable tells what it takes
+        return True
+    return True
+
+
+@cache
+def _slips(cls: type, base: type) -> list[tuple[str, str]]:
+    """Names of the class that are nearly one of the base class, and which."""
+    known = [name for name in dir(base) if not name.startswith("_")]
+    own = [name for name in dir(cls) if not name.startswith("_") and name not in known]
+    near = [(name, difflib.get_close_matches(name, known, 1, NEAR)) for name in own]
+    return [(name, found[0]) for name, found in near if found]

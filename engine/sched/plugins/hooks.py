@@ -1,0 +1,395 @@
+"""Guard: asks a policy for the mechanism, checks each answer, and answers where the policy cannot.
+
+Hooks are written by strangers. They may raise, name requests that do not exist or return rubbish;
+whatever they do, budgets, seats and blocks are the mechanism's, and it asks before it changes
+anything. A fault is logged with its culprit and answered by default; after ``max_faults`` of them
+the policy is left out for good and requests run in order of arrival.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice, product
+from numbers import Real
+from typing import Any
+
+from engine.sched.plugins import answers
+from engine.sched.plugins.faults import FaultLog
+from engine.sched.policy import Admission, Limits, Policy, SchedView, Verdict
+from engine.sched.predict.cost import StepShape
+from engine.sched.request import Request, Status
+from engine.sched.view import View
+
+logger = logging.getLogger("engine.sched")
+NO_LIMITS = Limits()
+
+HOOKS = (
+    *("rank", "limits", "evict", "order", "next_waiting", "admit", "chunk", "outranks", "victim"),
+    *("on_add", "on_grant", "on_step", "on_finish"),
+)
+# Hooks that decide who runs; without any of them the default order would decide the same.
+DECIDING = frozenset(("limits", "order", "next_waiting", "admit", "chunk", "victim"))
+
+
+class Default(Policy):
+    """Order of arrival and the base answers."""
+
+    def rank(self, req: Request, view: SchedView) -> tuple[Any, ...]:
+        return (req.arrival,)
+
+
+class Guard(Policy):
+    """Stands in for ``inner`` towards the mechanism. Never raises."""
+
+    def __init__(self, inner: Policy, faults: FaultLog, view: View) -> None:
+        self.inner = inner
+        self.faults = faults
+        self.is_left_out = False
+        self.uses_ledger = bool(inner.uses_ledger)  # settled: a ledger misses what it was not told
+        self._view = view
+        self._name = type(inner).__name__
+        self._label = {hook: f"{self._name}.{hook}" for hook in HOOKS}
+        self._timer = faults.timer
+        self._seconds = faults.seconds
+        self._asked = {
+            hook for hook in HOOKS if getattr(type(inner), hook) is not getattr(Policy, hook)
+        }
+        self._default = Default()
+        self._ranks = RankCheck()
+        self._num_faults = 0
+        self._rerank_due = False
+
+    # -- what the mechanism wants to know of the policy
+
+    @property
+    def dynamic(self) -> bool:  # type: ignore[override]
+        return bool(self.inner.dynamic) and not self.is_left_out
+
+    @property
+    def waiting_may_preempt(self) -> bool:  # type: ignore[override]
+        return bool(self.inner.waiting_may_preempt) and not self.is_left_out
+
+    def overrides(self, *hooks: str) -> bool:
+        """Has the policy any of these hooks of its own?"""
+        return not self._asked.isdisjoint(hooks)
+
+    def overrule(self) -> Policy:
+        """The default order with this policy's ranks: for a step in which the policy idles."""
+        return _Overruled(self)
+
+    def take_rerank(self) -> bool:
+        """Once after the policy was left out: the ranks of both queues must be asked again."""
+        due, self._rerank_due = self._rerank_due, False
+        for req in self._view.parked if due else ():  # they come back to queues of other ranks
+            req.rank = (req.arrival,)
+        return due
+
+    def leave_out(self, why: str) -> None:
+        """From now on the default answers; the caller asks for all ranks again."""
+        self.is_left_out = self._rerank_due = True
+        self._asked.clear()
+        logger.error(
+            "policy %s is left out after %s; requests run in order of arrival", self._name, why
+        )
+
+    # -- hooks
+
+    def rank(self, req: Request, view: SchedView) -> tuple[Any, ...]:
+        if self.is_left_out and not self._rerank_due:
+            return (req.arrival,)
+        rank = None
+        if not self.is_left_out:  # else the queues are still in order of its ranks
+            rank = self._ask("rank", self._ranks.wrong, req, view)
+        return rank if rank is not None else _former(req)
+
+    def ranks(self, reqs: Sequence[Request], view: SchedView) -> list[tuple[Any, ...]]:
+        """The rank of each of these; timed and checked together as long as nothing is wrong."""
+        if self.is_left_out:
+            return [self.rank(req, view) for req in reqs]
+        ranks: list[Any] = []
+        begun, ask, fault = self._timer(), self.inner.rank, None
+        try:
+            for req in reqs:
+                ranks.append(ask(req, view))
+        except Exception as error:  # a stranger's code
+            fault = answers.raised(error)
+        self._seconds[self._label["rank"]] += self._timer() - begun
+        if not self._ranks.are_good(ranks):
+            ranks = [self._checked(req, rank) for req, rank in zip(reqs, ranks, strict=False)]
+        if fault is not None:
+            broken = reqs[len(ranks)]
+            if not self.is_left_out:
+                self._fault("rank", fault, broken)
+            ranks.append(_former(broken))
+            ranks += [self.rank(req, view) for req in reqs[len(ranks) :]]
+        return ranks
+
+    def limits(self, view: SchedView) -> Limits:
+        if "limits" not in self._asked:
+            return NO_LIMITS
+        limits: Limits = self._answer("limits", answers.wrong_limits, view)
+        return limits
+
+    def evict(self, view: SchedView) -> Iterable[Request]:
+        if "evict" not in self._asked:
+            return ()
+        # To name somebody twice is harmless; to go on naming for ever ends here.
+        named = self._ask("evict", self._wrong_victims, view, at_most=len(view.running) + 1)
+        return dict.fromkeys(named or ())
+
+    def order(self, view: SchedView) -> Iterator[Request]:
+        if "order" not in self._asked:
+            yield from super().order(view)
+            return
+        named = self._ask("order", answers.wrong_iterable, view)
+        fault = None if named is not None else ""
+        rest, timer, spent = iter(named or ()), self._timer, 0.0
+        by_id = self._view.by_id
+        try:
+            while fault is None:
+                begun = timer()
+                try:
+                    req = next(rest, None)
+                except Exception as error:  # a stranger's code
+                    req, fault = None, answers.raised(error)
+                spent += timer() - begun
+                if req is None:
+                    break
+                if req.__class__ is Request and by_id.get(req.request_id) is req:
+                    yield req
+                else:
+                    fault = f"names {answers.shown(req)}, which neither waits nor runs"
+        finally:  # it may be left before its end
+            self._seconds[self._label["order"]] += spent
+        if fault is not None:
+            if fault:
+                self._fault("order", fault)
+            yield from self._default.order(view)
+
+    def next_waiting(self, view: SchedView) -> Request | None:
+        if "next_waiting" not in self._asked:
+            return super().next_waiting(view)
+        best: Request | None = self._answer("next_waiting", self._wrong_next, view)
+        return best
+
+    def admit(self, req: Request, view: SchedView) -> Admission:
+        if "admit" not in self._asked:
+            return super().admit(req, view)
+        admission: Admission = self._answer("admit", answers.wrong_admission, req, view)
+        return admission
+
+    def chunk(self, req: Request, num_tokens: int, view: SchedView) -> int:
+        if "chunk" not in self._asked:
+            return num_tokens
+        begun, fault = self._timer(), None
+        try:
+            answer = self.inner.chunk(req, num_tokens, view)
+            if not (answer.__class__ is int and 0 <= answer <= num_tokens):
+                fault = answers.wrong_count(answer, num_tokens)
+                answer = int(answer) if fault is None else num_tokens
+        except Exception as error:  # a stranger's code
+            fault = answers.raised(error)
+        self._seconds[self._label["chunk"]] += self._timer() - begun
+        if fault is None:
+            return answer
+        self._fault("chunk", fault, req)
+        return num_tokens
+
+    def outranks(self, req: Request, other: Request) -> bool:
+        if "outranks" not in self._asked:
+            return super().outranks(req, other)
+        return bool(self._answer("outranks", answers.wrong_bool, req, other))
+
+    def victim(
+        self, candidates: Sequence[Request], req: Request, view: SchedView
+    ) -> Request | None:
+        if "victim" not in self._asked:
+            return candidates[-1]
+        given = tuple(candidates)
+
+        def wrong(answer: object) -> str | None:
+            known = answer is None or any(answer is other for other in given)
+            return None if known else f"names {answer!r}, which is no candidate"
+
+        victim = self._ask("victim", wrong, given, req, view)
+        return candidates[-1] if self._failed else victim
+
+    def on_add(self, req: Request, view: SchedView) -> Verdict:
+        verdict: Verdict = self._answer("on_add", answers.wrong_verdict, req, view)
+        return verdict
+
+    def on_grant(self, req: Request, num_tokens: int, view: SchedView) -> None:
+        if "on_grant" not in self._asked:
+            return
+        begun = self._timer()
+        try:
+            self.inner.on_grant(req, num_tokens, view)
+        except Exception as error:  # a stranger's code
+            self._fault("on_grant", answers.raised(error), req)
+        self._seconds[self._label["on_grant"]] += self._timer() - begun
+
+    def on_step(self, shape: StepShape, view: SchedView) -> None:
+        self._answer("on_step", answers.no_answer, shape, view)
+
+    def on_finish(self, req: Request, view: SchedView) -> None:
+        self._answer("on_finish", answers.no_answer, req, view)
+
+    # -- asking
+
+    _failed = False  # did the last question fail?
+
+    def _answer(self, hook: str, wrong: Callable[[Any], str | None], *args: Any) -> Any:
+        """The policy's answer, or the default one if it has none or a wrong one."""
+        if hook in self._asked:
+            answer = self._ask(hook, wrong, *args)
+            if not self._failed:
+                return answer
+            return getattr(Policy, hook)(self._default, *args)
+        return getattr(Policy, hook)(self, *args)
+
+    def _ask(
+        self,
+        hook: str,
+        wrong: Callable[[Any], str | None],
+        *args: Any,
+        at_most: int | None = None,
+    ) -> Any:
+        """What the hook says; ``None`` and ``_failed`` if it raises or its answer is wrong.
+
+        ``at_most``: the answer is iterable, and so many of it are taken.
+        """
+        begun = self._timer()
+        answer, self._failed = None, False
+        try:
+            answer = getattr(self.inner, hook)(*args)
+            if at_most is not None and isinstance(answer, Iterable):
+                answer = list(islice(answer, at_most))
+            fault = wrong(answer)
+        except Exception as error:  # a stranger's code
+            fault = answers.raised(error)
+        self._seconds[self._label[hook]] += self._timer() - begun
+        if fault is None:
+            return answer
+        self._fault(hook, fault, next((arg for arg in args if isinstance(arg, Request)), None))
+        return None
+
+    def _fault(self, hook: str, what: str, request: Request | None = None) -> None:
+        self._failed = True
+        self._num_faults += 1
+        self.faults.note(self._label[hook], request, what)
+        if self._num_faults > self.faults.max_faults and not self.is_left_out:
+            self.leave_out(f"{self._num_faults} faults")
+
+    # -- checks
+
+    def _checked(self, req: Request, rank: Any) -> tuple[Any, ...]:
+        """A rank that was asked for, or the former one if it is wrong."""
+        fault = None if self.is_left_out else self._ranks.wrong(rank)
+        if fault is not None:
+            self._fault("rank", fault, req)
+        return _former(req) if self.is_left_out or fault is not None else rank
+
+    def _wrong_victims(self, named: object) -> str | None:
+        if not isinstance(named, list):
+            return answers.wrong_iterable(named)
+        for req in named:
+            if not (isinstance(req, Request) and self._view.knows(req)):
+                return f"names {req!r}, which is none of the requests"
+            if req.status is not Status.RUNNING:
+                return f"names {req!r}, which is not running"
+        return None
+
+    def _wrong_next(self, req: object) -> str | None:
+        if req is None:
+            return None
+        if not (isinstance(req, Request) and req.is_waiting and self._view.knows(req)):
+            return f"names {req!r}, which does not wait"
+        if req.considered == self._view.step.index:
+            return f"names {req!r}, which was offered in this step"
+        return None
+
+
+def _former(req: Request) -> tuple[Any, ...]:
+    """What a request keeps that cannot be ranked."""
+    return req.rank or (Last(),)
+
+
+class _Overruled(Default):
+    """Base answers with the ranks that were given before."""
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+
+    def rank(self, req: Request, view: SchedView) -> tuple[Any, ...]:
+        return req.rank
+
+
+WITHOUT_NAN = {bool, int, str}
+
+
+class Last:
+    """Compares as greater than any value: rank of a request that its policy could not rank."""
+
+    def __lt__(self, other: object) -> bool:
+        return False
+
+    def __gt__(self, other: object) -> bool:
+        return not isinstance(other, Last)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Last)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+class RankCheck:
+    """Tuples of numbers and strings, of the same kind in the same places."""
+
+    def __init__(self) -> None:
+        self._kinds: list[type] = []  # of the places of a rank: numbers or strings
+        self._good_types: set[tuple[type, ...]] = set()  # of ranks that fit these
+
+    def wrong(self, rank: Any) -> str | None:
+        """What is wrong with a rank, ``None`` if nothing is."""
+        if rank.__class__ is not tuple or tuple(map(type, rank)) not in self._good_types:
+            return self._wrong_types(rank)
+        for value in rank:
+            if value != value:
+                return f"returns {rank!r}, which holds a NaN"
+        return None
+
+    def are_good(self, ranks: Sequence[Any]) -> bool:
+        """Is nothing wrong with any of them? ``False`` if that takes a closer look."""
+        if set(map(type, ranks)) != {tuple} or len(set(map(len, ranks))) != 1:
+            return False
+        columns = list(zip(*ranks, strict=True))
+        types = [set(map(type, column)) for column in columns]
+        if not all(combined in self._good_types for combined in product(*types)):
+            return False
+        return all(map(_has_no_nan, columns, types))
+
+    def _wrong_types(self, rank: Any) -> str | None:
+        """The first look at a rank of these types."""
+        if not isinstance(rank, tuple):
+            return f"returns {rank!r}, must be a tuple"
+        if not all(isinstance(value, str | Real) for value in rank):
+            return f"returns {rank!r}, must hold numbers and strings"
+        kinds = [str if isinstance(value, str) else Real for value in rank]
+        kinds.append(Real)  # the number of arrival behind it
+        if any(kind is not known for kind, known in zip(kinds, self._kinds, strict=False)):
+            return f"returns {rank!r}, which cannot be compared with earlier ranks"
+        if any(value != value for value in rank):
+            return f"returns {rank!r}, which holds a NaN"
+        self._kinds += kinds[len(self._kinds) :]
+        self._good_types.add(tuple(map(type, rank)))
+        return None
+
+
+def _has_no_nan(values: Sequence[Any], types: set[type]) -> bool:
+    """Said of numbers of one type, or of strings; ``False`` if it takes a closer look."""
+    if types == {float}:
+        total = sum(values)
+        return bool(total == total)
+    return types <= WITHOUT_NAN

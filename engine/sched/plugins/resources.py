@@ -1,0 +1,236 @@
+"""All resources of a scheduler, asked and told together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from engine.messages.requests import AddRequest
+from engine.messages.step import Masks, StepPlan, StepResult
+from engine.sched.plugins import answers
+from engine.sched.plugins.faults import FaultLog
+from engine.sched.request import Request, Status
+from engine.sched.resource import Fit, OnRefuse, Resource
+from engine.sched.state.table import SERIAL, WATCHED
+
+if TYPE_CHECKING:
+    from engine.sched.step.builder import Step
+
+
+HOOKS = (
+    *("objection", "added", "watches", "serializes", "begin_step", "extra", "fit", "seated"),
+    *("take", "parked", "release", "describe", "masks", "settle"),
+    "counters",
+)
+ROW_HOOKS = ("extra", "fit", "take")  # asked about one request in one step
+
+
+class Own(NamedTuple):
+    """A resource that has a hook of its own."""
+
+    resource: Resource
+    label: str  # of the hook, in faults and times
+
+
+class Resources:
+    """Calls hooks of resources and checks their answers. Who has no hook of its own is not asked.
+
+    One that raises or answers rubbish is named and refuses what it was asked for; after
+    ``max_faults`` faults it is left out, and whom it had parked is to be woken.
+    """
+
+    def __init__(self, resources: Sequence[Resource], faults: FaultLog) -> None:
+        self.members = list(resources)
+        self._faults = faults
+        self._timer = faults.timer
+        self._seconds = faults.seconds
+        self._num_faults = {id(resource): 0 for resource in resources}
+        self._own = self._by_hook()
+        self._parked: dict[Request, Resource] = {}  # who was parked last as whom it asked
+        self._orphans: list[Request] = []
+
+    def objection(self, add: AddRequest) -> str | None:
+        """Why some resource could never serve such a request."""
+        for own in self._own["objection"]:
+            answer: str | None
+            answer = self._ask(own, "objection", None, add, wrong=answers.wrong_objection)
+            if answer:
+                return answer
+        return None
+
+    def added(self, req: Request) -> None:
+        self._tell("added", req)
+
+    def flags(self, req: Request) -> int:
+        """What the mechanism must keep in mind of the request: ``WATCHED``, ``SERIAL``."""
+        watched, serial = (self._does_any(hook, req) for hook in ("watches", "serializes"))
+        return WATCHED * watched + SERIAL * serial
+
+    def begin_step(self, step: Step) -> None:
+        self._tell("begin_step", step)
+
+    def extra(self, req: Request, step: Step) -> int:
+        """Tokens behind the known ones that some resource wants computed."""
+        most = 0
+        for own in self._own["extra"]:
+            begun = self._timer()
+            try:
+                wanted = own.resource.extra(req, step)
+                fault = answers.wrong_extra(wanted, req.max_total)
+            except Exception as error:  # a stranger's code
+                fault = answers.raised(error)
+            self._seconds[own.label] += self._timer() - begun
+            if fault is None:
+                most = max(most, int(wanted))
+            else:
+                self._fault(own, req, fault)
+        return most
+
+    def fit(self, req: Request, num_tokens: int, step: Step) -> Fit:
+        """How many of these all of them allow, and the cause of the last refusal."""
+        fit = Fit(num_tokens)
+        own_fits = self._own["fit"]
+        settled = not own_fits
+        while not settled:  # monotone answers: asking again until all agree ends
+            settled = True
+            for own in own_fits:
+                answer = self._fit(own, req, fit.num_tokens, step)
+                if answer.num_tokens < fit.num_tokens:
+                    on_refuse = answer.on_refuse or own.resource.on_refuse
+                    cause = answer.cause or own.resource.name
+                    fit = answer._replace(on_refuse=on_refuse, cause=cause, by=own.resource)
+                    settled = False
+            settled = settled or fit.num_tokens <= 0
+        return fit
+
+    def seated(self, req: Request, step: Step) -> None:
+        self._tell("seated", req, step)
+
+    def take(self, req: Request, num_tokens: int, step: Step) -> None:
+        self._tell("take", req, num_tokens, step)
+
+    def parked(self, req: Request, by: Resource | None) -> None:
+        if by is not None:
+            self._parked[req] = by
+            own = Own(by, f"{type(by).__name__}.parked")
+            parked = self._ask(own, "parked", False, req, wrong=answers.no_answer)
+            if parked is False:  # it does not know whom to wake
+                self._orphans.append(req)
+
+    def release(self, req: Request) -> None:
+        if req.is_finished:  # one that loses its blocks may be parked still
+            self._parked.pop(req, None)
+        self._tell("release", req)
+
+    def describe(self, plan: StepPlan) -> None:
+        self._tell("describe", plan)
+
+    def masks(self, plan: StepPlan) -> Masks | None:
+        """From the resource that has some; ``None`` (and the rows fail) if there is a fault."""
+        for own in self._own["masks"]:
+            masks: Masks | None
+            masks = self._ask(own, "masks", None, plan, wrong=answers.wrong_masks)
+            if masks is not None:
+                return masks
+        return None
+
+    def settle(self, plan: StepPlan, result: StepResult) -> None:
+        self._tell("settle", plan, result)
+
+    def counters(self) -> dict[str, int]:
+        """What each has counted, under its name."""
+        told: dict[str, int] = {}
+        for own in self._own["counters"]:
+            counted = self._ask(own, "counters", {}, wrong=answers.wrong_counters)
+            told |= {f"{own.resource.name}.{name}": int(n) for name, n in counted.items()}
+        return told
+
+    def take_orphans(self) -> list[Request]:
+        """Whom resources had parked that were left out since."""
+        orphans, self._orphans = self._orphans, []
+        return [req for req in orphans if req.status is Status.PARKED]
+
+    # -- helpers
+
+    def _by_hook(self) -> dict[str, list[Own]]:
+        return {
+            hook: [
+                Own(resource, f"{type(resource).__name__}.{hook}")
+                for resource in self.members
+                if _has_own(resource, hook)
+            ]
+            for hook in HOOKS
+        }
+
+    def _fit(self, own: Own, req: Request, num_tokens: int, step: Step) -> Fit:
+        begun = self._timer()
+        try:
+            answer = own.resource.fit(req, num_tokens, step)
+            fault = answers.wrong_fit(answer, num_tokens)
+        except Exception as error:  # a stranger's code
+            fault = answers.raised(error)
+        self._seconds[own.label] += self._timer() - begun
+        if fault is None:
+            return answer
+        self._fault(own, req, fault)
+        return Fit(0, f"fault of {own.resource.name}", OnRefuse.SKIP)
+
+    def _does_any(self, hook: str, req: Request) -> bool:
+        """Does one of them say yes? A fault is one."""
+        own_hooks, wrong = self._own[hook], answers.wrong_bool
+        wishes = [self._ask(own, hook, True, req, wrong=wrong) for own in own_hooks]
+        return any(wishes)
+
+    def _tell(self, hook: str, *args: Any) -> None:
+        for own in self._own[hook]:
+            begun = self._timer()
+            try:
+                getattr(own.resource, hook)(*args)
+            except Exception as error:  # a stranger's code
+                self._fault(own, _request_in(args), answers.raised(error))
+            self._seconds[own.label] += self._timer() - begun
+
+    def _ask(
+        self,
+        own: Own,
+        hook: str,
+        instead: Any,
+        *args: Any,
+        wrong: Callable[[Any], str | None],
+    ) -> Any:
+        """The resource's answer; ``instead`` if it raises or its answer is wrong."""
+        begun = self._timer()
+        try:
+            answer = getattr(own.resource, hook)(*args)
+            fault = wrong(answer)
+        except Exception as error:  # a stranger's code
+            fault = answers.raised(error)
+        self._seconds[own.label] += self._timer() - begun
+        if fault is None:
+            return answer
+        self._fault(own, _request_in(args), fault)
+        return instead
+
+    def _fault(self, own: Own, about: Request | None, what: str) -> None:
+        resource = own.resource
+        self._faults.note(own.label, about, what)
+        self._num_faults[id(resource)] += 1
+        if self._num_faults[id(resource)] > self._faults.max_faults and resource in self.members:
+            self._faults.note(own.label, None, f"{resource.name} is left out from now on")
+            self.members = [other for other in self.members if other is not resource]
+            self._own = self._by_hook()
+            self._orphans += [req for req, by in self._parked.items() if by is resource]
+
+
+def _has_own(resource: Resource, hook: str) -> bool:
+    """Would asking it tell more than the base class? Who says nothing of whom it watches, but has
+    a say in a step, watches everybody."""
+    has_own = getattr(type(resource), hook) is not getattr(Resource, hook)
+    if hook == "watches":
+        return has_own or any(_has_own(resource, other) for other in ROW_HOOKS)
+    return has_own
+
+
+def _request_in(args: Sequence[Any]) -> Request | None:
+    """Whom a hook was asked about."""
+    return args[0] if args and isinstance(args[0], Request) else None

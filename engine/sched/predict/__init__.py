@@ -1,0 +1,1 @@
+"""What is expected: lengths of outputs, times of steps, service by user."""

@@ -1,0 +1,186 @@
+"""How long a step takes: a linear model that learns from the steps it sees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf, sqrt
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.messages.step import StepPlan
+
+Vector = NDArray[np.float64]
+
+UNLIMITED = 2**31 - 1
+
+
+class CostModel(Protocol):
+    """Predicts seconds from the sizes of a step (as in ``StepShape``) and learns from real ones.
+
+    ``context``: tokens in the cache before the step, summed over its rows. ``attention``: pairs of
+    a new and an earlier token.
+    """
+
+    def step_seconds(
+        self, num_seqs: int, num_tokens: int, context: int = 0, attention: int = 0
+    ) -> float:
+        """A step of these sizes."""
+        ...
+
+    def prefill_seconds(self, num_tokens: int, context: int = 0) -> float:
+        """A step with nothing but this many tokens of one prompt, behind ``context`` others."""
+        ...
+
+    def max_tokens(self, seconds: float, num_seqs: int = 0, context: int = 0) -> int:
+        """The most tokens a step may have to end within ``seconds``.
+
+        ``num_seqs`` of them are decodes with ``context`` tokens in the cache, the others belong to
+        one prompt that starts. 0 if the decodes alone take longer.
+        """
+        ...
+
+    def observe(self, shape: StepShape) -> None:
+        """A step was measured."""
+        ...
+
+
+PRIOR = np.array([5e-3, 4e-6, 2e-5, 1e-8, 1e-9])
+"""Seconds for 1, a row, a token, a token of context, a pair of attention: only their proportions
+matter once a step was measured."""
+
+
+class LinearCost:
+    """Seconds affine in ``num_seqs``, ``num_tokens``, ``context`` and ``attention``.
+
+    Coefficients are non-negative least squares of relative errors over about the last ``memory``
+    measured steps, drawn weakly to the prior's proportions; they are made anew after every
+    ``every`` steps. The same steps give the same coefficients.
+    """
+
+    def __init__(self, *, memory: int = 2000, every: int = 16) -> None:
+        self.coefficients: tuple[float, ...] = tuple(PRIOR.tolist())  # in the prior's order
+        self.num_observed = 0
+        self._keep = 1.0 - 1.0 / memory
+        self._every = every
+        self._new: list[StepShape] = []
+        # Features are in units of what the prior charges for them, so all weigh alike.
+        self._gram = np.zeros((5, 5))
+        self._moment = np.zeros(5)
+        self._square = 0.0  # of what was measured, in the same units
+        self._kept = np.arange(5)  # features whose factors are not held at 0
+
+    def step_seconds(
+        self, num_seqs: int, num_tokens: int, context: int = 0, attention: int = 0
+    ) -> float:
+        fixed, row, token, cached, pair = self.coefficients
+        return fixed + row * num_seqs + token * num_tokens + cached * context + pair * attention
+
+    def prefill_seconds(self, num_tokens: int, context: int = 0) -> float:
+        pairs = num_tokens * context + num_tokens * (num_tokens + 1) // 2
+        return self.step_seconds(1, num_tokens, context, pairs)
+
+    def max_tokens(self, seconds: float, num_seqs: int = 0, context: int = 0) -> int:
+        left = seconds - self.step_seconds(num_seqs, num_seqs, context, context + num_seqs)
+        if left < 0:
+            return 0
+        _, _, token, _, pair = self.coefficients
+        # left = token * n + pair * n * (n + 1) / 2, solved for n without cancellation
+        linear = token + pair / 2
+        divisor = linear + sqrt(linear * linear + 2 * pair * left)
+        num_prompt = 2 * left / divisor if divisor else UNLIMITED
+        return num_seqs + int(min(UNLIMITED, num_prompt))
+
+    def combine(self, weights: Sequence[float]) -> tuple[float, float]:
+        """The sum of the coefficients (in the prior's order), each times its weight, in seconds,
+        and its standard error."""
+        value = sum(w * c for w, c in zip(weights, self.coefficients, strict=True))
+        kept, total = self._kept, self._gram.sum()
+        if total <= len(kept):
+            return value, inf
+        factors = np.array(self.coefficients) / PRIOR
+        left = self._square - 2 * factors @ self._moment + factors @ self._gram @ factors
+        scale = max(0.0, left) / (total - len(kept))
+        priced = (np.array(weights) * PRIOR)[kept]
+        gram = (self._gram + self._pull() * np.eye(5))[np.ix_(kept, kept)]
+        return value, sqrt(scale * float(priced @ np.linalg.solve(gram, priced)))
+
+    def observe(self, shape: StepShape) -> None:
+        if not shape.seconds or not shape.num_seqs:
+            return
+        self._new.append(shape)
+        self.num_observed += 1
+        if self.num_observed in (1, 4) or len(self._new) == self._every:
+            self._refit()
+
+    # -- helpers
+
+    def _refit(self) -> None:
+        """Enter the new steps, forget a little of the old ones, solve."""
+        sizes = np.array(
+            [(1, s.num_seqs, s.num_tokens, s.context, s.attention) for s in self._new], np.float64
+        )
+        seconds = np.array([shape.seconds for shape in self._new])
+        self._new.clear()
+        if self.num_observed > 4 * self._every:  # a hiccup is not how long such a step takes
+            seconds = np.minimum(seconds, 4 * (sizes @ np.array(self.coefficients)))
+        priced = sizes * PRIOR
+        expected = priced.sum(axis=1)
+        # Errors relative to what the prior expects: relative to what was measured would favour
+        # short steps and so predict too little.
+        priced /= expected[:, None]
+        self._gram *= self._keep ** len(seconds)
+        self._moment *= self._keep ** len(seconds)
+        self._square *= self._keep ** len(seconds)
+        self._gram += priced.T @ priced
+        self._moment += priced.T @ (seconds / expected)
+        self._square += float(np.square(seconds / expected).sum())
+        self.coefficients = tuple((PRIOR * self._solve()).tolist())
+
+    def _pull(self) -> float:
+        """How strongly each factor is drawn to the common level."""
+        return 1e-3 * float(self._gram.sum()) / 5
+
+    def _solve(self) -> Vector:
+        """Factors by which the prior's coefficients are wrong, none below 0."""
+        total = self._gram.sum()  # the features of a step sum to 1, so this counts the steps
+        level = self._moment.sum() / total
+        pull = self._pull()
+        gram = self._gram + pull * np.eye(5)
+        moment = self._moment + pull * level
+        kept = np.arange(5)
+        while True:  # drop the most negative one and solve again: at most four times
+            factors = np.zeros(5)
+            factors[kept] = np.linalg.solve(gram[np.ix_(kept, kept)], moment[kept])
+            if factors.min() >= 0:
+                self._kept = kept
+                return factors
+            kept = np.delete(kept, factors[kept].argmin())
+
+
+class StepShape(NamedTuple):
+    """Sizes of one step, in tokens where nothing else is said, and how long it took."""
+
+    num_seqs: int
+    num_tokens: int
+    num_decodes: int  # rows of one token
+    context: int  # sum over the rows of the tokens in the cache before the step
+    attention: int  # sum over the rows of pairs (new token, earlier token)
+    seconds: float  # from launch to result; 0.0 if it was not measured
+
+    @classmethod
+    def of(cls, plan: StepPlan, seconds: float) -> StepShape:
+        """Read off a plan."""
+        starts, counts = plan.starts.astype(np.int64), plan.counts.astype(np.int64)
+        return cls(
+            num_seqs=len(counts),
+            num_tokens=plan.num_tokens,
+            num_decodes=int((counts == 1).sum()),
+            context=int(starts.sum()),
+            attention=int((counts * starts + counts * (counts + 1) // 2).sum()),
+            seconds=seconds,
+        )
+
+
+NO_STEP = StepShape(0, 0, 0, 0, 0, 0.0)

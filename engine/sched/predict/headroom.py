@@ -1,0 +1,67 @@
+"""Headroom: blocks that are left free when a waiting request starts, if that is worth it.
+
+A request that starts beside too few free blocks soon costs one of the running ones its own, and all
+that this one holds is computed again. A request that is held back meanwhile waits for some steps.
+Which of the two costs more follows from how long steps take: where a step takes as long whatever
+is in it, what is computed again costs nothing, and nothing is held back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from engine.sched.predict.cost import LinearCost
+
+LEARNING_STEPS = 50  # that are measured before the model is asked
+LOOK_EVERY = 64
+HELD_STEPS = 1.5  # whose fixed part it costs to hold a request back, on the average
+NUM_ERRORS = 2.0  # standard errors on either side of the estimate
+
+
+class Judgement(NamedTuple):
+    """What was made of the measured steps. It hangs on the rounding of floats, so a step log keeps
+    it, and a replay repeats it."""
+
+    step: int  # that was being planned
+    is_kept: bool
+
+
+class Headroom:
+    """Judges from the cost model whether headroom is kept.
+
+    Until the model has seen ``learning_steps``, and while its interval contains both answers, none
+    is: what fits may start. An answer is in force for ``look_every`` steps.
+    """
+
+    def __init__(
+        self, *, learning_steps: int = LEARNING_STEPS, look_every: int = LOOK_EVERY
+    ) -> None:
+        self.is_kept = False
+        self.judgements: deque[Judgement] = deque(maxlen=16)  # since they were taken
+        self.expected: dict[int, bool] = {}  # what a log says was judged, by step
+        self._learning_steps = learning_steps
+        self._look_every = look_every
+        self._next_look = 0
+
+    def is_due(self, step: int) -> bool:
+        """Is it time to judge again?"""
+        return step >= self._next_look
+
+    def judge(self, step: int, cost: LinearCost, num_tokens: float) -> None:
+        """Is computing so many tokens again, what a running request holds, dearer than a wait?"""
+        num_missing = self._learning_steps - cost.num_observed
+        self._next_look = step + (num_missing if num_missing > 0 else self._look_every)
+        is_kept = self.expected.pop(step, None)
+        if is_kept is None:
+            pairs = num_tokens * (num_tokens + 1) / 2
+            gain, error = cost.combine((-HELD_STEPS, 0.0, num_tokens, 0.0, pairs))
+            is_kept = num_missing <= 0 and gain > NUM_ERRORS * error
+        self.is_kept = is_kept
+        self.judgements.append(Judgement(step, is_kept))
+
+    def take(self) -> list[Judgement]:
+        """What was judged since the last call."""
+        judgements = list(self.judgements)
+        self.judgements.clear()
+        return judgements

@@ -1,0 +1,1 @@
+"""How a step comes about and what its result means."""

@@ -1,0 +1,246 @@
+"""Fast path for decode rows that no policy hook or resource needs to see.
+
+A row is plain if it is one token behind its known tokens and no resource watches it. A serial one
+whose last token is still being computed is passed over. While all decodes fit into the budget and
+the free blocks, and the policy overrides no hook that asks about rows, plain rows are granted as
+one block of columns; otherwise each is granted in its turn, and their counts are written back
+together. The plans are equal to those of the general path; only the cost differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.sched.plugins.hooks import Guard
+from engine.sched.request import Request
+from engine.sched.state import queues
+from engine.sched.state.roster import NO_ROWS, Rows
+from engine.sched.state.table import ONE, SERIAL, WATCHED, Counts
+from engine.sched.step.builder import Step
+from engine.sched.step.settle import ONE_BY_ONE_UPTO, Settler
+
+Mask = NDArray[np.bool_]
+
+# Whoever overrides one of these is asked about every request, one by one.
+ASKING_HOOKS = ("order", "chunk", "evict", "on_grant")
+
+
+class DecodeFastPath:
+    """Grants plain rows."""
+
+    def __init__(
+        self,
+        settler: Settler,
+        guard: Guard,
+        secure: Callable[[Request, int, Step], bool],
+        *,
+        is_open: bool,
+    ) -> None:
+        self.is_open = is_open
+        self._roster = settler.roster
+        self._table = settler.roster.table
+        self._kv = settler.kv
+        self._resources = settler.resources
+        self._block_size = np.array(settler.kv.block_size, dtype=np.int32)
+        self._appender = settler.appender
+        self._view = settler.view
+        self._guard = guard
+        self._secure = secure
+        self._asks = guard.overrides(*ASKING_HOOKS)
+        self._asks_chunk = guard.overrides("chunk")
+        self._asks_grant = guard.overrides("on_grant")
+
+    def grant_plain(self, step: Step) -> bool:
+        """Grant all plain rows if every running decode fits budget and free blocks.
+
+        The order among them does then not matter. If they do not fit, or the policy wants to be
+        asked, they are marked instead: ``grant_one`` is enough for a marked row in this step.
+        """
+        if len(self._roster.running) <= ONE_BY_ONE_UPTO and not self._asks:
+            return self._grant_few(step)
+        table, kv, rows = self._table, self._kv, self._roster.running_rows.columns.rows
+        decode, plain, held, needs_block = self._decodes()
+        promised = self._view.promised_blocks if self._roster.prompts else 0
+        is_short = np.count_nonzero(needs_block) * kv.num_groups + promised > kv.num_free
+        num_decodes, num_plain = np.count_nonzero(decode), np.count_nonzero(plain)
+        is_contested = is_short and (promised or num_plain < num_decodes)
+        if self._asks or num_decodes > step.tokens_left or is_contested:
+            table.plain.all[rows[plain]] = step.index
+            return False
+        held_rows = NO_ROWS if held is None else rows[held]
+        if is_short:
+            growing = set(rows[needs_block].tolist())
+            rows = self._secure_growing(rows[plain], growing, held_rows, step)
+        else:
+            if (growing_rows := rows[plain & needs_block]).size:
+                kv.reserve_next([req.row for req in self._by_rank(growing_rows.tolist())])
+            if num_plain < len(rows):
+                rows = rows[plain]
+        table.considered.all[rows] = table.considered.all[held_rows] = step.index
+        step.plain_rows = rows
+        step.tokens_left -= len(rows)
+        computed = self._advance(rows)
+        self._appender.commit_ends(rows, computed, table.num_tokens)
+        return True
+
+    def _decodes(self) -> tuple[Mask, Mask, Mask | None, Mask]:
+        """Which running requests can have one token now; of these, whom nobody watches. Who could
+        if its last token were known (``None``: nobody). Who of the first needs a block."""
+        table, kv, columns = self._table, self._kv, self._roster.running_rows.columns
+        rows = columns.rows
+        pending, computed = table.num_pending.all[rows], table.num_computed.all[rows]
+        upto = table.num_tokens.all[rows] + pending
+        decode = (upto == computed + ONE) & (upto < columns.limits)
+        plain, held = decode, None
+        if self._resources.members:
+            flags = table.flags.all[rows]
+            held = decode & (flags & SERIAL != 0) & (pending > 0)
+            decode = decode & ~held
+            plain = decode & (flags & WATCHED == 0)
+        needs_block = decode & (computed >= kv.num_held[rows] * self._block_size)
+        return decode, plain, held, needs_block
+
+    def _grant_few(self, step: Step) -> bool:
+        """The same, row by row. If blocks are short it is left to the loop."""
+        table, kv = self._table, self._kv
+        tokens, pending, computed = table.num_tokens.at, table.num_pending.at, table.num_computed.at
+        plain, held, growing, num_decodes, num_growing = [], [], [], 0, 0
+        for row in self._roster.running_rows.list:
+            upto, start = tokens[row] + pending[row], computed[row]
+            if upto - start != 1 or upto >= table.limit.at[row]:
+                continue
+            if pending[row] and table.flags.at[row] & SERIAL:
+                held.append(row)
+                continue
+            needs_block = start % kv.block_size == 0 and start >= kv.num_held[row] * kv.block_size
+            num_decodes += 1
+            num_growing += needs_block
+            if not table.flags.at[row] & WATCHED:
+                plain.append(row)
+                if needs_block:
+                    growing.append(row)
+        needed = num_growing * kv.num_groups
+        if self._roster.prompts:
+            needed += self._view.promised_blocks
+        if num_decodes > step.tokens_left or needed > kv.num_free:
+            return False
+        if growing:
+            kv.reserve_next([req.row for req in self._by_rank(growing)])
+        for row in held:
+            table.considered.at[row] = step.index
+        self._advance_few(plain, step)
+        return True
+
+    def _advance_few(self, rows: list[int], step: Step) -> None:
+        table, kv = self._table, self._kv
+        for row in rows:
+            table.num_computed.at[row] = upto = table.num_computed.at[row] + 1
+            table.num_pending.at[row] += 1
+            table.in_flight.at[row] += 1
+            table.considered.at[row] = step.index
+            if upto % kv.block_size == 0 and upto <= table.num_tokens.at[row]:
+                kv.commit(self._req(row), upto)
+        step.plain_rows = self._roster.running_rows.sorted(rows)
+        step.tokens_left -= len(rows)
+
+    def _secure_growing(self, rows: Rows, growing: set[int], held: Rows, step: Step) -> Rows:
+        """Blocks are short: each that needs one takes it from the pool or from its victims.
+
+        Whoever comes before it by rank was offered its token and is no victim. Returns the rows
+        that are left: neither evicted nor refused.
+        """
+        considered, index = self._table.considered, step.index
+        decodes = {*rows.tolist(), *held.tolist()}
+        ranked = np.array(
+            [req.row for req in self._roster.running if req.row in decodes], dtype=np.intp
+        )
+        left = [(place, row) for place, row in enumerate(ranked.tolist()) if row in growing]
+        refused, offered = set(held.tolist()), 0
+        while left := [(place, row) for place, row in left if considered.at[row] != index]:
+            room = self._kv.num_free // self._kv.num_groups
+            now = left[: max(1, room)]
+            considered.all[ranked[offered : now[-1][0] + 1]] = index
+            offered = now[-1][0] + 1
+            if room:
+                self._kv.reserve_next([row for _, row in now])
+            elif not self._secure(self._req(now[0][1]), 1, step):
+                refused.add(now[0][1])
+        kept = ranked[self._table.slot.all[ranked] >= 0]
+        if refused:
+            kept = kept[~np.isin(kept, list(refused))]
+        kept.sort()
+        return kept
+
+    def grant_one(self, req: Request, step: Step) -> None:
+        """One token for a marked row, unless it was offered or evicted in this step.
+
+        Its counts are advanced by ``write_back``, if no hook looks at them before.
+        """
+        table, row, size = self._table, req.row, self._kv.block_size
+        considered, index = table.considered.at, step.index
+        if considered[row] == index:
+            return
+        considered[row] = index
+        if self._asks_chunk and self._guard.chunk(req, 1, self._view) < 1:
+            return
+        start = table.num_computed.at[row]
+        within = start % size
+        if within == 0 and not self._secure_next(req, start, step):
+            return
+        step.tokens_left -= 1
+        step.plain.append(row)
+        if within == size - 1 and start < table.num_tokens.at[row]:
+            self._kv.commit(req, start + 1)
+        if self._asks_grant:  # the hook sees the counts that it is told of
+            table.num_computed.at[row] = start + 1
+            table.num_pending.at[row] += 1
+            table.in_flight.at[row] += 1
+            self._guard.on_grant(req, 1, self._view)
+
+    def _secure_next(self, req: Request, position: int, step: Step) -> bool:
+        """A block for this position, which may begin one."""
+        kv = self._kv
+        if position < kv.num_held[req.row] * kv.block_size:
+            return True
+        if kv.num_free < kv.num_groups:
+            return self._secure(req, 1, step)
+        kv.reserve_next([req.row])
+        return True
+
+    def write_back(self, step: Step) -> None:
+        """Advance the counts of rows granted one by one."""
+        if step.plain:
+            step.plain_rows = self._roster.running_rows.sorted(step.plain)
+            if not self._asks_grant:
+                self._advance(step.plain_rows)
+            step.plain.clear()
+
+    def _advance(self, rows: Rows) -> Counts:
+        """One token each; returns how many are computed now."""
+        table = self._table
+        table.num_computed.all[rows] = computed = table.num_computed.all[rows] + ONE
+        table.num_pending.all[rows] += ONE
+        table.in_flight.all[rows] += ONE
+        return computed
+
+    def rest(self, step: Step) -> list[Request]:
+        """Running requests that were not granted in bulk: decodes first, then by rank."""
+        rows = self._roster.running_rows.columns.rows
+        if len(step.plain_rows) == len(rows):
+            return []
+        considered = self._table.considered
+        left = rows[considered.all[rows] != step.index]
+        if 4 * len(left) > len(rows):  # quicker than to sort them
+            decodes_first, index = self._view.decodes_first(), step.index
+            return [req for req in decodes_first if considered.at[req.row] != index]
+        return sorted(self._by_rank(left.tolist()), key=lambda req: req.num_uncomputed != 1)
+
+    def _req(self, row: int) -> Request:
+        return cast(Request, self._roster.by_row[row])
+
+    def _by_rank(self, rows: list[int]) -> list[Request]:
+        return sorted([self._req(row) for row in rows], key=queues.by_rank)

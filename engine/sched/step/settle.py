@@ -1,0 +1,340 @@
+"""What a step's result means for each request: append, publish, stop, retire."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from engine.kv.manager import KVManager
+from engine.messages.outputs import CoreOutputs, FinishReason
+from engine.messages.step import EMPTY, Column, StepPlan, StepResult
+from engine.sched.plugins.resources import Resources
+from engine.sched.policy import Policy
+from engine.sched.predict.ledger import Ledger
+from engine.sched.request import Request, Status
+from engine.sched.state.roster import NO_ROWS, Roster, Rows
+from engine.sched.state.table import ONE, Counts, TableColumn
+from engine.sched.step.outputs import Members, OutputColumns
+from engine.sched.step.stats import Counters
+from engine.sched.step.timers import TimerKind
+from engine.sched.view import View
+
+NO_RESULT = StepResult(0, EMPTY, EMPTY)
+_DEADLINES = {TimerKind.START_BY: "started", TimerKind.END_BY: "finished"}
+
+
+class Settler:
+    """The half of the scheduler that runs when a result is there."""
+
+    def __init__(
+        self,
+        roster: Roster,
+        kv: KVManager,
+        policy: Policy,
+        view: View,
+        resources: Resources,
+    ) -> None:
+        self.roster = roster
+        self.kv = kv
+        self.policy = policy
+        self.view = view
+        self.resources = resources
+        self.counters = Counters()
+        self.ledger = view.ledger if policy.uses_ledger else None
+        self.appender = Appender(roster, kv, self.ledger)
+        self._ended: list[tuple[Request, FinishReason, str]] = []  # outside of any result
+        self._to_restart: set[int] = set()  # rows, once the transfer into their blocks is over
+
+    def settle(self, plan: StepPlan, result: StepResult) -> dict[int, CoreOutputs]:
+        """Outputs of one step by client index."""
+        table = self.roster.table
+        table.in_flight.all[plan.rows] -= ONE
+        self.resources.settle(plan, result)
+        outputs = OutputColumns(self.view.now, result)
+        failed = self._fail(plan, result) if result.errors else ()
+        if plan.drafts is not None:
+            self._roll_back(plan, plan.drafts.counts, result)
+        for index in self.appender.append(plan, result, outputs):
+            if (stop := stopped_by(outputs.reqs[index])) is not None:
+                self.view.lengths.add(outputs.reqs[index].num_output)
+                self.finish(outputs.reqs[index])
+                outputs.finish(index, *stop)
+        for req, message in failed:
+            outputs.end(req, "error", message)
+        if outputs.has_ends or len(outputs.reqs) < len(plan.rows):
+            self._retire(plan.rows)
+        return self._to_clients(outputs)
+
+    def take_outputs(self) -> dict[int, CoreOutputs]:
+        """Ends that came with no result."""
+        if not self._ended:
+            return {}
+        return self._to_clients(OutputColumns(self.view.now, NO_RESULT))
+
+    def end(self, req: Request, reason: FinishReason, message: str) -> None:
+        """The request ends now, for a reason that no result brought; its client is told."""
+        self.finish(req)
+        self.counters.num_failed += reason == "error"
+        self._ended.append((req, reason, message))
+
+    def expire(self, req: Request, kind: TimerKind) -> None:
+        """A deadline of the request has passed."""
+        self.counters.num_expired += 1
+        self.end(req, "deadline", f"not {_DEADLINES[kind]} by its deadline")
+
+    def finish(self, req: Request) -> None:
+        """The request has ended: blocks, seat and whatever else it held are free."""
+        req.history.kv_transfer_params = self.kv.forget(req)
+        self.roster.finish(req, self.view.now)
+        self.resources.release(req)
+        self._to_restart.discard(req.row)
+        if self.ledger is not None:
+            self.ledger.on_finish(req)
+        self.policy.on_finish(req, self.view)
+
+    def end_if_never(self, req: Request, num_tokens: int) -> bool:
+        """Blocks for so many tokens at once are not free. If the pool is too small the request
+        ends: it would wait for ever, and others behind it."""
+        needed = -(-num_tokens // self.kv.block_size) * self.kv.num_groups
+        if needed <= self.kv.num_usable:
+            return False
+        self.end(
+            req,
+            "error",
+            f"{num_tokens} tokens that must be held at once take {needed} KV blocks, but the whole "
+            f"pool has {self.kv.num_usable}",
+        )
+        return True
+
+    def take_orphans(self) -> Iterator[Request]:
+        """Whom resources had parked that were left out: they are to be woken, unless a transfer
+        writes into their blocks and nobody will say when it is over."""
+        for req in self.resources.take_orphans():
+            if self.kv.is_loading(req):
+                self.end(req, "error", "what loaded its KV was left out")
+            else:
+                yield req
+
+    def unseat(self, req: Request, cause: str) -> None:
+        """Blocks and seat are taken; the request waits at its rank and will recompute.
+
+        A request that only held blocks while it waited loses those.
+        """
+        self.kv.release(req)
+        self.resources.release(req)
+        self.roster.table.num_computed.at[req.row] = 0
+        if req.status is not Status.RUNNING:
+            self.roster.holding.pop(req.row)
+            return
+        req.history.num_preempted += 1
+        self.counters.num_preemptions += 1
+        req.history.events.append(("preempted", self.view.now))
+        self.roster.unseat(req, self.view.now, cause)
+
+    def revoke(self, req: Request, start: int) -> None:
+        """What the request wrote from this position on cannot be trusted, nor what was made of it.
+
+        Whoever adopted some of it starts again. Whoever read it is in a step in flight or in the
+        one being settled, so its row is still there, whether it has ended or not.
+        """
+        involved = [other for other in self.roster.by_row if other is not None]
+        for row in self.kv.revoke(req, start, involved):
+            self.restart(row)
+
+    # -- helpers
+
+    def _roll_back(self, plan: StepPlan, num_drafts: Column, result: StepResult) -> None:
+        """Rejected drafts were computed in vain. Who was preempted has nothing computed at all."""
+        table, rows = self.roster.table, plan.rows
+        rejected = num_drafts - (result.counts - 1).clip(min=0)
+        current = (table.generation.all[rows] == plan.generations) & (table.slot.all[rows] >= 0)
+        table.num_computed.all[rows] -= np.where(current & (num_drafts > 0), rejected, 0)
+
+    def _fail(self, plan: StepPlan, result: StepResult) -> list[tuple[Request, str]]:
+        """Rows with an error end alone; what they wrote leaves the cache."""
+        failed = []
+        for index, message in result.errors.items():
+            row = int(plan.rows[index])
+            req = self.roster.by_row[row]
+            stale = self.roster.table.generation.at[row] != plan.generations[index]
+            if req is None:
+                continue
+            self.revoke(req, int(plan.starts[index]))
+            if stale or req.is_finished:  # sent back to start or aborted meanwhile
+                continue
+            self.finish(req)
+            self.counters.num_failed += 1
+            failed.append((req, message))
+        return failed
+
+    def restart(self, row: int) -> None:
+        """Back to the queue with nothing computed; results in flight are dropped."""
+        req, table = self.roster.by_row[row], self.roster.table
+        assert req is not None
+        table.generation.at[row] += 1
+        table.num_computed.at[row] = table.num_pending.at[row] = 0
+        if self.kv.is_loading(req):
+            self._to_restart.add(req.row)
+        elif req.status is Status.RUNNING or req.row in self.roster.holding:
+            self.unseat(req, "restarted")
+
+    def woken(self, req: Request) -> None:
+        """The request is back in the queue; what it holds may not be trusted any more."""
+        if req.row in self._to_restart:
+            self._to_restart.remove(req.row)
+            self.unseat(req, "restarted")
+
+    def _to_clients(self, outputs: OutputColumns) -> dict[int, CoreOutputs]:
+        ended, self._ended = self._ended, []
+        for req, reason, message in ended:
+            outputs.end(req, reason, message)
+        return outputs.by_client()
+
+    def _retire(self, rows: Rows) -> None:
+        """Rows of finished requests whose last step in flight this was."""
+        table = self.roster.table
+        gone = rows[table.alive.all[rows] + table.in_flight.all[rows] == 0]
+        for row in gone.tolist() if gone.size else ():
+            if self.roster.by_row[row] is not None:
+                self.roster.retire(row)
+
+
+ONE_BY_ONE_UPTO = 16  # rows of a plan up to which columns cost more than they save
+
+
+class Appender:
+    """Appends tokens to requests and publishes the blocks they fill."""
+
+    def __init__(self, roster: Roster, kv: KVManager, ledger: Ledger | None) -> None:
+        self._roster = roster
+        self._kv = kv
+        self._block_size = np.array(kv.block_size, dtype=np.int32)
+        self._ledger = ledger
+        self._members = Members(NO_ROWS, roster)  # of the last result in columns
+        self._version = -1  # of those who run, if these are the members
+
+    def append(self, plan: StepPlan, result: StepResult, outputs: OutputColumns) -> list[int]:
+        """Append what was sampled. Indices in ``outputs`` of requests that may have ended.
+
+        A finished request, or one that was revoked, has no use for a late result.
+        """
+        counts, is_whole = result.counts, self._roster.running_rows.take_whole(plan.step)
+        if len(counts) <= ONE_BY_ONE_UPTO or len(result.token_ids) > np.count_nonzero(counts):
+            return self._one_by_one(plan, result, outputs)
+        return self._in_columns(plan, result, outputs, is_whole)
+
+    def commit_ends(self, rows: Rows, counts: Counts, other: TableColumn) -> None:
+        """Known or computed tokens of these rows have become one more and are ``counts`` now.
+        Publish the blocks that end there, if the ``other`` column has come as far."""
+        inside = counts % self._block_size
+        if np.count_nonzero(inside) == len(rows):
+            return
+        ends = np.flatnonzero(inside == 0)
+        full = rows[ends]
+        full = full[other.all[full] >= counts[ends]]
+        if full.size:
+            self._kv.commit_next(self._roster.requests(full))
+
+    def _one_by_one(self, plan: StepPlan, result: StepResult, outputs: OutputColumns) -> list[int]:
+        table, tokens, last = self._roster.table, result.token_ids.tolist(), 0
+        ended = []
+        columns = zip(
+            plan.rows.tolist(), plan.generations.tolist(), result.counts.tolist(), strict=True
+        )
+        for place, (row, generation, count) in enumerate(columns):
+            first, last = last, last + count
+            is_current = table.alive.at[row] and table.generation.at[row] == generation
+            req = self._roster.by_row[row]
+            if not count or not is_current or req is None:
+                continue
+            is_first, table.told.at[row] = not table.told.at[row], 1
+            taken = self._take(req, tokens[first:last])
+            table.num_pending.at[row] -= 1
+            self._kv.commit(req, min(table.num_computed.at[row], table.num_tokens.at[row]))
+            index = outputs.add(req, taken, place, is_first=is_first)
+            stop_id = table.stop_id.at[row]
+            if (
+                table.num_tokens.at[row] >= table.limit.at[row]
+                or stop_id == taken[-1]
+                or stop_id == -2
+            ):
+                ended.append(index)
+        return ended
+
+    def _in_columns(
+        self, plan: StepPlan, result: StepResult, outputs: OutputColumns, is_whole: bool
+    ) -> list[int]:
+        """``is_whole``: the plan's rows are those who run now."""
+        table = self._roster.table
+        is_whole = is_whole and len(result.token_ids) == len(plan.rows)
+        rows, tokens, places = self._sampled(plan, result, is_whole)
+        members = self._members_of(rows, is_whole)
+        new = tokens.tolist()
+        deque(map(array.append, members.tokens, new), maxlen=0)
+        num_tokens = table.num_tokens.all[rows]
+        started = members.take_started()
+        num_tokens += ONE
+        table.num_tokens.all[rows] = num_tokens
+        table.num_pending.all[rows] -= ONE
+        outputs.add_members(members, new, places, started)
+        self.commit_ends(rows, num_tokens, table.num_computed)
+        if self._ledger is not None:
+            self._ledger.on_tokens((req.user, 1) for req in members.reqs)
+        return members.may_have_ended(tokens, num_tokens)
+
+    def _members_of(self, rows: Rows, is_whole: bool) -> Members:
+        """Made anew unless they are all who run, and the same as the last time."""
+        version = self._roster.running_rows.version if is_whole else -1
+        if not is_whole or version != self._version:
+            self._members, self._version = Members(rows, self._roster), version
+        return self._members
+
+    def _sampled(
+        self, plan: StepPlan, result: StepResult, is_whole: bool
+    ) -> tuple[Rows, Counts, Sequence[int]]:
+        """Rows that have a use for their token, the tokens, and their places in the plan."""
+        table, rows, tokens = self._roster.table, plan.rows, result.token_ids
+        if is_whole:
+            return rows, tokens, range(len(rows))
+        sampled = (result.counts > 0) & (table.alive.all[rows] == 1)
+        sampled &= table.generation.all[rows] == plan.generations
+        places = sampled.nonzero()[0]
+        if len(places) < len(rows):
+            rows = rows[places]
+            tokens = tokens[result.counts.cumsum()[places] - 1]
+        return rows, tokens, places.tolist()
+
+    def _take(self, req: Request, tokens: list[int]) -> list[int]:
+        """The sampled token; or accepted drafts and the one behind them, up to one that ends the
+        request."""
+        table, row = self._roster.table, req.row
+        if len(tokens) == 1:
+            req.tokens.append(tokens[0])
+            table.num_tokens.at[row] += 1
+        else:
+            for index, token in enumerate(tokens):
+                req.tokens.append(token)
+                table.num_tokens.at[row] += 1
+                if stopped_by(req) is not None:
+                    tokens = tokens[: index + 1]
+                    break
+        if self._ledger is not None:
+            self._ledger.on_tokens([(req.user, len(tokens))])
+        return tokens
+
+
+def stopped_by(req: Request) -> tuple[FinishReason, int | None] | None:
+    """Reason and stop reason if the last known token ends the request, else ``None``.
+
+    End of text has no stop reason; a stop token of the user's own is its own reason. Stop tokens
+    before ``min_tokens`` outputs cannot be sampled, so only a forced one could be seen here.
+    """
+    token = req.tokens[-1]
+    if token in req.stop_ids and req.num_output >= req.params.min_tokens:
+        return "stop", None if token in req.add.eos_token_ids else token
+    if req.num_tokens >= req.max_total:
+        return "length", None
+    return None

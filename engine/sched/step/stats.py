@@ -1,0 +1,116 @@
+"""Counters of the scheduler, and the statistics made of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from engine.kv.manager import KVManager
+from engine.messages.stats import SchedulerStats
+from engine.sched.plugins.faults import FaultLog
+from engine.sched.plugins.resources import Resources
+from engine.sched.request import Request
+from engine.sched.state.roster import Roster
+
+
+@dataclass(slots=True)
+class Counters:
+    """Counts since the start."""
+
+    num_steps: int = 0
+    num_scheduled_tokens: int = 0
+    num_preemptions: int = 0
+    num_failed: int = 0
+    num_refused: int = 0
+    num_expired: int = 0
+    num_rescued_steps: int = 0
+    blocked: str = ""
+
+    def note_rescue(self, culprit: str, *, was_saved: bool) -> None:
+        """The default order was tried in place of the culprit's. Steps that were saved by it are
+        counted, the first of them is told."""
+        self.num_rescued_steps += was_saved
+        if was_saved and self.num_rescued_steps == 1:
+            logger.warning(
+                "%s let nobody run though somebody could; such steps are served in the default "
+                "order and counted in num_rescued_steps",
+                culprit,
+            )
+
+
+def make_stats(
+    counters: Counters, roster: Roster, kv: KVManager, resources: Resources, faults: FaultLog
+) -> SchedulerStats:
+    """Gauges of now and the counters."""
+    of_resources = resources.counters()  # asked first: what goes wrong in it counts as a fault
+    return SchedulerStats(
+        num_running=len(roster.running),
+        num_waiting=len(roster.waiting),
+        num_parked=len(roster.parked),
+        kv_usage=kv.usage,
+        prefix_queries=kv.counts.queries,
+        prefix_hits=kv.counts.hits,
+        num_preemptions=counters.num_preemptions,
+        num_failed=counters.num_failed,
+        num_steps=counters.num_steps,
+        num_scheduled_tokens=counters.num_scheduled_tokens,
+        preempted_queries=kv.counts.preempted_queries,
+        preempted_hits=kv.counts.preempted_hits,
+        num_refused=counters.num_refused,
+        num_expired=counters.num_expired,
+        num_rescued_steps=counters.num_rescued_steps,
+        num_policy_faults=faults.num_faults,
+        wait_seconds=dict(roster.waits.sums),
+        hook_seconds=dict(faults.seconds),
+        blocked=counters.blocked,
+        num_cache_resets=kv.counts.num_resets,
+        counters=of_resources,
+    )
+
+
+logger = logging.getLogger("engine.sched")
+
+
+class StallDetector:
+    """Counts steps in which nothing could be computed."""
+
+    def __init__(self, limit: int, counters: Counters) -> None:
+        self._limit = limit
+        self._tally = counters
+        self._num_idle = 0
+
+    @property
+    def is_stuck(self) -> bool:
+        """Were there ``limit`` idle steps in a row?"""
+        return self._num_idle >= self._limit
+
+    def look(
+        self,
+        is_idle: bool,
+        roster: Roster,
+        cause: str,
+        refused: Iterable[tuple[Request, str]],
+    ) -> None:
+        """After each plan. After ``limit`` idle ones in a row the log names head and cause.
+
+        Who is parked waits for something that takes its time: it is named, but not in the log.
+        """
+        self._num_idle = self._num_idle + 1 if is_idle else 0
+        self._tally.blocked = ""
+        waiting = roster.waiting
+        if not (is_idle and len(waiting)):
+            if is_idle and (parked := next(iter(roster.parked.values()), None)):
+                self._tally.blocked = f"{parked.request_id}: {parked.history.own_cause}"
+            return
+        head = waiting[0]
+        why = next((own for req, own in refused if req is head), cause)
+        self._tally.blocked = f"{head.request_id}: {why}"
+        if self._num_idle == self._limit:
+            logger.warning(
+                "no progress in %d steps: request %s and %d behind it wait for: %s",
+                self._num_idle,
+                head.request_id,
+                len(waiting) - 1,
+                why,
+            )

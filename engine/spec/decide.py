@@ -1,0 +1,267 @@
+"""Drafts: guessed tokens that a decode verifies beside its own.
+
+    settle        tokens have come: a proposer may know what follows
+    begin_step    it is asked; a request with drafts is watched, and in one step at a time
+    extra         a decode asks for as many places as it has drafts
+    describe      plan.drafts
+    settle        how many were right; the others are computed in vain and rolled back
+
+Where a worker proposes (``result.drafts``), it does so for all rows, and all are in one step at a
+time. A ``Proposer`` sees only tokens that are known: a request without drafts keeps as many steps
+in flight as any other. One for which it finds some while another step is in flight waits for that
+step's token, and is asked again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from numbers import Integral
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.config.check import check_kind
+from engine.config.speculative import MAX_DRAFTS
+from engine.errors import ConfigError
+from engine.messages.step import PADDING, DraftPart, StepPlan, StepResult
+from engine.sched.plugins.answers import raised, shown
+from engine.sched.request import Request
+from engine.sched.resource import AttachedScheduler, Resource
+from engine.sched.step.builder import Step
+
+MOST_TOKEN = 2**31 - 1  # what a column can hold
+
+Cut = Callable[[Request, Sequence[int]], int]
+
+
+class Proposer(Protocol):
+    """Guesses what follows the known tokens of a request, from these tokens alone."""
+
+    def propose(self, req: Request, num_tokens: int) -> Sequence[int]:
+        """At most so many token ids that may follow ``req.tokens``; empty if it has no guess."""
+        ...
+
+    def release(self, req: Request) -> None:
+        """The request has ended: nothing need be kept of it."""
+        ...
+
+
+def keep_all(req: Request, drafts: Sequence[int]) -> int:
+    """Every draft may be verified."""
+    return len(drafts)
+
+
+def is_token(value: object) -> bool:
+    """Could it be a token id, whatever the vocabulary?"""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        return False
+    return 0 <= int(value) <= MOST_TOKEN
+
+
+@dataclass(slots=True)
+class DraftStats:
+    """What drafting has brought. A row with any drafts in a step counts as one of ``num_drafts``.
+
+    ``accepted_at[i]``: how often the draft at place i was right.
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted: int = 0
+    accepted_at: list[int] = field(default_factory=list)
+
+    def add(self, num_proposed: NDArray[np.int32], num_accepted: NDArray[np.int32]) -> None:
+        """The rows of one step that had drafts."""
+        self.num_drafts += len(num_proposed)
+        self.num_draft_tokens += int(num_proposed.sum())
+        self.num_accepted += int(num_accepted.sum())
+        for place in range(len(self.accepted_at)):
+            self.accepted_at[place] += int(np.count_nonzero(num_accepted > place))
+
+
+class Drafts(Resource):
+    """Up to ``num_speculative_tokens`` drafts for each decode.
+
+    What a drafting row will have computed is known when its step is settled, so it is in one step
+    at a time. ``proposer``: who guesses, ``None`` if the worker does. ``cut`` says how many leading
+    drafts of a request are worth a try: those its grammar allows. Raises ``ConfigError`` for a
+    number that cannot be.
+    """
+
+    name = "drafts"
+    needs: tuple[str, ...] = ("drafts",)
+
+    def __init__(
+        self,
+        num_speculative_tokens: int,
+        proposer: Proposer | None = None,
+        cut: Cut = keep_all,
+    ) -> None:
+        check_kind("num_speculative_tokens", num_speculative_tokens, (int,))
+        if not 0 <= num_speculative_tokens <= MAX_DRAFTS:
+            raise ConfigError(
+                f"num_speculative_tokens is {num_speculative_tokens}, must be in "
+                f"0..{MAX_DRAFTS}; 0 asks for none"
+            )
+        if proposer is None and num_speculative_tokens:
+            self.needs = (*self.needs, "proposals")  # of a worker that never has any: no drafts
+        self.num_speculative_tokens = num_speculative_tokens
+        self.stats = DraftStats(accepted_at=[0] * num_speculative_tokens)
+        self._proposer = proposer
+        self._cut = cut
+        self._running: dict[int, Request] = {}  # by row
+        self._moved: set[int] = set()  # rows whose tokens have grown since the proposer was asked
+        self._drafting: set[int] = set()  # rows with drafts in this step or for the next one
+        self._proposed: dict[int, Sequence[int]] = {}  # by row, for its next step
+        self._taken: dict[int, list[int]] = {}  # by row, in the step being planned
+        self._has_prefill = False  # the step being planned computes a part of a prompt
+
+    def attach(self, scheduler: AttachedScheduler) -> None:
+        self._scheduler = scheduler
+
+    def serializes(self, req: Request) -> bool:
+        is_workers = self._proposer is None and self.num_speculative_tokens > 0
+        return is_workers or req.row in self._drafting
+
+    def watches(self, req: Request) -> bool:
+        """A decode without drafts is one like any other."""
+        return req.row in self._drafting
+
+    def begin_step(self, step: Step) -> None:
+        self._taken.clear()
+        self._has_prefill = False
+        if self._proposer is not None:
+            self._propose(self._proposer)
+
+    def extra(self, req: Request, step: Step) -> int:
+        """A slot for each draft. Where the worker proposes, all decodes have the same shape: one
+        that comes with all but a token of its prompt cached has no drafts yet and is padded to it.
+        So is a prompt of one token, beside decodes."""
+        if req.num_pending:
+            return 0
+        room = req.max_total - req.num_tokens - 1
+        if req.is_waiting:
+            if self._proposer is not None:
+                return 0
+            is_decode = step.has_running or self._scheduler.view.start_of(req) > 0
+            is_padded = is_decode and not self._has_prefill
+            return min(self.num_speculative_tokens, room) if is_padded else 0
+        drafts = self._proposed.get(req.row)
+        return min(self._cut(req, drafts), room) if drafts else 0
+
+    def seated(self, req: Request, step: Step) -> None:
+        self._running[req.row] = req
+
+    def take(self, req: Request, num_tokens: int, step: Step) -> None:
+        drafts = list(self._proposed.pop(req.row, ()))
+        # The last token that is known, or on its way, has no draft in its place.
+        num_places = max(0, req.num_computed - req.num_tokens - req.num_pending + 1)
+        if num_places:
+            padding = [PADDING] * num_places
+            self._taken[req.row] = (drafts + padding)[:num_places]
+        self._has_prefill |= num_tokens - num_places > 1
+
+    def release(self, req: Request) -> None:
+        self._running.pop(req.row, None)
+        self._proposed.pop(req.row, None)
+        self._moved.discard(req.row)
+        self._set_drafting(req, False)
+        if req.is_finished and self._proposer is not None:
+            self._proposer.release(req)
+
+    def describe(self, plan: StepPlan) -> None:
+        if not self._taken:
+            return
+        by_row = [self._taken.get(row, []) for row in plan.rows.tolist()]
+        plan.drafts = DraftPart(
+            np.array([len(drafts) for drafts in by_row], dtype=np.int32),
+            np.array([token for drafts in by_row for token in drafts], dtype=np.int32),
+        )
+
+    def counters(self) -> dict[str, int]:
+        stats = self.stats
+        return {
+            "num_drafts": stats.num_drafts,
+            "num_draft_tokens": stats.num_draft_tokens,
+            "num_accepted": stats.num_accepted,
+        }
+
+    def settle(self, plan: StepPlan, result: StepResult) -> None:
+        if plan.drafts is not None:
+            self._count(plan.drafts, result)
+        if self._proposer is not None:
+            self._moved.update(plan.rows[result.counts > 0].tolist())
+        else:
+            self._take_proposals(plan, result)
+
+    # -- helpers
+
+    def _propose(self, proposer: Proposer) -> None:
+        """Ask about every request that has new tokens.
+
+        One for which the proposer fails has no drafts and is asked about again when it has more.
+        Raises ``ValueError`` for the first of these, when all others have been asked about.
+        """
+        failed = ""
+        while self._moved:  # each loses its turn before it is asked about
+            if (req := self._running.get(self._moved.pop())) is None:
+                continue
+            drafts, fault = self._ask(proposer, req)
+            if fault:
+                name = type(proposer).__name__
+                failed = failed or f"{name}.propose, request {req.request_id}: {fault}"
+            if drafts:
+                self._proposed[req.row] = drafts
+            else:
+                self._proposed.pop(req.row, None)
+            self._set_drafting(req, len(drafts) > 0)
+        if failed:
+            raise ValueError(failed)
+
+    def _ask(self, proposer: Proposer, req: Request) -> tuple[list[int], str]:
+        """At most as many tokens as may be verified; or none, and what was wrong."""
+        most = self.num_speculative_tokens
+        try:
+            answer = proposer.propose(req, most)
+            if not isinstance(answer, Iterable):
+                return [], f"returns {shown(answer)}, must be token ids"
+            tokens = list(islice(answer, most))
+        except Exception as error:  # a stranger's code
+            return [], raised(error)
+        for token in tokens:
+            if not is_token(token):
+                return [], (
+                    f"returns {shown(tokens)}, must be token ids, whole numbers from 0 to "
+                    f"{MOST_TOKEN}, which {shown(token)} is not"
+                )
+        return [int(token) for token in tokens], ""
+
+    def _take_proposals(self, plan: StepPlan, result: StepResult) -> None:
+        """What the worker has proposed for rows that still belong to their requests."""
+        if result.drafts is None and not self._drafting:
+            return
+        proposals = [[]] * len(plan.rows) if result.drafts is None else result.drafts.by_row()
+        columns = zip(plan.rows.tolist(), plan.generations.tolist(), proposals, strict=True)
+        for row, generation, proposed in columns:
+            req = self._running.get(row)
+            if req is not None and req.table.generation.at[row] == generation:
+                drafts = proposed[: self.num_speculative_tokens]
+                if drafts:
+                    self._proposed[row] = drafts
+                self._set_drafting(req, len(drafts) > 0)
+
+    def _set_drafting(self, req: Request, wish: bool) -> None:
+        if wish != (req.row in self._drafting):
+            (self._drafting.add if wish else self._drafting.remove)(req.row)
+            self._scheduler.watch_again(req)
+
+    def _count(self, part: DraftPart, result: StepResult) -> None:
+        """Padding was no draft, and a row without a result says nothing about its drafts."""
+        num_real = np.concatenate([[0], np.cumsum(part.tokens != PADDING)])
+        ends = np.cumsum(part.counts)
+        proposed = num_real[ends] - num_real[ends - part.counts]
+        counted = (proposed > 0) & (result.counts > 0)
+        self.stats.add(proposed[counted], result.counts[counted] - 1)

@@ -1,0 +1,262 @@
+"""The tokenizer of a model directory, without transformers unless there is no other way.
+
+Reads tokenizer.json with ``tokenizers``; it says what is put around a prompt, too. Special tokens
+and chat templates come from tokenizer_config.json, special_tokens_map.json, chat_template.jinja and
+additional_chat_templates/. Ids and rendered chats equal those of transformers' ``AutoTokenizer``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as RustTokenizer
+
+from engine.config.model import ModelConfig, read_json, read_model_info
+from engine.errors import ModelError, RequestError, RequestTypeError
+from engine.text.backends import Backend, PythonBackend, RustBackend
+from engine.text.chat import Messages, read_templates, render_chat
+
+logger = logging.getLogger(__name__)
+
+# Files from which transformers can build a tokenizer when there is no tokenizer.json.
+OTHER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
+
+
+class ChatInputs(NamedTuple):
+    """A conversation, the source of its template and what else that sees."""
+
+    template: str
+    messages: Messages
+    values: dict[str, Any]
+
+
+class Tokenizer:
+    """Text to token ids and back, and chats to prompts."""
+
+    def __init__(
+        self, backend: Backend, special_tokens: dict[str, str], templates: dict[str, str]
+    ) -> None:
+        self.backend = backend
+        self.special_tokens = special_tokens
+        """Named tokens, ``"bos_token"`` and the like, as chat templates see them."""
+        self.templates = templates
+        self._texts: dict[int, str] = {}
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids the tokenizer knows, added tokens included."""
+        return self.backend.vocab_size
+
+    @cached_property
+    def eos_token_id(self) -> int | None:
+        return self._named_id("eos_token")
+
+    @cached_property
+    def bos_token_id(self) -> int | None:
+        return self._named_id("bos_token")
+
+    @cached_property
+    def max_chars_per_token(self) -> int | None:
+        """A text of n characters has n / this many tokens or more; ``None``: who knows."""
+        return self.backend.max_chars_per_token()
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of ``text``, with what the model expects around it unless told otherwise.
+
+        Raises ``RequestTypeError`` for what is no text, halves of characters included, and
+        ``RequestError`` for a text that the tokenizer refuses.
+        """
+        try:
+            if not isinstance(text, str):  # a pair of texts would be taken for one prompt
+                raise TypeError(type(text).__name__)
+            return self.backend.encode([text], add_special_tokens)[0]
+        except (TypeError, UnicodeError) as error:
+            raise RequestTypeError(
+                f"{text!r:.80} is no text that can be tokenised: it must be a str without lone "
+                "surrogates (half a character, as a wrongly decoded file has)"
+            ) from error
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the library raises plain Exception, or worse
+            raise RequestError(f"{text!r:.80} cannot be tokenised: {error}") from error
+
+    def encode_all(self, texts: list[str]) -> list[list[int]]:
+        """``encode`` of each, on all processors. Raises anything if one of them is wrong."""
+        return self.backend.encode(texts, True)
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        """Text of ``token_ids``; bytes that are no whole character become U+FFFD."""
+        return self.backend.decode(token_ids, skip_special_tokens)
+
+    def token_text(self, token_id: int) -> str:
+        """Text of one token on its own, special tokens by name."""
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self.backend.decode([token_id], False)
+        return text
+
+    def apply_chat_template(
+        self,
+        messages: Messages,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """The prompt text of a conversation.
+
+        ``chat_template`` is a template or the name of one; ``variables`` reach it untouched. Raises
+        ``RequestError`` if there is none or the template refuses the conversation.
+        """
+        return render_chat(
+            *self.chat_inputs(
+                messages,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                tools=tools,
+                **variables,
+            )
+        )
+
+    def chat_inputs(
+        self,
+        messages: Messages,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+        **variables: Any,
+    ) -> ChatInputs:
+        """What ``apply_chat_template`` fills in, and where. Raises what it does."""
+        template = self._template(chat_template, has_tools=tools is not None)
+        values = {
+            **self.special_tokens,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **variables,
+        }
+        return ChatInputs(template, messages, values)
+
+    def _template(self, asked: str | None, has_tools: bool) -> str:
+        if asked is not None:
+            if not isinstance(asked, str):
+                raise RequestTypeError(f"chat_template is {asked!r:.80}, must be a str")
+            return self.templates.get(asked, asked)
+        name = "tool_use" if has_tools and "tool_use" in self.templates else "default"
+        if name not in self.templates:
+            known = f" (it has: {', '.join(self.templates)})" if self.templates else ""
+            raise RequestError(
+                f"the model has no default chat template{known}; pass chat_template=..., or use "
+                "generate() with the whole prompt"
+            )
+        return self.templates[name]
+
+    def _named_id(self, name: str) -> int | None:
+        token = self.special_tokens.get(name)
+        return None if token is None else self.backend.token_id(token)
+
+
+def load_tokenizer(config: ModelConfig) -> Tokenizer:
+    """The tokenizer a model was asked for. Raises ``ModelError`` if there is none."""
+    root = Path(config.tokenizer or config.model).expanduser()
+    if config.tokenizer is None:
+        read_model_info(root)  # says what is wrong with a directory that is no model's
+    elif not root.is_dir():
+        raise ModelError(f"tokenizer directory {str(root)!r} does not exist")
+    if (root / "tokenizer.json").is_file():
+        return _read_tokenizer(root)
+    if not any((root / name).is_file() for name in OTHER_FILES):
+        raise ModelError(
+            f"{root} has no tokenizer.json; pass tokenizer=<directory of the tokenizer>, or "
+            "skip_tokenizer_init=True to work with token ids only"
+        )
+    return _convert_tokenizer(root, config.trust_remote_code)
+
+
+def _read_tokenizer(root: Path) -> Tokenizer:
+    options = _tokenizer_options(root)
+    path = root / "tokenizer.json"
+    try:
+        tokenizer = RustTokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise ModelError(f"{path} is damaged: {error}") from error
+    named = _named_tokens(options)
+    try:
+        _add_special_tokens(tokenizer, options, named)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:  # fields of wrong types
+        raise ModelError(
+            f"{root / 'tokenizer_config.json'} is damaged: its special tokens are not as they "
+            f"should be ({type(error).__name__}: {error})"
+        ) from error
+    tokenizer.encode_special_tokens = bool(options.get("split_special_tokens", False))
+    return Tokenizer(RustBackend(tokenizer), named, read_templates(root, options))
+
+
+def _tokenizer_options(root: Path) -> dict[str, Any]:
+    options = read_json(root / "tokenizer_config.json") or {}
+    if "added_tokens_decoder" not in options:  # written before it named all tokens itself
+        options.update(read_json(root / "special_tokens_map.json") or {})
+    return options
+
+
+def _named_tokens(options: dict[str, Any]) -> dict[str, str]:
+    """bos_token, eos_token and the like, tokens a model family has names of its own for too."""
+    named = {}
+    for name, value in options.items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(content, str):
+            named[name] = content
+    extra = options.get("extra_special_tokens")
+    if isinstance(extra, dict):
+        named.update({name: str(token) for name, token in extra.items()})
+    return named
+
+
+def _add_special_tokens(
+    tokenizer: RustTokenizer, options: dict[str, Any], named: dict[str, str]
+) -> None:
+    """Tokens the configuration names and tokenizer.json does not mark as special."""
+    known = tokenizer.get_added_tokens_decoder()
+    added = {token.content: token for token in known.values()}
+    for index, fields in sorted(
+        options.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])
+    ):
+        if fields["content"] not in added:
+            token = AddedToken(**fields)
+            tokenizer.add_tokens([token])
+            added[token.content] = token
+            logger.debug("token %r (id %s) is named by tokenizer_config.json only", token, index)
+    extra = options.get("extra_special_tokens") or options.get("additional_special_tokens") or []
+    wanted = [*named.values(), *map(_content, extra if isinstance(extra, list) else [])]
+    for content in dict.fromkeys(wanted):
+        if content not in added or not added[content].special:
+            tokenizer.add_special_tokens([AddedToken(content, special=True, normalized=False)])
+
+
+def _content(token: str | dict[str, Any]) -> str:
+    return token if isinstance(token, str) else str(token["content"])
+
+
+def _convert_tokenizer(root: Path, trust_remote_code: bool) -> Tokenizer:
+    logger.info("%s has no tokenizer.json: transformers converts what is there", root)
+    transformers = importlib.import_module("transformers")  # seconds of start-up, so only here
+    try:
+        loaded = transformers.AutoTokenizer.from_pretrained(
+            str(root), local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    except Exception as error:  # whatever the files of a stranger make it raise
+        raise ModelError(
+            f"no tokenizer could be made of the files in {root}: {error}; convert it to "
+            "tokenizer.json, or pass skip_tokenizer_init=True to work with token ids only"
+        ) from error
+    rust = getattr(loaded, "backend_tokenizer", None)
+    backend: Backend = PythonBackend(loaded) if rust is None else RustBackend(rust)
+    options = {**_tokenizer_options(root), "chat_template": loaded.chat_template}
+    return Tokenizer(backend, dict(loaded.special_tokens_map), read_templates(root, options))

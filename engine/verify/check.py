@@ -1,0 +1,143 @@
+"""What a legal plan and a legal state are. Every test runs with these on.
+
+Numbers in brackets name the invariants listed in ``invariants.py``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from engine.messages.step import StepPlan
+from engine.sched.request import Status
+from engine.sched.scheduler import Scheduler
+
+
+def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
+    """Budgets [5] and single writers [3] of one step."""
+    config, table, kv = scheduler.config, scheduler.roster.table, scheduler.kv
+    rows, counts = plan.rows.tolist(), plan.counts.tolist()
+    assert plan.num_tokens == sum(counts) <= config.max_num_batched_tokens, "token budget"
+    assert len(rows) <= config.max_num_seqs, "seats"
+    assert all(count > 0 for count in counts), "a scheduled row has no tokens"
+    assert len(set(rows)) == len(rows), "a row is scheduled twice"
+    assert len(set(plan.slots.tolist())) == len(rows), "two rows share a slot"
+    upto = plan.starts + plan.counts
+    assert (upto <= kv.num_held[plan.rows] * kv.block_size).all(), "computes without blocks"
+    assert (upto < table.limit.all[plan.rows]).all(), "computes what nobody will read"
+    assert (plan.generations == table.generation.all[plan.rows]).all(), "names an old request"
+    if plan.drafts is not None:
+        assert plan.drafts.counts.any(), "a part for drafts, and no drafts"
+        assert (plan.drafts.counts < plan.counts).all(), "a draft in the place of a known token"
+    written: set[int] = set()
+    for row, start, end in zip(rows, plan.starts.tolist(), upto.tolist(), strict=True):
+        req = scheduler.roster.by_row[row]
+        assert req is not None and req.status is Status.RUNNING, f"{req} is scheduled"
+        first, last = start // kv.block_size, (end - 1) // kv.block_size
+        for block in kv.held(req)[first : last + 1]:
+            assert block not in written, f"two rows write block {block}"
+            written.add(block)
+            # Shared within this step: published, so its writer fills it now and twins only read.
+            alone = kv.pool.num_refs[block] == 1 or kv.cache.hash_of(block) is not None
+            assert alone, f"{req} writes block {block}, which others hold"
+
+
+def check_state(scheduler: Scheduler, *, num_drafts: int = 0) -> None:
+    """Conservation of blocks, reference counts, membership, seats and counts.
+
+    ``num_drafts``: tokens a request may have computed in vain, and hold blocks for.
+    """
+    check_blocks(scheduler)
+    check_members(scheduler)
+    check_seats(scheduler)
+    check_counts(scheduler, num_drafts)
+
+
+def check_blocks(scheduler: Scheduler) -> None:
+    """Each block is free or held, as often as tables and loans say [1, 2]."""
+    kv, roster = scheduler.kv, scheduler.roster
+    pool = kv.pool
+    refs = [0] * pool.num_blocks
+    for req in roster.by_id.values():
+        for group in range(kv.num_groups):
+            blocks = [block for block in kv.held(req, group) if block]
+            assert len(set(blocks)) == len(blocks), f"{req} holds a block twice"
+            for block in blocks:
+                refs[block] += 1
+    for loan in kv.transfers.lent.values():
+        for block in loan.blocks:
+            refs[block] += 1
+    assert refs == pool.num_refs, "reference counts differ from the tables"
+    free = pool.free_order()
+    assert len(free) == pool.num_free, "the free list has lost count"
+    assert sorted(free) == [b for b in range(1, pool.num_blocks) if not refs[b]], "not all free"
+
+
+def check_members(scheduler: Scheduler) -> None:
+    """Every live request is in exactly one place, and holds nothing it should not [4, 6]."""
+    kv, roster = scheduler.kv, scheduler.roster
+    running, waiting, parked = roster.running, roster.waiting, roster.parked
+    members = [*running, *waiting, *parked.values()]
+    assert len(members) == len(roster.by_id), "a request is nowhere, or twice"
+    assert set(members) == set(roster.by_id.values()), "a member is unknown"
+    _check_status(running, Status.RUNNING)
+    _check_status(waiting, Status.WAITING)
+    _check_status(parked.values(), Status.PARKED)
+    for name, req in roster.by_id.items():
+        assert req.request_id == name and roster.by_row[req.row] is req, f"{req} is mislaid"
+        num_blocks = len(kv.held(req))
+        assert int(kv.num_held[req.row]) == num_blocks, f"{req}: the column has lost count"
+        if req.status is not Status.RUNNING:
+            holds = req.row in roster.holding
+            assert holds or not num_blocks, f"{req} holds blocks"
+    queued = sum(req.num_prompt for req in members[len(running) :])
+    assert roster.queued_tokens == queued, "the queue has lost count of its tokens"
+    for queue in (running, waiting):
+        ranks = [(*req.rank, req.arrival) for req in queue]
+        assert ranks == sorted(ranks), "a queue is out of order"
+
+
+def _check_status(reqs: object, status: Status) -> None:
+    for req in reqs:  # type: ignore[attr-defined]
+        assert req.status is status, f"{req} is among the {status.value}"
+
+
+def check_seats(scheduler: Scheduler) -> None:
+    """Each seat is free or taken by one running request [5]."""
+    roster = scheduler.roster
+    taken = [req.slot for req in roster.running]
+    seats = sorted([*taken, *roster._free_slots])
+    assert seats == list(range(scheduler.config.max_num_seqs)), "seats are lost or shared"
+    for req in roster.waiting:
+        assert req.slot == -1, f"{req} has a seat"
+
+
+def check_counts(scheduler: Scheduler, num_drafts: int = 0) -> None:
+    """Tokens known, pending and computed fit each other, and tables fit those [4]."""
+    table, kv, size = scheduler.roster.table, scheduler.kv, scheduler.kv.block_size
+    known, pending, computed = table.num_tokens.at, table.num_pending.at, table.num_computed.at
+    for req in scheduler.roster.by_id.values():
+        row = req.row
+        assert known[row] == len(req.tokens) <= table.limit.at[row], f"{req}: token count"
+        assert 0 <= computed[row] <= known[row] + pending[row] + num_drafts, f"{req}: computed"
+        assert 0 <= pending[row] <= table.in_flight.at[row], f"{req}: pending"
+        assert table.alive.at[row] == 1, f"{req} is not alive"
+        if req.status is Status.RUNNING:
+            held = len(kv.held(req))
+            # What a transfer fills is held as a whole before it is computed behind.
+            whole = known[row] if req.add.kv_transfer_params else 0
+            most = -(-max(computed[row] + num_drafts, whole) // size)
+            assert -(-computed[row] // size) <= held <= most, f"{req} holds {held} blocks"
+
+
+def check_empty(scheduler: Scheduler) -> None:
+    """Nobody is left: everything is free again [13]."""
+    check_state(scheduler)
+    roster = scheduler.roster
+    assert not roster.by_id, f"unfinished: {list(roster.by_id)}"
+    assert scheduler.num_in_flight == 0, "steps are in flight"
+    assert scheduler.kv.pool.num_free == scheduler.kv.num_usable, "blocks are lost"
+    assert not np.any(roster.table.alive.all), "a row is alive"
+    assert all(req is None for req in roster.by_row), "a row is taken"
+    assert len(set(roster.table._free)) == roster.table.num_rows, "a row is lost"
+    assert not (roster.holding or roster.queued_tokens), "somebody holds or queues"
+    assert scheduler.intake.timers.next_time() is None, "a timer is left"

@@ -1,0 +1,210 @@
+"""What clients asked for, what they must hear, and what they heard: each token once, one end each.
+
+The answer to a request follows from the request alone, so it must not depend on chunks, the cache,
+preemptions, the company in a batch, drafts, depth or policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from zlib import crc32
+
+from engine.messages.outputs import CoreOutputs, Finished, Started
+from engine.messages.requests import AddRequest
+from engine.messages.step import NewSeq, StepPlan
+from engine.sched.interface import StepOutputs
+from engine.sched.request import Request
+from engine.verify.fake import EMPTY_DIGEST, mix
+
+VOCAB_SIZE = 61
+
+
+@dataclass(slots=True)
+class Asked:
+    """A request under way."""
+
+    req: Request
+    extras: dict[int, int]  # what the model sees at a position beside the token
+    answer: list[int]
+    end: tuple[str, int | None]  # reason and stop reason, if nothing comes between
+    fails: bool  # will it come to a position that fails?
+    fails_at: int | None
+    num_heard: int = 0
+    num_cached: int | None = None  # tokens it did not compute when it first ran
+    has_new_seat: bool = False  # since it was last heard of
+
+
+class Clients:
+    """Hears every output. Raises ``AssertionError`` for what no client should hear."""
+
+    def __init__(self, max_model_len: int, on_end: Callable[[Asked], None]) -> None:
+        self.live: dict[str, Asked] = {}
+        self.num_accepted = 0
+        self._max_model_len = max_model_len
+        self._on_end = on_end
+
+    def accept(self, req: Request, fails_at: int | None) -> None:
+        """The scheduler has taken the request."""
+        add = req.add
+        assert add.request_id not in self.live, f"{req} is taken twice"
+        extras = extras_of(add)
+        answer, end = answer_to(add, extras, self._max_model_len)
+        last = len(add.prompt_token_ids) + len(answer) - 2  # the last token is not computed
+        fails = fails_at is not None and fails_at <= last
+        self.live[add.request_id] = Asked(req, extras, answer, end, fails, fails_at)
+        self.num_accepted += 1
+
+    def answers(self, request_id: str) -> Sequence[int]:
+        """What the request will hear in all."""
+        return self.live[request_id].answer
+
+    def content(self, new: NewSeq) -> list[int]:
+        """What the worker sees at each known position."""
+        tokens = list(new.token_ids)
+        for position, extra in self.live[new.request_id].extras.items():
+            tokens[position] += extra
+        return tokens
+
+    def watch(self, plan: StepPlan) -> None:
+        """From where do new sequences compute?"""
+        if not plan.new:
+            return
+        starts = dict(zip(plan.slots.tolist(), plan.starts.tolist(), strict=True))
+        for new in plan.new:
+            asked = self.live[new.request_id]
+            asked.has_new_seat = True
+            if asked.num_cached is None:
+                asked.num_cached = starts[new.slot]
+
+    def fail(self, new: NewSeq, upto: int) -> str | None:
+        """Does the worker come to a position that fails?"""
+        asked = self.live.get(new.request_id)  # a step in flight may outlive its request
+        if asked is None or asked.fails_at is None or upto <= asked.fails_at:
+            return None
+        return "a row that fails"
+
+    def alive(self, ids: list[str] | None) -> list[Request]:
+        """Those of these that have not ended, though the client may not have heard it yet."""
+        wanted = list(self.live) if ids is None else list(dict.fromkeys(ids))
+        asked = [self.live[name].req for name in wanted if name in self.live]
+        return [req for req in asked if not req.is_finished]
+
+    def abort(self, reqs: Sequence[Request]) -> None:
+        """These have ended at the wish of a client, and no output tells of it."""
+        for req in reqs:
+            self._end(req.request_id)
+
+    def hear(self, outputs: StepOutputs, now: float) -> None:
+        """Check what a step brought."""
+        for client, out in outputs.items():
+            counts = out.counts or [1] * len(out.request_ids)
+            assert len(counts) == len(out.request_ids) == len(set(out.request_ids)), "columns"
+            assert sum(counts) == len(out.token_ids), "token columns"
+            starts = {started.index: started for started in out.started}
+            place = 0
+            for index, (name, count) in enumerate(zip(out.request_ids, counts, strict=True)):
+                asked = self._asked(name, client)
+                tokens = out.token_ids[place : place + count]
+                place += count
+                right = asked.answer[asked.num_heard : asked.num_heard + count]
+                assert tokens == right, f"{name}: {tokens} behind {asked.num_heard}, not {right}"
+                check_start(asked, count, starts.get(index))
+                asked.num_heard += count
+            self._hear_ends(out, now)
+
+    def _hear_ends(self, out: CoreOutputs, now: float) -> None:
+        for end in out.finished:
+            name = out.request_ids[end.index]
+            check_end(self.live[name], end, now)
+            self._end(name)
+
+    def check_over(self) -> None:
+        """Everybody has heard the end."""
+        assert not self.live, f"{list(self.live)} never heard their end"
+
+    def _end(self, name: str) -> None:
+        asked = self.live.pop(name)
+        assert asked.req.is_finished, f"{asked.req} has ended"
+        check_waits(asked.req)
+        self._on_end(asked)
+
+    def _asked(self, name: str, client: int) -> Asked:
+        asked = self.live.get(name)
+        assert asked is not None, f"{name}: an output, and it is not under way"
+        assert asked.req.add.client_index == client, f"{name}: told the wrong client"
+        return asked
+
+
+def check_start(asked: Asked, count: int, started: Started | None) -> None:
+    """A request is told how it has fared with its first tokens from each seat."""
+    req, history, is_due = asked.req, asked.req.history, asked.has_new_seat and count > 0
+    assert (started is not None) == is_due, f"{req}: started {started}, {is_due}"
+    if started is not None:
+        asked.has_new_seat = False
+        assert started.num_cached_tokens == asked.num_cached, f"{req}: cached tokens"
+        assert started.num_preemptions == history.num_preempted, f"{req}: preemptions"
+        assert (started.waits, started.events) == (history.waits, history.events), (
+            f"{req}: its history"
+        )
+
+
+def check_end(asked: Asked, end: Finished, now: float) -> None:
+    """Is this how the request had to end?"""
+    add, told = asked.req.add, f"{asked.req.request_id}: ends with {end.reason} {end.message!r}"
+    assert end.num_preemptions == asked.req.num_preempted, f"{told}: preemptions"
+    if end.reason == "deadline":
+        due = [time for time in (add.queue_deadline, add.end_deadline) if time is not None]
+        assert due and min(due) <= now, f"{told} at {now}, due {due}"
+    elif end.reason == "error":
+        assert end.message, f"{told}: no message"
+        may_fail = asked.fails_at is not None or add.grammar is not None or add.media
+        assert may_fail, f"{told}: nothing was wrong with it"
+    else:
+        assert (end.reason, end.stop_reason) == asked.end, f"{told}, not {asked.end}"
+        assert asked.num_heard == len(asked.answer), f"{told} after {asked.num_heard} tokens"
+        assert not asked.fails, f"{told}, but it came to a position that fails"
+
+
+def check_waits(req: Request) -> None:
+    """Every second in the queue has exactly one cause. Times are binary fractions, so exactly."""
+    history = req.history
+    total = sum(history.waits.values())
+    assert total == history.queue_seconds, (
+        f"{req}: waits {history.waits}, {history.queue_seconds} s"
+    )
+
+
+def extras_of(add: AddRequest) -> dict[int, int]:
+    """What the model sees beside the tokens: salt and adapter from the start, media where they
+    begin."""
+    extras = {}
+    if add.cache_salt is not None or add.adapter is not None:
+        extras[0] = _number(add.cache_salt, add.adapter)
+    for item in add.media:
+        extras[item.offset] = extras.get(item.offset, 0) + _number(
+            item.offset, item.length, item.hash
+        )
+    return extras
+
+
+def answer_to(
+    add: AddRequest, extras: dict[int, int], max_model_len: int
+) -> tuple[list[int], tuple[str, int | None]]:
+    """The tokens of the whole answer, and how it ends."""
+    digest = EMPTY_DIGEST
+    for position, token in enumerate(add.prompt_token_ids):
+        digest = mix(digest, token + extras.get(position, 0))
+    stops = {*add.eos_token_ids, *add.params.stop_token_ids}
+    answer: list[int] = []
+    for _ in range(min(add.max_tokens, max_model_len - len(add.prompt_token_ids))):
+        token = digest % VOCAB_SIZE
+        answer.append(token)
+        if token in stops and len(answer) >= add.params.min_tokens:
+            return answer, ("stop", None if token in add.eos_token_ids else token)
+        digest = mix(digest, token)
+    return answer, ("length", None)
+
+
+def _number(*parts: object) -> int:
+    return crc32(repr(parts).encode()) << 16

@@ -1,0 +1,37 @@
+"""A pytest plug-in: the fixture ``metronome_policy`` checks a policy, its marker says how hard.
+
+@pytest.mark.metronome_policy(steps=100_000)
+def test_my_policy(metronome_policy):
+    metronome_policy("my_package.MyPolicy")
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Protocol
+
+import pytest
+
+from engine.verify.swarm import Report
+from engine.verify.testing import check_policy
+
+
+class CheckPolicy(Protocol):
+    """``engine.verify.testing.check_policy``, with what the marker gives as defaults."""
+
+    def __call__(self, policy: object, **how: object) -> Report: ...
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers",
+        "metronome_policy(steps, seed, options, max_wait): how the fixture of the same name checks "
+        "policies",
+    )
+
+
+@pytest.fixture
+def metronome_policy(request: pytest.FixtureRequest) -> CheckPolicy:
+    """Checks a policy; see ``engine.verify.testing.check_policy``."""
+    marker = request.node.get_closest_marker("metronome_policy")
+    return partial(check_policy, **(marker.kwargs if marker else {}))

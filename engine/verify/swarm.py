@@ -1,0 +1,207 @@
+"""Swarm: runs the cases of one seed after the other, and says what broke."""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from engine.errors import ConfigError
+from engine.verify.case import Add, Case, Jump, to_python
+from engine.verify.draw import draw_case
+from engine.verify.shrink import shrink
+from engine.verify.simulation import Outcome, Simulation
+
+CORPUS = Path(__file__).with_name("corpus.jsonl")
+TWICE_EVERY = 16  # seeds: one is run again, and must give the same plans
+NO_CLOCK = ("fcfs", "priority")  # policies that read no clock
+
+
+class Broken(NamedTuple):
+    """What went wrong, and where: two failures at the same place count as the same."""
+
+    message: str
+    place: str
+    num_steps: int = 0  # planned in the run until then
+
+
+class Found(NamedTuple):
+    """A case that breaks a rule. ``seed`` is -1 for one that was kept."""
+
+    seed: int
+    case: Case
+    broken: Broken
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """A line of the corpus: a case that once broke a rule, and which."""
+
+    note: str
+    case: Case
+
+
+@dataclass
+class Report:
+    """What a swarm has done."""
+
+    num_steps: int = 0
+    num_runs: int = 0
+    num_requests: int = 0
+    steps_by_policy: Counter[str] = field(default_factory=Counter)
+    found: list[Found] = field(default_factory=list)
+
+    def add(self, other: Report) -> None:
+        """Enter what another one has done."""
+        self.num_steps += other.num_steps
+        self.num_runs += other.num_runs
+        self.num_requests += other.num_requests
+        self.steps_by_policy += other.steps_by_policy
+        self.found += other.found
+
+
+class Swarm:
+    """Another engine and workload for every seed, with every check on.
+
+    ``policy``: a name, dotted path, class or object in place of a shipped one drawn by name, and
+    its ``options`` (``None`` draws them). ``every``: after how many steps the state as a whole is
+    checked, and in how many runs one is searched for requests that are still remembered; plans,
+    outputs, tables and the end of each run are always checked.
+    """
+
+    def __init__(
+        self, policy: Any = None, options: dict[str, Any] | None = None, *, every: int = 1
+    ) -> None:
+        self.policy = policy
+        self.options = options
+        self.every = every
+
+    def run(self, seeds: Iterable[int], num_steps: int) -> Report:
+        """The cases of these seeds, until there were as many steps or one breaks a rule."""
+        report = Report()
+        for seed in seeds:
+            if report.num_steps >= num_steps:
+                break
+            case = draw_case(seed, self.policy, self.options)
+            self.enter(report, seed, case)
+            if report.found:
+                break
+        return report
+
+    def enter(self, report: Report, seed: int, case: Case) -> None:
+        """Run one case and count it."""
+        done = self.judge(case, twice=seed % TWICE_EVERY == 0, leaks=seed % self.every == 0)
+        report.num_runs += 1
+        report.num_steps += done.num_steps
+        if isinstance(done, Broken):
+            report.found.append(Found(seed, case, done))
+            return
+        report.num_requests += done.num_accepted
+        report.steps_by_policy[name_of(case.setup.config.scheduling_policy)] += done.num_steps
+
+    def judge(self, case: Case, *, twice: bool = True, leaks: bool = True) -> Outcome | Broken:
+        """Run a case. ``twice``: and again, once as it is and once with a clock that never jumps,
+        where the plans must be the same."""
+        simulation = None
+        try:
+            simulation = Simulation(case, every=self.every, leaks=leaks)
+            outcome = simulation.run()
+            if twice:
+                check_same(case, outcome)
+            return outcome
+        except Exception as error:  # whatever breaks is what we are here for
+            return what_broke(error, simulation.num_steps if simulation is not None else 0)
+
+
+def check_same(case: Case, outcome: Outcome) -> None:
+    """The same case gives the same plans; jumps of the clock do not matter where none is read."""
+    again = Simulation(case, every=outcome.num_steps).run()
+    assert again == outcome, "the same case gives other plans"
+    if case.setup.config.scheduling_policy not in NO_CLOCK or has_deadlines(case):
+        return
+    calm = [event for event in case.events if not isinstance(event, Jump)]
+    if calm and len(calm) < len(case.events) and calm[-1].at == case.events[-1].at:
+        calmly = Simulation(
+            msgspec.structs.replace(case, events=calm), every=outcome.num_steps
+        ).run()
+        assert calmly.digest == outcome.digest, "a clock that jumps changes plans"
+
+
+def has_deadlines(case: Case) -> bool:
+    """Does the end of any request depend on the clock?"""
+    adds = [event.request for event in case.events if isinstance(event, Add)]
+    return any(add.queue_deadline is not None or add.end_deadline is not None for add in adds)
+
+
+def what_broke(error: Exception, num_steps: int) -> Broken:
+    """The message, and the innermost line of ours."""
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = frames[-1]
+    place = f"{type(error).__name__} in {Path(frame.filename).name}:{frame.lineno} {frame.name}"
+    return Broken(str(error) or frame.line or "", place, num_steps)
+
+
+def name_of(policy: Any) -> str:
+    """The name of a policy, or of its class."""
+    if isinstance(policy, str):
+        return policy
+    return (policy if isinstance(policy, type) else type(policy)).__qualname__
+
+
+def read_corpus(path: Path = CORPUS) -> list[Kept]:
+    """The cases that once broke a rule. Raises ``ConfigError`` for a file that is no corpus."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        return [msgspec.json.decode(line, type=Kept) for line in lines]
+    except (OSError, ValueError) as error:  # as of decoding, too
+        raise ConfigError(f"{path} is no corpus of cases: {error}") from error
+
+
+def replay_corpus(swarm: Swarm, path: Path = CORPUS) -> Report:
+    """Run them all again: none may break any more."""
+    report = Report()
+    for kept in read_corpus(path):
+        swarm.enter(report, -1, kept.case)
+    return report
+
+
+def keep(found: Found, small: Case, path: Path) -> None:
+    """Add a case to a corpus. Raises ``TypeError`` for a policy that is not given by name."""
+    kept = Kept(f"seed {found.seed}: {found.broken.message[:200]}", small)
+    with path.open("a", encoding="utf-8") as lines:
+        lines.write(msgspec.json.encode(kept).decode() + "\n")
+
+
+def smallest(found: Found, max_tries: int = 2000) -> Case:
+    """The smallest case found that breaks the same rule, itself if it does so no more."""
+    swarm = Swarm(every=1)
+
+    def breaks(case: Case) -> bool:
+        done = swarm.judge(case)
+        return isinstance(done, Broken) and done.place == found.broken.place
+
+    return shrink(found.case, breaks, max_tries) if breaks(found.case) else found.case
+
+
+def reproduction(case: Case) -> str:
+    """A program that runs the case."""
+    config = case.setup.config
+    lines = [
+        "from engine.config.sched import SchedulerConfig",
+        "from engine.messages.params import SamplingParams",
+        "from engine.messages.requests import AddRequest, MediaItem",
+        "from engine.sched.interface import PauseState",
+        "from engine.verify.case import Abort, Add, Case, Jump, Pause, Reset, Setup, Wake",
+        "from engine.verify.simulation import Simulation",
+    ]
+    for given in (config.scheduling_policy, config.scheduler_cls):
+        if given is not None and not isinstance(given, str):
+            lines.append(f"import {(given if isinstance(given, type) else type(given)).__module__}")
+    lines += ["", f"setup = {to_python(case.setup)}", "events = ["]
+    lines += [f"    {to_python(event)}," for event in case.events]
+    lines += ["]", "print(Simulation(Case(setup=setup, events=events)).run())"]
+    return "\n".join(lines)

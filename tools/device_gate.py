@@ -1,0 +1,141 @@
+"""Compiles launches for devices that are not here, and holds what comes out to limits.
+
+Triton's own launch path does the work, with a stand-in for the driver that names the target. It
+finds type errors, shapes a tensor core cannot take, registers that spill and tiles that do not fit;
+races, wrong masks and speed it cannot see.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+from triton.backends.compiler import GPUTarget
+
+from kernels.triton.launch import Launch
+from tools.shipped import DTYPES, Shipped
+
+
+class Device(NamedTuple):
+    target: GPUTarget
+    max_shared: int  # bytes a program
+    dtypes: tuple[str, ...]  # of tools.shipped
+    has_warpgroups: bool  # multiplies by warpgroup instructions
+
+
+PLAIN = ("bf16", "fp16", "fp32")
+DEVICES = {
+    "sm_90": Device(GPUTarget("cuda", 90, 32), 232_448, tuple(DTYPES), True),
+    # 8.6 and 8.9 run it too, and have the least shared memory.
+    "sm_80": Device(GPUTarget("cuda", 80, 32), 101_376, PLAIN, False),
+    "gfx942": Device(GPUTarget("hip", "gfx942", 64), 65_536, ("bf16", "fp16"), False),
+}
+
+
+class Resources(NamedTuple):
+    """What a compiled kernel takes: registers a thread, bytes spilled, bytes of shared memory."""
+
+    registers: int
+    spilled: int
+    shared: int
+    num_warpgroup_products: int
+    num_warp_products: int
+
+
+class _NoDriver:
+    """As much of a driver as compiling asks for."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+
+@contextmanager
+def compiling_for(device: Device) -> Iterator[None]:
+    """Within it a launch's `compile` is for `device`; kernels compiled before are forgotten."""
+    driver = triton.runtime.driver
+    before = driver._active
+    driver.set_active(_NoDriver(device.target))
+    try:
+        yield
+    finally:
+        driver._active = before
+
+
+def resources(build: Callable[[], Launch], device: Device) -> tuple[Launch, Resources]:
+    """Compile what `build` makes for the device. Raises what Triton raises if it cannot be."""
+    with compiling_for(device):
+        launch = build()
+        launch.kernel.device_caches.clear()  # they know devices by number, not by target
+        compiled = launch.compile()
+        launch.kernel.device_caches.clear()
+    is_amd = device.target.backend == "hip"
+    return launch, _of_amd(compiled) if is_amd else _of_nvidia(compiled)
+
+
+def _of_nvidia(compiled: Any) -> Resources:
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        done = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        )
+    found = re.search(r"REG:(\d+) STACK:(\d+)", done.stdout + done.stderr)
+    assert found, done.stdout
+    ptx = compiled.asm["ptx"]
+    products = ptx.count("wgmma.mma_async"), ptx.count("mma.sync")
+    return Resources(int(found[1]), int(found[2]), compiled.metadata.shared, *products)
+
+
+def _of_amd(compiled: Any) -> Resources:
+    text = compiled.asm["amdgcn"]
+
+    def number(name: str) -> int:
+        found = re.search(rf"\.{name}:\s+(\d+)", text)
+        assert found, name
+        return int(found[1])
+
+    # Scalar registers spill into lanes of vector registers, not into memory.
+    spilled, shared = 4 * number("vgpr_spill_count"), compiled.metadata.shared
+    return Resources(number("vgpr_count"), spilled, shared, 0, text.count("v_mfma"))
+
+
+class Verdict(NamedTuple):
+    """What became of one launch for one device; `faults` is empty where it may ship."""
+
+    name: str
+    tile: str
+    settings: tuple[int, int]  # warps, stages
+    resources: Resources
+    faults: list[str]
+
+
+def judge(one: Shipped, device: Device) -> Verdict:
+    launch, got = resources(one.build, device)
+    shape = launch.args.get("S")
+    rows = getattr(shape, "ROWS", 0)
+    found = []
+    if got.spilled:
+        found.append(f"spills {got.spilled} bytes")
+    if got.shared > device.max_shared:
+        found.append(f"{got.shared} bytes of shared memory, {device.max_shared} are there")
+    wants_warpgroups = device.has_warpgroups and rows >= 64 and one.dtype != "fp32"
+    if wants_warpgroups and not got.num_warpgroup_products:
+        found.append(f"{rows} rows a program, but no warpgroup product")
+    tile = f"{rows}x{getattr(shape, 'KEYS', 0)}" if rows else "-"
+    return Verdict(one.name, tile, (launch.num_warps, launch.num_stages), got, found)

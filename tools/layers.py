@@ -1,0 +1,57 @@
+"""The layers of the house: what each holds, and the picture of them in `docs/structures.md`.
+
+    python tools/layers.py        # writes the picture anew
+
+Imports go to lower layers only; packages of one layer do not import each other.
+`tests/test_architecture.py` holds both.
+"""
+
+from pathlib import Path
+
+LAYERS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("errors", "assets"), "what all share; the model in the box"),
+    (("config", "messages"), "options, asked and decided; what crosses a border"),
+    (("ipc", "text", "kernels"), "how bytes travel; text <-> tokens; operations on tensors"),
+    (("kv", "parallel", "observe"), "who owns which KV block; logs and step logs"),
+    (("sched", "layers"), "who computes how many tokens; the blocks a model is made of"),
+    (
+        ("verify", "models", "sample"),
+        "what a scheduler must keep; the decoder and its families; logits -> tokens",
+    ),
+    (
+        ("spec", "structured", "lora", "mm", "kv_transfer", "pooling"),
+        "features: what each asks of the scheduler, what it computes",
+    ),
+    (("worker",), "one device: plans -> tensors -> tokens"),
+    (("core",), "scheduler + executor = a step; the one place that names concrete classes"),
+    (("rpc",), "a core in another process: its server and its clients"),
+    (("frontend",), "requests and outputs on the user's side of the core"),
+    (("llm_engine", "async_engine"), "step by step, and for tasks"),
+    (("llm",), "the shortest way in: prompts to outputs"),
+    (("server", "sim"), "policies side by side on a virtual clock"),
+    (("cli",), "the `metronome` command"),
+)
+PLANNED = ("parallel", "pooling", "server")  # places that are kept, with nothing in them yet
+TARGET = Path(__file__).resolve().parent.parent / "docs" / "structures.md"
+BEGIN, END = "<!-- layers -->\n```\n", "```\n<!-- layers end -->\n"
+
+
+def picture() -> str:
+    """The highest layer first."""
+    lines = []
+    for level, (names, text) in reversed(list(enumerate(LAYERS))):
+        built = " ".join(name for name in names if name not in PLANNED)
+        lines.append(f"{level:2}  {built:36}  {text}\n")
+    return "".join(lines)
+
+
+def document() -> str:
+    """`docs/structures.md` with the picture as it should be."""
+    written = TARGET.read_text(encoding="utf-8")
+    before, _, rest = written.partition(BEGIN)
+    _, _, behind = rest.partition(END)
+    return before + BEGIN + picture() + END + behind
+
+
+if __name__ == "__main__":
+    TARGET.write_text(document(), encoding="utf-8")

@@ -1,0 +1,113 @@
+"""Lets the k-th call that may fail do so, for k = 1, 2, ... until there is no k-th.
+
+A hook that raises is answered by default: everybody still gets the right tokens and nothing is
+lost. A worker that raises, or memory that is not there, ends the engine with that very error, and
+what it held can be given back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any, Literal, NamedTuple
+
+from engine.sched.plugins.hooks import HOOKS
+from engine.sched.policy import Policy
+from engine.sched.resource import Resource
+from engine.verify.case import Case
+from engine.verify.needs import Need
+from engine.verify.simulation import Simulation
+
+# A resource that raises where it keeps its books (take, release, ...) may be wrong for ever after.
+RESOURCE_HOOKS = ("watches", "extra", "fit", "added", "parked")
+Part = Literal["hook", "worker", "memory"]  # of the engine, in which a call fails
+
+
+class Injected(Exception):
+    """A failure of our making."""
+
+
+class InjectedMemoryError(MemoryError):
+    """No memory, by our making."""
+
+
+class Meter:
+    """Counts calls and lets one of them fail."""
+
+    def __init__(self, fails_at: int) -> None:
+        self.fails_at = fails_at
+        self.num_calls = 0
+        self.culprit = ""
+        self.part: Part = "hook"
+
+    def watch(self, part: Part, owner: Any, name: str, error: type[Exception] = Injected) -> None:
+        """From now on calls of this method, of this part of the engine, count."""
+        inner: Callable[..., Any] = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.num_calls += 1
+            if self.num_calls == self.fails_at:
+                self.culprit, self.part = f"{type(owner).__name__}.{name}", part
+                raise error(f"call {self.num_calls}, {self.culprit}")
+            return inner(*args, **kwargs)
+
+        setattr(owner, name, call)
+
+
+class Swept(NamedTuple):
+    """The k-th call and what became of the run."""
+
+    fails_at: int
+    culprit: str
+    part: Part
+    ended: bool  # the engine ended with the error; otherwise it went on
+
+
+def sweep(case: Case, *, most: int = 100_000) -> Iterator[Swept]:
+    """One run for each call that may fail. Raises ``AssertionError`` naming ``k`` and the call."""
+    for fails_at in count(1):
+        meter = Meter(fails_at)
+        simulation = Simulation(case, leaks=False, plugins=False)
+        watch_everything(simulation, meter)
+        ended = False
+        try:
+            simulation.run()
+        except (Injected, InjectedMemoryError):
+            ended = True
+        except Exception as error:
+            raise AssertionError(f"k = {fails_at}, {meter.culprit}: {error!r}") from error
+        if not meter.culprit:
+            return
+        if ended:
+            check_abandoned(simulation, meter)
+        yield Swept(fails_at, meter.culprit, meter.part, ended)
+        if fails_at >= most:
+            return
+
+
+def watch_everything(simulation: Simulation, meter: Meter) -> None:
+    """Hooks of the policy that it has of its own, hooks of resources, the worker, the pool."""
+    scheduler = simulation.scheduler
+    policy = scheduler.policy
+    for hook in HOOKS:
+        if getattr(type(policy), hook) is not getattr(Policy, hook):
+            meter.watch("hook", policy, hook)
+    for need in simulation.needs:
+        for hook in RESOURCE_HOOKS:
+            if getattr(type(need), hook) not in (getattr(Resource, hook), getattr(Need, hook)):
+                meter.watch("hook", need, hook)
+    meter.watch("worker", simulation.worker, "launch")
+    meter.watch("worker", simulation.worker, "collect")
+    meter.watch("memory", scheduler.kv.pool, "take", InjectedMemoryError)
+
+
+def check_abandoned(simulation: Simulation, meter: Meter) -> None:
+    """The engine has ended amid a step: everybody can be given up, and nothing stays held."""
+    scheduler, where = simulation.scheduler, f"k = {meter.fails_at}, {meter.culprit}"
+    scheduler.guard.faults.turn.end()  # nobody will
+    scheduler.finish_requests(None)
+    assert not scheduler.has_unfinished_requests(), f"{where}: somebody is left"
+    assert scheduler.kv.num_free == scheduler.kv.num_usable, f"{where}: blocks are lost"
+    assert not any(scheduler.kv.pool.num_refs), f"{where}: blocks are referenced"
+    num_seats = scheduler.config.max_num_seqs
+    assert scheduler.roster.num_free_seats == num_seats, f"{where}: seats are lost"
