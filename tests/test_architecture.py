@@ -4,8 +4,6 @@ Direction of imports, what stays free of torch, sizes, public names. See docs/st
 """
 
 import ast
-import subprocess
-import sys
 
 import source_tree as tree
 
@@ -76,8 +74,6 @@ CHECKS = ("__post_init__", "_check_")
 # Engines that only checks make: an option they set is not one that a user can.
 TRIES = ("engine.verify",)
 
-IMPORT_ENGINE_SECONDS = 0.3
-
 
 def is_launched(module: str, function: str) -> bool:
     """Whether it is a Triton kernel: a launch names its tensors and their strides, all of them."""
@@ -100,12 +96,6 @@ def light_modules() -> list[str]:
         or under(name, tuple(p for p in LIGHT if p != "engine"))
         or (under(name, FEATURES) and name.rpartition(".")[2] != COMPUTES)
     ]
-
-
-def run_python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tree.ROOT, timeout=100
-    )
 
 
 def test_every_module_has_a_layer() -> None:
@@ -202,34 +192,6 @@ def test_light_modules_cannot_reach_heavy_ones() -> None:
             f"{name} loads {heavy} through {found[heavy]}" for heavy in HEAVY if heavy in found
         ]
     assert not wrong, "\n".join(wrong)
-
-
-def test_light_modules_import_where_heavy_ones_are_missing() -> None:
-    names = light_modules()
-    done = run_python(
-        "import importlib, sys\n"
-        f"for heavy in {HEAVY!r}: sys.modules[heavy] = None\n"
-        f"for name in {names!r}: importlib.import_module(name)\n"
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def test_import_engine_is_quick_and_light() -> None:
-    code = (
-        "import sys, time\n"
-        "start = time.perf_counter()\n"
-        "import engine\n"
-        "print(time.perf_counter() - start)\n"
-        f"print([name for name in {HEAVY!r} if name in sys.modules])\n"
-    )
-    seconds = []
-    for _ in range(3):  # the best of three: the machine may be busy
-        done = run_python(code)
-        assert done.returncode == 0, done.stderr
-        took, loaded = done.stdout.splitlines()
-        assert loaded == "[]", loaded
-        seconds.append(float(took))
-    assert min(seconds) < IMPORT_ENGINE_SECONDS, seconds
 
 
 def test_files_fit_their_budget() -> None:

@@ -22,7 +22,7 @@ IS_INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 Builder, Handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
 
 
-def check(name: str, timeout: float = 280) -> None:
+def check(name: str, timeout: float = 280, options: tuple[str, ...] = ()) -> None:
     """Run tests/interpreted/<name> in a process of its own; raises with its output."""
     done = subprocess.run(
         [
@@ -32,6 +32,7 @@ def check(name: str, timeout: float = 280) -> None:
             "-q",
             "-p",
             "no:cacheprovider",
+            *options,
             f"tests/interpreted/{name}",
         ],
         env={**os.environ, "TRITON_INTERPRET": "1"},

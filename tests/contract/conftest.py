@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from core_clients import KINDS, a_client, own_place
+from core_clients import KINDS, HostedCore, a_client, own_place
 from pooled import Pools, make_model
+from spawned import FakeBuild
 
 from engine.config.model import ModelConfig
 from engine.text.tokenizer import Tokenizer, load_tokenizer
@@ -34,6 +35,13 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Sockets lie in a directory of the test's own, which is empty at its end."""
     with own_place(monkeypatch) as path:
         yield path
+
+
+@pytest.fixture
+def core(place: Path) -> Iterator[HostedCore]:
+    """A core behind sockets, in a thread of this process."""
+    with HostedCore(FakeBuild()) as core:
+        yield core
 
 
 # -- processes that make ids and text

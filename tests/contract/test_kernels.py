@@ -68,11 +68,24 @@ def test_attention_variants(step: str, name: str, kept: torch.dtype, rng: torch.
     close(*attend_both(q, cache, variant(name, 6, rng)))
 
 
-@KEPT
-@pytest.mark.parametrize(("head_dim", "group"), SHAPES)
+@pytest.mark.parametrize(
+    ("head_dim", "group", "kept"),
+    [
+        pytest.param(
+            *shape,
+            kept,
+            marks=[pytest.mark.slow] * (is_half and shape[0] % 32 == 0),
+            id=f"{shape[0]}-{shape[1]}-{'bf16' if is_half else 'fp32'}",
+        )
+        for shape in SHAPES
+        for is_half, kept in enumerate((torch.float32, torch.bfloat16))
+    ],
+)
 def test_attention_shapes(
     head_dim: int, group: int, kept: torch.dtype, rng: torch.Generator
 ) -> None:
+    """Each is compiled anew. Of caches of half the size, heads that fill whole vectors are slow:
+    the other tests of this file have them."""
     cache = Cache(STEPS["mixed"], (2, head_dim), rng, dtype=kept)
     q = torch.randn(cache.num_tokens, 2 * group, head_dim, generator=rng)
     close(*attend_both(q, cache, {"scale": head_dim**-0.5}))

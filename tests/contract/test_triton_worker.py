@@ -8,3 +8,9 @@ pytestmark = pytest.mark.timeout(300)  # a process of its own, maybe beside othe
 
 def test_cuda_worker_agrees_with_the_cpu_worker() -> None:
     triton_interpreter.check("test_cuda_worker.py")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_long_forms_of_all_interpreted_tests() -> None:
+    triton_interpreter.check("", timeout=1180, options=("-m", "slow"))

@@ -3,9 +3,15 @@
 One random tiny model of every family, native and general. A request may differ only at a tie
 (margin of the two best logits under 1e-4 of the largest); ties are counted and printed, and may
 make up at most 0.1 % of all tokens compared.
+
+Every family meets chunks, a pool that is too small and two steps in flight, and every mode half of
+the families; the rest of the product is slow.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -14,6 +20,7 @@ from e2e.general_models import make_general_model
 from e2e.references import Reference, compare, engine_for, generate, prompts, run
 from e2e.tiny_models import TinyModels
 
+T = TypeVar("T")
 LONG_ONLY = {"phi3-longrope", "olmo3-yarn"}  # transformers changes tables on the way from 1 token
 NATIVE = [
     "llama-llama3",
@@ -43,6 +50,7 @@ GENERAL = [
     "deepseek-v3",
 ]
 MODES = {
+    # In pairs: a family meets one of two.
     "single": {"max_num_seqs": 1, "enable_prefix_caching": False},
     "batched": {"enable_prefix_caching": False},
     "depth-2": {"async_scheduling": True},
@@ -54,7 +62,16 @@ MODES = {
 }
 
 
-@pytest.fixture(scope="module", params=[*NATIVE, *GENERAL])
+def halved(values: Sequence[T]) -> list[Any]:
+    """Each family beside each value; of two values that follow each other one is slow."""
+    return [
+        pytest.param(name, value, marks=[pytest.mark.slow] * ((row + place) % 2))
+        for row, name in enumerate([*NATIVE, *GENERAL])
+        for place, value in enumerate(values)
+    ]
+
+
+@pytest.fixture(scope="module")
 def case(request, tiny_models: TinyModels, tmp_path_factory) -> tuple[str, Reference]:
     name = request.param
     if name in NATIVE:
@@ -70,7 +87,7 @@ def case(request, tiny_models: TinyModels, tmp_path_factory) -> tuple[str, Refer
     return str(path), reference
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("case", "mode"), halved(list(MODES)), indirect=["case"], scope="module")
 def test_same_tokens_as_transformers(case, mode, tally):
     path, reference = case
     with engine_for(path, **MODES[mode]) as engine:
@@ -80,7 +97,7 @@ def test_same_tokens_as_transformers(case, mode, tally):
             assert engine.stats().num_preemptions > 0, "the pool was meant to be too small"
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(("case", "depth"), halved([1, 2]), indirect=["case"], scope="module")
 def test_same_tokens_from_a_cold_a_warm_and_an_evicted_cache(case, depth, tally):
     path, reference = case
     made = reference.prompts

@@ -144,7 +144,7 @@ def check_same_paths(seed: int, monkeypatch) -> int:
 
 
 def test_in_bulk_and_one_by_one_gives_the_same_plans(monkeypatch):
-    assert sum(check_same_paths(seed, monkeypatch) for seed in range(60)) > 2000
+    assert sum(check_same_paths(seed, monkeypatch) for seed in range(30)) > 1000
 
 
 @pytest.mark.slow

@@ -1,8 +1,6 @@
 """LLMEngine, LLM and AsyncLLMEngine on a scripted core."""
 
 import logging
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -252,23 +250,6 @@ def test_options_reach_the_scheduler() -> None:
     config = EngineArgs(**options, resources=["mine.Gate"], step_log="x").create_config()
     assert {name: getattr(config.scheduler, name) for name in options} == options
     assert config.scheduler.resources == ("mine.Gate",) and config.step_log == "x"
-
-
-def test_log_lines_have_somewhere_to_go() -> None:
-    """In a program that set up no logging of its own, they go to standard error, once."""
-    code = (
-        "import logging\n"
-        "from engine.observe.logs import set_up_logging\n"
-        "for _ in range(2): set_up_logging('info')\n"
-        "logging.getLogger('engine.x').info('hello')\n"
-        "logging.getLogger('engine.x').debug('too much')\n"
-        "logging.getLogger('other').info('not ours')\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout == "" and len(done.stderr.splitlines()) == 1
-    assert done.stderr.startswith("INFO") and done.stderr.endswith("engine.x: hello\n")
 
 
 def test_seeds_follow_the_engine_seed() -> None:

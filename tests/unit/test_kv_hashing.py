@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 import time
 from array import array
 
@@ -55,19 +53,6 @@ def test_a_chain_grows_as_if_it_were_made_at_once(hasher, size, seed):
         assert len(grown) == upto // size
     chains.extend(grown, req, 64)
     assert grown == chain(hasher, PROMPT, size, media=media, adapter="lora")
-
-
-@pytest.mark.behaviour(59)
-@pytest.mark.parametrize("name", sorted(HASHERS))
-def test_the_same_in_every_process(name):
-    code = (
-        "import sys; sys.path.insert(0, 'tests/unit'); sys.path.insert(0, 'tests')\n"
-        "from test_kv_hashing import *\n"
-        f"print(chain(HASHERS[{name!r}](), PROMPT, adapter='x')[-1].hex())"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    here = chain(HASHERS[name](), PROMPT, adapter="x")[-1].hex()
-    assert done.stdout.strip() == here, done.stderr
 
 
 @pytest.mark.behaviour(60)

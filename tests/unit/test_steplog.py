@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -233,20 +231,6 @@ def test_files_that_cannot_be_replayed(
     run(tmp_path / "log", random.Random(seed))
     with pytest.raises(ConfigError, match=message):
         replay(damaged(tmp_path / "log", change))
-
-
-def test_the_log_of_a_program_that_shuts_nothing_down(tmp_path: Path) -> None:
-    """Scripts and notebooks simply end; an empty file was all that they left."""
-    program = (
-        "import gc, sys\n"
-        "from engine.observe.steplog import FORMAT, Header, StepLogWriter, Taken\n"
-        "writer = StepLogWriter(sys.argv[1], Header(FORMAT, '0', {}, {}, 2, 1, 0))\n"
-        "writer.write(Taken([0.5]))\n"
-        "gc.freeze()\n"
-    )
-    path = tmp_path / "log"
-    subprocess.run([sys.executable, "-c", program, str(path)], check=True, timeout=60)
-    assert [record.times for record in StepLog(path)] == [[0.5]]
 
 
 def test_a_log_of_another_format_or_with_other_options(tmp_path: Path) -> None:

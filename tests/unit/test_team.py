@@ -1,6 +1,5 @@
 """The threads behind compiled kernels: right with helpers, without, in a crowd and after a fork."""
 
-import multiprocessing
 import threading
 import time
 
@@ -52,24 +51,6 @@ def test_threads_that_launch_at_once_do_not_mix(seed: int) -> None:
     for thread in crowd:
         thread.join(60)
     assert not wrong
-
-
-def _child(layer, x, wanted, answers) -> None:
-    # Not a word to torch's own threads: they do not survive a fork.
-    answers.put((layer(x).tolist() == wanted.tolist(), TEAM.size))
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_child_has_helpers_of_its_own(seed: int) -> None:
-    layer, x, _ = problem(seed)
-    wanted = layer(x)
-    context = multiprocessing.get_context("fork")
-    answers = context.Queue()
-    child = context.Process(target=_child, args=(layer, x, wanted, answers))
-    child.start()
-    assert answers.get(timeout=60) == (True, 4)
-    child.join(10)
-    assert child.exitcode == 0
 
 
 def test_idle_helpers_sleep(seed: int) -> None:

@@ -1,8 +1,6 @@
 """Checkpoints of every layout find their place; what is wrong with one is said by name."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -301,20 +299,6 @@ def test_the_dtype_asked_for_is_computed_with(tmp_path: Path) -> None:
     assert model.dtype == torch.bfloat16
     assert model.kv_spec.dtype_bytes == 2
     assert model.logits(torch.randn(3, 32).bfloat16()).dtype == torch.float32
-
-
-def test_native_families_never_import_transformers(tmp_path: Path) -> None:
-    write(tmp_path, stored_tensors(HF))
-    code = (
-        "import sys\n"
-        "from engine.config.model import ModelConfig, read_model_info\n"
-        "from engine.models.load import load_model\n"
-        f"info = read_model_info({str(tmp_path)!r})\n"
-        "load_model(ModelConfig(model='x'), info, device='cpu', max_model_len=64)\n"
-        "sys.exit('transformers' in sys.modules)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], timeout=100, cwd=Path.cwd())
-    assert done.returncode == 0
 
 
 def test_files_are_closed_and_readers_end_when_loading_fails(tmp_path: Path) -> None:

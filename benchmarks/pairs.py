@@ -1,0 +1,63 @@
+"""Ratios of two checkouts that were measured in turn, and how certain they are."""
+
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from measure import quantile
+
+NUM_DRAWS = 1000  # of the bootstrap
+
+
+class Pair(NamedTuple):
+    """Seconds of what both did in turn."""
+
+    other: list[float]
+    ours: list[float]
+
+
+Estimate = Callable[[Sequence[Pair]], float]
+
+
+def ratio_of_sums(pairs: Sequence[Pair]) -> float:
+    return statistics.median(sum(pair.other) / sum(pair.ours) for pair in pairs)
+
+
+def ratio_of(share: float) -> Estimate:
+    """Of this quantile of each turn; the median over the turns."""
+    return lambda pairs: statistics.median(
+        quantile(pair.other, share) / quantile(pair.ours, share) for pair in pairs
+    )
+
+
+def ratio_to_the_end(pairs: Sequence[Pair]) -> float:
+    """Of loads that run to their end: of each step the lower quartile, summed over the steps.
+
+    Two checkouts that plan other steps, or a load that ends elsewhere each time, cannot be
+    compared by step: the sums are then.
+    """
+    if len({len(times) for pair in pairs for times in pair}) > 1:
+        return ratio_of_sums(pairs)
+    other, ours = (
+        sum(quantile(step, 0.25) for step in zip(*(pair[side] for pair in pairs), strict=True))
+        for side in (0, 1)
+    )
+    return other / ours
+
+
+def estimate_for(kind: str, name: str) -> Estimate:
+    if kind == "workloads":
+        return ratio_of_sums
+    if kind == "trips":
+        return ratio_of(0.5)
+    if name.startswith(("decode", "queue")):
+        return ratio_of(0.25)
+    return ratio_of_sums if name.startswith("hash") else ratio_to_the_end
+
+
+def interval(pairs: Sequence[Pair], estimate: Estimate, seed: int = 1) -> tuple[float, float]:
+    """95 % of the estimates from pairs that are drawn from these with replacement."""
+    rng = random.Random(seed)
+    drawn = sorted(estimate(rng.choices(pairs, k=len(pairs))) for _ in range(NUM_DRAWS))
+    return drawn[int(0.025 * NUM_DRAWS)], drawn[int(0.975 * NUM_DRAWS) - 1]

@@ -1,0 +1,37 @@
+"""How many files one must have open to follow a journey; see `tools/journeys.py`."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+AT_FA18182 = {"step": 34, "abort": 37, "generate": 71}  # the same script, for comparison
+MOST = {"step": 30, "abort": 38, "generate": 73}  # these only fall
+
+
+@pytest.fixture(scope="module")
+def journeys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    kept = tmp_path_factory.mktemp("journeys") / "files.json"
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "journeys.py"), "--json", str(kept)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(kept.read_text())
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", MOST)
+def test_journeys_pass_through_no_more_files(journeys: dict[str, list[str]], name: str) -> None:
+    files = journeys[name]
+    assert files, "nothing was noted"
+    told = f"{len(files)} files, {AT_FA18182[name]} at fa18182:\n" + "\n".join(files)
+    assert len(files) <= MOST[name], told
