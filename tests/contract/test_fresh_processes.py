@@ -154,3 +154,14 @@ def test_a_forked_child_has_helpers_of_its_own(seed: int) -> None:
         assert child.exitcode == 0
     finally:
         set_threads(before)
+
+
+def test_a_directory_needs_no_library() -> None:
+    code = (
+        "import sys\n"
+        "from engine import LLM\n"
+        "try: LLM('/nowhere')\n"
+        "except ValueError: print('huggingface_hub' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "False\n", done.stderr

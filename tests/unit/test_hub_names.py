@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -68,17 +66,6 @@ def test_a_directory_stays_as_it_is(asked: list[Repository]) -> None:
     config = ModelConfig(model=str(BOX_MODEL), tokenizer=str(BOX_MODEL), hf_token=TOKEN)
     there = fetched(config, for_core=True, for_text=True)
     assert (there.model, there.tokenizer, asked) == (str(BOX_MODEL), str(BOX_MODEL), [])
-
-
-def test_a_directory_needs_no_library() -> None:
-    code = (
-        "import sys\n"
-        "from engine import LLM\n"
-        "try: LLM('/nowhere')\n"
-        "except ValueError: print('huggingface_hub' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stdout == "False\n", done.stderr
 
 
 def test_a_directory_has_no_revisions(asked: list[Repository]) -> None:
