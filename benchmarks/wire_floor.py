@@ -10,8 +10,8 @@ import zmq
 from wire_cores import cpu_seconds, no_timer_slack, request
 
 from engine.ipc import sockets
+from engine.ipc.address import Directory
 from engine.ipc.codec import Encoder
-from engine.ipc.place import Directory
 from engine.ipc.process import Child, Line, Report, report_to_parent
 from engine.messages.outputs import CoreOutputs
 from engine.messages.wire import Outputs

@@ -16,8 +16,8 @@ from spawned import FakeBuild, fake_config
 from engine.config.engine import EngineConfig
 from engine.errors import EngineDeadError
 from engine.ipc import sockets
+from engine.ipc.address import Address, Directory
 from engine.ipc.codec import Decoder, Encoder
-from engine.ipc.place import Address, Directory
 from engine.messages.outputs import CoreOutputs, Finished
 from engine.messages.wire import Health, Probe, ToClient
 from engine.rpc.host import EngineCoreHost

@@ -9,7 +9,7 @@ import zmq
 from engine.ipc.codec import Decoder
 from engine.messages.outputs import CoreOutputs
 from engine.messages.wire import Outputs, ToClient
-from engine.rpc.peers import Peer, Peers
+from engine.rpc.sessions import ClientSession, ClientSessions
 
 
 class Router:
@@ -33,7 +33,7 @@ class Router:
         return [message.batch for _, message in self.sent if isinstance(message, Outputs)]
 
 
-def with_requests(peers: Peers, identity: bytes, *names: str) -> Peer:
+def with_requests(peers: ClientSessions, identity: bytes, *names: str) -> ClientSession:
     peer = peers.welcome(identity, identity.decode())
     peer.live.update(dict.fromkeys(names, ()))
     return peer

@@ -12,8 +12,8 @@ from wire_frames import HOSTILE
 from wire_samples import SAMPLES, frames_of, harmless_to_others
 
 from engine.ipc import sockets
+from engine.ipc.address import IPC, Address
 from engine.ipc.codec import Encoder
-from engine.ipc.place import IPC, Address
 from engine.messages.wire import PROTOCOL_VERSION, Hello, ToControl
 
 MARKS = bytes((0x00, 0x7F, 0x80, 0x90, 0xA0, 0xC0, 0xC1, 0xC6, 0xC9, 0xCB, 0xCF, 0xD3, 0xD9, 0xDB))

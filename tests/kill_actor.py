@@ -22,7 +22,7 @@ from live_core import SizedBuild, Triggered, TriggeredPolicy, pid_of, start
 from streams import Lengths, Streams
 
 from engine.ipc import sockets
-from engine.ipc.place import address_of
+from engine.ipc.address import address_of
 from engine.rpc.zmq_client import EngineCoreClient
 
 STEP_SECONDS = 0.02

@@ -21,7 +21,7 @@ from live_core import is_running, own_directory, pid_of, shared_names, wait_unti
 from streams import Lengths, Streams
 
 from engine.errors import EngineDeadError
-from engine.ipc.place import Address
+from engine.ipc.address import Address
 from engine.rpc.zmq_client import EngineCoreClient
 
 DEATH_SECONDS = 1.0  # from a core's death to errors

@@ -16,7 +16,7 @@ from engine.core.build import build_core
 from engine.core.inproc_client import InprocClient
 from engine.errors import ConfigError, EngineDeadError
 from engine.ipc import sockets
-from engine.ipc.place import TCP, Address, Directory, tcp_address
+from engine.ipc.address import TCP, Address, Directory, tcp_address
 from engine.observe.logs import set_up_logging
 from engine.rpc.host import EngineCoreHost
 

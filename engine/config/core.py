@@ -51,7 +51,7 @@ class CoreConfig(CoreOptions):
         if self.multiprocess and self.core_address is not None:
             raise ConfigError(
                 f"core_address is {self.core_address!r} and multiprocess is True: use the core "
-                "that runs there, or start one; leave one of both out"
+                "that runs there, or start one; set only one of them"
             )
         addresses = self.core_addresses
         if not all(addresses) or len(set(addresses)) < len(addresses) or len(addresses) > MAX_CORES:

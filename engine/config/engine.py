@@ -75,7 +75,7 @@ class EngineConfig(EngineOptions):
         if self.tokenizer_pool_size and self.model.skip_tokenizer_init:
             raise ConfigError(
                 f"tokenizer_pool_size is {self.tokenizer_pool_size} and skip_tokenizer_init is "
-                "True: without a tokenizer its processes have nothing to do; leave one of both out"
+                "True: without a tokenizer its processes have nothing to do; set only one of them"
             )
         cores = os.cpu_count() or 1
         if self.num_threads is not None and not 1 <= self.num_threads <= cores:
@@ -86,7 +86,7 @@ class EngineConfig(EngineOptions):
         if self.core.data_parallel_size > 1 and self.step_log is not None:
             raise ConfigError(
                 f"step_log is {self.step_log!r} and data_parallel_size is "
-                f"{self.core.data_parallel_size}: a log is of one scheduler; leave one of both out"
+                f"{self.core.data_parallel_size}: a log is of one scheduler; set only one of them"
             )
         if self.core.data_parallel_size > 1 and self.cache.kv_events_endpoint is not None:
             raise ConfigError(

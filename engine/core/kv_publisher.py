@@ -20,7 +20,7 @@ import msgspec
 import zmq
 
 from engine.errors import ConfigError
-from engine.ipc.place import IPC, Directory
+from engine.ipc.address import IPC, Directory
 from engine.messages.kv_events import KVEventBatch
 
 PAGE = 500  # batches in one answer; below the 1000 messages that a socket queues for a peer

@@ -7,15 +7,15 @@ from operator import attrgetter
 
 from engine.errors import RequestError
 from engine.frontend.logprobs import prompt_positions
-from engine.frontend.parent import LiveRequest, Row
 from engine.frontend.pool_texts import PooledTexts, Reading
 from engine.frontend.prompt import Submission
+from engine.frontend.request_state import RequestState, Row
 from engine.frontend.sequence import Sequence
 from engine.messages.outputs import CoreOutputs, Finished, RequestOutput, Started
 from engine.observe.stats_log import TokenCounts
 from engine.text.tokenizer import Tokenizer
 
-Moved = dict[LiveRequest, list[Sequence]]
+Moved = dict[RequestState, list[Sequence]]
 
 
 class OutputProcessor:
@@ -29,7 +29,7 @@ class OutputProcessor:
         self.counts = TokenCounts()
         self._tokenizer = tokenizer
         self._texts = texts
-        self._requests: dict[str, LiveRequest] = {}
+        self._requests: dict[str, RequestState] = {}
         self._rows: dict[str, Row] = {}  # by the core's request id
         self._ended_here: list[str] = []  # core ids of what the core does not know to have ended
         self._only_text: set[str] = set()  # of rows: ended in the core, their text is missing
@@ -54,7 +54,7 @@ class OutputProcessor:
                 f"request id {submission.request_id!r} is in use by an unfinished request; choose "
                 "another, or abort that one first"
             )
-        live = LiveRequest(submission, self._tokenizer, self._texts is None)
+        live = RequestState(submission, self._tokenizer, self._texts is None)
         self._requests[submission.request_id] = live
         for core_id, sequence in zip(live.core_ids, live.sequences, strict=True):
             self._rows[core_id] = Row(live, sequence)
@@ -144,7 +144,7 @@ class OutputProcessor:
             request.metrics.scheduled_time = started.scheduled_time
             request.num_cached_tokens = started.num_cached_tokens
 
-    def _take_prompt_logprobs(self, request: LiveRequest, batch: CoreOutputs, index: int) -> None:
+    def _take_prompt_logprobs(self, request: RequestState, batch: CoreOutputs, index: int) -> None:
         request.prompt_logprobs = prompt_positions(
             batch.prompt_logprobs[index], len(request.prompt_token_ids), self._tokenizer
         )

@@ -13,8 +13,8 @@ import zmq
 
 from engine.errors import WireError
 from engine.frontend.pool_tasks import Task
+from engine.ipc.address import Directory
 from engine.ipc.channel import Channel, Delivery
-from engine.ipc.place import Directory
 from engine.ipc.program import Program
 from engine.ipc.shm import Arena, ArenaReader, create_memory
 from engine.ipc.sockets import Socket, bind, close

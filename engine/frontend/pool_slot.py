@@ -120,7 +120,7 @@ class Slot:
             while (delivery := process.receive()) is not None:
                 self._answered(delivery)
         except WireError as error:
-            logger.error("the %s talks rubbish and is ended: %s", self.name, error)
+            logger.error("the %s sent an invalid message and was terminated: %s", self.name, error)
             process.program.kill()  # its death is noticed like any other
         else:
             self._pump()

@@ -16,10 +16,10 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from engine.errors import EngineDeadError, EngineError, RefusedError
-from engine.frontend.parent import Row
 from engine.frontend.pool import TextPool
 from engine.frontend.pool_slot import MAX_DEATHS, RETRY_SECONDS
 from engine.frontend.pool_tasks import TextsLost
+from engine.frontend.request_state import Row
 from engine.frontend.sequence import Sequence, Unread
 from engine.messages.outputs import Finished
 from engine.messages.text import Opening, TextDelta, TextRow, TextWish

@@ -19,8 +19,8 @@ import zmq
 import zmq.utils.z85
 
 from engine.errors import ConfigError
+from engine.ipc.address import derive_key
 from engine.ipc.codec import MAX_MESSAGE_BYTES
-from engine.ipc.place import derive_key
 
 RECEIVE_QUEUE = 16  # messages of a peer that nobody has read; more wait at their sender
 SEND_QUEUE = 512  # messages to a peer: all outputs that have credits, and as many answers

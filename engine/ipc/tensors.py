@@ -133,7 +133,9 @@ class TensorSender:
     ) -> None:
         if transport not in get_args(Transport):
             known = ", ".join(get_args(Transport))
-            raise ConfigError(f"tensor transport {transport!r:.80} is none; there are: {known}")
+            raise ConfigError(
+                f"tensor transport {transport!r:.80} is unknown; choose one of: {known}"
+            )
         if pool_bytes <= 0:
             raise ConfigError(f"a tensor pool of {pool_bytes} bytes must have at least one")
         self.transport = transport

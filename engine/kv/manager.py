@@ -17,14 +17,13 @@ from numpy.typing import NDArray
 from engine.errors import ConfigError
 from engine.kv.block_pool import BlockPool
 from engine.kv.connector import KVSource
-from engine.kv.counts import CacheCounts
 from engine.kv.events import EventLog
 from engine.kv.groups import FULL, Group
 from engine.kv.hashing import BlockHasher, Sha256Hasher
-from engine.kv.holding import Holder, Holding, PrefixHit
-from engine.kv.peak import peak_blocks
-from engine.kv.sharing import Sharing
-from engine.kv.tables import BlockTables, Deltas, live_blocks
+from engine.kv.prefix_cache import CacheCounts
+from engine.kv.prefix_index import PrefixIndex
+from engine.kv.request_blocks import Holder, PrefixHit, RequestBlocks
+from engine.kv.tables import BlockTables, Deltas, live_blocks, peak_blocks
 from engine.kv.transfers import Transfers
 
 
@@ -62,8 +61,10 @@ class KVManager:
         self.transfers = Transfers(self.pool, source)
         self.num_held: NDArray[np.int32] = np.zeros(64, dtype=np.int32)
         self.num_published: NDArray[np.int32] = np.zeros(64, dtype=np.int32)
-        self._sharing = Sharing(self.cache, groups, hasher or Sha256Hasher(), block_size, events)
-        self._holdings: dict[int, Holding] = {}
+        self._prefix_index = PrefixIndex(
+            self.cache, groups, hasher or Sha256Hasher(), block_size, events
+        )
+        self._holdings: dict[int, RequestBlocks] = {}
 
     # -- questions
 
@@ -260,7 +261,7 @@ class KVManager:
             return
         self.num_published[row] = full
         if self.caching:
-            self._sharing.publish(req, self._holdings[row], first, full)
+            self._prefix_index.publish(req, self._holdings[row], first, full)
 
     def commit_next(self, reqs: Sequence[Holder]) -> None:
         """``commit`` of one more block for each of these."""
@@ -268,7 +269,7 @@ class KVManager:
         nth = self.num_published[rows].tolist()
         self.num_published[rows] += 1
         if self.caching:
-            self._sharing.publish_next(reqs, [self._holdings[row] for row in rows], nth)
+            self._prefix_index.publish_next(reqs, [self._holdings[row] for row in rows], nth)
 
     def revoke(self, req: Holder, start: int, others: Iterable[Holder]) -> list[int]:
         """What ``req`` wrote from position ``start`` on, and all that was computed from it, leaves
@@ -286,7 +287,7 @@ class KVManager:
             hashes = self._hashes(other)
             if not bad or hashes[first : first + 1] != bad:
                 continue
-            self._sharing.withdraw(hashes[first:])
+            self._prefix_index.withdraw(hashes[first:])
             if self.num_adopted(other) > first or not self.held(other):
                 adopted.append(other.row)
         return adopted
@@ -319,15 +320,15 @@ class KVManager:
         """Forget all cached content. Refused (False) while any block is held or lent."""
         if self.pool.num_free != self.num_usable:
             return False
-        self._sharing.clear()
+        self._prefix_index.clear()
         self.counts.num_resets += 1
         return True
 
     def drain(self) -> Deltas:
         """Block-table entries since the last call: (row, index, block), and the group if there are
         several. Cache events since then go to whoever listens."""
-        if self._sharing.events is not None:
-            self._sharing.events.flush()
+        if self._prefix_index.events is not None:
+            self._prefix_index.events.flush()
         return self.tables.drain()
 
     def ensure_rows(self, num_rows: int) -> None:
@@ -339,8 +340,8 @@ class KVManager:
 
     def shutdown(self) -> None:
         """Close what reaches outside: the listener for cache events and the KV source."""
-        if self._sharing.events is not None:
-            self._sharing.events.close()
+        if self._prefix_index.events is not None:
+            self._prefix_index.events.close()
         if self.transfers.source is not None:
             self.transfers.source.shutdown()
 
@@ -350,15 +351,15 @@ class KVManager:
         """Table entries for this many tokens."""
         return -(-num_tokens // self.block_size)
 
-    def _empty(self, req: Holder) -> Holding:
-        return Holding([[] for _ in self.groups], req.arrival)
+    def _empty(self, req: Holder) -> RequestBlocks:
+        return RequestBlocks([[] for _ in self.groups], req.arrival)
 
-    def _found(self, req: Holder) -> Holding | None:
+    def _found(self, req: Holder) -> RequestBlocks | None:
         """What is kept of the request, if anything is."""
         holding = self._holdings.get(req.row)
         return holding if holding is not None and holding.arrival == req.arrival else None
 
-    def _holding(self, req: Holder) -> Holding:
+    def _holding(self, req: Holder) -> RequestBlocks:
         """The same, begun if there is nothing; of one that has ended nothing is kept."""
         holding = self._found(req)
         if holding is None:
@@ -382,9 +383,9 @@ class KVManager:
         return (entries - len(tables[0])) * self.num_groups + revived
 
     def _hashes(self, req: Holder) -> list[bytes]:
-        return self._sharing.hashes(req, self._found(req))
+        return self._prefix_index.hashes(req, self._found(req))
 
-    def _hit(self, req: Holder, holding: Holding) -> PrefixHit:
+    def _hit(self, req: Holder, holding: RequestBlocks) -> PrefixHit:
         """The remembered hit as long as it is true."""
         hit, known = holding.hit, len(req.tokens)
         if hit is None or holding.hit_version != self.cache.version or holding.hit_known != known:
@@ -394,12 +395,12 @@ class KVManager:
             holding.hit_losses = self.cache.num_losses
         return hit
 
-    def _search(self, req: Holder, holding: Holding) -> PrefixHit:
+    def _search(self, req: Holder, holding: RequestBlocks) -> PrefixHit:
         """What ``lookup`` finds now."""
         if not req.reads_cache:
             return PrefixHit(0, self._empty(req).tables)
         num_blocks = (len(req.tokens) - 1) // self.block_size if self.caching else 0
-        tables = self._sharing.find(req, holding, num_blocks)
+        tables = self._prefix_index.find(req, holding, num_blocks)
         num_tokens = len(tables[0]) * self.block_size
         old = holding.hit
         if holding.blocks:
@@ -408,7 +409,7 @@ class KVManager:
             return PrefixHit(num_tokens, tables, old.num_remote, old.asynchronous)
         return PrefixHit(num_tokens, tables, *self.transfers.match(req, holding, num_tokens))
 
-    def _adopt(self, req: Holder, holding: Holding, upto: int) -> bool:
+    def _adopt(self, req: Holder, holding: RequestBlocks, upto: int) -> bool:
         """The request's hit becomes the beginning of its tables. Is there more to load at once?"""
         hit = self._hit(req, holding)
         self.tables.adopt(holding, hit.tables)
@@ -418,7 +419,7 @@ class KVManager:
         holding.hit = None
         return holding.num_remote > 0 and not hit.asynchronous
 
-    def _blocks_to_load(self, req: Holder, holding: Holding) -> list[int]:
+    def _blocks_to_load(self, req: Holder, holding: RequestBlocks) -> list[int]:
         """Those behind the hit that a transfer fills."""
         first = holding.num_adopted
         blocks = holding.blocks[first : first + self._entries(holding.num_remote)]

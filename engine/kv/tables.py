@@ -6,9 +6,11 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from engine.kv.block_pool import NULL_BLOCK, BlockPool
 from engine.kv.groups import Group
-from engine.kv.holding import Holding
+from engine.kv.request_blocks import RequestBlocks
 
 
 class Deltas(NamedTuple):
@@ -35,19 +37,19 @@ class BlockTables:
         self._deltas = no_deltas()
         self._ascending = array("i")  # 0, 1, 2, ...; grows to the longest table
 
-    def adopt(self, holding: Holding, tables: Sequence[Sequence[int]]) -> None:
+    def adopt(self, holding: RequestBlocks, tables: Sequence[Sequence[int]]) -> None:
         """These cached blocks become the beginning of the request's tables."""
         for table in tables:
             self._pool.adopt([block for block in table if block != NULL_BLOCK])
         holding.tables = [list(table) for table in tables]
 
-    def extend(self, holding: Holding, num_entries: int) -> None:
+    def extend(self, holding: RequestBlocks, num_entries: int) -> None:
         """Take blocks for so many entries; the caller has seen that there are as many."""
         taken = self._pool.take(num_entries * self.num_groups)
         for g, table in enumerate(holding.tables):
             table += taken[g * num_entries : (g + 1) * num_entries]
 
-    def extend_each(self, rows: Sequence[int], holdings: Sequence[Holding]) -> None:
+    def extend_each(self, rows: Sequence[int], holdings: Sequence[RequestBlocks]) -> None:
         """One more entry for each of these requests, and the worker is told."""
         blocks = self._pool.take(len(rows) * self.num_groups)
         taken = iter(blocks)
@@ -64,7 +66,7 @@ class BlockTables:
                 table.append(next(taken))
             self.tell(row, holding)
 
-    def tell(self, row: int, holding: Holding) -> None:
+    def tell(self, row: int, holding: RequestBlocks) -> None:
         """The worker will hear of the entries it does not know."""
         told = holding.num_told
         for g, table in enumerate(holding.tables):
@@ -78,7 +80,7 @@ class BlockTables:
             self._deltas = no_deltas()
         return deltas
 
-    def num_outside(self, holding: Holding, position: int) -> int:
+    def num_outside(self, holding: RequestBlocks, position: int) -> int:
         """Blocks that ``trim`` would make free."""
         refs = self._pool.num_refs
         return sum(
@@ -95,7 +97,7 @@ class BlockTables:
             len(group.outside(tables[g], position, self._block_size)) for g, group in self.windows
         )
 
-    def trim(self, row: int, holding: Holding, position: int) -> None:
+    def trim(self, row: int, holding: RequestBlocks, position: int) -> None:
         """Give back what queries from this position on do not read."""
         for g, group in self.windows:
             table = holding.tables[g]
@@ -106,7 +108,9 @@ class BlockTables:
                 if index < holding.num_told:
                     self._add(row, self._places(index, index + 1), [NULL_BLOCK], g)
 
-    def num_exclusive(self, holdings: Sequence[Holding], keep: Sequence[Sequence[int]]) -> int:
+    def num_exclusive(
+        self, holdings: Sequence[RequestBlocks], keep: Sequence[Sequence[int]]
+    ) -> int:
         """Blocks that nobody else would hold without these; those in ``keep`` count as held."""
         lost: dict[int, int] = {}
         for holding in holdings:
@@ -131,9 +135,32 @@ class BlockTables:
             deltas.groups.extend(array("i", (group,)) * len(blocks))
 
 
-def live_blocks(holding: Holding) -> list[int]:
+def live_blocks(holding: RequestBlocks) -> list[int]:
     """All blocks held, in order; those of one entry side by side, so that tails are freed first."""
     first, *others = holding.tables
     if not others and first[:1] != [NULL_BLOCK]:
         return first
     return [block for entry in zip(first, *others, strict=True) for block in entry if block]
+
+
+def peak_blocks(num_tokens: Sequence[int], remaining: Sequence[int], block_size: int) -> int:
+    """The future peak of Past-Future (Gong et al. 2025), in blocks instead of tokens.
+
+    Memory grows until somebody ends, so the peak is at one of the ends. With requests sorted by
+    ``remaining`` output tokens, longest first, those up to i are there when i takes its last step,
+    and each has its known tokens and ``remaining[i] - 1`` more in the cache. Blocks that are shared
+    count for each holder.
+
+    ceil((known + more) / size) depends on ``known`` only through quotient and residue, so it is
+    enough to count residues: O(n * block_size) instead of O(n * n).
+    """
+    if not num_tokens:
+        return 0
+    known = np.asarray(num_tokens, dtype=np.int64)
+    left = np.maximum(np.asarray(remaining, dtype=np.int64), 1)
+    order = np.argsort(-left, kind="stable")
+    known, more = known[order], left[order] - 1
+    residues = np.arange(block_size)
+    there = np.cumsum(known[:, None] % block_size == residues, axis=0)  # [n, block_size]
+    ends = (residues + more[:, None] + block_size - 1) // block_size  # [n, block_size]
+    return int((np.cumsum(known // block_size) + (there * ends).sum(axis=1)).max())

@@ -10,7 +10,7 @@ from typing import Any
 from engine.kv.block_pool import BlockPool
 from engine.kv.connector import Farewell, KVSource, RemoteMatch
 from engine.kv.fences import Fences
-from engine.kv.holding import Holder, Holding
+from engine.kv.request_blocks import Holder, RequestBlocks
 from engine.kv.tables import live_blocks
 
 NOTHING = RemoteMatch()
@@ -43,7 +43,7 @@ class Transfers:
         self._pool = pool
         self._failed: dict[int, Holder] = {}  # who waits for a load that will not begin
 
-    def match(self, req: Holder, holding: Holding, num_local_tokens: int) -> RemoteMatch:
+    def match(self, req: Holder, holding: RequestBlocks, num_local_tokens: int) -> RemoteMatch:
         """What the source has behind the local hit; the last known token is always computed."""
         if self.source is None or holding.load_error:
             return NOTHING
@@ -51,7 +51,7 @@ class Transfers:
         room = len(req.tokens) - 1 - num_local_tokens
         return found._replace(num_tokens=min(found.num_tokens, room))
 
-    def load(self, req: Holder, holding: Holding, blocks: Sequence[int]) -> None:
+    def load(self, req: Holder, holding: RequestBlocks, blocks: Sequence[int]) -> None:
         """Fill these blocks from elsewhere as soon as no step in flight writes them. Until it is
         said to be over they cannot be taken from the request. If it cannot start, the request is
         among those of ``take_failed``."""
@@ -65,7 +65,7 @@ class Transfers:
 
         self.fences.when_written(req.arrival, blocks, start)
 
-    def start(self, req: Holder, holding: Holding, blocks: Sequence[int]) -> bool:
+    def start(self, req: Holder, holding: RequestBlocks, blocks: Sequence[int]) -> bool:
         """Have the source fill these blocks; False if it raised, which is kept with the holding."""
         assert self.source is not None
         try:
@@ -91,7 +91,7 @@ class Transfers:
             self.fences.give_back(blocks)
         self._pool.release(blocks)
 
-    def end(self, req: Holder, holding: Holding) -> dict[str, Any] | None:
+    def end(self, req: Holder, holding: RequestBlocks) -> dict[str, Any] | None:
         """The request has ended: its blocks are free, or lent. Returns what its output carries."""
         blocks = live_blocks(holding)
         self._failed.pop(req.arrival, None)

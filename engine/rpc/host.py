@@ -1,6 +1,6 @@
 """EngineCoreHost: a core that clients in other processes reach over sockets.
 
-    clients ── data socket ───> loop: inbox, step, outbox           (the thread that calls serve)
+    clients ── data socket ───> loop: inbox, step, queue           (the thread that calls serve)
     anybody ── control socket ─> control thread: health, shutdown    never waits for a step
 
 The loop alone touches the core and the data socket. What the control thread and signals want of it
@@ -28,8 +28,8 @@ from engine.config.engine import EngineConfig
 from engine.core.inproc_client import InprocClient
 from engine.errors import EngineDeadError, WireError
 from engine.ipc import sockets
+from engine.ipc.address import Address, Directory
 from engine.ipc.codec import Decoder, Encoder
-from engine.ipc.place import Address, Directory
 from engine.messages.outputs import CoreOutputs, Finished
 from engine.messages.wire import (
     MAX_HELLO_BYTES,
@@ -41,9 +41,9 @@ from engine.messages.wire import (
     ToControl,
 )
 from engine.observe.logs import Throttle
-from engine.rpc.desk import Desk, Ending, check_size
+from engine.rpc.dispatcher import Dispatcher, Ending, check_size
 from engine.rpc.loop import CoreLoop
-from engine.rpc.peers import MAX_BACKLOG_BYTES, Peers
+from engine.rpc.sessions import MAX_BACKLOG_BYTES, ClientSessions
 
 logger = logging.getLogger("engine.core")
 
@@ -82,9 +82,9 @@ class EngineCoreHost:
         except BaseException:
             context.destroy(linger=0)
             raise
-        self._peers = Peers(self._data, core.drop, max_backlog_bytes=max_backlog_bytes)
-        desk = Desk(core, self._peers, address.token, self.ending)
-        self._loop = CoreLoop(core, self._data, desk, self._peers, config, clock)
+        self._sessions = ClientSessions(self._data, core.drop, max_backlog_bytes=max_backlog_bytes)
+        dispatcher = Dispatcher(core, self._sessions, address.token, self.ending)
+        self._loop = CoreLoop(core, self._data, dispatcher, self._sessions, config, clock)
         self._is_over = threading.Event()
         self._is_closed = threading.Event()
         self._control_waker = sockets.Waker()
@@ -102,11 +102,11 @@ class EngineCoreHost:
         try:
             self._loop.run()
             self._end_the_rest()
-            self._peers.broadcast(Dead("the engine core was shut down"))
+            self._sessions.broadcast(Dead("the engine core was shut down"))
         except Exception as error:
             dead = isinstance(error, EngineDeadError)
             story = str(error) if dead else f"the engine core died: {type(error).__name__}: {error}"
-            self._peers.broadcast(Dead(story, traceback.format_exc()))
+            self._sessions.broadcast(Dead(story, traceback.format_exc()))
             raise
         finally:
             self._end_control()
@@ -183,14 +183,14 @@ class EngineCoreHost:
 
     def _end_the_rest(self) -> None:
         """Whoever is not finished when time is up is told so."""
-        for peer in self._peers:
-            ids = list(peer.live)
+        for session in self._sessions:
+            ids = list(session.live)
             ends = [Finished(i, "abort", message="the core was shut down") for i in range(len(ids))]
             if ids:
-                logger.warning("%d requests of %s are aborted: time is up", len(ids), peer)
+                logger.warning("%d requests of %s are aborted: time is up", len(ids), session)
                 self._core.drop(ids)
                 batch = CoreOutputs(ids, [], [0] * len(ids), self._clock(), finished=ends)
-                self._peers.publish(peer.index, batch)
+                self._sessions.publish(session.index, batch)
 
     # In the control thread.
 
@@ -198,12 +198,12 @@ class EngineCoreHost:
         poller = zmq.Poller()
         poller.register(self._control, zmq.POLLIN)
         poller.register(self._control_waker.fd, zmq.POLLIN)
-        desk = ControlDesk(self, self.address.token)
+        dispatcher = ControlDesk(self, self.address.token)
         while not self._is_over.is_set():
             ready = dict(poller.poll())
             if self._control in ready:
                 identity, *frames = self._control.recv_multipart()
-                desk.answer(self._control, identity, frames)
+                dispatcher.answer(self._control, identity, frames)
 
 
 class ControlDesk:

@@ -18,7 +18,7 @@ from engine.core.build import build_core
 from engine.core.client import CoreClient
 from engine.core.inproc_client import InprocClient
 from engine.errors import ConfigError, EngineDeadError, EngineError
-from engine.ipc.place import Address, Directory, address_of
+from engine.ipc.address import Address, Directory, address_of
 from engine.ipc.process import Child, Line, ParentWatch, Report, report_to_parent
 from engine.observe.logs import set_up_logging
 from engine.rpc.failures import KINDS, death_of

@@ -1,4 +1,4 @@
-"""The life of a core in a process of its own: inbox, step, outbox, over and over."""
+"""The life of a core in a process of its own: inbox, step, queue, over and over."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from engine.config.engine import EngineConfig
 from engine.core.inproc_client import InprocClient
 from engine.core.polling import Work, poll_timeout_ms
 from engine.ipc.sockets import Socket, Waker
-from engine.rpc.desk import Desk
-from engine.rpc.peers import Peers
+from engine.rpc.dispatcher import Dispatcher
+from engine.rpc.sessions import ClientSessions
 
 MAX_ARRIVALS = 1000  # messages read between two steps, so that a flood of them stops nobody
 PARKED_SECONDS = (0.001, 0.02)  # between two looks at requests that wait for something else
@@ -40,8 +40,8 @@ class CoreLoop:
         self,
         core: InprocClient,
         router: Socket,
-        desk: Desk,
-        peers: Peers,
+        dispatcher: Dispatcher,
+        sessions: ClientSessions,
         config: EngineConfig,
         clock: Callable[[], float],
     ) -> None:
@@ -49,9 +49,9 @@ class CoreLoop:
         self.waker = Waker()
         self._core = core
         self._router = router
-        self._desk = desk
-        self._peers = peers
-        self._ending = desk.ending
+        self._dispatcher = dispatcher
+        self._sessions = sessions
+        self._ending = dispatcher.ending
         self._config = config
         self._clock = clock
         self._idle_since: float | None = None
@@ -78,15 +78,15 @@ class CoreLoop:
                 identity, *frames = self._router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
-            self._desk.take(identity, frames, self._clock())
+            self._dispatcher.take(identity, frames, self._clock())
             self._idle_since = None
-        self._peers.tend(self._clock())
+        self._sessions.tend(self._clock())
         self._count()
 
     def _step(self) -> None:
         outputs = self._core.turn()
         for index, batch in outputs.items():
-            self._peers.publish(index, batch)
+            self._sessions.publish(index, batch)
         if self._core.is_idle:
             self._idle_since = self._clock() if self._idle_since is None else self._idle_since
             self._work = "none"
@@ -106,14 +106,14 @@ class CoreLoop:
     def _patience_ms(self) -> int:
         """Until something is due that no arrival tells of."""
         now = self._clock()
-        due = [self._peers.next_look()]
+        due = [self._sessions.next_look()]
         if self._ending.at is not None:
             due.append(self._ending.at)
         if self._core.has_unfinished():
             shortest, longest = PARKED_SECONDS
             waited = 0.0 if self._idle_since is None else now - self._idle_since
             due.append(now + min(max(shortest, PARKED_SHARE * waited), longest))
-            due += (time for time in self._peers.deadlines() if time > now)
+            due += (time for time in self._sessions.deadlines() if time > now)
         return math.ceil(1000.0 * min(max(0.0, min(due) - now), MAX_WAIT_SECONDS))
 
     def _is_over(self) -> bool:
@@ -121,8 +121,8 @@ class CoreLoop:
             return False
         if self._clock() >= self._ending.at:
             return True
-        return not self._core.has_unfinished() and not self._peers.has_backlog()
+        return not self._core.has_unfinished() and not self._sessions.has_backlog()
 
     def _count(self) -> None:
         self.pulse.num_unfinished = self._core.num_unfinished()
-        self.pulse.num_clients = len(self._peers)
+        self.pulse.num_clients = len(self._sessions)

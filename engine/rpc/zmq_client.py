@@ -13,15 +13,15 @@ import zmq
 from engine.core.client import CoreClient
 from engine.errors import EngineDeadError, WireError
 from engine.ipc import sockets
-from engine.ipc.place import Address, address_of
+from engine.ipc.address import Address, address_of
 from engine.ipc.process import Child
 from engine.messages.outputs import CoreOutputs
 from engine.messages.requests import AddRequest
 from engine.messages.stats import SchedulerStats
 from engine.messages.wire import Welcome
 from engine.rpc.failures import death_of
-from engine.rpc.heart import Heart
-from engine.rpc.link import Link, Reply, refused, value_of
+from engine.rpc.health import HealthMonitor
+from engine.rpc.protocol import ClientProtocol, Reply, refused, value_of
 
 STEP_SECONDS = 0.1  # that ``step`` waits for outputs, and between two looks at a silent core
 WELCOME_SECONDS = 10.0
@@ -49,7 +49,7 @@ class EngineCoreClient(CoreClient):
     ) -> None:
         self.address = address
         self._owner = os.getpid()
-        self._link = Link()
+        self._protocol = ClientProtocol()
         self._child = child
         self._death: EngineDeadError | None = None
         self._expected: dict[int, Reply | None] = {}  # answers to what was asked, by number
@@ -57,12 +57,12 @@ class EngineCoreClient(CoreClient):
         self._context: zmq.Context[sockets.Socket] = zmq.Context()
         try:
             self._socket, self._lost = sockets.connect(self._context, address.data, address.secret)
-            self._heart = Heart(self._context, address, hang_timeout)
+            self._health = HealthMonitor(self._context, address, hang_timeout)
         except BaseException:
             self._context.destroy(linger=0)
             self._waker.close()
             raise
-        own = (self._socket, self._lost, self._heart.socket)
+        own = (self._socket, self._lost, self._health.socket)
         sockets.close_with(self, self._context, *own, waker=self._waker)
         ended = () if child is None else (child.pidfd,)
         self.sources = (self._socket, self._lost, self._waker.fd, *ended)
@@ -88,7 +88,7 @@ class EngineCoreClient(CoreClient):
 
     def add_all(self, requests: Sequence[AddRequest]) -> dict[int, Exception]:
         self._live()
-        parts, errors = self._link.submit(requests)
+        parts, errors = self._protocol.submit(requests)
         try:
             for part in parts:
                 self._ask(part.number, part.frame)
@@ -101,34 +101,34 @@ class EngineCoreClient(CoreClient):
 
     def abort(self, request_ids: Sequence[str]) -> None:
         self._live()
-        self._send(self._link.abort(request_ids))
+        self._send(self._protocol.abort(request_ids))
 
     def step(self) -> list[CoreOutputs]:
-        if not self._link.unread:
+        if not self._protocol.unread:
             self._receive(STEP_SECONDS)
-        return self._link.take_batches(self._send_credit)
+        return self._protocol.take_batches(self._send_credit)
 
     def take(self) -> list[CoreOutputs]:
         """Outputs that have come; does not wait."""
-        if not self._link.unread:
+        if not self._protocol.unread:
             self._receive(0.0)
-        return self._link.take_batches(self._send_credit)
+        return self._protocol.take_batches(self._send_credit)
 
     def wake(self) -> None:
         self._waker.wake()
 
     def num_unfinished(self) -> int:
-        return self._link.num_unfinished
+        return self._protocol.num_unfinished
 
     def latest_stats(self) -> SchedulerStats | None:
         self._live()
-        if (frame := self._link.ask_stats()) is not None:
+        if (frame := self._protocol.ask_stats()) is not None:
             self._send(frame)
-        return self._link.stats
+        return self._protocol.stats
 
     def call(self, name: str, *args: Any) -> Any:
         self._live()
-        number, frame = self._link.call(name, args)
+        number, frame = self._protocol.call(name, args)
         self._ask(number, frame)
         return value_of(name, self._answer(number))
 
@@ -136,14 +136,14 @@ class EngineCoreClient(CoreClient):
         if os.getpid() != self._owner:
             return
         linger_ms = 0
-        if self._death is None and self._link.welcome is not None and not self._lost.poll(0):
+        if self._death is None and self._protocol.welcome is not None and not self._lost.poll(0):
             linger_ms = sockets.LINGER_MS  # last words for somebody
             with suppress(zmq.ZMQError):
-                self._socket.send(self._link.bye(), zmq.NOBLOCK)
+                self._socket.send(self._protocol.bye(), zmq.NOBLOCK)
         self._death = self._death or EngineDeadError("the engine was shut down")
         try:
             sockets.close(self._socket, linger_ms=linger_ms)
-            sockets.close(self._lost, self._heart.socket)
+            sockets.close(self._lost, self._health.socket)
             self._context.term()
             self._waker.close()
         finally:  # interrupted or not
@@ -161,16 +161,16 @@ class EngineCoreClient(CoreClient):
     # -- helpers
 
     def _greet(self, address: Address, name: str, timeout: float) -> Welcome:
-        self._send(self._link.hello(address.token, name))
+        self._send(self._protocol.hello(address.token, name))
         until = time.monotonic() + timeout
-        while self._link.welcome is None:
+        while self._protocol.welcome is None:
             try:
                 self._receive(STEP_SECONDS)
             except WireError as error:
                 raise EngineDeadError(f"the core refused this client: {error}") from error
             if time.monotonic() > until:
                 raise EngineDeadError(f"no core answers at {address.data} within {timeout:g} s")
-        return self._link.welcome
+        return self._protocol.welcome
 
     def _ask(self, number: int, frame: bytes) -> None:
         self._live()
@@ -207,15 +207,15 @@ class EngineCoreClient(CoreClient):
         has_come = self._take_all()
         if not has_come and self._is_lost(ready):
             self._die()
-        if not has_come and (complaint := self._heart.complaint(time.monotonic())):
-            self._kill(complaint)
+        if not has_come and (check := self._health.check(time.monotonic())):
+            self._kill(check)
 
     def _take_all(self) -> bool:
         """Take what has come; was there anything? What came before last words still counts."""
         has_come = False
         while True:
             try:
-                self._take(self._link.feed(self._socket.recv_multipart(zmq.NOBLOCK)))
+                self._take(self._protocol.feed(self._socket.recv_multipart(zmq.NOBLOCK)))
             except zmq.Again:
                 return has_come
             except EngineDeadError as error:
@@ -236,15 +236,15 @@ class EngineCoreClient(CoreClient):
 
     def _take(self, reply: Reply | None) -> None:
         if isinstance(reply, Welcome):
-            self._link.welcome = reply
+            self._protocol.welcome = reply
         elif reply is not None and reply.number in self._expected:
             self._expected[reply.number] = reply
 
-    def _kill(self, complaint: str) -> None:
+    def _kill(self, check: str) -> None:
         """A core that hangs is given up, and ended if it is ours."""
         if self._child is not None:
             self._child.kill()
-        self._death = death_of(f"the engine core died: it {complaint}")
+        self._death = death_of(f"the engine core died: it {check}")
         raise self._death
 
     def _die(self) -> None:
@@ -252,7 +252,7 @@ class EngineCoreClient(CoreClient):
         how = None if self._child is None else self._child.how_it_ended()
         if how is not None:
             self._death = death_of(f"the engine core died: its process {how}")
-        elif self._link.welcome is not None:
+        elif self._protocol.welcome is not None:
             self._death = death_of("the engine core died: it lost its connection")
         else:
             with_it = "" if self.address.secret is None else ", or it has another secret"

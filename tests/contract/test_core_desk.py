@@ -35,7 +35,7 @@ from engine.messages.wire import (
     Welcome,
 )
 from engine.observe.logs import THROTTLE_SECONDS, Throttle
-from engine.rpc.outbox import NUM_CREDITS
+from engine.rpc.send_queue import NUM_CREDITS
 from engine.rpc.zmq_client import EngineCoreClient
 from engine.sched.policy import Policy
 
@@ -262,7 +262,7 @@ def test_what_was_held_back_is_counted() -> None:
 def test_who_vanishes_while_nothing_is_sent_to_it_leaves_nothing(
     lacks: str, core: HostedCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.rpc.outbox.NUM_CREDITS", 1)
+    monkeypatch.setattr("engine.rpc.send_queue.NUM_CREDITS", 1)
     with RawClient(core.address.data) as gone:
         greet(gone, core)
         gone.send(Submit(0, [make_request("a", [1], 400)]))

@@ -20,7 +20,7 @@ from wire_frames import HOSTILE, mutated, recorded
 from engine.config.polling import PollConfig
 from engine.errors import EngineDeadError, RefusedError
 from engine.ipc import sockets
-from engine.ipc.place import Address
+from engine.ipc.address import Address
 from engine.messages.outputs import Finished
 from engine.messages.wire import (
     PROTOCOL_VERSION,
@@ -36,8 +36,8 @@ from engine.messages.wire import (
     Submit,
     Welcome,
 )
-from engine.rpc.heart import Heart
-from engine.rpc.outbox import NUM_CREDITS
+from engine.rpc.health import HealthMonitor
+from engine.rpc.send_queue import NUM_CREDITS
 from engine.rpc.zmq_client import EngineCoreClient
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -82,7 +82,7 @@ def test_another_version_is_told_so(core: HostedCore, raw: RawClient) -> None:
 def test_a_client_is_told_that_it_is_too_old(
     core: HostedCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.rpc.link.PROTOCOL_VERSION", 1)
+    monkeypatch.setattr("engine.rpc.protocol.PROTOCOL_VERSION", 1)
     told = "speaks version 1 of the protocol, this core speaks version 2; install the same"
     with pytest.raises(EngineDeadError, match=told):
         EngineCoreClient(core.address)
@@ -280,12 +280,12 @@ def test_silence_is_counted_in_questions_not_by_the_clock() -> None:
     """A laptop that slept for an hour asks once more before it gives up."""
     with HostedCore(FakeBuild()) as core:
         context: zmq.Context[Any] = zmq.Context()
-        heart = Heart(context, core.address, 2.0)
+        heart = HealthMonitor(context, core.address, 2.0)
         now = 1000.0
-        assert heart.complaint(now) is None
+        assert heart.check(now) is None
         time.sleep(0.2)
         for hours in range(1, 6):
-            assert heart.complaint(now + 3600 * hours) is None
+            assert heart.check(now + 3600 * hours) is None
             time.sleep(0.05)
         sockets.close(heart.socket)
         context.term()

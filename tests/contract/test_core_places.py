@@ -17,7 +17,7 @@ from simulate import expected, make_request
 from spawned import FakeBuild
 
 from engine.errors import ConfigError, EngineDeadError
-from engine.ipc.place import Directory, address_of, tcp_address
+from engine.ipc.address import Directory, address_of, tcp_address
 from engine.messages.wire import (
     PROTOCOL_VERSION,
     Hello,
@@ -46,7 +46,7 @@ def test_directories_that_killed_processes_left_are_removed(place: Path) -> None
     code = (
         "import os, signal, sys, tempfile\n"
         f"tempfile.tempdir = {str(place)!r}\n"
-        "from engine.ipc.place import Directory\n"
+        "from engine.ipc.address import Directory\n"
         "held = Directory.create()\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )

@@ -28,10 +28,10 @@ from spawned import FakeBuild, fake_config
 
 from engine.errors import EngineDeadError
 from engine.frontend.session import Session
-from engine.ipc.place import Directory
+from engine.ipc.address import Directory
 from engine.llm_engine import LLMEngine
 from engine.messages.params import SamplingParams
-from engine.rpc.desk import Ending
+from engine.rpc.dispatcher import Ending
 from engine.rpc.host import EngineCoreHost
 from engine.rpc.launch import meet, spawn, start_core, start_cores
 

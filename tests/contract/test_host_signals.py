@@ -11,7 +11,7 @@ from core_clients import own_place
 from spawned import FakeBuild, fake_config
 
 from engine.core.inproc_client import InprocClient
-from engine.ipc.place import Directory
+from engine.ipc.address import Directory
 from engine.rpc.host import EngineCoreHost
 
 SIGNAL = signal.SIGUSR1

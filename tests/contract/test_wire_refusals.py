@@ -11,7 +11,7 @@ from engine.messages.outputs import CoreOutputs, Finished
 from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest
 from engine.messages.wire import Failure, Outputs, Refusal, Submitted, ToClient
-from engine.rpc.link import Link
+from engine.rpc.protocol import ClientProtocol
 
 
 @pytest.mark.parametrize(
@@ -28,9 +28,9 @@ from engine.rpc.link import Link
     ids=repr,
 )
 def test_places_and_counts_that_are_none_are_errors_of_the_engine(message: ToClient) -> None:
-    link = Link()
+    link = ClientProtocol()
     link.submit([REQUEST])
-    with pytest.raises(WireError, match="the core speaks of"):
+    with pytest.raises(WireError, match="in a message from the core"):
         link.feed(frames_of([message]))
 
 

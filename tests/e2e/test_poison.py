@@ -16,8 +16,8 @@ from streams import Streams
 
 from engine.core.engine_core import Executor
 from engine.ipc import sockets
+from engine.ipc.address import Address
 from engine.ipc.codec import Decoder, Encoder
-from engine.ipc.place import Address
 from engine.messages.step import NewSeq
 from engine.messages.wire import (
     PROTOCOL_VERSION,

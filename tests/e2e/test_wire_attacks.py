@@ -16,7 +16,7 @@ from core_clients import RawClient, drain
 from live_core import SizedBuild, is_running, own_directory, pid_of, rss_mib, start
 from simulate import make_request
 
-from engine.ipc.place import IPC
+from engine.ipc.address import IPC
 from engine.messages.wire import PROTOCOL_VERSION, Fault, Hello, Submit, Welcome
 from engine.rpc.zmq_client import EngineCoreClient
 

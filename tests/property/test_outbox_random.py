@@ -8,15 +8,15 @@ import pytest
 from fake_router import Router, with_requests
 
 from engine.messages.outputs import CoreOutputs, Finished
-from engine.rpc.outbox import FRAME_BYTES
-from engine.rpc.peers import Peers
+from engine.rpc.send_queue import FRAME_BYTES
+from engine.rpc.sessions import ClientSessions
 
 
 class Life:
     """A client that reads when it likes, and what it makes of what it is sent."""
 
     def __init__(self, router: Router, dice: random.Random) -> None:
-        self.peers = Peers(router, lambda ids: None, max_backlog_bytes=20 * FRAME_BYTES)
+        self.peers = ClientSessions(router, lambda ids: None, max_backlog_bytes=20 * FRAME_BYTES)
         self.peer = with_requests(self.peers, b"a")
         self.ends: dict[str, str] = {}
         """What it was told, by request."""
@@ -55,7 +55,7 @@ class Life:
         self._router.full.clear()
         rows = list(self.peer.live)
         self._publish(rows, [0] * len(rows), [Finished(row, "stop") for row in range(len(rows))])
-        while len(self.peer.outbox) or self._router.sent:
+        while len(self.peer.queue) or self._router.sent:
             self.read()
 
     def check_ends(self) -> None:
@@ -92,7 +92,7 @@ def test_each_request_ends_once_whatever_is_read_when(turn: int, seed: int) -> N
     """Steps, credits, full queues and aborts; only who was aborted may lack tokens."""
     dice = random.Random(seed + turn)
     life = Life(Router(), dice)
-    outbox = life.peer.outbox
+    outbox = life.peer.queue
     for now in range(300):
         life.act()
         life.peers.tend(float(now))

@@ -12,7 +12,7 @@ from wire_samples import frames_of
 from engine.messages.outputs import CoreOutputs, Finished, Started
 from engine.messages.wire import Outputs, Submitted
 from engine.rpc.clocks import MAX_DRIFT, ClockOffset
-from engine.rpc.link import Link
+from engine.rpc.protocol import ClientProtocol
 
 
 class Machines:
@@ -88,7 +88,7 @@ class Stream:
 
     def __init__(self, dice: random.Random, ahead: float, drift: float) -> None:
         self.own = 100.0
-        self.link = Link(lambda: self.own)
+        self.link = ClientProtocol(lambda: self.own)
         self._dice, self._ahead, self._drift = dice, ahead, drift
         self._number = itertools.count()
 

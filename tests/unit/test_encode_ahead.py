@@ -47,14 +47,14 @@ class Held(RustBackend):
         self.has_begun = threading.Event()
         rust = self._tokenizer
 
-        class Holding:
+        class RequestBlocks:
             def __getattr__(_, name: str) -> Any:
                 if name.startswith("encode"):
                     self.has_begun.set()
                     assert self.may_end.wait(WAIT_SECONDS / 3), "the event loop stood still"
                 return getattr(rust, name)
 
-        self._tokenizer = Holding()
+        self._tokenizer = RequestBlocks()
 
 
 def session_with(backend: RustBackend, max_model_len: int = 4096) -> Session:

@@ -10,7 +10,7 @@ from simulate import make_request, make_run, make_scheduler
 
 from engine.kv.block_pool import BlockPool
 from engine.kv.manager import KVManager
-from engine.kv.peak import peak_blocks
+from engine.kv.tables import peak_blocks
 
 
 def add(scheduler, name, prompt, **fields):

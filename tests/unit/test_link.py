@@ -12,19 +12,19 @@ from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest
 from engine.messages.stats import SchedulerStats
 from engine.messages.wire import Answer, Failure, Outputs, Refusal, Submitted
-from engine.rpc.link import Link, refused
+from engine.rpc.protocol import ClientProtocol, refused
 
 
 def request(name: str, length: int = 4) -> AddRequest:
     return AddRequest(name, [1], SamplingParams(), 1, 0.0, length)
 
 
-def read(link: Link) -> list[CoreOutputs]:
+def read(link: ClientProtocol) -> list[CoreOutputs]:
     return link.take_batches(lambda frame: None)
 
 
 def test_unfinished_are_those_that_were_taken_until_their_end_is_read() -> None:
-    link = Link()
+    link = ClientProtocol()
     (part,), errors = link.submit([request(name) for name in "abc"])
     assert not errors
     full = Refusal(1, Failure("RefusedError", "full"))
@@ -41,7 +41,7 @@ def test_unfinished_are_those_that_were_taken_until_their_end_is_read() -> None:
 
 def test_what_was_never_sent_is_not_waited_for() -> None:
     """An interrupt came before; the answer to what was asked later tells."""
-    link = Link()
+    link = ClientProtocol()
     link.submit([request("a")])
     (later,), _ = link.submit([request("a")])
     link.feed(frames_of([Submitted(later.number, 0.0, [])]))
@@ -51,7 +51,7 @@ def test_what_was_never_sent_is_not_waited_for() -> None:
 
 
 def test_a_request_that_cannot_travel_fails_alone() -> None:
-    link = Link()
+    link = ClientProtocol()
     odd = msgspec.structs.replace(request("b"), hints={"handle": object()})
     parts, errors = link.submit([request("a"), odd, request("c")])
     assert [part.places for part in parts] == [[0], [2]] and list(errors) == [1]
@@ -61,7 +61,7 @@ def test_a_request_that_cannot_travel_fails_alone() -> None:
 
 
 def test_statistics_are_asked_for_once_at_a_time_and_kept() -> None:
-    link = Link()
+    link = ClientProtocol()
     stats = SchedulerStats(*range(10))
     assert link.ask_stats() is not None and link.ask_stats() is None and link.stats is None
     link.feed(frames_of([Answer(0, stats)]))
@@ -74,7 +74,7 @@ def test_statistics_are_asked_for_once_at_a_time_and_kept() -> None:
 
 def test_a_question_for_statistics_that_was_never_sent_is_asked_again() -> None:
     """An interrupt came before; the answer to what was asked later tells."""
-    link = Link()
+    link = ClientProtocol()
     assert link.ask_stats() is not None
     number, _ = link.call("echo", (None,))
     link.feed(frames_of([Answer(number)]))

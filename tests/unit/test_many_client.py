@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from engine.errors import EngineDeadError
-from engine.ipc.place import Address
+from engine.ipc.address import Address
 from engine.messages.outputs import CoreOutputs
 from engine.rpc.many_client import ManyCoresClient
 

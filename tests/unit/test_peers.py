@@ -11,8 +11,8 @@ from fake_router import Router, with_requests
 from engine.errors import WireError
 from engine.messages.outputs import CoreOutputs, Finished, TokenLogprobs
 from engine.messages.wire import Answer, Dead, Fault, Outputs, Probe
-from engine.rpc.outbox import NUM_CREDITS
-from engine.rpc.peers import PROBE_SECONDS, Peers
+from engine.rpc.send_queue import NUM_CREDITS
+from engine.rpc.sessions import PROBE_SECONDS, ClientSessions
 
 MAX_BYTES = 5000
 
@@ -28,15 +28,17 @@ def ended() -> list[str]:
 
 
 @pytest.fixture
-def peers(router: Router, ended: list[str]) -> Peers:
-    return Peers(router, ended.extend, max_backlog_bytes=MAX_BYTES)
+def peers(router: Router, ended: list[str]) -> ClientSessions:
+    return ClientSessions(router, ended.extend, max_backlog_bytes=MAX_BYTES)
 
 
 def batch(*names: str, **details: Any) -> CoreOutputs:
     return CoreOutputs(list(names), [1] * len(names), None, 0.0, **details)
 
 
-def test_who_cannot_be_reached_has_left(peers: Peers, router: Router, ended: list[str]) -> None:
+def test_who_cannot_be_reached_has_left(
+    peers: ClientSessions, router: Router, ended: list[str]
+) -> None:
     with_requests(peers, b"a", "x", "y")
     other = with_requests(peers, b"b", "z")
     router.gone.add(b"a")
@@ -46,7 +48,9 @@ def test_who_cannot_be_reached_has_left(peers: Peers, router: Router, ended: lis
     assert not router.batches()
 
 
-def test_who_has_no_room_now_gets_all_of_it_later_in_order(peers: Peers, router: Router) -> None:
+def test_who_has_no_room_now_gets_all_of_it_later_in_order(
+    peers: ClientSessions, router: Router
+) -> None:
     """A full queue says nothing of whoever is at its end: it may be stopped for a while."""
     peer = with_requests(peers, b"a", "x")
     router.full.add(b"a")
@@ -55,18 +59,18 @@ def test_who_has_no_room_now_gets_all_of_it_later_in_order(peers: Peers, router:
     peers.send(b"a", Fault("second"))
     peers.tend(0.0)
     with_requests(peers, b"b")  # everybody is probed
-    assert peers.get(b"a") is peer and list(peer.live) == ["x"] and peer.outbox.num_bytes
+    assert peers.get(b"a") is peer and list(peer.live) == ["x"] and peer.queue.num_bytes
     assert peers.has_backlog() and peers.next_look() < PROBE_SECONDS
     router.full.clear()
     peers.tend(1.0)
     sent = [message for identity, message in router.sent if identity == b"a"]
     assert sent[:2] == [Answer(1, "first"), Fault("second")] and isinstance(sent[2], Outputs)
-    assert not peer.outbox.num_bytes and not peers.has_backlog()
-    assert peer.outbox.credits == NUM_CREDITS - 1
+    assert not peer.queue.num_bytes and not peers.has_backlog()
+    assert peer.queue.credits == NUM_CREDITS - 1
 
 
 def test_who_reads_no_answer_is_parted_with_and_told_so(
-    peers: Peers, router: Router, ended: list[str], caplog: pytest.LogCaptureFixture
+    peers: ClientSessions, router: Router, ended: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     with_requests(peers, b"a", "x")
     router.full.add(b"a")
@@ -79,13 +83,13 @@ def test_who_reads_no_answer_is_parted_with_and_told_so(
     router.full.clear()
     peers.tend(2.0)
     ((_, dead),) = router.sent
-    assert isinstance(dead, Dead) and "has parted with it" in dead.message
+    assert isinstance(dead, Dead) and "disconnected it" in dead.message
     peers.tend(9.0)
     assert len(router.sent) == 1
 
 
 def test_somebody_looks_after_those_who_have_work_here_once_a_second(
-    peers: Peers, router: Router, ended: list[str]
+    peers: ClientSessions, router: Router, ended: list[str]
 ) -> None:
     """A client without credits, or whose prompt is long, is sent nothing else for a while."""
     busy = with_requests(peers, b"a", "x")
@@ -101,9 +105,9 @@ def test_somebody_looks_after_those_who_have_work_here_once_a_second(
 
 
 def test_the_dead_do_not_count_among_those_who_are_there(
-    peers: Peers, router: Router, monkeypatch: pytest.MonkeyPatch
+    peers: ClientSessions, router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.rpc.peers.MAX_CONNECTIONS", 2)
+    monkeypatch.setattr("engine.rpc.sessions.MAX_CONNECTIONS", 2)
     with_requests(peers, b"a")
     with_requests(peers, b"b")
     with pytest.raises(WireError, match="2 clients are there already"):
@@ -113,7 +117,9 @@ def test_the_dead_do_not_count_among_those_who_are_there(
     assert {peer.identity for peer in peers} == {b"b", b"c"}
 
 
-def test_who_comes_back_under_the_same_name_starts_anew(peers: Peers, ended: list[str]) -> None:
+def test_who_comes_back_under_the_same_name_starts_anew(
+    peers: ClientSessions, ended: list[str]
+) -> None:
     with_requests(peers, b"a", "x")
     peer = with_requests(peers, b"a", "y")
     assert ended == ["x"] and list(peers) == [peer] and peer.index == 1
@@ -125,7 +131,7 @@ def test_last_words_reach_all_others_when_one_has_gone(router: Router) -> None:
     def dead(ids: list[str]) -> None:
         raise AssertionError("the dead core was asked")
 
-    peers = Peers(router, dead)
+    peers = ClientSessions(router, dead)
     for identity in (b"a", b"b", b"c"):
         with_requests(peers, identity, "x")
     router.sent.clear()
@@ -136,7 +142,7 @@ def test_last_words_reach_all_others_when_one_has_gone(router: Router) -> None:
 
 
 def test_a_newcomer_makes_the_vanished_be_forgotten(
-    peers: Peers, router: Router, ended: list[str]
+    peers: ClientSessions, router: Router, ended: list[str]
 ) -> None:
     with_requests(peers, b"a", "x")
     router.gone.add(b"a")
@@ -145,18 +151,18 @@ def test_a_newcomer_makes_the_vanished_be_forgotten(
 
 
 def test_credits_are_spent_returned_and_never_more_than_there_were(
-    peers: Peers, router: Router
+    peers: ClientSessions, router: Router
 ) -> None:
     peer = with_requests(peers, b"a", "x")
-    peer.outbox.credits = 2
+    peer.queue.credits = 2
     for _ in range(5):
         peers.publish(0, batch("x"))
-    assert len(router.sent) == 2 and len(peer.outbox) == 3 and peers.has_backlog()
+    assert len(router.sent) == 2 and len(peer.queue) == 3 and peers.has_backlog()
     peers.grant(peer, 2)
-    assert len(router.sent) == 4 and peer.outbox.credits == 0
+    assert len(router.sent) == 4 and peer.queue.credits == 0
     peers.grant(peer, 10**9)
-    assert len(router.sent) == 5 and peer.outbox.credits == NUM_CREDITS - 1
-    assert peer.outbox.num_bytes == 0 and not peers.has_backlog()
+    assert len(router.sent) == 5 and peer.queue.credits == NUM_CREDITS - 1
+    assert peer.queue.num_bytes == 0 and not peers.has_backlog()
 
 
 def told_by(router: Router) -> tuple[dict[str, int], dict[str, Finished]]:
@@ -169,15 +175,15 @@ def told_by(router: Router) -> tuple[dict[str, int], dict[str, Finished]]:
     return tokens, ends
 
 
-def test_an_end_is_forgotten_also_when_it_waits_for_a_credit(peers: Peers) -> None:
+def test_an_end_is_forgotten_also_when_it_waits_for_a_credit(peers: ClientSessions) -> None:
     peer = with_requests(peers, b"a", "x", "y")
-    peer.outbox.credits = 0
+    peer.queue.credits = 0
     peers.publish(0, batch("x", "y", finished=[Finished(1, "length")]))
     assert list(peer.live) == ["x"]
 
 
 def test_outputs_too_large_to_travel_fail_who_wanted_them_alone(
-    peers: Peers,
+    peers: ClientSessions,
     router: Router,
     ended: list[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -211,7 +217,7 @@ def test_outputs_too_large_to_travel_fail_who_wanted_them_alone(
     ids=["params", "message", "waits", "events"],
 )
 def test_an_end_that_cannot_travel_is_an_error_of_that_request_alone(
-    end: Finished, peers: Peers, router: Router, ended: list[str]
+    end: Finished, peers: ClientSessions, router: Router, ended: list[str]
 ) -> None:
     peer = with_requests(peers, b"a", "good", "bad", "done")
     peers.publish(0, batch("good", "bad", "done", finished=[end, Finished(2, "length")]))
@@ -225,10 +231,10 @@ def test_an_end_that_cannot_travel_is_an_error_of_that_request_alone(
 def test_ends_that_are_too_large_together_are_told_in_several_messages(
     credits: int, router: Router, ended: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    peers = Peers(router, ended.extend, max_backlog_bytes=20_000)
+    peers = ClientSessions(router, ended.extend, max_backlog_bytes=20_000)
     monkeypatch.setattr("engine.ipc.codec.MAX_MESSAGE_BYTES", 2000)
     peer = with_requests(peers, b"a", *"abcde", "running")
-    peer.outbox.credits = credits
+    peer.queue.credits = credits
     ends = [Finished(i, "stop", kv_transfer_params={"handle": "x" * 900}) for i in range(5)]
     peers.publish(0, batch(*"abcde", finished=ends))
     while not credits and not ended:
@@ -237,14 +243,14 @@ def test_ends_that_are_too_large_together_are_told_in_several_messages(
     _, told = told_by(router)
     handles = [told[name].kv_transfer_params for name in "abcde"]
     assert handles == [{"handle": "x" * 900}] * 5
-    assert len(router.batches()) > 2 and not len(peer.outbox)
+    assert len(router.batches()) > 2 and not len(peer.queue)
 
 
 def test_who_reads_no_end_of_very_many_is_parted_with(
-    peers: Peers, router: Router, ended: list[str], caplog: pytest.LogCaptureFixture
+    peers: ClientSessions, router: Router, ended: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     peer = with_requests(peers, b"a", "running")
-    peer.outbox.credits = 0
+    peer.queue.credits = 0
     with caplog.at_level(logging.WARNING):
         for i in range(1000):
             if peers.get(b"a") is None:
@@ -259,17 +265,17 @@ def test_who_reads_no_end_of_very_many_is_parted_with(
 
 
 def test_who_does_not_read_is_told_of_each_end_once_and_what_it_was(
-    peers: Peers, router: Router, ended: list[str]
+    peers: ClientSessions, router: Router, ended: list[str]
 ) -> None:
     """Ends that stood in what is dropped are kept; who lost tokens was aborted."""
     peer = with_requests(peers, b"a", "lost", "late", "running")
-    peer.outbox.credits = 0
+    peer.queue.credits = 0
     peers.publish(0, batch("lost", "running", finished=[Finished(0, "length")]))
     late = CoreOutputs(["late"], [], [0], 0.0, finished=[Finished(0, "deadline", message="late")])
     peers.publish(0, late)
     while not ended:
         peers.publish(0, batch("running"))
-    assert ended == ["running"] and not peer.live and len(peer.outbox) == 1
+    assert ended == ["running"] and not peer.live and len(peer.queue) == 1
     peers.grant(peer, 1)
     (last,) = router.batches()
     ends = {last.request_ids[e.index]: (e.reason, e.message[:4]) for e in last.finished}
@@ -280,15 +286,15 @@ def test_who_does_not_read_is_told_of_each_end_once_and_what_it_was(
         "running": "abort",
     }
     assert all(message[0] == waited for _, message in ends.values())
-    assert last.token_ids == [] and len(set(last.request_ids)) == 3 and not peer.outbox.num_bytes
+    assert last.token_ids == [] and len(set(last.request_ids)) == 3 and not peer.queue.num_bytes
 
 
 def test_an_id_that_is_used_again_before_its_end_was_read_has_two_ends(
-    peers: Peers, router: Router, ended: list[str]
+    peers: ClientSessions, router: Router, ended: list[str]
 ) -> None:
     """What waits is in order, so the first end is the first one's, also if the rest is lost."""
     peer = with_requests(peers, b"a", "x")
-    peer.outbox.credits = 0
+    peer.queue.credits = 0
     done = CoreOutputs(["x"], [], [0], 0.0, finished=[Finished(0, "length")])
     peers.publish(0, done)
     peer.live["x"] = ()
@@ -302,7 +308,7 @@ def test_an_id_that_is_used_again_before_its_end_was_read_has_two_ends(
     ]
 
 
-def test_a_name_is_shown_on_one_line(peers: Peers) -> None:
+def test_a_name_is_shown_on_one_line(peers: ClientSessions) -> None:
     peer = peers.welcome(b"a", "evil\nCRITICAL: \x1b[31m" + "x" * 500)
     assert str(peer) == "client 0 (evil?CRITICAL: ?[31m" + "x" * 60 + ")"
     assert str(peers.welcome(b"b", "")) == "client 1"

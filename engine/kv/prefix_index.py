@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from engine.kv.events import EventLog
 from engine.kv.groups import FULL, Group, find_tables, group_keys
 from engine.kv.hashing import BlockHasher, Chains
-from engine.kv.holding import Holder, Holding
 from engine.kv.prefix_cache import PrefixCache
+from engine.kv.request_blocks import Holder, RequestBlocks
 
 
-class Sharing:
+class PrefixIndex:
     """Hashes the sequences of requests and keeps the cache and its listener in step."""
 
     def __init__(
@@ -31,7 +31,7 @@ class Sharing:
         if events is not None:
             cache.on_loss = events.removed
 
-    def find(self, req: Holder, holding: Holding, num_blocks: int) -> list[list[int]]:
+    def find(self, req: Holder, holding: RequestBlocks, num_blocks: int) -> list[list[int]]:
         """The longest hit of at most so many blocks, as one table for each group.
 
         As long as no content was lost since the remembered hit, that is where to go on.
@@ -42,7 +42,7 @@ class Sharing:
             return find_tables(self._groups, cache, chain[:num_blocks], self._block_size)
         return [old.blocks + cache.prefix(chain[len(old.blocks) : num_blocks])]
 
-    def publish(self, req: Holder, holding: Holding, first: int, before: int) -> None:
+    def publish(self, req: Holder, holding: RequestBlocks, first: int, before: int) -> None:
         """The blocks [first, before) are full and written: others may share them."""
         chain, publish = holding.chain, self._cache.publish_each
         self._chains.extend(chain, req, before * self._block_size)
@@ -53,7 +53,7 @@ class Sharing:
             self._report(self.events, req, chain, first, before)
 
     def publish_next(
-        self, reqs: Sequence[Holder], holdings: Sequence[Holding], nth: list[int]
+        self, reqs: Sequence[Holder], holdings: Sequence[RequestBlocks], nth: list[int]
     ) -> None:
         """``publish`` of one block each: the ``nth`` of each table."""
         if self.events is not None or len(self._groups) > 1 or 0 in nth:
@@ -68,7 +68,7 @@ class Sharing:
         hashes = [chain[index] for chain, index in zip(chains, nth, strict=True)]
         self._cache.publish_each(blocks, hashes)
 
-    def hashes(self, req: Holder, holding: Holding | None) -> list[bytes]:
+    def hashes(self, req: Holder, holding: RequestBlocks | None) -> list[bytes]:
         """Of all full blocks of known tokens, also of a request that has ended."""
         chain = [] if holding is None else holding.chain
         self._chains.extend(chain, req, len(req.tokens))

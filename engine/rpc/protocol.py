@@ -62,7 +62,7 @@ class Part:
     asked_at: float
 
 
-class Link:
+class ClientProtocol:
     """One client's side of the conversation. ``clock`` is that of the client's times."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -215,7 +215,9 @@ def _check_places(places: Sequence[int], among: Sequence[object]) -> None:
     """Raise ``WireError`` for a place that is none: a core with a fault, or none at all."""
     for place in places:
         if not 0 <= place < len(among):
-            raise WireError(f"the core speaks of place {place}, where there are {len(among)}")
+            raise WireError(
+                f"invalid index {place} in a message from the core ({len(among)} entries)"
+            )
 
 
 def _check_counts(batch: CoreOutputs) -> None:
@@ -232,8 +234,8 @@ def _check_counts(batch: CoreOutputs) -> None:
         )
     if not is_right:
         raise WireError(
-            f"the core speaks of {num_rows} requests and {len(batch.token_ids)} tokens, which its "
-            "counts do not explain"
+            f"invalid counts in a message from the core: {num_rows} requests, "
+            f"{len(batch.token_ids)} tokens"
         )
 
 

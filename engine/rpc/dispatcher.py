@@ -33,8 +33,8 @@ from engine.messages.wire import (
 )
 from engine.observe.logs import Throttle
 from engine.rpc.failures import failure_of
-from engine.rpc.outbox import NUM_CREDITS
-from engine.rpc.peers import Peer, Peers
+from engine.rpc.send_queue import NUM_CREDITS
+from engine.rpc.sessions import ClientSession, ClientSessions
 
 logger = logging.getLogger("engine.core")
 
@@ -54,12 +54,14 @@ class Ending:
             self.at = when if self.at is None else min(self.at, when)
 
 
-class Desk:
+class Dispatcher:
     """Reads messages of clients. Whatever they are, only their sender is concerned."""
 
-    def __init__(self, core: InprocClient, peers: Peers, token: bytes, ending: Ending) -> None:
+    def __init__(
+        self, core: InprocClient, sessions: ClientSessions, token: bytes, ending: Ending
+    ) -> None:
         self._core = core
-        self._peers = peers
+        self._sessions = sessions
         self._token = token
         self.ending = ending
         self._decoder: Decoder[FromClient] = Decoder(FromClient)
@@ -67,24 +69,24 @@ class Desk:
 
     def take(self, identity: bytes, frames: list[bytes], now: float) -> None:
         """Carry out one message. Raises nothing but ``EngineDeadError``."""
-        peer = self._peers.get(identity)
+        session = self._sessions.get(identity)
         try:
-            check_size(frames, MAX_HELLO_BYTES if peer is None else _limit_of(frames))
+            check_size(frames, MAX_HELLO_BYTES if session is None else _limit_of(frames))
             message = self._decoder.decode(frames)
             if isinstance(message, Hello):
                 self._greet(identity, message, now)
-            elif peer is None and isinstance(message, Abort | Credit | Bye):
+            elif session is None and isinstance(message, Abort | Credit | Bye):
                 pass  # it left while a step ran, whose outputs did not reach it any more
-            elif peer is None:
+            elif session is None:
                 raise WireError("the first message of a client must be hello")
             else:
-                self._serve(peer, message, now)
+                self._serve(session, message, now)
         except WireError as error:
-            complaints = self._complaints if peer is None else peer.complaints
+            complaints = self._complaints if session is None else session.complaints
             if (others := complaints.admit()) is not None:
-                who = peer or "a stranger"
+                who = session or "a stranger"
                 logger.warning("a message of %s was refused: %s%s", who, error, others)
-            self._peers.send(identity, Fault(str(error)))
+            self._sessions.send(identity, Fault(str(error)))
 
     def _greet(self, identity: bytes, hello: Hello, now: float) -> None:
         if not secrets.compare_digest(hello.token, self._token):
@@ -94,13 +96,13 @@ class Desk:
                 f"the client speaks version {hello.version} of the protocol, this core speaks "
                 f"version {PROTOCOL_VERSION}; install the same release on both sides"
             )
-        peer = self._peers.welcome(identity, hello.name)
-        logger.info("%s has come", peer)
+        session = self._sessions.welcome(identity, hello.name)
+        logger.info("%s has come", session)
         decided = self._core.decided
         welcome = Welcome(
             version=PROTOCOL_VERSION,
-            client_index=peer.index,
-            id_prefix=f"client-{peer.index}/" if peer.index else "",
+            client_index=session.index,
+            id_prefix=f"client-{session.index}/" if session.index else "",
             num_credits=NUM_CREDITS,
             max_model_len=decided.max_model_len,
             vocab_size=decided.vocab_size,
@@ -111,48 +113,48 @@ class Desk:
             model=decided.model.encode(errors="replace").decode(),  # a name of files may be no text
             capabilities=list(decided.capabilities),
         )
-        self._peers.send(identity, welcome)
+        self._sessions.send(identity, welcome)
 
-    def _serve(self, peer: Peer, message: FromClient, now: float) -> None:
+    def _serve(self, session: ClientSession, message: FromClient, now: float) -> None:
         match message:
             case Submit():
                 refusals = [
                     Refusal(index, failure)
                     for index, request in enumerate(message.requests)
-                    if (failure := self._add(peer, request)) is not None
+                    if (failure := self._add(session, request)) is not None
                 ]
-                self._peers.send(peer.identity, Submitted(message.number, now, refusals))
+                self._sessions.send(session.identity, Submitted(message.number, now, refusals))
             case Abort():  # ids of others are as unknown to it as those of nobody
-                self._core.abort([name for name in message.request_ids if name in peer.live])
+                self._core.abort([name for name in message.request_ids if name in session.live])
             case Call():
-                self._answer(peer, message)
+                self._answer(session, message)
             case Credit():
                 if message.num_batches < 1:
                     raise WireError(f"credit for {message.num_batches} batches, must be at least 1")
-                self._peers.grant(peer, message.num_batches)
+                self._sessions.grant(session, message.num_batches)
             case Bye():
-                self._peers.leave(peer)
+                self._sessions.leave(session)
 
-    def _add(self, peer: Peer, request: AddRequest) -> Failure | None:
+    def _add(self, session: ClientSession, request: AddRequest) -> Failure | None:
         """Queue a request of this client; why not, if it was not taken."""
         try:
             if self.ending.at is not None:
                 raise RefusedError("the engine core is shutting down and takes no more requests")
-            self._core.add(msgspec.structs.replace(request, client_index=peer.index))
+            self._core.add(msgspec.structs.replace(request, client_index=session.index))
         except EngineDeadError:
             raise
         except Exception as error:  # a request its policy chokes on fails alone
             return failure_of(error, default=RequestError)
         times = (request.queue_deadline, request.end_deadline)
-        peer.live[request.request_id] = tuple(time for time in times if time is not None)
+        session.live[request.request_id] = tuple(time for time in times if time is not None)
         return None
 
-    def _answer(self, peer: Peer, call: Call) -> None:
+    def _answer(self, session: ClientSession, call: Call) -> None:
         try:
-            self._peers.send(peer.identity, self._call(call), MAX_CALL_BYTES)
+            self._sessions.send(session.identity, self._call(call), MAX_CALL_BYTES)
         except WireError as error:
             told = EngineError(f"Call to {call.name} method failed: its answer: {error}")
-            self._peers.send(peer.identity, Answer(call.number, failure=failure_of(told)))
+            self._sessions.send(session.identity, Answer(call.number, failure=failure_of(told)))
 
     def _call(self, call: Call) -> Answer:
         try:

@@ -37,7 +37,7 @@ class Waiting:
         return {name for i, name in enumerate(ids) if counts is None or counts[i]}
 
 
-class Outbox:
+class SendQueue:
     """In order, and counted. ``send`` says whether there was room for a frame."""
 
     def __init__(self, send: Callable[[bytes], bool]) -> None:

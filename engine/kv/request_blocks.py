@@ -52,7 +52,7 @@ class PrefixHit:
 
 
 @dataclass(slots=True)
-class Holding:
+class RequestBlocks:
     """The blocks of one request and what is known of their content.
 
     There is one table for each group, and all have as many entries.

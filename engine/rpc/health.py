@@ -8,14 +8,14 @@ import zmq
 
 from engine.errors import WireError
 from engine.ipc import sockets
+from engine.ipc.address import Address
 from engine.ipc.codec import Decoder, Encoder
-from engine.ipc.place import Address
 from engine.messages.wire import FromControl, Health, Ping
 
 ASK_SECONDS = 1.0  # between two questions, at most
 
 
-class Heart:
+class HealthMonitor:
     """Listens to the heartbeat of a core. Silence is counted in questions, not by the clock: a
     machine that slept, or a client that was stopped, is no reason to give up a core.
 
@@ -34,14 +34,14 @@ class Heart:
         self._asked_at = 0.0
         self._num_unanswered = 0
 
-    def complaint(self, now: float) -> str | None:
+    def check(self, now: float) -> str | None:
         """What is wrong with a core that has been silent; ``None`` if nothing is known to be.
 
         To be asked again and again while the core is silent.
         """
         while self.socket.poll(0):
-            if complaint := self._take(self.socket.recv_multipart()):
-                return complaint
+            if check := self._take(self.socket.recv_multipart()):
+                return check
         if now - self._asked_at >= self._ask_seconds:
             if self._num_unanswered * self._ask_seconds >= self._hang_timeout:
                 return f"has not answered for {self._hang_timeout:g} s (core_hang_timeout)"
@@ -56,7 +56,7 @@ class Heart:
         try:
             health = self._decoder.decode(frames)
         except WireError as error:
-            return f"sends rubbish ({error})"
+            return f"sent an invalid message ({error})"
         if isinstance(health, Health) and health.seconds_in_step > self._hang_timeout:
             return (
                 f"has been in one step for {health.seconds_in_step:.1f} s, the limit is "

@@ -1,7 +1,7 @@
 """The clients of a core: who is there, what is theirs at the core, and the way to them.
 
 A client grants credits for batches of outputs as it reads them; what cannot be sent yet waits in
-its outbox, up to ``max_backlog_bytes``. One that lets more wait loses its requests, by name, and
+its queue, up to ``max_backlog_bytes``. One that lets more wait loses its requests, by name, and
 nobody else notices. Only the socket's word that it cannot be reached makes a client gone.
 """
 
@@ -21,8 +21,8 @@ from engine.messages.columns import with_ends
 from engine.messages.outputs import CoreOutputs, Finished
 from engine.messages.wire import Dead, Probe, ToClient
 from engine.observe.logs import Throttle
-from engine.rpc.mend import pieces_of
-from engine.rpc.outbox import Outbox
+from engine.rpc.send_queue import SendQueue
+from engine.rpc.split import pieces_of
 
 logger = logging.getLogger("engine.core")
 
@@ -38,13 +38,13 @@ class ClientGoneError(Exception):
 
 
 @dataclass
-class Peer:
+class ClientSession:
     """A client that was welcomed."""
 
     identity: bytes
     index: int
     name: str
-    outbox: Outbox
+    queue: SendQueue
     live: dict[str, Deadlines] = field(default_factory=dict)
     """Its requests at the core, and when they end or may no longer start."""
     complaints: Throttle = field(default_factory=Throttle)
@@ -56,10 +56,10 @@ class Peer:
     @property
     def is_concerned(self) -> bool:
         """Would anything be left behind if it went without a word?"""
-        return bool(self.live or self.outbox)
+        return bool(self.live or self.queue)
 
 
-class Peers:
+class ClientSessions:
     """Who is there, and the way to them. ``drop`` ends requests at the core, without a word."""
 
     def __init__(
@@ -73,8 +73,8 @@ class Peers:
         self._drop = drop
         self._max_backlog_bytes = max_backlog_bytes
         self._encoder = Encoder()
-        self._by_identity: dict[bytes, Peer] = {}
-        self._by_index: dict[int, Peer] = {}
+        self._by_identity: dict[bytes, ClientSession] = {}
+        self._by_index: dict[int, ClientSession] = {}
         self._farewells: dict[bytes, bytes] = {}  # to those given up, until there is room
         self._num_seen = 0
         self._probe_at = -math.inf
@@ -83,15 +83,15 @@ class Peers:
     def __len__(self) -> int:
         return len(self._by_identity)
 
-    def __iter__(self) -> Iterator[Peer]:
+    def __iter__(self) -> Iterator[ClientSession]:
         return iter(list(self._by_identity.values()))
 
-    def get(self, identity: bytes) -> Peer | None:
+    def get(self, identity: bytes) -> ClientSession | None:
         return self._by_identity.get(identity)
 
     # -- who is there
 
-    def welcome(self, identity: bytes, name: str) -> Peer:
+    def welcome(self, identity: bytes, name: str) -> ClientSession:
         """A new client; those that vanished without a word are forgotten first.
 
         Also one of the same identity: two connections never have it at a time, so it came back.
@@ -105,39 +105,39 @@ class Peers:
             raise WireError(f"{MAX_CONNECTIONS} clients are there already, try again later")
         self._farewells.pop(identity, None)
         shown = "".join(c if c.isprintable() else "?" for c in name[:MAX_NAME])
-        outbox = Outbox(lambda frame: self._send(identity, frame))
-        peer = Peer(identity, self._num_seen, shown, outbox)
+        queue = SendQueue(lambda frame: self._send(identity, frame))
+        session = ClientSession(identity, self._num_seen, shown, queue)
         self._num_seen += 1
-        self._by_identity[identity] = self._by_index[peer.index] = peer
-        return peer
+        self._by_identity[identity] = self._by_index[session.index] = session
+        return session
 
-    def leave(self, peer: Peer) -> None:
+    def leave(self, session: ClientSession) -> None:
         """It has gone: what it had at the core ends, what waits for it is dropped."""
-        self._by_identity.pop(peer.identity, None)
-        self._by_index.pop(peer.index, None)
-        if peer.live:
-            logger.info("%s has gone; its %d requests are aborted", peer, len(peer.live))
-            self._drop(list(peer.live))
-            peer.live.clear()
+        self._by_identity.pop(session.identity, None)
+        self._by_index.pop(session.index, None)
+        if session.live:
+            logger.info("%s has gone; its %d requests are aborted", session, len(session.live))
+            self._drop(list(session.live))
+            session.live.clear()
 
     def tend(self, now: float) -> None:
         """Find out who has gone, and send what has room now; does nothing before ``next_look``."""
         if now >= self._retry_at:
             self._retry_at = now + RETRY_SECONDS
-            for peer in self:
-                if peer.outbox.is_stuck:
-                    self._tell(peer, peer.outbox.flush)
+            for session in self:
+                if session.queue.is_stuck:
+                    self._tell(session, session.queue.flush)
             self._say_farewells()
         if now >= self._probe_at:
             self._probe_at = now + PROBE_SECONDS
-            self._probe(peer for peer in self if peer.is_concerned)
+            self._probe(session for session in self if session.is_concerned)
 
     def next_look(self) -> float:
         """When ``tend`` has something to do."""
-        peers = self._by_identity.values()
-        if self._farewells or any(peer.outbox.is_stuck for peer in peers):
+        sessions = self._by_identity.values()
+        if self._farewells or any(session.queue.is_stuck for session in sessions):
             return self._retry_at
-        return self._probe_at if any(peer.is_concerned for peer in peers) else math.inf
+        return self._probe_at if any(session.is_concerned for session in sessions) else math.inf
 
     # -- what they are told
 
@@ -147,92 +147,92 @@ class Peers:
         Raises ``WireError`` if it cannot travel, or has more than ``max_bytes``.
         """
         frame = self._encoder.encode(message, max_bytes)
-        peer = self.get(identity)
-        if peer is None:
+        session = self.get(identity)
+        if session is None:
             self._offer(identity, frame)
             return
-        self._tell(peer, peer.outbox.answer, frame)
-        self._hold_to(peer, peer.outbox.answer_bytes, "answers", self._max_backlog_bytes)
+        self._tell(session, session.queue.answer, frame)
+        self._hold_to(session, session.queue.answer_bytes, "answers", self._max_backlog_bytes)
 
     def publish(self, index: int, batch: CoreOutputs) -> None:
         """Send a client what a step brought for it, now or when it has read enough."""
-        peer = self._by_index.get(index)
-        if peer is None:  # it left while its step was computed
+        session = self._by_index.get(index)
+        if session is None:  # it left while its step was computed
             return
-        self._publish(peer, batch)
-        if peer.outbox.num_bytes > self._max_backlog_bytes:
-            self._give_up(peer, batch.time)
+        self._publish(session, batch)
+        if session.queue.num_bytes > self._max_backlog_bytes:
+            self._give_up(session, batch.time)
 
-    def grant(self, peer: Peer, num_batches: int) -> None:
+    def grant(self, session: ClientSession, num_batches: int) -> None:
         """The client has read so many batches."""
-        self._tell(peer, peer.outbox.grant, num_batches)
+        self._tell(session, session.queue.grant, num_batches)
 
     def broadcast(self, last: Dead) -> None:
         """Tell everybody who can be reached that there will be nothing else. Never raises."""
         frame = self._encoder.encode(Dead(plain_text(last.message), plain_text(last.traceback)))
-        for peer in self:
-            self._offer(peer.identity, frame)
+        for session in self:
+            self._offer(session.identity, frame)
 
     def has_backlog(self) -> bool:
         """Does anything wait for somebody to read?"""
-        return any(peer.outbox for peer in self._by_identity.values())
+        return any(session.queue for session in self._by_identity.values())
 
     def deadlines(self) -> Iterator[float]:
         """When requests end or may no longer start, in no particular order."""
-        for peer in self._by_identity.values():
-            for times in peer.live.values():
+        for session in self._by_identity.values():
+            for times in session.live.values():
                 yield from times
 
     # -- helpers
 
-    def _probe(self, peers: Iterable[Peer]) -> None:
+    def _probe(self, sessions: Iterable[ClientSession]) -> None:
         frame = self._encoder.encode(Probe())
-        for peer in list(peers):
-            self._tell(peer, self._send, peer.identity, frame)
+        for session in list(sessions):
+            self._tell(session, self._send, session.identity, frame)
 
-    def _tell(self, peer: Peer, act: Callable[..., object], *args: object) -> None:
+    def _tell(self, session: ClientSession, act: Callable[..., object], *args: object) -> None:
         """Do what sends something to a client; if it has gone, its requests are aborted."""
         try:
             act(*args)
         except ClientGoneError:
-            self.leave(peer)
+            self.leave(session)
 
-    def _publish(self, peer: Peer, batch: CoreOutputs) -> None:
+    def _publish(self, session: ClientSession, batch: CoreOutputs) -> None:
         for piece in pieces_of(batch, self._encoder.encode):
             ids = piece.batch.request_ids
             if piece.fault:
                 logger.warning("outputs of request %.80r cannot be sent: %s", ids[0], piece.fault)
                 self._drop(ids)
             for end in piece.batch.finished:
-                peer.live.pop(ids[end.index], None)
-            self._tell(peer, peer.outbox.publish, piece.frame, piece.batch)
+                session.live.pop(ids[end.index], None)
+            self._tell(session, session.queue.publish, piece.frame, piece.batch)
 
-    def _give_up(self, peer: Peer, time: float) -> None:
+    def _give_up(self, session: ClientSession, time: float) -> None:
         """End the requests of a client that does not read, and keep only that for it."""
-        ids = list(peer.live)
+        ids = list(session.live)
         reason = (
-            f"{peer.outbox.num_bytes} bytes of outputs waited for {peer} to read them, the limit "
-            f"is {self._max_backlog_bytes}"
+            f"{session.queue.num_bytes} bytes of outputs waited for {session} to read them, "
+            f"the limit is {self._max_backlog_bytes}"
         )
         logger.warning("%s: its %d requests are aborted", reason, len(ids))
         self._drop(ids)
-        peer.live.clear()
-        ends = peer.outbox.give_up(reason)
+        session.live.clear()
+        ends = session.queue.give_up(reason)
         ends += [(name, Finished(0, "abort", message=reason)) for name in ids]
-        self._publish(peer, with_ends(CoreOutputs([], [], [], time), ends))
-        self._hold_to(peer, peer.outbox.batch_bytes, "ends", self._max_backlog_bytes // 2)
+        self._publish(session, with_ends(CoreOutputs([], [], [], time), ends))
+        self._hold_to(session, session.queue.batch_bytes, "ends", self._max_backlog_bytes // 2)
 
-    def _hold_to(self, peer: Peer, num_bytes: int, of: str, limit: int) -> None:
+    def _hold_to(self, session: ClientSession, num_bytes: int, of: str, limit: int) -> None:
         """Part with a client that asks and asks, and reads nothing of what waits for it."""
         if num_bytes <= limit:
             return
         reason = (
-            f"{num_bytes} bytes of {of} waited for {peer} to read them, the limit is {limit}: the "
-            "core has parted with it"
+            f"{num_bytes} bytes of {of} waited for {session} to read them, the limit is {limit}: "
+            "the core disconnected it"
         )
         logger.warning("%s", reason)
-        self.leave(peer)
-        self._farewells[peer.identity] = self._encoder.encode(Dead(reason))
+        self.leave(session)
+        self._farewells[session.identity] = self._encoder.encode(Dead(reason))
 
     def _say_farewells(self) -> None:
         for identity, frame in list(self._farewells.items()):

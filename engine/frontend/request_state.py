@@ -15,7 +15,7 @@ from engine.text.reader import TextReader, wish_of
 from engine.text.tokenizer import Tokenizer
 
 
-class LiveRequest:
+class RequestState:
     """Gathers the sequences of one request into outputs of the kind its user asked for.
 
     cumulative: all n sequences so far · delta: what is new in those that moved · final: all n,
@@ -96,7 +96,7 @@ class LiveRequest:
 class Row(NamedTuple):
     """Whom a row of the core's columns belongs to."""
 
-    request: LiveRequest
+    request: RequestState
     sequence: Sequence
 
 
