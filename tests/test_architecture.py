@@ -5,7 +5,7 @@ Direction of imports, what stays free of torch, sizes, public names. See docs/st
 
 import ast
 
-import source_tree as tree
+from support import source_tree as tree
 
 from tools import layers
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-import source_tree as tree
+from support import source_tree as tree
 
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60

@@ -23,10 +23,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from hostile import Hostile, Mutator  # noqa: E402
-from live_core import is_running, own_directory, pid_of, rss_mib, start, wait_until  # noqa: E402
-from streams import Streams  # noqa: E402
-from wire_samples import SAMPLES, frames_of  # noqa: E402
+from support.hostile import Hostile, Mutator  # noqa: E402
+from support.live_core import is_running, own_directory, pid_of, rss_mib, start, wait_until  # noqa: E402
+from support.streams import Streams  # noqa: E402
+from support.wire_samples import SAMPLES, frames_of  # noqa: E402
 
 from engine.errors import WireError  # noqa: E402
 from engine.ipc.codec import Decoder  # noqa: E402

@@ -20,8 +20,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from kill_cells import TREE_SECONDS, Cell, Outcome, Scene, run_cell  # noqa: E402
-from live_core import own_directory, wait_until  # noqa: E402
+from support.kill_cells import TREE_SECONDS, Cell, Outcome, Scene, run_cell  # noqa: E402
+from support.live_core import own_directory, wait_until  # noqa: E402
 
 PHASES = ("handshake", "idle", "prefill", "decode", "draining")
 TEXT_FAULTS = ("SIGKILL", "SIGSTOP", "SIGTERM", "raise", "garbage")

@@ -22,8 +22,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from live_core import SizedBuild, own_directory, pid_of, rss_mib, slope, start, wait_until  # noqa: E402
-from streams import Counts, Streams  # noqa: E402
+from support.live_core import SizedBuild, own_directory, pid_of, rss_mib, slope, start, wait_until  # noqa: E402
+from support.streams import Counts, Streams  # noqa: E402
 
 from engine.rpc.zmq_client import EngineCoreClient  # noqa: E402
 

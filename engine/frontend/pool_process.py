@@ -43,7 +43,7 @@ Answer = tuple[Reply, list[bytes]]
 def main(descriptor: int) -> None:
     """Serve until the parent ends this process."""
     start = msgspec.msgpack.decode(start_message(descriptor), type=StartText)
-    desk = Dispatcher(load_tokenizer(_model(start)))
+    desk = TextServer(load_tokenizer(_model(start)))
     channel = Channel[Job](Job, *_arenas(start))
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     dealer, _ = connect(context, start.address, None)
@@ -52,7 +52,7 @@ def main(descriptor: int) -> None:
         dealer.send_multipart(_answer(desk, channel, dealer.recv_multipart()))
 
 
-def _answer(desk: Dispatcher, channel: Channel[Job], frames: list[bytes]) -> list[bytes]:
+def _answer(desk: TextServer, channel: Channel[Job], frames: list[bytes]) -> list[bytes]:
     """Frames of the answer. An answer that cannot travel, being too long, is an error too."""
     try:
         delivery = channel.unpack(frames)
@@ -69,7 +69,7 @@ def _answer(desk: Dispatcher, channel: Channel[Job], frames: list[bytes]) -> lis
         return channel.pack(Failed(delivery.message.number, failure_of(wrapped)))
 
 
-class Dispatcher:
+class TextServer:
     """Does the jobs; remembers the sequences it reads for."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:

@@ -198,7 +198,7 @@ class EngineCoreHost:
         poller = zmq.Poller()
         poller.register(self._control, zmq.POLLIN)
         poller.register(self._control_waker.fd, zmq.POLLIN)
-        dispatcher = ControlDesk(self, self.address.token)
+        dispatcher = ControlDispatcher(self, self.address.token)
         while not self._is_over.is_set():
             ready = dict(poller.poll())
             if self._control in ready:
@@ -206,7 +206,7 @@ class EngineCoreHost:
                 dispatcher.answer(self._control, identity, frames)
 
 
-class ControlDesk:
+class ControlDispatcher:
     """Answers what comes in at the control socket."""
 
     def __init__(self, host: EngineCoreHost, token: bytes) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from core_clients import KINDS, HostedCore, a_client, own_place
-from pooled import Pools, make_model
-from spawned import FakeBuild
+from support.core_clients import KINDS, HostedCore, a_client, own_place
+from support.pooled import Pools, make_model
+from support.spawned import FakeBuild
 
 from engine.config.model import ModelConfig
 from engine.text.tokenizer import Tokenizer, load_tokenizer

@@ -8,9 +8,9 @@ import time
 from collections.abc import AsyncIterator
 
 import pytest
-from core_clients import WAIT_SECONDS, HostedCore
-from simulate import expected
-from spawned import FakeBuild, fake_config
+from support.core_clients import WAIT_SECONDS, HostedCore
+from support.simulate import expected
+from support.spawned import FakeBuild, fake_config
 
 from engine.async_engine import AsyncLLMEngine
 from engine.frontend.session import Session

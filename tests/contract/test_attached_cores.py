@@ -9,9 +9,9 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from core_clients import HostedCore, drain
-from simulate import expected, make_request
-from spawned import FakeBuild, fake_config
+from support.core_clients import HostedCore, drain
+from support.simulate import expected, make_request
+from support.spawned import FakeBuild, fake_config
 
 from engine.errors import ConfigError, EngineDeadError
 from engine.rpc.launch import open_core

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from core_clients import HostedCore, own_place
-from spawned import FakeBuild, fake_config
+from support.core_clients import HostedCore, own_place
+from support.spawned import FakeBuild, fake_config
 
 from engine.assets import BOX_MODEL
 from engine.config.engine import EngineConfig

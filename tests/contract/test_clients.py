@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from core_clients import REMOTE, a_client, attach, drain, read
-from simulate import expected, make_request
-from spawned import FakeBuild, fake_config
+from support.core_clients import REMOTE, a_client, attach, drain, read
+from support.simulate import expected, make_request
+from support.spawned import FakeBuild, fake_config
 
 from engine.errors import (
     ConfigError,

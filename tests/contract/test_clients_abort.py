@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from core_clients import IN_PROCESS, REMOTE, WAIT_SECONDS, drain, read
-from simulate import expected, make_request
-from spawned import FakeBuild
+from support.core_clients import IN_PROCESS, REMOTE, WAIT_SECONDS, drain, read
+from support.simulate import expected, make_request
+from support.spawned import FakeBuild
 
 from engine.errors import RequestError, RequestTypeError
 

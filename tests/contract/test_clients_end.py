@@ -9,9 +9,9 @@ from typing import Any
 
 import psutil
 import pytest
-from core_clients import pid_of, spawn_client
-from simulate import make_request
-from spawned import FakeBuild, fake_config
+from support.core_clients import pid_of, spawn_client
+from support.simulate import make_request
+from support.spawned import FakeBuild, fake_config
 
 from engine.errors import ConfigError, EngineDeadError
 from engine.rpc.launch import start_core

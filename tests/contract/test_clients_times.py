@@ -6,9 +6,9 @@ import time
 from typing import Any
 
 import pytest
-from core_clients import AHEAD_SECONDS, ELSEWHERE, TWO_CORES, HostedCore, drain
-from simulate import make_request
-from spawned import FakeBuild, fake_config
+from support.core_clients import AHEAD_SECONDS, ELSEWHERE, TWO_CORES, HostedCore, drain
+from support.simulate import make_request
+from support.spawned import FakeBuild, fake_config
 
 from engine.frontend.session import Session
 from engine.llm_engine import LLMEngine

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from core_clients import HostedCore, RawClient
-from live_core import wait_until
-from simulate import expected, make_request
-from spawned import FakeBuild
+from support.core_clients import HostedCore, RawClient
+from support.live_core import wait_until
+from support.simulate import expected, make_request
+from support.spawned import FakeBuild
 
 from engine.errors import WireError
 from engine.ipc.codec import Encoder, is_tagged

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import zmq
-from core_clients import HostedCore, RawClient, drain, read
-from simulate import expected, make_request
-from spawned import FakeBuild, fake_config
-from wire_frames import HOSTILE, mutated, recorded
+from support.core_clients import HostedCore, RawClient, drain, read
+from support.simulate import expected, make_request
+from support.spawned import FakeBuild, fake_config
+from support.wire_frames import HOSTILE, mutated, recorded
 
 from engine.config.polling import PollConfig
 from engine.errors import EngineDeadError, RefusedError

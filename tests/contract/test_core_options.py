@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import zmq
-from core_clients import own_place
-from spawned import FakeBuild
+from support.core_clients import own_place
+from support.spawned import FakeBuild
 
 from engine.cli import core
 from engine.cli.main import main

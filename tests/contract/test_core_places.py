@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
-from core_clients import HostedCore, RawClient, drain
-from simulate import expected, make_request
-from spawned import FakeBuild
+from support.core_clients import HostedCore, RawClient, drain
+from support.simulate import expected, make_request
+from support.spawned import FakeBuild
 
 from engine.errors import ConfigError, EngineDeadError
 from engine.ipc.address import Directory, address_of, tcp_address
@@ -175,7 +175,7 @@ def test_a_client_is_quick_to_import_and_needs_no_torch() -> None:
 def test_a_core_is_built_where_no_accelerator_is_visible() -> None:
     code = (
         "import sys; sys.path.insert(0, 'tests')\n"
-        "from spawned import FakeBuild, fake_config\n"
+        "from support.spawned import FakeBuild, fake_config\n"
         "FakeBuild()(fake_config()).shutdown()\n"
         "assert 'torch' not in sys.modules\n"
     )

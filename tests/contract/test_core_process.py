@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from core_clients import drain, pid_of, spawn_client
-from forking import (
+from support.core_clients import drain, pid_of, spawn_client
+from support.forking import (
     CLOSES_BEFORE_ITS_FORK,
     DIES_BEFORE_ITS_FORK,
     PARENT,
@@ -23,8 +23,8 @@ from forking import (
     Forking,
     end_sleeper,
 )
-from simulate import expected, make_request
-from spawned import FakeBuild, fake_config
+from support.simulate import expected, make_request
+from support.spawned import FakeBuild, fake_config
 
 from engine.errors import EngineDeadError
 from engine.frontend.session import Session

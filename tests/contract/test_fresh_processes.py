@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import source_tree as tree
 import torch
+from support import source_tree as tree
 from test_architecture import HEAVY, light_modules
 
 from engine.layers.linear import make_linear
@@ -119,7 +119,7 @@ def test_a_process_may_end_while_it_records(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", HASHERS)
 def test_hashes_are_the_same_in_every_process(name: str) -> None:
     code = (
-        "from holders import holder\n"
+        "from support.holders import holder\n"
         "from engine.kv.fast_hash import FastHasher\n"
         "from engine.kv.hashing import Chains, Sha256Hasher\n"
         "found = []\n"

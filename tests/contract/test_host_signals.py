@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from core_clients import own_place
-from spawned import FakeBuild, fake_config
+from support.core_clients import own_place
+from support.spawned import FakeBuild, fake_config
 
 from engine.core.inproc_client import InprocClient
 from engine.ipc.address import Directory

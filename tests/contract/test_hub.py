@@ -13,7 +13,7 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-from fake_hub import FakeHub, Repo
+from support.fake_hub import FakeHub, Repo
 
 from engine.errors import ConfigError, ModelError
 from engine.hub import reasons

@@ -5,7 +5,7 @@ Cache blocks lie scattered, and what no sequence owns is NaN: reading it would s
 
 import pytest
 import torch
-from paged_cache import Cache
+from support.paged_cache import Cache
 
 import kernels
 from kernels import AttentionMeta, reference

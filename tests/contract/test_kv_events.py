@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 import zmq
-from core_clients import own_place
-from holders import fill, holder
-from simulate import make_request
+from support.core_clients import own_place
+from support.holders import fill, holder
+from support.simulate import make_request
 
 from engine.config.cache import CacheConfig
 from engine.config.engine import EngineConfig

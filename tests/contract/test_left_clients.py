@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from core_clients import REMOTE, HostedCore, a_client, drain, own_place, spawn_client
-from live_core import is_running, wait_until
-from simulate import expected, make_request
-from spawned import FakeBuild
+from support.core_clients import REMOTE, HostedCore, a_client, drain, own_place, spawn_client
+from support.live_core import is_running, wait_until
+from support.simulate import expected, make_request
+from support.spawned import FakeBuild
 
 from engine.errors import EngineDeadError
 from engine.ipc.address import Address

@@ -10,12 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from core_clients import WAIT_SECONDS, HostedCore
-from fakes import FakeClock
-from gated import Gate, gated_core
-from simulate import expected
-from spawned import fake_config
-from words import word, words
+from support.core_clients import WAIT_SECONDS, HostedCore
+from support.fakes import FakeClock
+from support.gated import Gate, gated_core
+from support.simulate import expected
+from support.spawned import fake_config
+from support.words import word, words
 
 from engine.frontend.session import Session
 from engine.messages.outputs import RequestOutput

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from itertools import count
 
 import pytest
-from data_plane import EvenTokens, Source, make_feature_run
-from plan_socket import Setup, SocketWorker, WorkerProcess, content_of, make_worker
-from simulate import make_request
+from support.data_plane import EvenTokens, Source, make_feature_run
+from support.plan_socket import Setup, SocketWorker, WorkerProcess, content_of, make_worker
+from support.simulate import make_request
 
 from engine.ipc import plans
 from engine.kv_transfer.decide import RemoteKV

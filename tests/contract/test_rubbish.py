@@ -12,8 +12,8 @@ import random
 from typing import Any
 
 import pytest
-from fakes import FakeClock
-from simulate import Run, expected, make_request, make_run, random_requests
+from support.fakes import FakeClock
+from support.simulate import Run, expected, make_request, make_run, random_requests
 
 from engine.errors import RefusedError, RequestError
 from engine.sched import (

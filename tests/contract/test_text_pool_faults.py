@@ -8,9 +8,16 @@ import time
 
 import pytest
 import zmq
-from deadly_program import DEADLY, DEADLY_ID, HANGING, RAISING_ID, RUBBISH, RaisingDetokenizer
-from fakes import FakeClient, FakeDecided, asked_id
-from pooled import TEXT, WAIT, Pools, session_on, texts_of
+from support.deadly_program import (
+    DEADLY,
+    DEADLY_ID,
+    HANGING,
+    RAISING_ID,
+    RUBBISH,
+    RaisingDetokenizer,
+)
+from support.fakes import FakeClient, FakeDecided, asked_id
+from support.pooled import TEXT, WAIT, Pools, session_on, texts_of
 
 from engine import LLMEngine, SamplingParams
 from engine.config.engine import EngineConfig
@@ -33,7 +40,7 @@ SIGNALS = [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGSTOP]
 
 @pytest.fixture
 def deadly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_child, "PROGRAM", "deadly_program")
+    monkeypatch.setattr(pool_child, "PROGRAM", "support.deadly_program")
 
 
 def send(pool: TextPool, name: str, number: signal.Signals) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from pooled import WAIT, Pools, llm_around, session_on, texts_of
+from support.pooled import WAIT, Pools, llm_around, session_on, texts_of
 
 from engine import LLMEngine, SamplingParams
 from engine.text.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from pooled import WAIT, Pools, session_on, texts_of
+from support.pooled import WAIT, Pools, session_on, texts_of
 
 from engine import AsyncLLMEngine, SamplingParams
 from engine.config.model import ModelConfig

@@ -11,11 +11,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import made_tokenizers as made
 import psutil
 import pytest
-from fakes import FakeDecided, asked_id
-from pooled import TEXT, LeapingClient
+from support import made_tokenizers as made
+from support.fakes import FakeDecided, asked_id
+from support.pooled import TEXT, LeapingClient
 
 from engine import LLMEngine, RequestOutput, SamplingParams
 from engine.config.engine import EngineConfig

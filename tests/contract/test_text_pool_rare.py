@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 
 import psutil
 import pytest
-from deadly_program import NO_TEXT
-from fakes import FakeDecided, replay
-from pooled import WAIT, LeapingClient, Pools, texts_of
+from support.deadly_program import NO_TEXT
+from support.fakes import FakeDecided, replay
+from support.pooled import WAIT, LeapingClient, Pools, texts_of
 
 from engine import SamplingParams
 from engine.config.engine import EngineConfig
@@ -100,7 +100,7 @@ def test_shared_memory_that_a_dead_process_had_is_free_again(
 def test_a_rendering_that_is_no_text_costs_its_process_only(
     pools: Pools, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool_child, "PROGRAM", "deadly_program")
+    monkeypatch.setattr(pool_child, "PROGRAM", "support.deadly_program")
     pool = pools.start()
     bad = pool.render(NO_TEXT, {"messages": "those"})
     with pytest.raises(RequestError, match="those"):

@@ -1,7 +1,7 @@
 """Triton's attention kernels against the reference, under the interpreter."""
 
 import pytest
-import triton_interpreter
+from support import triton_interpreter
 
 
 @pytest.mark.timeout(300)

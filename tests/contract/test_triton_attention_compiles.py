@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 import pytest
-from pairwise import pairwise
+from support.pairwise import pairwise
 
 from tools import shipped
 from tools.device_gate import DEVICES, judge

@@ -3,7 +3,7 @@
 import os
 
 import pytest
-import triton_interpreter
+from support import triton_interpreter
 
 from kernels.triton import quant
 from kernels.triton.launch import Launch

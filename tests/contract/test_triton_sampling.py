@@ -1,7 +1,7 @@
 """The sampler and all it consists of in Triton, interpreted."""
 
 import pytest
-import triton_interpreter
+from support import triton_interpreter
 
 pytestmark = pytest.mark.timeout(300)  # a process of its own, maybe beside others
 

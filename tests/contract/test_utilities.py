@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from core_clients import drain, read
-from simulate import expected, make_request
-from spawned import FakeBuild, fake_config
+from support.core_clients import drain, read
+from support.simulate import expected, make_request
+from support.spawned import FakeBuild, fake_config
 
 from engine.config.engine import EngineConfig
 from engine.core.control import Utilities

@@ -1,10 +1,10 @@
 """What a core and its clients must not take from each other."""
 
 import pytest
-from live_core import SizedBuild
-from spawned import fake_config
-from wire_frames import REQUEST
-from wire_samples import frames_of
+from support.live_core import SizedBuild
+from support.spawned import fake_config
+from support.wire_frames import REQUEST
+from support.wire_samples import frames_of
 
 from engine.errors import RequestError, WireError
 from engine.messages.outputs import CoreOutputs, Finished

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from simulate import make_request
+from support.simulate import make_request
 
 from engine import LLM, ConfigError, EngineDeadError, SamplingParams
 from engine.rpc.zmq_client import EngineCoreClient

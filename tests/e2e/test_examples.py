@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-import source_tree as tree
+from support import source_tree as tree
 
 SCRIPTS = sorted(path.name for path in (tree.ROOT / "examples").glob("*.py"))
 BLOCKS = re.findall(r"```python\n(.*?)```", (tree.ROOT / "README.md").read_text(), re.DOTALL)

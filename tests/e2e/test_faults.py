@@ -14,9 +14,9 @@ from typing import Any
 
 import psutil
 import pytest
-from core_clients import own_place, pid_of, spawn_client
-from simulate import expected, make_request
-from spawned import FakeBuild, fake_config
+from support.core_clients import own_place, pid_of, spawn_client
+from support.simulate import expected, make_request
+from support.spawned import FakeBuild, fake_config
 
 from engine.async_engine import AsyncLLMEngine
 from engine.errors import EngineDeadError
@@ -42,8 +42,8 @@ PARENT = """
 import sys, tempfile, threading, time
 sys.path[:0] = ["tests"]
 tempfile.tempdir = {place!r}
-from simulate import make_request
-from spawned import FakeBuild, fake_config
+from support.simulate import make_request
+from support.spawned import FakeBuild, fake_config
 from engine.rpc.launch import start_core
 from engine.ipc.process import Child
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from e2e.test_forward import tokens_of
 from e2e.test_quantized import written
-from made_quantized import KINDS, Kind, make
+from support.made_quantized import KINDS, Kind, make
 
 from engine import LLM, SamplingParams
 from engine.layers.linear import make_linear

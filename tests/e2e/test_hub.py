@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from fake_hub import FakeHub, files_of
+from support.fake_hub import FakeHub, files_of
 
 from engine import LLM, SamplingParams
 from engine.assets import BOX_MODEL

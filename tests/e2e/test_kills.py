@@ -3,8 +3,8 @@
 import time
 
 import pytest
-from kill_cells import Cell, run_cell
-from live_core import start
+from support.kill_cells import Cell, run_cell
+from support.live_core import start
 
 from engine.errors import EngineDeadError
 from engine.rpc.zmq_client import EngineCoreClient

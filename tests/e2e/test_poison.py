@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from live_core import BLOCK_SIZE, VOCAB_SIZE, SizedBuild, is_running, pid_of, start
-from poison import FAILING, POISON, Poison
-from streams import Streams
+from support.live_core import BLOCK_SIZE, VOCAB_SIZE, SizedBuild, is_running, pid_of, start
+from support.poison import FAILING, POISON, Poison
+from support.streams import Streams
 
 from engine.core.engine_core import Executor
 from engine.ipc import sockets

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from core_clients import RawClient, drain
-from live_core import SizedBuild, is_running, own_directory, pid_of, rss_mib, start
-from simulate import make_request
+from support.core_clients import RawClient, drain
+from support.live_core import SizedBuild, is_running, own_directory, pid_of, rss_mib, start
+from support.simulate import make_request
 
 from engine.ipc.address import IPC
 from engine.messages.wire import PROTOCOL_VERSION, Fault, Hello, Submit, Welcome

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from live_core import MAX_MODEL_LEN, VOCAB_SIZE, start
-from streams import Streams
+from support.live_core import MAX_MODEL_LEN, VOCAB_SIZE, start
+from support.streams import Streams
 
 from engine.rpc.zmq_client import EngineCoreClient
 from engine.verify.fake import token_after

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import made_tokenizers
 import pytest
 import torch
 from e2e.general_models import make_general_model
 from e2e.tiny_models import CASES, Case, config_of, random_model, save
+from support import made_tokenizers
 
 from engine import LLM, RequestOutput, SamplingParams
 from engine.config.env import INTERPRET_CUDA

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from paged_cache import Cache
-from pairwise import pairwise
+from support.paged_cache import Cache
+from support.pairwise import pairwise
 
 from kernels import cpu, reference
 from kernels import triton as bodies

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from made_quantized import KINDS, Kind, make
+from support.made_quantized import KINDS, Kind, make
 
 from kernels.quant_tuning import MOST_FUSED_ROWS, Tile
 from kernels.quantized import can_pack, pack, unpack

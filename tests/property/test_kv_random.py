@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from holders import holder
+from support.holders import holder
 
 from engine.kv.connector import Farewell, RemoteMatch
 from engine.kv.fast_hash import FastHasher

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from fake_router import Router, with_requests
+from support.fake_router import Router, with_requests
 
 from engine.messages.outputs import CoreOutputs, Finished
 from engine.rpc.send_queue import FRAME_BYTES

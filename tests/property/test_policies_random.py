@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from simulate import expected
-from timed import TimedRun, timed_run
+from support.simulate import expected
+from support.timed import TimedRun, timed_run
 
 from engine.sched.policies import POLICIES
 

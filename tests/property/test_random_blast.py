@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from data_plane import FeatureWorker, answer, guess, make_feature_run
-from simulate import Run, make_request
+from support.data_plane import FeatureWorker, answer, guess, make_feature_run
+from support.simulate import Run, make_request
 
 from engine.messages.requests import AddRequest
 from engine.messages.step import StepPlan

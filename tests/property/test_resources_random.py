@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 
 import pytest
-from data_plane import (
+from support.data_plane import (
     Compiler,
     Compiling,
     OneAnswer,
@@ -15,7 +15,7 @@ from data_plane import (
     guess,
     make_feature_run,
 )
-from simulate import make_request
+from support.simulate import make_request
 
 from engine.errors import RequestError
 from engine.kv_transfer.decide import RemoteKV

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from sampling import Bench
 from scipy import stats
+from support.sampling import Bench
 
 from engine.messages.params import SamplingParams
 from kernels.cpu import sampling as compiled

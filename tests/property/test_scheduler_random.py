@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from simulate import expected, make_run, random_requests
+from support.simulate import expected, make_run, random_requests
 
 from engine.errors import RequestError
 from engine.sched import Fit, Resource

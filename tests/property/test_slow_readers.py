@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from core_clients import HostedCore, RawClient, own_place
-from live_core import wait_until
-from simulate import expected, make_request
-from spawned import FakeBuild
+from support.core_clients import HostedCore, RawClient, own_place
+from support.live_core import wait_until
+from support.simulate import expected, make_request
+from support.spawned import FakeBuild
 
 from engine.messages.outputs import CoreOutputs
 from engine.messages.wire import (

@@ -4,10 +4,10 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import made_tokenizers as made
 import pytest
-from fakes import FakeClient, FakeClock, FakeDecided, counting, fake_session
 from rich.console import Console
+from support import made_tokenizers as made
+from support.fakes import FakeClient, FakeClock, FakeDecided, counting, fake_session
 
 import engine
 from engine import LLM, AsyncLLMEngine, EngineArgs, LLMEngine, RequestOutput, SamplingParams

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fakes import FakeClient, counting, fake_session
+from support.fakes import FakeClient, counting, fake_session
 
 from engine import AsyncLLMEngine, RequestOutput, SamplingParams
 from engine.errors import EngineDeadError, RequestError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from simulate import make_request
+from support.simulate import make_request
 
 from engine.config.args import EngineArgs
 from engine.messages.stats import SchedulerStats

@@ -6,7 +6,7 @@ Blocks have 16 tokens; a pool of n blocks has n - 1 usable ones.
 from __future__ import annotations
 
 import pytest
-from simulate import expected, make_request, make_run
+from support.simulate import expected, make_request, make_run
 
 from engine.sched import Admission, Resource
 from engine.sched.interface import PauseState

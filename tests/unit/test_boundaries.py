@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from simulate import expected, make_request, make_run
+from support.simulate import expected, make_request, make_run
 
 from engine.config.sched import SchedulerConfig
 from engine.messages.params import SamplingParams

@@ -6,9 +6,9 @@ Blocks have 16 tokens unless said; a pool of n blocks has n - 1 usable ones.
 from __future__ import annotations
 
 import pytest
-from fakes import FakeDecided
-from holders import fill, holder
-from simulate import expected, make_request, make_run, make_scheduler
+from support.fakes import FakeDecided
+from support.holders import fill, holder
+from support.simulate import expected, make_request, make_run, make_scheduler
 
 from engine.core.engine_core import EngineCore
 from engine.core.inproc_client import InprocClient

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 
-import made_tokenizers as made
 import pytest
-from fakes import FakeClient, FakeDecided, replay
+from support import made_tokenizers as made
+from support.fakes import FakeClient, FakeDecided, replay
 
 from engine.cli.main import main
 from engine.config.args import EngineArgs

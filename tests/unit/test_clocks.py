@@ -6,8 +6,8 @@ import itertools
 import random
 
 import pytest
-from simulate import make_request
-from wire_samples import frames_of
+from support.simulate import make_request
+from support.wire_samples import frames_of
 
 from engine.messages.outputs import CoreOutputs, Finished, Started
 from engine.messages.wire import Outputs, Submitted

@@ -6,8 +6,8 @@ import copy
 import random
 
 import pytest
-from fakes import FakeClock
-from simulate import expected, make_request, make_run
+from support.fakes import FakeClock
+from support.simulate import expected, make_request, make_run
 
 from engine.messages.outputs import TokenLogprobs
 from engine.sched.step.settle import ONE_BY_ONE_UPTO

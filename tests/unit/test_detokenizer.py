@@ -3,8 +3,8 @@
 import random
 import time
 
-import made_tokenizers as made
 import pytest
+from support import made_tokenizers as made
 from tokenizers import Tokenizer as RustTokenizer
 
 from engine.text.backends import (

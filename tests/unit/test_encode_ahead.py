@@ -7,9 +7,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import made_tokenizers as made
 import pytest
-from fakes import FakeClient, FakeClock, FakeDecided, counting, fake_session
+from support import made_tokenizers as made
+from support.fakes import FakeClient, FakeClock, FakeDecided, counting, fake_session
 
 from engine import LLM, AsyncLLMEngine, RequestOutput, SamplingParams
 from engine.errors import EngineDeadError, RequestError, RequestTypeError

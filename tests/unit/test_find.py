@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from simulate import make_request, make_run
+from support.simulate import make_request, make_run
 
 from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError

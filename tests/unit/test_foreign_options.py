@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from simulate import make_request, make_run
+from support.simulate import make_request, make_run
 
 from engine import EngineArgs
 from engine.cli.main import main

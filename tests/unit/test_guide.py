@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from simulate import expected, make_request, make_run, random_requests
+from support.simulate import expected, make_request, make_run, random_requests
 
 from engine.cli.main import make_parser
 from engine.sched import Policy, Resource, Scheduler

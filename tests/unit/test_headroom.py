@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from simulate import make_request, make_run
+from support.simulate import make_request, make_run
 
 from engine.config.cache import CacheConfig
 from engine.config.sched import SchedulerConfig

@@ -6,7 +6,7 @@ from collections import Counter
 from functools import partial
 
 import pytest
-from simulate import make_request, make_run
+from support.simulate import make_request, make_run
 
 from engine.messages.step import EMPTY, MaskPart, Masks
 from engine.sched import Admission, Fit, Limits, OnRefuse, Policy, Resource, Scheduler

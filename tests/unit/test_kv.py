@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from holders import fill, holder
-from simulate import make_request, make_run, make_scheduler
+from support.holders import fill, holder
+from support.simulate import make_request, make_run, make_scheduler
 
 from engine.kv.block_pool import BlockPool
 from engine.kv.manager import KVManager

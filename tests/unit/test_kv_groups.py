@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from holders import fill, holder
-from simulate import Run, expected, make_request, random_requests
+from support.holders import fill, holder
+from support.simulate import Run, expected, make_request, random_requests
 
 from engine.config.cache import CacheConfig
 from engine.config.decide import GIB, decide_num_blocks

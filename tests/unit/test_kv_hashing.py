@@ -7,7 +7,7 @@ import time
 from array import array
 
 import pytest
-from holders import fill, holder
+from support.holders import fill, holder
 
 from engine.kv.fast_hash import FastHasher
 from engine.kv.hashing import Chains, Sha256Hasher

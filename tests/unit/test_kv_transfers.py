@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from holders import fill, holder
+from support.holders import fill, holder
 
 from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from simulate import make_request, make_run
+from support.simulate import make_request, make_run
 
 from engine.sched.policies.fcfs import FCFS
 

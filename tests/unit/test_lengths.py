@@ -6,8 +6,8 @@ import random
 from collections import Counter
 
 import pytest
-from simulate import expected as tokens
-from simulate import make_request, make_run
+from support.simulate import expected as tokens
+from support.simulate import make_request, make_run
 
 from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError, RequestError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from wire_samples import frames_of
+from support.wire_samples import frames_of
 
 from engine.errors import WireError
 from engine.messages.outputs import CoreOutputs, Finished

@@ -7,10 +7,10 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import made_tokenizers as made
 import numpy as np
 import pytest
-from fakes import FakeClient, FakeDecided, counting, fake_session
+from support import made_tokenizers as made
+from support.fakes import FakeClient, FakeDecided, counting, fake_session
 
 from engine import LLMEngine, ModelError, RequestError, RequestTypeError, SamplingParams
 from engine.config.args import EngineArgs

@@ -3,9 +3,9 @@
 import time
 from collections.abc import Sequence
 
-import made_tokenizers as made
 import pytest
-from fakes import FakeClient, counting, fake_session, replay
+from support import made_tokenizers as made
+from support.fakes import FakeClient, counting, fake_session, replay
 
 from engine.errors import RequestError
 from engine.frontend.rendering import Prompt

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from fakes import FakeDecided
-from simulate import expected, make_request, make_scheduler
+from support.fakes import FakeDecided
+from support.simulate import expected, make_request, make_scheduler
 
 from engine.config.sched import SchedulerConfig
 from engine.core.engine_core import EngineCore

@@ -1,7 +1,7 @@
 """n sequences of one request: who sees what when, and what an abort takes with it."""
 
 import pytest
-from fakes import FakeClient, fake_session
+from support.fakes import FakeClient, fake_session
 
 from engine.messages.outputs import RequestOutput
 from engine.messages.params import OutputKind, SamplingParams

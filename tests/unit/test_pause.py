@@ -6,8 +6,8 @@ import logging
 import time
 
 import pytest
-from fakes import FakeClock, FakeDecided, scheduled_session
-from simulate import expected, granted, make_request, make_run
+from support.fakes import FakeClock, FakeDecided, scheduled_session
+from support.simulate import expected, granted, make_request, make_run
 
 from engine.async_engine import AsyncLLMEngine
 from engine.core.engine_core import EngineCore

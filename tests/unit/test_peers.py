@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 import pytest
-from fake_router import Router, with_requests
+from support.fake_router import Router, with_requests
 
 from engine.errors import WireError
 from engine.messages.outputs import CoreOutputs, Finished, TokenLogprobs

@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from data_plane import EvenTokens, answer, guess, make_feature_run
-from simulate import expected, make_request, make_run, make_scheduler
+from support.data_plane import EvenTokens, answer, guess, make_feature_run
+from support.simulate import expected, make_request, make_run, make_scheduler
 
 from engine import EngineArgs
 from engine.assets import BOX_MODEL

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from timed import timed_run
+from support.timed import timed_run
 
 from engine.errors import RequestError
 from engine.sched.policies.blendserve import BlendServe

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from timed import timed_run
+from support.timed import timed_run
 
 from engine.errors import ConfigError
 from engine.sched.plugins.find import find_policy

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from timed import TimedRun, timed_run
+from support.timed import TimedRun, timed_run
 
 from engine.sched.policies.andes import Andes
 from engine.sched.policies.edf import EDF

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from simulate import make_request, make_run
+from support.simulate import make_request, make_run
 
 import engine.sched
 from engine.config.sched import SchedulerConfig

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-import made_tokenizers as made
 import pytest
-from fakes import FakeClock
+from support import made_tokenizers as made
+from support.fakes import FakeClock
 
 from engine.errors import RequestError, RequestTypeError
 from engine.frontend.prompt import InputProcessor, Limits, Submission, derive_seed

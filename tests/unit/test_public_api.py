@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-import source_tree as tree
+from support import source_tree as tree
 
 import engine
 import engine.sched

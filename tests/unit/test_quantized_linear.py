@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from made_quantized import KINDS, Kind, make
+from support.made_quantized import KINDS, Kind, make
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 

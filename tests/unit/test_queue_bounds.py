@@ -6,8 +6,8 @@ import asyncio
 import logging
 
 import pytest
-from fakes import FakeClock, scheduled_session
-from simulate import make_request, make_run
+from support.fakes import FakeClock, scheduled_session
+from support.simulate import make_request, make_run
 
 from engine.async_engine import AsyncLLMEngine
 from engine.errors import ConfigError, RefusedError, RequestError

@@ -7,7 +7,7 @@ from itertools import permutations
 
 import numpy as np
 import pytest
-from simulate import make_request, make_run
+from support.simulate import make_request, make_run
 
 from engine.sched.plugins.hooks import Last, RankCheck
 from engine.sched.policies.fcfs import FCFS

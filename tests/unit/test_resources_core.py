@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from data_plane import make_feature_run
-from simulate import expected, make_request
+from support.data_plane import make_feature_run
+from support.simulate import expected, make_request
 
 from engine.errors import ConfigError
 from engine.sched import Fit, Resource

@@ -7,8 +7,8 @@ import re
 
 import numpy as np
 import pytest
-from data_plane import FeatureWorker, answer, guess, make_feature_run
-from simulate import make_request
+from support.data_plane import FeatureWorker, answer, guess, make_feature_run
+from support.simulate import make_request
 
 from engine import EngineArgs
 from engine.assets import BOX_MODEL

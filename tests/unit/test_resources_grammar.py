@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from data_plane import Compiler, Compiling, OneAnswer, answer, guess, make_feature_run
-from simulate import make_request
+from support.data_plane import Compiler, Compiling, OneAnswer, answer, guess, make_feature_run
+from support.simulate import make_request
 
 from engine.spec.decide import Drafts
 from engine.structured.decide import GrammarReadiness

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from data_plane import Source, answer, make_feature_run
-from simulate import make_request
+from support.data_plane import Source, answer, make_feature_run
+from support.simulate import make_request
 
 from engine.errors import ConfigError
 from engine.kv_transfer.decide import RemoteKV

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from one_bad import check_that_one_fails_alone, says
-from simulate import make_request
-from sum_model import CPU, EAGER, FEW, GRAPHS, LONGEST, NAN, POISON, make_run
+from support.one_bad import check_that_one_fails_alone, says
+from support.simulate import make_request
+from support.sum_model import CPU, EAGER, FEW, GRAPHS, LONGEST, NAN, POISON, make_run
 
 from engine.config.args import EngineArgs
 from engine.config.decide import resolve

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sampling import SLOTS, VOCAB, Bench, random_logits
+from support.sampling import SLOTS, VOCAB, Bench, random_logits
 
 from engine.messages.outputs import TokenLogprobs
 from engine.messages.params import SamplingParams

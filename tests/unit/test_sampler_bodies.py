@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
-from sampling import Bench, random_logits
+from support.sampling import Bench, random_logits
 
 import kernels.slots
 from engine.messages.params import SamplingParams

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from sampling import SLOTS, VOCAB, Bench, random_logits
+from support.sampling import SLOTS, VOCAB, Bench, random_logits
 
 from engine.messages.params import SamplingParams
 

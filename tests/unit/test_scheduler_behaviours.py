@@ -7,7 +7,7 @@ tokens unless said; a pool of n blocks has n - 1 usable ones.
 from __future__ import annotations
 
 import pytest
-from simulate import expected, make_request, make_run, make_scheduler
+from support.simulate import expected, make_request, make_run, make_scheduler
 
 from engine.errors import ConfigError, RequestError
 from engine.messages.params import SamplingParams

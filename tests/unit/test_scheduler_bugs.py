@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from simulate import expected, make_request, make_run, make_scheduler
+from support.simulate import expected, make_request, make_run, make_scheduler
 
 from engine.sched.policies import FCFS, FastServe
 from engine.sched.policy import Admission

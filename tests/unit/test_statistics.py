@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from simulate import make_request, make_run
+from support.simulate import make_request, make_run
 
 from engine.errors import RefusedError
 from engine.sched import Fit, OnRefuse, Resource, Scheduler

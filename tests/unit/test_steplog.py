@@ -9,9 +9,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from data_plane import FeatureWorker, guess
-from fakes import FakeClock
-from simulate import make_request, random_requests
+from support.data_plane import FeatureWorker, guess
+from support.fakes import FakeClock
+from support.simulate import make_request, random_requests
 
 from engine.cli.main import main
 from engine.config.cache import CacheConfig

@@ -6,9 +6,9 @@ import random
 from typing import Any
 
 import pytest
-from fakes import FakeClient, FakeClock, counting, fake_session, scheduled_session
-from simulate import expected
-from words import word, words
+from support.fakes import FakeClient, FakeClock, counting, fake_session, scheduled_session
+from support.simulate import expected
+from support.words import word, words
 
 from engine.errors import EngineDeadError
 from engine.frontend.session import Session

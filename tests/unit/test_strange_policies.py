@@ -6,8 +6,8 @@ from functools import partial
 
 import numpy as np
 import pytest
-from fakes import FakeDecided
-from simulate import expected, make_request, make_run
+from support.fakes import FakeDecided
+from support.simulate import expected, make_request, make_run
 
 from engine.config.sched import SchedulerConfig
 from engine.core.engine_core import EngineCore

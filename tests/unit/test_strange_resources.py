@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from data_plane import Source, answer, make_feature_run
-from simulate import expected, make_request, make_run
+from support.data_plane import Source, answer, make_feature_run
+from support.simulate import expected, make_request, make_run
 
 from engine.kv_transfer.decide import RemoteKV
 from engine.messages.step import DraftPart

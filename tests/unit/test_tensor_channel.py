@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_device import FakeDevice, FakeMemory, Note
+from support.fake_device import FakeDevice, FakeMemory, Note
 
 from engine.errors import WireError
 from engine.ipc.channel import Channel

@@ -4,9 +4,9 @@ import random
 import time
 from collections.abc import Callable
 
-import made_tokenizers as made
 import pytest
-from fakes import FakeClient, FakeDecided, counting, fake_session
+from support import made_tokenizers as made
+from support.fakes import FakeClient, FakeDecided, counting, fake_session
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from engine import LLMEngine, SamplingParams

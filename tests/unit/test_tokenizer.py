@@ -4,8 +4,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-import made_tokenizers as made
 import pytest
+from support import made_tokenizers as made
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.processors import TemplateProcessing
 

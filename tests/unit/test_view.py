@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from fakes import FakeClock
-from simulate import make_request, make_run
+from support.fakes import FakeClock
+from support.simulate import make_request, make_run
 
 from engine.errors import RefusedError
 from engine.sched import Policy

@@ -6,8 +6,8 @@ import random
 from collections import Counter
 
 import pytest
-from fakes import FakeClock
-from simulate import Run, make_request, make_run, random_requests
+from support.fakes import FakeClock
+from support.simulate import Run, make_request, make_run, random_requests
 
 from engine.sched import Defer, Fit, Limits, OnRefuse, Policy, Resource
 from engine.sched.interface import PauseState

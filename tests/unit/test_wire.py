@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from wire_frames import DIRECTIONS, GOLDEN, HOSTILE, REQUEST, mutated, recorded
+from support.wire_frames import DIRECTIONS, GOLDEN, HOSTILE, REQUEST, mutated, recorded
 
 from engine.errors import WireError
 from engine.ipc.codec import Decoder, Encoder

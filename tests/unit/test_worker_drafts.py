@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from one_bad import says
-from simulate import make_request
-from sum_model import CPU, EAGER, GRAPHS, NAN, POISON, VOCAB, SumModel, make_run
+from support.one_bad import says
+from support.simulate import make_request
+from support.sum_model import CPU, EAGER, GRAPHS, NAN, POISON, VOCAB, SumModel, make_run
 
 from engine.messages.params import SamplingParams
 from engine.messages.step import MaskPart, Masks

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from simulate import Run, make_request, make_scheduler
-from sum_model import CPU, EAGER, GRAPHS
+from support.simulate import Run, make_request, make_scheduler
+from support.sum_model import CPU, EAGER, GRAPHS
 
 from engine.config.engine import ResolvedConfig
 from engine.config.model import ModelConfig, read_model_info

@@ -18,8 +18,8 @@ from types import FrameType
 from typing import Any
 
 import zmq
-from live_core import SizedBuild, Triggered, TriggeredPolicy, pid_of, start
-from streams import Lengths, Streams
+from support.live_core import SizedBuild, Triggered, TriggeredPolicy, pid_of, start
+from support.streams import Lengths, Streams
 
 from engine.ipc import sockets
 from engine.ipc.address import address_of

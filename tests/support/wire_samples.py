@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import msgspec
-from wire_frames import DIRECTIONS, FULL_REQUEST, REQUEST
+from support.wire_frames import DIRECTIONS, FULL_REQUEST, REQUEST
 
 from engine.ipc.channel import Envelope
 from engine.ipc.codec import Encoder

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from simulate import Run, make_scheduler
+from support.simulate import Run, make_scheduler
 
 from engine.config.engine import ResolvedConfig
 from engine.config.model import ModelConfig

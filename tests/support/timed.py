@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import count
 
-from simulate import Run, make_request, make_scheduler
+from support.simulate import Run, make_request, make_scheduler
 
 from engine.sched import Request
 from engine.verify.fake import DigestWorker

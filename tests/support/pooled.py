@@ -6,8 +6,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-import made_tokenizers as made
-from fakes import FakeClient, FakeDecided, Live, replay
+from support import made_tokenizers as made
+from support.fakes import FakeClient, FakeDecided, Live, replay
 
 from engine import LLM, LLMEngine, SamplingParams
 from engine.config.engine import EngineConfig

@@ -16,7 +16,7 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 IS_INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
 Builder, Handle = interpreter.InterpreterBuilder, interpreter.TensorHandle

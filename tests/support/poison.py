@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from live_core import MAX_MODEL_LEN, VOCAB_SIZE
+from support.live_core import MAX_MODEL_LEN, VOCAB_SIZE
 
 from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest

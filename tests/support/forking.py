@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from spawned import FakeBuild
+from support.spawned import FakeBuild
 
 from engine.config.engine import EngineConfig
 from engine.core.inproc_client import InprocClient
@@ -71,8 +71,8 @@ PARENT = """
 import gc, os, sys, tempfile, time
 sys.path[:0] = ["tests"]
 tempfile.tempdir = {place!r}
-from forking import Clinging, end_sleeper, fork_sleeper
-from spawned import FakeBuild, fake_config
+from support.forking import Clinging, end_sleeper, fork_sleeper
+from support.spawned import FakeBuild, fake_config
 from engine.rpc.launch import start_core
 
 if __name__ == "__main__":

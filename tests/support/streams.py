@@ -11,7 +11,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from live_core import VOCAB_SIZE
+from support.live_core import VOCAB_SIZE
 
 from engine.errors import RefusedError
 from engine.messages.outputs import CoreOutputs, Finished

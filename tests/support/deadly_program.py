@@ -18,7 +18,7 @@ RAISING_ID = 302
 """A token that cannot be read."""
 
 
-class DeadlyDesk(pool_process.Desk):
+class DeadlyTextServer(pool_process.TextServer):
     def do(self, delivery: Any) -> Any:
         payload = delivery.payloads[0] if delivery.payloads else b""
         if payload.startswith(DEADLY.encode()):
@@ -46,7 +46,7 @@ class RaisingDetokenizer(Detokenizer):
 
 
 def main(descriptor: int) -> None:
-    pool_process.Desk = DeadlyDesk  # type: ignore[misc]
+    pool_process.TextServer = DeadlyTextServer  # type: ignore[misc]
     pool_process.TextReader = DeadlyReader  # type: ignore[misc]
     text.Detokenizer = RaisingDetokenizer  # type: ignore[misc]
     pool_process.main(descriptor)

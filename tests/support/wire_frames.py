@@ -38,7 +38,7 @@ from engine.messages.wire import (
     Welcome,
 )
 
-GOLDEN = Path(__file__).parent / "golden" / "wire.txt"
+GOLDEN = Path(__file__).parents[1] / "golden" / "wire.txt"
 TOKEN = bytes(range(16))
 STATS = SchedulerStats(1, 2, 3, 0.5, 4, 5, 6, 7, 8, 9, blocked="x")
 REQUEST = AddRequest(

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 import zmq
-from data_plane import FeatureWorker, Mover, guess
+from support.data_plane import FeatureWorker, Mover, guess
 
 from engine.ipc import plans
 from engine.messages.step import PARTS, KVReport, Masks, StepPlan, StepResult

@@ -10,8 +10,8 @@ from contextlib import suppress
 from functools import cache
 from unittest.mock import patch
 
-import hurt_text
-from live_core import wait_until
+from support import hurt_text
+from support.live_core import wait_until
 
 from engine import EngineArgs, LLMEngine, SamplingParams
 from engine.assets import BOX_MODEL
@@ -28,7 +28,7 @@ def texts_with(place: str, phase: str, fault: str, *, core: Callable[[int], obje
 
     ``core`` is called with the core's process in phase ``draining``, before.
     """
-    with patch.object(pool_child, "PROGRAM", "hurt_text"):
+    with patch.object(pool_child, "PROGRAM", "support.hurt_text"):
         return _texts_with(place, phase, fault, core)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from spawned import fake_config
+from support.spawned import fake_config
 
 from engine.config.decide import Decided
 from engine.config.engine import EngineConfig

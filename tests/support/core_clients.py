@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import zmq
-from spawned import FakeBuild, fake_config
+from support.spawned import FakeBuild, fake_config
 
 from engine.config.engine import EngineConfig
 from engine.errors import EngineDeadError

@@ -12,7 +12,7 @@ from zlib import crc32
 
 import msgspec
 import numpy as np
-from simulate import Run
+from support.simulate import Run
 
 from engine.config.sched import SchedulerConfig
 from engine.kv.connector import Farewell, RemoteMatch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from simulate import Run, make_request
+from support.simulate import Run, make_request
 
 from engine.messages.params import SamplingParams
 

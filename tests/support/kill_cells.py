@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import kill_actor
-import kill_text
-from hostile import Hostile
-from live_core import is_running, own_directory, pid_of, shared_names, wait_until
-from streams import Lengths, Streams
+from support import kill_actor, kill_text
+from support.hostile import Hostile
+from support.live_core import is_running, own_directory, pid_of, shared_names, wait_until
+from support.streams import Lengths, Streams
 
 from engine.errors import EngineDeadError
 from engine.ipc.address import Address

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import zmq
-from wire_frames import HOSTILE
-from wire_samples import SAMPLES, frames_of, harmless_to_others
+from support.wire_frames import HOSTILE
+from support.wire_samples import SAMPLES, frames_of, harmless_to_others
 
 from engine.ipc import sockets
 from engine.ipc.address import IPC, Address

@@ -1,0 +1,67 @@
+"""What tests share. Index:
+
+Schedulers and KV
+  simulate: A scheduler run against the digest worker, with every check on. Shared by several
+      tests.
+  fakes: Stand-ins that do exactly what a test says: a core without a model, a clock without
+      time.
+  timed: Runs on a clock of their own, for tests of what a policy prefers.
+  holders: Requests as the KV manager sees them, without a scheduler.
+  data_plane: Fake data planes: what workers do with the parts of a plan, and what goes wrong if
+      one is wrong.
+  words: A tokenizer with a word for each token of the digest worker, so that its answers are
+      texts.
+
+A core in a process, and its clients
+  spawned: Cores without a model that a spawned process can build: everything here is importable
+      there.
+  core_clients: Every kind of client of a core, for tests that hold for all.
+  live_core: A core in a process of its own, sized at will and looked at from outside.
+  gated: A core whose steps a test lets through one by one.
+  streams: Many streams at once, each checked token by token: nothing lost, doubled or out of
+      order.
+  forking: Cores whose processes are hard to end, and scripts of parents that are killed or
+      fork.
+  hostile: Those who say anything to a core: damaged messages, out of turn, and bytes that are
+      none.
+  fake_router: The socket of a core's clients, without one.
+  wire_frames: One of every message of the wire, their recorded bytes, and bytes that are none.
+  wire_samples: Good messages to damage, by the union of messages that one reader knows.
+  plan_socket: A worker behind a socket: plans go there and results come back as bytes, nothing
+      else is shared.
+
+Who dies, and what becomes of the others
+  kill_cells: One fault in one process of an engine in one phase, and what the others must do
+      about it.
+  kill_actor: A process that uses a core and is then killed, stopped or led astray.
+  kill_text: Text processes of a whole engine that die or are stopped: every text must come out
+      as if not.
+  deadly_program: The program of a text process, with inputs that kill it, hang it, or make it
+      talk rubbish.
+  hurt_text: The program of a text process that raises, or talks rubbish, when it gets a signal.
+  poison: Requests that nobody should send, as they come over the wire, and what must become of
+      each.
+  one_bad: Twelve requests of a model that adds up its tokens; the sixth has a token that it
+      cannot bear.
+
+Text processes
+  pooled: Sessions with text processes on scripted cores, for tests of what becomes of them.
+
+Models, kernels, devices
+  sum_model: A model that says the sum of all tokens, and the worker's step around it on any
+      platform.
+  sampling: A sampler and the tables of the worker that would call it, for tests.
+  paged_cache: A paged cache whose blocks lie scattered, and where NaN is what no sequence owns.
+  triton_interpreter: Triton kernels on the CPU: Triton's interpreter, with 16 and 8 bit floats
+      as devices round them.
+  fake_device: A device for tensors that does its copies as late as it may.
+  made_quantized: Random quantised matrices of every kind that files hold.
+  made_tokenizers: Small tokenizers of the kinds that models ship with, made on the spot, as
+      model directories.
+  fake_hub: A small hub on loopback: as much of the protocol as huggingface_hub speaks to fetch
+      a model.
+
+Of all tests
+  source_tree: Reads the project's own source as syntax trees: imports, sizes, signatures.
+  pairwise: Few cases in which every two values of two factors meet at least once.
+"""
