@@ -55,7 +55,7 @@ def run(parsed: argparse.Namespace) -> int:
         print(f"core address: {host.address.data}", flush=True)
         host.serve()
     except EngineDeadError:
-        logger.exception("this core has died")  # who runs it has no client that tells
+        logger.exception("this core has died")  # no client shows this error
         raise
     finally:
         host.close()
@@ -63,7 +63,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def check_free(address: Address) -> None:
-    """Raise ``ConfigError`` if nobody could listen there, before a model is loaded for nothing."""
+    """Raise ``ConfigError`` if the core cannot listen there, before a model is loaded in vain."""
     with zmq.Context() as context:
         for each in (address.data, address.control):
             sockets.close(sockets.bind(context, each, address.secret))

@@ -35,7 +35,7 @@ class EngineArgs(  # a dataclass has the fields of its last base first
     SchedulerOptions,
     ModelOptions,
 ):
-    """Options of an engine: those of all groups. ``ConfigError`` for a name that is none.
+    """Options of an engine: those of all groups. ``ConfigError`` for an unknown name.
 
     ``create_config`` checks the values and raises ``ConfigError``.
     """

@@ -137,7 +137,7 @@ def _particulars(
 
 
 def _shares(before: Mapping[str, float], now: Mapping[str, float]) -> str:
-    """What those who left the queue since then had waited for: the three largest causes."""
+    """What the requests that left the queue since then waited for: the three largest causes."""
     news = {cause: seconds - before.get(cause, 0.0) for cause, seconds in now.items()}
     total = sum(news.values())
     largest = sorted(news, key=lambda cause: (-news[cause], cause))[:3]

@@ -17,7 +17,7 @@ FILLER = 1  # every token but the last
 
 
 class VirtualClock:
-    """Seconds since the start of the run; moves only when somebody sets it."""
+    """Seconds since the start of the run; moves only when it is set."""
 
     def __init__(self) -> None:
         self.now = 0.0
