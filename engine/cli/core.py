@@ -37,7 +37,7 @@ def run(parsed: argparse.Namespace) -> int:
     for name in options_of(EngineArgs, FRONT_END, STARTER):
         if name in parsed:
             raise ConfigError(
-                f"--{name.replace('_', '-')} is for those who use a core, and this is one; give it "
+                f"--{name.replace('_', '-')} is for clients of a core, and this is a core; give it "
                 "to them, and leave it out here"
             )
     config = engine_args(parsed).create_config()

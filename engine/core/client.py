@@ -39,7 +39,7 @@ class CoreClient(Protocol):
         """
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Finish these; unknown ids do nothing. Waits for nothing: ``step`` tells their ends, and
+        """Finish these; unknown ids do nothing. Does not wait: ``step`` returns their ends, and
         what came before. Raises ``RequestTypeError`` for ids that are not strings."""
 
     def step(self) -> list[CoreOutputs]:
@@ -55,11 +55,11 @@ class CoreClient(Protocol):
         """Raise ``EngineDeadError`` if the core has died."""
 
     def has_unfinished(self) -> bool:
-        """Is there a request whose end ``step`` has not told yet?"""
+        """Is there a request whose end ``step`` has not returned yet?"""
         return self.num_unfinished() > 0
 
     def num_unfinished(self) -> int:
-        """Requests that were taken and whose end ``step`` has not told yet."""
+        """Requests that were taken and whose end ``step`` has not returned yet."""
 
     def stats(self) -> SchedulerStats | None:
         """Gauges and counters of the scheduler, ``None`` if it keeps none."""

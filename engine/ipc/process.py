@@ -102,7 +102,7 @@ class Child:
                 return msgspec.msgpack.decode(self.line.recv_bytes(), type=Report)
         how = self.how_it_ended() if ready else None
         if how is None:
-            self.kill()  # it may be stopped, and hear nothing
+            self.kill()  # if it is stopped, it reads no message
         self.close()
         name = self._process.name
         if how is None:
@@ -169,7 +169,7 @@ def _end(
         has_ended = _has_ended(pidfd, asked.seconds_left())
     finally:  # interrupted or not
         if not has_ended:
-            process.kill()  # no softer signal: one that is stopped, or hangs, would not hear it
+            process.kill()  # a stopped or hanging process would not handle a softer signal
             _has_ended(pidfd, KILL_SECONDS)
         if process.exitcode is not None:
             process.close()

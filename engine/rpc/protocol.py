@@ -149,7 +149,7 @@ class ClientProtocol:
     def feed(self, frames: list[bytes]) -> Reply | None:
         """Take a message: outputs are kept, a reply is returned.
 
-        Raises ``EngineDeadError`` for the core's last words, ``WireError`` if it could not read
+        Raises ``EngineDeadError`` for a ``Dead`` of the core, ``WireError`` if it could not read
         what was sent.
         """
         message = self._decoder.decode(frames)
