@@ -89,7 +89,7 @@ class AsyncLLMEngine:
         self._check_alive()
         inputs, began = self._session.inputs, self._session.clock()
         ahead = inputs.texts.ahead(prompt, sampling_params)
-        if ahead is not None:  # other tasks go on meanwhile; what is wrong is said by process()
+        if ahead is not None:  # other tasks go on meanwhile; what is invalid is raised by process()
             options.setdefault("arrival_time", began)
             # A shutdown cancels texts that no thread has begun: that is no end of this task.
             await asyncio.gather(asyncio.wrap_future(ahead), return_exceptions=True)
@@ -109,7 +109,7 @@ class AsyncLLMEngine:
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Stop one request or several; unknown ids do nothing.
 
-        Whoever reads them gets a last output with finish reason ``"abort"``.
+        Their readers get a last output with finish reason ``"abort"``.
         """
         await self._call(partial(self._abort, as_request_ids(request_id)))
 
@@ -218,7 +218,7 @@ class AsyncLLMEngine:
             while self._take_commands():
                 if self._session.has_unfinished:
                     self._deliver(self._session.step())
-        except BaseException as error:  # whatever it is, those who wait must hear of it
+        except BaseException as error:  # after any error, tasks that wait must get it
             cause = error
         self._die(cause)
 
@@ -244,7 +244,7 @@ class AsyncLLMEngine:
         return not self._is_closing
 
     def _submit(self, arrivals: list[Arrival]) -> None:
-        """Add requests; one that is not taken is its own reader's trouble."""
+        """Add requests; one that is not taken raises in its own reader only."""
         if not arrivals:
             return
         errors = self._session.submit_all([arrival.submission for arrival in arrivals])
@@ -256,7 +256,7 @@ class AsyncLLMEngine:
                 stream.post(partial(stream.fail, error))
 
     def _leave(self, request_id: str, stream: Stream) -> None:
-        """Nobody reads the stream any more. Its id may be that of another one, which has it."""
+        """The reader has left the stream. Its id may belong to a newer stream, which keeps it."""
         if self._live.get(request_id) is stream:
             self._abort([request_id])
 
@@ -289,7 +289,7 @@ class AsyncLLMEngine:
         for stream in streams:
             stream.post(partial(stream.fail, death))
         self._session.shutdown()
-        for command in commands:  # the core refuses them now, and who waits for one is told so
+        for command in commands:  # the core refuses them now, and the tasks that wait get the error
             with contextlib.suppress(Exception):
                 if not isinstance(command, Arrival):  # whose stream has failed already
                     command()

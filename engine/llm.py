@@ -136,7 +136,7 @@ class LLM:
                 inputs.process(str(next(self._counter)), prompt, _only_final(own), option, ahead)
                 for prompt, own, option, ahead in zip(prompts, params, options, begun, strict=True)
             ]
-        finally:  # behind an error, nobody wants the others
+        finally:  # after an error the others are not needed
             for ahead in begun:
                 if ahead is not None:
                     ahead.cancel()
@@ -229,5 +229,5 @@ def _one_each(name: str, value: T | Sequence[T], count: int, kind: type[T]) -> l
 
 
 def _only_final(params: SamplingParams) -> SamplingParams:
-    """The same, asking for one output at the end: text nobody sees is not made step by step."""
+    """The same, with one output at the end: text that is not shown is not made step by step."""
     return msgspec.structs.replace(params, output_kind="final")

@@ -35,7 +35,7 @@ def run(parsed: argparse.Namespace) -> int:
     args = engine_args(parsed)
     with LLMEngine.from_engine_args(args) as engine, profiled(engine, args):
         tokenizer = engine.get_tokenizer()
-        tokenizer.apply_chat_template([{"role": "user", "content": "?"}])  # is there one at all?
+        tokenizer.apply_chat_template([{"role": "user", "content": "?"}])  # is there a template?
         print(HINT)
         for number, line in zip(itertools.count(), _lines()):
             if line == RESET:
@@ -46,7 +46,7 @@ def run(parsed: argparse.Namespace) -> int:
                 text = tokenizer.apply_chat_template(messages)
                 ids = tokenizer.encode(text, add_special_tokens=False)
                 engine.add_request(str(number), ids, params)
-            except RequestError as error:  # too long, say: what was said before still stands
+            except RequestError as error:  # for example too long: the conversation so far is kept
                 messages.pop()
                 print(f"[{error}; {RESET} forgets what was said]")
                 continue
@@ -57,7 +57,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _lines() -> Iterator[str]:
-    """What the user types, or standard input line by line."""
+    """The lines that the user types, or those of standard input."""
     prompt = "> " if sys.stdin.isatty() else ""
     while True:
         try:

@@ -37,7 +37,7 @@ def run(parsed: argparse.Namespace) -> int:
     for name in options_of(EngineArgs, FRONT_END, STARTER):
         if name in parsed:
             raise ConfigError(
-                f"--{name.replace('_', '-')} is for those who use a core, and this is one; give it "
+                f"--{name.replace('_', '-')} is for clients of a core, and this is a core; give it "
                 "to them, and leave it out here"
             )
     config = engine_args(parsed).create_config()
@@ -55,7 +55,7 @@ def run(parsed: argparse.Namespace) -> int:
         print(f"core address: {host.address.data}", flush=True)
         host.serve()
     except EngineDeadError:
-        logger.exception("this core has died")  # who runs it has no client that tells
+        logger.exception("this core has died")  # no client shows this error
         raise
     finally:
         host.close()
@@ -63,7 +63,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def check_free(address: Address) -> None:
-    """Raise ``ConfigError`` if nobody could listen there, before a model is loaded for nothing."""
+    """Raise ``ConfigError`` if the core cannot listen there, before a model is loaded in vain."""
     with zmq.Context() as context:
         for each in (address.data, address.control):
             sockets.close(sockets.bind(context, each, address.secret))

@@ -48,7 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """What was typed. An option that a command does not know is answered with that command's."""
+    """Parse the command line. For an unknown option the error shows the usage of its command."""
     parsed, unknown = make_parser().parse_known_args(argv)
     if unknown:
         command: argparse.ArgumentParser = parsed.command_parser
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except EngineError as error:
         print(f"metronome: error: {error}", file=sys.stderr)
         return USAGE_ERROR if isinstance(error, ValueError) else 1
-    except BrokenPipeError:  # who reads has had enough, as in `metronome ... | head`
+    except BrokenPipeError:  # the reader has ended, as in `metronome ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except KeyboardInterrupt:

@@ -200,4 +200,4 @@ def remarks(figures: Sequence[Figures]) -> Iterable[str]:
             rest = "; it was left out, and the rest ran in order of arrival" if is_out else ""
             yield f"{f.policy}: {f.num_faults} wrong answers were answered by default instead{rest}"
         if f.num_rescued:
-            yield f"{f.policy}: {f.num_rescued} steps were planned by default, as it let nobody run"
+            yield f"{f.policy}: {f.num_rescued} steps were planned by default, as it let none run"

@@ -115,7 +115,7 @@ def _check(parsed: argparse.Namespace) -> None:
     if parsed.seconds is not None and not parsed.seconds > 0:
         raise ConfigError(f"--seconds is {parsed.seconds}, must be above 0")
     if parsed.corpus is not None:
-        try:  # now, not when after hours something was found
+        try:  # now, not after hours when a case is to be written
             parsed.corpus.open("a").close()
         except OSError as error:
             raise ConfigError(f"--corpus {parsed.corpus} cannot be written: {error}") from error

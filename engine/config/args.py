@@ -35,7 +35,7 @@ class EngineArgs(  # a dataclass has the fields of its last base first
     SchedulerOptions,
     ModelOptions,
 ):
-    """Options of an engine: those of all groups. ``ConfigError`` for a name that is none.
+    """Options of an engine: those of all groups. ``ConfigError`` for an unknown name.
 
     ``create_config`` checks the values and raises ``ConfigError``.
     """
@@ -56,7 +56,7 @@ class EngineArgs(  # a dataclass has the fields of its last base first
             return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        """No group checks itself here: ``create_config`` makes each, and then it does."""
+        """Checks nothing: each group is checked when ``create_config`` makes it."""
 
     def create_config(self) -> EngineConfig:
         """The checked configuration. Raises ``ConfigError`` naming value, limit and way out."""

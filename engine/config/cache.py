@@ -32,7 +32,7 @@ class CacheConfig:
     enable_prefix_caching: bool = True
     """Reuse the KV of prompts that begin alike."""
     prefix_caching_hash_algo: Literal["sha256", "fast"] = "sha256"
-    """Hash of cached blocks; fast is 3 times as quick and secure while nobody knows the seed."""
+    """Hash of cached blocks; fast is 3 times as quick and secure while the seed is secret."""
     enable_kv_events: bool = False
     """Publish over ZeroMQ what is stored in the prefix cache and what is evicted."""
     kv_events_endpoint: str | None = None

@@ -1,4 +1,4 @@
-"""Are the options of the types their fields are declared with? Ranges are each class's own."""
+"""Checks that options have the declared types of their fields. Each class checks its ranges."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def kinds_of(hint: Any) -> tuple[type, ...]:
 
 
 def _is_a(value: object, kind: type) -> bool:
-    if isinstance(value, bool):  # which Python counts among the numbers
+    if isinstance(value, bool):  # which is a number for Python
         return kind is bool
     if kind is float and isinstance(value, int):
         return is_finite(value)
@@ -96,7 +96,7 @@ def _is_a(value: object, kind: type) -> bool:
 
 
 def is_finite(value: object) -> bool:
-    """Is it a number that can be calculated with? Whole ones may be too large for that."""
+    """Is it a finite number? A whole one may be too large for a float."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return abs(value) <= sys.float_info.max  # and no NaN

@@ -20,7 +20,7 @@ ANY_OBJECT = {"name": 8, "other": "text"}
 
 
 def add_options(parser: argparse.ArgumentParser, options: type[Any]) -> None:
-    """Add one ``--flag`` per field of the dataclass ``options``; what is not given stays out.
+    """Add one ``--flag`` per field of the dataclass ``options``; flags not given are left out.
 
     If it is made of several dataclasses each is a group of flags, headed by the first line of its
     doc.
@@ -61,7 +61,7 @@ def argument_kind(hint: Any, example: dict[str, Any] | None = None) -> dict[str,
 
 
 def groups_of(options: type[Any]) -> list[type[Any]]:
-    """The dataclasses that it is made of, in the order of their fields; itself if it is of none."""
+    """The dataclasses that it inherits from, in the order of their fields; itself if none."""
     return [*filter(is_dataclass, reversed(options.__bases__))] or [options]
 
 

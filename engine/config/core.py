@@ -1,4 +1,4 @@
-"""Where the core runs: in this process, in one of its own, or somewhere already."""
+"""Where the core runs: in this process, in one of its own, or already at an address."""
 
 from __future__ import annotations
 

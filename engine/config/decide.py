@@ -17,7 +17,7 @@ logger = logging.getLogger("engine.config")
 
 GIB = 1 << 30
 TOKEN_BUDGET = 8192  # of a step
-CPU_CHUNK = 512  # of a step on a CPU: larger ones gain nothing and hold up those who decode
+CPU_CHUNK = 512  # of a step on a CPU: larger ones gain nothing and delay requests that decode
 CPU_BLOCK_SIZE = 16
 GPU_BLOCK_SIZE = 64  # a tile of keys is one block then
 
@@ -57,7 +57,7 @@ class ModelFacts:
 
 
 def resolve(config: EngineConfig, info: ModelInfo, device: Device) -> ResolvedConfig:
-    """What was left open, as the device likes it, and the length, at most the model's own.
+    """Decide open options by the device, and the length, at most the model's own.
 
     Raises ``ConfigError``.
     """
@@ -108,7 +108,7 @@ def decide(
 
 
 def decide_token_budget(asked: SchedulerOptions, *, is_cpu: bool) -> int:
-    """Tokens of a step: asked, or as the device likes it, and one at least for each seat."""
+    """Tokens of a step: as asked, or by the device, and at least one for each seat."""
     if asked.max_num_batched_tokens is not None:
         return asked.max_num_batched_tokens
     is_small = is_cpu and asked.enable_chunked_prefill
@@ -162,7 +162,7 @@ def decide_num_blocks(
 
 
 def cap_to_pool(sched: SchedulerConfig, block_size: int, num_blocks: int) -> SchedulerConfig:
-    """A pool asked for by number may be smaller than the longest request: then that is shorter."""
+    """Lower the longest request to the pool, if its number of blocks was asked and is smaller."""
     room = (num_blocks - 1) * block_size + 1  # the last token needs no KV
     if sched.max_model_len <= room:
         return sched

@@ -82,12 +82,12 @@ def core_secret() -> str | None:
 
 
 def _is_utf8(value: str) -> bool:
-    """Variables keep bytes that are not as surrogates."""
+    """Is it valid UTF-8? Python keeps other bytes of a variable as surrogates."""
     return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def warn_of_typos() -> None:
-    """Log variables that nobody reads and whose names are nearly those of ours."""
+    """Log variables that are not ours but whose names are nearly those of ours."""
     known = (LOG_LEVEL, INTERPRET_CUDA, CORE_SECRET, DECODE_POLL_TIMEOUT)
     for name in os.environ:
         if not name.startswith(PREFIX) or name in known:

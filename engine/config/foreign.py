@@ -1,4 +1,4 @@
-"""Options that users of vLLM know and that are called otherwise here, or are none: the way out."""
+"""Options of vLLM that have another name here, or do not exist, with the way out."""
 
 from __future__ import annotations
 

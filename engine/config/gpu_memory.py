@@ -1,4 +1,4 @@
-"""How a GPU's memory is shared out. Pure arithmetic; who measures is the worker."""
+"""How a GPU's memory is shared out. Pure arithmetic; the worker measures."""
 
 from __future__ import annotations
 

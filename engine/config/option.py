@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 # Keys of a field's metadata.
 EXAMPLE = "example"  # of a field that is a dict: one, to be shown
-READER = "reader"  # whose option it is; the core's alone where nothing is said
+READER = "reader"  # the program that reads the option; without it, the core only
 
 # Readers, as metadata.
 FRONT_END = {READER: "front end"}  # of programs that use a core, wherever that runs

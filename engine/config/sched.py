@@ -28,7 +28,7 @@ class SchedulerOptions:
     """Requests that may run at once."""
     max_num_batched_tokens: int | None = None
     """Token budget of a step; 8192 if not given (with chunked prefill on a CPU 512, where larger
-    steps gain nothing and hold up those who decode), or max_num_seqs if that is more."""
+    steps gain nothing and delay requests that decode), or max_num_seqs if that is more."""
     enable_chunked_prefill: bool = True
     """Compute a long prompt in pieces beside decodes."""
     long_prefill_token_threshold: int = 0
@@ -61,7 +61,7 @@ class SchedulerOptions:
     user_weights: dict[str, float] = field(
         default_factory=dict, metadata={EXAMPLE: {"ann": 2.0, "bob": 0.5}}
     )
-    """Shares of users for fair policies; who is not named has 1.0."""
+    """Shares of users for fair policies; a user that is not named has 1.0."""
     max_waiting_requests: int | None = None
     """Requests that may wait; more are refused with an estimate of the wait. No bound if not
     given."""

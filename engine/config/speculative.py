@@ -12,7 +12,7 @@ from engine.config.check import check_kind, check_range, check_types
 from engine.errors import ConfigError
 
 METHODS = ("ngram",)
-NGRAM = 5  # tokens, where nothing was said of the size of n-grams
+NGRAM = 5  # tokens, if no size of n-grams is given
 MAX_NGRAM = 64  # each size has a table of all that was said
 MAX_DRAFTS = 256  # a row: what is verified is computed, and most of so many would be wrong
 EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 4}'
@@ -79,7 +79,7 @@ class SpeculativeConfig:
 
 
 def check_method(method: object) -> None:
-    """Raise ``ConfigError`` for a way to draft that there is none of."""
+    """Raise ``ConfigError`` for an unknown method to draft."""
     check_kind("speculative_config: method", method, (str, NoneType))
     if method is not None and method not in METHODS:
         near = difflib.get_close_matches(str(method).strip(" []").lower(), METHODS, n=1)

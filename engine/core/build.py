@@ -69,7 +69,7 @@ def build_core(
 
 
 def log_pool(decided: Decided, facts: ModelFacts) -> None:
-    """Say how large the pool is and what fits into it."""
+    """Log how large the pool is and what fits into it."""
     num_usable, block_size = decided.num_kv_blocks - 1, decided.block_size
     logger.info(
         "KV pool: %d blocks of %d tokens, %.2f GiB, for %.2f requests of %d tokens",
@@ -124,8 +124,8 @@ def choose_all(config: SchedulerOptions) -> Chosen:
 
 
 def features_of(config: SchedulerOptions) -> list[Resource]:
-    """The resources of what was switched on. What decides must be in the scheduler's options, from
-    which a step log is replayed."""
+    """The resources of the features that are switched on. They may depend only on the scheduler's
+    options, from which a step log is replayed."""
     if config.speculative_config is None:
         return []
     asked = SpeculativeConfig.of(config.speculative_config)
@@ -142,8 +142,8 @@ def computing_halves(config: EngineConfig) -> list[Feature]:
 def parts_of(resources: Iterable[Resource]) -> tuple[str, ...]:
     """Parts of a plan that these resources write, in the order of ``PARTS``.
 
-    Raises ``ConfigError`` for a name that is none, a part that two of them write and an object that
-    is there twice.
+    Raises ``ConfigError`` for an unknown name, a part that two of them write and an object that is
+    there twice.
     """
     writers: dict[str, Resource] = {}
     seen: set[int] = set()
@@ -166,7 +166,7 @@ def parts_of(resources: Iterable[Resource]) -> tuple[str, ...]:
 
 
 def needs_of(resource: Resource) -> tuple[str, ...]:
-    """What it asks of a worker. Raises ``ConfigError`` for what are no capabilities."""
+    """What the resource needs of a worker. Raises ``ConfigError`` for unknown capabilities."""
     needs, name = resource.needs, type(resource).__name__
     if not isinstance(needs, tuple | list | set | frozenset):
         raise ConfigError(
@@ -183,8 +183,8 @@ def needs_of(resource: Resource) -> tuple[str, ...]:
 
 
 def check_capabilities(resources: Sequence[Resource], capabilities: frozenset[str]) -> None:
-    """Raise ``ConfigError`` for resources that cannot work together, or one that wants what
-    this worker cannot do."""
+    """Raise ``ConfigError`` for resources that cannot work together, or that need what this worker
+    cannot do."""
     parts_of(resources)
     for resource in resources:
         missing = [

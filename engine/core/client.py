@@ -33,14 +33,14 @@ class CoreClient(Protocol):
             raise error
 
     def add_all(self, requests: Sequence[AddRequest]) -> dict[int, Exception]:
-        """Queue these, in order. Returns what ``add`` would raise, by place; {} if all were taken.
+        """Queue these, in order. Returns what ``add`` would raise, by index; {} if all were taken.
 
         Interrupted, it may have queued some: abort them.
         """
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Finish these; unknown ids do nothing. Waits for nothing: ``step`` tells their ends, and
-        what came before. Raises ``RequestTypeError`` for ids that are none."""
+        """Finish these; unknown ids do nothing. Does not wait: ``step`` returns their ends, and
+        what came before. Raises ``RequestTypeError`` for ids that are not strings."""
 
     def step(self) -> list[CoreOutputs]:
         """What the core's steps have brought, [] if nothing.
@@ -49,17 +49,17 @@ class CoreClient(Protocol):
         """
 
     def wake(self) -> None:
-        """Let ``step`` return soon, if it waits in another thread: the only call for others."""
+        """Let a ``step`` that waits return soon; the only call that other threads may make."""
 
     def check_alive(self) -> None:
         """Raise ``EngineDeadError`` if the core has died."""
 
     def has_unfinished(self) -> bool:
-        """Is there a request whose end ``step`` has not told yet?"""
+        """Is there a request whose end ``step`` has not returned yet?"""
         return self.num_unfinished() > 0
 
     def num_unfinished(self) -> int:
-        """Requests that were taken and whose end ``step`` has not told yet."""
+        """Requests that were taken and whose end ``step`` has not returned yet."""
 
     def stats(self) -> SchedulerStats | None:
         """Gauges and counters of the scheduler, ``None`` if it keeps none."""
@@ -67,10 +67,10 @@ class CoreClient(Protocol):
         return stats
 
     def latest_stats(self) -> SchedulerStats | None:
-        """What is known of ``stats`` without waiting; asks a core elsewhere for newer ones."""
+        """The latest known ``stats``, without waiting; asks a core in another process for newer."""
 
     def call(self, name: str, *args: Any) -> Any:
         """A utility by name. Raises ``ConfigError`` for one that does not exist."""
 
     def shutdown(self) -> None:
-        """Let go of the core, and end it if it is ours; harmless when repeated."""
+        """Disconnect from the core, and end it if it is ours; harmless when repeated."""

@@ -41,8 +41,8 @@ class Utilities:
     def call(self, name: str, args: tuple[Any, ...]) -> Any:
         """Call a utility. Raises ``ConfigError`` for one that does not exist.
 
-        What a utility raises itself is told with its name, as the same kind of error if it is one
-        of the engine's.
+        An error of the utility is raised with its name, as the same class if it is one of the
+        engine's.
         """
         utility = self._by_name.get(name)
         if utility is None:
@@ -87,5 +87,5 @@ class Utilities:
 
 
 def _kind_of(error: EngineError) -> type[EngineError]:
-    """The class of ours that it is: one of a plug-in's own is not known elsewhere."""
+    """The engine's own class of an error: other processes do not know a plug-in's classes."""
     return next(kind for kind in type(error).__mro__ if kind.__module__ == EngineError.__module__)

@@ -21,7 +21,7 @@ from engine.messages.stats import SchedulerStats
 from engine.sched.interface import StepOutputs
 from engine.sched.step.outputs import end_of
 
-IDLE_SECONDS = 0.001  # between two looks while all that is left waits for something
+IDLE_SECONDS = 0.001  # between two steps while all requests wait for something
 
 
 class InprocClient(CoreClient):
@@ -61,7 +61,7 @@ class InprocClient(CoreClient):
                 self.add(request)
             except EngineDeadError:
                 raise
-            except Exception as error:  # a request its policy chokes on fails alone
+            except Exception as error:  # if the policy raises on it, this request fails alone
                 errors[index] = error
         return errors
 
@@ -71,7 +71,7 @@ class InprocClient(CoreClient):
             self._aborted[req.request_id] = (req.add.client_index, end_of(req, 0, "abort"))
 
     def drop(self, request_ids: Sequence[str]) -> None:
-        """Finish these, and tell no more of them."""
+        """Finish these without any further output."""
         self._live().scheduler.finish_requests(request_ids, "abort")
 
     def step(self) -> list[CoreOutputs]:
@@ -85,7 +85,7 @@ class InprocClient(CoreClient):
         core = self._live()
         try:
             outputs = core.step()
-        except BaseException as error:  # whatever it was, the step is half done
+        except BaseException as error:  # after any error, the step is half done
             self._cause = error
             if not isinstance(error, Exception):
                 raise

@@ -23,13 +23,13 @@ from engine.errors import ConfigError
 from engine.ipc.address import IPC, Directory
 from engine.messages.kv_events import KVEventBatch
 
-PAGE = 500  # batches in one answer; below the 1000 messages that a socket queues for a peer
+PAGE = 500  # batches in one answer; below the 1000 messages that a socket queues for a listener
 END = -1  # the sequence number behind a page
 SEQUENCE_BYTES = 8
 
 
 def replay_endpoint(endpoint: str) -> str:
-    """Where a publisher answers for the past: beside its file, or on the next port."""
+    """Where a publisher resends past batches: beside its file, or on the next port."""
     if endpoint.startswith(IPC):
         return endpoint + "-replay"
     host, _, port = endpoint.rpartition(":")
@@ -82,7 +82,7 @@ class KVEventPublisher:
     def _bind(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
         bound = self._context.socket(kind)
         try:
-            if _is_served(endpoint):  # ZeroMQ would take the file from whoever listens there
+            if _is_served(endpoint):  # ZeroMQ would take the file from its listener
                 raise zmq.ZMQError(errno.EADDRINUSE)
             bound.bind(endpoint)
         except zmq.ZMQError as error:
@@ -113,7 +113,7 @@ class KVEventPublisher:
 
 
 class KVEventSubscriber:
-    """Reads all batches of a publisher in order; what it missed it asks for.
+    """Reads all batches of a publisher in order; asks for those that it missed.
 
     ``num_lost`` counts batches that the publisher no longer had: what was built from the events
     must then be thrown away.
@@ -164,7 +164,7 @@ class KVEventSubscriber:
         raise TimeoutError(f"no answer about past cache events within {timeout} s")
 
     def _take(self, sequence: int, payload: bytes) -> list[KVEventBatch]:
-        if sequence < self._next:  # it came with the past already
+        if sequence < self._next:  # it was among the past batches already
             return []
         self.num_lost += sequence - self._next
         self._next = sequence + 1
@@ -172,7 +172,7 @@ class KVEventSubscriber:
 
 
 def _is_served(endpoint: str) -> bool:
-    """Does somebody listen at this socket file?"""
+    """Does a process listen at this socket file?"""
     if not endpoint.startswith(IPC):
         return False
     with socket.socket(socket.AF_UNIX) as probe:

@@ -13,8 +13,8 @@ Work = Literal["none", "prefill", "decode"]
 def poll_timeout_ms(config: EngineConfig, work: Work, is_first: bool) -> int:
     """Milliseconds of a poll; ``is_first`` of those that drain the inbox before a step.
 
-    The same whatever brings the messages. What comes behind a first message is there already or
-    belongs to the next step, and a prompt never waits.
+    The same for every transport. What follows a first message is there already or belongs to the
+    next step, and a prompt never waits.
     """
     if not is_first or work == "prefill":
         return 0

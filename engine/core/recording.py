@@ -1,4 +1,4 @@
-"""A scheduler that records what it is told and what it decides, for ``replay``."""
+"""A scheduler that records its inputs and its plans, for ``replay``."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from engine.sched.interface import PauseState, RequestCounts, SchedulerInterface
 from engine.sched.request import Request
 
 Clock = Callable[[], float]
-OBJECT = "object of "  # marks an option that was given as an object: it cannot be made again
+OBJECT = "object of "  # marks an option given as an object: a replay cannot make it again
 
 
 class RecordedClock:
-    """Hands on a clock's readings and remembers them."""
+    """Passes on a clock's readings and remembers them."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -53,7 +53,7 @@ def record(
 
 
 def describe(config: SchedulerConfig, cache: CacheConfig, kv: KVManager, seed: int) -> Header:
-    """What is needed to make the same scheduler again."""
+    """The header of the log: what is needed to make the same scheduler again."""
     return Header(
         format=FORMAT,
         version=version("metronome-engine"),

@@ -1,4 +1,4 @@
-"""Replay: the inputs and results of a step log to a fresh scheduler, plan by plan."""
+"""Replay: feeds the inputs and results of a step log to a new scheduler, and compares plans."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NOTHING = "nothing"
 
 
 class Difference(NamedTuple):
-    """The first thing that came out otherwise. ``request_id`` is empty if no single one differs."""
+    """The first difference. ``request_id`` is empty if it is not that of a single request."""
 
     step: int
     request_id: str
@@ -50,7 +50,7 @@ class Replayed(NamedTuple):
 
 
 class ReplayClock:
-    """Tells the times that were read in the call that is being replayed."""
+    """A clock that shows the times that were read in the call that is being replayed."""
 
     def __init__(self) -> None:
         self._last = 0.0
@@ -62,7 +62,7 @@ class ReplayClock:
     def __call__(self) -> float:
         if self._coming:
             self._last = self._coming.popleft()
-        return self._last  # a scheduler that asks more often than the one of then
+        return self._last  # if it reads the clock more often than the recorded one
 
 
 def replay(
@@ -112,7 +112,7 @@ def _check_names(cls: type, options: dict[str, Any], owner: str) -> None:
 
 
 class _Replay:
-    """One fresh scheduler on its way through a log."""
+    """One new scheduler that gets the records of a log."""
 
     def __init__(self, header: Header, changes: dict[str, Any]) -> None:
         config = _scheduler_config(header, changes)
@@ -203,7 +203,7 @@ class _Replay:
     def _compare(
         self, planned: steplog.Planned, then: PlanColumns, plan: StepPlan
     ) -> Difference | None:
-        """Who got what, then the rest of the plan."""
+        """The first difference: in the tokens of a request, else in the rest of the plan."""
         shares_then = _shares(then)
         shares_now = _shares(PlanColumns.of(plan))
         for row in shares_then | shares_now:

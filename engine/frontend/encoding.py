@@ -1,6 +1,6 @@
 """Texts of prompts to token ids: at once, many together, or ahead, in a thread or a text process.
 
-What is wrong with a text is said when its ids are asked for, whatever was begun ahead.
+An invalid text raises when its ids are asked for, even if it was begun ahead.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from engine.messages.params import SamplingParams
 from engine.text.tokenizer import Tokenizer
 
 USUAL_CHARS = 16  # characters of a token, hardly more in any text
-INLINE_CHARS = 500  # of a text that is tokenised by the time another thread would have begun
+INLINE_CHARS = 500  # below it, tokenising takes less time than starting it in another thread
 TOGETHER_CHARS = 1 << 20  # of texts that are tokenised in one go, which no interrupt ends
 NUM_THREADS = 4  # texts that are tokenised at once
 
@@ -99,7 +99,7 @@ class PromptEncoder:
         return text if is_cut or self._fewest_tokens(text) < self._max_model_len else None
 
     def _encode_together(self, texts: dict[int, str], ahead: list[Ahead]) -> None:
-        """If one of them is wrong none is done: ``encode`` takes them one by one, and names it."""
+        """Tokenise all into ``ahead``; none if one is invalid, which ``encode`` then names."""
         if self._tokenizer is None or not texts:
             return
         try:
@@ -121,7 +121,7 @@ class PromptEncoder:
             return None
 
     def _fewest_tokens(self, text: str) -> int:
-        """What a text has at least, said without tokenising it; 0 for one of a usual length."""
+        """A lower bound of a text's tokens, without tokenising it; 0 for a text of usual length."""
         if self._tokenizer is None or len(text) < self._max_model_len * USUAL_CHARS:
             return 0
         most_chars = self._tokenizer.max_chars_per_token
@@ -129,7 +129,7 @@ class PromptEncoder:
 
 
 def too_long(num_tokens: str, limit: int) -> RequestError:
-    """A prompt that has no room for output."""
+    """The error for a prompt that leaves no room for output."""
     return RequestError(
         f"the prompt has {num_tokens} tokens, but max_model_len is {limit}, prompt and at least "
         "one output token together; shorten the prompt, have it shortened by "

@@ -21,8 +21,8 @@ Moved = dict[RequestState, list[Sequence]]
 class OutputProcessor:
     """Owns text, stop strings and log-probabilities of all unfinished requests.
 
-    What the core still sends for requests that ended here is ignored: each sequence has an id in
-    the core that no other had. With ``texts`` other processes turn tokens into text.
+    What the core still sends for requests that ended here is ignored: no other sequence ever has
+    the core id of one that ended. With ``texts`` other processes turn tokens into text.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, texts: PooledTexts | None = None) -> None:
@@ -31,7 +31,7 @@ class OutputProcessor:
         self._texts = texts
         self._requests: dict[str, RequestState] = {}
         self._rows: dict[str, Row] = {}  # by the core's request id
-        self._ended_here: list[str] = []  # core ids of what the core does not know to have ended
+        self._ended_here: list[str] = []  # core ids of sequences that the core must still abort
         self._only_text: set[str] = set()  # of rows: ended in the core, their text is missing
 
     @property
@@ -41,7 +41,7 @@ class OutputProcessor:
 
     @property
     def is_only_text_missing(self) -> bool:
-        """Whether the core has ended all there is, and only texts are still to come."""
+        """Whether the core has ended all requests, and only texts are still to come."""
         return 0 < len(self._only_text) == len(self._rows)
 
     def __contains__(self, request_id: object) -> bool:
@@ -60,7 +60,7 @@ class OutputProcessor:
             self._rows[core_id] = Row(live, sequence)
 
     def process(self, batch: CoreOutputs) -> list[RequestOutput]:
-        """What users get of one step."""
+        """The outputs for users of one step."""
         for started in batch.started:
             self._start(batch.request_ids[started.index], started)
         ends = {end.index: end for end in batch.finished}
@@ -84,7 +84,7 @@ class OutputProcessor:
         return _outputs(moved) + self.take_texts(wait_for_all=False)
 
     def take_texts(self, wait_for_all: bool) -> list[RequestOutput]:
-        """What users get of texts that other processes have made."""
+        """The outputs for users of texts that other processes have made."""
         if self._texts is None:
             return []
         moved: Moved = {}
@@ -101,7 +101,7 @@ class OutputProcessor:
 
     def abort(self, request_ids: Iterable[str], time: float) -> list[RequestOutput]:
         """End these requests now; unknown ids do nothing. Their last outputs say ``"abort"``."""
-        outputs = self.take_texts(wait_for_all=True)  # who only waits for text is no longer alive
+        outputs = self.take_texts(wait_for_all=True)  # what only waits for text has ended already
         aborted = Finished(0, "abort")
         moved: Moved = {}
         for request_id in dict.fromkeys(request_ids):
@@ -175,7 +175,7 @@ class OutputProcessor:
         return self._texts is not None and row.sequence.params.detokenize
 
     def _send(self, core_id: str, row: Row, end: Finished | None, time: float) -> None:
-        """Have the tokens of a row read that are to be read now."""
+        """Turn those tokens of a row into text that are needed now."""
         assert self._texts is not None
         if end is not None:
             self._only_text.add(core_id)
@@ -183,7 +183,7 @@ class OutputProcessor:
             self._texts.add(Reading(core_id, row, row.sequence.unread(end), end, time))
 
     def _ended(self, core_id: str, row: Row, end: Finished | None, time: float) -> None:
-        """It has ended: by ``end``, or by what its text says."""
+        """The sequence has ended: by ``end``, or by its text (a stop string or an error)."""
         if end is None:
             self._ended_here.append(core_id)
         if self._texts is not None:

@@ -52,7 +52,7 @@ HANG_SECONDS = 30.0
 
 
 class Seat(NamedTuple):
-    """A task and whom it is for; ``slot`` None is the tokenizer with the least to do."""
+    """A task and its process; ``slot`` None is the tokenizer with the least work."""
 
     task: Task
     slot: int | None
@@ -187,7 +187,7 @@ class PoolLoop:
                     self._take_inbox()
                 for slot in self.slots:
                     self._attend(slot, ready)
-        except BaseException as error:  # whatever it is, those who wait must hear of it
+        except BaseException as error:  # after any error, callers that wait must get it
             self._death = EngineDeadError(f"the text processes were given up: {error!r}")
             self._death.__cause__ = error
             logger.exception("the thread of the text processes has died")
@@ -237,7 +237,7 @@ class PoolLoop:
         return min(self.slots[: self.num_tokenizers], key=attrgetter("load"))
 
     def _pass_on(self, task: Task, error: RefusedError) -> None:
-        """Give a task to another tokenizer than that which cannot be started, if one can."""
+        """Give the task of a tokenizer that cannot be started to another, if one can."""
         another = self._least_busy()
         if isinstance(task.job, Read) or another.is_down:
             task.fail(error)

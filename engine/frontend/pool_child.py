@@ -1,4 +1,4 @@
-"""A text process as its parent has it: the program, its socket, its shared memory."""
+"""The parent's handle of a text process: the program, its socket, its shared memory."""
 
 from __future__ import annotations
 
@@ -79,20 +79,20 @@ class TextProcess:
             self.socket.send_multipart([self._identity, *frames], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:
             if error.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
-                raise  # those two: it has died, which its descriptor tells
+                raise  # with these two the process is dead, which its descriptor shows
 
     def receive(self) -> Delivery[Reply] | None:
-        """The next message; ``None`` if there is none. Raises ``WireError`` for rubbish."""
+        """The next message; ``None`` if there is none. Raises ``WireError`` for invalid data."""
         try:
             identity, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
             return None
         if self.is_ready and identity != self._identity:
-            raise WireError("a stranger speaks on its socket")
+            raise WireError("another process sent a message to its socket")
         delivery = self._channel.unpack(frames)
         if isinstance(delivery.message, Ready):
             if self.is_ready or delivery.message.token != self._token:
-                raise WireError("a stranger says that it is ready")
+                raise WireError("another process sent ready to its socket")
             self.is_ready = True
             self._identity = identity
             self._directory.remove()

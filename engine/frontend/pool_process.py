@@ -64,13 +64,13 @@ def _answer(desk: TextServer, channel: Channel[Job], frames: list[bytes]) -> lis
         raise
     except Exception as error:
         return channel.pack(Failed(delivery.message.number, failure_of(error, RequestError)))
-    except BaseException as error:  # what the tokenizer library raises when it has a fault itself
+    except BaseException as error:  # the tokenizer library raises this when its own code panics
         wrapped = RequestError(f"{type(error).__name__}: {error}")
         return channel.pack(Failed(delivery.message.number, failure_of(wrapped)))
 
 
 class TextServer:
-    """Does the jobs; remembers the sequences it reads for."""
+    """Carries out the jobs; remembers the sequences whose text it makes."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

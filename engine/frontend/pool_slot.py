@@ -1,9 +1,9 @@
-"""The parent's side of one text process: what it was asked, and another one when it has died.
+"""The parent's side of one text process: its tasks, and its replacement when it has died.
 
-A process has several tasks at a time, and answers may die with it: after a death tasks are sent
-one by one for a while, so that it is known over which one another dies. After ``MAX_DEATHS`` that
-one fails, alone. Detokenizers remember sequences, which die with them: tasks of theirs are given
-back as ``TextsLost``, to be asked anew.
+A process has several tasks at a time, and answers may be lost with it. After a crash, tasks are
+sent one at a time, so that the next crash identifies the input that causes it. An input that causes
+``MAX_DEATHS`` crashes fails, alone. Detokenizers keep the state of sequences, which is lost with
+them: their tasks are given back as ``TextsLost``, to be sent again.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ logger = logging.getLogger(__name__)
 MAX_DEATHS = 3  # of processes by one input
 MAX_FAILED_STARTS = 3  # in a row
 MAX_IDLE_DEATHS = 8  # in a row, of processes that had done nothing; above MAX_DEATHS
-RETRY_SECONDS = 10.0  # until a process that does not start, or stay, is tried again
+RETRY_SECONDS = 10.0  # until a process that did not start, or died at once, is tried again
 START_SECONDS = 60.0  # until a process that has not said it is ready is ended
 MAX_SENT = 16  # tasks a process has at a time; the others wait here
 SLOWEST = 1 << 18  # bytes of text that any tokenizer does in a second
-NUM_CAREFUL = 64  # tasks that are sent one by one after a death
+NUM_CAREFUL = 64  # tasks that are sent one at a time after a crash
 SAYS_MORE = "what it wrote to standard error says more"
 
 
 class Down(NamedTuple):
-    """Why there is no process, and until when none is tried."""
+    """Why there is no process, and until when none is started."""
 
     until: float
     error: RefusedError
@@ -76,12 +76,12 @@ class Slot:
 
     @property
     def load(self) -> tuple[bool, int]:
-        """What it has to do; the least is first, and one that does not start is last."""
+        """Sort key: the slot with the least work first, one that does not start last."""
         return self.is_down, self._tasks.cost
 
     @property
     def is_down(self) -> bool:
-        """There is no process, and none is tried now."""
+        """True if there is no process, and none is to be started yet."""
         return self.process is None and self._down is not None and self._clock() < self._down.until
 
     @property
@@ -134,7 +134,7 @@ class Slot:
             self.process.program.kill()
 
     def died(self) -> None:
-        """The process has ended: blame who may have been its death, start another."""
+        """The process has ended: blame the task that may be the cause, start another process."""
         assert self.process is not None
         how, was_ready = self.process.program.how_it_ended(), self.process.is_ready
         self.receive_last()
@@ -159,7 +159,7 @@ class Slot:
             self.start()
 
     def receive_last(self) -> None:
-        """Take the answers a process gave before it died."""
+        """Take the answers that a process sent before it died."""
         with suppress(WireError):
             while self.process is not None and (delivery := self.process.receive()) is not None:
                 self._answered(delivery)
@@ -198,7 +198,7 @@ class Slot:
             task.future.set_result(result)
 
     def _pump(self) -> None:
-        """Send what there is, as far as the process may have it."""
+        """Send waiting tasks, as many as the process may have at a time."""
         process = self.process
         if process is None or not process.is_ready:
             return
@@ -233,7 +233,7 @@ class Slot:
         )
 
     def _lose_reads(self, num_sent: int) -> None:
-        """Give back what only the dead process could do; it had the first ``num_sent`` of them."""
+        """Give back the tasks of the dead process; the first ``num_sent`` of them had been sent."""
         for place, task in enumerate(self._tasks.take_all()):
             if not isinstance(task.job, Read):
                 self._tasks.append(task)
@@ -243,7 +243,7 @@ class Slot:
             task.fail(TextsLost(self._epoch + 1, is_suspect=is_suspect, is_culprit=is_culprit))
 
     def _give_up(self, why: str) -> None:
-        """Pass on what waits; who comes later than ``RETRY_SECONDS`` has it tried again."""
+        """Pass on waiting tasks; the first task after ``RETRY_SECONDS`` starts a process again."""
         message = f"the {self.name} {why}"
         logger.error("%s", message)
         if not self.started.done():

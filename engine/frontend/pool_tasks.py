@@ -1,4 +1,4 @@
-"""What text processes are asked: tasks, and those that wait for one process."""
+"""Tasks of text processes, and the queue of tasks of one process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Task:
     job: Job
     payloads: list[bytes]
     result_of: Callable[[Delivery[Reply]], Any]
-    """What the future brings; raises ``WireError`` for what is no answer to this job."""
+    """What the future brings; raises ``WireError`` for an answer that does not fit this job."""
     what: Any = None
     epoch: int = 0  # of a Read: the process it is meant for
     future: Future[Any] = field(default_factory=Future)
@@ -42,15 +42,15 @@ class Task:
 
     @property
     def cost(self) -> int:
-        """What it takes, in bytes of text."""
+        """Its cost, in bytes of text."""
         return TASK_BYTES + sum(map(len, self.payloads))
 
     def is_wanted(self) -> bool:
-        """Whether somebody waits; from then on it cannot be cancelled any more."""
+        """Whether a caller still waits; from then on it cannot be cancelled any more."""
         return self.future.running() or self.future.set_running_or_notify_cancel()
 
     def fail(self, error: Exception) -> None:
-        """Tell whoever waits."""
+        """Raise the error in the caller that waits."""
         if self.is_wanted():
             self.future.set_exception(error)
 

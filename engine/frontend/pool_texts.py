@@ -1,8 +1,8 @@
 """Sequences whose text is made in detokenizer processes.
 
-A sequence stays with one detokenizer. Its tokens are kept in the front end, so one that died is no
-loss: the next one is told what was read already, and the rest is asked again. Who waits for a text
-of this step gets it in this step; texts that are shown only at the end come when they come.
+A sequence stays with one detokenizer. The front end keeps its tokens, so that nothing is lost when
+a detokenizer dies: its replacement gets the tokens already read, and the rest is sent again. A text
+that is needed in this step is waited for; texts that are shown only at the end may come later.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from engine.text.reader import wish_of
 
 
 class Reading(NamedTuple):
-    """Tokens on their way to become text, and what came with them."""
+    """Tokens whose text is still to come, and what came with them."""
 
     core_id: str
     row: Row
@@ -37,20 +37,20 @@ class Reading(NamedTuple):
 
     @property
     def is_awaited(self) -> bool:
-        """Somebody sees this text as soon as it is there, or it may end its sequence."""
+        """The text is shown as soon as it is there, or may end its sequence by a stop string."""
         params = self.row.sequence.params
         return params.output_kind != "final" or bool(params.stop)
 
 
 class ReadText(NamedTuple):
-    """A reading with its text."""
+    """Tokens with their text."""
 
     reading: Reading
     delta: TextDelta
 
 
 class Remote:
-    """What a detokenizer must know of a sequence, and knows."""
+    """The state of a sequence: what its detokenizer must know, and what it knows."""
 
     def __init__(self, number: int, prompt_token_ids: list[int], wish: TextWish) -> None:
         self.number = number
@@ -86,7 +86,7 @@ class Shard:
 
     @property
     def load(self) -> tuple[bool, int]:
-        """What it has to do; the least is first, and one that does not start is last."""
+        """Sort key: the detokenizer with the least work first, one that does not start last."""
         return time.monotonic() < self._down_until, len(self._remotes)
 
     def open(self, sequence: Sequence, remote: Remote) -> None:
@@ -102,7 +102,7 @@ class Shard:
         self._send(readings)
 
     def take(self, wait_for_all: bool) -> Iterator[ReadText]:
-        """Texts that are there, in order; waits for those somebody waits for."""
+        """Texts that are there, in order; waits for those that are needed now."""
         while self._sent:
             is_due = wait_for_all or any(sent.is_awaited for sent in self._sent)
             if not is_due and not self._sent[0].future.done():
@@ -154,11 +154,11 @@ class Shard:
         self._sent.append(Sent(readings, future))
 
     def _resend(self) -> Iterator[ReadText]:
-        """Ask anew for what a dead process had, one by one if it may have died of it."""
+        """Send again what a dead process had, one at a time if it may have caused the crash."""
         sent, self._sent = self._sent, deque()
         for readings, future in sent:
             lost = future.exception()
-            if not isinstance(lost, TextsLost):  # none starts any more; asked again, they hear it
+            if not isinstance(lost, TextsLost):  # no process starts any more; sent again, they fail
                 self._send(readings)
                 continue
             if lost.is_culprit and len(readings) == 1:

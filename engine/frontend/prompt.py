@@ -1,4 +1,4 @@
-"""From what a user writes to ``AddRequest``. All that can be wrong with a request is said here."""
+"""Turns what a user writes into ``AddRequest``, and refuses every invalid request."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ SHOWN_ID_CHARS = 64  # of a user's id, in the one that its request has in the co
 
 
 class RequestOptions(TypedDict, total=False):
-    """What may be said about a request besides prompt and sampling."""
+    """The options of a request besides prompt and sampling."""
 
     priority: int
     """Lower is more urgent; read by the priority policy."""
     user: str
-    """Whom fair policies account the request to."""
+    """The user to whom fair policies account the request."""
     arrival_time: float
     """Seconds on the engine's clock; now, if not given."""
     deadline: float
@@ -61,7 +61,7 @@ class Submission(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a request must fit, decided when the model was loaded."""
+    """Limits of a request, decided when the model was loaded."""
 
     max_model_len: int
     vocab_size: int
@@ -198,7 +198,7 @@ class InputProcessor:
                 )
 
     def _arrival(self, options: RequestOptions) -> float:
-        """Check the options and say when the request came."""
+        """Check the options and fill in the arrival time."""
         self._check_options(options)
         now, asked = self._clock(), options.get("arrival_time")
         if asked is None:
@@ -235,8 +235,8 @@ class InputProcessor:
     def _sequence(self, request: AddRequest, index: int) -> AddRequest:
         """One of the ``params.n`` of a request, with a seed and a core id of its own.
 
-        No other sequence has this id, then or later: what still comes of one that was aborted is
-        nobody's. The user's id is in it for logs and messages.
+        No other sequence ever has this core id, so late outputs of an aborted one reach no other
+        request. The user's id is part of it for logs and messages.
         """
         number = next(self._num_sequences)
         return msgspec.structs.replace(
@@ -270,7 +270,7 @@ OPTION_KINDS: dict[str, tuple[type | types.UnionType, str]] = {
 
 
 def check_option_types(options: RequestOptions) -> None:
-    """Raise ``RequestTypeError`` for what would make a policy raise later, in the core."""
+    """Raise ``RequestTypeError`` for values that would make a policy raise later, in the core."""
     for name, value in options.items():
         kind, wanted = OPTION_KINDS[name]
         is_wrong = isinstance(value, int | float) and not is_finite(value)
@@ -290,7 +290,7 @@ def _seconds_after(arrival_time: float, seconds: float | None) -> float | None:
 
 
 def _own_params(params: SamplingParams | None) -> SamplingParams:
-    """A copy, checked again: its user may have changed it, and may go on to do so."""
+    """A copy, checked again: the caller may have changed it, and may do so again."""
     if params is None:
         return SamplingParams()
     if not isinstance(params, SamplingParams):
@@ -299,7 +299,7 @@ def _own_params(params: SamplingParams | None) -> SamplingParams:
 
 
 def _last(token_ids: list[int], count: int) -> list[int]:
-    """The end of a prompt is what is to be continued."""
+    """Keep the end of a prompt, which is what the model continues."""
     return token_ids[max(0, len(token_ids) - count) :]
 
 

@@ -53,10 +53,10 @@ def _begin(
     try:
         inputs = tokenizer.chat_inputs(messages, **options)
         values = chat_values(inputs.messages, inputs.values)
-        if _has_tuple(values):  # it would arrive as a list, which templates show otherwise
+        if _has_tuple(values):  # it would arrive as a list, which templates render differently
             return here
         future = pool.render(inputs.template, values)
-    except Exception:  # said again in its turn: a conversation before it may be wrong too
+    except Exception:  # raised again in its turn: an earlier conversation may be invalid too
         return here
     return partial(_result, future.result, here)
 

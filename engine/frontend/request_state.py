@@ -43,7 +43,7 @@ class RequestState:
         self._num_running = len(self.sequences)
         self._told: dict[int, Started | Finished] = {}  # of each sequence, by its index
         self.metrics = RequestMetrics(submission.arrival_time)
-        """Of this moment; outputs get copies."""
+        """The metrics so far; outputs get copies."""
         self.num_cached_tokens = 0
         self.kv_transfer_params: dict[str, Any] | None = None
         self.prompt_logprobs: list[Position | None] | None = None
@@ -57,7 +57,7 @@ class RequestState:
         self._num_running -= 1
 
     def note(self, index: int, told: Started | Finished) -> None:
-        """How a sequence has fared so far, in place of what was told of it before."""
+        """Keep the metrics of a sequence so far, in place of earlier ones."""
         self._told[index] = told
         metrics, every = self.metrics, self._told.values()
         metrics.num_preemptions = sum(each.num_preemptions for each in every)
@@ -69,7 +69,7 @@ class RequestState:
         metrics.events = sorted((e for each in every for e in each.events), key=itemgetter(1))
 
     def output(self, moved: Iterable[Sequence]) -> RequestOutput | None:
-        """What the user gets now that these sequences have moved; ``None``: nothing yet."""
+        """The output for the user after these sequences have moved; ``None``: nothing yet."""
         finished = self.is_finished
         if self.kind == "delta":
             completions = [sequence.delta() for sequence in moved]
@@ -94,7 +94,7 @@ class RequestState:
 
 
 class Row(NamedTuple):
-    """Whom a row of the core's columns belongs to."""
+    """The request and sequence that a row of the core's columns belongs to."""
 
     request: RequestState
     sequence: Sequence

@@ -48,9 +48,9 @@ class Sequence:
         if params.stop:
             stops = StopStrings(params.stop, params.include_stop_str_in_output)
             self._num_held_back = stops.num_held_back
-        # Text that nobody sees before the end is made in one go at the end.
+        # Text that is not shown before the end is made in one go at the end.
         self._is_lazy = not params.stop and params.output_kind == "final"
-        self._num_read = 0  # tokens a reader has got
+        self._num_read = 0  # tokens given to a reader
         self._num_sent_tokens = 0
         self._num_sent_chars = 0
 
@@ -66,7 +66,7 @@ class Sequence:
         return end is not None or not self._is_lazy
 
     def unread(self, end: Finished | None) -> Unread:
-        """The tokens that no reader has got; they get to one now."""
+        """The tokens that no reader has got yet; they count as read from now on."""
         token_ids = self.token_ids[self._num_read :]
         self._num_read = len(self.token_ids)
         is_stopped = end is not None and end.reason == "stop" and bool(token_ids)

@@ -56,7 +56,7 @@ class Session:
 
     @classmethod
     def open(cls, config: EngineConfig) -> Session:
-        """Load what ``config`` asks for; the tokenizer comes first, since it fails sooner.
+        """Load what ``config`` asks for; the tokenizer first, since it fails sooner than the core.
 
         A model given by name is fetched before; with a core elsewhere only what is needed here.
         Raises ``ConfigError`` for what cannot work.
@@ -89,7 +89,7 @@ class Session:
             raise error
 
     def submit_all(self, submissions: Sequence[Submission]) -> dict[int, Exception]:
-        """Give checked requests to the core, in one go. Returns by place why some were not taken.
+        """Give checked requests to the core, in one go. Returns by index why some were not taken.
 
         A request is taken whole or, with an error, not at all.
         """
@@ -133,7 +133,7 @@ class Session:
             for batch in self.client.step():
                 outputs += self.outputs.process(batch)
             outputs += self.outputs.take_texts(wait_for_all=False)
-        with suppress(EngineDeadError):  # a later call tells that; what was made is not lost
+        with suppress(EngineDeadError):  # a later call raises it; these outputs are not lost
             self._stop_in_core()
             if self._stats_log is not None:
                 self._stats_log.after_step(is_idle=not self.has_unfinished)
@@ -153,7 +153,7 @@ class Session:
             self._pool.close()
 
     def _stop_in_core(self) -> None:
-        """What ended here ends in the core too. Interrupted, the next call tells it (again)."""
+        """Abort in the core what ended here. After an interrupt the next call does it (again)."""
         if ended := self.outputs.ended_here():
             self.client.abort(ended)
             self.outputs.forget_ended_here()

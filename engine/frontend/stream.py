@@ -26,7 +26,7 @@ class Stream:
         self._arrived = asyncio.Event()
 
     def post(self, callback: Callable[[], object]) -> None:
-        """Run ``callback`` in the stream's loop. If that is closed, nobody is left to read."""
+        """Run ``callback`` in the stream's loop. If that is closed, the reader is gone."""
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(callback)
 
@@ -47,7 +47,7 @@ class Stream:
             self._arrived.set()
 
     async def next(self) -> RequestOutput:
-        """All that has come since the last call; waits if that is nothing."""
+        """All that has come since the last call; waits until there is something."""
         await self._arrived.wait()
         output, self._waiting = self._waiting, None
         if output is None:

@@ -1,9 +1,9 @@
 """A repository, downloaded into the cache of the Hugging Face ecosystem or found there.
 
-One file after another, in the calling thread: an interrupt is heard at once, and huggingface_hub
+One file after another, in the calling thread: an interrupt acts at once, and huggingface_hub
 itself fetches the pieces of a large file side by side. A lock for each file, which the library
 keeps, lets several processes fetch it once. The revision that was asked for is tied to what was
-fetched at the very end, so a cache that an interrupted download left behind is not taken for whole.
+fetched at the very end, so the cache of an interrupted download does not count as complete.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class Download:
         return Path(found) if isinstance(found, str) else None
 
     def _cached(self, error: Exception | None) -> Path:
-        """What was fetched before, if it is whole. error: why the hub was of no use, if asked."""
+        """What was fetched before, if complete. error: why the hub failed, if it was asked."""
         places = (self._lookup(name, self.asked.revision) for name in files.ANCHORS)
         place = next((place for place in places if place is not None), None)
         missing = None if place is None else self._missing(place.parent)

@@ -1,7 +1,7 @@
 """Directories in place of names: what a hub has is fetched into the cache, once.
 
-Who starts an engine fetches, before anything heavy. What is handed on then, to processes of the
-engine too, names directories only, and has no token.
+The process that starts an engine fetches, before anything heavy. The configuration that is passed
+on, also to processes of the engine, has directories in place of names, and no token.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def weights_at_top(names: Iterable[str]) -> list[str]:
 
 
 def weights_of_index(index: dict[str, Any] | None) -> list[str]:
-    """The files an index names; [] where it is damaged, which its loader says better."""
+    """The files an index names; [] if it is damaged: the loader's error says more."""
     places = None if index is None else index.get("weight_map")
     if not isinstance(places, dict):
         return []

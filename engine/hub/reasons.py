@@ -51,7 +51,7 @@ def unknown_revision(asked: Repository, endpoint: str, known: Collection[str]) -
 def explained(
     error: Exception, asked: Repository, endpoint: str, cache: Path, token: str | bool
 ) -> ModelError:
-    """An error of the library or the system, in words that lead on."""
+    """The ``ModelError`` for an error of the library or the system, with the way out."""
     where, page = spelled(asked), f"{endpoint}/{asked.name}"
     status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
     said = first_line(error, token)

@@ -4,10 +4,10 @@
         core            data socket
         core-control    control socket
         core-token      what a client shows in its Hello
-        lock            held by everybody who uses the directory
+        lock            held by every process that uses the directory
 
-A directory whose lock nobody holds belongs to processes that were killed; the next core removes it,
-and one that has had no lock for a minute, whose maker was killed before it could take one.
+A directory whose lock no process holds was left by killed processes; the next core removes it. It
+also removes one that has had no lock file for a minute: its maker was killed before taking one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ UNLOCKED_SECONDS = 60.0  # from making a directory to its lock, at most
 
 @dataclass(frozen=True)
 class Address:
-    """Where a core's data socket is, and what it takes to speak to it.
+    """Where a core's data socket is, and the secret or token that it asks for.
 
     ``secret`` is shared by both sides of a TCP connection and encrypts it; socket files have none.
     """
@@ -59,7 +59,7 @@ class Address:
 def address_of(core: str, secret: str | None) -> Address:
     """The address of a running core, as ``metronome core`` prints it.
 
-    Raises ``ConfigError`` if it is none, or if what it takes to speak to the core is missing.
+    Raises ``ConfigError`` if it is invalid, or if the token or secret is missing.
     """
     if core.startswith(TCP):
         return tcp_address(core, secret)
@@ -73,7 +73,7 @@ def address_of(core: str, secret: str | None) -> Address:
 
 
 def tcp_address(address: str, secret: str | None) -> Address:
-    """A TCP address with its secret. Raises ``ConfigError`` for one that nobody could use."""
+    """A TCP address with its secret. Raises ``ConfigError`` if either is unusable."""
     host, _, port = address.removeprefix(TCP).rpartition(":")
     if not host or not PORT.fullmatch(port) or not 0 < int(port) < 65535:
         raise ConfigError(
@@ -93,7 +93,7 @@ def derive_key(secret: str, purpose: str) -> bytes:
 
 
 class Directory:
-    """A directory for one core's socket files. Whoever opens it holds its lock until ``close``."""
+    """A directory for one core's socket files. A process that opens it locks it until ``close``."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -101,7 +101,7 @@ class Directory:
 
     @classmethod
     def create(cls) -> Directory:
-        """A new one, with a token in it; what killed processes left behind goes.
+        """A new one, with a token in it; removes what killed processes left behind.
 
         Raises ``ConfigError`` if there is no place for one.
         """
@@ -115,7 +115,7 @@ class Directory:
         try:
             (directory.path / "core-token").write_bytes(secrets.token_bytes(TOKEN_BYTES))
             if len(os.fsencode(directory.path / "core-control")) > MAX_SOCKET_PATH:
-                raise OSError(f"a path of more than {MAX_SOCKET_PATH} bytes is none for a socket")
+                raise OSError(f"a path of more than {MAX_SOCKET_PATH} bytes is too long")
         except OSError as error:
             directory.remove()
             raise _no_place(parent, error) from error
@@ -125,7 +125,7 @@ class Directory:
     def _make(cls, parent: Path) -> Directory:
         while True:
             path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-            with suppress(FileNotFoundError):  # somebody who cleans up took it for a left one
+            with suppress(FileNotFoundError):  # another process removed it as abandoned
                 return cls(path)
 
     @property
@@ -139,7 +139,7 @@ class Directory:
             self._lock = None
 
     def remove(self) -> None:
-        """Delete it, whoever still uses it; harmless when repeated."""
+        """Delete it, even if other processes still use it; harmless when repeated."""
         shutil.rmtree(self.path, ignore_errors=True)
         self.close()
 
@@ -165,9 +165,9 @@ def _hold(path: Path) -> int:
 
 
 def _remove_if_left(path: Path) -> None:
-    """Delete a directory that is ours and that nobody holds."""
+    """Delete a directory that is our user's and that no process has locked."""
     with suppress(OSError):
-        known = path.lstat()  # of a link: who made it
+        known = path.lstat()  # of a link itself, not of its target
         if known.st_uid != os.getuid():
             return
         is_old = time.time() - known.st_mtime > UNLOCKED_SECONDS

@@ -64,7 +64,7 @@ class Channel(Generic[T]):
         return [self._encoder.encode(Envelope(places, read)), body, *rest]
 
     def unpack(self, frames: Sequence[bytes]) -> Delivery[T]:
-        """What these frames say. Raises ``WireError`` if they say nothing."""
+        """The message in these frames. Raises ``WireError`` if they are invalid."""
         if len(frames) < 2:
             raise WireError(f"a message has at least two frames, this one has {len(frames)}")
         envelope = self._envelopes.decode([frames[0]])

@@ -1,4 +1,4 @@
-"""Messages to bytes and back. Whatever bytes come in, a message or ``WireError`` comes out."""
+"""Messages to bytes and back. Any bytes give either a message or a ``WireError``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.errors import WireError
 T = TypeVar("T")
 
 MAX_MESSAGE_BYTES = 64 << 20
-MAX_TEXT = 4000  # characters of what is said of an error, which others may have written
+MAX_TEXT = 4000  # characters of an error text, which may come from third-party code
 UNFIT = (TypeError, ValueError, OverflowError, RecursionError, MemoryError)
 ARRAY_HEADS = {0xDC: 3, 0xDD: 5}  # bytes of those longer than one, by the first
 
@@ -36,7 +36,7 @@ class Decoder(Generic[T]):
 
 
 class Encoder:
-    """Writes messages. Raises ``WireError`` for what has no place on the wire."""
+    """Writes messages. Raises ``WireError`` for values that the wire format does not have."""
 
     def __init__(self) -> None:
         self._encoder = msgspec.msgpack.Encoder(enc_hook=_refuse_object)
@@ -69,7 +69,7 @@ def is_tagged(frame: bytes, tag: str) -> bool:
 
 
 def plain_text(text: str, max_chars: int = MAX_TEXT) -> str:
-    """A text that can travel, whoever wrote it: its end cut off, and valid UTF-8."""
+    """A text that can be sent: any text, shortened to ``MAX_TEXT`` and made valid UTF-8."""
     return text[:max_chars].encode("utf-8", "backslashreplace").decode()
 
 

@@ -1,7 +1,7 @@
 """CUDA memory that other processes can map, by the driver's own calls.
 
-torch has such a thing for itself, with reference counts in named shared memory, which a killed
-process leaves behind. A handle here is 64 bytes that name an allocation; nothing has a name.
+torch's own sharing keeps reference counts in named shared memory, which a killed process leaves
+behind. Here a handle is 64 bytes that identify an allocation, and no name is left in the system.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class HostDevice:
         if not data:
             return torch.empty(shape, dtype=dtype_of(dtype), device=self._device)
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        # Any other byte than 0 and 1 would be a truth value that torch does not know.
+        # torch knows no bool with another byte than 0 or 1.
         typed = own != 0 if dtype == "bool" else own.view(dtype_of(dtype))
         return typed.reshape(shape).to(self._device)
 

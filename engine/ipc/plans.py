@@ -19,8 +19,8 @@ T = TypeVar("T", StepPlan, StepResult, Masks)
 
 
 def encode(message: Message) -> bytes:
-    """The message as one frame. Raises ``TypeError`` for a value that has no place on a wire, such
-    as a column of other numbers than its field's: it would be read as what it is not."""
+    """The message as one frame. Raises ``TypeError`` for a value that cannot be encoded, such as a
+    column whose dtype is not its field's: its bytes would be misread."""
     _check_columns(message, "")
     return _ENCODER.encode(message)
 

@@ -1,9 +1,9 @@
-"""A child process and a line to it: it says when it is ready, each side sees the other end.
+"""A child process and a line to it: it reports when it is ready, and each sees the other's death.
 
     line    a pair of sockets: the start's report one way, the wish to end it the other
     pidfd   of the other process, on both sides: readable once that has ended
 
-A line alone would not do: whatever either process forks holds it open when that process is dead.
+A line alone is not enough: a fork of either process holds it open after that process is dead.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Line = Connection
 
 
 class Report(msgspec.Struct, array_like=True, frozen=True):
-    """What a child says of its start. ``kind`` and ``message`` are of the error, if it failed."""
+    """A child's report of its start. ``kind`` and ``message`` are of the error, if it failed."""
 
     is_ready: bool
     kind: str = ""
@@ -102,7 +102,7 @@ class Child:
                 return msgspec.msgpack.decode(self.line.recv_bytes(), type=Report)
         how = self.how_it_ended() if ready else None
         if how is None:
-            self.kill()  # it may be stopped, and hear nothing
+            self.kill()  # if it is stopped, it reads no message
         self.close()
         name = self._process.name
         if how is None:
@@ -124,20 +124,20 @@ class Child:
             if not _has_ended(self.pidfd, EXIT_SECONDS):
                 return None
             code = self._process.exitcode
-        if code is None:  # somebody else has asked for it, or the user's program ignores SIGCHLD
+        if code is None:  # other code has reaped it, or the user's program ignores SIGCHLD
             return "ended"
         if code < 0:
             return f"was killed by {signal.Signals(-code).name}"
         return f"exited with status {code}"
 
     def ask_to_end(self) -> None:
-        """Let it end, without waiting for it; ``close`` is still to come."""
+        """Ask it to end, without waiting; ``close`` must still be called."""
         with self._lock:
             if self._end.alive:
                 self._asked.ask(self.line)
 
     def kill(self) -> None:
-        """End it at once, even one that is stopped; ``close`` is still to come."""
+        """Kill it at once, even if it is stopped; ``close`` must still be called."""
         with self._lock:
             if self._end.alive:
                 self._process.kill()
@@ -169,7 +169,7 @@ def _end(
         has_ended = _has_ended(pidfd, asked.seconds_left())
     finally:  # interrupted or not
         if not has_ended:
-            process.kill()  # no softer signal: one that is stopped, or hangs, would not hear it
+            process.kill()  # a stopped or hanging process would not handle a softer signal
             _has_ended(pidfd, KILL_SECONDS)
         if process.exitcode is not None:
             process.close()
@@ -178,7 +178,7 @@ def _end(
 
 
 def _dispose(process: SpawnProcess) -> None:
-    """End a process that was not to be."""
+    """End a process whose start has failed."""
     process.kill()
     process.join(KILL_SECONDS)
     process.close()
@@ -209,7 +209,7 @@ def _named(name: str) -> Iterator[None]:
         raise EngineDeadError(
             f"Engine core initialization failed: no process for the {name}: {error}"
         ) from error
-    except Exception as error:  # whatever the objects in it raise when they are written down
+    except Exception as error:  # pickling runs code of the user's objects, which may raise anything
         raise ConfigError(
             f"an option cannot be handed to the process of the {name}: {error}; give policies, "
             "resources and processors as dotted paths or module-level classes"
@@ -253,13 +253,13 @@ class ParentWatch:
 
 
 def report_to_parent(line: Line, report: Report) -> None:
-    """Say how the start went, in the child. A parent that has gone does not hear it."""
+    """Report how the start went, from the child; does nothing if the parent is gone."""
     with suppress(OSError):
         line.send_bytes(msgspec.msgpack.encode(report))
 
 
 def _parent() -> int:
-    """Who started this process, dead or alive."""
+    """The process id of this process's parent, dead or alive."""
     parent = multiprocessing.parent_process()
     assert parent is not None and parent.pid is not None
     return parent.pid

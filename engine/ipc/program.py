@@ -59,7 +59,7 @@ class Program:
         return self._popen.pid
 
     def close(self) -> None:
-        """End it at once, whatever it does; harmless when repeated."""
+        """Kill it at once; harmless when repeated."""
         if self.pidfd < 0:
             return
         self.kill()
@@ -93,7 +93,7 @@ def start_message(descriptor: int) -> bytes:
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_ASYNC)
     if select.select([descriptor], [], [], 0)[0]:
-        sys.exit(1)  # nobody is left to be told why
+        sys.exit(1)  # the parent is gone: there is no process to report to
     return message
 
 
@@ -102,6 +102,6 @@ def _read(descriptor: int, size: int) -> bytes:
     while len(parts) < size:
         part = os.read(descriptor, size - len(parts))
         if not part:
-            sys.exit(1)  # nobody is left to be told why
+            sys.exit(1)  # the parent is gone: there is no process to report to
         parts += part
     return parts

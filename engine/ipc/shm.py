@@ -5,7 +5,7 @@
                  └────────────── release(generation), the receiver's acknowledgement ──────┘
 
 Each range begins with its generation, a number that is never used twice; a reader compares it, so
-that a place from the past is an error and never somebody else's bytes.
+that an outdated place is an error and never gives the bytes of another message.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Place(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Ranges:
-    """Which parts of ``size`` bytes are free: best fit, neighbours merge. Knows no memory."""
+    """Which parts of ``size`` bytes are free: best fit, neighbours merge. Touches no memory."""
 
     def __init__(self, size: int) -> None:
         self._free = [(0, size)] if size else []  # (offset, length), by offset
@@ -149,7 +149,7 @@ class ArenaReader:
             raise WireError(f"{place} is not within an arena of {len(self._memory)} bytes")
         self._check(place)
         data = self._memory[start:end]
-        self._check(place)  # nobody took it back meanwhile
+        self._check(place)  # the range was not reused during the copy
         return data
 
     def _check(self, place: Place) -> None:
@@ -168,6 +168,6 @@ def create_memory(size: int) -> int:
     """
     fd = os.memfd_create("metronome-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, size)
-    # Who holds it cannot make the others' reads fault by shrinking it.
+    # Sealed: a process that holds it cannot shrink it, which would make reads of others fault.
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     return fd

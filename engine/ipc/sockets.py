@@ -1,10 +1,10 @@
 """Sockets: how they are made, what they may hold, how they are woken and closed.
 
 Every queue is bounded, no frame is larger than ``MAX_MESSAGE_BYTES``, and what goes over TCP is
-encrypted with keys made from the shared secret. Queues count messages: of one that sends as much as
-it may a reader holds ``RECEIVE_QUEUE`` x ``MAX_MESSAGE_BYTES`` = 1 GiB at most before it has looked
-at any. ZeroMQ counts a message of many frames once it is complete, so this holds for those who send
-one frame each, and only who may enter the directory, or knows the secret, can send anything.
+encrypted with keys made from the shared secret. Queues count messages: a reader holds at most
+``RECEIVE_QUEUE`` x ``MAX_MESSAGE_BYTES`` = 1 GiB of unread messages from one sender. ZeroMQ counts
+a message of many frames only once it is complete, so the limit holds for senders of one frame each;
+only a process that may enter the directory, or knows the secret, can send at all.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from engine.errors import ConfigError
 from engine.ipc.address import derive_key
 from engine.ipc.codec import MAX_MESSAGE_BYTES
 
-RECEIVE_QUEUE = 16  # messages of a peer that nobody has read; more wait at their sender
-SEND_QUEUE = 512  # messages to a peer: all outputs that have credits, and as many answers
+RECEIVE_QUEUE = 16  # unread messages of a sender; more wait at the sender
+SEND_QUEUE = 512  # messages to a client: all outputs that have credits, and as many answers
 MAX_CONNECTIONS = 1024
-LINGER_MS = 1000  # for last words
+LINGER_MS = 1000  # for the last messages
 HANDSHAKE_MS = 5000
 NEVER_MS = 1_000_000_000
 TCP_HEARTBEAT_MS = 1000
@@ -42,7 +42,7 @@ Socket = zmq.SyncSocket
 
 
 def bind(context: zmq.Context[Socket], address: str, secret: str | None) -> Socket:
-    """A ROUTER that listens. Raises ``ConfigError`` if the address cannot be had."""
+    """A ROUTER that listens. Raises ``ConfigError`` if it cannot listen at the address."""
     router = _socket(context, zmq.ROUTER)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a client that has gone is an error, not silence
     router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
@@ -62,9 +62,9 @@ def bind(context: zmq.Context[Socket], address: str, secret: str | None) -> Sock
 def dealer(context: zmq.Context[Socket], secret: str | None) -> Socket:
     """A DEALER for one connection, still to be made."""
     made = _socket(context, zmq.DEALER)
-    # Room for all that it may be sent: what waits at the other side is lost when that has ended.
+    # Room for all that it may be sent: what still waits at the sender is lost when that ends.
     made.setsockopt(zmq.RCVHWM, SEND_QUEUE)
-    # What came back would be another core. -1 would do too, but it drops what was not read yet.
+    # Never reconnect: it would be another core. -1 also does that, but drops unread messages.
     made.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
     if secret is not None:
         _notice_silence(made)
@@ -81,8 +81,8 @@ def connect(
 ) -> tuple[Socket, Socket]:
     """A connected DEALER, and a socket that becomes readable once the connection is lost.
 
-    That one must live, and be closed behind the first. Raises ``ConfigError`` for an address that
-    cannot be one.
+    Keep the second socket alive, and close it after the first. Raises ``ConfigError`` for an
+    invalid address.
     """
     made = dealer(context, secret)
     lost = made.get_monitor_socket(LOST)
@@ -98,14 +98,14 @@ def close(*sockets: Socket, linger_ms: int = 0) -> None:
     """Close sockets, in this order; harmless when repeated."""
     for each in sockets:
         if not each.closed:
-            each.disable_monitor()  # first: nobody would read what it writes
+            each.disable_monitor()  # first: its events would not be read any more
             each.close(linger_ms)
 
 
 def close_with(
     owner: object, context: zmq.Context[Socket], *sockets: Socket, waker: Waker | None = None
 ) -> None:
-    """Close these and the context when ``owner`` is forgotten without having been closed.
+    """Close these and the context when ``owner`` is garbage collected without having been closed.
 
     pyzmq does that too, in no order: a context that goes first waits for its sockets for ever.
     """
@@ -114,7 +114,7 @@ def close_with(
 
 
 class Waker:
-    """Wakes whoever polls it; may be used from any thread and from signal handlers."""
+    """Wakes the thread that polls it; usable from any thread and from signal handlers."""
 
     def __init__(self) -> None:
         self._reader, self._writer = socket.socketpair()
@@ -123,7 +123,7 @@ class Waker:
 
     @property
     def fd(self) -> int:
-        """Readable once somebody calls."""
+        """Readable once ``wake`` was called."""
         return self._reader.fileno()
 
     @property
@@ -166,7 +166,7 @@ def _socket(context: zmq.Context[Socket], role: int) -> Socket:
 
 
 def _notice_silence(tcp: Socket) -> None:
-    """A host that vanished closes nothing. Socket files need no such thing: the system tells."""
+    """Detect a host that vanished and closed no connection. Socket files do not need this."""
     tcp.setsockopt(zmq.HEARTBEAT_IVL, TCP_HEARTBEAT_MS)
     tcp.setsockopt(zmq.HEARTBEAT_TIMEOUT, TCP_SILENCE_MS)
 

@@ -5,7 +5,7 @@
          ▲      bytes of tensors as frames or in the arena, or handles of device memory
          └────────── the loans B has read, with its next message ───────────┘
 
-Put together of a ``Channel``, which has frames and arena, and a ``TensorSender`` and
+Made of a ``Channel``, which has frames and arena, and a ``TensorSender`` and a
 ``TensorReceiver``, which have the device. The socket is its user's, as with ``Channel``.
 """
 
@@ -67,7 +67,7 @@ class TensorChannel(Generic[T]):
         return frames
 
     def unpack(self, frames: Sequence[bytes]) -> TensorDelivery[T]:
-        """What these frames say. Raises ``WireError`` if they say nothing."""
+        """The message in these frames. Raises ``WireError`` if they are invalid."""
         message, payloads = self._channel.unpack(frames)
         if not payloads:
             raise WireError("a message says nothing of its tensors")

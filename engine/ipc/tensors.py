@@ -125,7 +125,7 @@ class TensorSender:
     """Owns the pool and what is lent to one receiver. ``transport`` is what is used after any
     fallback.
 
-    Raises ``ConfigError`` for a transport that is none, or a pool without room.
+    Raises ``ConfigError`` for an unknown transport, or a pool without room.
     """
 
     def __init__(
@@ -149,8 +149,8 @@ class TensorSender:
 
     @property
     def num_lent(self) -> int:
-        """Loans that nobody has acknowledged yet. The memory behind them must outlive them: a
-        sender ends once there are none, or its receiver has ended."""
+        """Loans that are not acknowledged yet. Their memory must stay valid that long: a sender may
+        end once there are none, or its receiver has ended."""
         return len(self._lent)
 
     def pack(self, tensor: Any) -> Packed:
@@ -172,7 +172,7 @@ class TensorSender:
         return packed
 
     def release(self, loans: Iterable[int]) -> None:
-        """End loans. Raises ``WireError`` for one that is none."""
+        """End loans. Raises ``WireError`` for a loan that is not open."""
         for loan in loans:
             if loan not in self._lent:
                 raise WireError(f"loan {loan} of a tensor is not open")
@@ -292,7 +292,7 @@ class TensorReceiver:
 
 
 def num_bytes_of(parcel: Parcel) -> int:
-    """The size a parcel claims. Raises ``WireError`` for a type or a shape that is none."""
+    """The size a parcel claims. Raises ``WireError`` for an invalid type or shape."""
     if parcel.dtype not in ITEM_BYTES:
         raise WireError(f"{parcel.dtype!r:.80} is no type of tensors that travel")
     item, shape = ITEM_BYTES[parcel.dtype], parcel.shape

@@ -1,4 +1,4 @@
-"""Can it be computed, can it travel? What a front end sends is right; others may send anything."""
+"""Checks of requests in the core: our front end sends valid ones, other clients may not."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FEATURES = {
 
 
 def in_use(request_id: str) -> RequestError:
-    """A request has this id, as far as its client was told."""
+    """The error for an id that a request still has, as far as its client was told."""
     return RequestError(
         f"request id {request_id!r:.80} is in use; wait until it has finished or choose another"
     )

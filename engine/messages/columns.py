@@ -1,4 +1,4 @@
-"""Rows of a batch of outputs: to pick some, to add ends."""
+"""Functions on the rows of a batch of outputs: pick some, add ends."""
 
 from __future__ import annotations
 

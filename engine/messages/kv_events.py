@@ -31,7 +31,7 @@ KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class KVEventBatch(msgspec.Struct, array_like=True, frozen=True):
-    """What happened since the batch before. Sequence numbers count batches from 0."""
+    """The events since the batch before. Sequence numbers count batches from 0."""
 
     sequence: int
     time: float  # clock of the core, seconds

@@ -24,8 +24,8 @@ class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
 class Started(msgspec.Struct, array_like=True, gc=False):
     """Sent with the first output of a request, and with the first after each preemption.
 
-    It tells all that has happened until then: a front end that ends the request at a stop string
-    knows how it has fared without asking.
+    It has all that has happened until then, so that a front end which ends the request at a stop
+    string has its metrics without asking.
     """
 
     index: int  # row in CoreOutputs.request_ids
@@ -122,5 +122,5 @@ class RequestOutput(msgspec.Struct, gc=False):
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None  # of this moment: a later output has its own
     kv_transfer_params: dict[str, Any] | None = None
-    """From the KV connector, for who goes on; only of a request that the core has ended, and so not
-    of one ended by a stop string or an abort: its last output waits for nothing."""
+    """From the KV connector, for the engine that continues. Only of a request that the core has
+    ended: the last output after a stop string or an abort does not wait for the core."""

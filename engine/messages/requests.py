@@ -45,5 +45,5 @@ class AddRequest(msgspec.Struct, array_like=True, frozen=True, tag="add"):
     media: list[MediaItem] = []  # in order of offset
     grammar: str | None = None  # what the output must follow, in the form its backend knows
     kv_transfer_params: dict[str, Any] | None = None  # for the KV connector
-    queue_deadline: float | None = None  # not started by then: it ends with reason "deadline"
+    queue_deadline: float | None = None  # if not started by then, it ends with reason "deadline"
     end_deadline: float | None = None  # not finished by then: the same; ``deadline`` is only a wish

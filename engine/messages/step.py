@@ -1,8 +1,9 @@
 """Core to worker and back, on one page. Columns, not objects per request.
 
-A plan says who computes how much; its optional *parts* say what features want of the worker. Each
-part is one typed field, named in ``PARTS``. A worker tells which of them it can compute
-(``capabilities``), a resource which of them it writes (``needs``); the two meet before the start.
+A plan has the tokens of each request to compute; its optional *parts* are what features need of the
+worker. Each part is one typed field, named in ``PARTS``. A worker declares which of them it can
+compute (``capabilities``), a resource which of them it writes (``needs``); both are compared before
+the start.
 ``engine.ipc.plans`` turns both messages into bytes and back.
 """
 

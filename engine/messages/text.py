@@ -1,7 +1,8 @@
-"""What a front end and its tokenizer and detokenizer processes say to each other.
+"""The messages between a front end and its tokenizer and detokenizer processes.
 
-Both are of one version: the front end starts them. Texts (UTF-8) and token ids (32-bit integers of
-the machine) travel beside a message, as its payloads. Every job is answered once, in order.
+Both sides have the same version: the front end starts the processes. Texts (UTF-8) and token ids
+(32-bit integers of the machine) travel beside a message, as its payloads. Every job is answered
+once, in order.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What clients and a core in another process say to each other; docs/wire.md has it byte by byte.
+"""The messages between clients and a core in another process; docs/wire.md has every byte.
 
 Every message is one array whose first element names its type. Fields are only ever appended, with
-defaults. A client says ``Hello`` first and is answered ``Welcome``; what it asks with a number is
-answered once with the same number, in the order of asking. Aborts are not answered: every request
+defaults. A client sends ``Hello`` first and is answered ``Welcome``; a message with a number is
+answered once with the same number, in order. Aborts are not answered: every request
 that was taken ends once, with a row of ``Outputs``.
 """
 
@@ -16,7 +16,7 @@ from engine.messages.outputs import CoreOutputs
 from engine.messages.requests import AddRequest
 
 PROTOCOL_VERSION = 2
-MAX_HELLO_BYTES = 64 << 10  # of a client's first message, so that no stranger makes anybody work
+MAX_HELLO_BYTES = 64 << 10  # of a client's first message, which any program may send
 MAX_CALL_BYTES = 1 << 20  # of a call, its answer, and whatever carries no requests
 MAX_SUBMIT_REQUESTS = 4096  # in one message, so that all can be answered in one
 
@@ -26,7 +26,7 @@ class Failure(msgspec.Struct, array_like=True, frozen=True):
 
     kind: str
     message: str
-    retry_after: float | None = None  # seconds, of refusals that are meant for now only
+    retry_after: float | None = None  # seconds, of refusals that may be retried
 
 
 class Refusal(msgspec.Struct, array_like=True, frozen=True):
@@ -40,7 +40,7 @@ class Refusal(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Hello(msgspec.Struct, array_like=True, frozen=True, tag="hello"):
-    """The first message of a client. ``token`` proves that it may speak to this core."""
+    """The first message of a client. ``token`` proves that it may use this core."""
 
     version: int
     token: bytes
@@ -85,11 +85,11 @@ FromClient = Hello | Submit | Abort | Call | Credit | Bye
 
 
 class Welcome(msgspec.Struct, array_like=True, frozen=True, tag="welcome"):
-    """The answer to ``Hello``: what a client must know to speak to this core."""
+    """The answer to ``Hello``: what a client must know to use this core."""
 
     version: int
     client_index: int
-    id_prefix: str  # that of no other client: ids that all begin with their client's never meet
+    id_prefix: str  # unique to this client: ids that begin with it never clash
     num_credits: int  # Outputs that are sent before the first Credit
     max_model_len: int
     vocab_size: int
@@ -137,7 +137,7 @@ class Dead(msgspec.Struct, array_like=True, frozen=True, tag="dead"):
 
 
 class Probe(msgspec.Struct, array_like=True, frozen=True, tag="probe"):
-    """Says nothing: whether it can be sent tells the core if the client is still there."""
+    """Has no content: whether it can be sent shows the core if the client is still there."""
 
 
 ToClient = Welcome | Submitted | Answer | Outputs | Fault | Dead | Probe
@@ -147,7 +147,7 @@ ToClient = Welcome | Submitted | Answer | Outputs | Fault | Dead | Probe
 
 
 class Ping(msgspec.Struct, array_like=True, frozen=True, tag="ping"):
-    """How are you? Answered by ``Health``."""
+    """Ask for the state of the core. Answered by ``Health``."""
 
     token: bytes
 

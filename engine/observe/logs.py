@@ -1,4 +1,4 @@
-"""Where log lines go when the program around the engine has not said."""
+"""Where log lines go when the program around the engine has not configured logging."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ THROTTLE_SECONDS = 1.0
 
 
 def set_up_logging(level: str) -> None:
-    """Set the engine's level, and write to standard error if nobody handles log records yet."""
+    """Set the engine's level, and write to standard error if there is no log handler yet."""
     logger = logging.getLogger(ROOT)
     logger.setLevel(level.upper())
     if logger.hasHandlers():
@@ -23,14 +23,14 @@ def set_up_logging(level: str) -> None:
 
 
 class Throttle:
-    """Lets one log line a second through and counts the others: who floods fills no disk."""
+    """Lets one log line a second through and counts the others, so that a flood fills no disk."""
 
     def __init__(self) -> None:
         self._next_at = -1.0
         self._num_held_back = 0
 
     def admit(self, now: float | None = None) -> str | None:
-        """What to write behind the line, of those held back before it; ``None``: hold it back."""
+        """The text to append to the line, with the number held back; ``None``: hold it back."""
         now = time.monotonic() if now is None else now
         if now < self._next_at:
             self._num_held_back += 1

@@ -1,4 +1,4 @@
-"""One line of figures every few seconds while there is work, and silence when there is none."""
+"""Logs one line of figures every few seconds while there is work."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Snapshot:
 class StatsLog:
     """Called after every step; logs when ``seconds`` have passed since the last line.
 
-    ``latest_stats`` never waits: it tells what is known, and asks a core elsewhere for newer ones.
+    ``latest_stats`` never waits: it returns the latest known, and asks a remote core for newer.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class StatsLog:
 def _particulars(
     stats: SchedulerStats, before: Snapshot, now: Snapshot, seconds: float
 ) -> Iterator[str]:
-    """What is said only when there is something to say: news since the last line."""
+    """Parts of the line that are shown only if they have changed since the last line."""
     if stats.num_parked:
         yield f"parked {stats.num_parked}"
     for name, word in SHOWN_COUNTERS.items():
@@ -137,7 +137,7 @@ def _particulars(
 
 
 def _shares(before: Mapping[str, float], now: Mapping[str, float]) -> str:
-    """What those who left the queue since then had waited for: the three largest causes."""
+    """What the requests that left the queue since then waited for: the three largest causes."""
     news = {cause: seconds - before.get(cause, 0.0) for cause, seconds in now.items()}
     total = sum(news.values())
     largest = sorted(news, key=lambda cause: (-news[cause], cause))[:3]

@@ -1,4 +1,4 @@
-"""Step log: all that a scheduler was told and all that it decided, in order, in one file.
+"""Step log: all inputs and all plans of a scheduler, in order, in one file.
 
     magic | length checksum Header | length checksum record | length checksum record | ...
 
@@ -91,8 +91,8 @@ class Taken(msgspec.Struct, array_like=True, tag="take"):
 
 
 class Judged(msgspec.Struct, array_like=True, tag="judge"):
-    """What the scheduler makes of measured times in the call that the next record is of: in a
-    replay it is told so, since floats may be rounded otherwise there."""
+    """What the scheduler computes of measured times in the call of the next record. A replay uses
+    these values, since floats may be rounded differently there."""
 
     times: list[float]  # none
     step: int
@@ -129,7 +129,7 @@ Record = Adding | Added | Ended | Woken | Paused | Reset | Taken | Judged | Plan
 
 
 class PlanColumns(NamedTuple):
-    """Who computes how many tokens, from which position on."""
+    """Which request computes how many tokens, from which position on."""
 
     rows: Column
     counts: Column
@@ -249,7 +249,7 @@ class StepLogWriter:
 class StepLog:
     """A log that was written: its header, and its records when it is iterated over.
 
-    Raises ``ConfigError`` for a file that is none, that is damaged, or that breaks off within a
+    Raises ``ConfigError`` for a file that is not a step log, is damaged, or breaks off within a
     record; with ``allow_truncated`` the records before the break are all there is.
     """
 

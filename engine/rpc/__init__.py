@@ -1,1 +1,1 @@
-"""A core in another process: who serves it, and the clients that speak to it."""
+"""A core in another process: its server, and the clients that connect to it."""

@@ -1,8 +1,8 @@
 """Which of several cores gets a request: the one that has its beginning cached, if that is fair.
 
-A pure decision from what was sent where. A prompt goes to the core that was sent the longest part
-of it before, as long as that core has not much more to do than the others; else to the one with
-least to do. (Cache-aware load balancing, as SGLang's router does it.)
+The decision depends only on what was sent to which core. A prompt goes to the core that was sent
+the longest part of it before, as long as that core has not much more work than the others; else to
+the core with the least work. (Cache-aware load balancing, as SGLang's router does it.)
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from engine.messages.requests import AddRequest
 
 MAX_REMEMBERED = 100_000  # blocks of prompts
 MAX_LEAD = 1.5  # times the work of the least loaded core that a preferred one may have
-MIN_LEAD_TOKENS = 2048  # below which a lead is no matter
+MIN_LEAD_TOKENS = 2048  # a lead below it is ignored
 
 
 class Balancer:
-    """Chooses among ``num_cores``; told of the end of every request."""
+    """Chooses among ``num_cores`` cores; ``end`` must be called at the end of every request."""
 
     def __init__(self, num_cores: int, block_size: int) -> None:
         self.loads = [0] * num_cores
         """Tokens of unfinished requests by core: prompts, and outputs at their longest."""
         self._block_size = block_size
-        self._seen: dict[int, int] = {}  # beginning of a prompt, as a hash -> the last core it met
+        self._seen: dict[int, int] = {}  # hash of a prompt's beginning -> the last core it met
         self._placed: dict[str, tuple[int, int]] = {}  # request -> core, tokens
 
     def choose(self, request: AddRequest) -> int:
-        """The core for a request, which is then on its way there."""
+        """Choose the core for a request, and count the request there."""
         beginnings = list(self._beginnings(request))
         core = self._fair(beginnings)
         num_tokens = len(request.prompt_token_ids) + request.max_tokens
@@ -42,12 +42,12 @@ class Balancer:
         return None if placed is None else placed[0]
 
     def end(self, request_id: str) -> None:
-        """It has ended, or was not taken; unknown ids do nothing."""
+        """The request has ended, or was not taken; unknown ids do nothing."""
         core, num_tokens = self._placed.pop(request_id, (0, 0))
         self.loads[core] -= num_tokens
 
     def _fair(self, beginnings: list[int]) -> int:
-        """Who has most of it cached, if it is not too busy; else who has least to do."""
+        """The core with most of the prompt cached, unless too busy; else that with least work."""
         least = min(self.loads)
         limit = max(MAX_LEAD * least, least + MIN_LEAD_TOKENS)
         for beginning in reversed(beginnings):
@@ -66,7 +66,7 @@ class Balancer:
 
     def _remember(self, beginnings: list[int], core: int) -> None:
         for beginning in beginnings:
-            self._seen.pop(beginning, None)  # so that it becomes the youngest
+            self._seen.pop(beginning, None)  # so that it becomes the newest entry
             self._seen[beginning] = core
         while len(self._seen) > MAX_REMEMBERED:
             del self._seen[next(iter(self._seen))]

@@ -33,7 +33,7 @@ Events = list[tuple[str, float]]
 
 
 class ClockOffset:
-    """How far the core's clock is ahead of the client's."""
+    """How many seconds the core's clock is ahead of the client's."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -80,8 +80,8 @@ class ClockOffset:
         self._latest = batch.time
 
     def _date_events(self, batch: CoreOutputs) -> None:
-        """Those of one request by one offset: they are told with its start and again with its end,
-        which may be hours later."""
+        """Translate all events of one request by one offset: they are sent with its start and again
+        with its end, which may be hours later."""
         for started in batch.started:
             seconds = self._started.setdefault(batch.request_ids[started.index], self.seconds)
             started.scheduled_time = min(started.scheduled_time - seconds, batch.time)
@@ -95,5 +95,5 @@ class ClockOffset:
 
 
 def _earlier(events: Events, seconds: float, latest: float) -> Events:
-    """None is later than the outputs that tell it."""
+    """The events on the client's clock; none is later than the outputs that report it."""
     return [(event, min(time - seconds, latest)) for event, time in events]

@@ -43,10 +43,10 @@ WITH_REQUESTS = ("submit", "abort")  # messages that may be as large as any
 
 @dataclass
 class Ending:
-    """When the core is to end: set from outside, by other threads or a signal."""
+    """When the core is to end: set by other threads or a signal."""
 
     at: float | None = None
-    """Take nothing new, finish what there is, and end by this time at the latest."""
+    """Take no new requests, finish those there are, and end by this time at the latest."""
     _lock: threading.RLock = field(default_factory=threading.RLock)  # a signal comes at any time
 
     def no_later_than(self, when: float) -> None:
@@ -55,7 +55,7 @@ class Ending:
 
 
 class Dispatcher:
-    """Reads messages of clients. Whatever they are, only their sender is concerned."""
+    """Carries out messages of clients. An invalid message affects only its sender."""
 
     def __init__(
         self, core: InprocClient, sessions: ClientSessions, token: bytes, ending: Ending
@@ -65,7 +65,7 @@ class Dispatcher:
         self._token = token
         self.ending = ending
         self._decoder: Decoder[FromClient] = Decoder(FromClient)
-        self._complaints = Throttle()  # about strangers
+        self._complaints = Throttle()  # about clients without a session
 
     def take(self, identity: bytes, frames: list[bytes], now: float) -> None:
         """Carry out one message. Raises nothing but ``EngineDeadError``."""
@@ -76,7 +76,7 @@ class Dispatcher:
             if isinstance(message, Hello):
                 self._greet(identity, message, now)
             elif session is None and isinstance(message, Abort | Credit | Bye):
-                pass  # it left while a step ran, whose outputs did not reach it any more
+                pass  # the client left while a step ran
             elif session is None:
                 raise WireError("the first message of a client must be hello")
             else:
@@ -84,7 +84,7 @@ class Dispatcher:
         except WireError as error:
             complaints = self._complaints if session is None else session.complaints
             if (others := complaints.admit()) is not None:
-                who = session or "a stranger"
+                who = session or "a client that sent no hello"
                 logger.warning("a message of %s was refused: %s%s", who, error, others)
             self._sessions.send(identity, Fault(str(error)))
 
@@ -93,7 +93,7 @@ class Dispatcher:
             raise WireError("the token is not that of this core")
         if hello.version != PROTOCOL_VERSION:
             raise WireError(
-                f"the client speaks version {hello.version} of the protocol, this core speaks "
+                f"the client uses version {hello.version} of the protocol, this core uses "
                 f"version {PROTOCOL_VERSION}; install the same release on both sides"
             )
         session = self._sessions.welcome(identity, hello.name)
@@ -110,7 +110,7 @@ class Dispatcher:
             num_kv_blocks=decided.num_kv_blocks,
             block_size=decided.block_size,
             time=now,
-            model=decided.model.encode(errors="replace").decode(),  # a name of files may be no text
+            model=decided.model.encode(errors="replace").decode(),  # a path may not be UTF-8
             capabilities=list(decided.capabilities),
         )
         self._sessions.send(identity, welcome)
@@ -124,7 +124,7 @@ class Dispatcher:
                     if (failure := self._add(session, request)) is not None
                 ]
                 self._sessions.send(session.identity, Submitted(message.number, now, refusals))
-            case Abort():  # ids of others are as unknown to it as those of nobody
+            case Abort():  # ids of other clients are ignored, like unknown ones
                 self._core.abort([name for name in message.request_ids if name in session.live])
             case Call():
                 self._answer(session, message)
@@ -136,14 +136,14 @@ class Dispatcher:
                 self._sessions.leave(session)
 
     def _add(self, session: ClientSession, request: AddRequest) -> Failure | None:
-        """Queue a request of this client; why not, if it was not taken."""
+        """Queue a request of this client. Returns why it was not taken, ``None`` if it was."""
         try:
             if self.ending.at is not None:
                 raise RefusedError("the engine core is shutting down and takes no more requests")
             self._core.add(msgspec.structs.replace(request, client_index=session.index))
         except EngineDeadError:
             raise
-        except Exception as error:  # a request its policy chokes on fails alone
+        except Exception as error:  # if the policy raises on it, this request fails alone
             return failure_of(error, default=RequestError)
         times = (request.queue_deadline, request.end_deadline)
         session.live[request.request_id] = tuple(time for time in times if time is not None)
@@ -166,13 +166,13 @@ class Dispatcher:
 
 
 def check_size(frames: list[bytes], limit: int) -> None:
-    """Raise ``WireError`` for a message of more bytes: it is too large to be read at all."""
+    """Raise ``WireError`` for a message of more than ``limit`` bytes, before it is decoded."""
     num_bytes = sum(map(len, frames))
     if num_bytes > limit:
         raise WireError(f"a message of {num_bytes} bytes, the limit is {limit}")
 
 
 def _limit_of(frames: list[bytes]) -> int:
-    """How large what a client says may be."""
+    """The most bytes that a message of a welcomed client may have."""
     is_large = any(is_tagged(frame, tag) for tag in WITH_REQUESTS for frame in frames[:1])
     return MAX_MESSAGE_BYTES if is_large else MAX_CALL_BYTES

@@ -1,4 +1,4 @@
-"""Errors as data and back, so that a client hears the same one wherever its core runs."""
+"""Encodes errors as data and rebuilds them: a client gets the same error wherever its core runs."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ KINDS: dict[str, type[EngineError]] = {
 
 
 class CoreTraceback(Exception):
-    """What a core in another process printed of its death; the cause of ``EngineDeadError``."""
+    """The traceback of a core that died in another process; the cause of ``EngineDeadError``."""
 
     def __str__(self) -> str:
         return "in the process of the core:\n" + "\n".join(map(str, self.args))
 
 
 def failure_of(error: Exception, default: type[EngineError] = EngineError) -> Failure:
-    """An error as data; one that is not the engine's own is told as a ``default``."""
+    """An error as data; one that is not the engine's own becomes a ``default``."""
     if type(error).__name__ not in KINDS:
         return Failure(default.__name__, plain_text(f"{type(error).__name__}: {error}"))
     retry_after = error.retry_after if isinstance(error, RefusedError) else None
@@ -47,7 +47,7 @@ def failure_of(error: Exception, default: type[EngineError] = EngineError) -> Fa
 
 
 def error_of(failure: Failure) -> EngineError:
-    """The error that was told; of a kind not known here, an ``EngineError`` that names it."""
+    """The error that was sent; an unknown kind becomes an ``EngineError`` that names it."""
     kind = KINDS.get(failure.kind)
     if kind is None:
         return EngineError(f"{failure.kind}: {failure.message}")
@@ -57,7 +57,7 @@ def error_of(failure: Failure) -> EngineError:
 
 
 def death_of(message: str, traceback: str = "") -> EngineDeadError:
-    """The death of a core, with what is known of its cause."""
+    """The error for a core that died, with what is known of the cause."""
     error = EngineDeadError(message)
     if traceback:
         error.__cause__ = CoreTraceback(traceback)

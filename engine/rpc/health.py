@@ -1,4 +1,4 @@
-"""Is a silent core at work, or does it hang? Its control socket tells."""
+"""Asks the control socket whether a silent core works or hangs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ ASK_SECONDS = 1.0  # between two questions, at most
 
 
 class HealthMonitor:
-    """Listens to the heartbeat of a core. Silence is counted in questions, not by the clock: a
-    machine that slept, or a client that was stopped, is no reason to give up a core.
+    """Asks a core for its heartbeat. Silence is counted in unanswered questions, not by the clock:
+    a machine that slept, or a client that was stopped, is no reason to give up a core.
 
     Never waits.
     """
@@ -35,9 +35,9 @@ class HealthMonitor:
         self._num_unanswered = 0
 
     def check(self, now: float) -> str | None:
-        """What is wrong with a core that has been silent; ``None`` if nothing is known to be.
+        """What is wrong with a silent core; ``None`` if no fault is known.
 
-        To be asked again and again while the core is silent.
+        To be called repeatedly while the core is silent.
         """
         while self.socket.poll(0):
             if check := self._take(self.socket.recv_multipart()):
@@ -47,7 +47,7 @@ class HealthMonitor:
                 return f"has not answered for {self._hang_timeout:g} s (core_hang_timeout)"
             self._asked_at = now
             self._num_unanswered += 1
-            with suppress(zmq.Again):  # this connection is lost, so nobody will answer
+            with suppress(zmq.Again):  # this connection is lost: no answer will come
                 self.socket.send(self._ping, zmq.NOBLOCK)
         return None
 

@@ -1,10 +1,10 @@
 """EngineCoreHost: a core that clients in other processes reach over sockets.
 
     clients ── data socket ───> loop: inbox, step, queue           (the thread that calls serve)
-    anybody ── control socket ─> control thread: health, shutdown    never waits for a step
+    clients ── control socket ─> control thread: health, shutdown    never waits for a step
 
-The loop alone touches the core and the data socket. What the control thread and signals want of it
-is written into ``Ending``, and the loop is woken.
+Only the loop touches the core and the data socket. The control thread and signal handlers write
+their wish into ``Ending`` and wake the loop.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ ORPHANED = 70  # exit status of a core whose parent died, and that could not end
 class EngineCoreHost:
     """Serves ``core`` at ``address`` until it is told to end. Close it when done.
 
-    ``directory``: of the socket files, removed at the end. Raises ``ConfigError`` if the address
-    cannot be had.
+    ``directory``: of the socket files, removed at the end. Raises ``ConfigError`` if the host
+    cannot listen at the address.
     """
 
     def __init__(
@@ -121,9 +121,9 @@ class EngineCoreHost:
         self._loop.waker.wake()
 
     def end_orphaned(self) -> None:
-        """Nobody is left to serve: end after this step, or without its end; close, or leave it.
+        """The parent is gone: end after this step and close; if the step takes too long, just exit.
 
-        For any thread but that which serves.
+        May be called by any thread but the one that serves.
         """
         self.ending.no_later_than(self._clock())
         self._loop.waker.wake()
@@ -133,7 +133,7 @@ class EngineCoreHost:
             os._exit(ORPHANED)
 
     def health(self) -> Health:
-        """How the loop is, from its heartbeat."""
+        """The state of the loop, from its heartbeat."""
         pulse = self._loop.pulse
         began = pulse.step_began
         return Health(
@@ -145,9 +145,9 @@ class EngineCoreHost:
         )
 
     def handle_signals(self, *numbers: signal.Signals) -> None:
-        """These signals drain, the second of them ends at once, until ``close`` is done.
+        """The first of these signals drains, the second ends at once, until ``close`` is done.
 
-        For the main thread, which then has to close as well.
+        For the main thread, which must then call ``close`` as well.
         """
         drain_timeouts = chain((None,), repeat(0.0))
 
@@ -166,7 +166,7 @@ class EngineCoreHost:
         self._at_close.callback(signal.set_wakeup_fd, before_fd)
 
     def close(self) -> None:
-        """Send last words, close the sockets, let go of the core and of signals.
+        """Send last messages, close the sockets, release the core and the signals.
 
         Harmless when repeated, and without ``serve``.
         """
@@ -182,7 +182,7 @@ class EngineCoreHost:
         self._control_waker.wake()
 
     def _end_the_rest(self) -> None:
-        """Whoever is not finished when time is up is told so."""
+        """Abort the requests that are unfinished when time is up, and tell their clients."""
         for session in self._sessions:
             ids = list(session.live)
             ends = [Finished(i, "abort", message="the core was shut down") for i in range(len(ids))]
@@ -207,7 +207,7 @@ class EngineCoreHost:
 
 
 class ControlDispatcher:
-    """Answers what comes in at the control socket."""
+    """Answers messages at the control socket."""
 
     def __init__(self, host: EngineCoreHost, token: bytes) -> None:
         self._host = host
@@ -217,7 +217,7 @@ class ControlDispatcher:
         self._complaints = Throttle()
 
     def answer(self, router: sockets.Socket, identity: bytes, frames: list[bytes]) -> None:
-        """Answer one message; who does not wait for the answer goes without."""
+        """Answer one message; the answer is dropped if the sender is gone."""
         message = self._carry_out(frames)
         if isinstance(message, Fault) and (others := self._complaints.admit()) is not None:
             logger.warning("the control socket refused a message: %s%s", message.message, others)
@@ -225,7 +225,7 @@ class ControlDispatcher:
         try:
             router.send_multipart([identity, frame], zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            logger.debug("nobody takes the answer: %s", error)
+            logger.debug("the sender of a control message is gone: %s", error)
 
     def _carry_out(self, frames: list[bytes]) -> FromControl:
         try:

@@ -1,4 +1,4 @@
-"""From a configuration to a client of its core, wherever that is to run."""
+"""Starts or attaches to the core of a configuration and returns its client."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def many(failing: ExitStack, clients: Iterator[EngineCoreClient]) -> ManyCoresCl
 
 
 def share_of(config: EngineConfig, num_cores: int) -> EngineConfig:
-    """What each of several cores on one machine is to use of it."""
+    """The configuration of each of several cores on one machine: a share of memory and threads."""
     cache = config.cache
     cores = len(os.sched_getaffinity(0)) if config.num_threads is None else config.num_threads
     return replace(
@@ -90,7 +90,7 @@ def share_of(config: EngineConfig, num_cores: int) -> EngineConfig:
 
 
 def spawn(config: EngineConfig, build: Build) -> tuple[Child, Address]:
-    """A process that begins to build a core, and where that is going to be."""
+    """Start a process that builds a core; returns it and the address of the core."""
     directory = Directory.create()
     address = directory.address
     child = Child(
@@ -100,7 +100,7 @@ def spawn(config: EngineConfig, build: Build) -> tuple[Child, Address]:
 
 
 def meet(config: EngineConfig, child: Child, address: Address) -> EngineCoreClient:
-    """A client of the core in a process, once that is ready. The process ends if that fails."""
+    """A client of the core in a process, once that is ready. On failure the process is ended."""
     with ExitStack() as failing:
         failing.callback(child.close)
         report = child.wait_until_ready(config.core.core_ready_timeout)
@@ -126,7 +126,7 @@ def attach_core(config: EngineConfig, address: str) -> EngineCoreClient:
 def check_model(ours: ModelConfig, address: str, theirs: str) -> None:
     """Raise ``ConfigError`` if texts would be tokenised for another model than the core runs.
 
-    A model that was named is the user's word: copies may lie under any name.
+    A model that the user named is not checked: copies may lie under any name.
     """
     is_named = ours.model != str(BOX_MODEL) or ours.tokenizer is not None
     if is_named or ours.skip_tokenizer_init or Path(theirs).name in ("", BOX_MODEL.name):
@@ -144,7 +144,7 @@ def attach_cores(config: EngineConfig, addresses: Sequence[str]) -> ManyCoresCli
 
 
 def start_error(report: Report) -> EngineError:
-    """Why a core did not start: the mistake of its user, or its death."""
+    """Why a core did not start: a user's mistake, or a crash."""
     kind = KINDS.get(report.kind)
     if kind is not None:
         return kind(report.message)
@@ -178,7 +178,7 @@ def serve_child(line: Line, build: Build, config: EngineConfig, path: str) -> No
 
 
 def _end_orphaned(host: EngineCoreHost) -> None:
-    """Let the core end, and this process, whatever else it runs."""
+    """End the core, and this process, whatever else it runs."""
     host.end_orphaned()
     time.sleep(EXIT_SECONDS)
     os._exit(ORPHANED)

@@ -1,4 +1,4 @@
-"""The life of a core in a process of its own: inbox, step, queue, over and over."""
+"""The loop of a core in a process of its own: read the inbox, step, queue outputs, repeat."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.ipc.sockets import Socket, Waker
 from engine.rpc.dispatcher import Dispatcher
 from engine.rpc.sessions import ClientSessions
 
-MAX_ARRIVALS = 1000  # messages read between two steps, so that a flood of them stops nobody
+MAX_ARRIVALS = 1000  # messages read between two steps, so that a flood of them delays no step
 PARKED_SECONDS = (0.001, 0.02)  # between two looks at requests that wait for something else
 MAX_WAIT_SECONDS = 1e6  # so that it can be counted in milliseconds
 PARKED_SHARE = 0.05  # of the time that they have waited already
@@ -23,18 +23,18 @@ PARKED_SHARE = 0.05  # of the time that they have waited already
 
 @dataclass
 class Pulse:
-    """The heartbeat: written by the loop alone, read by whoever asks how it is."""
+    """The heartbeat: written by the loop alone, read by the control thread."""
 
     num_steps: int = 0
     step_began: float | None = None
-    """When the present step did, which takes in what clients asked before it; ``None`` while the
+    """When the present step began, with what clients asked before it; ``None`` while the
     loop waits for work."""
     num_unfinished: int = 0
     num_clients: int = 0
 
 
 class CoreLoop:
-    """Steps the core while there is work; sleeps until somebody asks for something if not."""
+    """Steps the core while there is work; otherwise sleeps until a message arrives."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class CoreLoop:
         self._poller.register(self.waker.fd, zmq.POLLIN)
 
     def run(self) -> None:
-        """Until it is to end. Raises ``EngineDeadError`` if the core dies."""
+        """Run until it is to end. Raises ``EngineDeadError`` if the core dies."""
         while True:
             self._wait(poll_timeout_ms(self._config, self._work, is_first=True))
             self._take_arrivals()
@@ -70,7 +70,7 @@ class CoreLoop:
             self._step()
 
     def _take_arrivals(self) -> None:
-        """Carry out what clients asked. A step begins here: any of it may hang."""
+        """Carry out what clients asked. The step counts from here, since any of this may hang."""
         self.pulse.step_began = self._clock()
         self.pulse.num_steps += 1
         for _ in range(MAX_ARRIVALS):
@@ -95,7 +95,7 @@ class CoreLoop:
             self._work = self._core.next_work(sum(len(b.request_ids) for b in outputs.values()))
 
     def _wait(self, longest_ms: int) -> None:
-        """Wait so long for arrivals, less if something else is due; not at all while busy."""
+        """Wait so long for messages, less if something else is due; not at all while busy."""
         if self._work == "none":
             self.pulse.step_began = None
             self._count()
@@ -104,7 +104,7 @@ class CoreLoop:
             self.waker.clear()
 
     def _patience_ms(self) -> int:
-        """Until something is due that no arrival tells of."""
+        """Milliseconds until something is due that no message announces."""
         now = self._clock()
         due = [self._sessions.next_look()]
         if self._ending.at is not None:

@@ -91,8 +91,8 @@ class ManyCoresClient(CoreClient):
         return sum_of(told)
 
     def call(self, name: str, *args: Any) -> Any:
-        """On all cores. What they answer together: the sum of their statistics, all traces, True
-        if it is for all; else what the first core answered."""
+        """Call a utility on all cores. Returns their answers as one: the sum of statistics, all
+        traces, True if all said so; else the answer of the first core."""
         self.check_alive()
         return JOINED.get(name, first_of)(self._of_all(name, *args))
 
@@ -117,7 +117,7 @@ class ManyCoresClient(CoreClient):
 
     @contextmanager
     def _named(self, index: int) -> Iterator[None]:
-        """Whose death it was."""
+        """The error of a core that died, naming the core."""
         try:
             yield
         except EngineDeadError as error:
@@ -125,7 +125,7 @@ class ManyCoresClient(CoreClient):
             raise EngineDeadError(f"{which}: {error}") from error.__cause__
 
     def _take(self) -> list[CoreOutputs]:
-        """What has come. That a core has died is told when that was read."""
+        """Outputs that have come. The death of a core is raised once they were read."""
         if self._death is not None:
             raise EngineDeadError(str(self._death)) from self._death.__cause__
         batches = self._take_from_all()
@@ -139,7 +139,7 @@ class ManyCoresClient(CoreClient):
         return batches
 
     def _take_from_all(self) -> list[CoreOutputs]:
-        """What each has brought. A death is noted."""
+        """The outputs of each core. A death is noted, to be raised later."""
         batches: list[CoreOutputs] = []
         for index, core in enumerate(self._cores):
             try:
@@ -159,7 +159,8 @@ def shut_down(cores: Sequence[EngineCoreClient]) -> None:
 
 
 def _prefix_of(cores: Sequence[EngineCoreClient]) -> str:
-    """That of the first client of every core is empty. Others have one at each, not the same."""
+    """Empty if we are the first client of every core. Otherwise the cores gave us different
+    prefixes, so we make our own."""
     if not any(core.id_prefix for core in cores):
         return ""
     return f"clients-{secrets.token_hex(8)}/"
@@ -180,12 +181,12 @@ def _check_alike(cores: Sequence[EngineCoreClient]) -> None:
 
 
 def first_of(answers: list[Any]) -> Any:
-    """What every core answers alike."""
+    """The answer of the first core: all answer alike."""
     return answers[0]
 
 
 def traces_of(answers: list[list[str] | None]) -> list[str] | None:
-    """Those of all cores; ``None`` if a profile was started."""
+    """The traces of all cores; ``None`` if a profile was started."""
     return [path for answer in answers for path in answer or ()] or None
 
 
@@ -218,4 +219,4 @@ JOINED: dict[str, Callable[[list[Any]], Any]] = {
     "stats": sum_of,
     "profile": traces_of,
 }
-"""What several cores' answers are together, by utility."""
+"""How the answers of several cores are joined, by utility."""

@@ -1,11 +1,11 @@
-"""A client's side of the conversation: what to send, and what came back. Touches no socket.
+"""The client's side of the protocol: what to send, and what came back. Touches no socket.
 
 requests ── Submit, Call ──> numbered; answered in order, each with its number
 aborts   ── Abort ─────────> not answered: the ends come as outputs
 Outputs  ── kept in order until they are read, then paid for with Credit
 
-Which ids are in use is for the core to know. Everything is noted when it comes in: tasks that wait
-for it may run much later.
+Only the core knows which ids are in use. Everything is noted when it comes in: tasks that wait for
+it may run much later.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class Part:
     frame: bytes
     number: int
     places: list[int]
-    """Of its requests, among all that were to be added."""
+    """Indices of its requests among all that were to be added."""
     asked_at: float
 
 
 class ClientProtocol:
-    """One client's side of the conversation. ``clock`` is that of the client's times."""
+    """One client's side of the protocol. ``clock`` is that of the client's times."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.welcome: Welcome | None = None
@@ -72,10 +72,10 @@ class ClientProtocol:
         self.num_unfinished = 0
         """Requests that the core took and whose end was not read."""
         self.stats: SchedulerStats | None = None
-        """The last that came of those that ``ask_stats`` asked for."""
+        """The latest statistics that ``ask_stats`` asked for."""
         self.offset = ClockOffset()
         self._clock = clock
-        self._asked_at = 0.0  # hello was said
+        self._asked_at = 0.0  # when hello was sent
         self._submits: dict[int, Part] = {}  # not answered yet
         self._stats_asked: int | None = None  # number of the question that is not answered yet
         self._numbers = itertools.count()
@@ -90,7 +90,7 @@ class ClientProtocol:
         return self._encoder.encode(Hello(PROTOCOL_VERSION, token, name))
 
     def submit(self, requests: Sequence[AddRequest]) -> tuple[list[Part], dict[int, Exception]]:
-        """Messages that add these, and by place why some cannot travel."""
+        """Messages that add these, and by index why some cannot be encoded."""
         parts: list[Part] = []
         errors: dict[int, Exception] = {}
         for places in _in_parts(requests):
@@ -108,7 +108,7 @@ class ClientProtocol:
     def abort(self, request_ids: Sequence[str]) -> bytes:
         """Stop these; the end of each will come.
 
-        Raises ``RequestTypeError`` for ids that are none: the core could not read the message.
+        Raises ``RequestTypeError`` for ids that are not strings: the core could not read them.
         """
         return self._encoder.encode(Abort(as_request_ids(request_ids)))
 
@@ -124,7 +124,7 @@ class ClientProtocol:
         return number, self._encoder.encode(Call(number, name, list(args)), MAX_CALL_BYTES)
 
     def ask_stats(self) -> bytes | None:
-        """A question for ``stats``, for whose answer nobody waits; none while one is under way."""
+        """A call of ``stats`` whose answer no caller waits for; ``None`` while one is under way."""
         if self._stats_asked is not None:
             return None
         self._stats_asked, frame = self.call("stats", ())
@@ -149,7 +149,7 @@ class ClientProtocol:
     def feed(self, frames: list[bytes]) -> Reply | None:
         """Take a message: outputs are kept, a reply is returned.
 
-        Raises ``EngineDeadError`` for the core's last words, ``WireError`` if it could not read
+        Raises ``EngineDeadError`` for a ``Dead`` of the core, ``WireError`` if it could not read
         what was sent.
         """
         message = self._decoder.decode(frames)
@@ -189,7 +189,7 @@ class ClientProtocol:
         self.num_unfinished += len(part.places) - len(message.refusals)
 
     def _note_never_sent(self, number: int) -> None:
-        """What was asked before this, and has no answer, was not sent: an interrupt came first."""
+        """Forget earlier questions without an answer: an interrupt kept them from being sent."""
         while self._submits and (first := next(iter(self._submits))) < number:
             del self._submits[first]
         if self._stats_asked is not None and self._stats_asked < number:
@@ -206,13 +206,13 @@ class ClientProtocol:
 
 
 def refused(part: Part, reply: Reply) -> dict[int, Exception]:
-    """Why some were not taken, by place."""
+    """Why some were not taken, by index."""
     assert isinstance(reply, Submitted)
     return {part.places[each.index]: error_of(each.failure) for each in reply.refusals}
 
 
 def _check_places(places: Sequence[int], among: Sequence[object]) -> None:
-    """Raise ``WireError`` for a place that is none: a core with a fault, or none at all."""
+    """Raise ``WireError`` for an invalid index: the other side is faulty, or is no core."""
     for place in places:
         if not 0 <= place < len(among):
             raise WireError(
@@ -250,7 +250,7 @@ def value_of(name: str, reply: Reply) -> Any:
 
 
 def _in_parts(requests: Sequence[AddRequest]) -> Iterator[list[int]]:
-    """Places of requests, cut into messages that are not too large."""
+    """Indices of requests, cut into messages that are not too large."""
     places: list[int] = []
     num_tokens = 0
     for place, request in enumerate(requests):

@@ -1,9 +1,9 @@
-"""What one client may still be sent, and what waits until it has read.
+"""The send queue of one client: what waits for credits, or for room in the socket.
 
     answers ── cost nothing; wait only while the queue towards the client is full
     batches ── cost a credit each; wait while there are none, and behind answers that wait
 
-Nothing that waits is lost but by ``give_up``, which says whose ends were among it.
+Only ``give_up`` drops what waits; it returns the ends that were among it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from msgspec.structs import replace
 from engine.messages.outputs import CoreOutputs, Finished
 
 NUM_CREDITS = 256  # batches that may be on their way to a client
-FRAME_BYTES = 512  # that a waiting frame takes beside its own bytes
+FRAME_BYTES = 512  # counted for a waiting frame beside its own bytes
 
 
 @dataclass(slots=True)
 class Waiting:
-    """Outputs that wait. ``rows``: whom they are about, less tokens and scores."""
+    """Outputs that wait. ``rows``: the batch without tokens and log-probabilities."""
 
     frame: bytes
     rows: CoreOutputs
@@ -32,13 +32,13 @@ class Waiting:
         return len(self.frame) + FRAME_BYTES
 
     def ids_with_tokens(self) -> set[str]:
-        """Requests of which it has tokens."""
+        """Requests that have tokens in it."""
         ids, counts = self.rows.request_ids, self.rows.counts
         return {name for i, name in enumerate(ids) if counts is None or counts[i]}
 
 
 class SendQueue:
-    """In order, and counted. ``send`` says whether there was room for a frame."""
+    """Sends in order and counts what waits. ``send`` returns whether there was room for a frame."""
 
     def __init__(self, send: Callable[[bytes], bool]) -> None:
         self.credits = NUM_CREDITS
@@ -54,12 +54,12 @@ class SendQueue:
 
     @property
     def num_bytes(self) -> int:
-        """What waits takes so many bytes."""
+        """Bytes of all that waits."""
         return self.answer_bytes + self.batch_bytes
 
     @property
     def is_stuck(self) -> bool:
-        """Does anything wait for room in the queue, rather than for credits?"""
+        """Does anything wait for room in the socket, rather than for credits?"""
         return bool(self._answers or (self._batches and self.credits))
 
     def answer(self, frame: bytes) -> None:
@@ -69,7 +69,7 @@ class SendQueue:
             self.answer_bytes += len(frame) + FRAME_BYTES
 
     def publish(self, frame: bytes, batch: CoreOutputs) -> None:
-        """Send the outputs ``frame``, which say ``batch``, now or when they have a credit."""
+        """Send ``frame``, the encoded ``batch``, now or when there are credit and room."""
         if self.credits and not len(self) and self._send(frame):
             self.credits -= 1
             return
@@ -79,12 +79,12 @@ class SendQueue:
         self.batch_bytes += waiting.num_bytes
 
     def grant(self, num_batches: int) -> None:
-        """The client has read so many batches."""
+        """Return credits: the client has read so many batches."""
         self.credits = min(self.credits + num_batches, NUM_CREDITS)
         self.flush()
 
     def flush(self) -> None:
-        """Send what there is room and credit for."""
+        """Send as much as there is room and credit for."""
         while self._answers and self._send(self._answers[0]):
             self.answer_bytes -= len(self._answers.popleft()) + FRAME_BYTES
         while self._batches and self.credits and not self._answers:
@@ -94,8 +94,8 @@ class SendQueue:
             self.batch_bytes -= self._batches.popleft().num_bytes
 
     def give_up(self, reason: str) -> list[tuple[str, Finished]]:
-        """Drop the outputs. Returns the ends in them by request, in order; where tokens are lost,
-        with ``reason``."""
+        """Drop the outputs. Returns their ends by request, in order; a request that loses tokens
+        ends with "abort" and ``reason``."""
         ends: list[tuple[str, Finished]] = []
         lost: set[str] = set()
         for waiting in self._batches:
@@ -109,5 +109,5 @@ class SendQueue:
 
 
 def _aborted(end: Finished, reason: str) -> Finished:
-    """The end as a client sees it that lost tokens of the request: it was aborted."""
+    """The end of a request whose tokens were dropped: to its client it was aborted."""
     return replace(end, reason="abort", stop_reason=None, message=reason)

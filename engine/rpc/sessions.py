@@ -1,8 +1,9 @@
-"""The clients of a core: who is there, what is theirs at the core, and the way to them.
+"""The sessions of a core: its clients, their requests, and what is sent to them.
 
 A client grants credits for batches of outputs as it reads them; what cannot be sent yet waits in
-its queue, up to ``max_backlog_bytes``. One that lets more wait loses its requests, by name, and
-nobody else notices. Only the socket's word that it cannot be reached makes a client gone.
+its queue, up to ``max_backlog_bytes``. If more waits, the requests of this client are aborted;
+other clients are not affected. A client counts as gone only when the socket says that it cannot be
+reached.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ logger = logging.getLogger("engine.core")
 
 MAX_BACKLOG_BYTES = 64 << 20
 MAX_NAME = 80  # characters of a client's name that are kept
-PROBE_SECONDS = 1.0  # between two looks whether those are there who have work here
-RETRY_SECONDS = 0.05  # between two tries to send what had no room
+PROBE_SECONDS = 1.0  # between two checks whether clients with requests are still there
+RETRY_SECONDS = 0.05  # between two attempts to send what had no room
 Deadlines = tuple[float, ...]
 
 
@@ -39,7 +40,7 @@ class ClientGoneError(Exception):
 
 @dataclass
 class ClientSession:
-    """A client that was welcomed."""
+    """A client that was sent ``Welcome``, with its requests."""
 
     identity: bytes
     index: int
@@ -55,12 +56,12 @@ class ClientSession:
 
     @property
     def is_concerned(self) -> bool:
-        """Would anything be left behind if it went without a word?"""
+        """Does it have requests or unsent messages, which must be cleaned up if it vanishes?"""
         return bool(self.live or self.queue)
 
 
 class ClientSessions:
-    """Who is there, and the way to them. ``drop`` ends requests at the core, without a word."""
+    """All sessions. ``drop`` ends requests at the core without an output."""
 
     def __init__(
         self,
@@ -75,7 +76,7 @@ class ClientSessions:
         self._encoder = Encoder()
         self._by_identity: dict[bytes, ClientSession] = {}
         self._by_index: dict[int, ClientSession] = {}
-        self._farewells: dict[bytes, bytes] = {}  # to those given up, until there is room
+        self._farewells: dict[bytes, bytes] = {}  # to disconnected clients, until there is room
         self._num_seen = 0
         self._probe_at = -math.inf
         self._retry_at = -math.inf
@@ -89,12 +90,12 @@ class ClientSessions:
     def get(self, identity: bytes) -> ClientSession | None:
         return self._by_identity.get(identity)
 
-    # -- who is there
+    # -- sessions
 
     def welcome(self, identity: bytes, name: str) -> ClientSession:
-        """A new client; those that vanished without a word are forgotten first.
+        """Open a session; clients that vanished are dropped first.
 
-        Also one of the same identity: two connections never have it at a time, so it came back.
+        If a client with this routing id is known, it has reconnected: its old session is dropped.
         Raises ``WireError`` if there are ``MAX_CONNECTIONS`` already.
         """
         former = self.get(identity)
@@ -112,7 +113,7 @@ class ClientSessions:
         return session
 
     def leave(self, session: ClientSession) -> None:
-        """It has gone: what it had at the core ends, what waits for it is dropped."""
+        """End a session: abort its requests and drop what waits for the client."""
         self._by_identity.pop(session.identity, None)
         self._by_index.pop(session.index, None)
         if session.live:
@@ -121,7 +122,7 @@ class ClientSessions:
             session.live.clear()
 
     def tend(self, now: float) -> None:
-        """Find out who has gone, and send what has room now; does nothing before ``next_look``."""
+        """Drop clients that are gone, and send what now has room; nothing before ``next_look``."""
         if now >= self._retry_at:
             self._retry_at = now + RETRY_SECONDS
             for session in self:
@@ -139,7 +140,7 @@ class ClientSessions:
             return self._retry_at
         return self._probe_at if any(session.is_concerned for session in sessions) else math.inf
 
-    # -- what they are told
+    # -- what is sent
 
     def send(self, identity: bytes, message: ToClient, max_bytes: int | None = None) -> None:
         """Send what costs no credit; for a client it waits until there is room.
@@ -155,7 +156,7 @@ class ClientSessions:
         self._hold_to(session, session.queue.answer_bytes, "answers", self._max_backlog_bytes)
 
     def publish(self, index: int, batch: CoreOutputs) -> None:
-        """Send a client what a step brought for it, now or when it has read enough."""
+        """Send a client the outputs of a step, now or when it has credits and room."""
         session = self._by_index.get(index)
         if session is None:  # it left while its step was computed
             return
@@ -164,17 +165,17 @@ class ClientSessions:
             self._give_up(session, batch.time)
 
     def grant(self, session: ClientSession, num_batches: int) -> None:
-        """The client has read so many batches."""
+        """Return credits: the client has read so many batches."""
         self._tell(session, session.queue.grant, num_batches)
 
     def broadcast(self, last: Dead) -> None:
-        """Tell everybody who can be reached that there will be nothing else. Never raises."""
+        """Send ``last`` to every client that can be reached. Never raises."""
         frame = self._encoder.encode(Dead(plain_text(last.message), plain_text(last.traceback)))
         for session in self:
             self._offer(session.identity, frame)
 
     def has_backlog(self) -> bool:
-        """Does anything wait for somebody to read?"""
+        """Does any client have unsent messages?"""
         return any(session.queue for session in self._by_identity.values())
 
     def deadlines(self) -> Iterator[float]:
@@ -191,7 +192,7 @@ class ClientSessions:
             self._tell(session, self._send, session.identity, frame)
 
     def _tell(self, session: ClientSession, act: Callable[..., object], *args: object) -> None:
-        """Do what sends something to a client; if it has gone, its requests are aborted."""
+        """Call ``act``, which sends to a client; if that is gone, its requests are aborted."""
         try:
             act(*args)
         except ClientGoneError:
@@ -208,7 +209,7 @@ class ClientSessions:
             self._tell(session, session.queue.publish, piece.frame, piece.batch)
 
     def _give_up(self, session: ClientSession, time: float) -> None:
-        """End the requests of a client that does not read, and keep only that for it."""
+        """Abort the requests of a client that does not read; only their ends stay queued for it."""
         ids = list(session.live)
         reason = (
             f"{session.queue.num_bytes} bytes of outputs waited for {session} to read them, "
@@ -223,7 +224,7 @@ class ClientSessions:
         self._hold_to(session, session.queue.batch_bytes, "ends", self._max_backlog_bytes // 2)
 
     def _hold_to(self, session: ClientSession, num_bytes: int, of: str, limit: int) -> None:
-        """Part with a client that asks and asks, and reads nothing of what waits for it."""
+        """Disconnect a client that keeps asking but does not read what waits for it."""
         if num_bytes <= limit:
             return
         reason = (
@@ -240,14 +241,14 @@ class ClientSessions:
                 del self._farewells[identity]
 
     def _offer(self, identity: bytes, frame: bytes) -> bool:
-        """Is it settled? Sent, or there is nobody to send it to."""
+        """True if the frame was sent, or the client is gone."""
         try:
             return self._send(identity, frame)
         except ClientGoneError:
             return True
 
     def _send(self, identity: bytes, frame: bytes) -> bool:
-        """Was there room for it?"""
+        """True if there was room for the frame. Raises ``ClientGoneError``."""
         try:
             self._router.send_multipart([identity, frame], zmq.NOBLOCK)
         except zmq.Again:

@@ -1,8 +1,8 @@
-"""Outputs that cannot travel as they are: whoever is to blame fails, all others get theirs.
+"""Splits outputs that cannot be sent as one message; only the request at fault fails.
 
-What a connector, a policy or a scheduler of the user's own puts into a request's end may be
-anything, and together the outputs of a step may be too large. They are cut in halves until each
-piece can travel, or is one request's alone.
+A connector, a policy or a scheduler of the user's own may put anything into a request's end, and
+together the outputs of a step may be too large. The batch is halved until each piece can be encoded
+or holds a single request.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Piece(NamedTuple):
     frame: bytes
     batch: CoreOutputs
     fault: str = ""
-    """Why its only request fails."""
+    """Why its only request fails, empty if it does not."""
 
 
 def pieces_of(batch: CoreOutputs, encode: Encode) -> list[Piece]:
-    """The batch as messages that can travel: one, but for what is wrong with it or its size.
+    """The batch as messages: one, unless it is too large or cannot be encoded.
 
-    A request whose outputs cannot travel even alone gets an error as its end instead.
+    A request whose outputs cannot be encoded even alone ends with an error instead.
     """
     try:
         return [Piece(encode(Outputs(batch)), batch)]

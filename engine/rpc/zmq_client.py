@@ -23,17 +23,17 @@ from engine.rpc.failures import death_of
 from engine.rpc.health import HealthMonitor
 from engine.rpc.protocol import ClientProtocol, Reply, refused, value_of
 
-STEP_SECONDS = 0.1  # that ``step`` waits for outputs, and between two looks at a silent core
+STEP_SECONDS = 0.1  # that ``step`` waits for outputs, and between two checks of a silent core
 WELCOME_SECONDS = 10.0
 HANG_SECONDS = 300.0
 LAST_WORDS_MS = 200  # from the end of a core's process to that of its connection
 
 
 class EngineCoreClient(CoreClient):
-    """Speaks to a core in another process over sockets.
+    """A client of a core in another process, over sockets.
 
     ``child`` is the process of the core, if it is ours: it ends with the client, and is killed if
-    it is stopped or hangs for two seconds then.
+    it has not ended after two seconds.
     """
 
     decided: Welcome
@@ -94,7 +94,7 @@ class EngineCoreClient(CoreClient):
                 self._ask(part.number, part.frame)
             for part in parts:
                 errors |= refused(part, self._answer(part.number))
-        finally:  # interrupted or not: an answer that comes later is for nobody
+        finally:  # interrupted or not: an answer that comes later is dropped
             for part in parts:
                 self._expected.pop(part.number, None)
         return errors
@@ -137,7 +137,7 @@ class EngineCoreClient(CoreClient):
             return
         linger_ms = 0
         if self._death is None and self._protocol.welcome is not None and not self._lost.poll(0):
-            linger_ms = sockets.LINGER_MS  # last words for somebody
+            linger_ms = sockets.LINGER_MS  # so that the core reads our bye
             with suppress(zmq.ZMQError):
                 self._socket.send(self._protocol.bye(), zmq.NOBLOCK)
         self._death = self._death or EngineDeadError("the engine was shut down")
@@ -151,7 +151,7 @@ class EngineCoreClient(CoreClient):
                 self._child.close()
 
     def ask_to_end(self) -> None:
-        """Let our own core end, without waiting for it; ``shutdown`` is still to come."""
+        """Ask our own core to end, without waiting; ``shutdown`` must still be called."""
         if self._child is not None:
             self._child.ask_to_end()
 
@@ -181,7 +181,7 @@ class EngineCoreClient(CoreClient):
         try:
             while (reply := self._expected[number]) is None:
                 self._receive(STEP_SECONDS)
-        finally:  # interrupted or not: an answer that comes later is for nobody
+        finally:  # interrupted or not: an answer that comes later is dropped
             del self._expected[number]
         return reply
 
@@ -190,11 +190,11 @@ class EngineCoreClient(CoreClient):
             try:
                 self._socket.send(frame, zmq.NOBLOCK)
                 return
-            except zmq.Again:  # the core does not read, or is not there any more
+            except zmq.Again:  # the core does not read, or is gone
                 self._receive(STEP_SECONDS)
 
     def _send_credit(self, frame: bytes) -> None:
-        with suppress(EngineDeadError):  # what was read is not lost for that
+        with suppress(EngineDeadError):  # outputs that were read must not be lost
             if self._death is None:
                 self._send(frame)
 
@@ -211,7 +211,7 @@ class EngineCoreClient(CoreClient):
             self._kill(check)
 
     def _take_all(self) -> bool:
-        """Take what has come; was there anything? What came before last words still counts."""
+        """Take what has come; True if there was anything. What came before ``Dead`` is kept."""
         has_come = False
         while True:
             try:
@@ -241,14 +241,14 @@ class EngineCoreClient(CoreClient):
             self._expected[reply.number] = reply
 
     def _kill(self, check: str) -> None:
-        """A core that hangs is given up, and ended if it is ours."""
+        """Give up a core that hangs, and kill it if it is ours."""
         if self._child is not None:
             self._child.kill()
         self._death = death_of(f"the engine core died: it {check}")
         raise self._death
 
     def _die(self) -> None:
-        """The connection is lost: say what is known of that."""
+        """Raise the error of a lost connection, with what is known of the cause."""
         how = None if self._child is None else self._child.how_it_ended()
         if how is not None:
             self._death = death_of(f"the engine core died: its process {how}")

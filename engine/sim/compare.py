@@ -78,7 +78,7 @@ class Figures:
     num_faults: int
     """Wrong answers of the policy; the log names them."""
     num_rescued: int
-    """Steps that the default planned since the policy let nobody run."""
+    """Steps that the default planned since the policy ran nothing."""
 
     @property
     def tokens_per_second(self) -> float:

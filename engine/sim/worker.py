@@ -17,7 +17,7 @@ FILLER = 1  # every token but the last
 
 
 class VirtualClock:
-    """Seconds since the start of the run; moves only when somebody sets it."""
+    """Seconds since the start of the run; moves only when it is set."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -28,8 +28,8 @@ class VirtualClock:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """Seconds of a step, affine in its sizes. The defaults are those of no machine in particular:
-    a small GPU, about."""
+    """Seconds of a step, affine in its sizes. The defaults are roughly
+    those of a small GPU, not of a particular machine."""
 
     fixed: float = 5e-3
     per_seq: float = 4e-6
@@ -65,7 +65,7 @@ class Launched(NamedTuple):
 
 
 class TimedWorker(FakeExecutor):
-    """Runs one step after the other on a virtual clock; each request ends at its own length."""
+    """Runs steps one after the other on a virtual clock; each request ends at its own length."""
 
     def __init__(
         self, clock: VirtualClock, cost: StepCost, num_slots: int, lengths: Mapping[str, int]

@@ -1,7 +1,7 @@
 """Two ways to turn text into ids and back behind one small interface.
 
 ``tokenizers`` reads tokenizer.json itself. Tokenizers that exist only as Python code come through
-transformers; they are slower and everything else is alike.
+transformers; they are slower, and otherwise the same.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Backend(Protocol):
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str: ...
     def token_id(self, token: str) -> int | None: ...
     def max_chars_per_token(self) -> int | None:
-        """Characters of a text for each of its tokens, at most; ``None`` if nothing is certain."""
+        """Characters of a text for each of its tokens, at most; ``None`` if there is no bound."""
 
     def stream(self, context: list[int], skip_special_tokens: bool) -> Step:
         """Decode what follows ``context``, whose own text is not repeated.

@@ -1,7 +1,7 @@
 """Chat templates: Jinja in a sandbox, with the filters and names that templates expect.
 
-Renders what transformers' ``apply_chat_template`` renders. Templates are files of strangers: they
-see plain data only and cannot reach Python behind it.
+Renders what transformers' ``apply_chat_template`` renders. Templates are third-party code: they see
+plain data only and cannot reach Python behind it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def render_chat(template: str, messages: Messages, values: dict[str, Any]) -> st
 
 
 def chat_values(messages: Messages, values: dict[str, Any]) -> dict[str, Any]:
-    """All that a template sees, as plain data. Raises ``RequestError`` for what is no chat."""
+    """All that a template sees, as plain data. Raises ``RequestError`` for an invalid chat."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise RequestTypeError(f"a conversation must be a list of messages, got {messages!r:.100}")
     chat = [_plain_message(message) for message in messages]
@@ -82,12 +82,12 @@ def fill_template(template: str, values: dict[str, Any]) -> str:
     """The text of a template. Raises ``RequestError`` if it refuses these values."""
     try:
         return str(compile_template(template).render(values))
-    except Exception as error:  # a stranger's program: it adds what a message lacks, and the like
+    except Exception as error:  # third-party code: it may add None to a string, and the like
         raise _refusal(error) from error
 
 
 def _refusal(error: Exception) -> RequestError:
-    # How deep Python was when it gave up decides what it says.
+    # Which error Python raises depends on how deep the recursion was.
     is_endless = isinstance(error, RecursionError)
     why = "nested too deeply, or calling itself for ever" if is_endless else str(error)
     return RequestError(f"the chat template refuses this conversation: {why}")

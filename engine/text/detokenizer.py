@@ -45,7 +45,7 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """What is withheld, as good as it gets. Nothing may be fed after it."""
+        """What is withheld, with U+FFFD for incomplete bytes. Nothing may be fed after it."""
         if not self._pending:
             return ""
         before = self._decode(self._context)

@@ -14,7 +14,7 @@ from engine.text.detokenizer import Detokenizer, StopStrings
 
 
 def wish_of(params: SamplingParams) -> TextWish:
-    """What a request asks of its text."""
+    """The parameters of a request that concern its text."""
     return TextWish(
         params.skip_special_tokens,
         params.stop,
@@ -49,7 +49,7 @@ class TextReader:
                 delta.text += self._detokenizer.flush()
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # faults of a tokenizer library too: one request's trouble
+        except BaseException as error:  # faults of a tokenizer library too: only this request fails
             return TextDelta(error=f"its tokens are no text: {type(error).__name__}: {error}")
         return delta
 

@@ -1,8 +1,8 @@
-"""How much text one token can stand for: what is longer than all tokens together can be refused
+"""How many characters one token can stand for: a text longer than all tokens together is refused
 without being tokenised.
 
-Only what is certain counts. Some tokenizers drop characters, or make one token of many that they do
-not know; for these there is no bound.
+The bound must be certain. Some tokenizers drop characters, or make one token of many unknown ones;
+for these there is no bound.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KEEPING = frozenset({"ByteLevel", "Digits", "Metaspace", "NFD", "NFKD", "Prepend
 
 
 def max_chars_per_token(tokenizer: Tokenizer) -> int | None:
-    """Characters of a text for each of its tokens, at most; ``None`` if nothing is certain."""
+    """Characters of a text for each of its tokens, at most; ``None`` if there is no bound."""
     parts = [*_parts(tokenizer.normalizer), *_parts(tokenizer.pre_tokenizer)]
     added = tokenizer.get_added_tokens_decoder().values()
     is_certain = (

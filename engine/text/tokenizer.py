@@ -62,17 +62,17 @@ class Tokenizer:
 
     @cached_property
     def max_chars_per_token(self) -> int | None:
-        """A text of n characters has n / this many tokens or more; ``None``: who knows."""
+        """A text of n characters has n / this many tokens or more; ``None``: unknown."""
         return self.backend.max_chars_per_token()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of ``text``, with what the model expects around it unless told otherwise.
+        """Token ids of ``text``, with the special tokens that the model expects unless turned off.
 
-        Raises ``RequestTypeError`` for what is no text, halves of characters included, and
+        Raises ``RequestTypeError`` for what is not a str, or has half a character, and
         ``RequestError`` for a text that the tokenizer refuses.
         """
         try:
-            if not isinstance(text, str):  # a pair of texts would be taken for one prompt
+            if not isinstance(text, str):  # a pair of texts would be tokenised as one prompt
                 raise TypeError(type(text).__name__)
             return self.backend.encode([text], add_special_tokens)[0]
         except (TypeError, UnicodeError) as error:
@@ -164,7 +164,7 @@ class Tokenizer:
 
 
 def load_tokenizer(config: ModelConfig) -> Tokenizer:
-    """The tokenizer a model was asked for. Raises ``ModelError`` if there is none."""
+    """The tokenizer that belongs to a model. Raises ``ModelError`` if there is none."""
     root = Path(config.tokenizer or config.model).expanduser()
     if config.tokenizer is None:
         read_model_info(root)  # says what is wrong with a directory that is no model's
@@ -254,7 +254,7 @@ def _convert_tokenizer(root: Path, trust_remote_code: bool) -> Tokenizer:
         loaded = transformers.AutoTokenizer.from_pretrained(
             str(root), local_files_only=True, trust_remote_code=trust_remote_code
         )
-    except Exception as error:  # whatever the files of a stranger make it raise
+    except Exception as error:  # third-party files may make it raise anything
         raise ModelError(
             f"no tokenizer could be made of the files in {root}: {error}; convert it to "
             "tokenizer.json, or pass skip_tokenizer_init=True to work with token ids only"

@@ -73,7 +73,7 @@ def test_another_version_is_told_so(core: HostedCore, raw: RawClient) -> None:
         raw.send(Hello(version, core.address.token))
         answer = raw.receive()
         assert isinstance(answer, Fault)
-        told = f"the client speaks version {version} of the protocol, this core speaks version 2"
+        told = f"the client uses version {version} of the protocol, this core uses version 2"
         assert told in answer.message
     raw.send_bytes(b"\x93\xa5abort\x02\x92\xa1a\xa1b")  # of version 1, from no client
     assert isinstance(raw.receive(), Fault)
@@ -83,7 +83,7 @@ def test_a_client_is_told_that_it_is_too_old(
     core: HostedCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.rpc.protocol.PROTOCOL_VERSION", 1)
-    told = "speaks version 1 of the protocol, this core speaks version 2; install the same"
+    told = "uses version 1 of the protocol, this core uses version 2; install the same"
     with pytest.raises(EngineDeadError, match=told):
         EngineCoreClient(core.address)
 

@@ -64,7 +64,7 @@ def complaint(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 def test_options_of_clients_are_not_taken_and_forgotten(
     args: tuple[str, ...], complaint: Callable[..., str]
 ) -> None:
-    assert f"{args[0]} is for those who use a core, and this is one" in complaint(*args)
+    assert f"{args[0]} is for clients of a core, and this is a core" in complaint(*args)
 
 
 @pytest.mark.parametrize("is_control", [False, True])

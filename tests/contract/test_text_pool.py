@@ -275,6 +275,7 @@ async def test_a_hundred_streams_with_cancels(open_session: Open) -> None:
             task.cancel()
         results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
         for i, result in enumerate(results):
-            assert isinstance(result, asyncio.CancelledError) if i % 10 == 0 else result == text
+            was_cancelled = i % 10 == 0 and isinstance(result, asyncio.CancelledError)
+            assert was_cancelled or result == text  # it may have ended before it was cancelled
     async_engine._session._pool = None  # which other tests go on to use
     async_engine.shutdown()

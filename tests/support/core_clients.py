@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import zmq
-from support.spawned import FakeBuild, fake_config
 
 from engine.config.engine import EngineConfig
 from engine.errors import EngineDeadError
@@ -24,6 +23,7 @@ from engine.rpc.host import EngineCoreHost
 from engine.rpc.launch import start_core
 from engine.rpc.many_client import ManyCoresClient
 from engine.rpc.zmq_client import EngineCoreClient
+from support.spawned import FakeBuild, fake_config
 
 IN_PROCESS, TWO_CORES = "in-process", "two cores"
 REMOTE = "remote"  # one core, with sockets between

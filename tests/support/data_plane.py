@@ -12,7 +12,6 @@ from zlib import crc32
 
 import msgspec
 import numpy as np
-from support.simulate import Run
 
 from engine.config.sched import SchedulerConfig
 from engine.kv.connector import Farewell, RemoteMatch
@@ -42,6 +41,7 @@ from engine.verify.fake import (
     mix,
     token_after,
 )
+from support.simulate import Run
 
 # -- what the model would see and say
 

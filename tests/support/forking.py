@@ -10,11 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from support.spawned import FakeBuild
-
 from engine.config.engine import EngineConfig
 from engine.core.inproc_client import InprocClient
 from engine.sched.interface import StepOutputs
+from support.spawned import FakeBuild
 
 
 def fork_sleeper() -> int:

@@ -6,12 +6,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from engine.messages.step import StepResult
+from engine.verify.fake import DigestWorker
 from support.core_clients import WAIT_SECONDS, HostedCore
 from support.live_core import BLOCK_SIZE, VOCAB_SIZE, SizedBuild
 from support.spawned import fake_config
-
-from engine.messages.step import StepResult
-from engine.verify.fake import DigestWorker
 
 NUM_BLOCKS = 400
 

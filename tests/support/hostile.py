@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import zmq
-from support.wire_frames import HOSTILE
-from support.wire_samples import SAMPLES, frames_of, harmless_to_others
 
 from engine.ipc import sockets
 from engine.ipc.address import IPC, Address
 from engine.ipc.codec import Encoder
 from engine.messages.wire import PROTOCOL_VERSION, Hello, ToControl
+from support.wire_frames import HOSTILE
+from support.wire_samples import SAMPLES, frames_of, harmless_to_others
 
 MARKS = bytes((0x00, 0x7F, 0x80, 0x90, 0xA0, 0xC0, 0xC1, 0xC6, 0xC9, 0xCB, 0xCF, 0xD3, 0xD9, 0xDB))
 HEADS = bytes((0xC6, 0xDB, 0xDD, 0xDF))  # bin 32, str 32, array 32, map 32

@@ -18,12 +18,12 @@ from types import FrameType
 from typing import Any
 
 import zmq
-from support.live_core import SizedBuild, Triggered, TriggeredPolicy, pid_of, start
-from support.streams import Lengths, Streams
 
 from engine.ipc import sockets
 from engine.ipc.address import address_of
 from engine.rpc.zmq_client import EngineCoreClient
+from support.live_core import SizedBuild, Triggered, TriggeredPolicy, pid_of, start
+from support.streams import Lengths, Streams
 
 STEP_SECONDS = 0.02
 START_SECONDS = 2.0  # of a core that is to be met while it loads

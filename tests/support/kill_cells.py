@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from engine.errors import EngineDeadError
+from engine.ipc.address import Address
+from engine.rpc.zmq_client import EngineCoreClient
 from support import kill_actor, kill_text
 from support.hostile import Hostile
 from support.live_core import is_running, own_directory, pid_of, shared_names, wait_until
 from support.streams import Lengths, Streams
-
-from engine.errors import EngineDeadError
-from engine.ipc.address import Address
-from engine.rpc.zmq_client import EngineCoreClient
 
 DEATH_SECONDS = 1.0  # from a core's death to errors
 HANG_SECONDS = kill_actor.HANG_SECONDS + 1.0  # from its last sign of life

@@ -10,12 +10,11 @@ from contextlib import suppress
 from functools import cache
 from unittest.mock import patch
 
-from support import hurt_text
-from support.live_core import wait_until
-
 from engine import EngineArgs, LLMEngine, SamplingParams
 from engine.assets import BOX_MODEL
 from engine.frontend import pool_child
+from support import hurt_text
+from support.live_core import wait_until
 
 SIGNALS = {"raise": hurt_text.RAISE, "garbage": hurt_text.RUBBISH}
 NAMES = {"tokenizer": "tokenizer process 0", "detokenizer": "detokenizer process 0"}

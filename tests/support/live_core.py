@@ -11,8 +11,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from support.spawned import fake_config
-
 from engine.config.decide import Decided
 from engine.config.engine import EngineConfig
 from engine.config.sched import SchedulerConfig
@@ -26,6 +24,7 @@ from engine.sched.plugins.find import make_scheduler
 from engine.sched.policy import Policy, SchedView
 from engine.sched.request import Request
 from engine.verify.fake import DigestWorker
+from support.spawned import fake_config
 
 VOCAB_SIZE = 1000
 BLOCK_SIZE = 16

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from support.simulate import Run, make_request
-
 from engine.messages.params import SamplingParams
+from support.simulate import Run, make_request
 
 
 def says(prompt: list[int], count: int) -> list[int]:

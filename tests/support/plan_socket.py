@@ -12,11 +12,11 @@ from typing import Any
 
 import msgspec
 import zmq
-from support.data_plane import FeatureWorker, Mover, guess
 
 from engine.ipc import plans
 from engine.messages.step import PARTS, KVReport, Masks, StepPlan, StepResult
 from engine.verify.fake import FakeExecutor, mix
+from support.data_plane import FeatureWorker, Mover, guess
 
 TIMEOUT_MS = 60_000
 

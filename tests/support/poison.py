@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from support.live_core import MAX_MODEL_LEN, VOCAB_SIZE
 
 from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest
+from support.live_core import MAX_MODEL_LEN, VOCAB_SIZE
 
 FIELDS = [each.name for each in msgspec.structs.fields(AddRequest)]
 FAILING = 666  # a prompt with this token fails in the worker

@@ -6,9 +6,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from support import made_tokenizers as made
-from support.fakes import FakeClient, FakeDecided, Live, replay
-
 from engine import LLM, LLMEngine, SamplingParams
 from engine.config.engine import EngineConfig
 from engine.config.model import ModelConfig
@@ -17,6 +14,8 @@ from engine.frontend.session import Session
 from engine.messages.outputs import CoreOutputs
 from engine.messages.requests import AddRequest
 from engine.text.tokenizer import Tokenizer
+from support import made_tokenizers as made
+from support.fakes import FakeClient, FakeDecided, Live, replay
 
 WAIT = 30.0  # longest any test waits for anything
 PARAMS = SamplingParams(max_tokens=50, output_kind="delta")

@@ -11,13 +11,12 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from support.live_core import VOCAB_SIZE
-
 from engine.errors import RefusedError
 from engine.messages.outputs import CoreOutputs, Finished
 from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest
 from engine.verify.fake import digest_of, mix
+from support.live_core import VOCAB_SIZE
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=None)
 

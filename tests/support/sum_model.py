@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from support.simulate import Run, make_scheduler
 
 from engine.config.engine import ResolvedConfig
 from engine.config.model import ModelConfig
@@ -13,6 +12,7 @@ from engine.worker.driver import Driver
 from engine.worker.platform.host import CpuPlatform, HostPlatform
 from engine.worker.runner import Runner
 from engine.worker.worker import make_machine
+from support.simulate import Run, make_scheduler
 
 VOCAB, BLOCK, LONGEST = 50, 4, 64
 POISON, NAN = 40, 41

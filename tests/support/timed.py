@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import count
 
-from support.simulate import Run, make_request, make_scheduler
-
 from engine.sched import Request
 from engine.verify.fake import DigestWorker
+from support.simulate import Run, make_request, make_scheduler
 
 
 class Clock:

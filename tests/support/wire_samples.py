@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import msgspec
-from support.wire_frames import DIRECTIONS, FULL_REQUEST, REQUEST
 
 from engine.ipc.channel import Envelope
 from engine.ipc.codec import Encoder
@@ -14,6 +13,7 @@ from engine.ipc.shm import Place
 from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest
 from engine.messages.wire import PROTOCOL_VERSION, Call, FromClient, Hello, Submit
+from support.wire_frames import DIRECTIONS, FULL_REQUEST, REQUEST
 
 GRAMMAR = AddRequest(
     "g", [7] * 20, SamplingParams(), 0, 0.0, 4, grammar="root", kv_transfer_params={"remote": [1]}

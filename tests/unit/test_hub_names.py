@@ -169,7 +169,7 @@ def test_the_options_of_a_hub_are_those_of_the_core_or_of_those_who_use_it(
     )
     args.create_config()
     assert main(["core", "--tokenizer-revision", "v1"]) == 2
-    assert "--tokenizer-revision is for those who use a core" in capsys.readouterr().err
+    assert "--tokenizer-revision is for clients of a core" in capsys.readouterr().err
 
 
 def test_the_name_of_a_cached_model_is_that_of_its_repository() -> None:
