@@ -10,14 +10,14 @@ NULL_BLOCK = 0
 
 
 class BlockPool:
-    """Blocks 1..num_blocks-1; block 0 is the null block and belongs to nobody.
+    """Blocks 1..num_blocks-1; block 0 is the null block, which no request holds.
 
     The free list is a doubly linked list through two arrays, so that a block in its middle can be
     taken back in O(1) when a prefix hit adopts it. Its head is taken first: blocks without a hash
     are put there, hashed ones go to the tail, so the least recently used content dies first.
 
-    Whoever takes what is not there, or gives back what it does not hold, gets an error naming the
-    block, and nothing has changed for the blocks behind it.
+    Adopting a block that is free and empty, or releasing one that is not held, raises
+    ``RuntimeError`` with its number; blocks not yet processed by the call are unchanged.
     """
 
     def __init__(self, num_blocks: int) -> None:

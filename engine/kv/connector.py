@@ -20,10 +20,10 @@ class RemoteMatch(NamedTuple):
 
 
 class Farewell(NamedTuple):
-    """What a source says when a request ends.
+    """Answer of a source when a request ends.
 
     ``keep``: a transfer still reads the request's blocks; they are lent to it until ``sent``.
-    ``params`` reach the request's output, for whoever goes on with its KV.
+    ``params`` go into the request's output, for the engine that continues with its KV.
     """
 
     keep: bool = False

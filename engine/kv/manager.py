@@ -234,8 +234,8 @@ class KVManager:
         self.commit(req, holding.num_ready)
 
     def take_failed_loads(self) -> list[Holder]:
-        """Who waits for a load that its source could not start, since the last call. They hold
-        their blocks, and ``ready`` of them is what they found here."""
+        """Requests whose load the source could not start, since the last call. They keep their
+        blocks, and their ``ready`` is the local prefix hit."""
         return self.transfers.take_failed()
 
     def step_planned(self) -> None:
@@ -305,7 +305,7 @@ class KVManager:
     def forget(self, req: Holder) -> dict[str, Any] | None:
         """The request has ended: nothing is kept of it, but blocks that a transfer still uses.
 
-        Returns what its output carries for whoever goes on with its KV.
+        Returns the KV transfer parameters for its output, if any.
         """
         holding = self._holdings.pop(req.row, None) or self._empty(req)
         self.num_held[req.row] = self.num_published[req.row] = 0
@@ -326,7 +326,7 @@ class KVManager:
 
     def drain(self) -> Deltas:
         """Block-table entries since the last call: (row, index, block), and the group if there are
-        several. Cache events since then go to whoever listens."""
+        several. Cache events since then go to the listener."""
         if self._prefix_index.events is not None:
             self._prefix_index.events.flush()
         return self.tables.drain()

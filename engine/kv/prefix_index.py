@@ -75,7 +75,7 @@ class PrefixIndex:
         return chain
 
     def withdraw(self, hashes: Sequence[bytes]) -> None:
-        """Nothing is found under these hashes any more, whoever wrote it."""
+        """Unpublish every block with one of these hashes, whichever request wrote it."""
         for g in range(len(self._groups)):
             for key in group_keys(hashes, g):
                 for block in self._cache.find_all(key):

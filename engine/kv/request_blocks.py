@@ -59,7 +59,7 @@ class RequestBlocks:
     """
 
     tables: list[list[int]]
-    arrival: int  # of whom: the row may be another request's by now
+    arrival: int  # its request: the row may have been reused since
     chain: list[bytes] = field(default_factory=list)  # hash of each full block of known tokens
     num_adopted: int = 0  # leading entries that came from the cache
     num_ready: int = 0  # leading tokens whose KV was there when the blocks were got

@@ -53,7 +53,7 @@ class BlockTables:
         """One more entry for each of these requests, and the worker is told."""
         blocks = self._pool.take(len(rows) * self.num_groups)
         taken = iter(blocks)
-        if self.num_groups == 1:  # most models, and half of the time when everybody decodes
+        if self.num_groups == 1:  # most models: the hot path of decodes
             self._deltas.rows.fromlist(list(rows))
             self._deltas.indices.fromlist([len(holding.tables[0]) for holding in holdings])
             self._deltas.blocks.fromlist(blocks)
@@ -111,7 +111,7 @@ class BlockTables:
     def num_exclusive(
         self, holdings: Sequence[RequestBlocks], keep: Sequence[Sequence[int]]
     ) -> int:
-        """Blocks that nobody else would hold without these; those in ``keep`` count as held."""
+        """Blocks held by these requests alone; those in ``keep`` count as held by another."""
         lost: dict[int, int] = {}
         for holding in holdings:
             for block in live_blocks(holding):
@@ -146,7 +146,7 @@ def live_blocks(holding: RequestBlocks) -> list[int]:
 def peak_blocks(num_tokens: Sequence[int], remaining: Sequence[int], block_size: int) -> int:
     """The future peak of Past-Future (Gong et al. 2025), in blocks instead of tokens.
 
-    Memory grows until somebody ends, so the peak is at one of the ends. With requests sorted by
+    Memory grows until a request ends, so the peak is at one of the ends. With requests sorted by
     ``remaining`` output tokens, longest first, those up to i are there when i takes its last step,
     and each has its known tokens and ``remaining[i] - 1`` more in the cache. Blocks that are shared
     count for each holder.

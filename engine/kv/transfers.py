@@ -41,7 +41,7 @@ class Transfers:
         self.lent: dict[str, Loan] = {}
         self.fences = None if source is None else Fences(pool.num_blocks)
         self._pool = pool
-        self._failed: dict[int, Holder] = {}  # who waits for a load that will not begin
+        self._failed: dict[int, Holder] = {}  # requests whose load will not begin
 
     def match(self, req: Holder, holding: RequestBlocks, num_local_tokens: int) -> RemoteMatch:
         """What the source has behind the local hit; the last known token is always computed."""

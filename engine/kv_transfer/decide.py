@@ -29,7 +29,7 @@ FailurePolicy = Literal["recompute", "fail"]
 class RemoteKV(Resource):
     """Parks requests while their KV is loaded, for a ``KVManager`` that has a source.
 
-    Whoever hears of transfers reports them with ``received`` and ``sent``, or in a result.
+    The end of a transfer is reported with ``received`` and ``sent``, or in a step result.
     ``kv_load_failure_policy``: what becomes of a request whose load failed.
     """
 
@@ -86,7 +86,7 @@ class RemoteKV(Resource):
         self._scheduler.wake(req.request_id)
 
     def sent(self, request_id: str) -> None:
-        """Nobody reads the blocks of the finished request any more."""
+        """No transfer reads the blocks of the finished request any more."""
         self._kv.sent(request_id)
 
     def release(self, req: Request) -> None:

@@ -13,8 +13,8 @@ class AdapterSlots(Resource):
     """At most ``max_loras`` adapters among the running requests.
 
     A waiting request with yet another adapter is passed over; others, and those of the base model,
-    may go first. An adapter nobody uses stays loaded until its slot is needed, the one least
-    recently taken first.
+    may go first. Unused adapters stay loaded until their slots are needed, the least
+    recently used one first.
     """
 
     name = "adapter"

@@ -56,11 +56,11 @@ class EncoderCache:
 
     @property
     def num_available(self) -> int:
-        """Tokens that entries could have which nobody uses now."""
+        """Room in tokens: what is free or held by idle entries."""
         return self.num_tokens - self.num_used
 
     def is_used(self, key: str) -> bool:
-        """Does somebody hold the entry, so that it takes no room to hold it too?"""
+        """Does a request hold the entry, so that another one can hold it at no cost?"""
         return key in self.entries and key not in self.idle
 
     def use(self, item: MediaItem) -> Use:
@@ -79,7 +79,7 @@ class EncoderCache:
         return use
 
     def end(self, use: Use) -> None:
-        """Let go; the entry of the last user stays as long as nobody needs the room."""
+        """End the hold; an entry without users stays until its room is needed."""
         if use.is_over:
             return
         use.is_over = True
@@ -91,7 +91,7 @@ class EncoderCache:
             self.idle[use.item.hash] = None
 
     def discard(self, key: str) -> None:
-        """The entry is not what it should be: whoever uses it must have it made again."""
+        """The entry is invalid: requests that use it must have the item encoded again."""
         entry = self.entries.get(key)
         if entry is None:
             return
@@ -197,7 +197,7 @@ class EncoderBudget(Resource):
             plan.media = part
 
     def settle(self, plan: StepPlan, result: StepResult) -> None:
-        """Tokens of the step are certain now: what nobody will read again may go."""
+        """Tokens of the step are certain now: holds whose last tokens it computed end."""
         for use in self._last_reads.pop(plan.step, ()):
             self.cache.end(use)
         for row, key in self._encoded_in.pop(plan.step, ()):
@@ -230,7 +230,7 @@ class EncoderBudget(Resource):
         return upto
 
     def _use(self, req: Request, index: int, step: Step) -> Use:
-        """Hold an item's output, which this row encodes if nobody has."""
+        """Hold an item's output; this row encodes it if it is not cached."""
         item = req.media[index]
         if item.hash not in self.cache:
             self._tokens_left -= item.length

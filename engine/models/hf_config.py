@@ -41,7 +41,7 @@ class NotNative(ModelError):
 def need(hf: HF, key: str) -> Any:
     """The value of a key config.json cannot do without."""
     if hf.get(key) is None:
-        raise ModelError(f"config.json does not say {key!r}, which {hf.get('model_type')} needs")
+        raise ModelError(f"config.json lacks {key!r}, which {hf.get('model_type')} needs")
     return hf[key]
 
 

@@ -24,7 +24,7 @@ Upload = Callable[[NDArray[np.generic]], torch.Tensor]
 
 
 class EditTables:
-    """What all slots allow, edit and forbid. Whoever has the specs tells who comes and goes."""
+    """What all slots allow, edit and forbid. The sampler adds and removes requests."""
 
     def __init__(self, upload: Upload, max_num_seqs: int, vocab_size: int) -> None:
         self._upload = upload

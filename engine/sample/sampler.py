@@ -90,7 +90,7 @@ class Sampler:
     """Edits the rows of requests that ask for something, and draws for all.
 
     Rows whose logits are not finite, that have no token left, or whose custom processor fails are
-    reported with the reason; what else is in the batch does not notice.
+    reported with the reason; the other rows of the batch are not affected.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Sampler:
         self._num_logprobs: dict[int, int] = {}
 
     def add(self, seq: NewSeq, spec: SamplingSpec) -> None:
-        """Take over a slot for a new or resumed sequence; nothing of its last user remains."""
+        """Take over a slot for a new or resumed sequence; state of its last sequence is cleared."""
         slot = seq.slot
         self.remove(slot)
         self._edits.add(slot, spec)

@@ -28,7 +28,7 @@ class Admission(Enum):
 
     YES = "yes"
     SKIP = "skip"  # not this one; later ones may
-    CLOSE = "close"  # nobody else in this step
+    CLOSE = "close"  # no further request in this step
 
 
 class Limits(NamedTuple):
@@ -150,7 +150,7 @@ class Policy(ABC):
     api_version = API_VERSION  # of the API it was written for; a plug-in may pin it as a number
     dynamic = False  # ranks change while a request waits or runs
     waiting_may_preempt = False  # a waiting request may evict running ones that it outranks
-    uses_ledger = False  # it reads ``view.ledger``, which is kept only then
+    uses_ledger = False  # it reads ``view.ledger``, which is kept only if this is True
 
     @abstractmethod
     def rank(self, req: Request, view: SchedView) -> tuple[Any, ...]:
@@ -165,11 +165,11 @@ class Policy(ABC):
         return ()
 
     def order(self, view: SchedView) -> Iterator[Request]:
-        """In which order requests are offered tokens. A running one left out is paused.
+        """In which order requests are offered tokens. A running request left out is paused.
 
-        Whoever was offered tokens in a step is no victim of it. So where blocks are contested, by a
-        waiting request that may take some or by more needs than there are free ones, all go by
-        rank; where they are not, decodes go first.
+        A request that was offered tokens in a step cannot be preempted in it. So requests go by
+        rank when blocks are contested: when a waiting request may preempt, or the free blocks do
+        not cover what the running requests need. Otherwise decodes go first.
         """
         running = view.running
         urgent = self.next_waiting(view) if self.waiting_may_preempt and running else None
@@ -211,7 +211,7 @@ class Policy(ABC):
         return candidates[-1]
 
     def on_add(self, req: Request, view: SchedView) -> Verdict:
-        """A request comes; its rank is asked afterwards. ``None`` takes it."""
+        """A request arrives; ``rank`` is called afterwards. ``None`` accepts it."""
         return None
 
     def on_grant(self, req: Request, num_tokens: int, view: SchedView) -> None:

@@ -17,7 +17,7 @@ class Status(Enum):
     """Where a request is. Preempted is not a status: it waits, with ``num_preempted > 0``."""
 
     WAITING = "waiting"
-    PARKED = "parked"  # out of the queue until somebody wakes it
+    PARKED = "parked"  # out of the queue until ``wake`` is called
     RUNNING = "running"  # has a seat and blocks
     FINISHED = "finished"
 
@@ -43,7 +43,7 @@ class RequestHistory:
     wait_from: float = 0.0
     own_cause: str | None = None  # what it alone waits for at the moment
     totals_at_entry: dict[str, float] = field(default_factory=dict)
-    kv_transfer_params: dict[str, Any] | None = None  # for whoever goes on with its KV
+    kv_transfer_params: dict[str, Any] | None = None  # for the engine that continues with its KV
 
 
 def as_array(tokens: list[int]) -> array[int]:

@@ -21,7 +21,7 @@ class OnRefuse(Enum):
 
     SKIP = "skip"  # later requests may go first
     CLOSE = "close"  # admission ends for this step
-    PARK = "park"  # out of the queue until somebody wakes it
+    PARK = "park"  # out of the queue until ``wake`` is called
     FAIL = "fail"  # the request ends with an error, of which ``cause`` is the message
 
 

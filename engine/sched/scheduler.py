@@ -4,7 +4,7 @@ There is no prefill and no decode phase. A request has ``num_computed`` tokens i
 catches up with the tokens it knows (or will know once the steps in flight are settled); a decode is
 a request that is one token behind. Each step hands out a budget of tokens, best first.
 
-    begin_step ──> grant_plain (decodes that need nobody's opinion, in bulk)
+    begin_step ──> grant_plain (plain decodes, in bulk)
                 └> for each request offered: tokens_for ─> secure (seat, blocks, victims) ─> grant
     seal ──> StepPlan
 
@@ -44,7 +44,7 @@ from engine.sched.step.stats import StallDetector, make_stats
 from engine.sched.step.timers import TimerKind
 from engine.sched.view import View
 
-BULK_PARTS = ("tokens_for", "secure", "grant")  # whoever overrides one is asked about every row
+BULK_PARTS = ("tokens_for", "secure", "grant")  # a subclass that overrides one sees every row
 
 
 class Scheduler(SchedulerInterface):
@@ -112,7 +112,7 @@ class Scheduler(SchedulerInterface):
 
     def wake(self, request_id: str) -> None:
         req = self.roster.parked.get(request_id)
-        if req is not None and not self.kv.is_loading(req):  # who loads says ``loaded`` first
+        if req is not None and not self.kv.is_loading(req):  # ``loaded`` comes first
             self.view.now = self._clock()
             self.roster.wake(req, self.view.now)
             self.settler.woken(req)
@@ -166,7 +166,7 @@ class Scheduler(SchedulerInterface):
         was_left_out = self.guard.take_rerank()
         if self.guard.dynamic or was_left_out:
             self.roster.running.rerank(lambda reqs: self.guard.ranks(reqs, view))
-            if step.admission_open or was_left_out:  # else nobody will look at those who wait
+            if step.admission_open or was_left_out:  # else the waiting queue is not read
                 self.roster.waiting.rerank(lambda reqs: self.guard.ranks(reqs, view))
         for req in list(self.guard.evict(view)):
             self.preempt(req, step)
@@ -178,7 +178,7 @@ class Scheduler(SchedulerInterface):
         asked, num_waiting = self.asked, len(self.roster.waiting)
         contested = asked.waiting_may_preempt and num_waiting
         if contested or not (self._fast_path.is_open and self._fast_path.grant_plain(step)):
-            # To name somebody twice is harmless; to go on naming for ever ends here.
+            # A policy may yield a request twice; the limit stops an endless generator.
             yield from islice(asked.order(self.view), 2 * len(self.roster.by_id))
             return
         yield from self._fast_path.rest(step)
@@ -275,7 +275,8 @@ class Scheduler(SchedulerInterface):
         if fit.hold and not self._admits(req, step):
             return
         if fit.hold:
-            # What is being filled is nobody's victim, so what was promised is not for it.
+            # A request whose blocks are being filled cannot be preempted, so it may not take
+            # blocks that running prompts were promised.
             spared = promised_to_others(req, self.asked, self.view)
             if not self.kv.fits(req, fit.hold, spared=spared):
                 if not self.settler.end_if_never(req, fit.hold):

@@ -133,13 +133,13 @@ class View:
         return self._cost
 
     def note(self, plan: StepPlan, seconds: float) -> None:
-        """A step was settled. Its shape is worked out when somebody asks."""
+        """A step was settled. Its shape is computed lazily, when it is first read."""
         self._unread.append((plan, seconds))
 
     def _read_steps(self) -> None:
         while self._unread:
             plan, seconds = self._unread.popleft()
-            if seconds or not self._unread:  # of the others nothing is learnt
+            if seconds or not self._unread:  # an untimed step is read only if it is the latest
                 self._last = StepShape.of(plan, seconds)
                 self._cost.observe(self._last)
 

@@ -86,7 +86,7 @@ class Drafts(Resource):
     """Up to ``num_speculative_tokens`` drafts for each decode.
 
     What a drafting row will have computed is known when its step is settled, so it is in one step
-    at a time. ``proposer``: who guesses, ``None`` if the worker does. ``cut`` says how many leading
+    at a time. ``proposer``: makes drafts; ``None``: the worker does. ``cut`` says how many leading
     drafts of a request are worth a try: those its grammar allows. Raises ``ConfigError`` for a
     number that cannot be.
     """
@@ -229,7 +229,7 @@ class Drafts(Resource):
             if not isinstance(answer, Iterable):
                 return [], f"returns {shown(answer)}, must be token ids"
             tokens = list(islice(answer, most))
-        except Exception as error:  # a stranger's code
+        except Exception as error:  # plug-in code
             return [], raised(error)
         for token in tokens:
             if not is_token(token):

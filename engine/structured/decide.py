@@ -77,7 +77,7 @@ class GrammarReadiness(Resource):
             self._faulty[req.request_id] = str(error)
 
     def watches(self, req: Request) -> bool:
-        """Whoever runs has its grammar."""
+        """Never: a request that runs has its compiled grammar."""
         return False
 
     def serializes(self, req: Request) -> bool:

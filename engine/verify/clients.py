@@ -120,7 +120,7 @@ class Clients:
             self._end(name)
 
     def check_over(self) -> None:
-        """Everybody has heard the end."""
+        """Every client has received the end of its requests."""
         assert not self.live, f"{list(self.live)} never heard their end"
 
     def _end(self, name: str) -> None:

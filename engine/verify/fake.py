@@ -112,7 +112,7 @@ class DigestWorker(FakeExecutor):
     both ends of it, any other at its end and somewhere. ``content`` gives what the model sees at
     each known position, where that is more than the token (salts, adapters, media).
     ``fail(seq, upto)`` says why a row fails that computes the positions before ``upto``; such a row
-    leaves rubbish in its KV. ``carry_out`` does what the parts of a plan ask for, just before its
+    leaves garbage in its KV. ``carry_out`` does what the parts of a plan ask for, just before its
     rows are computed. A mask lets the next token pass that it allows, from the drawn one on.
     """
 

@@ -43,7 +43,7 @@ class Need(Resource):
         """One step's time has passed."""
 
     def check(self, running: Iterable[Request]) -> None:
-        """Does what was taken belong to those who run?"""
+        """Does all that was taken belong to running requests?"""
 
     def refuse(self, num_tokens: int = 0, on_refuse: OnRefuse | None = None) -> Fit:
         """Only so many tokens."""
@@ -52,7 +52,7 @@ class Need(Resource):
 
 
 class Adapters(Need):
-    """At most ``amount`` adapters are loaded at once; who needs another one is passed over."""
+    """At most ``amount`` adapters are loaded at once; requests for others are passed over."""
 
     name = "adapters"
 

@@ -9,8 +9,8 @@ from engine.sched.state.queues import by_rank
 
 
 def check_ranked(scheduler: Scheduler, plan: StepPlan) -> None:
-    """Nobody who runs got nothing for want of blocks, or lost them in this step, while a request
-    that it outranks was granted tokens, whose blocks would have been enough [21].
+    """No running request went without tokens for lack of blocks, or was preempted in this step,
+    while one that it outranks was granted tokens and held enough blocks for it [21].
 
     A policy that says in which order tokens are offered, or whom to evict, answers for that itself.
     """

@@ -1,8 +1,8 @@
-"""KV from elsewhere for the simulated engine: a source, and the resource that parks who waits.
+"""KV from elsewhere for the simulated engine: a source, and the resource that parks requests.
 
 A load writes at once what it brings at even positions, and what it brings at odd ones in the end.
-So whatever else writes into its blocks meanwhile leaves a wrong digest, and so does whoever reads
-them too early.
+So anything else that writes into its blocks meanwhile, and any read of them that comes too early,
+leaves a wrong digest.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Store:
 
 
 class Remote(Need):
-    """Parks whoever can have KV by waiting, and tells the scheduler when it has come."""
+    """Parks requests whose KV can be loaded by waiting; wakes them when it has arrived."""
 
     name = "remote"
     needs = ("kv_transfer",)

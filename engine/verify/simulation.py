@@ -85,7 +85,7 @@ class Simulation:
         self._trace = hashlib.blake2b(digest_size=16)
 
     def run(self) -> Outcome:
-        """The script, and then until everybody has finished."""
+        """The script, and then until every request has finished."""
         events = deque(sorted(self.case.events, key=lambda event: event.at))
         for tick in range(self.case.num_ticks):
             while events and events[0].at == tick:
@@ -185,7 +185,7 @@ class Simulation:
             self.clients.hear(self.scheduler.take_outputs(), self.latest)
 
     def drain(self) -> None:
-        """Nothing new comes; everybody must finish within a bound on their work [10]."""
+        """Nothing new comes; every request must finish within a bound on their work [10]."""
         scheduler = self.scheduler
         scheduler.set_pause_state(PauseState.UNPAUSED)
         bound = self.num_steps + SLACK_STEPS + 4 * sum(map(self._work, self.clients.live.values()))

@@ -1,4 +1,4 @@
-"""Steps in flight, and what they bring once the device is there."""
+"""Steps in flight, and their results once the device has finished them."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _read(part: Homebound | Failed, result: StepResult) -> tuple[Column, Column]
 def _failures(part: Homebound, drawn: Column, sound: list[bool]) -> dict[int, str]:
     """Why rows of the draws have no token. ``sound``: were the edited ones.
 
-    What is wrong behind a draft that did not stand was never asked for.
+    Errors behind a rejected draft are ignored: those rows were not needed.
     """
     failed = {}
     was_sound = dict(zip(part.edited, sound, strict=True))

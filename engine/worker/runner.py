@@ -1,4 +1,4 @@
-"""Runner: computes some rows of a plan. Who calls it decides what follows a failure.
+"""Runner: computes some rows of a plan. The caller decides what follows a failure.
 
 begin    seats, adapters, media: what the plan changes
 stage    one buffer to the device
@@ -31,11 +31,11 @@ logger = logging.getLogger("engine.worker")
 
 
 class Unfit(Exception):
-    """A feature cannot compute a request of the step, and has said why."""
+    """A feature cannot compute a request of the step; the message says why."""
 
 
 class Advanced(Exception):
-    """Something failed when the slots had advanced: to run again would advance them twice."""
+    """A failure after the slots had advanced: running again would advance them twice."""
 
 
 class Forwarded(NamedTuple):
@@ -85,7 +85,7 @@ class Runner:
         return staged
 
     def forward(self, staged: Staged, *, is_made_up: bool = False) -> Forwarded:
-        """The forward pass, and logits. Raises ``Unfit`` for what a feature has said no to."""
+        """The forward pass, and logits. Raises ``Unfit`` for a row that a feature has refused."""
         if self._unfit:
             for slot in staged.rows.slots.tolist():
                 if slot in self._unfit:
@@ -184,8 +184,8 @@ class Runner:
 
 
 def _begin(feature: Feature, plan: StepPlan, live: LiveSeqs) -> dict[int, str]:
-    """What the feature makes of the plan: slots that it cannot compute, and why. One that raises
-    can compute none of the step's."""
+    """Give the feature the plan. Returns the slots that it cannot compute, and why; if it
+    raises, these are all slots of the step."""
     try:
         return dict(feature.begin(plan, live) or {})
     except torch.AcceleratorError:  # the device is lost, and with it every request
@@ -197,5 +197,5 @@ def _begin(feature: Feature, plan: StepPlan, live: LiveSeqs) -> dict[int, str]:
 
 
 def columns_of(scores: Sequence[RowScores]) -> list[torch.Tensor]:
-    """What is to come home of log-probabilities, three columns for each group."""
+    """Log-probabilities to copy to the host, three columns for each group."""
     return [column for group in scores for column in group.scored]

@@ -1,4 +1,4 @@
-"""What a step tells the device: one buffer, one copy."""
+"""The inputs of a step for the device: one buffer, one copy."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Staging:
 
     def add(self, values: NDArray[np.generic]) -> torch.Tensor:
         """Send this along, too; returns where it lies from ``send`` to the next ``send``."""
-        if self._shares:  # a plan's columns may be kept by who made them, and torch warns of such
+        if self._shares:  # a plan's columns may be read-only, and torch warns of such
             return torch.from_numpy(values if values.flags.writeable else values.copy())
         begin, end = self._end, self._end + values.nbytes
         if end > self._room:  # hundreds of long prompts found in the cache at once

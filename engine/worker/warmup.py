@@ -1,4 +1,4 @@
-"""A few tokens before anybody waits for them."""
+"""Computes a few tokens before the first request arrives."""
 
 from __future__ import annotations
 

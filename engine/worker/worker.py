@@ -1,4 +1,4 @@
-"""ModelWorker: one device. Loads a model, says what it is, takes memory, computes plans.
+"""ModelWorker: one device. Loads a model, reports its facts, allocates memory, computes plans.
 
     load ─> facts ─> measure ─> bytes for KV ─> allocate ─> launch, sample, collect ─> shutdown
 
@@ -81,7 +81,7 @@ class ModelWorker:
 
     @property
     def driver(self) -> Driver:
-        """Who computes plans, once the model is loaded."""
+        """Computes plans; there is one once the model is loaded."""
         assert self._driver is not None, "the model is not loaded"
         return self._driver
 
@@ -253,8 +253,8 @@ def make_machine(
 
 
 def meet_shapes(runner: Runner, max_num_tokens: int, max_model_len: int) -> None:
-    """A chunk of every kind of length, at the beginning and behind a long context: or kernels are
-    compiled while a request waits for them."""
+    """Run a chunk of every kind of length, at the beginning and behind a long context. Otherwise
+    kernels are compiled while a request waits for them."""
     longest = min(max_num_tokens, max_model_len)
     for num_tokens in CHUNKS:
         if num_tokens <= longest:
@@ -264,7 +264,7 @@ def meet_shapes(runner: Runner, max_num_tokens: int, max_model_len: int) -> None
 
 @contextmanager
 def explained(platform: Platform, doing: str) -> Iterator[None]:
-    """Say with numbers what is lacking where memory runs out before the engine runs."""
+    """Explain with numbers when memory runs out before the engine runs."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""What is done to logits on the CPU. Signatures and meaning: `kernels.reference.logits`.
+"""Edits of logits on the CPU. Signatures and meaning: `kernels.reference.logits`.
 
 Only rows that ask for something are looked at, and of a vocabulary only what was said: tokens of
 a penalised row lie in few of its blocks. Logits are contiguous float32.
@@ -22,7 +22,7 @@ ONE = np.int32(1)
 
 
 def prepare() -> None:
-    """Compile every loop or load it from the cache: no request that is first to ask shall wait."""
+    """Compile every loop or load it from the cache: no request has to wait for it."""
     none, one = torch.zeros(0, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     x, table = torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.int32)
     starts = torch.zeros(2, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""What a step's tensors are made of on the device, where sampled tokens and lengths are known.
+"""Builds a step's tensors on the device, where sampled tokens and lengths are known.
 
 Persistent state lies by slot; a batch names the slots of its sequences. The host says how many
 tokens each sequence computes, which prompt tokens these are, and which blocks were added.

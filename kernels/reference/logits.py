@@ -1,7 +1,7 @@
-"""What is done to logits between the model and the choice, and what is read off them.
+"""Edits of logits between the model and sampling, and log-probabilities read from them.
 
-State of requests lies on the device by slot, so that the host need not know what was sampled.
-Logits are [R, V] float32, changed in place; `slots` [R] int32 says whose a row is, -1: nobody's.
+Requests' state lies on the device by slot, so that the host need not know what was sampled.
+Logits are [R, V] float32, changed in place; `slots` [R] int32: the slot of each row, -1: padding.
 """
 
 from __future__ import annotations

@@ -19,15 +19,15 @@ MOST_COUNTED = 2**63 - 1  # what a message can carry
 
 
 def shown(value: object) -> str:
-    """A stranger's object in a message."""
+    """A plug-in's object, for a message."""
     try:
         return f"{value!r:.80}"
-    except Exception:  # which may not even have a name
+    except Exception:  # its __repr__ may raise
         return f"an object of {type(value).__name__}"
 
 
 def raised(error: Exception) -> str:
-    """How an exception of a hook is told, and where in its file it came from."""
+    """Text for an exception of a hook: type, message and the line in its file."""
     try:
         return f"{type(error).__name__}: {error}{_line_of(error)}"
     except Exception:  # which cannot even be told

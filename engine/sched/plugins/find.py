@@ -68,7 +68,7 @@ def make_scheduler(
 
 
 def _note_objects(given: Iterable[Any], scheduler: SchedulerInterface) -> None:
-    """Log an object that another living scheduler has: its books about their requests mix."""
+    """Log an object that another living scheduler has: its records of their requests would mix."""
     for plugin in given:
         if not isinstance(plugin, Policy | Resource):
             continue
@@ -159,7 +159,7 @@ def _find(option: str, name: Any, shipped: Mapping[str, Any], group: str) -> Any
     if name in installed:
         try:
             return installed[name].load()
-        except Exception as error:  # whatever importing a stranger's package raises
+        except Exception as error:  # importing a plug-in may raise anything
             raise ConfigError(
                 f"{option} {name!r} is installed ({installed[name].value}) but cannot be loaded: "
                 f"{type(error).__name__}: {error}"
@@ -202,7 +202,7 @@ def _make(cls: type[Plugin], options: dict[str, Any], source: str) -> Plugin:
     check_options(cls, options, source)
     try:
         return cls(**options)
-    except Exception as error:  # whatever a stranger's constructor raises
+    except Exception as error:  # a plug-in's constructor may raise anything
         raise ConfigError(
             f"{cls.__name__} cannot be made with {source} {options}: "
             f"{type(error).__name__}: {error}"
@@ -210,7 +210,7 @@ def _make(cls: type[Plugin], options: dict[str, Any], source: str) -> Plugin:
 
 
 PLAIN = (bool, int, float, str, NoneType)  # what can be told from its annotation
-NEAR = 0.85  # likeness of two names from which on one is taken for a slip of the other
+NEAR = 0.85  # similarity of two names from which on one counts as a misspelling of the other
 
 
 def check_options(cls: type, options: dict[str, Any], source: str) -> None:
@@ -244,7 +244,7 @@ def _shown(parameter: inspect.Parameter) -> str:
 def check_hooks(cls: type, base: type) -> None:
     """Raise ``ConfigError`` for a hook that is missing, cannot be called or takes other arguments.
 
-    A name that is nearly one of the base class is logged: nobody would ever ask for it.
+    A method named almost like a hook of the base class is logged: it would never be called.
     """
     if problem := _problem(cls, base):
         raise ConfigError(f"{cls.__name__}{problem}")
@@ -257,7 +257,7 @@ def check_hooks(cls: type, base: type) -> None:
 def _hints(cls: type) -> dict[str, Any]:
     try:
         return get_type_hints(cls.__init__)  # type: ignore[misc]
-    except Exception:  # annotations of a stranger may name anything
+    except Exception:  # a plug-in's annotations may name anything
         return {}
 
 

@@ -1,4 +1,4 @@
-"""All resources of a scheduler, asked and told together."""
+"""All resources of a scheduler, called together."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Own(NamedTuple):
 
 
 class Resources:
-    """Calls hooks of resources and checks their answers. Who has no hook of its own is not asked.
+    """Calls hooks of resources and checks their answers. Hooks not overridden are not called.
 
-    One that raises or answers rubbish is named and refuses what it was asked for; after
-    ``max_faults`` faults it is left out, and whom it had parked is to be woken.
+    If a hook raises or returns an invalid value, the fault is logged with its name and counts as a
+    refusal; after ``max_faults`` faults the resource is disabled and what it parked is woken.
     """
 
     def __init__(self, resources: Sequence[Resource], faults: FaultLog) -> None:
@@ -46,7 +46,7 @@ class Resources:
         self._seconds = faults.seconds
         self._num_faults = {id(resource): 0 for resource in resources}
         self._own = self._by_hook()
-        self._parked: dict[Request, Resource] = {}  # who was parked last as whom it asked
+        self._parked: dict[Request, Resource] = {}  # which resource parked it
         self._orphans: list[Request] = []
 
     def objection(self, add: AddRequest) -> str | None:
@@ -77,7 +77,7 @@ class Resources:
             try:
                 wanted = own.resource.extra(req, step)
                 fault = answers.wrong_extra(wanted, req.max_total)
-            except Exception as error:  # a stranger's code
+            except Exception as error:  # plug-in code
                 fault = answers.raised(error)
             self._seconds[own.label] += self._timer() - begun
             if fault is None:
@@ -167,7 +167,7 @@ class Resources:
         try:
             answer = own.resource.fit(req, num_tokens, step)
             fault = answers.wrong_fit(answer, num_tokens)
-        except Exception as error:  # a stranger's code
+        except Exception as error:  # plug-in code
             fault = answers.raised(error)
         self._seconds[own.label] += self._timer() - begun
         if fault is None:
@@ -186,7 +186,7 @@ class Resources:
             begun = self._timer()
             try:
                 getattr(own.resource, hook)(*args)
-            except Exception as error:  # a stranger's code
+            except Exception as error:  # plug-in code
                 self._fault(own, _request_in(args), answers.raised(error))
             self._seconds[own.label] += self._timer() - begun
 
@@ -203,7 +203,7 @@ class Resources:
         try:
             answer = getattr(own.resource, hook)(*args)
             fault = wrong(answer)
-        except Exception as error:  # a stranger's code
+        except Exception as error:  # plug-in code
             fault = answers.raised(error)
         self._seconds[own.label] += self._timer() - begun
         if fault is None:
@@ -223,8 +223,8 @@ class Resources:
 
 
 def _has_own(resource: Resource, hook: str) -> bool:
-    """Would asking it tell more than the base class? Who says nothing of whom it watches, but has
-    a say in a step, watches everybody."""
+    """True if the resource overrides this hook. A resource that overrides a per-row hook but not
+    ``watches`` is asked about every request."""
     has_own = getattr(type(resource), hook) is not getattr(Resource, hook)
     if hook == "watches":
         return has_own or any(_has_own(resource, other) for other in ROW_HOOKS)

@@ -1,9 +1,9 @@
 """Headroom: blocks that are left free when a waiting request starts, if that is worth it.
 
-A request that starts beside too few free blocks soon costs one of the running ones its own, and all
-that this one holds is computed again. A request that is held back meanwhile waits for some steps.
-Which of the two costs more follows from how long steps take: where a step takes as long whatever
-is in it, what is computed again costs nothing, and nothing is held back.
+If a request starts while too few blocks are free, a running one is soon preempted and must compute
+all its tokens again. If it is held back instead, it waits for some steps. Which of the two costs
+more follows from the cost model: where steps take equally long whatever they compute, recomputing
+costs nothing, and no request is held back.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ NUM_ERRORS = 2.0  # standard errors on either side of the estimate
 
 
 class Judgement(NamedTuple):
-    """What was made of the measured steps. It hangs on the rounding of floats, so a step log keeps
-    it, and a replay repeats it."""
+    """A decision made from measured steps. It depends on the rounding of floats, so a step log
+    records it, and a replay repeats it."""
 
     step: int  # that was being planned
     is_kept: bool

@@ -1,4 +1,4 @@
-"""Who is where: the requests by id, by row and by status, and the seats."""
+"""Which requests there are, by id, by row and by status, and which seats they have."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Roster:
         return [req for req in self.holding.values() if req.is_waiting]
 
     def lowest_holder(self) -> Request | None:
-        """Who loses its blocks first if there is no other way out."""
+        """The request that loses its blocks first as the last resort."""
         if holders := self.waiting_holders():
             return holders[-1]
         return self.running[len(self.running) - 1] if len(self.running) else None
@@ -168,7 +168,7 @@ class RunningColumns:
 
 
 class RunningRows:
-    """Who runs, by row. ``list`` is ascending and only to be read.
+    """Running requests, by row. ``list`` is ascending and read-only.
 
     ``version`` is raised whenever a request comes or goes. A plan that has a row for each of them
     is noted with it, so that its result can tell whether they are still the same.

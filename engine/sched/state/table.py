@@ -90,7 +90,7 @@ class Table:
         return row
 
     def give_back(self, row: int) -> None:
-        """Nobody refers to the row any more."""
+        """Free a row to which nothing refers any more."""
         self.alive.at[row] = 0
         self._free.append(row)
 

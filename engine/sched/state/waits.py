@@ -19,7 +19,7 @@ POLICY = "policy order"
 PAUSED = "paused"
 FAILED_LOAD = "failed load"  # within the step: more is to be computed than it was offered
 PREEMPTED = "preempted"  # by whom follows
-NEXT_STEP = "next step"  # nothing held it back but that no plan was made yet
+NEXT_STEP = "next step"  # it waits only for the next plan
 
 
 class WaitLedger:

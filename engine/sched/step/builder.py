@@ -19,7 +19,7 @@ ONES.flags.writeable = False
 
 
 def ones(count: int) -> NDArray[np.int32]:
-    """So many ones, only to be read: most steps are nothing else, and making them costs more."""
+    """A read-only array of ones, cached: it is the token counts of most steps."""
     return ONES[:count] if count <= len(ONES) else np.ones(count, dtype=np.int32)
 
 
@@ -38,8 +38,8 @@ class Step:
         self.plain_rows: Rows = NO_ROWS
         self.plain: list[int] = []  # rows granted by ``DecodeFastPath.grant_one``
         self.closed_by = ""  # why admission was closed
-        self.decodes: Sequence[Request] = ()  # who is to have a token though prompts go first
-        self.short: list[Request] = []  # running ones that got nothing for want of blocks
+        self.decodes: Sequence[Request] = ()  # get a token although prompts go first
+        self.short: list[Request] = []  # running ones that got nothing for lack of blocks
         self.refused: list[tuple[Request, str]] = []  # waiting ones refused by themselves
         self._roster = roster
         self._next = 0  # index in the queue from which to look for one not offered yet
@@ -94,7 +94,7 @@ class Step:
         return True
 
     def reopen(self, index: int, max_tokens: int) -> None:
-        """Begin again under a new index: everybody may be offered tokens once more."""
+        """Begin again under a new index: every request may be offered tokens once more."""
         self.index, self.tokens_left, self._next = index, max_tokens, 0
         self.max_seqs = self._roster.num_seats
         self.admission_open, self.closed_by = True, ""
@@ -114,7 +114,7 @@ class Step:
         return waits.POLICY if self.num_free_seats else waits.SEATS
 
     def close(self, cause: str) -> None:
-        """Nobody else is admitted in this step."""
+        """Admit no further request in this step."""
         if self.admission_open:
             self.admission_open, self.closed_by = False, cause
 
@@ -222,7 +222,7 @@ def pad_drafts(plan: StepPlan, step: Step) -> None:
 
 
 def _fits(drafts: DraftPart, num_rows: int) -> bool:
-    """A stranger's resource may describe other rows, or fewer tokens than it counts."""
+    """A plug-in resource may return drafts for other rows, or fewer tokens than its counts."""
     return len(drafts.counts) == num_rows and len(drafts.tokens) == int(drafts.counts.sum())
 
 

@@ -12,7 +12,8 @@ PAUSED_STEPS = 4  # without an offer, after which a paused request may lose its 
 def victims_for(req: Request, upto: int, policy: Policy, view: View) -> list[Request] | None:
     """Holders of blocks to evict so that ``req`` can have the positions [0, upto) and a seat.
 
-    ``None``: it cannot be had. Changes nothing: whoever is evicted is evicted for a grant.
+    ``None``: evictions cannot make enough room. Changes nothing: the caller evicts them only when
+    it grants the tokens.
     """
     victims: list[Request] = []
     seats = view.step.num_free_seats if req.is_waiting else 0
@@ -59,8 +60,8 @@ def promised_to_others(req: Request, policy: Policy, view: View) -> int:
 def cut_to_blocks(req: Request, num_tokens: int, policy: Policy, view: View) -> int:
     """How many of these tokens a running request can have blocks for, from 1 on.
 
-    All of a piece of a prompt if those it outranks hold enough; else what fits into the free ones;
-    if there are none, what fits into one more. Drafts take no block that another request needs.
+    A prompt chunk is not cut if the requests it outranks hold enough blocks. Otherwise it is cut to
+    the free blocks or, without any, to one more block. Drafts take no block another request needs.
     """
     kv, start = view.kv, req.num_computed
     num_held, size = int(kv.num_held[req.row]), kv.block_size

@@ -28,13 +28,13 @@ class Counters:
     blocked: str = ""
 
     def note_rescue(self, culprit: str, *, was_saved: bool) -> None:
-        """The default order was tried in place of the culprit's. Steps that were saved by it are
-        counted, the first of them is told."""
+        """The default order was tried in place of the policy's. Steps in which that granted tokens
+        are counted, and the first is logged."""
         self.num_rescued_steps += was_saved
         if was_saved and self.num_rescued_steps == 1:
             logger.warning(
-                "%s let nobody run though somebody could; such steps are served in the default "
-                "order and counted in num_rescued_steps",
+                "%s scheduled no request although one could run; such steps are served in the "
+                "default order and counted in num_rescued_steps",
                 culprit,
             )
 

@@ -1,7 +1,7 @@
-"""The device as the worker sees it: memory, the order of its work, the way home, graphs.
+"""The device as the worker sees it: memory, the order of its work, copies to the host, graphs.
 
-`cpu` is the processor, which computes when it is asked and shares its memory with the host. `cuda`
-is a GPU: work is queued, and the host hears of it later. `host` is the CPU in a GPU's place, where
+`cpu` is the processor, which computes at once and shares its memory with the host. `cuda` is a GPU:
+work is queued, and the host gets its results later. `host` is the CPU in a GPU's place, where
 the same code runs with interpreted kernels or compiled loops.
 """
 
@@ -77,7 +77,7 @@ class Platform(Protocol):
         ...
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> Fetched:
-        """Copy home what these hold now, beside the work that is asked for next."""
+        """Copy to the host what these hold now, beside the work that is asked for next."""
         ...
 
     def graph(self) -> Graph:
