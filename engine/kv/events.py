@@ -1,4 +1,4 @@
-"""Collects what happens in the prefix cache and hands it on in numbered batches."""
+"""Collects events of the prefix cache and publishes them in numbered batches."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from engine.messages.requests import MediaItem
 
 
 class Content(Protocol):
-    """What decides the KV of a sequence."""
+    """All that determines the KV of a sequence."""
 
     @property
     def tokens(self) -> array[int]: ...

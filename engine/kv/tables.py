@@ -1,4 +1,4 @@
-"""Block tables: how they grow, what the worker is told of them, what falls out of a window."""
+"""Block tables: growing them, sending changes to the worker, freeing blocks out of the window."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class BlockTables:
         holding.tables = [list(table) for table in tables]
 
     def extend(self, holding: RequestBlocks, num_entries: int) -> None:
-        """Take blocks for so many entries; the caller has seen that there are as many."""
+        """Take blocks for so many entries; the caller has checked that enough are free."""
         taken = self._pool.take(num_entries * self.num_groups)
         for g, table in enumerate(holding.tables):
             table += taken[g * num_entries : (g + 1) * num_entries]
@@ -67,21 +67,21 @@ class BlockTables:
             self.tell(row, holding)
 
     def tell(self, row: int, holding: RequestBlocks) -> None:
-        """The worker will hear of the entries it does not know."""
+        """Queue the entries that the worker does not know yet."""
         told = holding.num_told
         for g, table in enumerate(holding.tables):
             self._add(row, self._places(told, len(table)), table[told:], g)
         holding.num_told = len(holding.blocks)
 
     def drain(self) -> Deltas:
-        """What the worker must be told."""
+        """Changed entries that the worker must be sent."""
         deltas = self._deltas
         if deltas.rows:
             self._deltas = no_deltas()
         return deltas
 
     def num_outside(self, holding: RequestBlocks, position: int) -> int:
-        """Blocks that ``trim`` would make free."""
+        """Blocks that ``trim`` would free."""
         refs = self._pool.num_refs
         return sum(
             refs[holding.tables[g][index]] == 1

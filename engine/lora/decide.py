@@ -55,7 +55,7 @@ class AdapterSlots(Resource):
             plan.adapters, self._part = self._part, AdapterPart()
 
     def _use(self, adapter: str, request_id: str) -> int:
-        """The adapter's slot; it is loaded if it is in none."""
+        """The adapter's slot; an adapter without one is loaded."""
         self._users.setdefault(adapter, set()).add(request_id)
         slot = self.slot_of.pop(adapter, NO_ADAPTER)
         if slot == NO_ADAPTER:

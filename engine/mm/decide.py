@@ -1,8 +1,8 @@
 """Media in prompts: which are encoded in a step, and whose encoder output is kept. No torch.
 
-EncoderBudget: a prompt goes no further than the media whose encoder output is there. A chunk of
-tokens is cut before an item that is neither encoded nor can be in this step. What was encoded stays
-until the tokens that read it are known to be computed, and then until its room is needed.
+EncoderBudget: a prompt chunk is cut before the first media item that is neither encoded nor can be
+encoded in this step. Encoder output is kept until the tokens that read it are known to be computed,
+and then until its room is needed.
 
 EncoderCache: what lies on the device, and for how long.
 
@@ -34,7 +34,7 @@ class Use:
 
 @dataclass(slots=True)
 class Entry:
-    """One media item's output; ``num_tokens`` of the cache are its."""
+    """One media item's output, which takes ``num_tokens`` of the cache."""
 
     num_tokens: int
     uses: set[Use] = field(default_factory=set)
@@ -100,7 +100,7 @@ class EncoderCache:
         self._evict(key)
 
     def take_evicted(self) -> list[str]:
-        """What the worker must let go of, told once. It does so before it encodes anything."""
+        """Entries evicted since the last call. The worker frees them before it encodes anything."""
         evicted, self._evicted = self._evicted, []
         return evicted
 
@@ -155,7 +155,7 @@ class EncoderBudget(Resource):
         return None
 
     def watches(self, req: Request) -> bool:
-        """Behind its media it decodes like any other."""
+        """A request past its media decodes like any other."""
         return any(req.num_computed < item.offset + item.length for item in req.media)
 
     def begin_step(self, step: Step) -> None:
@@ -207,14 +207,14 @@ class EncoderBudget(Resource):
     # -- helpers
 
     def _whole(self, start: int, upto: int, media: Sequence[MediaItem]) -> int:
-        """The last position up to which no item is cut in two, if that matters."""
+        """The last position that splits no item, if items must be computed whole."""
         for item in media if self.whole_media else ():
             if item.offset < upto < item.offset + item.length:
                 return max(start, item.offset)
         return upto
 
     def _affordable(self, req: Request, start: int, upto: int) -> int:
-        """The beginning of the first item that is not there and cannot be encoded in this step."""
+        """The start of the first item that is not cached and cannot be encoded in this step."""
         uses = self._uses.get(req.request_id, {})
         found: set[str] = set()
         room, tokens_left = self.cache.num_available, self._tokens_left

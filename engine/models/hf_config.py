@@ -134,7 +134,7 @@ def max_position(hf: HF) -> int:
 
 
 def _said(hf: HF) -> dict[str, Any]:
-    """What the file says, without its nulls."""
+    """The keys of the file that are not null."""
     return {key: value for key, value in hf.items() if value is not None}
 
 

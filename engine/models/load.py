@@ -129,7 +129,7 @@ def _build(spec: DecoderSpec, source: Source, dtype: torch.dtype, placement: Pla
 
 
 def really_tied(spec: DecoderSpec, checkpoint: Checkpoint) -> DecoderSpec:
-    """Some files say tied but hold two tables that differ; then the tensors are believed."""
+    """Some files say tied but hold two tables that differ; then both tables are used."""
     stored = checkpoint.tensors
     if spec.tied and is_quantized(HEAD.removesuffix(".weight"), stored):
         return replace(spec, tied=False)

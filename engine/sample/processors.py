@@ -35,7 +35,7 @@ LogitsProcessorFactory = Callable[[SamplingParams, list[int]], LogitsProcessor |
 
 
 class ProcessorError(EngineError):
-    """A processor failed a request; says which and how."""
+    """A processor failed; the message names it and the reason."""
 
 
 class NamedProcessor:
@@ -55,7 +55,7 @@ class NamedProcessor:
         return self._process is not None or self._failure is not None
 
     def __call__(self, output_token_ids: list[int], logits: torch.Tensor) -> None:
-        """Put what the processor makes of logits [V] in their place. Raises ``ProcessorError``.
+        """Replace logits [V] by the processor's result. Raises ``ProcessorError``.
 
         Each processor gets its own copy of the list and may change it.
         """

@@ -1,10 +1,10 @@
 """Drafts: guessed tokens that a decode verifies beside its own.
 
-    settle        tokens have come: a proposer may know what follows
-    begin_step    it is asked; a request with drafts is watched, and in one step at a time
+    settle        tokens are known: a proposer may be asked again
+    begin_step    the proposer is asked; a request with drafts is watched and serial
     extra         a decode asks for as many places as it has drafts
     describe      plan.drafts
-    settle        how many were right; the others are computed in vain and rolled back
+    settle        count the accepted drafts; the others are rolled back
 
 Where a worker proposes (``result.drafts``), it does so for all rows, and all are in one step at a
 time. A ``Proposer`` sees only tokens that are known: a request without drafts keeps as many steps
@@ -55,7 +55,7 @@ def keep_all(req: Request, drafts: Sequence[int]) -> int:
 
 
 def is_token(value: object) -> bool:
-    """Could it be a token id, whatever the vocabulary?"""
+    """Can it be a token id of any vocabulary?"""
     if isinstance(value, bool) or not isinstance(value, Integral):
         return False
     return 0 <= int(value) <= MOST_TOKEN
@@ -63,7 +63,7 @@ def is_token(value: object) -> bool:
 
 @dataclass(slots=True)
 class DraftStats:
-    """What drafting has brought. A row with any drafts in a step counts as one of ``num_drafts``.
+    """Statistics of drafting. A row with any drafts in a step counts as one of ``num_drafts``.
 
     ``accepted_at[i]``: how often the draft at place i was right.
     """
@@ -127,7 +127,7 @@ class Drafts(Resource):
         return is_workers or req.row in self._drafting
 
     def watches(self, req: Request) -> bool:
-        """A decode without drafts is one like any other."""
+        """True for requests with drafts; the others are planned like any decode."""
         return req.row in self._drafting
 
     def begin_step(self, step: Step) -> None:
@@ -206,7 +206,7 @@ class Drafts(Resource):
         Raises ``ValueError`` for the first of these, when all others have been asked about.
         """
         failed = ""
-        while self._moved:  # each loses its turn before it is asked about
+        while self._moved:  # removed before the proposer is called
             if (req := self._running.get(self._moved.pop())) is None:
                 continue
             drafts, fault = self._ask(proposer, req)
@@ -222,7 +222,7 @@ class Drafts(Resource):
             raise ValueError(failed)
 
     def _ask(self, proposer: Proposer, req: Request) -> tuple[list[int], str]:
-        """At most as many tokens as may be verified; or none, and what was wrong."""
+        """At most as many tokens as may be verified; or none, and the fault."""
         most = self.num_speculative_tokens
         try:
             answer = proposer.propose(req, most)
@@ -259,7 +259,7 @@ class Drafts(Resource):
             self._scheduler.watch_again(req)
 
     def _count(self, part: DraftPart, result: StepResult) -> None:
-        """Padding was no draft, and a row without a result says nothing about its drafts."""
+        """Count accepted drafts. Padding is not a draft, and rows without a result are left out."""
         num_real = np.concatenate([[0], np.cumsum(part.tokens != PADDING)])
         ends = np.cumsum(part.counts)
         proposed = num_real[ends] - num_real[ends - part.counts]

@@ -85,7 +85,7 @@ class Driver:
         ticket.spans.append((began, runner.machine.platform.mark()))
 
     def collect(self, ticket: Pending) -> StepResult:
-        """Sleep until a launched step is done and read what it brought."""
+        """Sleep until a launched step is done and read its results."""
         with section("collect"):
             result = collect(ticket)
         for feature in self.runner.machine.features:

@@ -1,4 +1,4 @@
-"""The host's table of live sequences, addressed by slot: what the scheduler sent."""
+"""The host's table of live sequences as the scheduler sent them, by slot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces of what the worker does, to be looked at in Perfetto or chrome://tracing."""
+"""Traces of the worker, for Perfetto or chrome://tracing."""
 
 from __future__ import annotations
 

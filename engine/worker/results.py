@@ -53,7 +53,7 @@ class Pending:
 
 
 def collect(pending: Pending) -> StepResult:
-    """Wait for a step and read what it brought."""
+    """Wait for a step and read its results."""
     plan = pending.plan
     result = StepResult(plan.step, EMPTY, EMPTY, {}, {}, {})
     found = [_read(part, result) for part in pending.parts]
@@ -78,7 +78,7 @@ def collect(pending: Pending) -> StepResult:
 
 
 def _read(part: Homebound | Failed, result: StepResult) -> tuple[Column, Column]:
-    """Enter what a part brought. Returns the row of the plan of each token that stands, and it."""
+    """Enter the results of a part. Returns the plan rows of tokens that stand, and the tokens."""
     if isinstance(part, Failed):
         result.errors[part.first] = part.message
         return EMPTY, EMPTY

@@ -49,8 +49,8 @@ class Forwarded(NamedTuple):
 class Runner:
     """One model on one device.
 
-    Steps are launched one behind the other: what a step draws stays in the slots, where the next
-    one finds it. The host reads it when the step is collected.
+    Steps are launched without waiting: what a step draws stays in the slots, where the next one
+    reads it. The host reads it when the step is collected.
     """
 
     def __init__(self, machine: Machine, max_model_len: int) -> None:
@@ -61,7 +61,7 @@ class Runner:
         self._unfit: dict[int, str] = {}  # slots, and why a feature cannot compute what is there
 
     def begin(self, plan: StepPlan) -> list[SamplingSpec]:
-        """Slots are freed and taken. Returns what the new sequences ask of the sampler."""
+        """Free and take slots. Returns the sampling options of the new sequences."""
         machine = self.machine
         machine.live.apply(plan)
         for slot in plan.freed_slots:
@@ -78,7 +78,7 @@ class Runner:
     def stage(
         self, rows: PlanRows, plan: StepPlan | None = None, specs: Sequence[SamplingSpec] = ()
     ) -> Staged:
-        """Send these rows, and with a plan all that it changes."""
+        """Send these rows and, with a plan, all its changes."""
         staged = self.machine.batches.stage(rows, plan, specs, padded=self._size_for(rows))
         if staged.changes is not None:
             self.machine.slots.apply(staged.changes)
@@ -123,13 +123,13 @@ class Runner:
         )
 
     def forget_scored(self, slot: int) -> None:
-        """Prompt scores of this slot are on their way. Only told when nothing is run again."""
+        """Prompt scores of this slot are being delivered. Called only when no rerun can follow."""
         self._prompt_scores.remove(slot)
         self.machine.live.prompt_scored.discard(slot)
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int]) -> None:
-        """Record decode steps of these numbers of rows; larger ones stay as they are."""
+        """Record decode steps of these numbers of rows; larger steps are launched call by call."""
         self._graphed = record(self.machine, sizes, self._max_model_len)
 
     @torch.inference_mode()

@@ -19,7 +19,7 @@ from kernels.slots import Columns, Drawn, SlotState
 
 
 class Changes(NamedTuple):
-    """What a plan changes in the table, on its way to the device."""
+    """Changes of a plan to the table, on their way to the device."""
 
     newcomers: list[torch.Tensor]  # slots, then a value for each column of a slot; []: no sequence
     blocks: list[torch.Tensor]  # slots, places in block tables, blocks; [] for none
@@ -28,7 +28,7 @@ class Changes(NamedTuple):
 class Slots:
     """Tokens, lengths, block tables and sampling parameters of every seat.
 
-    A token that is sampled is known here at once, so the next step needs nothing from the host.
+    A sampled token is written here at once, so the next step needs nothing from the host.
     """
 
     def __init__(

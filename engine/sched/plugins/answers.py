@@ -30,12 +30,12 @@ def raised(error: Exception) -> str:
     """Text for an exception of a hook: type, message and the line in its file."""
     try:
         return f"{type(error).__name__}: {error}{_line_of(error)}"
-    except Exception:  # which cannot even be told
+    except Exception:  # its __str__ may raise
         return type(error).__name__
 
 
 def _line_of(error: Exception) -> str:
-    """The last line in the file of the hook; its caller, the first frame, is ours."""
+    """The last traceback line in the hook's file. The first frame, its caller, is the engine's."""
     frames = list(traceback.walk_tb(error.__traceback__))[1:]
     lines = [(frame.f_code.co_filename, line) for frame, line in frames]
     own = [line for file, line in lines if file == lines[0][0]]

@@ -60,8 +60,8 @@ class FaultLog:
 
 
 class ReentryGuard:
-    """What the scheduler is doing. Raises ``RuntimeError`` for a second thing at once, which is
-    then the fault of the hook that wanted it."""
+    """Knows which method of the scheduler is running. A second one within it raises
+    ``RuntimeError``, which counts as a fault of the hook that called it."""
 
     def __init__(self) -> None:
         self._doing = ""
@@ -69,8 +69,8 @@ class ReentryGuard:
     def begin(self, what: str) -> None:
         if self._doing:
             raise RuntimeError(
-                f"{what}() was called within {self._doing}(); keep it in mind and call it between "
-                "two steps (only wake() and watch_again() may be called at any time)"
+                f"{what}() was called within {self._doing}(); call it between two steps "
+                "instead (only wake() and watch_again() may be called at any time)"
             )
         self._doing = what
 

@@ -87,7 +87,7 @@ def choose(config: SchedulerOptions) -> Chosen:
     policy = find_policy(config.scheduling_policy, config.policy_options)
     if config.user_weights and not policy.uses_ledger:
         logger.warning(
-            "user_weights change nothing: %s does not look at what users were served, vtc does",
+            "user_weights change nothing: %s does not use the service of users, vtc does",
             type(policy).__name__,
         )
     resources = tuple(find_resource(name) for name in config.resources)
@@ -150,7 +150,7 @@ def installed_policies() -> dict[str, type[Policy] | str]:
 
 
 def _find(option: str, name: Any, shipped: Mapping[str, Any], group: str) -> Any:
-    """What a name stands for; anything but a string stands for itself."""
+    """Resolve a name; anything but a string is returned as it is."""
     if not isinstance(name, str):
         return name
     if name in shipped:
@@ -177,7 +177,7 @@ def _find(option: str, name: Any, shipped: Mapping[str, Any], group: str) -> Any
 
 
 def _check_kind(found: Any, base: type, option: str, name: Any) -> None:
-    """Refuse what is no class of this kind, and say what it is instead."""
+    """Raise ``ConfigError`` for anything but a class of this kind, and say what it is."""
     cls = found if isinstance(found, type) else type(found)
     if cls is found and issubclass(cls, base):
         return
@@ -236,7 +236,7 @@ def check_options(cls: type, options: dict[str, Any], source: str) -> None:
 
 
 def _shown(parameter: inspect.Parameter) -> str:
-    """A parameter as its author wrote it; an annotation may be kept as a string."""
+    """A parameter as in the source; an annotation may be kept as a string."""
     kind = parameter.annotation
     return str(parameter).replace(repr(kind), kind, 1) if isinstance(kind, str) else str(parameter)
 
@@ -250,7 +250,7 @@ def check_hooks(cls: type, base: type) -> None:
         raise ConfigError(f"{cls.__name__}{problem}")
     for name, meant in _slips(cls, base):
         logger.warning(
-            "%s.%s is nothing that the engine asks for; did you mean %s?", cls.__name__, name, meant
+            "%s.%s is not used by the engine; did you mean %s?", cls.__name__, name, meant
         )
 
 
@@ -287,7 +287,7 @@ def _takes(own: Any, raw: object, wanted: list[str]) -> bool:
         inspect.signature(own).bind(*given)
     except TypeError:
         return False
-    except ValueError:  # not every callable tells what it takes
+    except ValueError:  # not every callable has a signature
         return True
     return True
 

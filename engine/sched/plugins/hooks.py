@@ -86,7 +86,7 @@ class Guard(Policy):
         return due
 
     def leave_out(self, why: str) -> None:
-        """From now on the default answers; the caller asks for all ranks again."""
+        """Disable the policy: the default answers instead. The caller asks for all ranks again."""
         self.is_left_out = self._rerank_due = True
         self._asked.clear()
         logger.error(
@@ -160,7 +160,7 @@ class Guard(Policy):
                     yield req
                 else:
                     fault = f"names {answers.shown(req)}, which neither waits nor runs"
-        finally:  # it may be left before its end
+        finally:  # the caller may stop before its end
             self._seconds[self._label["order"]] += spent
         if fault is not None:
             if fault:
@@ -237,7 +237,7 @@ class Guard(Policy):
 
     # -- asking
 
-    _failed = False  # did the last question fail?
+    _failed = False  # did the last call fail?
 
     def _answer(self, hook: str, wrong: Callable[[Any], str | None], *args: Any) -> Any:
         """The policy's answer, or the default one if it has none or a wrong one."""
@@ -255,9 +255,9 @@ class Guard(Policy):
         *args: Any,
         at_most: int | None = None,
     ) -> Any:
-        """What the hook says; ``None`` and ``_failed`` if it raises or its answer is wrong.
+        """The hook's answer; ``None`` and ``_failed`` if it raises or its answer is invalid.
 
-        ``at_most``: the answer is iterable, and so many of it are taken.
+        ``at_most``: the answer is iterable; at most so many items are read.
         """
         begun = self._timer()
         answer, self._failed = None, False
@@ -311,7 +311,7 @@ class Guard(Policy):
 
 
 def _former(req: Request) -> tuple[Any, ...]:
-    """What a request keeps that cannot be ranked."""
+    """The rank that a request keeps if its policy cannot rank it."""
     return req.rank or (Last(),)
 
 
@@ -361,7 +361,7 @@ class RankCheck:
         return None
 
     def are_good(self, ranks: Sequence[Any]) -> bool:
-        """Is nothing wrong with any of them? ``False`` if that takes a closer look."""
+        """True if all ranks are surely valid; ``False`` if a closer look is needed."""
         if set(map(type, ranks)) != {tuple} or len(set(map(len, ranks))) != 1:
             return False
         columns = list(zip(*ranks, strict=True))
@@ -388,7 +388,7 @@ class RankCheck:
 
 
 def _has_no_nan(values: Sequence[Any], types: set[type]) -> bool:
-    """Said of numbers of one type, or of strings; ``False`` if it takes a closer look."""
+    """For numbers of one type, or strings; ``False`` if a closer look is needed."""
     if types == {float}:
         total = sum(values)
         return bool(total == total)

@@ -49,7 +49,7 @@ class Headroom:
         return step >= self._next_look
 
     def judge(self, step: int, cost: LinearCost, num_tokens: float) -> None:
-        """Is computing so many tokens again, what a running request holds, dearer than a wait?"""
+        """Does recomputing the tokens of a running request cost more than holding one back?"""
         num_missing = self._learning_steps - cost.num_observed
         self._next_look = step + (num_missing if num_missing > 0 else self._look_every)
         is_kept = self.expected.pop(step, None)
@@ -61,7 +61,7 @@ class Headroom:
         self.judgements.append(Judgement(step, is_kept))
 
     def take(self) -> list[Judgement]:
-        """What was judged since the last call."""
+        """Judgements since the last call."""
         judgements = list(self.judgements)
         self.judgements.clear()
         return judgements

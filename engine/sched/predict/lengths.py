@@ -1,4 +1,4 @@
-"""How long outputs become: what was seen so far, and predictors built on it."""
+"""Output lengths: those observed so far, and predictors built on them."""
 
 from __future__ import annotations
 

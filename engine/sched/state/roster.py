@@ -28,7 +28,7 @@ class Roster:
         self.holding: dict[int, Request] = {}  # by row; not running, yet they hold blocks
         self.waits = WaitLedger()
         self.queued_tokens = 0  # prompt tokens of waiting and parked requests
-        self.freed_slots: list[int] = []  # the worker was not told yet
+        self.freed_slots: list[int] = []  # not sent to the worker yet
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self.running_rows = RunningRows(self.table)
         self.prompts: dict[int, Request] = {}  # by row: seated and perhaps not a decode yet
@@ -87,7 +87,7 @@ class Roster:
         self.table.told.at[req.row] = 0
 
     def unseat(self, req: Request, now: float, cause: str) -> None:
-        """From its seat back to the queue, at its rank. ``cause`` pays for the wait."""
+        """From its seat back to the queue, at its rank. The wait is charged to ``cause``."""
         self.waits.enter(req, now, own=cause)
         self._leave_seat(req)
         req.move(Status.WAITING)
@@ -112,7 +112,7 @@ class Roster:
         self.waiting.add(req)
 
     def finish(self, req: Request, now: float) -> None:
-        """Out of everything but its row, which stays until its last step in flight has retired."""
+        """Remove the request; only its row stays until its last step in flight has retired."""
         if req.status is not Status.RUNNING:
             self.waits.leave(req, now)
         self.waits.add_up(req.history.waits)
@@ -207,7 +207,7 @@ class RunningRows:
         self._whole[step] = self.version
 
     def take_whole(self, step: int) -> bool:
-        """Has the plan of this step a row for each that runs now, as it was planned? Asked once."""
+        """Does the plan of this step have a row for every request that runs now? Called once."""
         return self._whole.pop(step, -1) == self.version
 
     def _change(self) -> None:

@@ -24,7 +24,7 @@ def ones(count: int) -> NDArray[np.int32]:
 
 
 class Step:
-    """What was decided so far. A request is offered once; granted or not, it is then considered."""
+    """Decisions so far. A request is offered once; it then counts as considered, granted or not."""
 
     def __init__(self, index: int, max_tokens: int, roster: Roster) -> None:
         self.index = index
@@ -50,7 +50,7 @@ class Step:
 
     @property
     def num_kept_tokens(self) -> int:
-        """Tokens of ``decodes`` that were not offered theirs yet: a prompt leaves them."""
+        """Tokens that a prompt leaves to those of ``decodes`` not offered theirs yet."""
         if not self.decodes:
             return 0
         considered, index = self._roster.table.considered.at, self.index
@@ -104,7 +104,7 @@ class Step:
         self.decodes = ()
 
     def closing_cause(self) -> str:
-        """Why those who still wait were not admitted."""
+        """Why the requests that still wait were not admitted."""
         if self.closed_by:
             return self.closed_by
         if self.is_full:
@@ -119,7 +119,7 @@ class Step:
             self.admission_open, self.closed_by = False, cause
 
     def skip(self, req: Request, cause: str) -> None:
-        """This waiting request alone is passed over."""
+        """Pass over this waiting request alone."""
         self.refused.append((req, cause))
 
     def record(self, req: Request, num_tokens: int, *, is_new: bool, samples: bool) -> None:
@@ -160,7 +160,7 @@ def canonical_rows(step: Step, roster: Roster) -> tuple[Rows, NDArray[np.int32],
 
 
 def seal(step: Step, roster: Roster, kv: KVManager) -> StepPlan:
-    """The plan of a step, and what the worker must be told since the last one.
+    """The plan of a step, with all changes since the last one that the worker needs.
 
     Counts are advanced already, so a row's first token is at ``num_computed - count``.
     """

@@ -11,7 +11,7 @@ from engine.sched.request import Request
 from engine.sched.state.roster import Roster, Rows
 from engine.sched.state.table import Counts
 
-NOWHERE = -1  # place of a request that is not in the plan
+NOWHERE = -1  # index of a request that is not in the plan
 
 
 class Members:
@@ -158,7 +158,7 @@ class OutputColumns:
         return sorted(self._started | self._finished.keys())
 
     def _details(self, out: CoreOutputs, index: int, i: int) -> None:
-        """What only few rows have: first output, end, log-probabilities."""
+        """Details that few rows have: first output, end, log-probabilities."""
         req, result = self.reqs[i], self.result
         at = self._places[i] if self._places else NOWHERE
         if i in self._started:
@@ -174,7 +174,7 @@ class OutputColumns:
 
 
 def start_of(req: Request, index: int, now: float) -> Started:
-    """What has happened to a request that runs; a copy, since more may happen."""
+    """History of a running request; a copy, since it goes on changing."""
     history = req.history
     return Started(
         index,

@@ -1,4 +1,4 @@
-"""Whom to preempt so that another request gets a seat and room for its tokens."""
+"""Chooses requests to preempt so that another one gets a seat and blocks for its tokens."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def victims_for(req: Request, upto: int, policy: Policy, view: View) -> list[Req
 
 
 def spared_blocks(req: Request, policy: Policy, view: View) -> int:
-    """Free blocks that are not for this request: where headroom is kept, and no watermark is in
-    its place, a waiting one leaves running prompts what they were promised."""
+    """Free blocks that this request must leave: where headroom is kept, and not a watermark in its
+    place, a waiting request leaves the blocks that running prompts were promised."""
     if not req.is_waiting or view.config.watermark is not None:
         return 0
     kv = view.kv
@@ -48,8 +48,7 @@ def spared_blocks(req: Request, policy: Policy, view: View) -> int:
 
 
 def promised_to_others(req: Request, policy: Policy, view: View) -> int:
-    """What running prompts were promised of the free blocks, unless a waiting request may take
-    memory from them."""
+    """Free blocks promised to running prompts, less those that a waiting ``req`` may preempt."""
     if not req.is_waiting or not (prompts := view.prompts):
         return 0
     if policy.waiting_may_preempt:
@@ -82,7 +81,7 @@ def cut_to_blocks(req: Request, num_tokens: int, policy: Policy, view: View) -> 
 def _candidates(req: Request, policy: Policy, view: View) -> list[Request]:
     """Holders that ``req`` outranks and that were not offered in this step.
 
-    One that runs, but that its policy has paused for long, is a candidate whatever its rank.
+    A running request that its policy has paused for long is a candidate whatever its rank.
     """
     considered, slot, index = req.table.considered.at, req.table.slot.at, view.step.index
     return [

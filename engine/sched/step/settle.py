@@ -1,4 +1,4 @@
-"""What a step's result means for each request: append, publish, stop, retire."""
+"""Applies a step's result to each request: append, publish, stop, retire."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DEADLINES = {TimerKind.START_BY: "started", TimerKind.END_BY: "finished"}
 
 
 class Settler:
-    """The half of the scheduler that runs when a result is there."""
+    """The half of the scheduler that runs when a step result arrives."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class Settler:
                 yield req
 
     def unseat(self, req: Request, cause: str) -> None:
-        """Blocks and seat are taken; the request waits at its rank and will recompute.
+        """Take blocks and seat; the request waits at its rank and will recompute.
 
         A request that only held blocks while it waited loses those.
         """
@@ -183,7 +183,7 @@ class Settler:
             self.unseat(req, "restarted")
 
     def woken(self, req: Request) -> None:
-        """The request is back in the queue; what it holds may not be trusted any more."""
+        """The request is back in the queue; the KV it holds may be invalid by now."""
         if req.row in self._to_restart:
             self._to_restart.remove(req.row)
             self.unseat(req, "restarted")
@@ -228,8 +228,8 @@ class Appender:
         return self._in_columns(plan, result, outputs, is_whole)
 
     def commit_ends(self, rows: Rows, counts: Counts, other: TableColumn) -> None:
-        """Known or computed tokens of these rows have become one more and are ``counts`` now.
-        Publish the blocks that end there, if the ``other`` column has come as far."""
+        """Known or computed tokens of these rows grew by one to ``counts``. Publish the blocks that
+        end there, if the ``other`` column has reached the same position."""
         inside = counts % self._block_size
         if np.count_nonzero(inside) == len(rows):
             return
