@@ -157,7 +157,7 @@ class Drafts(Resource):
 
     def take(self, req: Request, num_tokens: int, step: Step) -> None:
         drafts = list(self._proposed.pop(req.row, ()))
-        # The last token that is known, or on its way, has no draft in its place.
+        # The last token that is known or being computed has no draft in its place.
         num_places = max(0, req.num_computed - req.num_tokens - req.num_pending + 1)
         if num_places:
             padding = [PADDING] * num_places

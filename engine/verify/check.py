@@ -44,7 +44,7 @@ def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
 def check_state(scheduler: Scheduler, *, num_drafts: int = 0) -> None:
     """Conservation of blocks, reference counts, membership, seats and counts.
 
-    ``num_drafts``: tokens a request may have computed in vain, and hold blocks for.
+    ``num_drafts``: drafts that a request may have computed, and hold blocks for.
     """
     check_blocks(scheduler)
     check_members(scheduler)

@@ -50,7 +50,7 @@ FUTILE_PREEMPTIONS = 12  # of one request in a row, without a new token between 
 
 
 class Invariants:
-    """Looks at a scheduler from outside after everything it does.
+    """Checks a scheduler from outside after each of its operations.
 
     ``every``: after how many steps the state as a whole is checked; plans, outputs and the worker's
     tables are checked each time. ``plugins``: are policy and resources held to their contracts too?
@@ -95,7 +95,7 @@ class Invariants:
         self._look()
 
     def changed(self) -> None:
-        """Something came from outside."""
+        """A request, abort or other event came from outside."""
         self._look()
 
     def ended(self, *, leaks: bool) -> None:

@@ -18,7 +18,7 @@ def check_ranked(scheduler: Scheduler, plan: StepPlan) -> None:
     if type(scheduler) is not Scheduler or guard.overrides("order") or not plan.num_tokens:
         return
     granted = scheduler.roster.requests(plan.rows)
-    if guard.waiting_may_preempt:  # whom a newcomer may take blocks from it has said as it waited
+    if guard.waiting_may_preempt:  # ``outranks`` was called while these waited
         granted = [req for req in granted if req not in step.new]
     if not guard.overrides("victim"):
         for req in step.short:

@@ -53,7 +53,7 @@ def check_policy(
     _check_arguments(steps, seed, max_wait)
     options = options or {}
     find_policy(policy, options)
-    with _quiet():  # what a policy does wrong is in the error, once
+    with _quiet():  # faults of the policy are in the error, once
         report = Swarm(policy, options, every=CHECK_EVERY).run(count(seed), steps)
         problems = [_explain(name_of(policy), found) for found in report.found]
         if max_wait is not None and not problems:
@@ -85,7 +85,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _unfair(name: str, waited: Waited, max_wait: int) -> list[str]:
-    """What is to be said of a policy that did not serve the request in an overload."""
+    """Error text for a policy that did not serve the request in an overload."""
     if waited.num_steps is not None:
         return []
     if waited.num_refusals:

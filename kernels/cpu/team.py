@@ -1,4 +1,4 @@
-"""Threads that help with a body, and are never waited for unless they took part of it.
+"""Helper threads of a body, waited for only if they took a part of it.
 
 OpenMP ends a loop when *every* thread has arrived, also one that came too late to find work. Where
 another program holds a core, that is a scheduling quantum for each operation: a step of a few

@@ -74,8 +74,9 @@ def penalise_rows(
     """Lower the logits of tokens that prompt and output hold; drafts [R, K] int32 count as output
     of their row (-1: none).
 
-    Positive logits of any token said are divided by repetition, others multiplied; those of output
-    tokens are then lowered by presence once and by frequency for every time they occur.
+    Positive logits of tokens in prompt or output are divided by repetition, others multiplied;
+    those of output tokens are then lowered by presence once and by frequency for every time
+    they occur.
     """
     ids = torch.arange(logits.shape[1], device=logits.device)
     for row, slot in enumerate(slots.tolist()):

@@ -83,7 +83,7 @@ def _note_objects(given: Iterable[Any], scheduler: SchedulerInterface) -> None:
 
 def choose(config: SchedulerOptions) -> Chosen:
     """Find and make what the configuration names. Raises ``ConfigError``."""
-    look_up_predictor(config.length_predictor)  # made later; what it is may be said now
+    look_up_predictor(config.length_predictor)  # made later; checked now
     policy = find_policy(config.scheduling_policy, config.policy_options)
     if config.user_weights and not policy.uses_ledger:
         logger.warning(
@@ -209,7 +209,7 @@ def _make(cls: type[Plugin], options: dict[str, Any], source: str) -> Plugin:
         ) from error
 
 
-PLAIN = (bool, int, float, str, NoneType)  # what can be told from its annotation
+PLAIN = (bool, int, float, str, NoneType)  # types that can be checked by annotation
 NEAR = 0.85  # similarity of two names from which on one counts as a misspelling of the other
 
 

@@ -160,7 +160,7 @@ class LinearCost:
 
 
 class StepShape(NamedTuple):
-    """Sizes of one step, in tokens where nothing else is said, and how long it took."""
+    """Sizes of one step, in tokens unless noted, and how long it took."""
 
     num_seqs: int
     num_tokens: int

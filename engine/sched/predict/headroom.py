@@ -15,7 +15,7 @@ from engine.sched.predict.cost import LinearCost
 
 LEARNING_STEPS = 50  # that are measured before the model is asked
 LOOK_EVERY = 64
-HELD_STEPS = 1.5  # whose fixed part it costs to hold a request back, on the average
+HELD_STEPS = 1.5  # steps whose fixed cost a held-back request adds, on average
 NUM_ERRORS = 2.0  # standard errors on either side of the estimate
 
 

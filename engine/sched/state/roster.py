@@ -131,7 +131,7 @@ class Roster:
             self.retire(req.row)
 
     def retire(self, row: int) -> None:
-        """Nothing in flight names this row of a finished request any more."""
+        """Free the row of a finished request, which no step in flight uses any more."""
         self.by_row[row] = None
         self.table.give_back(row)
 
@@ -170,8 +170,8 @@ class RunningColumns:
 class RunningRows:
     """Running requests, by row. ``list`` is ascending and read-only.
 
-    ``version`` is raised whenever a request comes or goes. A plan that has a row for each of them
-    is noted with it, so that its result can tell whether they are still the same.
+    ``version`` changes whenever a request takes or leaves a seat. A plan with a row for each of
+    them is noted with it, so that its result can tell whether they are still the same.
     """
 
     def __init__(self, table: Table) -> None:
@@ -191,7 +191,7 @@ class RunningRows:
 
     @property
     def columns(self) -> RunningColumns:
-        """The same object until the next request comes or goes."""
+        """The same object until the next request takes or leaves a seat."""
         if self._columns is None:
             self._columns = RunningColumns(np.array(self.list, dtype=np.intp), self._table)
         return self._columns
