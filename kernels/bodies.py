@@ -1,8 +1,8 @@
 """The one place that decides which body computes: Triton, Numba or plain torch.
 
 Tensors on a CUDA or ROCm device go to Triton. Tensors on the CPU go to Numba; or to Triton, if its
-interpreter is on (``TRITON_INTERPRET=1`` before Triton is imported) and somebody asked for it with
-``CPU_TENSORS.go_to_triton(True)``, as the CUDA worker does where it stands in for a device.
+interpreter is on (``TRITON_INTERPRET=1`` before Triton is imported) after
+``CPU_TENSORS.go_to_triton(True)``, which the CUDA worker calls where it stands in for a device.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where the tokens of one step are: shared by every attention and KV operation."""
+"""Positions of one step's tokens, shared by every attention and KV operation."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ class AttentionMeta:
     max_query_len: int
     max_seq_len: int
     scratch: dict[Any, Any] = field(default_factory=dict)  # what an operation works out once a step
-    # Every row's arithmetic in one order, whatever runs beside it.
+    # Each row's arithmetic has one order, whatever else is in the batch.
     batch_invariant: bool = False

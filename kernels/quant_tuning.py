@@ -1,6 +1,6 @@
 """Launch settings of weight-only products: a table, as kernels.tuning is for attention.
 
-Chosen by what the compiler makes of them (no spills), not yet by speed.
+Chosen so that the compiled kernels do not spill registers; speed is not measured yet.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Operations on what lies by slot on a device, so that the host need not know what was sampled.
+"""Operations on device state by slot, so that the host need not know what was sampled.
 
 Their signatures stand in `kernels.reference`: `index` (a step's inputs, block tables, advancing),
 `sampling` (tokens), `logits` (masks, edits, penalties, log-probabilities). A slot of -1 is padding

@@ -1,7 +1,7 @@
 """Launch settings of the Triton kernels: a table, looked up on the host before each launch.
 
 Never an autotuner: it cannot run while a graph is captured, and two runs of one program would get
-different kernels, hence different last bits. What measurements on a device teach is written here.
+different kernels, hence different last bits. Measured settings are entered here by hand.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Who owns which KV block. Torch-free; the only writer of block tables and reference counts."""
+"""KV blocks and their owners. Torch-free; the only writer of block tables and reference counts."""

@@ -10,14 +10,14 @@ NULL_BLOCK = 0
 
 
 class BlockPool:
-    """Blocks 1..num_blocks-1; block 0 is the null block and belongs to nobody.
+    """Blocks 1..num_blocks-1; block 0 is the null block, which no request holds.
 
     The free list is a doubly linked list through two arrays, so that a block in its middle can be
     taken back in O(1) when a prefix hit adopts it. Its head is taken first: blocks without a hash
     are put there, hashed ones go to the tail, so the least recently used content dies first.
 
-    Whoever takes what is not there, or gives back what it does not hold, gets an error naming the
-    block, and nothing has changed for the blocks behind it.
+    Adopting a block that is free and empty, or releasing one that is not held, raises
+    ``RuntimeError`` with its number; blocks not yet processed by the call are unchanged.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -30,9 +30,9 @@ class BlockPool:
         self._prev = [num_blocks - 1, *range(num_blocks - 1)]
 
     def take(self, count: int) -> list[int]:
-        """Take blocks from the head of the free list; what was cached in them is forgotten.
+        """Take blocks from the head of the free list; their cached content is forgotten.
 
-        Raises ``ValueError`` if there are not as many.
+        Raises ``ValueError`` if too few are free.
         """
         if count > self.num_free:
             raise ValueError(f"No free blocks: {count} wanted, {self.num_free} free")
@@ -50,7 +50,7 @@ class BlockPool:
         return taken
 
     def adopt(self, blocks: Iterable[int]) -> None:
-        """One more holder for each of these; what is free must be cached."""
+        """Add a holder to each block; a free block must have cached content."""
         num_refs = self.num_refs
         for block in blocks:
             if num_refs[block] == 0:
@@ -60,7 +60,7 @@ class BlockPool:
             num_refs[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One holder less for each; called with a table's blocks in order.
+        """Remove a holder from each block; called with a table's blocks in order.
 
         Freed from the last to the first, so that the tail of a sequence is evicted before its head.
         """

@@ -1,4 +1,4 @@
-"""KVSource: KV that was computed elsewhere. The half that lives beside the scheduler."""
+"""KVSource: KV that was computed elsewhere; the scheduler's half of a KV connector."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class RemoteMatch(NamedTuple):
 
 
 class Farewell(NamedTuple):
-    """What a source says when a request ends.
+    """Answer of a source when a request ends.
 
     ``keep``: a transfer still reads the request's blocks; they are lent to it until ``sent``.
-    ``params`` reach the request's output, for whoever goes on with its KV.
+    ``params`` go into the request's output, for the engine that continues with its KV.
     """
 
     keep: bool = False
@@ -34,7 +34,7 @@ class KVSource(Protocol):
     """An external store, another engine, host memory. Decides; the worker's half moves bytes."""
 
     def match(self, req: Holder, num_local_tokens: int) -> RemoteMatch:
-        """What it has behind the local hit. Changes nothing; asked anew when the hit moves."""
+        """Its KV behind the local hit. Changes nothing; called again when the hit changes."""
 
     def start_load(self, req: Holder, blocks: Sequence[int], num_tokens: int) -> None:
         """Fill these blocks, which hold the ``num_tokens`` behind the local hit, in order.
@@ -44,10 +44,10 @@ class KVSource(Protocol):
         """
 
     def metadata(self) -> bytes | None:
-        """What the worker's half must be told with the next plan, ``None`` if nothing."""
+        """Message to the worker's half with the next plan, ``None`` if there is none."""
 
     def finished(self, req: Holder, blocks: Sequence[int]) -> Farewell:
         """The request has ended, held these blocks, and may have been aborted while loading."""
 
     def shutdown(self) -> None:
-        """Let go of what was opened."""
+        """Close what was opened."""

@@ -1,4 +1,4 @@
-"""Collects what happens in the prefix cache and hands it on in numbered batches."""
+"""Collects events of the prefix cache and publishes them in numbered batches."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Publisher(Protocol):
 
 
 class EventLog:
-    """One batch a step, if anything happened. A listener that keeps a set of hashes is right:
-    stored again is stored, and removed means that no block has the content."""
+    """One batch a step, if anything happened. A listener can keep a plain set of hashes:
+    ``stored`` may repeat, and ``removed`` is sent only when no block holds the content any more."""
 
     def __init__(
         self, publisher: Publisher, *, block_size: int, clock: Callable[[], float]

@@ -1,7 +1,7 @@
-"""A quick keyed block hash, compiled. Imported only where it was asked for.
+"""A quick keyed block hash, compiled. Imported only if configured.
 
 SipHash-2-4 with 128-bit digests (Aumasson and Bernstein 2012): a pseudorandom function made for
-keys that strangers must not collide. That holds as long as they do not know the key.
+inputs chosen by untrusted users. They cannot make two collide as long as the key is secret.
 """
 
 from __future__ import annotations

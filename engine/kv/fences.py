@@ -1,4 +1,4 @@
-"""Fences: which free blocks steps in flight still write, for what does not keep to their order.
+"""Fences: which free blocks steps in flight still write, for writes that are not ordered by steps.
 
 step 7 launched, writes a token into block 3 ──┐
 its request ends, block 3 is free              │  a request that computes into block 3 does so
@@ -28,7 +28,7 @@ class Fences:
         self._num_planned += 1
 
     def settled(self) -> None:
-        """The oldest step in flight is over; what waited for it starts."""
+        """The oldest step in flight is settled; start the loads that waited for it."""
         self._num_settled += 1
         for number, (fence, start) in list(self._waiting.items()):
             if fence <= self._num_settled:
@@ -36,13 +36,13 @@ class Fences:
                 start()
 
     def give_back(self, blocks: Sequence[int]) -> None:
-        """These are free from now on; each step in flight may have been to write them."""
+        """These blocks are free from now on; each step in flight may still write them."""
         if self._num_planned > self._num_settled:
             for block in blocks:
                 self._fences[block] = self._num_planned
 
     def when_written(self, number: int, blocks: Sequence[int], start: Start) -> None:
-        """Start this, for the request of this number, once no step in flight writes the blocks."""
+        """Call ``start``, for request ``number``, once no step in flight writes the blocks."""
         fence = max([self._fences[block] for block in blocks])
         if fence <= self._num_settled:
             start()
@@ -50,5 +50,5 @@ class Fences:
             self._waiting[number] = fence, start
 
     def cancel(self, number: int) -> bool:
-        """Forget what this request was to start; False if it has started, or there was nothing."""
+        """Forget the pending start of this request; False if it has started, or had none."""
         return self._waiting.pop(number, None) is not None

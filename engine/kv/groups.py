@@ -1,6 +1,6 @@
 """Groups: layers with the same need. Each group has a block table of its own.
 
-All tables of a request have as many entries, so one number says how much it holds. A layer with a
+All tables of a request have the same length, so one number says how much it holds. A layer with a
 sliding window reads only the last tokens: table entries that no query reaches any more become the
 null block, and what was in them is free.
 """
@@ -42,7 +42,7 @@ class Group:
         return min(num_blocks, self.max_blocks) if self.max_blocks else num_blocks
 
     def longest(self, cached: Sequence[int | None], limit: int, block_size: int) -> int:
-        """The most leading entries, at most ``limit``, behind which a query finds what it reads."""
+        """The most leading entries, up to ``limit``, that hold all keys of a query behind them."""
         reach = -(-(self.window - 1) // block_size) if self.window else limit
         while limit:
             needed = range(max(0, limit - reach), limit)
@@ -57,7 +57,7 @@ FULL = Group()
 
 
 def group_keys(hashes: Sequence[bytes], group: int) -> Sequence[bytes]:
-    """What to look up in this group: one hash stands for as many blocks as there are groups."""
+    """Keys of this group for the hashes: one hash stands for one block in each group."""
     return hashes if group == 0 else [block_hash + bytes([group]) for block_hash in hashes]
 
 
@@ -69,7 +69,7 @@ def split_key(key: bytes) -> tuple[bytes, int]:
 def find_tables(
     groups: Sequence[Group], cache: PrefixCache, hashes: Sequence[bytes], block_size: int
 ) -> list[list[int]]:
-    """The longest hit that is one in every group, as tables; entries out of a window are null."""
+    """The longest hit common to all groups, as tables; entries out of a window are null."""
     if len(groups) == 1 and not groups[0].window:
         return [cache.prefix(hashes)]
     cached = [[cache.find(key) for key in group_keys(hashes, g)] for g in range(len(groups))]

@@ -20,7 +20,7 @@ from engine.messages.requests import MediaItem
 
 
 class Content(Protocol):
-    """What decides the KV of a sequence."""
+    """All that determines the KV of a sequence."""
 
     @property
     def tokens(self) -> array[int]: ...
@@ -51,7 +51,7 @@ class BlockHasher(Protocol):
 
 
 class Sha256Hasher:
-    """SHA-256: the same in every process, and nobody can make two contents collide."""
+    """SHA-256: the same in every process, and no way to make two contents collide is known."""
 
     root = hashlib.sha256(b"metronome prefix cache").digest()
 

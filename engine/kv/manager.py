@@ -75,12 +75,12 @@ class KVManager:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be had at once; some may hold content that others could still share."""
+        """Blocks that can be taken now; some may hold cached content."""
         return self.pool.num_free
 
     @property
     def num_usable(self) -> int:
-        """Blocks one request could have if it were alone."""
+        """Blocks that one request can have if it runs alone."""
         return self.pool.num_blocks - 1
 
     @property
@@ -105,7 +105,7 @@ class KVManager:
         return (holding := self._found(req)) is not None and holding.loading
 
     def load_error(self, req: Holder) -> str:
-        """What the source raised when it was to load the request's KV; empty if it did not."""
+        """The source's error instead of starting to load the request's KV; empty without one."""
         return holding.load_error if (holding := self._found(req)) else ""
 
     def lookup(self, req: Holder) -> PrefixHit:
@@ -117,10 +117,10 @@ class KVManager:
         return self.lookup(req).num_tokens
 
     def ready(self, req: Holder) -> int:
-        """Leading tokens whose KV the request need not compute when it gets tokens next.
+        """Leading tokens whose KV the request need not compute when it is granted tokens next.
 
-        Of one without blocks: its hit, and what can be loaded within a step. Of one that waits with
-        blocks: what it adopted or what was loaded.
+        Without blocks: its prefix hit, and what can be loaded within a step. Waiting with blocks:
+        what it adopted or what was loaded.
         """
         holding = self._holding(req)
         if holding.blocks:
@@ -131,7 +131,7 @@ class KVManager:
     def missing(self, req: Holder, upto: int) -> int:
         """Free blocks it would take to bring the request to positions [0, upto), step by step.
 
-        What falls out of windows on the way is used again, so ``reserve`` at once may take more.
+        Blocks that leave a window on the way are reused, so ``reserve`` in one go may take more.
         """
         wanted = self._wanted(req, upto)
         if not self.tables.windows:
@@ -152,7 +152,7 @@ class KVManager:
         return self._wanted(req, upto) <= free
 
     def room(self, req: Holder) -> int:
-        """The positions [0, room) are those that a request with blocks can have now."""
+        """The most positions [0, room) that a request with blocks can have now."""
         holding, free = self._holding(req), self.pool.num_free
         if self.tables.windows:
             free += self.tables.num_outside(holding, _first_query(req))
@@ -182,7 +182,7 @@ class KVManager:
     def reserve_next(self, rows: Sequence[int]) -> None:
         """One more entry for each of these rows, which decode behind their last one.
 
-        The caller has seen that there are as many blocks.
+        The caller has checked that enough blocks are free.
         """
         holdings = [self._holdings[row] for row in rows]
         if self.tables.windows:
@@ -194,8 +194,8 @@ class KVManager:
     def hold(self, req: Holder, upto: int) -> bool:
         """``reserve`` for a request that will wait: the worker is told when it gets a seat.
 
-        False, and it holds nothing, if what was to be loaded within the step cannot be: more is to
-        be computed than was asked for, and ``ready`` says how much.
+        False, and it holds nothing, if a load within the step could not start. Then more tokens
+        must be computed than the caller asked for; ``ready`` gives the new start.
         """
         if self._wanted(req, upto) > self.pool.num_free:
             return False
@@ -226,7 +226,7 @@ class KVManager:
     def loaded(self, req: Holder, upto: int) -> None:
         """The load is over and the positions before ``upto`` are filled; others may share them.
 
-        If it has failed, ``upto`` is what can be trusted, and the rest will be computed.
+        If it has failed, only positions before ``upto`` are valid, and the rest will be computed.
         """
         holding = self._holdings[req.row]
         holding.loading = False
@@ -234,17 +234,17 @@ class KVManager:
         self.commit(req, holding.num_ready)
 
     def take_failed_loads(self) -> list[Holder]:
-        """Who waits for a load that its source could not start, since the last call. They hold
-        their blocks, and ``ready`` of them is what they found here."""
+        """Requests whose load the source could not start, since the last call. They keep their
+        blocks, and their ``ready`` is the local prefix hit."""
         return self.transfers.take_failed()
 
     def step_planned(self) -> None:
-        """A step that writes blocks is about to be launched."""
+        """A step that writes blocks is about to be launched (see ``Fences``)."""
         if self.transfers.fences is not None:
             self.transfers.fences.planned()
 
     def step_settled(self) -> None:
-        """The oldest of those is over: it writes no more."""
+        """The oldest of those steps is settled and writes no more."""
         if self.transfers.fences is not None:
             self.transfers.fences.settled()
 
@@ -272,11 +272,11 @@ class KVManager:
             self._prefix_index.publish_next(reqs, [self._holdings[row] for row in rows], nth)
 
     def revoke(self, req: Holder, start: int, others: Iterable[Holder]) -> list[int]:
-        """What ``req`` wrote from position ``start`` on, and all that was computed from it, leaves
-        the cache. Returns the rows among ``others`` that adopted some of it, or may have before
-        they gave their blocks back.
+        """Remove from the prefix cache what ``req`` wrote from position ``start`` on, and all that
+        was computed from it. Returns the rows among ``others`` that adopted some of it, or may
+        have done so before they gave their blocks back.
 
-        Blocks are found by what they should hold: their writer may have let go of them since.
+        Blocks are found by the hash of their content, as their writer may not hold them any more.
         """
         first = start // self.block_size
         if self.held(req):
@@ -303,9 +303,9 @@ class KVManager:
         self.num_held[req.row] = self.num_published[req.row] = 0
 
     def forget(self, req: Holder) -> dict[str, Any] | None:
-        """The request has ended: nothing is kept of it, but blocks that a transfer still uses.
+        """The request has ended: forget it, except for blocks that a transfer still uses.
 
-        Returns what its output carries for whoever goes on with its KV.
+        Returns the KV transfer parameters for its output, if any.
         """
         holding = self._holdings.pop(req.row, None) or self._empty(req)
         self.num_held[req.row] = self.num_published[req.row] = 0
@@ -326,7 +326,7 @@ class KVManager:
 
     def drain(self) -> Deltas:
         """Block-table entries since the last call: (row, index, block), and the group if there are
-        several. Cache events since then go to whoever listens."""
+        several. Cache events since then go to the listener."""
         if self._prefix_index.events is not None:
             self._prefix_index.events.flush()
         return self.tables.drain()
@@ -339,7 +339,7 @@ class KVManager:
             self.num_published = np.concatenate([self.num_published, more])
 
     def shutdown(self) -> None:
-        """Close what reaches outside: the listener for cache events and the KV source."""
+        """Close the listener for cache events and the KV source."""
         if self._prefix_index.events is not None:
             self._prefix_index.events.close()
         if self.transfers.source is not None:
@@ -355,16 +355,16 @@ class KVManager:
         return RequestBlocks([[] for _ in self.groups], req.arrival)
 
     def _found(self, req: Holder) -> RequestBlocks | None:
-        """What is kept of the request, if anything is."""
+        """The holding of the request, if there is one."""
         holding = self._holdings.get(req.row)
         return holding if holding is not None and holding.arrival == req.arrival else None
 
     def _holding(self, req: Holder) -> RequestBlocks:
-        """The same, begun if there is nothing; of one that has ended nothing is kept."""
+        """The same, made if there is none; for a request that has ended it is not kept."""
         holding = self._found(req)
         if holding is None:
             holding = self._empty(req)
-            if not self.num_held[req.row]:  # else the row is another request's
+            if not self.num_held[req.row]:  # else the row was reused
                 self._holdings[req.row] = holding
         return holding
 
@@ -386,7 +386,7 @@ class KVManager:
         return self._prefix_index.hashes(req, self._found(req))
 
     def _hit(self, req: Holder, holding: RequestBlocks) -> PrefixHit:
-        """The remembered hit as long as it is true."""
+        """The remembered hit, while it is still valid."""
         hit, known = holding.hit, len(req.tokens)
         if hit is None or holding.hit_version != self.cache.version or holding.hit_known != known:
             hit = holding.hit = self._search(req, holding)
@@ -396,7 +396,7 @@ class KVManager:
         return hit
 
     def _search(self, req: Holder, holding: RequestBlocks) -> PrefixHit:
-        """What ``lookup`` finds now."""
+        """Searches anew what ``lookup`` returns."""
         if not req.reads_cache:
             return PrefixHit(0, self._empty(req).tables)
         num_blocks = (len(req.tokens) - 1) // self.block_size if self.caching else 0
@@ -410,7 +410,7 @@ class KVManager:
         return PrefixHit(num_tokens, tables, *self.transfers.match(req, holding, num_tokens))
 
     def _adopt(self, req: Holder, holding: RequestBlocks, upto: int) -> bool:
-        """The request's hit becomes the beginning of its tables. Is there more to load at once?"""
+        """Put the request's hit at the start of its tables. True if a load must start now."""
         hit = self._hit(req, holding)
         self.tables.adopt(holding, hit.tables)
         holding.num_adopted = self.num_published[req.row] = len(hit.blocks)
@@ -428,5 +428,5 @@ class KVManager:
 
 
 def _first_query(req: Holder) -> int:
-    """No query comes before this position: tokens in flight are not certain to stay."""
+    """No query comes before this position: tokens in flight may still be dropped."""
     return min(req.num_computed, len(req.tokens))

@@ -12,7 +12,7 @@ class PrefixCache:
     Twins are blocks with equal content that were written by different requests: each stays until
     it is evicted itself, and the oldest is the one that is found.
     ``hashes`` has the hash of each block, ``None`` for one that cannot be found; for reading.
-    ``on_loss`` hears of every hash under which nothing can be found any more.
+    ``on_loss`` is called for every hash under which no block can be found any more.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -55,7 +55,7 @@ class PrefixCache:
         hashes, find_or_set = self.hashes, self._block.setdefault
         for block, block_hash in zip(blocks, block_hashes, strict=True):
             if hashes[block] is not None or block == 0:
-                raise RuntimeError(f"block {block} cannot be published: it is, or it is nobody's")
+                raise RuntimeError(f"block {block} cannot be published: it is cached or null")
             hashes[block] = block_hash
             if find_or_set(block_hash, block) != block:
                 self._twins.setdefault(block_hash, []).append(block)

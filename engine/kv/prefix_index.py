@@ -1,4 +1,4 @@
-"""Which blocks may be shared: find prefixes, publish what is written, withdraw what is wrong."""
+"""Prefix index: finds cached prefixes, publishes full blocks, withdraws invalid ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PrefixIndex:
     def find(self, req: Holder, holding: RequestBlocks, num_blocks: int) -> list[list[int]]:
         """The longest hit of at most so many blocks, as one table for each group.
 
-        As long as no content was lost since the remembered hit, that is where to go on.
+        If no content was evicted since the remembered hit, the search continues behind it.
         """
         chain, old, cache = holding.chain, holding.hit, self._cache
         self._chains.extend(chain, req, num_blocks * self._block_size)
@@ -69,13 +69,13 @@ class PrefixIndex:
         self._cache.publish_each(blocks, hashes)
 
     def hashes(self, req: Holder, holding: RequestBlocks | None) -> list[bytes]:
-        """Of all full blocks of known tokens, also of a request that has ended."""
+        """Hashes of all full blocks of known tokens, also of a request that has ended."""
         chain = [] if holding is None else holding.chain
         self._chains.extend(chain, req, len(req.tokens))
         return chain
 
     def withdraw(self, hashes: Sequence[bytes]) -> None:
-        """Nothing is found under these hashes any more, whoever wrote it."""
+        """Unpublish every block with one of these hashes, whichever request wrote it."""
         for g in range(len(self._groups)):
             for key in group_keys(hashes, g):
                 for block in self._cache.find_all(key):

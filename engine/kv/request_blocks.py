@@ -1,4 +1,4 @@
-"""What is known of one request's blocks."""
+"""The blocks of one request and the state of their content."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ class RequestBlocks:
     """
 
     tables: list[list[int]]
-    arrival: int  # of whom: the row may be another request's by now
+    arrival: int  # its request: the row may have been reused since
     chain: list[bytes] = field(default_factory=list)  # hash of each full block of known tokens
     num_adopted: int = 0  # leading entries that came from the cache
     num_ready: int = 0  # leading tokens whose KV was there when the blocks were got
     num_remote: int = 0  # tokens behind the adopted ones that a transfer fills, or has filled
     num_told: int = 0  # leading entries that the worker knows
     loading: bool = False  # a transfer writes into the blocks, or waits to begin
-    load_error: str = ""  # what the source raised instead of starting a load; it stays true
+    load_error: str = ""  # error of the source, which did not start the load; it is kept
     hit: PrefixHit | None = None  # remembered answer of lookup
     hit_known: int = -1  # tokens known when it was found
     hit_version: int = -1  # of the cache at that time
@@ -78,7 +78,7 @@ class RequestBlocks:
         return self.tables[0]
 
     def clear(self) -> None:
-        """The blocks were given back; hashes of known tokens stay true."""
+        """The blocks were given back; hashes of known tokens stay valid."""
         self.tables = [[] for _ in self.tables]
         self.num_adopted = self.num_ready = self.num_remote = self.num_told = 0
         self.loading = False

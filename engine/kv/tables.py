@@ -1,4 +1,4 @@
-"""Block tables: how they grow, what the worker is told of them, what falls out of a window."""
+"""Block tables: growing them, sending changes to the worker, freeing blocks out of the window."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class BlockTables:
         holding.tables = [list(table) for table in tables]
 
     def extend(self, holding: RequestBlocks, num_entries: int) -> None:
-        """Take blocks for so many entries; the caller has seen that there are as many."""
+        """Take blocks for so many entries; the caller has checked that enough are free."""
         taken = self._pool.take(num_entries * self.num_groups)
         for g, table in enumerate(holding.tables):
             table += taken[g * num_entries : (g + 1) * num_entries]
@@ -53,7 +53,7 @@ class BlockTables:
         """One more entry for each of these requests, and the worker is told."""
         blocks = self._pool.take(len(rows) * self.num_groups)
         taken = iter(blocks)
-        if self.num_groups == 1:  # most models, and half of the time when everybody decodes
+        if self.num_groups == 1:  # most models: the hot path of decodes
             self._deltas.rows.fromlist(list(rows))
             self._deltas.indices.fromlist([len(holding.tables[0]) for holding in holdings])
             self._deltas.blocks.fromlist(blocks)
@@ -67,21 +67,21 @@ class BlockTables:
             self.tell(row, holding)
 
     def tell(self, row: int, holding: RequestBlocks) -> None:
-        """The worker will hear of the entries it does not know."""
+        """Queue the entries that the worker does not know yet."""
         told = holding.num_told
         for g, table in enumerate(holding.tables):
             self._add(row, self._places(told, len(table)), table[told:], g)
         holding.num_told = len(holding.blocks)
 
     def drain(self) -> Deltas:
-        """What the worker must be told."""
+        """Changed entries that the worker must be sent."""
         deltas = self._deltas
         if deltas.rows:
             self._deltas = no_deltas()
         return deltas
 
     def num_outside(self, holding: RequestBlocks, position: int) -> int:
-        """Blocks that ``trim`` would make free."""
+        """Blocks that ``trim`` would free."""
         refs = self._pool.num_refs
         return sum(
             refs[holding.tables[g][index]] == 1
@@ -111,7 +111,7 @@ class BlockTables:
     def num_exclusive(
         self, holdings: Sequence[RequestBlocks], keep: Sequence[Sequence[int]]
     ) -> int:
-        """Blocks that nobody else would hold without these; those in ``keep`` count as held."""
+        """Blocks held by these requests alone; those in ``keep`` count as held by another."""
         lost: dict[int, int] = {}
         for holding in holdings:
             for block in live_blocks(holding):
@@ -146,7 +146,7 @@ def live_blocks(holding: RequestBlocks) -> list[int]:
 def peak_blocks(num_tokens: Sequence[int], remaining: Sequence[int], block_size: int) -> int:
     """The future peak of Past-Future (Gong et al. 2025), in blocks instead of tokens.
 
-    Memory grows until somebody ends, so the peak is at one of the ends. With requests sorted by
+    Memory grows until a request ends, so the peak is at one of the ends. With requests sorted by
     ``remaining`` output tokens, longest first, those up to i are there when i takes its last step,
     and each has its known tokens and ``remaining[i] - 1`` more in the cache. Blocks that are shared
     count for each holder.

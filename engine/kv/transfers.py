@@ -1,4 +1,4 @@
-"""Blocks that transfers use: what may be loaded from elsewhere, what is lent until it is sent."""
+"""Blocks that transfers use: loads from a KV source, and loans to transfers of ended requests."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Transfers:
     A loan ends when as many transfers have ended as were begun under its id, so an id used again
     cannot free the blocks of the wrong transfer. Without a source there are no ``fences``.
 
-    A load that its source cannot start has never begun: its blocks stay the request's and hold
-    nothing, and the source is not asked about that request again.
+    If a source cannot start a load, the request keeps the blocks, which hold no valid KV, and the
+    source is not asked about that request again.
     """
 
     def __init__(self, pool: BlockPool, source: KVSource | None) -> None:
@@ -41,7 +41,7 @@ class Transfers:
         self.lent: dict[str, Loan] = {}
         self.fences = None if source is None else Fences(pool.num_blocks)
         self._pool = pool
-        self._failed: dict[int, Holder] = {}  # who waits for a load that will not begin
+        self._failed: dict[int, Holder] = {}  # requests whose load will not begin
 
     def match(self, req: Holder, holding: RequestBlocks, num_local_tokens: int) -> RemoteMatch:
         """What the source has behind the local hit; the last known token is always computed."""
@@ -52,8 +52,8 @@ class Transfers:
         return found._replace(num_tokens=min(found.num_tokens, room))
 
     def load(self, req: Holder, holding: RequestBlocks, blocks: Sequence[int]) -> None:
-        """Fill these blocks from elsewhere as soon as no step in flight writes them. Until it is
-        said to be over they cannot be taken from the request. If it cannot start, the request is
+        """Fill these blocks from elsewhere as soon as no step in flight writes them. Until its
+        end is reported they cannot be taken from the request. If it cannot start, the request is
         among those of ``take_failed``."""
         assert self.fences is not None
         holding.loading = True
@@ -81,12 +81,12 @@ class Transfers:
         return not holding.load_error
 
     def take_failed(self) -> list[Holder]:
-        """Whose load could not start since the last call, less those that have ended."""
+        """Requests whose load could not start since the last call, less those that have ended."""
         failed, self._failed = self._failed, {}
         return list(failed.values())
 
     def give_back(self, blocks: Sequence[int]) -> None:
-        """The pool has them; steps in flight may still write them."""
+        """Return blocks to the pool; steps in flight may still write them."""
         if self.fences is not None:
             self.fences.give_back(blocks)
         self._pool.release(blocks)

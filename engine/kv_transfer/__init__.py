@@ -1,1 +1,1 @@
-"""KV that comes from elsewhere, or goes there: requests that wait for it."""
+"""KV transfer: requests that wait for KV from elsewhere, and blocks that are sent."""

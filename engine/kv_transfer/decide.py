@@ -9,7 +9,7 @@
     aborted while it loads ──> its blocks are lent until received
     finished ────────────────> lent until sent, if the source wants to keep them
 
-What a source loads within a step needs nothing of this: those tokens count as computed.
+A load within a step needs none of this: its tokens count as computed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FailurePolicy = Literal["recompute", "fail"]
 class RemoteKV(Resource):
     """Parks requests while their KV is loaded, for a ``KVManager`` that has a source.
 
-    Whoever hears of transfers reports them with ``received`` and ``sent``, or in a result.
+    The end of a transfer is reported with ``received`` and ``sent``, or in a step result.
     ``kv_load_failure_policy``: what becomes of a request whose load failed.
     """
 
@@ -66,7 +66,7 @@ class RemoteKV(Resource):
         if not self._wants_load(req):
             return Fit(num_tokens)
         if req.request_id in self._kv.transfers.lent:
-            # Reports name the id: those of an earlier request that had it come first.
+            # Reports name an id; if it was reused, those of the earlier request come first.
             return Fit(0, on_refuse=OnRefuse.SKIP)
         return Fit(0, hold=req.num_tokens)
 
@@ -75,7 +75,7 @@ class RemoteKV(Resource):
         self._kv.start_load(req)
 
     def received(self, report: Received) -> None:
-        """A load is over, well or not."""
+        """A load has ended, successfully or not."""
         req = self._loading.pop(report.request_id, None)
         if req is None:  # it was aborted meanwhile
             self._kv.sent(report.request_id)
@@ -86,7 +86,7 @@ class RemoteKV(Resource):
         self._scheduler.wake(req.request_id)
 
     def sent(self, request_id: str) -> None:
-        """Nobody reads the blocks of the finished request any more."""
+        """No transfer reads the blocks of the finished request any more."""
         self._kv.sent(request_id)
 
     def release(self, req: Request) -> None:
@@ -106,7 +106,7 @@ class RemoteKV(Resource):
             self.sent(request_id)
 
     def _wants_load(self, req: Request) -> bool:
-        """Has it no blocks yet, and can some be loaded by waiting? After a failure: compute."""
+        """True if it has no blocks yet and KV can be loaded by waiting; False after a failure."""
         if self._kv.held(req) or req.request_id in self._failed:
             return False
         hit = self._kv.lookup(req)

@@ -1,1 +1,1 @@
-"""What decoders are made of: each layer owns its weights and calls one kernel or a few."""
+"""Layers of decoders: each owns its weights and calls one kernel or a few."""

@@ -1,4 +1,4 @@
-"""What every linear layer offers, and the one that adapters add to."""
+"""The interface of linear layers, and the layer that adapters add to."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Linear(Protocol):
         ...
 
     def load(self, weight: torch.Tensor) -> None:
-        """Put another weight [out, in] in the place of this one; no tensor moves, so what was
-        recorded goes on to be right. Raises ``ValueError`` for another shape."""
+        """Put another weight [out, in] in the place of this one; no tensor moves, so recorded
+        graphs stay valid. Raises ``ValueError`` for another shape."""
         ...
 
     def with_adapters(self, state: AdapterState) -> Linear:

@@ -1,4 +1,4 @@
-"""What a model's forward pass is given, and what it gives back."""
+"""Input and output of a model's forward pass."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kernels.meta import AttentionMeta
 class Wanted:
     """The tokens whose hidden states will be read, each as a decode of its own.
 
-    A prompt is only asked for what follows it, so the last layer needs the queries, the output
-    projection and the MLP of few rows; keys and values it needs of all.
+    Of a prompt only the last token's hidden state is read, so the last layer computes queries,
+    output projection and MLP of few rows, but keys and values of all.
     """
 
     rows: torch.Tensor  # [R] int64, rows of the batch
@@ -53,7 +53,7 @@ class ForwardBatch:
 
 
 class Hidden(NamedTuple):
-    """What a forward pass gives back."""
+    """Output of a forward pass."""
 
     last: torch.Tensor  # [R, H]: of the wanted rows, after the final norm
     aux: tuple[torch.Tensor, ...] = ()  # [N, H] each: the residual stream behind each aux layer

@@ -13,8 +13,8 @@ class AdapterSlots(Resource):
     """At most ``max_loras`` adapters among the running requests.
 
     A waiting request with yet another adapter is passed over; others, and those of the base model,
-    may go first. An adapter nobody uses stays loaded until its slot is needed, the one least
-    recently taken first.
+    may go first. Unused adapters stay loaded until their slots are needed, the least
+    recently used one first.
     """
 
     name = "adapter"
@@ -55,7 +55,7 @@ class AdapterSlots(Resource):
             plan.adapters, self._part = self._part, AdapterPart()
 
     def _use(self, adapter: str, request_id: str) -> int:
-        """The adapter's slot; it is loaded if it is in none."""
+        """The adapter's slot; an adapter without one is loaded."""
         self._users.setdefault(adapter, set()).add(request_id)
         slot = self.slot_of.pop(adapter, NO_ADAPTER)
         if slot == NO_ADAPTER:

@@ -1,8 +1,8 @@
 """Media in prompts: which are encoded in a step, and whose encoder output is kept. No torch.
 
-EncoderBudget: a prompt goes no further than the media whose encoder output is there. A chunk of
-tokens is cut before an item that is neither encoded nor can be in this step. What was encoded stays
-until the tokens that read it are known to be computed, and then until its room is needed.
+EncoderBudget: a prompt chunk is cut before the first media item that is neither encoded nor can be
+encoded in this step. Encoder output is kept until the tokens that read it are known to be computed,
+and then until its room is needed.
 
 EncoderCache: what lies on the device, and for how long.
 
@@ -34,7 +34,7 @@ class Use:
 
 @dataclass(slots=True)
 class Entry:
-    """One media item's output; ``num_tokens`` of the cache are its."""
+    """One media item's output, which takes ``num_tokens`` of the cache."""
 
     num_tokens: int
     uses: set[Use] = field(default_factory=set)
@@ -56,11 +56,11 @@ class EncoderCache:
 
     @property
     def num_available(self) -> int:
-        """Tokens that entries could have which nobody uses now."""
+        """Room in tokens: what is free or held by idle entries."""
         return self.num_tokens - self.num_used
 
     def is_used(self, key: str) -> bool:
-        """Does somebody hold the entry, so that it takes no room to hold it too?"""
+        """Does a request hold the entry, so that another one can hold it at no cost?"""
         return key in self.entries and key not in self.idle
 
     def use(self, item: MediaItem) -> Use:
@@ -79,7 +79,7 @@ class EncoderCache:
         return use
 
     def end(self, use: Use) -> None:
-        """Let go; the entry of the last user stays as long as nobody needs the room."""
+        """End the hold; an entry without users stays until its room is needed."""
         if use.is_over:
             return
         use.is_over = True
@@ -91,7 +91,7 @@ class EncoderCache:
             self.idle[use.item.hash] = None
 
     def discard(self, key: str) -> None:
-        """The entry is not what it should be: whoever uses it must have it made again."""
+        """The entry is invalid: requests that use it must have the item encoded again."""
         entry = self.entries.get(key)
         if entry is None:
             return
@@ -100,7 +100,7 @@ class EncoderCache:
         self._evict(key)
 
     def take_evicted(self) -> list[str]:
-        """What the worker must let go of, told once. It does so before it encodes anything."""
+        """Entries evicted since the last call. The worker frees them before it encodes anything."""
         evicted, self._evicted = self._evicted, []
         return evicted
 
@@ -155,7 +155,7 @@ class EncoderBudget(Resource):
         return None
 
     def watches(self, req: Request) -> bool:
-        """Behind its media it decodes like any other."""
+        """A request past its media decodes like any other."""
         return any(req.num_computed < item.offset + item.length for item in req.media)
 
     def begin_step(self, step: Step) -> None:
@@ -197,7 +197,7 @@ class EncoderBudget(Resource):
             plan.media = part
 
     def settle(self, plan: StepPlan, result: StepResult) -> None:
-        """Tokens of the step are certain now: what nobody will read again may go."""
+        """Tokens of the step are certain now: holds whose last tokens it computed end."""
         for use in self._last_reads.pop(plan.step, ()):
             self.cache.end(use)
         for row, key in self._encoded_in.pop(plan.step, ()):
@@ -207,14 +207,14 @@ class EncoderBudget(Resource):
     # -- helpers
 
     def _whole(self, start: int, upto: int, media: Sequence[MediaItem]) -> int:
-        """The last position up to which no item is cut in two, if that matters."""
+        """The last position that splits no item, if items must be computed whole."""
         for item in media if self.whole_media else ():
             if item.offset < upto < item.offset + item.length:
                 return max(start, item.offset)
         return upto
 
     def _affordable(self, req: Request, start: int, upto: int) -> int:
-        """The beginning of the first item that is not there and cannot be encoded in this step."""
+        """The start of the first item that is not cached and cannot be encoded in this step."""
         uses = self._uses.get(req.request_id, {})
         found: set[str] = set()
         room, tokens_left = self.cache.num_available, self._tokens_left
@@ -230,7 +230,7 @@ class EncoderBudget(Resource):
         return upto
 
     def _use(self, req: Request, index: int, step: Step) -> Use:
-        """Hold an item's output, which this row encodes if nobody has."""
+        """Hold an item's output; this row encodes it if it is not cached."""
         item = req.media[index]
         if item.hash not in self.cache:
             self._tokens_left -= item.length

@@ -133,7 +133,7 @@ class Assembly:
         return RMSNorm(self.tensor(name), self.spec.norm.eps, self.spec.norm.add_one)
 
     def head_of(self, weight: Weight) -> Linear:
-        """8-bit floats have a product of 8-bit inputs, which tells scores apart too badly."""
+        """Never in 8-bit floats: their product takes 8-bit inputs, too coarse for scores."""
         asked = self.placement.quantization
         return make_linear(
             weight,

@@ -101,7 +101,7 @@ class GeneralModel:
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """hidden [R, H] -> [R, V] float32, with whatever the module does after its backbone."""
-        assert out is None, "nothing of a stranger's module is recorded"
+        assert out is None, "no graph is recorded of a transformers module"
         ids = torch.zeros(1, hidden.shape[0], dtype=torch.int64, device=hidden.device)
         with self._backbone_answers(self._output_type(last_hidden_state=hidden[None])):
             return self._causal(input_ids=ids, use_cache=False).logits[0].float()

@@ -99,7 +99,7 @@ def listen(
     scaling: float | None = None,
     **asked: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Note the call. Each token is answered with its own value, so none knows of another."""
+    """Note the call. Each token gets its own value back, so none depends on another."""
     getattr(module, STATE).append(Call(module, query, key, value, attention_mask, scaling, asked))
     group = query.shape[1] // value.shape[1]
     return value.repeat_interleave(group, dim=1).transpose(1, 2).contiguous(), None

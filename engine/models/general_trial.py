@@ -46,7 +46,7 @@ class Run:
     """What came of one pass."""
 
     calls: list[Call]
-    output: Any  # of the module called
+    output: Any  # output of the module called
     backbone: nn.Module
     backbone_output: Any
 
@@ -121,7 +121,7 @@ def _run(
             delattr(part, STATE)
     backbone = next((part for part in backbones if part in outputs), None)
     if backbone is None:
-        raise Misfit("which part of it computes the hidden states cannot be told")
+        raise Misfit("it is not clear which part of it computes the hidden states")
     return Run(calls, output, backbone, outputs[backbone])
 
 

@@ -41,7 +41,7 @@ class NotNative(ModelError):
 def need(hf: HF, key: str) -> Any:
     """The value of a key config.json cannot do without."""
     if hf.get(key) is None:
-        raise ModelError(f"config.json does not say {key!r}, which {hf.get('model_type')} needs")
+        raise ModelError(f"config.json lacks {key!r}, which {hf.get('model_type')} needs")
     return hf[key]
 
 
@@ -134,7 +134,7 @@ def max_position(hf: HF) -> int:
 
 
 def _said(hf: HF) -> dict[str, Any]:
-    """What the file says, without its nulls."""
+    """The keys of the file that are not null."""
     return {key: value for key, value in hf.items() if value is not None}
 
 

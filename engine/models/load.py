@@ -31,7 +31,7 @@ TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def load_model(config: ModelConfig, info: ModelInfo, *, device: str, max_model_len: int) -> Model:
-    """The model of a directory, ready to run. Raises ``ModelError`` naming what stands against it.
+    """The model of a directory, ready to run. Raises ``ModelError`` if it cannot be served.
 
     device: "cpu", "cuda" or "cuda:N". max_model_len: longest sequence there will be, in tokens.
     """
@@ -44,7 +44,7 @@ def load_model(config: ModelConfig, info: ModelInfo, *, device: str, max_model_l
     if form is not None:
         raise ModelError(
             f"{info.path} holds weights quantized by {form.name!r}, read for native families only, "
-            f"and {info.architecture or info.model_type} is none; give the original model"
+            f"and {info.architecture or info.model_type} is not one; give the original model"
         )
     # Only here, so that native families never pay for importing transformers.
     from engine.models.general import load_general
@@ -129,7 +129,7 @@ def _build(spec: DecoderSpec, source: Source, dtype: torch.dtype, placement: Pla
 
 
 def really_tied(spec: DecoderSpec, checkpoint: Checkpoint) -> DecoderSpec:
-    """Some files say tied but hold two tables that differ; then the tensors are believed."""
+    """Some files say tied but hold two tables that differ; then both tables are used."""
     stored = checkpoint.tensors
     if spec.tied and is_quantized(HEAD.removesuffix(".weight"), stored):
         return replace(spec, tied=False)

@@ -1,4 +1,4 @@
-"""What the worker may ask of a model, whoever computes it."""
+"""What the worker may ask of a model, native or of transformers."""
 
 from __future__ import annotations
 

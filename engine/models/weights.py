@@ -20,7 +20,7 @@ from engine.models.quant.fields import Format
 from engine.models.quant.modules import QuantizedModules
 from engine.models.targets import Part, Target
 
-# Tensors that older checkpoints hold and nobody needs: they follow from config.json.
+# Tensors of older checkpoints that are not needed: they follow from config.json.
 DERIVED = re.compile(r"\.rotary_emb\.inv_freq$|\.masked_bias$|\.attn\.bias$")
 # Targets read before they are asked for: hides reading behind packing, costs little memory.
 AHEAD = 2

@@ -1,7 +1,7 @@
 """Masks, edits and bad words of requests, in tables by slot on the device.
 
-Rows of requests that ask for nothing pass through none of this. Tables are made when they are first
-needed; edits and words are packed anew when a request that has some comes or goes.
+Rows of requests that ask for none of these are skipped. Tables are made when they are first
+needed; edits and words are packed anew when a request that has some starts or ends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Upload = Callable[[NDArray[np.generic]], torch.Tensor]
 
 
 class EditTables:
-    """What all slots allow, edit and forbid. Whoever has the specs tells who comes and goes."""
+    """What all slots allow, edit and forbid. The sampler adds and removes requests."""
 
     def __init__(self, upload: Upload, max_num_seqs: int, vocab_size: int) -> None:
         self._upload = upload

@@ -1,4 +1,4 @@
-"""Penalties of the requests that ask for some: what was said is counted on the device."""
+"""Penalties, for requests that ask for some; output tokens are counted on the device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FIRST_SEATS = 8
 
 
 class PenaltyTables:
-    """A seat for each such request: counts of the whole vocabulary are too large for every slot."""
+    """One seat per such request: counts over the whole vocabulary are too large for every slot."""
 
     def __init__(self, upload: Upload, vocab_size: int, first_seats: int = FIRST_SEATS) -> None:
         self._upload = upload
@@ -29,7 +29,7 @@ class PenaltyTables:
         return slot in self._seat_of
 
     def add(self, seq: NewSeq, spec: SamplingSpec) -> None:
-        """Count what a request comes with, if it asks for penalties."""
+        """Count the tokens that a request starts with, if it asks for penalties."""
         if spec.penalties is None:
             return
         if not self._free:
@@ -59,7 +59,7 @@ class PenaltyTables:
         on_slots.penalise_rows(rows.logits, self._state, seats, drafts)
 
     def count(self, seats: torch.Tensor, drawn: torch.Tensor) -> None:
-        """Count what stands of the tokens drawn [R]; negative: nothing does."""
+        """Count the drawn tokens [R] that stand; negative: rejected or none."""
         tokens = drawn.clamp(min=0)[:, None]
         on_slots.count_tokens(self._state, seats, tokens, (drawn >= 0).int())
 

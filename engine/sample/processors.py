@@ -1,7 +1,7 @@
-"""Custom logits processors: a stranger's code between the penalties and the temperature.
+"""Custom logits processors: plug-in code between the penalties and the temperature.
 
-A factory is asked once for every request. It returns ``None`` if the request is none of its
-business, else a processor, called before each token of that request:
+A factory is called once for every request. It returns ``None`` if it leaves the request alone, else
+a processor, called before each token of that request:
 
     def only_even(params: SamplingParams, prompt_token_ids: list[int]):
         if not (params.extra_args or {}).get("only_even"):
@@ -35,7 +35,7 @@ LogitsProcessorFactory = Callable[[SamplingParams, list[int]], LogitsProcessor |
 
 
 class ProcessorError(EngineError):
-    """A processor failed a request; says which and how."""
+    """A processor failed; the message names it and the reason."""
 
 
 class NamedProcessor:
@@ -47,7 +47,7 @@ class NamedProcessor:
         self._process: LogitsProcessor | None = None
         try:
             self._process = factory(seq.params, seq.token_ids[: seq.num_prompt])
-        except Exception as error:  # whatever a stranger's code raises fails its request alone
+        except Exception as error:  # an error of plug-in code fails its request alone
             self._failure = error
 
     @property
@@ -55,9 +55,9 @@ class NamedProcessor:
         return self._process is not None or self._failure is not None
 
     def __call__(self, output_token_ids: list[int], logits: torch.Tensor) -> None:
-        """Put what the processor makes of logits [V] in their place. Raises ``ProcessorError``.
+        """Replace logits [V] by the processor's result. Raises ``ProcessorError``.
 
-        Each gets a list of its own: what it does to that is its own affair.
+        Each processor gets its own copy of the list and may change it.
         """
         result = self._run(list(output_token_ids), logits)
         if not isinstance(result, torch.Tensor) or result.shape != logits.shape:

@@ -1,4 +1,4 @@
-"""Sampler: from the logits of a step to its tokens. The host learns later what they are.
+"""Sampler: from the logits of a step to its tokens, which the host reads later.
 
     prepare   log-probabilities want the logits as they came; masks, edits, penalties, processors
     draw      temperature, min-p, top-k, top-p, noise: of the slots' columns alone, so it may be
@@ -36,7 +36,7 @@ class DraftRows(NamedTuple):
 
 
 class RowMasks(NamedTuple):
-    """Which tokens rows of the draws may have, on the device."""
+    """Allowed tokens of rows of the draws, on the device."""
 
     words: torch.Tensor  # [M, words of 32 tokens] int32
     of_row: Column  # [R]: the mask of each row, -1: none
@@ -62,7 +62,7 @@ class RawRows(NamedTuple):
 
 
 class Drawing(NamedTuple):
-    """What is left to do with a step's rows once their tokens are drawn."""
+    """Work left for a step's rows once their tokens are drawn."""
 
     errors: dict[int, str]  # by row of the draws, if no token is drawn there
     edited: list[int]  # rows whose logits were changed
@@ -79,7 +79,7 @@ class RowScores(NamedTuple):
 
 
 class SlotTables(NamedTuple):
-    """What the sampler reads of each slot, on the device."""
+    """Columns that the sampler reads by slot, on the device."""
 
     asked: Columns  # by the sequence in it, for the draw
     history: torch.Tensor  # [slots, max_len] int32: output tokens by position
@@ -90,7 +90,7 @@ class Sampler:
     """Edits the rows of requests that ask for something, and draws for all.
 
     Rows whose logits are not finite, that have no token left, or whose custom processor fails are
-    reported with the reason; what else is in the batch does not notice.
+    reported with the reason; the other rows of the batch are not affected.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Sampler:
         self._num_logprobs: dict[int, int] = {}
 
     def add(self, seq: NewSeq, spec: SamplingSpec) -> None:
-        """Take over a slot for a new or resumed sequence; nothing of its last user remains."""
+        """Take over a slot for a new or resumed sequence; state of its last sequence is cleared."""
         slot = seq.slot
         self.remove(slot)
         self._edits.add(slot, spec)
@@ -141,7 +141,7 @@ class Sampler:
     def prepare(self, rows: Rows, draws: Draws, masks: RowMasks | None = None) -> Drawing:
         """Everything between the model and the draw; changes logits [R, V] float32 in place.
 
-        What drafts a row is behind must stand in the history already.
+        The drafts before a row must be in the history already.
         """
         if not (self._edited or self._num_logprobs or masks):
             return Drawing({}, [], None, None, [])
@@ -153,7 +153,7 @@ class Sampler:
         if not edited:
             return Drawing({}, [], None, None, raw)
         places = self._upload(np.array(edited))
-        # Looked at before the edits, as a mask would hide what is wrong with the model.
+        # Checked before the edits, as a mask would hide NaN or infinity of the model.
         sound = torch.isfinite(rows.logits[places].amax(dim=1))
         errors = self._unsound(rows.logits, draws, edited, sound)
         if masks is not None:
@@ -178,7 +178,7 @@ class Sampler:
     ) -> list[RowScores]:
         """Count what stands of the tokens drawn [R] (negative: nothing); log-probabilities of it.
 
-        Where the host can look at the logits at once, ``drawing.errors`` learns what is wrong.
+        Where the host can read the logits at once, errors are entered in ``drawing.errors``.
         """
         if drawn.is_cpu and np.count_nonzero((tokens := drawn.numpy()) < 0):
             self._explain(rows.logits, draws, drawing, tokens)
@@ -223,7 +223,7 @@ class Sampler:
     def _unsound(
         self, logits: torch.Tensor, draws: Draws, edited: list[int], sound: torch.Tensor
     ) -> dict[int, str]:
-        """What is wrong with the rows that are not, where the host can see it."""
+        """Errors of unsound rows, where the host can read the logits."""
         if not sound.is_cpu:
             return {}
         bad = [edited[place] for place in np.flatnonzero(~sound.numpy()).tolist()]
@@ -246,12 +246,12 @@ class Sampler:
 
 
 def why_unsound(position: int, what: str = "hold NaN or +inf, or are all -inf") -> str:
-    """What is wrong with the logits that the model gave."""
+    """Error text for logits of the model that are not finite."""
     return f"the model's logits for position {position} {what}"
 
 
 def why_none_left(position: int, what: str = "") -> str:
-    """What is wrong with logits that were sound before they were edited."""
+    """Error text for logits that were sound before they were edited."""
     return (
         f"no token is left for position {position}: allowed_token_ids, bad_words, min_tokens, "
         f"a grammar and logits processors mask all tokens{what}"
@@ -259,7 +259,7 @@ def why_none_left(position: int, what: str = "") -> str:
 
 
 def flaw(logits: torch.Tensor) -> str:
-    """Why nothing can be drawn from logits [V]."""
+    """Why no token can be drawn from logits [V]."""
     if bool(logits.isnan().any()):
         return "hold NaN"
     return "hold +inf" if bool((logits == torch.inf).any()) else "are all -inf"

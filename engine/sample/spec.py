@@ -1,4 +1,4 @@
-"""What one request asks of the sampler: read once from its parameters, for every device."""
+"""Sampling options of one request, read once from its parameters, for every device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NO_PENALTIES = (1.0, 0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class SamplingSpec:
-    """In the order in which it is done to a row of logits; then the draw.
+    """Options in the order in which they are applied to a row of logits; then those of the draw.
 
     A sampling parameter is a field here, filled in ``of``, and is read by its table in ``edits``,
     ``penalties`` or ``sampler``.
@@ -34,7 +34,7 @@ class SamplingSpec:
     top_p: float
     min_p: float
     seed: int
-    # What is told of the token: the num_logprobs most likely ones. None: nothing; -1: all.
+    # Reported with the token: the num_logprobs most likely ones. None: nothing; -1: all.
     num_logprobs: int | None
 
     @classmethod

@@ -1,6 +1,6 @@
-"""Who computes how many tokens in each step. Torch-free, clock-free, dice-free.
+"""Decides how many tokens of which requests each step computes. No torch, no clock, no dice.
 
-These names are all that a policy, a resource or a scheduler of one's own needs.
+These names are all that a custom policy, resource or scheduler needs.
 """
 
 from __future__ import annotations

@@ -53,8 +53,8 @@ class SchedulerInterface(ABC):
         """Plan the next step; counts advance before its result is known."""
 
     def masks(self, plan: StepPlan) -> Masks | None:
-        """What the rows of ``plan.masks`` may be followed by; asked once, when all plans before
-        this one have come back. ``None``: those rows fail."""
+        """Allowed next tokens for the rows of ``plan.masks``; called once, when all earlier plans
+        are settled. ``None``: those rows fail."""
         return None
 
     @abstractmethod
@@ -76,10 +76,10 @@ class SchedulerInterface(ABC):
 
     @abstractmethod
     def has_finished_requests(self) -> bool:
-        """Are there finished requests of which the worker was not told yet?"""
+        """Are there finished requests that the worker has not been notified of?"""
 
     def wake(self, request_id: str) -> None:
-        """What a parked request waited for has arrived; unknown ids do nothing."""
+        """Return a parked request to the queue; unknown ids are ignored."""
 
     def get_num_unfinished_requests(self) -> int:
         return sum(self.get_request_counts())
@@ -88,18 +88,18 @@ class SchedulerInterface(ABC):
         return self.get_num_unfinished_requests() > 0
 
     def has_requests(self) -> bool:
-        """Unfinished ones, or finished ones the worker must still hear of."""
+        """Unfinished requests, or finished ones that the worker must still be notified of."""
         return self.has_unfinished_requests() or self.has_finished_requests()
 
     def take_outputs(self) -> StepOutputs:
-        """Outputs that belong to no step: requests that met a deadline, or were ended."""
+        """Outputs that belong to no step, of requests that passed a deadline or were ended."""
         return {}
 
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
-        """Forget cached prefixes; False (and the cache is as it was) while blocks are in use.
+        """Forget cached prefixes. While blocks are in use, return False and keep the cache.
 
-        ``reset_running``: send all running requests back to the queue first, in their order. They
-        are back there also if the answer is False, since a transfer uses some of the blocks.
+        ``reset_running``: first send all running requests back to the queue, in their order. They
+        stay there even if the result is False because a transfer uses some of the blocks.
         """
         return False
 
@@ -108,15 +108,15 @@ class SchedulerInterface(ABC):
         raise NotImplementedError(f"{type(self).__name__} cannot be paused")
 
     def get_kv_connector(self) -> KVSource | None:
-        """Where KV comes from and goes to beside the local pool, if anywhere."""
+        """The connector that moves KV to and from the local pool; ``None`` without one."""
         return None
 
     def take_judgements(self) -> list[Judgement]:
-        """What was made of measured times since the last call, for a log that is replayed."""
+        """Decisions from measured times since the last call, for a replayable step log."""
         return []
 
     def expect_judgement(self, judgement: Judgement) -> None:
-        """A replay: this was judged in the step that comes next."""
+        """In a replay: use this decision in the next step."""
 
     def make_stats(self) -> SchedulerStats | None:
         """Statistics of the moment, ``None`` if it keeps none."""

@@ -28,7 +28,7 @@ class Admission(Enum):
 
     YES = "yes"
     SKIP = "skip"  # not this one; later ones may
-    CLOSE = "close"  # nobody else in this step
+    CLOSE = "close"  # no further request in this step
 
 
 class Limits(NamedTuple):
@@ -55,7 +55,7 @@ Verdict = Refuse | Defer | None
 
 
 class SchedView(Protocol):
-    """What a policy may look at. At run time these are the live objects: look, do not touch."""
+    """What a policy may read. At run time these are the live objects: they must not be changed."""
 
     now: float
     rng: Random
@@ -89,12 +89,12 @@ class SchedView(Protocol):
         ...
 
     def by_rank(self) -> list[Request]:
-        """Running requests by rank. In this step prompts leave its token to each that decodes."""
+        """Running requests by rank. Prompts leave each decode one token of the step budget."""
         ...
 
     def default_order(self) -> list[Request]:
-        """Running requests as they are offered tokens by default: decodes first, but all by rank
-        while the free blocks may not do for what each of them needs."""
+        """Running requests in the default order: decodes first; but all by rank while the free
+        blocks may not cover what each of them needs."""
         ...
 
     @property
@@ -104,7 +104,7 @@ class SchedView(Protocol):
 
     @property
     def parked(self) -> Collection[Request]:
-        """Out of the queue until something they wait for has arrived."""
+        """Requests out of the queue until what they wait for has arrived."""
         ...
 
     @property
@@ -122,13 +122,13 @@ class SchedView(Protocol):
 
     @property
     def headroom_blocks(self) -> int:
-        """Blocks to leave free when a waiting request starts, if it is worth it: what running
-        prompts were promised, and one more for each fourth request that runs. Or the watermark."""
+        """Blocks to leave free when a waiting request starts, if ``keeps_headroom``: those promised
+        to running prompts, and one for each fourth running request. Or the watermark."""
         ...
 
     @property
     def keeps_headroom(self) -> bool:
-        """Is it worth it? Judged by the cost of steps; ask only if the answer matters."""
+        """Is headroom worth its cost? Judged by the cost model; call it only if needed."""
         ...
 
     def start_of(self, req: Request) -> int:
@@ -150,26 +150,26 @@ class Policy(ABC):
     api_version = API_VERSION  # of the API it was written for; a plug-in may pin it as a number
     dynamic = False  # ranks change while a request waits or runs
     waiting_may_preempt = False  # a waiting request may evict running ones that it outranks
-    uses_ledger = False  # it reads ``view.ledger``, which is kept only then
+    uses_ledger = False  # it reads ``view.ledger``, which is kept only if this is True
 
     @abstractmethod
     def rank(self, req: Request, view: SchedView) -> tuple[Any, ...]:
-        """Smaller goes first: for tokens, for admission, and last to be evicted."""
+        """A smaller rank gets tokens first, is admitted first and is evicted last."""
 
     def limits(self, view: SchedView) -> Limits:
-        """Bounds of this step, asked first."""
+        """Bounds of this step; the first hook called in it."""
         return Limits()
 
     def evict(self, view: SchedView) -> Iterable[Request]:
-        """Running requests to preempt of its own accord, once, before the step."""
+        """Running requests to preempt by choice, called once before the step."""
         return ()
 
     def order(self, view: SchedView) -> Iterator[Request]:
-        """In which order requests are offered tokens. A running one left out is paused.
+        """In which order requests are offered tokens. A running request left out is paused.
 
-        Whoever was offered tokens in a step is no victim of it. So where blocks are contested, by a
-        waiting request that may take some or by more needs than there are free ones, all go by
-        rank; where they are not, decodes go first.
+        A request that was offered tokens in a step cannot be preempted in it. So requests go by
+        rank when blocks are contested: when a waiting request may preempt, or the free blocks do
+        not cover what the running requests need. Otherwise decodes go first.
         """
         running = view.running
         urgent = self.next_waiting(view) if self.waiting_may_preempt and running else None
@@ -189,7 +189,7 @@ class Policy(ABC):
         return view.step.next_waiting()
 
     def admit(self, req: Request, view: SchedView) -> Admission:
-        """Admit if the whole known sequence fits, beside the headroom if one is kept."""
+        """Admit if the whole known sequence fits and the headroom, if kept, stays free."""
         if self.waiting_may_preempt and any(self.outranks(req, other) for other in view.running):
             return Admission.YES  # the mechanism finds out whether victims make room
         left = view.kv.num_free - view.kv.missing(req, req.num_tokens)
@@ -197,7 +197,7 @@ class Policy(ABC):
         return Admission.YES if fits else Admission.CLOSE
 
     def chunk(self, req: Request, num_tokens: int, view: SchedView) -> int:
-        """How many of these tokens to compute now; at most what is asked."""
+        """How many of these tokens to compute now: at most ``num_tokens``."""
         return num_tokens
 
     def outranks(self, req: Request, other: Request) -> bool:
@@ -207,11 +207,11 @@ class Policy(ABC):
     def victim(
         self, candidates: Sequence[Request], req: Request, view: SchedView
     ) -> Request | None:
-        """Whom to preempt for ``req``: all candidates are outranked and were not offered yet."""
+        """The request to preempt for ``req``, which outranks all candidates; none was offered."""
         return candidates[-1]
 
     def on_add(self, req: Request, view: SchedView) -> Verdict:
-        """A request comes; its rank is asked afterwards. ``None`` takes it."""
+        """A request arrives; ``rank`` is called afterwards. ``None`` accepts it."""
         return None
 
     def on_grant(self, req: Request, num_tokens: int, view: SchedView) -> None:

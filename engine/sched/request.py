@@ -1,4 +1,4 @@
-"""Request: identity and constants. What moves lives in the table; status moves are in one place."""
+"""Request: identity and constants. Counts live in the table; only ``move`` changes the status."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Status(Enum):
     """Where a request is. Preempted is not a status: it waits, with ``num_preempted > 0``."""
 
     WAITING = "waiting"
-    PARKED = "parked"  # out of the queue until somebody wakes it
+    PARKED = "parked"  # out of the queue until ``wake`` is called
     RUNNING = "running"  # has a seat and blocks
     FINISHED = "finished"
 
@@ -41,9 +41,9 @@ class RequestHistory:
     waits: dict[str, float] = field(default_factory=dict)  # seconds by cause
     queue_seconds: float = 0.0
     wait_from: float = 0.0
-    own_cause: str | None = None  # what it alone waits for at the moment
+    own_cause: str | None = None  # its own cause of waiting, if it has one now
     totals_at_entry: dict[str, float] = field(default_factory=dict)
-    kv_transfer_params: dict[str, Any] | None = None  # for whoever goes on with its KV
+    kv_transfer_params: dict[str, Any] | None = None  # for the engine that continues with its KV
 
 
 def as_array(tokens: list[int]) -> array[int]:
@@ -194,7 +194,7 @@ class Request:
 
     @property
     def is_serial(self) -> bool:
-        """Some resource wants it in one step at a time."""
+        """A resource wants it in only one step at a time."""
         return self.table.flags.at[self.row] & SERIAL != 0
 
     @property

@@ -21,7 +21,7 @@ class OnRefuse(Enum):
 
     SKIP = "skip"  # later requests may go first
     CLOSE = "close"  # admission ends for this step
-    PARK = "park"  # out of the queue until somebody wakes it
+    PARK = "park"  # out of the queue until ``wake`` is called
     FAIL = "fail"  # the request ends with an error, of which ``cause`` is the message
 
 
@@ -57,7 +57,7 @@ class AttachedScheduler(Protocol):
         """A parked request goes back to the queue."""
 
     def watch_again(self, req: Request) -> None:
-        """A resource would answer ``watches`` or ``serializes`` otherwise now."""
+        """The answer of a resource to ``watches`` or ``serializes`` has changed."""
 
     def get_request_counts(self) -> RequestCounts:
         """How many requests run, wait and are parked."""
@@ -86,14 +86,14 @@ class Resource:
         """
 
     def objection(self, add: AddRequest) -> str | None:
-        """Why such a request could never be served: it is then refused as it comes."""
+        """Why such a request can never be served, so that it is refused; ``None`` if it can."""
         return None
 
     def added(self, req: Request) -> None:
-        """The request was queued: what takes long may begin."""
+        """The request was queued: long preparations may begin."""
 
     def watches(self, req: Request) -> bool:
-        """Must this request be asked about in every step? Others may be granted in bulk.
+        """True if this resource must see the request in every step; others may be granted in bulk.
 
         Asked when it comes, and again when you call ``scheduler.watch_again``.
         """
@@ -122,19 +122,19 @@ class Resource:
         preemption. ``take`` follows."""
 
     def take(self, req: Request, num_tokens: int, step: Step) -> None:
-        """Everybody agreed; called once per grant."""
+        """All resources allowed the grant; called once per grant."""
 
     def parked(self, req: Request) -> None:
-        """The request was parked as this resource asked; the blocks it is to hold are its own."""
+        """The request was parked for this resource and has the blocks it asked to ``hold``."""
 
     def release(self, req: Request) -> None:
         """The request was preempted or has finished (``req.is_finished``)."""
 
     def describe(self, plan: StepPlan) -> None:
-        """Add this feature's part to the plan, which may have no rows; a part makes it a step."""
+        """Add this feature's part to the plan. A plan with a part is a step even without rows."""
 
     def masks(self, plan: StepPlan) -> Masks | None:
-        """What the rows of ``plan.masks`` may be followed by, if this resource wrote that part.
+        """Allowed next tokens for the rows of ``plan.masks``, if this resource wrote that part.
 
         Asked when all steps before this one are settled; a row may have ended meanwhile.
         """

@@ -1,14 +1,14 @@
-"""Scheduler: the mechanism. A policy says what it prefers; this makes it legal and does it.
+"""Scheduler: the mechanism. A policy states preferences; this checks and carries them out.
 
 There is no prefill and no decode phase. A request has ``num_computed`` tokens in the cache and
 catches up with the tokens it knows (or will know once the steps in flight are settled); a decode is
 a request that is one token behind. Each step hands out a budget of tokens, best first.
 
-    begin_step ──> grant_plain (decodes that need nobody's opinion, in bulk)
+    begin_step ──> grant_plain (plain decodes, in bulk)
                 └> for each request offered: tokens_for ─> secure (seat, blocks, victims) ─> grant
     seal ──> StepPlan
 
-Everything is asked before anything is changed, so nothing is ever taken back.
+All hooks are called before any state changes, so no change has to be undone.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from engine.sched.step.stats import StallDetector, make_stats
 from engine.sched.step.timers import TimerKind
 from engine.sched.view import View
 
-BULK_PARTS = ("tokens_for", "secure", "grant")  # whoever overrides one is asked about every row
+BULK_PARTS = ("tokens_for", "secure", "grant")  # a subclass that overrides one sees every row
 
 
 class Scheduler(SchedulerInterface):
@@ -74,7 +74,7 @@ class Scheduler(SchedulerInterface):
         self.roster = Roster(config.max_num_seqs)
         self.view = View(config, kv, self.roster, Random(seed))
         self.guard = Guard(policy, faults, self.view)
-        self.asked: Policy = self.guard  # who answers in this step
+        self.asked: Policy = self.guard  # the policy of this step
         self.settler = Settler(self.roster, kv, self.guard, self.view, self.resources)
         self.intake = Intake(config, self.settler)
         self.pause_state = PauseState.UNPAUSED
@@ -112,13 +112,13 @@ class Scheduler(SchedulerInterface):
 
     def wake(self, request_id: str) -> None:
         req = self.roster.parked.get(request_id)
-        if req is not None and not self.kv.is_loading(req):  # who loads says ``loaded`` first
+        if req is not None and not self.kv.is_loading(req):  # ``loaded`` comes first
             self.view.now = self._clock()
             self.roster.wake(req, self.view.now)
             self.settler.woken(req)
 
     def watch_again(self, req: Request) -> None:
-        """A resource would answer ``watches`` or ``serializes`` otherwise now."""
+        """The answer of a resource to ``watches`` or ``serializes`` has changed."""
         flags = self.roster.table.flags.at
         flags[req.row] = flags[req.row] & ~(WATCHED | SERIAL) | self.resources.flags(req)
 
@@ -131,7 +131,7 @@ class Scheduler(SchedulerInterface):
         return self.seal(step)
 
     def serve(self, offers: Iterable[Request], step: builder.Step) -> None:
-        """Give each what it can have, until the step is full."""
+        """Grant each request what it can have, until the step is full."""
         plain, index = self.roster.table.plain.at, step.index
         for req in offers:
             if step.tokens_left <= 0:
@@ -148,7 +148,7 @@ class Scheduler(SchedulerInterface):
                 self.grant(req, fit.num_tokens, step)
 
     def begin_step(self) -> builder.Step:
-        """What is due happens; fresh budgets; moving ranks are asked; the policy may evict."""
+        """Run due timers, reset budgets, refresh dynamic ranks and let the policy evict."""
         view, counters = self.view, self.settler.counters
         self.guard.faults.begin_step()
         view.now = self._clock()
@@ -166,7 +166,7 @@ class Scheduler(SchedulerInterface):
         was_left_out = self.guard.take_rerank()
         if self.guard.dynamic or was_left_out:
             self.roster.running.rerank(lambda reqs: self.guard.ranks(reqs, view))
-            if step.admission_open or was_left_out:  # else nobody will look at those who wait
+            if step.admission_open or was_left_out:  # else the waiting queue is not read
                 self.roster.waiting.rerank(lambda reqs: self.guard.ranks(reqs, view))
         for req in list(self.guard.evict(view)):
             self.preempt(req, step)
@@ -174,11 +174,11 @@ class Scheduler(SchedulerInterface):
         return step
 
     def offers(self, step: builder.Step) -> Iterator[Request]:
-        """Whom to offer tokens: the policy's order, less what was granted in bulk."""
+        """Requests to offer tokens: the policy's order, without rows granted in bulk."""
         asked, num_waiting = self.asked, len(self.roster.waiting)
         contested = asked.waiting_may_preempt and num_waiting
         if contested or not (self._fast_path.is_open and self._fast_path.grant_plain(step)):
-            # To name somebody twice is harmless; to go on naming for ever ends here.
+            # A policy may yield a request twice; the limit stops an endless generator.
             yield from islice(asked.order(self.view), 2 * len(self.roster.by_id))
             return
         yield from self._fast_path.rest(step)
@@ -191,7 +191,7 @@ class Scheduler(SchedulerInterface):
         """How many tokens budget, caps, policy and resources allow the request now."""
         pending, is_waiting = req.num_pending, req.is_waiting
         if pending and (is_waiting or req.is_serial):
-            # Preempted, or in one step at a time: what it sampled must be known first.
+            # Preempted or serial: its sampled tokens must be known first.
             return Fit(0, waits.BLOCKS, OnRefuse.CLOSE)
         behind = req.num_uncomputed
         if is_waiting:
@@ -258,7 +258,7 @@ class Scheduler(SchedulerInterface):
         self.guard.on_grant(req, num_tokens, self.view)  # in a rescued step too
 
     def _refuse(self, req: Request, fit: Fit, step: builder.Step) -> None:
-        """The request gets nothing in this step. A running one never closes anything."""
+        """The request gets no tokens in this step. Only a waiting one can close admission."""
         if fit.on_refuse is OnRefuse.FAIL:
             self.settler.end(req, "error", fit.cause)
         elif not req.is_waiting:
@@ -271,11 +271,12 @@ class Scheduler(SchedulerInterface):
             step.skip(req, fit.cause)
 
     def _park(self, req: Request, fit: Fit, step: builder.Step) -> None:
-        """Out of the queue until it is woken, with the blocks it is to hold meanwhile."""
+        """Park the request until it is woken, with the blocks it is to hold meanwhile."""
         if fit.hold and not self._admits(req, step):
             return
         if fit.hold:
-            # What is being filled is nobody's victim, so what was promised is not for it.
+            # A request whose blocks are being filled cannot be preempted, so it may not take
+            # blocks that running prompts were promised.
             spared = promised_to_others(req, self.asked, self.view)
             if not self.kv.fits(req, fit.hold, spared=spared):
                 if not self.settler.end_if_never(req, fit.hold):
@@ -290,14 +291,14 @@ class Scheduler(SchedulerInterface):
     def preempt(self, req: Request, step: builder.Step, by: str = "its policy") -> None:
         """Take blocks and seat; the request waits at its rank and will recompute.
 
-        Steps in flight still bring it their tokens: they are on their way and they are right.
+        Tokens of steps in flight are still appended: they were computed from valid KV.
         """
         self.settler.unseat(req, f"preempted by {by}")
         self.roster.table.considered.at[req.row] = step.index
         step.preempted.append(req)
 
     def seal(self, step: builder.Step) -> StepPlan:
-        """The plan; from here on the step is in flight, unless there is nothing in it."""
+        """Return the plan; from here on the step is in flight, unless it is empty."""
         is_paused = self.pause_state is not PauseState.UNPAUSED
         is_stopped = self.pause_state is PauseState.PAUSED_ALL
         if not (step.has_grants or self.num_in_flight or is_stopped):
@@ -391,11 +392,11 @@ class Scheduler(SchedulerInterface):
 
     def _rescue(self, step: builder.Step) -> None:
         """No request got a token, and no step is in flight whose end could change that: serve in
-        the default order, if it was not that already; if none can go then, make room.
+        the default order, unless it was in use already; if no request can run then, preempt one.
 
-        Running requests that resources refuse may be refused for a reason that passes: until the
-        engine is stuck they lose nothing but to one that lacks blocks. Nor does any while a
-        transfer uses blocks: its end brings some back, or a request that may lose them.
+        A running request that a resource refuses may be allowed later. So until the engine is
+        stuck it is preempted only for a request that lacks blocks. While a transfer uses blocks
+        none is preempted: its end frees blocks, or returns a request that may lose them.
         """
         has_own_loop = type(self).schedule is not Scheduler.schedule
         if (has_own_loop or self.guard.overrides(*DECIDING)) and (
@@ -413,7 +414,7 @@ class Scheduler(SchedulerInterface):
             self.preempt(holder, step, by="the lack of KV blocks")
 
     def _serve_by_default(self, step: builder.Step) -> None:
-        """The step again, in the default order."""
+        """Serve the step again, in the default order."""
         counters = self.settler.counters
         counters.num_steps += 1
         step.reopen(counters.num_steps, self.config.max_num_batched_tokens)
@@ -424,7 +425,7 @@ class Scheduler(SchedulerInterface):
         self.asked = self.guard
 
     def _run_timers(self) -> None:
-        """Wake or end those whose time has come."""
+        """Wake or end requests whose timers are due."""
         for kind, req in self.intake.timers.due(self.view.now):
             if kind is TimerKind.WAKE:
                 self.wake(req.request_id)
@@ -432,7 +433,7 @@ class Scheduler(SchedulerInterface):
                 self.settler.expire(req, kind)
 
     def _admits(self, req: Request, step: builder.Step) -> bool:
-        """May this waiting request start? After a preemption only who outranks every victim."""
+        """May this waiting request start? After a preemption, only if it outranks every victim."""
         asked, admission = self.asked, Admission.CLOSE
         outranked = asked.waiting_may_preempt and all(
             asked.outranks(req, other) for other in step.preempted
@@ -447,7 +448,7 @@ class Scheduler(SchedulerInterface):
         return admission is Admission.YES
 
     def _admit(self, req: Request) -> None:
-        """From the queue to a seat; what is ready of it need not be computed."""
+        """Move the request from the queue to a seat; tokens that are ready are not computed."""
         hit, history, now = self.kv.ready(req), req.history, self.view.now
         self.kv.count_lookup(req.num_tokens, hit, preempted=history.num_preempted > 0)
         if history.scheduled_time is None:

@@ -66,19 +66,19 @@ class View:
         return [req for req, first in marked if first] + [req for req, first in marked if not first]
 
     def by_rank(self) -> list[Request]:
-        """Running requests by rank. In this step prompts leave its token to each that decodes."""
+        """Running requests by rank. Prompts leave each decode one token of the step budget."""
         running = list(self._roster.running)
         self.step.decodes = [req for req in running if req.num_uncomputed == 1]
         return running
 
     def default_order(self) -> list[Request]:
-        """Running requests as they are offered tokens by default: decodes first, but all by rank
-        while the free blocks may not do for what each of them needs."""
+        """Running requests in the default order: decodes first; but all by rank while the free
+        blocks may not cover what each of them needs."""
         return self.by_rank() if self.prompts and self.is_short() else self.decodes_first()
 
     def is_short(self, num_more: int = 0) -> bool:
-        """Are too few blocks free for what running prompts were promised, for what each decode that
-        was not offered its token yet needs for it, and for so many table entries more?"""
+        """Are too few blocks free? Needed are those promised to running prompts, those for decodes
+        that were not offered their token yet, and those for so many further table entries."""
         kv, size, index = self.kv, self.kv.block_size, self.step.index
         room = (kv.num_free - self.promised_blocks) // kv.num_groups - num_more
         if len(self._roster.running) <= room:
@@ -133,13 +133,13 @@ class View:
         return self._cost
 
     def note(self, plan: StepPlan, seconds: float) -> None:
-        """A step was settled. Its shape is worked out when somebody asks."""
+        """A step was settled. Its shape is computed lazily, when it is first read."""
         self._unread.append((plan, seconds))
 
     def _read_steps(self) -> None:
         while self._unread:
             plan, seconds = self._unread.popleft()
-            if seconds or not self._unread:  # of the others nothing is learnt
+            if seconds or not self._unread:  # an untimed step is read only if it is the latest
                 self._last = StepShape.of(plan, seconds)
                 self._cost.observe(self._last)
 
@@ -167,8 +167,8 @@ class View:
 
     @property
     def headroom_blocks(self) -> int:
-        """Blocks to leave free when a waiting request starts, if it is worth it: what running
-        prompts were promised, and one more for each fourth request that runs. Or the watermark."""
+        """Blocks to leave free when a waiting request starts, if ``keeps_headroom``: those promised
+        to running prompts, and one for each fourth running request. Or the watermark."""
         num_running, watermark = len(self._roster.running), self.config.watermark
         if watermark is not None:
             return int(watermark * self.kv.num_blocks) if num_running else 0
@@ -176,7 +176,7 @@ class View:
 
     @property
     def keeps_headroom(self) -> bool:
-        """Is it worth it? Judged by the cost of steps; ask only if the answer matters."""
+        """Is headroom worth its cost? Judged by the cost model; call it only if needed."""
         if self.config.watermark is not None:
             return self.config.watermark > 0
         roster, headroom = self._roster, self.headroom

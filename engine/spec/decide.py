@@ -1,10 +1,10 @@
 """Drafts: guessed tokens that a decode verifies beside its own.
 
-    settle        tokens have come: a proposer may know what follows
-    begin_step    it is asked; a request with drafts is watched, and in one step at a time
+    settle        tokens are known: a proposer may be asked again
+    begin_step    the proposer is asked; a request with drafts is watched and serial
     extra         a decode asks for as many places as it has drafts
     describe      plan.drafts
-    settle        how many were right; the others are computed in vain and rolled back
+    settle        count the accepted drafts; the others are rolled back
 
 Where a worker proposes (``result.drafts``), it does so for all rows, and all are in one step at a
 time. A ``Proposer`` sees only tokens that are known: a request without drafts keeps as many steps
@@ -55,7 +55,7 @@ def keep_all(req: Request, drafts: Sequence[int]) -> int:
 
 
 def is_token(value: object) -> bool:
-    """Could it be a token id, whatever the vocabulary?"""
+    """Can it be a token id of any vocabulary?"""
     if isinstance(value, bool) or not isinstance(value, Integral):
         return False
     return 0 <= int(value) <= MOST_TOKEN
@@ -63,7 +63,7 @@ def is_token(value: object) -> bool:
 
 @dataclass(slots=True)
 class DraftStats:
-    """What drafting has brought. A row with any drafts in a step counts as one of ``num_drafts``.
+    """Statistics of drafting. A row with any drafts in a step counts as one of ``num_drafts``.
 
     ``accepted_at[i]``: how often the draft at place i was right.
     """
@@ -86,7 +86,7 @@ class Drafts(Resource):
     """Up to ``num_speculative_tokens`` drafts for each decode.
 
     What a drafting row will have computed is known when its step is settled, so it is in one step
-    at a time. ``proposer``: who guesses, ``None`` if the worker does. ``cut`` says how many leading
+    at a time. ``proposer``: makes drafts; ``None``: the worker does. ``cut`` says how many leading
     drafts of a request are worth a try: those its grammar allows. Raises ``ConfigError`` for a
     number that cannot be.
     """
@@ -127,7 +127,7 @@ class Drafts(Resource):
         return is_workers or req.row in self._drafting
 
     def watches(self, req: Request) -> bool:
-        """A decode without drafts is one like any other."""
+        """True for requests with drafts; the others are planned like any decode."""
         return req.row in self._drafting
 
     def begin_step(self, step: Step) -> None:
@@ -157,7 +157,7 @@ class Drafts(Resource):
 
     def take(self, req: Request, num_tokens: int, step: Step) -> None:
         drafts = list(self._proposed.pop(req.row, ()))
-        # The last token that is known, or on its way, has no draft in its place.
+        # The last token that is known or being computed has no draft in its place.
         num_places = max(0, req.num_computed - req.num_tokens - req.num_pending + 1)
         if num_places:
             padding = [PADDING] * num_places
@@ -206,7 +206,7 @@ class Drafts(Resource):
         Raises ``ValueError`` for the first of these, when all others have been asked about.
         """
         failed = ""
-        while self._moved:  # each loses its turn before it is asked about
+        while self._moved:  # removed before the proposer is called
             if (req := self._running.get(self._moved.pop())) is None:
                 continue
             drafts, fault = self._ask(proposer, req)
@@ -222,14 +222,14 @@ class Drafts(Resource):
             raise ValueError(failed)
 
     def _ask(self, proposer: Proposer, req: Request) -> tuple[list[int], str]:
-        """At most as many tokens as may be verified; or none, and what was wrong."""
+        """At most as many tokens as may be verified; or none, and the fault."""
         most = self.num_speculative_tokens
         try:
             answer = proposer.propose(req, most)
             if not isinstance(answer, Iterable):
                 return [], f"returns {shown(answer)}, must be token ids"
             tokens = list(islice(answer, most))
-        except Exception as error:  # a stranger's code
+        except Exception as error:  # plug-in code
             return [], raised(error)
         for token in tokens:
             if not is_token(token):
@@ -259,7 +259,7 @@ class Drafts(Resource):
             self._scheduler.watch_again(req)
 
     def _count(self, part: DraftPart, result: StepResult) -> None:
-        """Padding was no draft, and a row without a result says nothing about its drafts."""
+        """Count accepted drafts. Padding is not a draft, and rows without a result are left out."""
         num_real = np.concatenate([[0], np.cumsum(part.tokens != PADDING)])
         ends = np.cumsum(part.counts)
         proposed = num_real[ends] - num_real[ends - part.counts]

@@ -22,8 +22,9 @@ BULK = 64  # tokens from which on an array is quicker than a loop
 class NgramProposer:
     """Looks for n-grams of ``max_size`` tokens down to ``min_size``.
 
-    A step costs what was said since the last, not the length of the text: n-grams are entered in
-    tables as they come. A table takes about 100 bytes for each token of a request that runs.
+    The cost of a step grows with the new tokens, not with the length of the text: n-grams are
+    entered in tables as they come. A table takes about 100 bytes for each token of a running
+    request.
     """
 
     def __init__(self, min_size: int, max_size: int) -> None:

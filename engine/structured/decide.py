@@ -19,18 +19,18 @@ from engine.sched.step.builder import Step
 class Matcher(Protocol):
     """Follows one output through its grammar.
 
-    Tokens that end a text are offered too; they are right where the grammar may end.
+    End-of-text tokens are passed too; they are allowed where the grammar may end.
     """
 
     def num_allowed(self, tokens: Sequence[int]) -> int:
         """How many of these tokens may follow, from the first on. Changes nothing."""
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """These tokens follow; they are allowed."""
+        """Advance by these tokens, which are allowed."""
 
 
 class Compilation(Protocol):
-    """A grammar on its way."""
+    """A grammar that is being compiled."""
 
     def poll(self) -> Matcher | None:
         """A matcher at the beginning of the grammar, ``None`` while it is being compiled.
@@ -77,7 +77,7 @@ class GrammarReadiness(Resource):
             self._faulty[req.request_id] = str(error)
 
     def watches(self, req: Request) -> bool:
-        """Whoever runs has its grammar."""
+        """Never: a request that runs has its compiled grammar."""
         return False
 
     def serializes(self, req: Request) -> bool:
@@ -129,7 +129,7 @@ class GrammarReadiness(Resource):
     # -- helpers
 
     def _is_over(self, request_id: str, compilation: Compilation) -> bool:
-        """Is it compiled, or known not to be?"""
+        """Has the compilation ended, successfully or not?"""
         try:
             matcher = compilation.poll()
         except Exception as error:  # whatever a backend raises

@@ -44,7 +44,7 @@ class Add(msgspec.Struct, frozen=True, omit_defaults=True, tag="add"):
 
 
 class Abort(msgspec.Struct, frozen=True, omit_defaults=True, tag="abort"):
-    """Somebody gives up on these requests, known or not; ``None``: on all."""
+    """A client aborts these requests, known or not; ``None``: all."""
 
     at: int
     request_ids: list[str] | None
@@ -72,7 +72,7 @@ class Jump(msgspec.Struct, frozen=True, omit_defaults=True, tag="jump"):
 
 
 class Wake(msgspec.Struct, frozen=True, omit_defaults=True, tag="wake"):
-    """Somebody wakes a request that may have nothing to wait for, or may not be there."""
+    """``wake`` is called for a request that may wait for nothing, or may not exist."""
 
     at: int
     request_id: str
@@ -84,7 +84,7 @@ Event = Add | Abort | Reset | Pause | Jump | Wake
 class Case(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """An engine and a script. ``at`` of each event is the tick before which it happens.
 
-    Behind the script nothing new comes, the engine goes on and everybody must finish.
+    Behind the script nothing new comes, the engine goes on and every request must finish.
     """
 
     setup: Setup

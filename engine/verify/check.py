@@ -23,7 +23,7 @@ def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
     assert len(set(plan.slots.tolist())) == len(rows), "two rows share a slot"
     upto = plan.starts + plan.counts
     assert (upto <= kv.num_held[plan.rows] * kv.block_size).all(), "computes without blocks"
-    assert (upto < table.limit.all[plan.rows]).all(), "computes what nobody will read"
+    assert (upto < table.limit.all[plan.rows]).all(), "computes KV that no token will read"
     assert (plan.generations == table.generation.all[plan.rows]).all(), "names an old request"
     if plan.drafts is not None:
         assert plan.drafts.counts.any(), "a part for drafts, and no drafts"
@@ -44,7 +44,7 @@ def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
 def check_state(scheduler: Scheduler, *, num_drafts: int = 0) -> None:
     """Conservation of blocks, reference counts, membership, seats and counts.
 
-    ``num_drafts``: tokens a request may have computed in vain, and hold blocks for.
+    ``num_drafts``: drafts that a request may have computed, and hold blocks for.
     """
     check_blocks(scheduler)
     check_members(scheduler)
@@ -130,7 +130,7 @@ def check_counts(scheduler: Scheduler, num_drafts: int = 0) -> None:
 
 
 def check_empty(scheduler: Scheduler) -> None:
-    """Nobody is left: everything is free again [13]."""
+    """No request is left: everything is free again [13]."""
     check_state(scheduler)
     roster = scheduler.roster
     assert not roster.by_id, f"unfinished: {list(roster.by_id)}"
@@ -139,5 +139,5 @@ def check_empty(scheduler: Scheduler) -> None:
     assert not np.any(roster.table.alive.all), "a row is alive"
     assert all(req is None for req in roster.by_row), "a row is taken"
     assert len(set(roster.table._free)) == roster.table.num_rows, "a row is lost"
-    assert not (roster.holding or roster.queued_tokens), "somebody holds or queues"
+    assert not (roster.holding or roster.queued_tokens), "a request holds blocks or queues"
     assert scheduler.intake.timers.next_time() is None, "a timer is left"

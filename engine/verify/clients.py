@@ -1,7 +1,7 @@
-"""What clients asked for, what they must hear, and what they heard: each token once, one end each.
+"""Expected and received outputs of every client: each token once, one end per request.
 
 The answer to a request follows from the request alone, so it must not depend on chunks, the cache,
-preemptions, the company in a batch, drafts, depth or policy.
+preemptions, the rest of the batch, drafts, depth or policy.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Asked:
     fails_at: int | None
     num_heard: int = 0
     num_cached: int | None = None  # tokens it did not compute when it first ran
-    has_new_seat: bool = False  # since it was last heard of
+    has_new_seat: bool = False  # since its last output
 
 
 class Clients:
-    """Hears every output. Raises ``AssertionError`` for what no client should hear."""
+    """Receives every output. Raises ``AssertionError`` for one that no client should get."""
 
     def __init__(self, max_model_len: int, on_end: Callable[[Asked], None]) -> None:
         self.live: dict[str, Asked] = {}
@@ -45,7 +45,7 @@ class Clients:
         self._on_end = on_end
 
     def accept(self, req: Request, fails_at: int | None) -> None:
-        """The scheduler has taken the request."""
+        """The scheduler has accepted the request."""
         add = req.add
         assert add.request_id not in self.live, f"{req} is taken twice"
         extras = extras_of(add)
@@ -85,13 +85,13 @@ class Clients:
         return "a row that fails"
 
     def alive(self, ids: list[str] | None) -> list[Request]:
-        """Those of these that have not ended, though the client may not have heard it yet."""
+        """Requests of these ids that have not ended; unreported ends count as ends."""
         wanted = list(self.live) if ids is None else list(dict.fromkeys(ids))
         asked = [self.live[name].req for name in wanted if name in self.live]
         return [req for req in asked if not req.is_finished]
 
     def abort(self, reqs: Sequence[Request]) -> None:
-        """These have ended at the wish of a client, and no output tells of it."""
+        """A client aborted these requests; no output reports their end."""
         for req in reqs:
             self._end(req.request_id)
 
@@ -120,7 +120,7 @@ class Clients:
             self._end(name)
 
     def check_over(self) -> None:
-        """Everybody has heard the end."""
+        """Every client has received the end of its requests."""
         assert not self.live, f"{list(self.live)} never heard their end"
 
     def _end(self, name: str) -> None:
@@ -137,7 +137,7 @@ class Clients:
 
 
 def check_start(asked: Asked, count: int, started: Started | None) -> None:
-    """A request is told how it has fared with its first tokens from each seat."""
+    """Check the history that comes with a request's first tokens from each seat."""
     req, history, is_due = asked.req, asked.req.history, asked.has_new_seat and count > 0
     assert (started is not None) == is_due, f"{req}: started {started}, {is_due}"
     if started is not None:

@@ -1,4 +1,4 @@
-"""Draws cases: another mixture of features for every seed, so that each meets each other."""
+"""Draws cases: a different mixture of features for every seed, so that all combinations occur."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def draw_case(seed: int, policy: Any = None, options: dict[str, Any] | None = No
 
 
 def draw_setup(rng: Random, policy: Any, options: dict[str, Any] | None) -> Setup:
-    """Small pools, seats and budgets: what is scarce is fought for."""
+    """Small pools, few seats and small budgets, so that requests compete for them."""
     block_size = rng.choice((1, 2, 3, 4, 8, 16))
     needs = {"adapters": rng.randint(1, 2), "grammars": 1, "loads": 1, "encoder": rng.randint(4, 9)}
     needs |= {"moods": rng.choice((5, 30)), "drafts": rng.randint(1, 4), "remote": 1}
@@ -205,7 +205,7 @@ class RequestMaker:
         return self.shared[:common] + rest
 
     def params(self, max_tokens: int) -> SamplingParams:
-        """What ends it, and whether it may read the cache."""
+        """Its stop conditions, and whether it may read the prefix cache."""
         rng = self.rng
         stops = []
         if "stops" in self.features:
@@ -219,7 +219,7 @@ class RequestMaker:
         )
 
     def hints(self, max_tokens: int) -> dict[str, Any]:
-        """What policies ask for; the oracle needs to know the length."""
+        """Hints that policies read; the oracle needs the output length."""
         rng = self.rng
         hints: dict[str, Any] = {"output_tokens": rng.randint(1, max_tokens)}
         if "hints" in self.features:
@@ -229,7 +229,7 @@ class RequestMaker:
         return hints
 
     def feature_fields(self, num_prompt: int) -> dict[str, Any]:
-        """What the resources of this engine are there for."""
+        """Fields of a request that the resources of this engine read."""
         rng, needs = self.rng, self.setup.needs
         fields: dict[str, Any] = {}
         if "adapters" in needs or "salts" in self.features:
@@ -275,7 +275,7 @@ class RequestMaker:
 def draw_troubles(
     rng: Random, features: set[str], num_ticks: int, num_requests: int
 ) -> list[Event]:
-    """What else happens during the script."""
+    """Aborts, resets, pauses and clock jumps during the script."""
     events: list[Event] = []
     for tick in range(num_ticks):
         if "aborts" in features and rng.random() < 0.1:

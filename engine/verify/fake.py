@@ -69,7 +69,7 @@ class FakeSeq:
 
 
 class FakeExecutor:
-    """What workers without a model have in common; see ``engine.core.engine_core.Executor``."""
+    """Base of workers without a model; see ``engine.core.engine_core.Executor``."""
 
     capabilities = frozenset(PARTS) - {"masks"}
     methods: tuple[str, ...] = ()
@@ -79,7 +79,7 @@ class FakeExecutor:
         raise AssertionError(f"{type(self).__name__} draws when it launches")
 
     def call(self, name: str, *args: Any) -> Any:
-        """A method by name: there are none."""
+        """Raises for every name: there are no methods."""
         raise ConfigError(f"{name} is not available: {type(self).__name__} has no model")
 
     def shutdown(self) -> None:
@@ -87,7 +87,7 @@ class FakeExecutor:
 
 
 class Work(NamedTuple):
-    """What a row computes in a step."""
+    """Tokens that a row computes in a step."""
 
     seq: FakeSeq
     new: NewSeq
@@ -112,7 +112,7 @@ class DigestWorker(FakeExecutor):
     both ends of it, any other at its end and somewhere. ``content`` gives what the model sees at
     each known position, where that is more than the token (salts, adapters, media).
     ``fail(seq, upto)`` says why a row fails that computes the positions before ``upto``; such a row
-    leaves rubbish in its KV. ``carry_out`` does what the parts of a plan ask for, just before its
+    leaves garbage in its KV. ``carry_out`` does what the parts of a plan ask for, just before its
     rows are computed. A mask lets the next token pass that it allows, from the drawn one on.
     """
 

@@ -4,23 +4,23 @@
 [1]    each block is free, held, or lent to a transfer                 ``check.check_blocks``
 [2]    a block is counted as often as tables and loans name it         ``check.check_blocks``
 [3]    a slot has one writer, and no reader of a shared block writes   ``check.check_plan``
-[4]    tables are as long as tokens need; who waits holds nothing      ``check.check_counts``
+[4]    tables are as long as tokens need; waiting ones hold nothing    ``check.check_counts``
 [5]    token budget, seats, and what resources have                    ``check_plan``, ``needs``
 [6]    a live request is in one place, and known by one id             ``check.check_members``
 [7]    one end each; tokens without gap, each once                     ``clients``
 [8]    what is cached under a hash is the KV of that content           ``CacheTruth``
 [9]    nothing is shared across salts, adapters or media               ``clients``
-[10]   while somebody could run, somebody does; everybody ends         ``Progress``, ``simulation``
-[11]   nobody is preempted again and again without a token             ``Progress``
+[10]   while a request could run, one does; every request ends         ``Progress``, ``simulation``
+[11]   no request is preempted again and again without a token         ``Progress``
 [12]   what could never run is refused at once                         ``simulation``
-[13]   when nobody is left nothing is held, nor remembered             ``Invariants.ended``
+[13]   when no request is left, nothing is held nor remembered         ``Invariants.ended``
 [14]   the worker's tables are the scheduler's                         ``check_mirror``
 [15]   the same case gives the same plans                              ``swarm``
 [16]   policies break no contract                                      ``check_faults``
 [17]   a clock that jumps changes no plan of fcfs and priority         ``swarm``
 [18]   pauses hold back, deadlines end                                 ``check_wishes``
-[19]   who is better goes first, unless the policy says otherwise      ``check_order``
-[20]   nothing is left over that somebody could use                    ``spare.check_spare``
+[19]   better ranks go first, unless the policy says otherwise         ``check_order``
+[20]   nothing is left over that a request could use                   ``spare.check_spare``
 [21]   no request lacks blocks while one that it outranks is granted   ``ranked.check_ranked``
 =====  ==============================================================  ==========================
 """
@@ -45,12 +45,12 @@ from engine.verify.needs import Drafts, Need
 from engine.verify.ranked import check_ranked
 from engine.verify.spare import check_spare
 
-IDLE_STEPS = 4  # plans in a row that may be empty though somebody could run
+IDLE_STEPS = 4  # plans in a row that may be empty though a request could run
 FUTILE_PREEMPTIONS = 12  # of one request in a row, without a new token between them
 
 
 class Invariants:
-    """Looks at a scheduler from outside after everything it does.
+    """Checks a scheduler from outside after each of its operations.
 
     ``every``: after how many steps the state as a whole is checked; plans, outputs and the worker's
     tables are checked each time. ``plugins``: are policy and resources held to their contracts too?
@@ -95,11 +95,11 @@ class Invariants:
         self._look()
 
     def changed(self) -> None:
-        """Something came from outside."""
+        """A request, abort or other event came from outside."""
         self._look()
 
     def ended(self, *, leaks: bool) -> None:
-        """Nobody is left, and the worker was told."""
+        """No request is left, and the worker was told."""
         check_empty(self.scheduler)
         assert not self.worker.seqs, f"the worker keeps {list(self.worker.seqs)}"
         for need in self.needs:
@@ -122,7 +122,7 @@ class Invariants:
 
 
 class Progress:
-    """Somebody runs if somebody could; nobody is robbed again and again."""
+    """A request runs if one could; none is preempted again and again for nothing."""
 
     def __init__(self, scheduler: Scheduler, needs: Sequence[Need]) -> None:
         self._scheduler = scheduler
@@ -193,16 +193,16 @@ class CacheTruth:
             if key is None:
                 continue
             right = self._digests.get(split_key(key)[0])
-            assert right is not None, f"block {block} is cached under a hash nobody made"
+            assert right is not None, f"block {block} is cached under an unknown hash"
             assert kv[block][-1] == right, f"block {block} holds other content"
 
 
 def check_wishes(scheduler: Scheduler, plan: StepPlan) -> None:
-    """Pauses hold back what they should, and nobody outlives a deadline [18]."""
+    """Pauses hold back what they should, and no request outlives a deadline [18]."""
     if scheduler.pause_state is PauseState.PAUSED_ALL:
         assert not plan.num_tokens, "tokens are computed in a pause"
     if scheduler.pause_state is not PauseState.UNPAUSED:
-        assert not scheduler.view.step.new, "somebody starts in a pause"
+        assert not scheduler.view.step.new, "a request starts in a pause"
     now = scheduler.view.now
     for req in scheduler.roster.by_id.values():
         end, start = req.add.end_deadline, req.add.queue_deadline
@@ -212,7 +212,7 @@ def check_wishes(scheduler: Scheduler, plan: StepPlan) -> None:
 
 
 def check_order(scheduler: Scheduler) -> None:
-    """Nobody starts before somebody of better rank who was not refused on his own account [19]."""
+    """No request starts before one of better rank that was not itself refused [19]."""
     step = scheduler.view.step
     if not step.new or scheduler.guard.overrides("order", "next_waiting"):
         return
@@ -225,13 +225,13 @@ def check_order(scheduler: Scheduler) -> None:
 
 
 def check_stats(scheduler: Scheduler, num_tokens: int, num_steps: int) -> None:
-    """Statistics of an engine in which nobody is left are what was counted beside it."""
+    """Statistics of an engine without requests equal what was counted beside it."""
     stats = scheduler.make_stats()
     assert stats.num_scheduled_tokens == num_tokens, f"{stats.num_scheduled_tokens} tokens counted"
     assert stats.num_steps - stats.num_rescued_steps <= 2 * num_steps, "steps are counted twice"
     assert stats.num_steps >= num_steps, "steps are not counted"
     gauges = (stats.num_running, stats.num_waiting, stats.num_parked, stats.kv_usage)
-    assert not any(gauges), f"somebody is left in the statistics: {gauges}"
+    assert not any(gauges), f"requests are left in the statistics: {gauges}"
     assert stats.prefix_hits <= stats.prefix_queries, "more hits than questions"
     assert stats.preempted_hits <= stats.preempted_queries, "more hits than questions"
 

@@ -20,7 +20,7 @@ Answers = Callable[[str], Sequence[int]]
 
 
 class Need(Resource):
-    """Something that runs out. ``amount`` is how much of it there is; time passes by ``tick``.
+    """A limited resource. ``amount`` is how much of it there is; time passes by ``tick``.
 
     ``answers`` gives the tokens that a request will be answered with.
     """
@@ -43,16 +43,16 @@ class Need(Resource):
         """One step's time has passed."""
 
     def check(self, running: Iterable[Request]) -> None:
-        """Does what was taken belong to those who run?"""
+        """Does all that was taken belong to running requests?"""
 
     def refuse(self, num_tokens: int = 0, on_refuse: OnRefuse | None = None) -> Fit:
-        """Only so many tokens."""
+        """Allow only so many tokens."""
         self.num_refusals += 1
         return Fit(num_tokens, self.name, on_refuse)
 
 
 class Adapters(Need):
-    """At most ``amount`` adapters are loaded at once; who needs another one is passed over."""
+    """At most ``amount`` adapters are loaded at once; requests for others are passed over."""
 
     name = "adapters"
 

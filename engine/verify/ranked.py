@@ -9,8 +9,8 @@ from engine.sched.state.queues import by_rank
 
 
 def check_ranked(scheduler: Scheduler, plan: StepPlan) -> None:
-    """Nobody who runs got nothing for want of blocks, or lost them in this step, while a request
-    that it outranks was granted tokens, whose blocks would have been enough [21].
+    """No running request went without tokens for lack of blocks, or was preempted in this step,
+    while one that it outranks was granted tokens and held enough blocks for it [21].
 
     A policy that says in which order tokens are offered, or whom to evict, answers for that itself.
     """
@@ -18,7 +18,7 @@ def check_ranked(scheduler: Scheduler, plan: StepPlan) -> None:
     if type(scheduler) is not Scheduler or guard.overrides("order") or not plan.num_tokens:
         return
     granted = scheduler.roster.requests(plan.rows)
-    if guard.waiting_may_preempt:  # whom a newcomer may take blocks from it has said as it waited
+    if guard.waiting_may_preempt:  # ``outranks`` was called while these waited
         granted = [req for req in granted if req not in step.new]
     if not guard.overrides("victim"):
         for req in step.short:

@@ -1,8 +1,8 @@
-"""KV from elsewhere for the simulated engine: a source, and the resource that parks who waits.
+"""KV from elsewhere for the simulated engine: a source, and the resource that parks requests.
 
 A load writes at once what it brings at even positions, and what it brings at odd ones in the end.
-So whatever else writes into its blocks meanwhile leaves a wrong digest, and so does whoever reads
-them too early.
+So anything else that writes into its blocks meanwhile, and any read of them that comes too early,
+leaves a wrong digest.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Digests = dict[tuple[int, int], int]  # by block and place in it
 
 
 class Load(NamedTuple):
-    """What is on its way for a request."""
+    """A load in progress for a request."""
 
     req: Request
     digests: Digests
@@ -44,7 +44,7 @@ class Store:
         self.started: list[Load] = []  # and not looked at yet
         self.orders: list[Digests] = []  # for the next step
         self._starts: dict[int, int] = {}  # where the rest begins, by number of the request
-        self._refused: set[int] = set()  # whose load could not start, by the same
+        self._refused: set[int] = set()  # requests whose load could not start, by the same
 
     def match(self, req: Any, num_local_tokens: int) -> RemoteMatch:
         params = req.add.kv_transfer_params or {}
@@ -102,7 +102,7 @@ class Store:
 
 
 class Remote(Need):
-    """Parks whoever can have KV by waiting, and tells the scheduler when it has come."""
+    """Parks requests whose KV can be loaded by waiting; wakes them when it has arrived."""
 
     name = "remote"
     needs = ("kv_transfer",)
@@ -111,9 +111,9 @@ class Remote(Need):
 
     def __init__(self, amount: int, answers: Answers) -> None:
         super().__init__(amount, answers)
-        self.loads: dict[int, Load] = {}  # on their way, by number of the request
+        self.loads: dict[int, Load] = {}  # in progress, by number of the request
         self.left: dict[int, int] = {}  # ticks, by the same
-        self.had: set[int] = set()  # whose load was over and did not bring all
+        self.had: set[int] = set()  # requests whose load ended incomplete
 
     def attach(self, scheduler: AttachedScheduler) -> None:
         super().attach(scheduler)

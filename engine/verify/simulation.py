@@ -31,7 +31,7 @@ KINDS: dict[str, type[Need]] = {**NEEDS, Remote.name: Remote}
 
 
 class Outcome(NamedTuple):
-    """What a run came to."""
+    """Result of a run."""
 
     num_steps: int
     num_accepted: int
@@ -85,7 +85,7 @@ class Simulation:
         self._trace = hashlib.blake2b(digest_size=16)
 
     def run(self) -> Outcome:
-        """The script, and then until everybody has finished."""
+        """The script, and then until every request has finished."""
         events = deque(sorted(self.case.events, key=lambda event: event.at))
         for tick in range(self.case.num_ticks):
             while events and events[0].at == tick:
@@ -127,7 +127,7 @@ class Simulation:
         can_run = can_run and scheduler.kv.blocks_for(longest) <= scheduler.kv.num_usable
         is_known = request.request_id in self.clients.live
         if is_known and not self.clients.alive([request.request_id]):
-            return  # a client does not use an id again before it has heard the end
+            return  # a client reuses an id only after its end was reported
         try:
             req = scheduler.add_request(request)
         except RefusedError as error:
@@ -185,7 +185,7 @@ class Simulation:
             self.clients.hear(self.scheduler.take_outputs(), self.latest)
 
     def drain(self) -> None:
-        """Nothing new comes; everybody must finish within a bound on their work [10]."""
+        """Nothing new comes; every request must finish within a bound on their work [10]."""
         scheduler = self.scheduler
         scheduler.set_pause_state(PauseState.UNPAUSED)
         bound = self.num_steps + SLACK_STEPS + 4 * sum(map(self._work, self.clients.live.values()))
@@ -246,7 +246,7 @@ class Simulation:
             need.tick()
 
     def _wait(self) -> None:
-        """Nothing can be computed now: on to the time at which something is due."""
+        """Nothing can be computed now: advance the clock to the next timer."""
         due = self.scheduler.intake.timers.next_time()
         if due is not None and due > self.now:
             self.now = due

@@ -1,4 +1,4 @@
-"""Nothing is left over that somebody could use: tokens of a step, seats, blocks."""
+"""Nothing is left over that a request could use: tokens of a step, seats, blocks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ FRUGAL_HOOKS = ("limits", "evict", "order", "next_waiting", "admit", "chunk", "v
 
 
 def check_spare(scheduler: Scheduler, plan: StepPlan) -> None:
-    """Where nobody but the mechanism decides who gets what, all is used that can be [20]."""
+    """If no plug-in decides which request gets what, all that can be used is used [20]."""
     frugal = scheduler.guard.overrides(*FRUGAL_HOOKS) or scheduler.guard.waiting_may_preempt
     is_paused = scheduler.pause_state is not PauseState.UNPAUSED
     if frugal or is_paused or scheduler.resources.members or type(scheduler) is not Scheduler:
         return
-    # What is given back in the middle of a step may come too late for somebody.
+    # What is given back in the middle of a step may come too late for another request.
     if scheduler.view.step.preempted or scheduler.kv.tables.windows:
         return
     left = scheduler.config.max_num_batched_tokens - plan.num_tokens

@@ -17,7 +17,7 @@ TICK = 0.25  # seconds a step: a wait of a minute is 240 steps
 
 
 class Waited(NamedTuple):
-    """What became of a request that had to wait."""
+    """Outcome for a request that had to wait."""
 
     num_steps: int | None  # until it had its last token; ``None``: it had not when time was up
     num_refusals: int = 0  # how often it was refused as it came

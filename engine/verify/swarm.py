@@ -1,4 +1,4 @@
-"""Swarm: runs the cases of one seed after the other, and says what broke."""
+"""Swarm: runs the cases of one seed after the other, and reports what broke."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NO_CLOCK = ("fcfs", "priority")  # policies that read no clock
 
 
 class Broken(NamedTuple):
-    """What went wrong, and where: two failures at the same place count as the same."""
+    """An error and its place: two failures at the same place count as the same."""
 
     message: str
     place: str
@@ -47,7 +47,7 @@ class Kept(msgspec.Struct, frozen=True):
 
 @dataclass
 class Report:
-    """What a swarm has done."""
+    """Counts of a swarm's work."""
 
     num_steps: int = 0
     num_runs: int = 0
@@ -56,7 +56,7 @@ class Report:
     found: list[Found] = field(default_factory=list)
 
     def add(self, other: Report) -> None:
-        """Enter what another one has done."""
+        """Add the counts of another report."""
         self.num_steps += other.num_steps
         self.num_runs += other.num_runs
         self.num_requests += other.num_requests
@@ -113,7 +113,7 @@ class Swarm:
             if twice:
                 check_same(case, outcome)
             return outcome
-        except Exception as error:  # whatever breaks is what we are here for
+        except Exception as error:  # any error is a finding
             return what_broke(error, simulation.num_steps if simulation is not None else 0)
 
 

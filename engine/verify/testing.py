@@ -1,4 +1,4 @@
-"""Holds any policy to what the engine promises its users: for the tests of whoever writes one.
+"""Holds any policy to what the engine promises its users: for the tests of its author.
 
     from engine.verify.testing import check_policy
 
@@ -38,8 +38,8 @@ def check_policy(
     """Raise ``PolicyError`` if the policy breaks a rule; otherwise say what was tried.
 
     Random engines and workloads of all features, from ``seed`` on, for ``steps`` steps. In each of
-    them: every token is right and comes once, everybody finishes within a bound on their work,
-    nobody is preempted again and again for nothing, no block, seat or request is lost, hooks
+    them: every token is right and comes once, every request finishes within a bound on their work,
+    none is preempted again and again for nothing, no block, seat or request is lost, hooks
     neither raise nor give illegal answers, blocks go by rank, and the same seed gives the same
     plans. Then a request waits in an overload of better ones, comes again if it is refused, and
     must be served within ``max_wait`` steps; ``None`` allows the policy to starve it.
@@ -53,7 +53,7 @@ def check_policy(
     _check_arguments(steps, seed, max_wait)
     options = options or {}
     find_policy(policy, options)
-    with _quiet():  # what a policy does wrong is in the error, once
+    with _quiet():  # faults of the policy are in the error, once
         report = Swarm(policy, options, every=CHECK_EVERY).run(count(seed), steps)
         problems = [_explain(name_of(policy), found) for found in report.found]
         if max_wait is not None and not problems:
@@ -85,7 +85,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _unfair(name: str, waited: Waited, max_wait: int) -> list[str]:
-    """What is to be said of a policy that did not serve the request in an overload."""
+    """Error text for a policy that did not serve the request in an overload."""
     if waited.num_steps is not None:
         return []
     if waited.num_refusals:

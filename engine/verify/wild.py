@@ -11,7 +11,7 @@ from engine.sched.request import Request
 class Wild(Policy):
     """Every hook throws the engine's dice; ``rate`` (0 to 1) is how often it does something odd.
 
-    It evicts nobody twice of its own accord, so that everybody comes to an end. It remembers what
+    It evicts no request twice of its own accord, so that every request ends. It remembers what
     it answered in a step and raises ``AssertionError`` if the mechanism does not keep to it.
     """
 
@@ -46,7 +46,7 @@ class Wild(Policy):
         if self.bounds.max_tokens is not None:
             self.tokens_left = min(self.tokens_left, self.bounds.max_tokens)
         self.most_running = view.config.max_num_seqs
-        if self.bounds.max_seqs is not None:  # who runs may be exchanged for another
+        if self.bounds.max_seqs is not None:  # a running request may be exchanged for another
             self.most_running = max(self.bounds.max_seqs, len(view.running))
         self.named.clear()
         self.allowed.clear()

@@ -1,4 +1,4 @@
-"""StepPlan -> the buffer that is staged -> the tensors of a forward pass, built on the device."""
+"""From a StepPlan to a staged buffer to the tensors of a forward pass, built on the device."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ ASCENDING.flags.writeable = False
 
 
 class PlanRows(NamedTuple):
-    """The rows of a plan, or some of them: slots, first positions, token counts, who samples, and
-    the drafts among the counted tokens. Only to be read: others may keep a plan's columns."""
+    """The rows of a plan, or some of them: slots, first positions, token counts, which sample,
+    and the drafts among the counted tokens. Read-only: they share the plan's columns."""
 
     slots: Column
     starts: Column
@@ -66,7 +66,7 @@ class Tokens:
 
 
 class Extent(NamedTuple):
-    """How far a step's attention reaches, as the host knows it; a graph takes the most there is."""
+    """Bounds of a step's attention, as the host knows them; a graph takes the largest possible."""
 
     num_decodes: int
     max_query_len: int
@@ -94,8 +94,8 @@ class Picked(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Where a step of S sequences and N tokens lies on the device: what the host says, and what is
-    made of it."""
+    """Device memory of a step of S sequences and N tokens: the columns that the host sends, and the
+    inputs made from them."""
 
     num_seqs: int
     num_tokens: int
@@ -195,7 +195,7 @@ class Batches:
         return batch
 
     def seq_lens(self, num_seqs: int) -> torch.Tensor:
-        """Where the next token of each sequence will stand, as `build` has worked it out."""
+        """Position of the next token of each sequence, as computed by `build`."""
         return self._inputs.seq_lens[:num_seqs]
 
     def _room(self, num_seqs: int, num_tokens: int) -> Room:
@@ -229,7 +229,7 @@ class Batches:
             host.draw_starts[: padded + 1] = np.arange(padded + 1)
 
     def _fill_ids(self, ids: Column, rows: PlanRows, tokens: Tokens) -> None:
-        """The ids of tokens that the scheduler sent; the others only the device knows."""
+        """Fill in the token ids that the scheduler sent; only the device knows the others."""
         slots, positions = tokens.slots, tokens.positions
         is_sent = positions < self._live.num_sent[slots]
         if np.count_nonzero(is_sent):

@@ -1,4 +1,4 @@
-"""Driver: plans in, tickets out, and what fails, fails alone.
+"""Driver: takes plans, returns tickets; a failing row does not fail the others.
 
 launch ─> stage, forward, draw ──────────> collect
    └──── stage, forward ─> sample: draw ──┘         (the plan has a ``MaskPart``)
@@ -59,7 +59,7 @@ class Driver:
                 self._undrawn = runner.forward(staged.pop())
             except torch.AcceleratorError:  # the device is lost, and with it every request
                 raise
-            except Exception as error:  # told when the step is drawn, and to whom it concerns
+            except Exception as error:  # raised when the step is drawn, for the rows that need it
                 self._undrawn = error
         pending.spans.append((began, platform.mark()))
         return pending
@@ -68,7 +68,7 @@ class Driver:
     def sample(self, ticket: Pending, masks: Masks | None) -> None:
         """Start the draw of a step that waited for its masks."""
         runner, part = self.runner, ticket.plan.masks
-        assert part is not None, "a step is drawn that did not wait"
+        assert part is not None, "sample() for a step that does not wait for masks"
         began = runner.machine.platform.mark()
         ready, self._undrawn = [self._undrawn], None
         words, first_mask = self._placed(ticket.plan, part, masks)
@@ -85,7 +85,7 @@ class Driver:
         ticket.spans.append((began, runner.machine.platform.mark()))
 
     def collect(self, ticket: Pending) -> StepResult:
-        """Sleep until a launched step is done and read what it brought."""
+        """Sleep until a launched step is done and read its results."""
         with section("collect"):
             result = collect(ticket)
         for feature in self.runner.machine.features:

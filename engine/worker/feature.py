@@ -1,5 +1,5 @@
-"""Machine: a model on a device. Feature: the half of a feature that computes; each reads one part
-of the plan."""
+"""Machine: a model on a device. Feature: the worker's half of a feature; each reads one part of the
+plan."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from engine.worker.slots import Slots
 
 
 class Machine(NamedTuple):
-    """A model on a device, and the owners of all that a step needs."""
+    """A model on a device, and the owners of all state that a step needs."""
 
     model: Model
     kv: list[torch.Tensor]
     platform: Platform
-    live: LiveSeqs  # what the scheduler sent, on the host
+    live: LiveSeqs  # host table of what the scheduler sent
     slots: Slots  # tokens, lengths, block tables, parameters, on the device
     sampler: Sampler  # what requests do to their logits
     batches: Batches  # the step that is being sent
@@ -36,11 +36,11 @@ class Feature:
     default; a step that is run again in halves is extended again."""
 
     part = ""  # name of the plan's field that it reads (``engine.messages.step.PARTS``)
-    aux_layers: tuple[int, ...] = ()  # whose outputs ``drawn`` is to see, of rows that it touches
+    aux_layers: tuple[int, ...] = ()  # layers whose outputs ``drawn`` reads
 
     @property
     def methods(self) -> Mapping[str, Callable[..., Any]]:
-        """What clients may call by name, as to load an adapter."""
+        """Methods that clients may call by name, such as loading an adapter."""
         return {}
 
     def attach(self, machine: Machine) -> None:
@@ -50,7 +50,7 @@ class Feature:
         """
 
     def begin(self, plan: StepPlan, live: LiveSeqs) -> Mapping[int, str] | None:
-        """A plan has come, maybe without rows: its part is ``getattr(plan, self.part)``.
+        """A plan has arrived, maybe without rows: its part is ``getattr(plan, self.part)``.
 
         Returns the slots whose requests it cannot compute, with the reason: these requests fail
         alone. If it raises, all rows of the step fail.
@@ -58,14 +58,14 @@ class Feature:
         return None
 
     def touches(self, rows: PlanRows) -> bool:
-        """Does ``extend`` change anything for these rows? Then no recorded graph computes them."""
+        """True if ``extend`` changes anything for these rows; no graph then computes them."""
         return False
 
     def extend(self, batch: ForwardBatch, rows: PlanRows) -> None:
         """Add vectors, adapters or positions to the forward pass of these rows."""
 
     def profile(self, batch: ForwardBatch) -> None:
-        """The same for a step of made-up rows, as large as there can be: take as much memory."""
+        """As ``extend``, for the largest possible step of made-up rows, to measure its memory."""
 
     def drawn(self, rows: PlanRows, hidden: Hidden, tokens: torch.Tensor) -> None:
         """These rows are computed and drawn, in a step that no graph computed.
@@ -76,7 +76,7 @@ class Feature:
         """
 
     def report(self, result: StepResult) -> None:
-        """A step is collected: add what the scheduler's half is to learn."""
+        """A step is collected: add results for the scheduler's half."""
 
     def shutdown(self) -> None:
-        """Let go of what was opened."""
+        """Close what was opened."""

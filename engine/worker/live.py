@@ -1,4 +1,4 @@
-"""The host's table of live sequences, addressed by slot: what the scheduler sent."""
+"""The host's table of live sequences as the scheduler sent them, by slot."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from engine.messages.step import NewSeq, StepPlan
 
 
 class LiveSeqs:
-    """Who sits in which seat. ``tokens[slot, p]`` is the token at position p, as far as it came
+    """The sequence in each slot. ``tokens[slot, p]`` is the token at position p, as far as it came
     with the sequence; zero pages until touched. What was sampled since, the device knows."""
 
     def __init__(self, max_num_seqs: int, max_model_len: int) -> None:

@@ -1,4 +1,4 @@
-"""How much memory there is, and the KV cache in it."""
+"""Free memory, and the KV cache allocated from it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def make_kv_cache(
 
     Zeroed, since what is masked is still multiplied and 0 * NaN is NaN. On a CPU the pages are the
     system's zero page until they are written, so a large pool costs nothing before it is used.
-    Raises ``ConfigError`` with the numbers if the memory cannot be had.
+    Raises ``ConfigError`` with the numbers if there is not enough memory.
     """
     shape = (num_blocks, 2, spec.num_kv_heads, block_size, spec.head_dim)
     try:

@@ -1,4 +1,4 @@
-"""Traces of what the worker does, to be looked at in Perfetto or chrome://tracing."""
+"""Traces of the worker, for Perfetto or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TorchProfiler:
             )
         if self._running is not None:
             raise ConfigError("a profile is being recorded already; stop it before you start one")
-        if is_recording():  # torch would let the second silence the first
+        if is_recording():  # a second one silences the first
             raise ConfigError(
                 "another torch profiler is recording in this process; stop it before you start one"
             )
@@ -77,7 +77,7 @@ class TorchProfiler:
 
 
 def is_recording() -> bool:
-    """Is a torch profiler at work in this process, whoever started it?"""
+    """Is any torch profiler recording in this process, ours or another?"""
     return torch_profiler._is_profiler_enabled
 
 

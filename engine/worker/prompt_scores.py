@@ -41,7 +41,7 @@ class PromptScores:
         return complete
 
     def remove(self, slot: int) -> None:
-        """The scores of this slot were delivered, or nobody wants them any more."""
+        """The scores of this slot were delivered, or are no longer wanted."""
         self._parts.pop(slot, None)
 
     def _score(self, slot: int, start: int, hidden: torch.Tensor, live: LiveSeqs) -> None:

@@ -1,4 +1,4 @@
-"""Steps in flight, and what they bring once the device is there."""
+"""Steps in flight, and their results once the device has finished them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Pending:
 
 
 def collect(pending: Pending) -> StepResult:
-    """Wait for a step and read what it brought."""
+    """Wait for a step and read its results."""
     plan = pending.plan
     result = StepResult(plan.step, EMPTY, EMPTY, {}, {}, {})
     found = [_read(part, result) for part in pending.parts]
@@ -78,7 +78,7 @@ def collect(pending: Pending) -> StepResult:
 
 
 def _read(part: Homebound | Failed, result: StepResult) -> tuple[Column, Column]:
-    """Enter what a part brought. Returns the row of the plan of each token that stands, and it."""
+    """Enter the results of a part. Returns the plan rows of tokens that stand, and the tokens."""
     if isinstance(part, Failed):
         result.errors[part.first] = part.message
         return EMPTY, EMPTY
@@ -109,7 +109,7 @@ def _read(part: Homebound | Failed, result: StepResult) -> tuple[Column, Column]
 def _failures(part: Homebound, drawn: Column, sound: list[bool]) -> dict[int, str]:
     """Why rows of the draws have no token. ``sound``: were the edited ones.
 
-    What is wrong behind a draft that did not stand was never asked for.
+    Errors behind a rejected draft are ignored: those rows were not needed.
     """
     failed = {}
     was_sound = dict(zip(part.edited, sound, strict=True))

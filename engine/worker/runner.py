@@ -1,4 +1,4 @@
-"""Runner: computes some rows of a plan. Who calls it decides what follows a failure.
+"""Runner: computes some rows of a plan. The caller decides what follows a failure.
 
 begin    seats, adapters, media: what the plan changes
 stage    one buffer to the device
@@ -31,11 +31,11 @@ logger = logging.getLogger("engine.worker")
 
 
 class Unfit(Exception):
-    """A feature cannot compute a request of the step, and has said why."""
+    """A feature cannot compute a request of the step; the message says why."""
 
 
 class Advanced(Exception):
-    """Something failed when the slots had advanced: to run again would advance them twice."""
+    """A failure after the slots had advanced: running again would advance them twice."""
 
 
 class Forwarded(NamedTuple):
@@ -49,8 +49,8 @@ class Forwarded(NamedTuple):
 class Runner:
     """One model on one device.
 
-    Steps are launched one behind the other: what a step draws stays in the slots, where the next
-    one finds it. The host reads it when the step is collected.
+    Steps are launched without waiting: what a step draws stays in the slots, where the next one
+    reads it. The host reads it when the step is collected.
     """
 
     def __init__(self, machine: Machine, max_model_len: int) -> None:
@@ -61,7 +61,7 @@ class Runner:
         self._unfit: dict[int, str] = {}  # slots, and why a feature cannot compute what is there
 
     def begin(self, plan: StepPlan) -> list[SamplingSpec]:
-        """Slots are freed and taken. Returns what the new sequences ask of the sampler."""
+        """Free and take slots. Returns the sampling options of the new sequences."""
         machine = self.machine
         machine.live.apply(plan)
         for slot in plan.freed_slots:
@@ -78,14 +78,14 @@ class Runner:
     def stage(
         self, rows: PlanRows, plan: StepPlan | None = None, specs: Sequence[SamplingSpec] = ()
     ) -> Staged:
-        """Send these rows, and with a plan all that it changes."""
+        """Send these rows and, with a plan, all its changes."""
         staged = self.machine.batches.stage(rows, plan, specs, padded=self._size_for(rows))
         if staged.changes is not None:
             self.machine.slots.apply(staged.changes)
         return staged
 
     def forward(self, staged: Staged, *, is_made_up: bool = False) -> Forwarded:
-        """The forward pass, and logits. Raises ``Unfit`` for what a feature has said no to."""
+        """The forward pass, and logits. Raises ``Unfit`` for a row that a feature has refused."""
         if self._unfit:
             for slot in staged.rows.slots.tolist():
                 if slot in self._unfit:
@@ -123,13 +123,13 @@ class Runner:
         )
 
     def forget_scored(self, slot: int) -> None:
-        """Prompt scores of this slot are on their way. Only told when nothing is run again."""
+        """Prompt scores of this slot are being delivered. Called only when no rerun can follow."""
         self._prompt_scores.remove(slot)
         self.machine.live.prompt_scored.discard(slot)
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int]) -> None:
-        """Record decode steps of these numbers of rows; larger ones stay as they are."""
+        """Record decode steps of these numbers of rows; larger steps are launched call by call."""
         self._graphed = record(self.machine, sizes, self._max_model_len)
 
     @torch.inference_mode()
@@ -184,8 +184,8 @@ class Runner:
 
 
 def _begin(feature: Feature, plan: StepPlan, live: LiveSeqs) -> dict[int, str]:
-    """What the feature makes of the plan: slots that it cannot compute, and why. One that raises
-    can compute none of the step's."""
+    """Give the feature the plan. Returns the slots that it cannot compute, and why; if it
+    raises, these are all slots of the step."""
     try:
         return dict(feature.begin(plan, live) or {})
     except torch.AcceleratorError:  # the device is lost, and with it every request
@@ -197,5 +197,5 @@ def _begin(feature: Feature, plan: StepPlan, live: LiveSeqs) -> dict[int, str]:
 
 
 def columns_of(scores: Sequence[RowScores]) -> list[torch.Tensor]:
-    """What is to come home of log-probabilities, three columns for each group."""
+    """Log-probabilities to copy to the host, three columns for each group."""
     return [column for group in scores for column in group.scored]

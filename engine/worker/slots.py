@@ -1,4 +1,4 @@
-"""The device's own table of live sequences, addressed by slot. Nobody else writes it."""
+"""The device's own table of live sequences, addressed by slot; nothing else writes to it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kernels.slots import Columns, Drawn, SlotState
 
 
 class Changes(NamedTuple):
-    """What a plan changes in the table, on its way to the device."""
+    """Changes of a plan to the table, on their way to the device."""
 
     newcomers: list[torch.Tensor]  # slots, then a value for each column of a slot; []: no sequence
     blocks: list[torch.Tensor]  # slots, places in block tables, blocks; [] for none
@@ -28,7 +28,7 @@ class Changes(NamedTuple):
 class Slots:
     """Tokens, lengths, block tables and sampling parameters of every seat.
 
-    A token that is sampled is known here at once, so the next step needs nothing from the host.
+    A sampled token is written here at once, so the next step needs nothing from the host.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Slots:
         )
 
     def apply(self, changes: Changes) -> None:
-        """Seat the newcomers, then grow block tables."""
+        """Enter new sequences, then grow block tables."""
         if changes.newcomers:
             slots, *values = changes.newcomers
             columns = (self.state.num_computed, self.tables.num_prompt, *self.tables.asked)
@@ -77,7 +77,8 @@ class Slots:
 
 
 def stage_changes(plan: StepPlan, specs: Sequence[SamplingSpec], staging: Staging) -> Changes:
-    """Pack what a plan changes; a newcomer begins where its first row does. ``specs``: theirs."""
+    """Pack what a plan changes; a new sequence begins where its first row does.
+    ``specs``: of the new sequences."""
     newcomers, blocks = [], []
     if plan.new:
         starts = dict(zip(plan.slots.tolist(), plan.starts.tolist(), strict=True))

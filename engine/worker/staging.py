@@ -1,4 +1,4 @@
-"""What a step tells the device: one buffer, one copy."""
+"""The inputs of a step for the device: one buffer, one copy."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class DeviceColumns(NamedTuple):
 class Staging:
     """One pinned buffer for each step in flight, and its place on the device.
 
-    Fixed columns come first, the token ids last of them; whatever else a step has to say follows
+    Fixed columns come first, the token ids last of them; any other data of a step follows
     right behind the ids in use. A buffer is filled again only when its last copy is done. Where
     host and device are one, the buffer is the place, and nothing is copied.
     """
@@ -83,8 +83,8 @@ class Staging:
         return self._host[self._turn]
 
     def add(self, values: NDArray[np.generic]) -> torch.Tensor:
-        """Send this along, too; returns where it lies from ``send`` to the next ``send``."""
-        if self._shares:  # a plan's columns may be kept by who made them, and torch warns of such
+        """Add values to the copy; returns where they lie from ``send`` to the next ``send``."""
+        if self._shares:  # a plan's columns may be read-only, and torch warns of such
             return torch.from_numpy(values if values.flags.writeable else values.copy())
         begin, end = self._end, self._end + values.nbytes
         if end > self._room:  # hundreds of long prompts found in the cache at once
@@ -96,7 +96,7 @@ class Staging:
         return place.view(values.shape)
 
     def send(self) -> None:
-        """One copy of all that the step has to say."""
+        """Send everything with one copy."""
         if self._shares:
             return
         end = min(self._end, self._room)

@@ -69,7 +69,7 @@ class EagerStep:
         return tokens
 
     def tell(self, drawn: torch.Tensor) -> None:
-        """Features learn what was computed and drawn."""
+        """Pass what was computed and drawn to the features."""
         if not self._is_made_up:
             for feature in self._machine.features:
                 feature.drawn(self._staged.rows, self._hidden, drawn)
@@ -115,7 +115,7 @@ class GraphedStep:
         return self._drawn
 
     def tell(self, drawn: torch.Tensor) -> None:
-        """No feature touches a row of it."""
+        """Nothing to do: no feature touches its rows."""
 
 
 class GraphedSteps:

@@ -1,4 +1,4 @@
-"""A few tokens before anybody waits for them."""
+"""Computes a few tokens before the first request arrives."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WORTH_SAYING = 2.0  # seconds
 def warm_up(driver: Driver, num_blocks: int) -> None:
     """Run a prompt and some decodes: kernels are compiled and loaded before the first request.
 
-    What was written is wiped; failures are left for the requests that meet them.
+    The KV written is zeroed. Failures are ignored here: requests will report them.
     """
     machine = driver.runner.machine
     block_size = machine.slots.block_size

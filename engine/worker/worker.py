@@ -1,8 +1,8 @@
-"""ModelWorker: one device. Loads a model, says what it is, takes memory, computes plans.
+"""ModelWorker: one device. Loads a model, reports its facts, allocates memory, computes plans.
 
     load ─> facts ─> measure ─> bytes for KV ─> allocate ─> launch, sample, collect ─> shutdown
 
-What is decided in between (lengths, blocks) `engine.config.decide` decides, for any worker.
+What is decided in between (lengths, blocks) is up to `engine.config.decide`, for any worker.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from engine.worker.warmup import warm_up
 from kernels.cpu import prepare
 from kernels.cpu.threads import leave_threads_to_kernels, set_threads
 
-CHUNKS = (1, 2, 4, 8, 16, 32, 64, 128)  # tokens; launch settings differ between them, not beyond
+CHUNKS = (1, 2, 4, 8, 16, 32, 64, 128)  # tokens; launch settings differ only up to the longest
 OWN_PARTS = ("drafts", "masks")  # computed without a feature
 # What torch's allocator, the driver and its libraries say when there is none left.
 OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "Failed to allocate")
@@ -81,7 +81,7 @@ class ModelWorker:
 
     @property
     def driver(self) -> Driver:
-        """Who computes plans, once the model is loaded."""
+        """Computes plans; there is one once the model is loaded."""
         assert self._driver is not None, "the model is not loaded"
         return self._driver
 
@@ -162,19 +162,19 @@ class ModelWorker:
         self.driver.sample(ticket, masks)
 
     def collect(self, ticket: Pending) -> StepResult:
-        """Wait for a launched step and read what it brought."""
+        """Wait for a launched step and read its results."""
         return self.driver.collect(ticket)
 
     @property
     def methods(self) -> Mapping[str, Callable[..., Any]]:
-        """What ``call`` knows by name."""
+        """Methods that ``call`` runs by name."""
         methods: dict[str, Callable[..., Any]] = {"profile": self._profile}
         for feature in self._features:
             methods.update(feature.methods)
         return methods
 
     def call(self, name: str, *args: Any) -> Any:
-        """A method by name, between two steps. Raises ``ConfigError`` for one that is not there."""
+        """Run a method by name, between two steps. Raises ``ConfigError`` for an unknown one."""
         method = self.methods.get(name)
         if method is None:
             raise ConfigError(
@@ -183,7 +183,7 @@ class ModelWorker:
         return method(*args)
 
     def shutdown(self) -> None:
-        """Let go of model and memory; harmless when repeated."""
+        """Free model and memory; may be called twice."""
         self._profiler.close()
         for feature in self._features:
             feature.shutdown()
@@ -214,7 +214,7 @@ class ModelWorker:
             logger.info("decode steps of %d sizes recorded in %.1f s", len(sizes), seconds)
 
     def _profile(self, what: str) -> list[str] | None:
-        """Begin a trace of what is computed, or end it; returns the files written."""
+        """Start or stop a trace; returns the files written."""
         if what == "stop":
             return self._profiler.stop()
         if what != "start":
@@ -253,8 +253,8 @@ def make_machine(
 
 
 def meet_shapes(runner: Runner, max_num_tokens: int, max_model_len: int) -> None:
-    """A chunk of every kind of length, at the beginning and behind a long context: or kernels are
-    compiled while a request waits for them."""
+    """Run a chunk of every kind of length, at the beginning and behind a long context. Otherwise
+    kernels are compiled while a request waits for them."""
     longest = min(max_num_tokens, max_model_len)
     for num_tokens in CHUNKS:
         if num_tokens <= longest:
@@ -264,7 +264,7 @@ def meet_shapes(runner: Runner, max_num_tokens: int, max_model_len: int) -> None
 
 @contextmanager
 def explained(platform: Platform, doing: str) -> Iterator[None]:
-    """Say with numbers what is lacking where memory runs out before the engine runs."""
+    """Explain with numbers when memory runs out before the engine runs."""
     try:
         yield
     except RuntimeError as error:

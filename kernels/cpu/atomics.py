@@ -79,7 +79,7 @@ def pause(typing_context):
 
 @intrinsic
 def system_call(typing_context, function, number, first, second, third):
-    """libc's ``syscall`` with three arguments; a fourth, a time limit, is none."""
+    """libc's ``syscall`` with three arguments; no time limit (the fourth is 0)."""
 
     def build(context, builder, signature, args):
         kind = ir.FunctionType(_I64, [_I64] * 5)

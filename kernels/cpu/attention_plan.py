@@ -12,7 +12,7 @@ from kernels.meta import AttentionMeta
 ITEM_FIELDS = 6  # sequence, first row, rows, first key, end of keys, items that share the row
 
 # Keys of a single token's item. It does not depend on what else is in the step, nor on the threads,
-# so a request computes the same numbers in any company.
+# so a request computes the same numbers in any batch.
 _KEYS = 256
 
 

@@ -4,7 +4,7 @@ An item is one token against a range of its sequence's keys. It walks the blocks
 within one, the keys of all heads and then their values, as they lie in memory: that keeps the
 hardware's prefetching alive, which scattered pieces of one head do not.
 
-A long sequence is cut into several items. Each leaves its sums, and whoever comes last merges them.
+A long sequence is cut into several items. Each stores partial sums; the last to finish merges them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What is done to logits on the CPU. Signatures and meaning: `kernels.reference.logits`.
+"""Edits of logits on the CPU. Signatures and meaning: `kernels.reference.logits`.
 
-Only rows that ask for something are looked at, and of a vocabulary only what was said: tokens of
-a penalised row lie in few of its blocks. Logits are contiguous float32.
+Only rows with options are processed, and of a vocabulary only the tokens in use: those of a
+penalised row lie in few of its blocks. Logits are contiguous float32.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from kernels.reference.logits import BadWords, Edits, Penalties
 
 WORD = reference.WORD
 MAX_CHUNK = 2**23  # logits looked at together: bounds the memory of what is worked out from them
-BLOCK = 64  # tokens that are skipped together if none of them was said
+BLOCK = 64  # tokens that are skipped together if none of them was put out
 
 NOTHING = np.float32(-np.inf)
 ONE = np.int32(1)
 
 
 def prepare() -> None:
-    """Compile every loop or load it from the cache: no request that is first to ask shall wait."""
+    """Compile every loop or load it from the cache: no request has to wait for it."""
     none, one = torch.zeros(0, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     x, table = torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.int32)
     starts = torch.zeros(2, dtype=torch.int32)
@@ -82,7 +82,7 @@ def penalise_rows(
         if slot < 0:
             continue
         said = counts[slot]
-        if known is not None:  # they are said in this row alone
+        if known is not None:  # drafts count in this row alone
             said = said.copy()
             np.add.at(said, known[row][known[row] >= 0], 1)
         _penalise(x[row], bits[slot], said, tuple(float(factor[slot]) for factor in factors))

@@ -1,4 +1,4 @@
-"""Products in 8 bits: weights scaled once per output, rows when they come.
+"""Products in 8 bits: weights scaled once per output, rows on arrival.
 
 A row is rounded to x = scale * (byte - 128): bytes are unsigned because that is what the machine
 multiplies with signed weights, four products a lane at a time. The 128 is taken out again by the

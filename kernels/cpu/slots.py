@@ -1,4 +1,4 @@
-"""What lies by slot, where the device is the CPU. For signatures see `kernels.reference.index`.
+"""State by slot, where the device is the CPU. For signatures see `kernels.reference.index`.
 
 Compiled loops over the sequences of a step; one thread is quicker than waking a second.
 """

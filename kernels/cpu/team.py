@@ -1,4 +1,4 @@
-"""Threads that help with a body, and are never waited for unless they took part of it.
+"""Helper threads of a body, waited for only if they took a part of it.
 
 OpenMP ends a loop when *every* thread has arrived, also one that came too late to find work. Where
 another program holds a core, that is a scheduling quantum for each operation: a step of a few
@@ -31,7 +31,7 @@ _BLOCK_BYTES = 320
 
 _CLOSED = 1 << 40
 _SPINS = 20_000  # looks at the epoch before a helper sleeps
-_PATIENCE = 2_000  # looks at who is inside before the core is offered to others
+_PATIENCE = 2_000  # looks at the helpers inside before yielding the core
 _LOW_BITS = 0xFFFFFFFF
 
 
@@ -46,7 +46,7 @@ def _words(typing_context, address):
 
 
 def _serve(control, syscall):
-    """A helper's life."""
+    """Main loop of a helper thread."""
     seen = atomics.load(control + _EPOCH)
     job = carray(_words(control + _JOB), (3,))
     while True:
@@ -87,7 +87,7 @@ def _lead(control, syscall, body, row, helpers):
 @njit(inline="always")
 def _run(control, syscall, body, threads, parameters):
     row = atomics.lay_out(parameters)
-    # Somebody else may lead a job at this moment: then this one is done alone.
+    # If another thread leads a job at this moment, this one runs without helpers.
     if threads > 1 and atomics.exchange(control + _BUSY, 1) == 0:
         _lead(control, syscall, body, row, threads - 1)
         atomics.exchange(control + _BUSY, 0)

@@ -13,8 +13,8 @@ def set_threads(num: int | None = None) -> int:
     """Let torch and the compiled kernels use `num` threads; None: every core this process may use.
 
     Returns the number set. Torch's OpenMP threads and the helpers of kernels.cpu.team are two sets:
-    where all that is large is ours, ``leave_threads_to_kernels`` keeps torch to one. Nobody is
-    bound to a core: a helper that lost its core is not waited for.
+    where all that is large is ours, ``leave_threads_to_kernels`` keeps torch to one. Threads
+    are not pinned to cores: a helper that lost its core is not waited for.
     """
     count = num or len(os.sched_getaffinity(0))
     torch.set_num_threads(count)

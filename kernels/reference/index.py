@@ -1,4 +1,4 @@
-"""What a step's tensors are made of on the device, where sampled tokens and lengths are known.
+"""Builds a step's tensors on the device, where sampled tokens and lengths are known.
 
 Persistent state lies by slot; a batch names the slots of its sequences. The host says how many
 tokens each sequence computes, which prompt tokens these are, and which blocks were added.
@@ -121,7 +121,7 @@ def advance(
     A sequence that draws has a row of ``drawn`` behind each draft that it computed, and one more.
     Drafts stand as long as they are what was drawn where they stand (a draft without a distribution
     is then accepted with the probability that the model gives it, and a seeded request's tokens
-    are the same with drafts and without). The others were computed in vain: their rows become
+    are the same with drafts and without). The others are rejected: their rows become
     ``REJECTED``. So does a row behind drafts that has no token: the next step computes it again as
     the first of its sequence, and only a first row tells a failure, as without drafts. Tokens that
     stand are entered into the history [slots, max_len] int32, 0 for a first row that failed.

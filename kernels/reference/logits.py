@@ -1,7 +1,7 @@
-"""What is done to logits between the model and the choice, and what is read off them.
+"""Edits of logits between the model and sampling, and log-probabilities read from them.
 
-State of requests lies on the device by slot, so that the host need not know what was sampled.
-Logits are [R, V] float32, changed in place; `slots` [R] int32 says whose a row is, -1: nobody's.
+Requests' state lies on the device by slot, so that the host need not know what was sampled.
+Logits are [R, V] float32, changed in place; `slots` [R] int32: the slot of each row, -1: padding.
 """
 
 from __future__ import annotations
@@ -74,8 +74,9 @@ def penalise_rows(
     """Lower the logits of tokens that prompt and output hold; drafts [R, K] int32 count as output
     of their row (-1: none).
 
-    Positive logits of any token said are divided by repetition, others multiplied; those of output
-    tokens are then lowered by presence once and by frequency for every time they occur.
+    Positive logits of tokens in prompt or output are divided by repetition, others multiplied;
+    those of output tokens are then lowered by presence once and by frequency for every time
+    they occur.
     """
     ids = torch.arange(logits.shape[1], device=logits.device)
     for row, slot in enumerate(slots.tolist()):

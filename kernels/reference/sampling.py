@@ -32,7 +32,7 @@ class Columns(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Logits and whose they are. Slot -1: padding, the row's token is -1 and nothing is read."""
+    """Logits and their slots. Slot -1: padding, the row's token is -1 and nothing is read."""
 
     logits: torch.Tensor  # [R, V] of any float, rows contiguous
     slots: torch.Tensor  # [R] int32

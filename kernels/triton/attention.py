@@ -45,7 +45,7 @@ def _attend(
     lse: torch.Tensor | None,
 ) -> None:
     num_seqs, singles = len(meta.seq_lens), meta.num_decodes
-    # Which kernel takes a draft must not hang on company: then chunks alone decide.
+    # Batch-invariant: a draft always takes the chunk kernel, whatever else is in the step.
     longest = 1 if meta.batch_invariant else tuning.MAX_DECODE_TOKENS
     if 1 < meta.max_query_len <= longest:
         decode_attention(q, kv_layer, meta, variant, num_seqs, out, lse)

@@ -49,7 +49,7 @@ def decode_kernel(  # noqa: PLR0913
     rows = head_rows(first_head, num_tokens, S)
     token, head, is_ours = rows
     head = tl.where(is_ours, head, first_head)
-    # A sequence of no keys is padding: its row comes out as zeros.
+    # A sequence without keys is padding: its row comes out as zeros.
     end_key = tl.load(seq_lens + seq)
     first_pos = end_key - num_tokens
     bounds = visible_tiles(first_pos, end_key - 1, S)
@@ -118,7 +118,7 @@ def decode_launches(
     if splits > 1:
         parts = q.new_empty((splits, *q.shape), dtype=torch.float32)
         part_lse = parts.new_empty(parts.shape[:-1])
-        if not is_single:  # nobody writes the rows of no sequence
+        if not is_single:  # no program writes padding rows
             part_lse.fill_(float("-inf"))
         merges = [merge_launch(parts, part_lse, out, lse)]
         out, lse = parts, part_lse

@@ -22,7 +22,7 @@ def prepare_kernel(  # noqa: PLR0913
     input_ids, positions, cache_slots, seq_lens, seq_tables, stride_table, stride_seq_table,
     num_seqs, num_tokens, width, PAGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Program sequence; the one after the last writes the tokens that belong to nobody."""
+    """Program sequence; the one after the last writes the padding tokens."""
     seq = tl.program_id(0)
     row0 = tl.load(query_start + seq)
     row1 = num_tokens

@@ -1,7 +1,7 @@
 """QK-norm, rotary positions and the write of K and V to the cache, in one pass over qkv.
 
 Between the steps values are rounded to qkv's dtype just where the reference rounds: greedy tokens
-hang on it. A program takes some heads of one token, of queries, of keys or of values.
+depend on it. A program takes some heads of one token, of queries, of keys or of values.
 """
 
 from __future__ import annotations

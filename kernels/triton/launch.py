@@ -13,7 +13,7 @@ class Launch(NamedTuple):
     """One launch: `run` it where its tensors lie, or `compile` it for a target that is not here.
 
     fills_registers: NVIDIA's assembler likes to spill a little where that lets one more program
-    onto a processor; this says that nothing is worth a spill.
+    onto a processor; True says that no such gain is worth a spill.
     """
 
     kernel: Any

@@ -1,7 +1,7 @@
 """Mixtures of experts: pairs of token and expert, sorted into blocks of one expert, multiplied.
 
 The order of the pairs is that of the tokens and nothing is added atomically: a token's result does
-not depend on its company. Grids are upper bounds that the host knows without the routing.
+not depend on the rest of the batch. Grids are upper bounds that the host knows without the routing.
 """
 
 from __future__ import annotations

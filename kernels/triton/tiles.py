@@ -3,7 +3,7 @@
 Rows of a program are the query heads of one key head, packed: row m is token m // HEADS, head
 m % HEADS. The softmax runs in base 2. Three loops follow each other so that the middle one, which
 does nearly all work, has no mask: tiles that the window cuts, tiles that every row sees whole,
-tiles that the diagonal cuts. Ascending, so that a row's sums do not depend on its company.
+tiles that the diagonal cuts. Ascending, so that a row's sums do not depend on the batch.
 """
 
 from __future__ import annotations

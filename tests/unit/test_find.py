@@ -215,8 +215,8 @@ class Slips(Ranks):
 def test_names_that_are_nearly_hooks_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     choose(SchedulerConfig(scheduling_policy=Slips))
     assert [message.split(".", 1)[1] for message in caplog.messages] == [
-        "dynamik is nothing that the engine asks for; did you mean dynamic?",
-        "on_finnish is nothing that the engine asks for; did you mean on_finish?",
+        "dynamik is not used by the engine; did you mean dynamic?",
+        "on_finnish is not used by the engine; did you mean on_finish?",
     ]
     caplog.clear()
     for name in POLICIES:

@@ -44,13 +44,13 @@ def format_of(info: ModelInfo) -> Format | None:
         raise ModelError(f"{info.path} cannot be read: {error}") from None
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise ModelError(
-            f"{info.path} says of its quantization what cannot be understood as {method}: "
+            f"{info.path} states a quantization that cannot be read as {method}: "
             f"{type(error).__name__}: {error}"
         ) from error
 
 
 def stated(info: ModelInfo) -> Mapping[str, Any] | None:
-    """What a directory says of its quantisation."""
+    """The quantisation config of a directory."""
     found = info.hf.get("quantization_config") or info.hf.get("compression_config")
     if found is not None and not isinstance(found, dict):
         raise ModelError(

@@ -1,1 +1,1 @@
-"""What is not the mechanism's own: how policies and resources are found, asked and checked."""
+"""How policies and resources, which may be plug-ins, are found, called and checked."""

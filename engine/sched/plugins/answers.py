@@ -19,23 +19,23 @@ MOST_COUNTED = 2**63 - 1  # what a message can carry
 
 
 def shown(value: object) -> str:
-    """A stranger's object in a message."""
+    """A plug-in's object, for a message."""
     try:
         return f"{value!r:.80}"
-    except Exception:  # which may not even have a name
+    except Exception:  # its __repr__ may raise
         return f"an object of {type(value).__name__}"
 
 
 def raised(error: Exception) -> str:
-    """How an exception of a hook is told, and where in its file it came from."""
+    """Text for an exception of a hook: type, message and the line in its file."""
     try:
         return f"{type(error).__name__}: {error}{_line_of(error)}"
-    except Exception:  # which cannot even be told
+    except Exception:  # its __str__ may raise
         return type(error).__name__
 
 
 def _line_of(error: Exception) -> str:
-    """The last line in the file of the hook; its caller, the first frame, is ours."""
+    """The last traceback line in the hook's file. The first frame, its caller, is the engine's."""
     frames = list(traceback.walk_tb(error.__traceback__))[1:]
     lines = [(frame.f_code.co_filename, line) for frame, line in frames]
     own = [line for file, line in lines if file == lines[0][0]]

@@ -1,4 +1,4 @@
-"""Checks that a policy of a few lines should not have to write."""
+"""Option checks shared by policies."""
 
 from __future__ import annotations
 

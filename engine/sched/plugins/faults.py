@@ -1,6 +1,6 @@
-"""Faults of plug-ins: who, in which hook, about which request; and the time their hooks take.
+"""Faults of plug-ins: which one, in which hook, about which request; and the time hooks take.
 
-A scheduler does one thing at a time: a hook that begins another one within it is told so.
+A scheduler is not reentrant: a hook that calls one of its methods gets an error.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class FaultLog:
         self._begun, self._seconds_before = self.timer(), dict(self.seconds)
 
     def end_step(self) -> None:
-        """The plan is made. A hook for which everybody had to wait is named, once and again when
-        it has become twice as slow: it cannot be stopped, but it can be known."""
+        """The plan is made. A slow hook, which delays every request, is logged once, and again
+        when it has become twice as slow: it cannot be interrupted."""
         self.reentry.end()
         if self.timer() - self._begun < self._slowest:
             return
@@ -60,8 +60,8 @@ class FaultLog:
 
 
 class ReentryGuard:
-    """What the scheduler is doing. Raises ``RuntimeError`` for a second thing at once, which is
-    then the fault of the hook that wanted it."""
+    """Knows which method of the scheduler is running. A second one within it raises
+    ``RuntimeError``, which counts as a fault of the hook that called it."""
 
     def __init__(self) -> None:
         self._doing = ""
@@ -69,8 +69,8 @@ class ReentryGuard:
     def begin(self, what: str) -> None:
         if self._doing:
             raise RuntimeError(
-                f"{what}() was called within {self._doing}(); keep it in mind and call it between "
-                "two steps (only wake() and watch_again() may be called at any time)"
+                f"{what}() was called within {self._doing}(); call it between two steps "
+                "instead (only wake() and watch_again() may be called at any time)"
             )
         self._doing = what
 

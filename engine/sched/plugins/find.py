@@ -68,7 +68,7 @@ def make_scheduler(
 
 
 def _note_objects(given: Iterable[Any], scheduler: SchedulerInterface) -> None:
-    """Log an object that another living scheduler has: its books about their requests mix."""
+    """Log an object that another living scheduler has: its records of their requests would mix."""
     for plugin in given:
         if not isinstance(plugin, Policy | Resource):
             continue
@@ -83,11 +83,11 @@ def _note_objects(given: Iterable[Any], scheduler: SchedulerInterface) -> None:
 
 def choose(config: SchedulerOptions) -> Chosen:
     """Find and make what the configuration names. Raises ``ConfigError``."""
-    look_up_predictor(config.length_predictor)  # made later; what it is may be said now
+    look_up_predictor(config.length_predictor)  # made later; checked now
     policy = find_policy(config.scheduling_policy, config.policy_options)
     if config.user_weights and not policy.uses_ledger:
         logger.warning(
-            "user_weights change nothing: %s does not look at what users were served, vtc does",
+            "user_weights change nothing: %s does not use the service of users, vtc does",
             type(policy).__name__,
         )
     resources = tuple(find_resource(name) for name in config.resources)
@@ -150,7 +150,7 @@ def installed_policies() -> dict[str, type[Policy] | str]:
 
 
 def _find(option: str, name: Any, shipped: Mapping[str, Any], group: str) -> Any:
-    """What a name stands for; anything but a string stands for itself."""
+    """Resolve a name; anything but a string is returned as it is."""
     if not isinstance(name, str):
         return name
     if name in shipped:
@@ -159,7 +159,7 @@ def _find(option: str, name: Any, shipped: Mapping[str, Any], group: str) -> Any
     if name in installed:
         try:
             return installed[name].load()
-        except Exception as error:  # whatever importing a stranger's package raises
+        except Exception as error:  # importing a plug-in may raise anything
             raise ConfigError(
                 f"{option} {name!r} is installed ({installed[name].value}) but cannot be loaded: "
                 f"{type(error).__name__}: {error}"
@@ -177,7 +177,7 @@ def _find(option: str, name: Any, shipped: Mapping[str, Any], group: str) -> Any
 
 
 def _check_kind(found: Any, base: type, option: str, name: Any) -> None:
-    """Refuse what is no class of this kind, and say what it is instead."""
+    """Raise ``ConfigError`` for anything but a class of this kind, and say what it is."""
     cls = found if isinstance(found, type) else type(found)
     if cls is found and issubclass(cls, base):
         return
@@ -202,15 +202,15 @@ def _make(cls: type[Plugin], options: dict[str, Any], source: str) -> Plugin:
     check_options(cls, options, source)
     try:
         return cls(**options)
-    except Exception as error:  # whatever a stranger's constructor raises
+    except Exception as error:  # a plug-in's constructor may raise anything
         raise ConfigError(
             f"{cls.__name__} cannot be made with {source} {options}: "
             f"{type(error).__name__}: {error}"
         ) from error
 
 
-PLAIN = (bool, int, float, str, NoneType)  # what can be told from its annotation
-NEAR = 0.85  # likeness of two names from which on one is taken for a slip of the other
+PLAIN = (bool, int, float, str, NoneType)  # types that can be checked by annotation
+NEAR = 0.85  # similarity of two names from which on one counts as a misspelling of the other
 
 
 def check_options(cls: type, options: dict[str, Any], source: str) -> None:
@@ -236,7 +236,7 @@ def check_options(cls: type, options: dict[str, Any], source: str) -> None:
 
 
 def _shown(parameter: inspect.Parameter) -> str:
-    """A parameter as its author wrote it; an annotation may be kept as a string."""
+    """A parameter as in the source; an annotation may be kept as a string."""
     kind = parameter.annotation
     return str(parameter).replace(repr(kind), kind, 1) if isinstance(kind, str) else str(parameter)
 
@@ -244,20 +244,20 @@ def _shown(parameter: inspect.Parameter) -> str:
 def check_hooks(cls: type, base: type) -> None:
     """Raise ``ConfigError`` for a hook that is missing, cannot be called or takes other arguments.
 
-    A name that is nearly one of the base class is logged: nobody would ever ask for it.
+    A method named almost like a hook of the base class is logged: it would never be called.
     """
     if problem := _problem(cls, base):
         raise ConfigError(f"{cls.__name__}{problem}")
     for name, meant in _slips(cls, base):
         logger.warning(
-            "%s.%s is nothing that the engine asks for; did you mean %s?", cls.__name__, name, meant
+            "%s.%s is not used by the engine; did you mean %s?", cls.__name__, name, meant
         )
 
 
 def _hints(cls: type) -> dict[str, Any]:
     try:
         return get_type_hints(cls.__init__)  # type: ignore[misc]
-    except Exception:  # annotations of a stranger may name anything
+    except Exception:  # a plug-in's annotations may name anything
         return {}
 
 
@@ -287,7 +287,7 @@ def _takes(own: Any, raw: object, wanted: list[str]) -> bool:
         inspect.signature(own).bind(*given)
     except TypeError:
         return False
-    except ValueError:  # not every callable tells what it takes
+    except ValueError:  # not every callable has a signature
         return True
     return True
 

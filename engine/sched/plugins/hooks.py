@@ -1,9 +1,9 @@
 """Guard: asks a policy for the mechanism, checks each answer, and answers where the policy cannot.
 
-Hooks are written by strangers. They may raise, name requests that do not exist or return rubbish;
-whatever they do, budgets, seats and blocks are the mechanism's, and it asks before it changes
-anything. A fault is logged with its culprit and answered by default; after ``max_faults`` of them
-the policy is left out for good and requests run in order of arrival.
+Hooks are plug-in code. They may raise, name requests that do not exist or return invalid values,
+but they cannot corrupt budgets, seats or blocks: those belong to the mechanism, which asks before
+it changes anything. A fault is logged with the hook's name and the default answer is used instead;
+after ``max_faults`` faults the policy is disabled for good and requests run in order of arrival.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HOOKS = (
     *("rank", "limits", "evict", "order", "next_waiting", "admit", "chunk", "outranks", "victim"),
     *("on_add", "on_grant", "on_step", "on_finish"),
 )
-# Hooks that decide who runs; without any of them the default order would decide the same.
+# Hooks that decide which requests run; a policy without any of them gets the default order.
 DECIDING = frozenset(("limits", "order", "next_waiting", "admit", "chunk", "victim"))
 
 
@@ -40,13 +40,13 @@ class Default(Policy):
 
 
 class Guard(Policy):
-    """Stands in for ``inner`` towards the mechanism. Never raises."""
+    """Wraps the policy ``inner`` for the mechanism. Never raises."""
 
     def __init__(self, inner: Policy, faults: FaultLog, view: View) -> None:
         self.inner = inner
         self.faults = faults
         self.is_left_out = False
-        self.uses_ledger = bool(inner.uses_ledger)  # settled: a ledger misses what it was not told
+        self.uses_ledger = bool(inner.uses_ledger)  # read once: started late, it misses grants
         self._view = view
         self._name = type(inner).__name__
         self._label = {hook: f"{self._name}.{hook}" for hook in HOOKS}
@@ -86,7 +86,7 @@ class Guard(Policy):
         return due
 
     def leave_out(self, why: str) -> None:
-        """From now on the default answers; the caller asks for all ranks again."""
+        """Disable the policy: the default answers instead. The caller asks for all ranks again."""
         self.is_left_out = self._rerank_due = True
         self._asked.clear()
         logger.error(
@@ -112,7 +112,7 @@ class Guard(Policy):
         try:
             for req in reqs:
                 ranks.append(ask(req, view))
-        except Exception as error:  # a stranger's code
+        except Exception as error:  # plug-in code
             fault = answers.raised(error)
         self._seconds[self._label["rank"]] += self._timer() - begun
         if not self._ranks.are_good(ranks):
@@ -134,7 +134,7 @@ class Guard(Policy):
     def evict(self, view: SchedView) -> Iterable[Request]:
         if "evict" not in self._asked:
             return ()
-        # To name somebody twice is harmless; to go on naming for ever ends here.
+        # A policy may yield a request twice; the limit stops an endless generator.
         named = self._ask("evict", self._wrong_victims, view, at_most=len(view.running) + 1)
         return dict.fromkeys(named or ())
 
@@ -151,7 +151,7 @@ class Guard(Policy):
                 begun = timer()
                 try:
                     req = next(rest, None)
-                except Exception as error:  # a stranger's code
+                except Exception as error:  # plug-in code
                     req, fault = None, answers.raised(error)
                 spent += timer() - begun
                 if req is None:
@@ -160,7 +160,7 @@ class Guard(Policy):
                     yield req
                 else:
                     fault = f"names {answers.shown(req)}, which neither waits nor runs"
-        finally:  # it may be left before its end
+        finally:  # the caller may stop before its end
             self._seconds[self._label["order"]] += spent
         if fault is not None:
             if fault:
@@ -188,7 +188,7 @@ class Guard(Policy):
             if not (answer.__class__ is int and 0 <= answer <= num_tokens):
                 fault = answers.wrong_count(answer, num_tokens)
                 answer = int(answer) if fault is None else num_tokens
-        except Exception as error:  # a stranger's code
+        except Exception as error:  # plug-in code
             fault = answers.raised(error)
         self._seconds[self._label["chunk"]] += self._timer() - begun
         if fault is None:
@@ -225,7 +225,7 @@ class Guard(Policy):
         begun = self._timer()
         try:
             self.inner.on_grant(req, num_tokens, view)
-        except Exception as error:  # a stranger's code
+        except Exception as error:  # plug-in code
             self._fault("on_grant", answers.raised(error), req)
         self._seconds[self._label["on_grant"]] += self._timer() - begun
 
@@ -237,7 +237,7 @@ class Guard(Policy):
 
     # -- asking
 
-    _failed = False  # did the last question fail?
+    _failed = False  # did the last call fail?
 
     def _answer(self, hook: str, wrong: Callable[[Any], str | None], *args: Any) -> Any:
         """The policy's answer, or the default one if it has none or a wrong one."""
@@ -255,9 +255,9 @@ class Guard(Policy):
         *args: Any,
         at_most: int | None = None,
     ) -> Any:
-        """What the hook says; ``None`` and ``_failed`` if it raises or its answer is wrong.
+        """The hook's answer; ``None`` and ``_failed`` if it raises or its answer is invalid.
 
-        ``at_most``: the answer is iterable, and so many of it are taken.
+        ``at_most``: the answer is iterable; at most so many items are read.
         """
         begun = self._timer()
         answer, self._failed = None, False
@@ -266,7 +266,7 @@ class Guard(Policy):
             if at_most is not None and isinstance(answer, Iterable):
                 answer = list(islice(answer, at_most))
             fault = wrong(answer)
-        except Exception as error:  # a stranger's code
+        except Exception as error:  # plug-in code
             fault = answers.raised(error)
         self._seconds[self._label[hook]] += self._timer() - begun
         if fault is None:
@@ -295,7 +295,7 @@ class Guard(Policy):
             return answers.wrong_iterable(named)
         for req in named:
             if not (isinstance(req, Request) and self._view.knows(req)):
-                return f"names {req!r}, which is none of the requests"
+                return f"names {req!r}, which is not a request here"
             if req.status is not Status.RUNNING:
                 return f"names {req!r}, which is not running"
         return None
@@ -311,7 +311,7 @@ class Guard(Policy):
 
 
 def _former(req: Request) -> tuple[Any, ...]:
-    """What a request keeps that cannot be ranked."""
+    """The rank that a request keeps if its policy cannot rank it."""
     return req.rank or (Last(),)
 
 
@@ -361,7 +361,7 @@ class RankCheck:
         return None
 
     def are_good(self, ranks: Sequence[Any]) -> bool:
-        """Is nothing wrong with any of them? ``False`` if that takes a closer look."""
+        """True if all ranks are surely valid; ``False`` if a closer look is needed."""
         if set(map(type, ranks)) != {tuple} or len(set(map(len, ranks))) != 1:
             return False
         columns = list(zip(*ranks, strict=True))
@@ -388,7 +388,7 @@ class RankCheck:
 
 
 def _has_no_nan(values: Sequence[Any], types: set[type]) -> bool:
-    """Said of numbers of one type, or of strings; ``False`` if it takes a closer look."""
+    """For numbers of one type, or strings; ``False`` if a closer look is needed."""
     if types == {float}:
         total = sum(values)
         return bool(total == total)

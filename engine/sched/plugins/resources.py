@@ -1,4 +1,4 @@
-"""All resources of a scheduler, asked and told together."""
+"""All resources of a scheduler, called together."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Own(NamedTuple):
 
 
 class Resources:
-    """Calls hooks of resources and checks their answers. Who has no hook of its own is not asked.
+    """Calls hooks of resources and checks their answers. Hooks not overridden are not called.
 
-    One that raises or answers rubbish is named and refuses what it was asked for; after
-    ``max_faults`` faults it is left out, and whom it had parked is to be woken.
+    If a hook raises or returns an invalid value, the fault is logged with its name and counts as a
+    refusal; after ``max_faults`` faults the resource is disabled and what it parked is woken.
     """
 
     def __init__(self, resources: Sequence[Resource], faults: FaultLog) -> None:
@@ -46,7 +46,7 @@ class Resources:
         self._seconds = faults.seconds
         self._num_faults = {id(resource): 0 for resource in resources}
         self._own = self._by_hook()
-        self._parked: dict[Request, Resource] = {}  # who was parked last as whom it asked
+        self._parked: dict[Request, Resource] = {}  # which resource parked it
         self._orphans: list[Request] = []
 
     def objection(self, add: AddRequest) -> str | None:
@@ -62,7 +62,7 @@ class Resources:
         self._tell("added", req)
 
     def flags(self, req: Request) -> int:
-        """What the mechanism must keep in mind of the request: ``WATCHED``, ``SERIAL``."""
+        """Flags of the request that resources ask for: ``WATCHED``, ``SERIAL``."""
         watched, serial = (self._does_any(hook, req) for hook in ("watches", "serializes"))
         return WATCHED * watched + SERIAL * serial
 
@@ -77,7 +77,7 @@ class Resources:
             try:
                 wanted = own.resource.extra(req, step)
                 fault = answers.wrong_extra(wanted, req.max_total)
-            except Exception as error:  # a stranger's code
+            except Exception as error:  # plug-in code
                 fault = answers.raised(error)
             self._seconds[own.label] += self._timer() - begun
             if fault is None:
@@ -87,7 +87,7 @@ class Resources:
         return most
 
     def fit(self, req: Request, num_tokens: int, step: Step) -> Fit:
-        """How many of these all of them allow, and the cause of the last refusal."""
+        """How many of these tokens all resources allow, and the cause of the last refusal."""
         fit = Fit(num_tokens)
         own_fits = self._own["fit"]
         settled = not own_fits
@@ -114,7 +114,7 @@ class Resources:
             self._parked[req] = by
             own = Own(by, f"{type(by).__name__}.parked")
             parked = self._ask(own, "parked", False, req, wrong=answers.no_answer)
-            if parked is False:  # it does not know whom to wake
+            if parked is False:  # it does not know which request to wake
                 self._orphans.append(req)
 
     def release(self, req: Request) -> None:
@@ -126,7 +126,7 @@ class Resources:
         self._tell("describe", plan)
 
     def masks(self, plan: StepPlan) -> Masks | None:
-        """From the resource that has some; ``None`` (and the rows fail) if there is a fault."""
+        """Masks of the resource that has some; ``None`` (the rows then fail) after a fault."""
         for own in self._own["masks"]:
             masks: Masks | None
             masks = self._ask(own, "masks", None, plan, wrong=answers.wrong_masks)
@@ -138,7 +138,7 @@ class Resources:
         self._tell("settle", plan, result)
 
     def counters(self) -> dict[str, int]:
-        """What each has counted, under its name."""
+        """Counters of each resource, under its name."""
         told: dict[str, int] = {}
         for own in self._own["counters"]:
             counted = self._ask(own, "counters", {}, wrong=answers.wrong_counters)
@@ -146,7 +146,7 @@ class Resources:
         return told
 
     def take_orphans(self) -> list[Request]:
-        """Whom resources had parked that were left out since."""
+        """Requests parked by resources that were disabled since."""
         orphans, self._orphans = self._orphans, []
         return [req for req in orphans if req.status is Status.PARKED]
 
@@ -167,7 +167,7 @@ class Resources:
         try:
             answer = own.resource.fit(req, num_tokens, step)
             fault = answers.wrong_fit(answer, num_tokens)
-        except Exception as error:  # a stranger's code
+        except Exception as error:  # plug-in code
             fault = answers.raised(error)
         self._seconds[own.label] += self._timer() - begun
         if fault is None:
@@ -176,7 +176,7 @@ class Resources:
         return Fit(0, f"fault of {own.resource.name}", OnRefuse.SKIP)
 
     def _does_any(self, hook: str, req: Request) -> bool:
-        """Does one of them say yes? A fault is one."""
+        """Does any resource answer True? A fault counts as True."""
         own_hooks, wrong = self._own[hook], answers.wrong_bool
         wishes = [self._ask(own, hook, True, req, wrong=wrong) for own in own_hooks]
         return any(wishes)
@@ -186,7 +186,7 @@ class Resources:
             begun = self._timer()
             try:
                 getattr(own.resource, hook)(*args)
-            except Exception as error:  # a stranger's code
+            except Exception as error:  # plug-in code
                 self._fault(own, _request_in(args), answers.raised(error))
             self._seconds[own.label] += self._timer() - begun
 
@@ -203,7 +203,7 @@ class Resources:
         try:
             answer = getattr(own.resource, hook)(*args)
             fault = wrong(answer)
-        except Exception as error:  # a stranger's code
+        except Exception as error:  # plug-in code
             fault = answers.raised(error)
         self._seconds[own.label] += self._timer() - begun
         if fault is None:
@@ -223,8 +223,8 @@ class Resources:
 
 
 def _has_own(resource: Resource, hook: str) -> bool:
-    """Would asking it tell more than the base class? Who says nothing of whom it watches, but has
-    a say in a step, watches everybody."""
+    """True if the resource overrides this hook. A resource that overrides a per-row hook but not
+    ``watches`` is asked about every request."""
     has_own = getattr(type(resource), hook) is not getattr(Resource, hook)
     if hook == "watches":
         return has_own or any(_has_own(resource, other) for other in ROW_HOOKS)
@@ -232,5 +232,5 @@ def _has_own(resource: Resource, hook: str) -> bool:
 
 
 def _request_in(args: Sequence[Any]) -> Request | None:
-    """Whom a hook was asked about."""
+    """The request that a hook was called for."""
     return args[0] if args and isinstance(args[0], Request) else None

@@ -6,14 +6,14 @@ from engine.sched import Policy, Refuse, Request, SchedView, require_positive, w
 
 
 class Andes(Policy):
-    """Seats and memory go to whose reader gains most per token they hold: a greedy knapsack.
+    """Seats and memory go to the requests whose readers gain most per token held (greedy knapsack).
 
-    A reader wants the first token soon and then one every ``tbt`` seconds; who has tokens in hand
-    gains little from more and is evicted for who is behind.
+    A reader wants the first token soon and then one every ``tbt`` seconds; one with unread
+    tokens gains little from more, so its request is evicted for one that is behind.
 
     ``ttft``, ``tbt``: seconds, overridden by the hints of the same names. ``margin``: how many
-    times more a waiting request must gain than one it evicts. Who was preempted
-    ``max_preemptions`` times is not evicted again; who is ``max_late`` tokens behind goes first.
+    times more a waiting request must gain than one it evicts. A request preempted
+    ``max_preemptions`` times is not evicted again; one ``max_late`` tokens behind goes first.
     """
 
     dynamic = True

@@ -8,8 +8,9 @@ from engine.sched import Policy, Request, SchedView, require_positive
 class DLPM(Policy):
     """Users spend credit on computed prompt tokens and on output; the best match in credit is next.
 
-    When nobody who waits has credit left, all of them get ``quantum`` more: two users who always
-    wait differ by about that, and within it the cache decides.
+    When no waiting user has credit left, each of them gets ``quantum`` more. So the service of two
+    users who always have requests waiting differs by about ``quantum``; within that, the longest
+    cached prefix decides.
 
     ``quantum``: tokens, in prices; ``input_price``, ``output_price``: of a token; tokens found in
     the cache are free. ``max_wait``: seconds after which a request in credit goes first.

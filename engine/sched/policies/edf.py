@@ -8,9 +8,9 @@ from engine.sched import Policy, Request, SchedView, require_positive
 class EDF(Policy):
     """In order of ``deadline``; a waiting request may take the place of a less urgent running one.
 
-    ``default_deadline``: seconds after its arrival at which a request without one is due; being
-    finite, nobody starves. ``preempt_for_waiting``: False lets whoever has started go on unless
-    memory runs out.
+    ``default_deadline``: seconds after its arrival at which a request without one is due. It is
+    finite, so no request starves. ``preempt_for_waiting``: if False, a running request is preempted
+    only when memory runs out.
     """
 
     def __init__(self, default_deadline: float = 60.0, preempt_for_waiting: bool = True) -> None:

@@ -8,8 +8,8 @@ from engine.sched import Policy, Request, SchedView, StepShape
 class HRRN(Policy):
     """The most prompt tokens computed since it came, per token it has to compute itself.
 
-    Short prompts go first, but whoever waits rises: nobody starves. Counting tokens instead of
-    seconds makes the ratio independent of the machine.
+    Short prompts go first, but a waiting request's ratio grows, so no request starves. Counting
+    tokens instead of seconds makes the ratio independent of the machine.
     """
 
     dynamic = True

@@ -1,4 +1,4 @@
-"""Evicts whoever loses least (least computed first, proposed for vLLM, 2026)."""
+"""Evicts the request that loses least (least computed first, proposed for vLLM, 2026)."""
 
 from __future__ import annotations
 

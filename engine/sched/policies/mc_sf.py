@@ -9,7 +9,7 @@ class MCSF(Policy):
     """The shortest predicted output first, as long as memory will do at every coming completion.
 
     Near the best mean latency possible if the predictor is exact (``oracle``): the reference for
-    others. Nobody is evicted for a waiting request.
+    others. No running request is evicted for a waiting one.
 
     ``max_wait``: seconds after which a request waits no longer for shorter ones.
     """

@@ -10,7 +10,7 @@ from engine.sched import Policy, Refuse, Request, SchedView, require_positive, w
 class SLAI(Policy):
     """While prompts can run, a decode pauses until its next token is nearly due.
 
-    The tokens saved go to prompts, shortest first. Once no prompt can run everybody decodes.
+    The tokens saved go to prompts, shortest first. Once no prompt can run, all decodes do.
 
     ``tbt``: seconds between tokens, overridden by ``hints["tbt"]``; ``guard``: seconds before that
     at which a decode becomes due, at least as long as a step takes. ``max_wait``: seconds after

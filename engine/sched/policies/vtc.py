@@ -8,11 +8,11 @@ from engine.sched import Policy, Request, SchedView, require_positive
 
 
 class VTC(Policy):
-    """The waiting user who was served least goes next, asked anew after each admission.
+    """The waiting user who was served least goes next, chosen anew after each admission.
 
     The counters of two users who always have requests waiting differ by at most
-    ``2 * max(input_price * longest prompt, output_price * tokens of a full batch)``. Who comes back
-    starts level with the least served of those who wait: being away saves up nothing. The
+    ``2 * max(input_price * longest prompt, output_price * tokens of a full batch)``. A user who
+    comes back starts level with the least served waiting user: being away saves up nothing. The
     configured ``user_weights`` are shares.
 
     ``input_price``, ``output_price``: of a token; a prompt is charged as it is computed.

@@ -1,1 +1,1 @@
-"""What is expected: lengths of outputs, times of steps, service by user."""
+"""Estimates: output lengths, step times, and the service of each user."""

@@ -123,7 +123,7 @@ class LinearCost:
         )
         seconds = np.array([shape.seconds for shape in self._new])
         self._new.clear()
-        if self.num_observed > 4 * self._every:  # a hiccup is not how long such a step takes
+        if self.num_observed > 4 * self._every:  # an outlier: not the usual time of such a step
             seconds = np.minimum(seconds, 4 * (sizes @ np.array(self.coefficients)))
         priced = sizes * PRIOR
         expected = priced.sum(axis=1)
@@ -160,7 +160,7 @@ class LinearCost:
 
 
 class StepShape(NamedTuple):
-    """Sizes of one step, in tokens where nothing else is said, and how long it took."""
+    """Sizes of one step, in tokens unless noted, and how long it took."""
 
     num_seqs: int
     num_tokens: int

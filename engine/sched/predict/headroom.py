@@ -1,9 +1,9 @@
 """Headroom: blocks that are left free when a waiting request starts, if that is worth it.
 
-A request that starts beside too few free blocks soon costs one of the running ones its own, and all
-that this one holds is computed again. A request that is held back meanwhile waits for some steps.
-Which of the two costs more follows from how long steps take: where a step takes as long whatever
-is in it, what is computed again costs nothing, and nothing is held back.
+If a request starts while too few blocks are free, a running one is soon preempted and must compute
+all its tokens again. If it is held back instead, it waits for some steps. Which of the two costs
+more follows from the cost model: where steps take equally long whatever they compute, recomputing
+costs nothing, and no request is held back.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from engine.sched.predict.cost import LinearCost
 
 LEARNING_STEPS = 50  # that are measured before the model is asked
 LOOK_EVERY = 64
-HELD_STEPS = 1.5  # whose fixed part it costs to hold a request back, on the average
+HELD_STEPS = 1.5  # steps whose fixed cost a held-back request adds, on average
 NUM_ERRORS = 2.0  # standard errors on either side of the estimate
 
 
 class Judgement(NamedTuple):
-    """What was made of the measured steps. It hangs on the rounding of floats, so a step log keeps
-    it, and a replay repeats it."""
+    """A decision made from measured steps. It depends on the rounding of floats, so a step log
+    records it, and a replay repeats it."""
 
     step: int  # that was being planned
     is_kept: bool
@@ -49,7 +49,7 @@ class Headroom:
         return step >= self._next_look
 
     def judge(self, step: int, cost: LinearCost, num_tokens: float) -> None:
-        """Is computing so many tokens again, what a running request holds, dearer than a wait?"""
+        """Does recomputing the tokens of a running request cost more than holding one back?"""
         num_missing = self._learning_steps - cost.num_observed
         self._next_look = step + (num_missing if num_missing > 0 else self._look_every)
         is_kept = self.expected.pop(step, None)
@@ -61,7 +61,7 @@ class Headroom:
         self.judgements.append(Judgement(step, is_kept))
 
     def take(self) -> list[Judgement]:
-        """What was judged since the last call."""
+        """Judgements since the last call."""
         judgements = list(self.judgements)
         self.judgements.clear()
         return judgements

@@ -1,4 +1,4 @@
-"""Ledger: what each user was served, for policies that share the engine among users."""
+"""Ledger: the service of each user, for policies that share the engine among users."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Account:
 class Ledger:
     """Accounts by user. Kept by the scheduler while a policy with ``uses_ledger`` runs.
 
-    Each prompt token is entered once: to compute it again after a preemption is no service.
-    ``weights`` gives users' shares, above 0; who is not named has 1.
+    Each prompt token counts once: recomputing it after a preemption is not service.
+    ``weights`` gives users' shares, above 0; a user not named has 1.
     """
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
@@ -33,7 +33,7 @@ class Ledger:
         self._entered: dict[Request, int] = {}  # prompt tokens entered so far
 
     def account(self, user: str) -> Account:
-        """The user's account, an empty one for who was never seen."""
+        """The user's account, an empty one if it was never seen."""
         return self._accounts.get(user) or Account(self._weights.get(user, 1.0))
 
     def service(self, user: str, input_price: float = 1.0, output_price: float = 2.0) -> float:
@@ -45,7 +45,7 @@ class Ledger:
     # -- entries, made by the scheduler
 
     def on_add(self, req: Request) -> None:
-        """The request was taken: called after the policy's ``on_add``, before its first rank."""
+        """The request was accepted: called after the policy's ``on_add``, before its first rank."""
         account = self._accounts[req.user] = self.account(req.user)
         account.active += 1
         self._entered[req] = 0

@@ -1,4 +1,4 @@
-"""How long outputs become: what was seen so far, and predictors built on it."""
+"""Output lengths: those observed so far, and predictors built on them."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class NoPredictor:
 class HistoryPredictor:
     """Expects the mean of what was seen, among outputs longer than this one is already.
 
-    A request that outlived them all, or came before any, is expected to become as long as it may.
+    If there are none (it is the longest, or the first), the longest output allowed is expected.
     """
 
     name = "history"
@@ -117,7 +117,7 @@ class HistoryPredictor:
 
 
 class OraclePredictor:
-    """Knows: ``hints["output_tokens"]`` says how long the output will be.
+    """Exact: ``hints["output_tokens"]`` says how long the output will be.
 
     For experiments with recorded or generated workloads. Raises ``RequestError`` without the hint.
     """
@@ -145,9 +145,9 @@ PREDICTORS: dict[str, type[Predictor]] = {
 
 
 class GuardedPredictor:
-    """A stranger's predictor: where it raises or answers no number, the longest output is expected.
+    """Wraps a plug-in predictor. If it raises or returns no number, the longest output is expected.
 
-    What it answers is brought within what the request can still become. Its first failures are
+    Its answers are clamped to the lengths that the request can still reach. Its first failures are
     logged. A ``RequestError`` passes: the request lacks what the predictor needs.
     """
 
@@ -161,7 +161,7 @@ class GuardedPredictor:
             return int(bounded(req, self.inner.predict(req)))
         except RequestError:
             raise
-        except Exception as error:  # a stranger's code
+        except Exception as error:  # plug-in code
             self._num_failures += 1
             if self._num_failures <= MAX_LOGGED_FAILURES:
                 logger.warning(
@@ -179,7 +179,7 @@ def find_predictor(chosen: Any, lengths: LengthHistory) -> Predictor:
     found = look_up_predictor(chosen)
     try:
         predictor = found(lengths) if isinstance(found, type) else found
-    except Exception as error:  # whatever a stranger's constructor raises
+    except Exception as error:  # a plug-in's constructor may raise anything
         raise ConfigError(
             f"length_predictor {chosen!r} cannot be made: {type(error).__name__}: {error}"
         ) from error

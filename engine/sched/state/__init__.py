@@ -1,1 +1,1 @@
-"""What the scheduler knows of its requests: numbers in columns, who waits and who runs, and why."""
+"""State of the scheduler: counts in columns, waiting and running requests, causes of waits."""

@@ -1,4 +1,4 @@
-"""Who is where: the requests by id, by row and by status, and the seats."""
+"""Which requests there are, by id, by row and by status, and which seats they have."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Roster:
         self.holding: dict[int, Request] = {}  # by row; not running, yet they hold blocks
         self.waits = WaitLedger()
         self.queued_tokens = 0  # prompt tokens of waiting and parked requests
-        self.freed_slots: list[int] = []  # the worker was not told yet
+        self.freed_slots: list[int] = []  # not sent to the worker yet
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self.running_rows = RunningRows(self.table)
         self.prompts: dict[int, Request] = {}  # by row: seated and perhaps not a decode yet
@@ -47,7 +47,7 @@ class Roster:
         return [req for req in self.holding.values() if req.is_waiting]
 
     def lowest_holder(self) -> Request | None:
-        """Who loses its blocks first if there is no other way out."""
+        """The request that loses its blocks first as the last resort."""
         if holders := self.waiting_holders():
             return holders[-1]
         return self.running[len(self.running) - 1] if len(self.running) else None
@@ -87,7 +87,7 @@ class Roster:
         self.table.told.at[req.row] = 0
 
     def unseat(self, req: Request, now: float, cause: str) -> None:
-        """From its seat back to the queue, at its rank. ``cause`` pays for the wait."""
+        """From its seat back to the queue, at its rank. The wait is charged to ``cause``."""
         self.waits.enter(req, now, own=cause)
         self._leave_seat(req)
         req.move(Status.WAITING)
@@ -112,7 +112,7 @@ class Roster:
         self.waiting.add(req)
 
     def finish(self, req: Request, now: float) -> None:
-        """Out of everything but its row, which stays until its last step in flight has retired."""
+        """Remove the request; only its row stays until its last step in flight has retired."""
         if req.status is not Status.RUNNING:
             self.waits.leave(req, now)
         self.waits.add_up(req.history.waits)
@@ -131,7 +131,7 @@ class Roster:
             self.retire(req.row)
 
     def retire(self, row: int) -> None:
-        """Nothing in flight names this row of a finished request any more."""
+        """Free the row of a finished request, which no step in flight uses any more."""
         self.by_row[row] = None
         self.table.give_back(row)
 
@@ -168,10 +168,10 @@ class RunningColumns:
 
 
 class RunningRows:
-    """Who runs, by row. ``list`` is ascending and only to be read.
+    """Running requests, by row. ``list`` is ascending and read-only.
 
-    ``version`` is raised whenever a request comes or goes. A plan that has a row for each of them
-    is noted with it, so that its result can tell whether they are still the same.
+    ``version`` changes whenever a request takes or leaves a seat. A plan with a row for each of
+    them is noted with it, so that its result can tell whether they are still the same.
     """
 
     def __init__(self, table: Table) -> None:
@@ -191,7 +191,7 @@ class RunningRows:
 
     @property
     def columns(self) -> RunningColumns:
-        """The same object until the next request comes or goes."""
+        """The same object until the next request takes or leaves a seat."""
         if self._columns is None:
             self._columns = RunningColumns(np.array(self.list, dtype=np.intp), self._table)
         return self._columns
@@ -207,7 +207,7 @@ class RunningRows:
         self._whole[step] = self.version
 
     def take_whole(self, step: int) -> bool:
-        """Has the plan of this step a row for each that runs now, as it was planned? Asked once."""
+        """Does the plan of this step have a row for every request that runs now? Called once."""
         return self._whole.pop(step, -1) == self.version
 
     def _change(self) -> None:

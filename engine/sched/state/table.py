@@ -11,7 +11,7 @@ Counts = NDArray[np.int32]
 ONE: Counts = np.array(1, dtype=np.int32)  # numpy adds it twice as fast as a Python int
 
 WATCHED = 1  # some resource wants to be asked in each step
-SERIAL = 2  # while a token is on its way, no step computes the next one
+SERIAL = 2  # while a token is being computed, no step computes the next one
 
 
 class TableColumn:
@@ -90,7 +90,7 @@ class Table:
         return row
 
     def give_back(self, row: int) -> None:
-        """Nobody refers to the row any more."""
+        """Free a row to which nothing refers any more."""
         self.alive.at[row] = 0
         self._free.append(row)
 

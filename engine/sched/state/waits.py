@@ -19,7 +19,7 @@ POLICY = "policy order"
 PAUSED = "paused"
 FAILED_LOAD = "failed load"  # within the step: more is to be computed than it was offered
 PREEMPTED = "preempted"  # by whom follows
-NEXT_STEP = "next step"  # nothing held it back but that no plan was made yet
+NEXT_STEP = "next step"  # it waits only for the next plan
 
 
 class WaitLedger:
@@ -33,7 +33,7 @@ class WaitLedger:
         self._refused: dict[int, tuple[Request, str]] = {}  # by row: its own cause since then
 
     def enter(self, req: Request, now: float, own: str | None = None) -> None:
-        """The request begins to wait. With a cause of its ``own`` that one pays for all of it."""
+        """The request begins to wait. With an ``own`` cause, all of the wait is charged to that."""
         req.history.wait_from = now
         req.history.own_cause = own
         if own is None:
@@ -57,7 +57,7 @@ class WaitLedger:
         history.queue_seconds += waited
 
     def close(self, now: float, cause: str, refused: Iterable[tuple[Request, str]]) -> None:
-        """A plan was made: until the next one, this is why those in the queue wait."""
+        """A plan was made: until the next one, requests in the queue wait for this cause."""
         for req, _ in self._refused.values():
             self._charge_own(req, now)
         self._totals = self._totals_at(now)

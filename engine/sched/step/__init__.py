@@ -1,1 +1,1 @@
-"""How a step comes about and what its result means."""
+"""Planning a step and settling its result."""

@@ -11,7 +11,7 @@ from engine.sched.step.builder import Step
 
 
 def limit(step: Step, limits: Limits, pause: PauseState, *, may_preempt: bool) -> None:
-    """Bounds of the policy and of a pause. ``may_preempt``: the waiting need no free seat."""
+    """Apply the bounds of policy and pause. ``may_preempt``: waiting requests need no free seat."""
     if limits.max_tokens is not None:
         step.tokens_left = min(step.tokens_left, int(limits.max_tokens))
     if limits.max_seqs is not None:

@@ -19,12 +19,12 @@ ONES.flags.writeable = False
 
 
 def ones(count: int) -> NDArray[np.int32]:
-    """So many ones, only to be read: most steps are nothing else, and making them costs more."""
+    """A read-only array of ones, cached: it is the token counts of most steps."""
     return ONES[:count] if count <= len(ONES) else np.ones(count, dtype=np.int32)
 
 
 class Step:
-    """What was decided so far. A request is offered once; granted or not, it is then considered."""
+    """Decisions so far. A request is offered once; it then counts as considered, granted or not."""
 
     def __init__(self, index: int, max_tokens: int, roster: Roster) -> None:
         self.index = index
@@ -38,8 +38,8 @@ class Step:
         self.plain_rows: Rows = NO_ROWS
         self.plain: list[int] = []  # rows granted by ``DecodeFastPath.grant_one``
         self.closed_by = ""  # why admission was closed
-        self.decodes: Sequence[Request] = ()  # who is to have a token though prompts go first
-        self.short: list[Request] = []  # running ones that got nothing for want of blocks
+        self.decodes: Sequence[Request] = ()  # get a token although prompts go first
+        self.short: list[Request] = []  # running ones that got nothing for lack of blocks
         self.refused: list[tuple[Request, str]] = []  # waiting ones refused by themselves
         self._roster = roster
         self._next = 0  # index in the queue from which to look for one not offered yet
@@ -50,7 +50,7 @@ class Step:
 
     @property
     def num_kept_tokens(self) -> int:
-        """Tokens of ``decodes`` that were not offered theirs yet: a prompt leaves them."""
+        """Tokens that a prompt leaves to those of ``decodes`` not offered theirs yet."""
         if not self.decodes:
             return 0
         considered, index = self._roster.table.considered.at, self.index
@@ -94,7 +94,7 @@ class Step:
         return True
 
     def reopen(self, index: int, max_tokens: int) -> None:
-        """Begin again under a new index: everybody may be offered tokens once more."""
+        """Begin again under a new index: every request may be offered tokens once more."""
         self.index, self.tokens_left, self._next = index, max_tokens, 0
         self.max_seqs = self._roster.num_seats
         self.admission_open, self.closed_by = True, ""
@@ -104,7 +104,7 @@ class Step:
         self.decodes = ()
 
     def closing_cause(self) -> str:
-        """Why those who still wait were not admitted."""
+        """Why the requests that still wait were not admitted."""
         if self.closed_by:
             return self.closed_by
         if self.is_full:
@@ -114,12 +114,12 @@ class Step:
         return waits.POLICY if self.num_free_seats else waits.SEATS
 
     def close(self, cause: str) -> None:
-        """Nobody else is admitted in this step."""
+        """Admit no further request in this step."""
         if self.admission_open:
             self.admission_open, self.closed_by = False, cause
 
     def skip(self, req: Request, cause: str) -> None:
-        """This waiting request alone is passed over."""
+        """Pass over this waiting request alone."""
         self.refused.append((req, cause))
 
     def record(self, req: Request, num_tokens: int, *, is_new: bool, samples: bool) -> None:
@@ -160,7 +160,7 @@ def canonical_rows(step: Step, roster: Roster) -> tuple[Rows, NDArray[np.int32],
 
 
 def seal(step: Step, roster: Roster, kv: KVManager) -> StepPlan:
-    """The plan of a step, and what the worker must be told since the last one.
+    """The plan of a step, with all changes since the last one that the worker needs.
 
     Counts are advanced already, so a row's first token is at ``num_computed - count``.
     """
@@ -222,7 +222,7 @@ def pad_drafts(plan: StepPlan, step: Step) -> None:
 
 
 def _fits(drafts: DraftPart, num_rows: int) -> bool:
-    """A stranger's resource may describe other rows, or fewer tokens than it counts."""
+    """A plug-in resource may return drafts for other rows, or fewer tokens than its counts."""
     return len(drafts.counts) == num_rows and len(drafts.tokens) == int(drafts.counts.sum())
 
 

@@ -25,7 +25,7 @@ from engine.sched.step.settle import ONE_BY_ONE_UPTO, Settler
 
 Mask = NDArray[np.bool_]
 
-# Whoever overrides one of these is asked about every request, one by one.
+# A policy that overrides one of these is asked about every request, one by one.
 ASKING_HOOKS = ("order", "chunk", "evict", "on_grant")
 
 
@@ -88,8 +88,9 @@ class DecodeFastPath:
         return True
 
     def _decodes(self) -> tuple[Mask, Mask, Mask | None, Mask]:
-        """Which running requests can have one token now; of these, whom nobody watches. Who could
-        if its last token were known (``None``: nobody). Who of the first needs a block."""
+        """Masks over the running requests: can have one token now; of these, those that no resource
+        watches; could have one if their last token were known (``None``: no request); and, of the
+        first, those that need a block."""
         table, kv, columns = self._table, self._kv, self._roster.running_rows.columns
         rows = columns.rows
         pending, computed = table.num_pending.all[rows], table.num_computed.all[rows]
@@ -148,10 +149,10 @@ class DecodeFastPath:
         step.tokens_left -= len(rows)
 
     def _secure_growing(self, rows: Rows, growing: set[int], held: Rows, step: Step) -> Rows:
-        """Blocks are short: each that needs one takes it from the pool or from its victims.
+        """Blocks are short: each row that needs one takes it from the pool or preempts for it.
 
-        Whoever comes before it by rank was offered its token and is no victim. Returns the rows
-        that are left: neither evicted nor refused.
+        Rows before it by rank were offered their tokens already and cannot be preempted. Returns
+        the rows that are left: neither evicted nor refused.
         """
         considered, index = self._table.considered, step.index
         decodes = {*rows.tolist(), *held.tolist()}
@@ -195,7 +196,7 @@ class DecodeFastPath:
         step.plain.append(row)
         if within == size - 1 and start < table.num_tokens.at[row]:
             self._kv.commit(req, start + 1)
-        if self._asks_grant:  # the hook sees the counts that it is told of
+        if self._asks_grant:  # the hook sees the counts with this grant
             table.num_computed.at[row] = start + 1
             table.num_pending.at[row] += 1
             table.in_flight.at[row] += 1

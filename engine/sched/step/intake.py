@@ -1,4 +1,4 @@
-"""What a request must pass before it is queued."""
+"""Checks that a request must pass before it is queued."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from engine.sched.step.timers import TimerKind, Timers
 
 
 class Intake:
-    """Refuses what could never run, ids in use, and what a bounded queue has no room for; queues
-    the rest."""
+    """Refuses requests that could never run, whose id is in use, or for which a bounded queue has
+    no room; queues the rest."""
 
     def __init__(self, config: SchedulerConfig, settler: Settler) -> None:
         self.timers = Timers()
@@ -37,7 +37,7 @@ class Intake:
         self._kv.ensure_rows(roster.table.num_rows)
         policy, ledger = self._settler.policy, self._settler.ledger
         try:
-            view.predict(req)  # a predictor that lacks something says so before a hook asks it
+            view.predict(req)  # a predictor raises for a missing input before a hook calls it
             verdict = policy.on_add(req, view)
             if isinstance(verdict, Refuse):
                 self._settler.counters.num_refused += 1
@@ -101,7 +101,7 @@ class Intake:
 
 
 def check_times(add: AddRequest) -> None:
-    """Raise ``RequestError`` for a time that is none: nothing could be ordered by it."""
+    """Raise ``RequestError`` for an invalid time: requests could not be ordered by it."""
     for name in ("arrival_time", "deadline", "queue_deadline", "end_deadline"):
         time = getattr(add, name)
         if time is not None and not is_finite(time):

@@ -11,12 +11,12 @@ from engine.sched.request import Request
 from engine.sched.state.roster import Roster, Rows
 from engine.sched.state.table import Counts
 
-NOWHERE = -1  # place of a request that is not in the plan
+NOWHERE = -1  # index of a request that is not in the plan
 
 
 class Members:
-    """The requests behind the rows of a plan, and what of them does not change. While nobody comes
-    or goes, plans share their rows, and this is made once for all of them."""
+    """The requests behind the rows of a plan, and their constants. While no request starts or
+    ends, plans share their rows, and this is made once for all of them."""
 
     def __init__(self, rows: Rows, roster: Roster) -> None:
         table = roster.table
@@ -34,7 +34,7 @@ class Members:
         self._have_started = False
 
     def take_started(self) -> list[int]:
-        """Who gets its first token from this seat now; asked before each token."""
+        """Requests that get their first token from this seat now; called before each token."""
         if self._have_started:
             return []
         self._have_started = True
@@ -43,7 +43,7 @@ class Members:
         return indices
 
     def may_have_ended(self, tokens: Counts, num_tokens: Counts) -> list[int]:
-        """Whose last token this may be, the one that makes so many of them."""
+        """Requests that may end with this token, at so many tokens."""
         ended = num_tokens >= self._limits
         if self._may_stop:
             ended |= (self._stop_ids == tokens) | (self._stop_ids == -2)
@@ -151,14 +151,14 @@ class OutputColumns:
         ]
 
     def _with_details(self) -> Iterable[int]:
-        """Rows with more to say than a token."""
+        """Rows whose output is more than a token."""
         result = self.result
         if result.logprobs or result.prompt_logprobs:
             return range(len(self.reqs))
         return sorted(self._started | self._finished.keys())
 
     def _details(self, out: CoreOutputs, index: int, i: int) -> None:
-        """What only few rows have: first output, end, log-probabilities."""
+        """Details that few rows have: first output, end, log-probabilities."""
         req, result = self.reqs[i], self.result
         at = self._places[i] if self._places else NOWHERE
         if i in self._started:
@@ -174,7 +174,7 @@ class OutputColumns:
 
 
 def start_of(req: Request, index: int, now: float) -> Started:
-    """What has happened to a request that runs; a copy, since more may happen."""
+    """History of a running request; a copy, since it goes on changing."""
     history = req.history
     return Started(
         index,

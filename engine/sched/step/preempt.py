@@ -1,4 +1,4 @@
-"""Whom to preempt so that another request gets a seat and room for its tokens."""
+"""Chooses requests to preempt so that another one gets a seat and blocks for its tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ PAUSED_STEPS = 4  # without an offer, after which a paused request may lose its 
 def victims_for(req: Request, upto: int, policy: Policy, view: View) -> list[Request] | None:
     """Holders of blocks to evict so that ``req`` can have the positions [0, upto) and a seat.
 
-    ``None``: it cannot be had. Changes nothing: whoever is evicted is evicted for a grant.
+    ``None``: evictions cannot make enough room. Changes nothing: the caller evicts them only when
+    it grants the tokens.
     """
     victims: list[Request] = []
     seats = view.step.num_free_seats if req.is_waiting else 0
@@ -35,8 +36,8 @@ def victims_for(req: Request, upto: int, policy: Policy, view: View) -> list[Req
 
 
 def spared_blocks(req: Request, policy: Policy, view: View) -> int:
-    """Free blocks that are not for this request: where headroom is kept, and no watermark is in
-    its place, a waiting one leaves running prompts what they were promised."""
+    """Free blocks that this request must leave: where headroom is kept, and not a watermark in its
+    place, a waiting request leaves the blocks that running prompts were promised."""
     if not req.is_waiting or view.config.watermark is not None:
         return 0
     kv = view.kv
@@ -47,8 +48,7 @@ def spared_blocks(req: Request, policy: Policy, view: View) -> int:
 
 
 def promised_to_others(req: Request, policy: Policy, view: View) -> int:
-    """What running prompts were promised of the free blocks, unless a waiting request may take
-    memory from them."""
+    """Free blocks promised to running prompts, less those that a waiting ``req`` may preempt."""
     if not req.is_waiting or not (prompts := view.prompts):
         return 0
     if policy.waiting_may_preempt:
@@ -59,8 +59,8 @@ def promised_to_others(req: Request, policy: Policy, view: View) -> int:
 def cut_to_blocks(req: Request, num_tokens: int, policy: Policy, view: View) -> int:
     """How many of these tokens a running request can have blocks for, from 1 on.
 
-    All of a piece of a prompt if those it outranks hold enough; else what fits into the free ones;
-    if there are none, what fits into one more. Drafts take no block that another request needs.
+    A prompt chunk is not cut if the requests it outranks hold enough blocks. Otherwise it is cut to
+    the free blocks or, without any, to one more block. Drafts take no block another request needs.
     """
     kv, start = view.kv, req.num_computed
     num_held, size = int(kv.num_held[req.row]), kv.block_size
@@ -81,7 +81,7 @@ def cut_to_blocks(req: Request, num_tokens: int, policy: Policy, view: View) -> 
 def _candidates(req: Request, policy: Policy, view: View) -> list[Request]:
     """Holders that ``req`` outranks and that were not offered in this step.
 
-    One that runs, but that its policy has paused for long, is a candidate whatever its rank.
+    A running request that its policy has paused for long is a candidate whatever its rank.
     """
     considered, slot, index = req.table.considered.at, req.table.slot.at, view.step.index
     return [

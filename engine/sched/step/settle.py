@@ -1,4 +1,4 @@
-"""What a step's result means for each request: append, publish, stop, retire."""
+"""Applies a step's result to each request: append, publish, stop, retire."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DEADLINES = {TimerKind.START_BY: "started", TimerKind.END_BY: "finished"}
 
 
 class Settler:
-    """The half of the scheduler that runs when a result is there."""
+    """The half of the scheduler that runs when a step result arrives."""
 
     def __init__(
         self,
@@ -69,13 +69,13 @@ class Settler:
         return self._to_clients(outputs)
 
     def take_outputs(self) -> dict[int, CoreOutputs]:
-        """Ends that came with no result."""
+        """Finish outputs that belong to no step result."""
         if not self._ended:
             return {}
         return self._to_clients(OutputColumns(self.view.now, NO_RESULT))
 
     def end(self, req: Request, reason: FinishReason, message: str) -> None:
-        """The request ends now, for a reason that no result brought; its client is told."""
+        """End the request now, for a reason outside of any step result; its client is notified."""
         self.finish(req)
         self.counters.num_failed += reason == "error"
         self._ended.append((req, reason, message))
@@ -96,8 +96,8 @@ class Settler:
         self.policy.on_finish(req, self.view)
 
     def end_if_never(self, req: Request, num_tokens: int) -> bool:
-        """Blocks for so many tokens at once are not free. If the pool is too small the request
-        ends: it would wait for ever, and others behind it."""
+        """Blocks for so many tokens are not free. If the whole pool is too small for them, the
+        request ends: it would wait for ever, and block the queue behind it."""
         needed = -(-num_tokens // self.kv.block_size) * self.kv.num_groups
         if needed <= self.kv.num_usable:
             return False
@@ -110,16 +110,16 @@ class Settler:
         return True
 
     def take_orphans(self) -> Iterator[Request]:
-        """Whom resources had parked that were left out: they are to be woken, unless a transfer
-        writes into their blocks and nobody will say when it is over."""
+        """Requests parked by resources that were disabled since: they are to be woken. But one
+        whose blocks a transfer fills ends: the end of the transfer will not be reported."""
         for req in self.resources.take_orphans():
             if self.kv.is_loading(req):
-                self.end(req, "error", "what loaded its KV was left out")
+                self.end(req, "error", "the resource that was loading its KV was disabled")
             else:
                 yield req
 
     def unseat(self, req: Request, cause: str) -> None:
-        """Blocks and seat are taken; the request waits at its rank and will recompute.
+        """Take blocks and seat; the request waits at its rank and will recompute.
 
         A request that only held blocks while it waited loses those.
         """
@@ -135,10 +135,11 @@ class Settler:
         self.roster.unseat(req, self.view.now, cause)
 
     def revoke(self, req: Request, start: int) -> None:
-        """What the request wrote from this position on cannot be trusted, nor what was made of it.
+        """The KV that the request wrote from this position on is invalid, and so is what was read
+        from it.
 
-        Whoever adopted some of it starts again. Whoever read it is in a step in flight or in the
-        one being settled, so its row is still there, whether it has ended or not.
+        Requests that adopted some of these blocks start again. Those that read them are in a step
+        in flight or in the one being settled, so their rows still exist, ended or not.
         """
         involved = [other for other in self.roster.by_row if other is not None]
         for row in self.kv.revoke(req, start, involved):
@@ -147,14 +148,14 @@ class Settler:
     # -- helpers
 
     def _roll_back(self, plan: StepPlan, num_drafts: Column, result: StepResult) -> None:
-        """Rejected drafts were computed in vain. Who was preempted has nothing computed at all."""
+        """Rejected drafts do not count as computed. A preempted request has nothing computed."""
         table, rows = self.roster.table, plan.rows
         rejected = num_drafts - (result.counts - 1).clip(min=0)
         current = (table.generation.all[rows] == plan.generations) & (table.slot.all[rows] >= 0)
         table.num_computed.all[rows] -= np.where(current & (num_drafts > 0), rejected, 0)
 
     def _fail(self, plan: StepPlan, result: StepResult) -> list[tuple[Request, str]]:
-        """Rows with an error end alone; what they wrote leaves the cache."""
+        """End only the rows with an error; the blocks they wrote leave the prefix cache."""
         failed = []
         for index, message in result.errors.items():
             row = int(plan.rows[index])
@@ -182,7 +183,7 @@ class Settler:
             self.unseat(req, "restarted")
 
     def woken(self, req: Request) -> None:
-        """The request is back in the queue; what it holds may not be trusted any more."""
+        """The request is back in the queue; the KV it holds may be invalid by now."""
         if req.row in self._to_restart:
             self._to_restart.remove(req.row)
             self.unseat(req, "restarted")
@@ -214,12 +215,12 @@ class Appender:
         self._block_size = np.array(kv.block_size, dtype=np.int32)
         self._ledger = ledger
         self._members = Members(NO_ROWS, roster)  # of the last result in columns
-        self._version = -1  # of those who run, if these are the members
+        self._version = -1  # of all running requests, if these are the members
 
     def append(self, plan: StepPlan, result: StepResult, outputs: OutputColumns) -> list[int]:
         """Append what was sampled. Indices in ``outputs`` of requests that may have ended.
 
-        A finished request, or one that was revoked, has no use for a late result.
+        Late results of a request that has finished or was revoked are dropped.
         """
         counts, is_whole = result.counts, self._roster.running_rows.take_whole(plan.step)
         if len(counts) <= ONE_BY_ONE_UPTO or len(result.token_ids) > np.count_nonzero(counts):
@@ -227,8 +228,8 @@ class Appender:
         return self._in_columns(plan, result, outputs, is_whole)
 
     def commit_ends(self, rows: Rows, counts: Counts, other: TableColumn) -> None:
-        """Known or computed tokens of these rows have become one more and are ``counts`` now.
-        Publish the blocks that end there, if the ``other`` column has come as far."""
+        """Known or computed tokens of these rows grew by one to ``counts``. Publish the blocks that
+        end there, if the ``other`` column has reached the same position."""
         inside = counts % self._block_size
         if np.count_nonzero(inside) == len(rows):
             return
@@ -267,7 +268,7 @@ class Appender:
     def _in_columns(
         self, plan: StepPlan, result: StepResult, outputs: OutputColumns, is_whole: bool
     ) -> list[int]:
-        """``is_whole``: the plan's rows are those who run now."""
+        """``is_whole``: the plan's rows are all the running requests."""
         table = self._roster.table
         is_whole = is_whole and len(result.token_ids) == len(plan.rows)
         rows, tokens, places = self._sampled(plan, result, is_whole)
@@ -286,7 +287,7 @@ class Appender:
         return members.may_have_ended(tokens, num_tokens)
 
     def _members_of(self, rows: Rows, is_whole: bool) -> Members:
-        """Made anew unless they are all who run, and the same as the last time."""
+        """Reused if these are all running requests and the same as last time, else made anew."""
         version = self._roster.running_rows.version if is_whole else -1
         if not is_whole or version != self._version:
             self._members, self._version = Members(rows, self._roster), version

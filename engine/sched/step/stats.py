@@ -28,13 +28,13 @@ class Counters:
     blocked: str = ""
 
     def note_rescue(self, culprit: str, *, was_saved: bool) -> None:
-        """The default order was tried in place of the culprit's. Steps that were saved by it are
-        counted, the first of them is told."""
+        """The default order was tried in place of the policy's. Steps in which that granted tokens
+        are counted, and the first is logged."""
         self.num_rescued_steps += was_saved
         if was_saved and self.num_rescued_steps == 1:
             logger.warning(
-                "%s let nobody run though somebody could; such steps are served in the default "
-                "order and counted in num_rescued_steps",
+                "%s scheduled no request although one could run; such steps are served in the "
+                "default order and counted in num_rescued_steps",
                 culprit,
             )
 
@@ -42,7 +42,7 @@ class Counters:
 def make_stats(
     counters: Counters, roster: Roster, kv: KVManager, resources: Resources, faults: FaultLog
 ) -> SchedulerStats:
-    """Gauges of now and the counters."""
+    """Current gauges and the counters."""
     of_resources = resources.counters()  # asked first: what goes wrong in it counts as a fault
     return SchedulerStats(
         num_running=len(roster.running),
@@ -94,7 +94,7 @@ class StallDetector:
     ) -> None:
         """After each plan. After ``limit`` idle ones in a row the log names head and cause.
 
-        Who is parked waits for something that takes its time: it is named, but not in the log.
+        Parked requests wait for something slow by nature: they are reported, but not logged.
         """
         self._num_idle = self._num_idle + 1 if is_idle else 0
         self._tally.blocked = ""

@@ -1,4 +1,4 @@
-"""What is to happen to a request at a certain time: wake it, or end it."""
+"""Timers of requests: wake one, or end it, at a certain time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TimerKind(Enum):
 
 
 class Timers:
-    """What is due, by seconds on the engine's clock. Those of ended requests are dropped."""
+    """Timers, by seconds on the engine's clock. Those of ended requests are dropped."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, int, TimerKind, Request]] = []
@@ -36,7 +36,7 @@ class Timers:
         self._num_added += 1
 
     def add_deadlines(self, req: Request) -> None:
-        """Those that came with the request."""
+        """Add the deadlines that came with the request."""
         if req.add.queue_deadline is not None:
             self.add(req.add.queue_deadline, TimerKind.START_BY, req)
         if req.add.end_deadline is not None:
@@ -50,7 +50,7 @@ class Timers:
                 yield kind, req
 
     def next_time(self) -> float | None:
-        """When something is due next."""
+        """The time of the next timer."""
         while self._heap and self._heap[0][-1].is_finished:
             heappop(self._heap)
         return self._heap[0][0] if self._heap else None

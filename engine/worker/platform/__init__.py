@@ -1,7 +1,7 @@
-"""The device as the worker sees it: memory, the order of its work, the way home, graphs.
+"""The device as the worker sees it: memory, the order of its work, copies to the host, graphs.
 
-`cpu` is the processor, which computes when it is asked and shares its memory with the host. `cuda`
-is a GPU: work is queued, and the host hears of it later. `host` is the CPU in a GPU's place, where
+`cpu` is the processor, which computes at once and shares its memory with the host. `cuda` is a GPU:
+work is queued, and the host gets its results later. `host` is the CPU in a GPU's place, where
 the same code runs with interpreted kernels or compiled loops.
 """
 
@@ -23,11 +23,11 @@ class Mark(Protocol):
     """A place in the order of the device's work."""
 
     def record(self) -> None:
-        """Move the mark behind all that was asked for so far."""
+        """Move the mark behind all work queued so far."""
         ...
 
     def synchronize(self) -> None:
-        """Sleep until the device is there."""
+        """Sleep until the device has reached the mark."""
         ...
 
     def elapsed_time(self, later: Any, /) -> float:
@@ -51,7 +51,7 @@ class Fetched(NamedTuple):
 
 
 class Platform(Protocol):
-    """What the worker asks of a device. Work is done in the order in which it is asked for."""
+    """Operations of a device. Work is done in the order in which it is queued."""
 
     device: torch.device
     compiles: bool
@@ -61,11 +61,11 @@ class Platform(Protocol):
     once."""
 
     def mark(self) -> Mark:
-        """A new mark behind all that was asked for so far."""
+        """A new mark behind all work queued so far."""
         ...
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Zeroed memory on the device; none is taken before it is written, where that can be."""
+        """Zeroed memory on the device; where possible, pages are taken only when written."""
         ...
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
@@ -73,11 +73,11 @@ class Platform(Protocol):
         ...
 
     def upload(self, values: NDArray[np.generic]) -> torch.Tensor:
-        """A copy on the device, for the work that is asked for next. The values may change."""
+        """A copy on the device, for the work that is queued next. The values may change."""
         ...
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> Fetched:
-        """Copy home what these hold now, beside the work that is asked for next."""
+        """Copy to the host what these hold now, beside the work that is queued next."""
         ...
 
     def graph(self) -> Graph:
@@ -89,5 +89,5 @@ class Platform(Protocol):
         ...
 
     def measure(self, work: Work) -> MemoryUse:
-        """Do this work and say what memory it took beside what was there before."""
+        """Run this work and return the memory it took in addition."""
         ...

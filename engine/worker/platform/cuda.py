@@ -45,7 +45,7 @@ class CudaGraph:
 
 
 class CudaPlatform:
-    """The current CUDA device. One stream computes, another brings results home."""
+    """The current CUDA device. One stream computes, another copies results to the host."""
 
     compiles = True
     shares_memory = False
@@ -69,7 +69,7 @@ class CudaPlatform:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def upload(self, values: NDArray[np.generic]) -> torch.Tensor:
-        # torch gives pinned memory to nobody else before copies out of it are done.
+        # torch reuses pinned memory only when copies out of it are done.
         pinned = torch.from_numpy(np.ascontiguousarray(values)).pin_memory()
         return pinned.to(self.device, non_blocking=True)
 

@@ -1,4 +1,4 @@
-"""The CPU: as the device that computes, and in the place of one that is not here."""
+"""The CPU: as the device itself, and in place of a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.worker.platform import Fetched, Graph, Mark, Work
 
 
 class HostMark:
-    """The CPU is always there already."""
+    """The CPU has always reached it already."""
 
     def __init__(self) -> None:
         self.record()
@@ -31,7 +31,7 @@ class HostMark:
 
 
 class RerunGraph:
-    """Where nothing can be recorded: the same work, done again."""
+    """Replaces a graph where nothing can be recorded: runs the same work again."""
 
     def __init__(self) -> None:
         self._work: Work | None = None
@@ -46,7 +46,7 @@ class RerunGraph:
 
 
 class HostPlatform:
-    """The CPU in a device's place: it copies like one, and has done what it was asked for."""
+    """The CPU in a GPU's place: it copies like one, but work is done at once."""
 
     compiles = False
     shares_memory = False
@@ -81,7 +81,7 @@ class HostPlatform:
 
 
 class CpuPlatform(HostPlatform):
-    """The CPU for itself."""
+    """The CPU as the device."""
 
     shares_memory = True
 
