@@ -104,7 +104,7 @@ def watch_everything(simulation: Simulation, meter: Meter) -> None:
 def check_abandoned(simulation: Simulation, meter: Meter) -> None:
     """The engine has ended amid a step: everybody can be given up, and nothing stays held."""
     scheduler, where = simulation.scheduler, f"k = {meter.fails_at}, {meter.culprit}"
-    scheduler.guard.faults.turn.end()  # nobody will
+    scheduler.guard.faults.reentry.end()  # nobody will
     scheduler.finish_requests(None)
     assert not scheduler.has_unfinished_requests(), f"{where}: somebody is left"
     assert scheduler.kv.num_free == scheduler.kv.num_usable, f"{where}: blocks are lost"
