@@ -161,7 +161,7 @@ def test_a_secret_may_be_of_any_language(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_nobody_is_sent_where_an_option_is_not_taken(complaint: Callable[..., str]) -> None:
-    assert "--core-ready-timeout is for those who" in complaint("--core-ready-timeout", "5")
+    assert "--core-ready-timeout is for clients of" in complaint("--core-ready-timeout", "5")
     with pytest.raises(
         ConfigError, match=r"core_ready_timeout is 5.0.*runs already; leave it out$"
     ):
