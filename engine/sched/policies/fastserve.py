@@ -17,9 +17,8 @@ class FastServe(Policy):
     """Lower levels go first and evict higher ones; each has twice the quantum of the one before.
 
     A request enters at the first level whose quantum holds its prompt and sinks one level whenever
-    it has used a quantum up: short jobs finish early though no length is known. Service is the
-    time that the cost model predicts for its tokens alone. A request that was admitted gets one
-    token before it may be evicted for another.
+    it has used a quantum up: short jobs finish early though no length is known. Service is the time
+    the cost model predicts for its tokens alone. No request is evicted before its next token.
 
     ``quantum``: seconds at level 0. ``max_wait``: seconds without a token that lift it to level 0.
     """
