@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import zlib
 from collections.abc import Iterator
 
@@ -28,6 +29,15 @@ def seed(request: pytest.FixtureRequest) -> int:
     value = int(chosen) if chosen else zlib.crc32(request.node.nodeid.encode()) % 100_000
     print(f"seed {value} (METRONOME_SEED={value} repeats this run)")
     return value
+
+
+@pytest.fixture
+def can_interrupt() -> Iterator[None]:
+    """SIGINT interrupts, here and in programs that the test starts: what a shell runs in the
+    background ignores it otherwise, with all its children."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import ast
 
 from support import source_tree as tree
 
-from tools import layers
+from tools import budgets, layers
 
 LAYERS = tuple(
     tuple(name if name == "kernels" else f"engine.{name}" for name in names)
@@ -46,10 +46,7 @@ LIGHT_INITS = ("engine.worker",)
 DECISIONS = ("engine.kv", "engine.sched")
 WORLD = ("time", "random", "secrets", "datetime", "uuid")
 
-MAX_FILE_LINES = 600
-MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 7
-MAX_ATTRIBUTES = 20
 # Records: many fields and no behaviour is what they are for.
 RECORDS: dict[str, str] = {
     "SamplingParams": "what a user may ask of sampling",
@@ -135,26 +132,15 @@ def test_the_picture_of_the_layers_is_up_to_date() -> None:
     assert written == layers.document(), "run: python tools/layers.py"
 
 
+def test_the_index_of_what_tests_share_is_whole() -> None:
+    names = {path.stem for path in (tree.ROOT / "tests/support").glob("*.py")} - {"__init__"}
+    listed = ast.get_docstring(ast.parse((tree.ROOT / "tests/support/__init__.py").read_text()))
+    assert not {name for name in names if f"  {name}: " not in (listed or "")}
+
+
 def test_no_package_imports_in_a_circle() -> None:
     """Typing imports count: who needs a name to be understood needs the file to be read."""
-    graph = {
-        name: {i.module for i in module.imports if i.module in tree.modules()} - {name}
-        for name, module in tree.modules().items()
-        if not module.is_package
-    }
-    assert not (found := cycles(graph)), found
-
-
-def cycles(graph: dict[str, set[str]]) -> list[str]:
-    """What is left when modules that import, or are imported by, no other that is left are gone."""
-    left = dict(graph)
-    while free := [name for name, uses in left.items() if not (uses & left.keys())]:
-        for name in free:
-            del left[name]
-    while free := [name for name in left if not any(name in uses for uses in left.values())]:
-        for name in free:
-            del left[name]
-    return sorted(left)
+    assert not (found := budgets.circles(budgets.imports_inside_packages(tree.modules()))), found
 
 
 def test_no_module_imports_the_package_above_it() -> None:
@@ -198,7 +184,7 @@ def test_files_fit_their_budget() -> None:
     wrong = [
         f"{m.where}: {n} lines"
         for m in tree.sources()
-        if (n := len(m.text.splitlines())) > MAX_FILE_LINES
+        if (n := len(m.text.splitlines())) > budgets.MAX_FILE_LINES
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -208,7 +194,7 @@ def test_functions_fit_on_a_screen() -> None:
         f"{m.where}:{f.lineno} {name}: {lines} lines"
         for m in tree.sources()
         for name, f in m.functions()
-        if (lines := (f.end_lineno or f.lineno) - f.lineno + 1) > MAX_FUNCTION_LINES
+        if (lines := (f.end_lineno or f.lineno) - f.lineno + 1) > budgets.MAX_FUNCTION_LINES
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -230,7 +216,7 @@ def test_classes_own_little() -> None:
         f"{m.where}:{cls.lineno} {cls.name}: {count} attributes"
         for m in tree.modules().values()
         for cls in m.classes()
-        if (count := len(tree.attributes(cls))) > MAX_ATTRIBUTES and cls.name not in RECORDS
+        if (count := len(tree.attributes(cls))) > budgets.MAX_ATTRIBUTES and cls.name not in RECORDS
     ]
     assert not wrong, "\n".join(wrong)
 

@@ -43,23 +43,23 @@ Answer = tuple[Reply, list[bytes]]
 def main(descriptor: int) -> None:
     """Serve until the parent ends this process."""
     start = msgspec.msgpack.decode(start_message(descriptor), type=StartText)
-    desk = TextServer(load_tokenizer(_model(start)))
+    server = TextServer(load_tokenizer(_model(start)))
     channel = Channel[Job](Job, *_arenas(start))
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     dealer, _ = connect(context, start.address, None)
     dealer.send_multipart(channel.pack(Ready(start.token)))
     while True:
-        dealer.send_multipart(_answer(desk, channel, dealer.recv_multipart()))
+        dealer.send_multipart(_answer(server, channel, dealer.recv_multipart()))
 
 
-def _answer(desk: TextServer, channel: Channel[Job], frames: list[bytes]) -> list[bytes]:
+def _answer(server: TextServer, channel: Channel[Job], frames: list[bytes]) -> list[bytes]:
     """Frames of the answer. An answer that cannot travel, being too long, is an error too."""
     try:
         delivery = channel.unpack(frames)
     except WireError as error:
         return channel.pack(Failed(-1, failure_of(error)))
     try:
-        return channel.pack(*desk.do(delivery))
+        return channel.pack(*server.do(delivery))
     except (KeyboardInterrupt, SystemExit):
         raise
     except Exception as error:

@@ -66,11 +66,6 @@ class Download:
                 return root
         raise ModelError(f"{self._where()} changes while it is fetched; give the revision you mean")
 
-    @property
-    def has_token(self) -> bool:
-        """Whether requests carry one."""
-        return isinstance(self._token, str)
-
     def _token_to_send(self) -> str | bool:
         """The token itself; False for requests without one."""
         asked = self.asked.token

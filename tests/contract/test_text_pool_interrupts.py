@@ -4,7 +4,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 from support.pooled import WAIT, Pools, llm_around, session_on, texts_of
@@ -15,12 +14,7 @@ from engine.text.tokenizer import Tokenizer
 PARAMS = SamplingParams(max_tokens=40, output_kind="delta")
 
 
-@pytest.fixture(autouse=True)
-def _interrupts_are_heard() -> Iterator[None]:
-    """Also where they are ignored, as in what a shell runs in the background."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+pytestmark = pytest.mark.usefixtures("can_interrupt")
 
 
 def interrupt_after(seconds: float) -> threading.Timer:

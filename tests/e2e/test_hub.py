@@ -159,6 +159,7 @@ def test_the_machine_of_a_core_fetches_weights_and_a_front_end_the_tokenizer(
     assert core.wait(SECONDS) == 0
 
 
+@pytest.mark.usefixtures("can_interrupt")
 def test_an_interrupt_ends_a_download_at_once(hub: FakeHub, programs: Programs) -> None:
     stalled = hub.repos["org/box"].stalls[WEIGHTS] = threading.Event()
     running = programs.start("-m", "engine.cli.main", *GENERATE, "--model", "org/box")

@@ -227,14 +227,6 @@ def test_chat_without_a_template(
     assert "chat template" in capsys.readouterr().err
 
 
-@pytest.fixture
-def can_interrupt() -> Iterator[None]:
-    """A shell that starts us in the background makes Python ignore SIGINT."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.usefixtures("can_interrupt")
 def test_interrupt_ends_an_answer(
     run: Run, client: FakeClient, monkeypatch: pytest.MonkeyPatch

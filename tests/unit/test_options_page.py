@@ -1,16 +1,8 @@
 """docs/options.md has the options there are, as they are."""
 
-from __future__ import annotations
-
-import importlib.util
-from pathlib import Path
-
-TOOL = Path(__file__).parents[2] / "tools" / "options_page.py"
+from tools import options_page
 
 
 def test_the_page_is_up_to_date() -> None:
-    spec = importlib.util.spec_from_file_location("options_page", TOOL)
-    assert spec is not None and spec.loader is not None
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
-    assert tool.PAGE.read_text("utf-8") == tool.page(), "run: python tools/options_page.py"
+    written = options_page.PAGE.read_text(encoding="utf-8")
+    assert written == options_page.page(), "run: python tools/options_page.py"

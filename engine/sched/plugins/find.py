@@ -35,6 +35,9 @@ KINDS = (  # what a class may be, and where it is given
     (SchedulerInterface, "a scheduler: give it as scheduler_cls"),
 )
 
+PLAIN = (bool, int, float, str, NoneType)  # types that can be checked by annotation
+NEAR = 0.85  # similarity of two names from which on one counts as a misspelling of the other
+
 Plugin = TypeVar("Plugin", Policy, Resource)
 
 _deciding: WeakValueDictionary[int, SchedulerInterface] = WeakValueDictionary()  # by id of object
@@ -207,10 +210,6 @@ def _make(cls: type[Plugin], options: dict[str, Any], source: str) -> Plugin:
             f"{cls.__name__} cannot be made with {source} {options}: "
             f"{type(error).__name__}: {error}"
         ) from error
-
-
-PLAIN = (bool, int, float, str, NoneType)  # types that can be checked by annotation
-NEAR = 0.85  # similarity of two names from which on one counts as a misspelling of the other
 
 
 def check_options(cls: type, options: dict[str, Any], source: str) -> None:

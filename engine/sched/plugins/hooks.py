@@ -23,6 +23,7 @@ from engine.sched.view import View
 
 logger = logging.getLogger("engine.sched")
 NO_LIMITS = Limits()
+WITHOUT_NAN = {bool, int, str}
 
 HOOKS = (
     *("rank", "limits", "evict", "order", "next_waiting", "admit", "chunk", "outranks", "victim"),
@@ -323,9 +324,6 @@ class _Overruled(Default):
 
     def rank(self, req: Request, view: SchedView) -> tuple[Any, ...]:
         return req.rank
-
-
-WITHOUT_NAN = {bool, int, str}
 
 
 class Last:

@@ -13,6 +13,9 @@ from engine.sched.state.queues import RankedQueue
 from engine.sched.state.table import Table
 from engine.sched.state.waits import WaitLedger
 
+Rows = NDArray[np.intp]  # numpy indexes with intp five times faster than with int32
+NO_ROWS: Rows = np.empty(0, dtype=np.intp)
+
 
 class Roster:
     """Owns membership and seats. A seat is a slot in the worker's tables."""
@@ -151,10 +154,6 @@ class Roster:
         self.table.slot.at[req.row] = -1
         self._free_slots.append(slot)
         self.freed_slots.append(slot)
-
-
-Rows = NDArray[np.intp]  # numpy indexes with intp five times faster than with int32
-NO_ROWS: Rows = np.empty(0, dtype=np.intp)
 
 
 class RunningColumns:

@@ -22,6 +22,7 @@ from engine.sched.step.stats import Counters
 from engine.sched.step.timers import TimerKind
 from engine.sched.view import View
 
+ONE_BY_ONE_UPTO = 16  # rows of a plan up to which columns cost more than they save
 NO_RESULT = StepResult(0, EMPTY, EMPTY)
 _DEADLINES = {TimerKind.START_BY: "started", TimerKind.END_BY: "finished"}
 
@@ -201,9 +202,6 @@ class Settler:
         for row in gone.tolist() if gone.size else ():
             if self.roster.by_row[row] is not None:
                 self.roster.retire(row)
-
-
-ONE_BY_ONE_UPTO = 16  # rows of a plan up to which columns cost more than they save
 
 
 class Appender:

@@ -13,6 +13,8 @@ from engine.sched.plugins.resources import Resources
 from engine.sched.request import Request
 from engine.sched.state.roster import Roster
 
+logger = logging.getLogger("engine.sched")
+
 
 @dataclass(slots=True)
 class Counters:
@@ -69,15 +71,12 @@ def make_stats(
     )
 
 
-logger = logging.getLogger("engine.sched")
-
-
 class StallDetector:
     """Counts steps in which nothing could be computed."""
 
     def __init__(self, limit: int, counters: Counters) -> None:
         self._limit = limit
-        self._tally = counters
+        self._counters = counters
         self._num_idle = 0
 
     @property
@@ -97,15 +96,15 @@ class StallDetector:
         Parked requests wait for something slow by nature: they are reported, but not logged.
         """
         self._num_idle = self._num_idle + 1 if is_idle else 0
-        self._tally.blocked = ""
+        self._counters.blocked = ""
         waiting = roster.waiting
         if not (is_idle and len(waiting)):
             if is_idle and (parked := next(iter(roster.parked.values()), None)):
-                self._tally.blocked = f"{parked.request_id}: {parked.history.own_cause}"
+                self._counters.blocked = f"{parked.request_id}: {parked.history.own_cause}"
             return
         head = waiting[0]
         why = next((own for req, own in refused if req is head), cause)
-        self._tally.blocked = f"{head.request_id}: {why}"
+        self._counters.blocked = f"{head.request_id}: {why}"
         if self._num_idle == self._limit:
             logger.warning(
                 "no progress in %d steps: request %s and %d behind it wait for: %s",
