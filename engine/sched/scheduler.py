@@ -361,7 +361,7 @@ class Scheduler(SchedulerInterface):
         self.pause_state = state
 
     def get_kv_connector(self) -> KVSource | None:
-        return self.kv.transfers.source
+        return self.kv.source
 
     @not_reentrant
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
@@ -386,7 +386,7 @@ class Scheduler(SchedulerInterface):
     def is_transferring(self) -> bool:
         """Are blocks being filled for a request that is parked, or lent to a transfer?"""
         holding = self.roster.holding.values()
-        return bool(self.kv.transfers.lent) or not all(req.is_waiting for req in holding)
+        return bool(self.kv.lent) or not all(req.is_waiting for req in holding)
 
     # -- helpers
 

@@ -32,8 +32,8 @@ from typing import Any
 
 import numpy as np
 
-from engine.kv.groups import split_key
-from engine.kv.hashing import Chains, Sha256Hasher
+from engine.kv.prefix_index import Chains, Sha256Hasher
+from engine.kv.tables import split_key
 from engine.messages.step import StepPlan
 from engine.sched.interface import PauseState
 from engine.sched.request import Request
@@ -143,7 +143,7 @@ class Progress:
             or num_refusals > self._num_refusals
             or preempted
             or scheduler.roster.holding  # parked with blocks that others wait for
-            or scheduler.kv.transfers.lent  # to the load of a request that has ended
+            or scheduler.kv.lent  # to the load of a request that has ended
             or not len(scheduler.roster.running) + len(scheduler.roster.waiting)
         )
         self._num_refusals = num_refusals

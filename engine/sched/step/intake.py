@@ -43,7 +43,7 @@ class Intake:
                 self._settler.counters.num_refused += 1
                 raise RefusedError(f"request {add.request_id!r} was refused: {verdict.reason}")
         except RequestError:
-            self._kv.forget(req)  # the policy may have looked it up in the cache
+            self._kv.finish(req)  # the policy may have looked it up in the cache
             roster.table.give_back(req.row)
             raise
         if ledger is not None:

@@ -88,7 +88,7 @@ class Settler:
 
     def finish(self, req: Request) -> None:
         """The request has ended: blocks, seat and whatever else it held are free."""
-        req.history.kv_transfer_params = self.kv.forget(req)
+        req.history.kv_transfer_params = self.kv.finish(req)
         self.roster.finish(req, self.view.now)
         self.resources.release(req)
         self._to_restart.discard(req.row)
