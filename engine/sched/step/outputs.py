@@ -7,9 +7,8 @@ from itertools import accumulate
 
 from engine.messages.outputs import CoreOutputs, Finished, FinishReason, Started
 from engine.messages.step import StepResult
-from engine.sched.request import Request
-from engine.sched.state.roster import Roster, Rows
-from engine.sched.state.table import Counts
+from engine.sched.request import Counts, Request
+from engine.sched.roster import Roster, Rows
 
 NOWHERE = -1  # index of a request that is not in the plan
 

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from engine.kv.manager import KVManager
 from engine.messages.outputs import CoreOutputs, FinishReason
+from engine.messages.stats import SchedulerStats
 from engine.messages.step import EMPTY, Column, StepPlan, StepResult
+from engine.sched.plugins.hooks import FaultLog
 from engine.sched.plugins.resources import Resources
 from engine.sched.policy import Policy
 from engine.sched.predict.ledger import Ledger
-from engine.sched.request import Request, Status
-from engine.sched.state.roster import NO_ROWS, Roster, Rows
-from engine.sched.state.table import ONE, Counts, TableColumn
+from engine.sched.request import ONE, Counts, Request, Status, TableColumn
+from engine.sched.roster import NO_ROWS, Roster, Rows
 from engine.sched.step.outputs import Members, OutputColumns
-from engine.sched.step.stats import Counters
-from engine.sched.step.timers import TimerKind
 from engine.sched.view import View
 
 ONE_BY_ONE_UPTO = 16  # rows of a plan up to which columns cost more than they save
 NO_RESULT = StepResult(0, EMPTY, EMPTY)
-_DEADLINES = {TimerKind.START_BY: "started", TimerKind.END_BY: "finished"}
 
 
 class Settler:
@@ -81,10 +81,10 @@ class Settler:
         self.counters.num_failed += reason == "error"
         self._ended.append((req, reason, message))
 
-    def expire(self, req: Request, kind: TimerKind) -> None:
-        """A deadline of the request has passed."""
+    def expire(self, req: Request, missed: str) -> None:
+        """The request was not ``missed`` ("started", "finished") by its deadline."""
         self.counters.num_expired += 1
-        self.end(req, "deadline", f"not {_DEADLINES[kind]} by its deadline")
+        self.end(req, "deadline", f"not {missed} by its deadline")
 
     def finish(self, req: Request) -> None:
         """The request has ended: blocks, seat and whatever else it held are free."""
@@ -337,3 +337,105 @@ def stopped_by(req: Request) -> tuple[FinishReason, int | None] | None:
     if req.num_tokens >= req.max_total:
         return "length", None
     return None
+
+
+logger = logging.getLogger("engine.sched")
+
+
+@dataclass(slots=True)
+class Counters:
+    """Counts since the start."""
+
+    num_steps: int = 0
+    num_scheduled_tokens: int = 0
+    num_preemptions: int = 0
+    num_failed: int = 0
+    num_refused: int = 0
+    num_expired: int = 0
+    num_rescued_steps: int = 0
+    blocked: str = ""
+
+    def note_rescue(self, culprit: str, *, was_saved: bool) -> None:
+        """The default order was tried in place of the policy's. Steps in which that granted tokens
+        are counted, and the first is logged."""
+        self.num_rescued_steps += was_saved
+        if was_saved and self.num_rescued_steps == 1:
+            logger.warning(
+                "%s scheduled no request although one could run; such steps are served in the "
+                "default order and counted in num_rescued_steps",
+                culprit,
+            )
+
+
+def make_stats(
+    counters: Counters, roster: Roster, kv: KVManager, resources: Resources, faults: FaultLog
+) -> SchedulerStats:
+    """Current gauges and the counters."""
+    of_resources = resources.counters()  # asked first: what goes wrong in it counts as a fault
+    return SchedulerStats(
+        num_running=len(roster.running),
+        num_waiting=len(roster.waiting),
+        num_parked=len(roster.parked),
+        kv_usage=kv.usage,
+        prefix_queries=kv.counts.queries,
+        prefix_hits=kv.counts.hits,
+        num_preemptions=counters.num_preemptions,
+        num_failed=counters.num_failed,
+        num_steps=counters.num_steps,
+        num_scheduled_tokens=counters.num_scheduled_tokens,
+        preempted_queries=kv.counts.preempted_queries,
+        preempted_hits=kv.counts.preempted_hits,
+        num_refused=counters.num_refused,
+        num_expired=counters.num_expired,
+        num_rescued_steps=counters.num_rescued_steps,
+        num_policy_faults=faults.num_faults,
+        wait_seconds=dict(roster.waits.sums),
+        hook_seconds=dict(faults.seconds),
+        blocked=counters.blocked,
+        num_cache_resets=kv.counts.num_resets,
+        counters=of_resources,
+    )
+
+
+class StallDetector:
+    """Counts steps in which nothing could be computed."""
+
+    def __init__(self, limit: int, counters: Counters) -> None:
+        self._limit = limit
+        self._counters = counters
+        self._num_idle = 0
+
+    @property
+    def is_stuck(self) -> bool:
+        """Were there ``limit`` idle steps in a row?"""
+        return self._num_idle >= self._limit
+
+    def look(
+        self,
+        is_idle: bool,
+        roster: Roster,
+        cause: str,
+        refused: Iterable[tuple[Request, str]],
+    ) -> None:
+        """After each plan. After ``limit`` idle ones in a row the log names head and cause.
+
+        Parked requests wait for something slow by nature: they are reported, but not logged.
+        """
+        self._num_idle = self._num_idle + 1 if is_idle else 0
+        self._counters.blocked = ""
+        waiting = roster.waiting
+        if not (is_idle and len(waiting)):
+            if is_idle and (parked := next(iter(roster.parked.values()), None)):
+                self._counters.blocked = f"{parked.request_id}: {parked.history.own_cause}"
+            return
+        head = waiting[0]
+        why = next((own for req, own in refused if req is head), cause)
+        self._counters.blocked = f"{head.request_id}: {why}"
+        if self._num_idle == self._limit:
+            logger.warning(
+                "no progress in %d steps: request %s and %d behind it wait for: %s",
+                self._num_idle,
+                head.request_id,
+                len(waiting) - 1,
+                why,
+            )
