@@ -13,6 +13,7 @@ All hooks are called before any state changes, so no change has to be undone.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from random import Random
@@ -20,8 +21,7 @@ from random import Random
 from engine.config.sched import SchedulerConfig
 from engine.kv.connector import KVSource
 from engine.kv.manager import KVManager
-from engine.messages.outputs import FinishReason
-from engine.messages.requests import AddRequest
+from engine.messages.requests import AddRequest, FinishReason
 from engine.messages.stats import SchedulerStats
 from engine.messages.step import Masks, StepPlan, StepResult
 from engine.sched.interface import PauseState, RequestCounts, SchedulerInterface, StepOutputs
@@ -36,8 +36,10 @@ from engine.sched.step.builder import Step, pad_drafts, prefill_cap, seal
 from engine.sched.step.decodes import DecodeFastPath
 from engine.sched.step.intake import Intake, TimerKind
 from engine.sched.step.preempt import cut_to_blocks, promised_to_others, victims_for
-from engine.sched.step.settle import Settler, StallDetector, make_stats
+from engine.sched.step.settle import Counters, Settler
 from engine.sched.view import View
+
+logger = logging.getLogger("engine.sched")
 
 BULK_PARTS = ("tokens_for", "secure", "grant")  # a subclass that overrides one sees every row
 
@@ -122,7 +124,8 @@ class Scheduler(SchedulerInterface):
     def schedule(self) -> StepPlan:
         """Grant plain decodes at once, then offer what is left of the step, best first."""
         step = self.begin_step()
-        self.serve(self.offers(step), step)
+        if self.roster.by_id:
+            self.serve(self.offers(step), step)
         return self.seal(step)
 
     def serve(self, offers: Iterable[Request], step: Step) -> None:
@@ -155,7 +158,15 @@ class Scheduler(SchedulerInterface):
         counters.num_steps += 1
         step = view.step = Step(counters.num_steps, self.config.max_num_batched_tokens, self.roster)
         limits, may_preempt = self.guard.limits(view), self.guard.waiting_may_preempt
-        step.limit(limits, self.pause_state, may_preempt=may_preempt)
+        step.narrow(limits.max_tokens, limits.max_seqs)
+        if self.pause_state is PauseState.PAUSED_ALL:
+            step.narrow(0)
+        if self.pause_state is not PauseState.UNPAUSED:
+            step.close(Cause.PAUSED)
+        elif not limits.admission:
+            step.close(Cause.POLICY)
+        elif not (step.num_free_seats or may_preempt):
+            step.close(Cause.SEATS)
         was_left_out = self.guard.take_rerank()
         if self.guard.dynamic or was_left_out:
             self.roster.running.rerank(lambda reqs: self.guard.ranks(reqs, view))
@@ -318,13 +329,15 @@ class Scheduler(SchedulerInterface):
 
     @not_reentrant
     def update_from_output(self, plan: StepPlan, result: StepResult) -> StepOutputs:
-        if plan.num_tokens:
+        self.view.now = self._clock()
+        if plan.num_tokens:  # else it only told the worker something
             self.num_in_flight -= 1
             self.kv.step_settled()
-        self.view.now = self._clock()
-        self.view.note(plan, result.seconds)
+        asks = self.guard.overrides("on_step")
+        if plan.num_tokens or asks:
+            self.view.note(plan, result.seconds)
         outputs = self.settler.settle(plan, result)
-        if self.guard.overrides("on_step"):
+        if asks:
             self.guard.on_step(self.view.last, self.view)
         return outputs
 
@@ -451,3 +464,77 @@ class Scheduler(SchedulerInterface):
         history.events.append(("scheduled", now))
         self.roster.table.num_computed.at[req.row] = hit
         self.roster.seat(req, now)
+
+
+def make_stats(
+    counters: Counters, roster: Roster, kv: KVManager, resources: Resources, faults: FaultLog
+) -> SchedulerStats:
+    """Current gauges and the counters."""
+    of_resources = resources.counters()  # asked first: what goes wrong in it counts as a fault
+    return SchedulerStats(
+        num_running=len(roster.running),
+        num_waiting=len(roster.waiting),
+        num_parked=len(roster.parked),
+        kv_usage=kv.usage,
+        prefix_queries=kv.counts.queries,
+        prefix_hits=kv.counts.hits,
+        num_preemptions=counters.num_preemptions,
+        num_failed=counters.num_failed,
+        num_steps=counters.num_steps,
+        num_scheduled_tokens=counters.num_scheduled_tokens,
+        preempted_queries=kv.counts.preempted_queries,
+        preempted_hits=kv.counts.preempted_hits,
+        num_refused=counters.num_refused,
+        num_expired=counters.num_expired,
+        num_rescued_steps=counters.num_rescued_steps,
+        num_policy_faults=faults.num_faults,
+        wait_seconds=dict(roster.waits.sums),
+        hook_seconds=dict(faults.seconds),
+        blocked=counters.blocked,
+        num_cache_resets=kv.counts.num_resets,
+        counters=of_resources,
+    )
+
+
+class StallDetector:
+    """Counts steps in which nothing could be computed."""
+
+    def __init__(self, limit: int, counters: Counters) -> None:
+        self._limit = limit
+        self._counters = counters
+        self._num_idle = 0
+
+    @property
+    def is_stuck(self) -> bool:
+        """Were there ``limit`` idle steps in a row?"""
+        return self._num_idle >= self._limit
+
+    def look(
+        self,
+        is_idle: bool,
+        roster: Roster,
+        cause: str,
+        refused: Iterable[tuple[Request, str]],
+    ) -> None:
+        """After each plan. After ``limit`` idle ones in a row the log names head and cause.
+
+        Parked requests wait for something slow by nature: they are reported, but not logged.
+        """
+        self._num_idle = self._num_idle + 1 if is_idle else 0
+        self._counters.blocked = ""
+        waiting = roster.waiting
+        if not (is_idle and len(waiting)):
+            if is_idle and (parked := next(iter(roster.parked.values()), None)):
+                self._counters.blocked = f"{parked.request_id}: {parked.history.own_cause}"
+            return
+        head = waiting[0]
+        why = next((own for req, own in refused if req is head), cause)
+        self._counters.blocked = f"{head.request_id}: {why}"
+        if self._num_idle == self._limit:
+            logger.warning(
+                "no progress in %d steps: request %s and %d behind it wait for: %s",
+                self._num_idle,
+                head.request_id,
+                len(waiting) - 1,
+                why,
+            )

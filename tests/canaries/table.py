@@ -30,9 +30,9 @@ CANARIES = (
     Canary(
         "free twice",
         KV,
-        "        self._give_back(live_blocks(holding))\n        holding.clear()\n",
-        "        self._give_back(live_blocks(holding))\n"
-        "        self._give_back(live_blocks(holding))\n        holding.clear()\n",
+        "        self._give_back(live_blocks(holding.tables))\n        holding.clear()\n",
+        "        self._give_back(live_blocks(holding.tables))\n"
+        "        self._give_back(live_blocks(holding.tables))\n        holding.clear()\n",
     ),
     Canary(
         "keep the hash of a block that is taken",

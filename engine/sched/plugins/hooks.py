@@ -235,7 +235,8 @@ class Guard(Policy):
         self._answer("on_step", answers.no_answer, shape, view)
 
     def on_finish(self, req: Request, view: SchedView) -> None:
-        self._answer("on_finish", answers.no_answer, req, view)
+        if "on_finish" in self._asked:
+            self._answer("on_finish", answers.no_answer, req, view)
 
     # -- asking
 

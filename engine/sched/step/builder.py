@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 from engine.config.sched import SchedulerConfig
 from engine.kv.manager import KVManager
 from engine.messages.step import PADDING, DraftPart, NewSeq, StepPlan
-from engine.sched.interface import PauseState
-from engine.sched.policy import Limits
 from engine.sched.request import WATCHED, Request, Status
 from engine.sched.roster import NO_ROWS, Cause, Roster, Rows
 
@@ -73,20 +71,12 @@ class Step:
         free = self._roster.num_free_seats
         return min(free, max(0, self.max_seqs - (self._roster.num_seats - free)))
 
-    def limit(self, limits: Limits, pause: PauseState, *, may_preempt: bool) -> None:
-        """Apply the bounds of policy and pause. ``may_preempt``: waiting requests need no seat."""
-        if limits.max_tokens is not None:
-            self.tokens_left = min(self.tokens_left, int(limits.max_tokens))
-        if limits.max_seqs is not None:
-            self.max_seqs = min(self.max_seqs, int(limits.max_seqs))
-        if pause is PauseState.PAUSED_ALL:
-            self.tokens_left = 0
-        if pause is not PauseState.UNPAUSED:
-            self.close(Cause.PAUSED)
-        elif not limits.admission:
-            self.close(Cause.POLICY)
-        elif not (self.num_free_seats or may_preempt):
-            self.close(Cause.SEATS)
+    def narrow(self, max_tokens: int | None, max_seqs: int | None = None) -> None:
+        """Grant no more tokens and seats than this; ``None`` is no bound."""
+        if max_tokens is not None:
+            self.tokens_left = min(self.tokens_left, int(max_tokens))
+        if max_seqs is not None:
+            self.max_seqs = min(self.max_seqs, int(max_seqs))
 
     def next_waiting(self) -> Request | None:
         """The best waiting request that was not offered in this step, while admission is open."""

@@ -6,12 +6,10 @@ from collections.abc import Iterator
 from enum import Enum
 from heapq import heapify, heappop, heappush
 
-from engine.config.check import is_finite
 from engine.config.sched import SchedulerConfig
 from engine.errors import RefusedError, RequestError
 from engine.kv.manager import KVManager
-from engine.messages.check import in_use
-from engine.messages.requests import AddRequest
+from engine.messages.requests import AddRequest, check_times, in_use
 from engine.sched.policy import Defer, Refuse
 from engine.sched.request import Request
 from engine.sched.step.settle import Settler
@@ -122,16 +120,6 @@ def check_can_run(add: AddRequest, config: SchedulerConfig, kv: KVManager) -> No
             f"but the whole pool has {kv.num_usable}; lower max_tokens or raise "
             "num_kv_blocks"
         )
-
-
-def check_times(add: AddRequest) -> None:
-    """Raise ``RequestError`` for an invalid time: requests could not be ordered by it."""
-    for name in ("arrival_time", "deadline", "queue_deadline", "end_deadline"):
-        time = getattr(add, name)
-        if time is not None and not is_finite(time):
-            raise RequestError(
-                f"{name} of request {add.request_id!r} is {time!r:.80}, must be a finite number"
-            )
 
 
 class TimerKind(Enum):
