@@ -10,8 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
 from engine.errors import RequestError, RequestTypeError, WireError
-from engine.frontend.pool import TextPool
 from engine.frontend.rendering import Prompt
+from engine.frontend.text_workers import TextPool
 from engine.messages.params import SamplingParams
 from engine.text.tokenizer import Tokenizer
 

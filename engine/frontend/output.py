@@ -4,28 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
+from typing import NamedTuple
 
 from engine.errors import RequestError
 from engine.frontend.logprobs import prompt_positions
-from engine.frontend.pool_texts import PooledTexts, Reading
+from engine.frontend.pooled_text import PooledText
 from engine.frontend.prompt import Submission
 from engine.frontend.request_state import RequestState, Row
 from engine.frontend.sequence import Sequence
-from engine.messages.outputs import CoreOutputs, Finished, RequestOutput, Started
+from engine.messages.outputs import (
+    CoreOutputs,
+    Finished,
+    RequestOutput,
+    Started,
+    TokenLogprobs,
+)
 from engine.observe.stats_log import TokenCounts
+from engine.text.reader import wish_of
 from engine.text.tokenizer import Tokenizer
 
 Moved = dict[RequestState, list[Sequence]]
+
+
+class Reading(NamedTuple):
+    """What a step brought to a sequence. With ``texts`` it waits there for its text."""
+
+    core_id: str
+    row: Row
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+    end: Finished | None
+    time: float  # of the step, on the core's clock
 
 
 class OutputProcessor:
     """Owns text, stop strings and log-probabilities of all unfinished requests.
 
     What the core still sends for requests that ended here is ignored: no other sequence ever has
-    the core id of one that ended. With ``texts`` other processes turn tokens into text.
+    the core id of one that ended. With ``texts`` other processes turn tokens into text; a sequence
+    then moves when its text comes, by one step of the core or by several.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, texts: PooledTexts | None = None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, texts: PooledText[Reading] | None = None
+    ) -> None:
         self.counts = TokenCounts()
         self._tokenizer = tokenizer
         self._texts = texts
@@ -73,51 +95,68 @@ class OutputProcessor:
                 self._take_prompt_logprobs(row.request, batch, index)
             end = ends.get(index)
             if token_ids or end is not None:
-                self._take(row, token_ids, batch, index, end)
-                if self._texts is not None and self._is_read_elsewhere(row):
-                    self._send(core_id, row, end, batch.time)
+                logprobs = batch.logprobs.get(index)
+                reading = Reading(core_id, row, token_ids, logprobs, end, batch.time)
+                if self._texts is not None and row.sequence.params.detokenize:
+                    self._send(self._texts, reading)
                 else:
+                    self._take(reading)
                     row.sequence.read(end)
-                    if row.sequence.end is not None:
-                        self._ended(core_id, row, end, batch.time)
-                    moved.setdefault(row.request, []).append(row.sequence)
-        return _outputs(moved) + self.take_texts(wait_for_all=False)
+                    self._moved(reading, moved)
+        if self._texts is not None:
+            self._texts.send()
+        return _outputs(moved)
 
-    def take_texts(self, wait_for_all: bool) -> list[RequestOutput]:
+    def take_texts(self) -> list[RequestOutput]:
         """The outputs for users of texts that other processes have made."""
-        if self._texts is None:
-            return []
         moved: Moved = {}
-        for reading, delta in self._texts.exchange(wait_for_all):
-            core_id, row, _, end, time = reading
-            if core_id in self._rows:  # no earlier text has ended it
-                row.sequence.settle(delta, end)
-                if row.sequence.end is not None:
-                    self._ended(core_id, row, end, time)
-                moved.setdefault(row.request, []).append(row.sequence)
+        for reading, delta in () if self._texts is None else self._texts.take():
+            if reading.core_id in self._rows:  # no earlier text has ended it
+                self._take(reading)
+                reading.row.sequence.settle(delta, reading.end)
+                self._moved(reading, moved)
         for sequences in moved.values():  # which may come from several processes
             sequences.sort(key=attrgetter("index"))
         return _outputs(moved)
 
     def abort(self, request_ids: Iterable[str], time: float) -> list[RequestOutput]:
-        """End these requests now; unknown ids do nothing. Their last outputs say ``"abort"``."""
-        outputs = self.take_texts(wait_for_all=True)  # what only waits for text has ended already
-        aborted = Finished(0, "abort")
+        """End these requests now; unknown ids do nothing. Their last outputs say ``"abort"``.
+
+        Those whose text is made elsewhere get them when it has come.
+        """
         moved: Moved = {}
+        for reading in self._endings(request_ids, time):
+            self._ended_here.append(reading.core_id)
+            if self._texts is not None and reading.row.sequence.params.detokenize:
+                self._send(self._texts, reading)
+            else:
+                reading.row.sequence.read(reading.end)
+                self._moved(reading, moved)
+        if self._texts is not None:
+            self._texts.send()
+        return _outputs(moved) + self.take_texts()
+
+    def drop(self, request_ids: Iterable[str], time: float) -> None:
+        """End these requests now, without any further output; unknown ids do nothing."""
+        for reading in self._endings(request_ids, time, with_unread=True):
+            if reading.core_id not in self._only_text:
+                self._ended_here.append(reading.core_id)
+            reading.row.sequence.end = reading.end
+            self._ended(reading)
+        if self._texts is not None:
+            self._texts.send()
+
+    def _endings(
+        self, request_ids: Iterable[str], time: float, with_unread: bool = False
+    ) -> Iterator[Reading]:
+        """The end of each sequence of these requests; ``with_unread``: of those too that have
+        ended but for their text."""
         for request_id in dict.fromkeys(request_ids):
             request = self._requests.get(request_id)
             for core_id in request.core_ids if request else ():
-                row = self._rows.get(core_id)
-                if row is None:
-                    continue
-                self._ended_here.append(core_id)
-                if self._is_read_elsewhere(row):
-                    self._send(core_id, row, aborted, time)
-                else:
-                    row.sequence.read(aborted)
-                    self._ended(core_id, row, aborted, time)
-                    moved.setdefault(row.request, []).append(row.sequence)
-        return outputs + _outputs(moved) + self.take_texts(wait_for_all=True)
+                if core_id in self._rows and (with_unread or core_id not in self._only_text):
+                    end = Finished(0, "abort")
+                    yield Reading(core_id, self._rows[core_id], [], None, end, time)
 
     def withdraw(self, submission: Submission) -> list[str]:
         """Forget a request that was not taken. Returns its ids in the core."""
@@ -149,50 +188,51 @@ class OutputProcessor:
             batch.prompt_logprobs[index], len(request.prompt_token_ids), self._tokenizer
         )
 
-    def _take(
-        self,
-        row: Row,
-        token_ids: list[int],
-        batch: CoreOutputs,
-        index: int,
-        end: Finished | None,
-    ) -> None:
+    def _take(self, reading: Reading) -> None:
         """Append what a step brought, less its text."""
-        request, sequence = row
+        _, (request, sequence), token_ids, logprobs, end, time = reading
         metrics = request.metrics
         if token_ids:
             if metrics.first_token_time is None:
-                metrics.first_token_time = batch.time
+                metrics.first_token_time = time
                 self.counts.prompt_tokens += len(request.prompt_token_ids)
-            metrics.last_token_time = batch.time
+            metrics.last_token_time = time
             self.counts.generation_tokens += len(token_ids)
-        sequence.take(token_ids, batch.logprobs.get(index))
+        sequence.take(token_ids, logprobs)
         if end is not None:
             request.note(sequence.index, end)
             request.kv_transfer_params = end.kv_transfer_params or request.kv_transfer_params
 
-    def _is_read_elsewhere(self, row: Row) -> bool:
-        return self._texts is not None and row.sequence.params.detokenize
-
-    def _send(self, core_id: str, row: Row, end: Finished | None, time: float) -> None:
-        """Turn those tokens of a row into text that are needed now."""
-        assert self._texts is not None
+    def _send(self, texts: PooledText[Reading], reading: Reading) -> None:
+        """Have the text made that is needed now; the rest follows when it has come."""
+        core_id, (request, sequence), token_ids, _, end, _ = reading
         if end is not None:
             self._only_text.add(core_id)
-        if row.sequence.is_read_now(end):
-            self._texts.add(Reading(core_id, row, row.sequence.unread(end), end, time))
+        if sequence.is_lazy:
+            self._take(reading)
+            if end is None:
+                return
+            token_ids = sequence.token_ids
+            reading = reading._replace(token_ids=[], logprobs=None)
+        if core_id not in texts:
+            texts.open(core_id, request.prompt_token_ids, wish_of(sequence.params))
+        texts.add(core_id, sequence.readable(token_ids, end), end is not None, reading)
 
-    def _ended(self, core_id: str, row: Row, end: Finished | None, time: float) -> None:
-        """The sequence has ended: by ``end``, or by its text (a stop string or an error)."""
-        if end is None:
-            self._ended_here.append(core_id)
+    def _moved(self, reading: Reading, moved: Moved) -> None:
+        """A sequence has new text, or has ended: by the core, a stop string or an error."""
+        sequences = moved.setdefault(reading.row.request, [])
+        if reading.row.sequence not in sequences:
+            sequences.append(reading.row.sequence)
+        if reading.row.sequence.end is not None:
+            if reading.end is None and reading.core_id not in self._only_text:
+                self._ended_here.append(reading.core_id)
+            self._ended(reading)
+
+    def _ended(self, reading: Reading) -> None:
+        core_id, (request, sequence), _, _, _, time = reading
         if self._texts is not None:
-            self._texts.forget(row.sequence)
+            self._texts.forget(core_id)
             self._only_text.discard(core_id)
-        self._finish(core_id, row, time)
-
-    def _finish(self, core_id: str, row: Row, time: float) -> None:
-        request, sequence = row
         del self._rows[core_id]
         request.finish_one()
         if request.is_finished:

@@ -16,8 +16,8 @@ import msgspec
 from engine.config.check import is_finite
 from engine.errors import RequestError, RequestTypeError
 from engine.frontend.encoding import Ahead, PromptEncoder, too_long
-from engine.frontend.pool import TextPool
 from engine.frontend.rendering import Prompt, TextPrompt, render_chats
+from engine.frontend.text_workers import TextPool
 from engine.messages.params import SamplingParams, check_params_for_vocab
 from engine.messages.requests import AddRequest
 from engine.text.chat import Messages

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, TypedDict
 
 from engine.errors import WireError
-from engine.frontend.pool import TextPool
+from engine.frontend.text_workers import TextPool
 from engine.messages.text import Rendering
 from engine.text.chat import Messages, chat_values
 from engine.text.tokenizer import Tokenizer

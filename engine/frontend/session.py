@@ -16,12 +16,12 @@ from engine.config.decide import Decided
 from engine.config.engine import EngineConfig
 from engine.core.client import CoreClient
 from engine.errors import EngineDeadError, RequestError
-from engine.frontend.output import OutputProcessor
-from engine.frontend.pool import TextPool
-from engine.frontend.pool_texts import PooledTexts
+from engine.frontend.output import OutputProcessor, Reading
+from engine.frontend.pooled_text import PooledText
 from engine.frontend.prompt import InputProcessor, Limits, Submission
+from engine.frontend.text_workers import TextPool
 from engine.hub.fetch import fetched
-from engine.messages.outputs import RequestOutput
+from engine.messages.outputs import CoreOutputs, RequestOutput
 from engine.messages.wire import Welcome
 from engine.observe.logs import set_up_logging
 from engine.observe.stats_log import StatsLog
@@ -29,6 +29,8 @@ from engine.rpc.launch import open_core
 from engine.text.tokenizer import Tokenizer, load_tokenizer
 
 PauseScope = Literal["all", "new"]
+
+TEXT_SECONDS = 0.1  # that ``step`` waits for texts
 
 
 class Session:
@@ -47,7 +49,8 @@ class Session:
         self.inputs = InputProcessor(
             tokenizer, _limits(config, client.decided, tokenizer), clock, client.id_prefix, pool
         )
-        self.outputs = OutputProcessor(tokenizer, None if pool is None else PooledTexts(pool))
+        self._texts = None if pool is None else PooledText[Reading](pool, client.wake)
+        self.outputs = OutputProcessor(tokenizer, self._texts)
         self._pool = pool
         self.clock = clock
         self._stats_log: StatsLog | None = None
@@ -125,25 +128,41 @@ class Session:
         return errors
 
     def step(self) -> list[RequestOutput]:
-        """Run one step of the core and return what it means for users."""
+        """Run one step of the core and return what it means for users.
+
+        With text processes: and what earlier steps mean, whose texts have come. If only texts are
+        still to come, waits a moment for some.
+        """
         outputs: list[RequestOutput] = []
-        if self.outputs.is_only_text_missing:
-            outputs += self.outputs.take_texts(wait_for_all=True)
+        if self._texts is not None and self.outputs.is_only_text_missing:
+            self._texts.wait(TEXT_SECONDS)
         else:
-            for batch in self.client.step():
+            for batch in self._step_core():
                 outputs += self.outputs.process(batch)
-            outputs += self.outputs.take_texts(wait_for_all=False)
+        outputs += self.outputs.take_texts()
         with suppress(EngineDeadError):  # a later call raises it; these outputs are not lost
             self._stop_in_core()
             if self._stats_log is not None:
                 self._stats_log.after_step(is_idle=not self.has_unfinished)
         return outputs
 
+    def wake(self) -> None:
+        """Let a ``step`` that waits return soon; may be called from any thread."""
+        if self._texts is not None:
+            self._texts.wake()
+        self.client.wake()
+
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
-        """Stop these requests and return their last outputs; unknown ids do nothing."""
+        """Stop these requests; unknown ids do nothing. Returns their last outputs, but for those
+        whose text is still to come: theirs come from ``step``."""
         outputs = self.outputs.abort(request_ids, self.clock())
         self._stop_in_core()
         return outputs
+
+    def drop(self, request_ids: Iterable[str]) -> None:
+        """Stop these requests, without any further output; unknown ids do nothing."""
+        self.outputs.drop(request_ids, self.clock())
+        self._stop_in_core()
 
     def shutdown(self) -> None:
         """End the core and the text processes; harmless when repeated."""
@@ -151,6 +170,15 @@ class Session:
         self.client.shutdown()
         if self._pool is not None:
             self._pool.close()
+
+    def _step_core(self) -> list[CoreOutputs]:
+        """If the core has died, texts of what it did before are not lost: a later call raises."""
+        try:
+            return self.client.step()
+        except EngineDeadError:
+            if self._texts is None or not self._texts.wait(TEXT_SECONDS):
+                raise
+            return []
 
     def _stop_in_core(self) -> None:
         """Abort in the core what ended here. After an interrupt the next call does it (again)."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.kv.block_pool import BlockPool
-from engine.kv.connector import Farewell, KVSource, RemoteMatch
+from engine.kv.connector import KVSource, RemoteMatch
 from engine.kv.fences import Fences
 from engine.kv.tables import Holder, RequestBlocks, live_blocks
 
