@@ -98,12 +98,11 @@ class Task(ABC):
 class PromptTask(Task):
     """A prompt to be tokenised or rendered. ``what`` is shown in errors: the input."""
 
-    def __init__(self, job: Encode | Render, result_of: Callable[[Reply], Any], what: Any) -> None:
+    def __init__(self, job: Encode | Render, what: object) -> None:
         text = job.text if isinstance(job, Encode) else job.template
         super().__init__(TASK_BYTES + len(text), self)
         self.future: Future[Any] = Future()
         self._job = job
-        self._result_of = result_of
         self._what = what
 
     def is_wanted(self) -> bool:  # from then on it cannot be cancelled any more
@@ -114,7 +113,12 @@ class PromptTask(Task):
         return self._job
 
     def result_of(self, reply: Reply) -> Any:
-        return self._result_of(reply)
+        match self._job, reply:
+            case Encode(), Encoded(token_ids):
+                return unpack_ids(token_ids)
+            case Render(), Rendered(text, token_ids):
+                return Rendering(text, unpack_ids(token_ids))
+        raise WireError(f"{reply!r:.80} is no answer to what was asked")
 
     def finish(self, result: Any) -> None:
         if self.is_wanted():
@@ -161,8 +165,9 @@ class TextPool:
         queues = [self._tokenizers, *self.detokenizers]
         names = [(f"tokenizer process {i}", self._tokenizers) for i in range(size)]
         names += [(f"detokenizer process {i}", each) for i, each in enumerate(self.detokenizers)]
+        on_error = partial(_close, queues, is_waiting=False)
         self.workers = [
-            TextWorker(name, queue, partial(TextProcess, start), *limits, partial(_end, queues))
+            TextWorker(name, queue, partial(TextProcess, start), *limits, on_error)
             for name, queue in names
         ]
         self.close: Callable[[], None] = weakref.finalize(
@@ -185,18 +190,14 @@ class TextPool:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> Future[list[int]]:
         """``Tokenizer.encode`` of a text that can be written as UTF-8."""
-        return self._ask(Encode(str.encode(text), add_special_tokens), _ids_of, text)
+        return self._ask(PromptTask(Encode(str.encode(text), add_special_tokens), text))
 
     def render(self, template: str, values: dict[str, Any]) -> Future[Rendering]:
         """Fill in the source of a chat template with plain data. Raises ``WireError`` for values
         that cannot travel, through the future."""
-        job = Render(template.encode(), values)
-        return self._ask(job, _rendering_of, values.get("messages"))
+        return self._ask(PromptTask(Render(template.encode(), values), values.get("messages")))
 
-    def _ask(
-        self, job: Encode | Render, result_of: Callable[[Reply], Any], what: Any
-    ) -> Future[Any]:
-        task = PromptTask(job, result_of, what)
+    def _ask(self, task: PromptTask) -> Future[Any]:
         self._tokenizers.put([task])
         return task.future
 
@@ -214,11 +215,6 @@ class TaskQueue:
         self._owner = os.getpid()
 
     @property
-    def is_ours(self) -> bool:
-        """False in a fork of the process that it belongs to."""
-        return os.getpid() == self._owner
-
-    @property
     def num_waiting(self) -> int:
         """Tasks that no worker has taken."""
         return len(self._tasks)
@@ -231,7 +227,7 @@ class TaskQueue:
     def put(self, tasks: Sequence[Task]) -> None:
         """Queue tasks. Raises ``EngineDeadError`` if it is closed, and in a fork of the process
         that it belongs to."""
-        if not self.is_ours:
+        if os.getpid() != self._owner:
             raise EngineDeadError(
                 "the text processes belong to the process that this one was forked from; "
                 "make an engine of its own here"
@@ -287,7 +283,9 @@ class TaskQueue:
         self.notify()
 
     def close(self, death: EngineDeadError) -> None:
-        """Take nothing more, and end the processes."""
+        """Take nothing more, and end the processes; in a fork they are not ours."""
+        if os.getpid() != self._owner:
+            return
         with self.lock:
             self.death = self.death or death
             for worker in self.workers:
@@ -555,19 +553,14 @@ class TextProcess:
         return [self._decoder.decode([frame]) for frame in frames]
 
 
-def _end(queues: list[TaskQueue], death: EngineDeadError) -> None:
-    for queue in queues:
-        if queue.is_ours:
-            queue.close(death)
-
-
-def _close(queues: list[TaskQueue], death: EngineDeadError) -> None:
+def _close(queues: list[TaskQueue], death: EngineDeadError, *, is_waiting: bool = True) -> None:
     """End all workers, and wait until they have ended. In a fork there are none."""
-    _end(queues, death)
-    for worker in (worker for queue in queues for worker in queue.workers):
-        is_other = threading.current_thread() is not worker.thread  # which may collect garbage
-        if is_other and worker.thread.is_alive():
-            worker.thread.join()
+    for queue in queues:
+        queue.close(death)
+    for thread in (worker.thread for queue in queues for worker in queue.workers):
+        is_other = threading.current_thread() is not thread  # which may be collecting garbage
+        if is_waiting and is_other and thread.is_alive():
+            thread.join()
 
 
 def _do_nothing() -> None: ...
@@ -576,15 +569,3 @@ def _do_nothing() -> None: ...
 def _from_anywhere(directory: str) -> str:
     """The same directory for a process that is started after the working directory has changed."""
     return str(Path(directory).expanduser().absolute())
-
-
-def _ids_of(reply: Reply) -> list[int]:
-    if not isinstance(reply, Encoded):
-        raise WireError(f"{reply!r:.80} is no answer to what was asked")
-    return unpack_ids(reply.token_ids)
-
-
-def _rendering_of(reply: Reply) -> Rendering:
-    if not isinstance(reply, Rendered):
-        raise WireError(f"{reply!r:.80} is no answer to what was asked")
-    return Rendering(reply.text, unpack_ids(reply.token_ids))
