@@ -201,3 +201,14 @@ class BlockPool:
         self._next[before] = after
         self._prev[after] = before
         self.num_free -= 1
+
+
+def live_blocks(tables: Sequence[list[int]]) -> list[int]:
+    """All blocks in the tables of a request, in order.
+
+    Those of one entry stand side by side, so that tails are freed first.
+    """
+    first, *others = tables
+    if not others and first[:1] != [NULL_BLOCK]:
+        return first
+    return [block for entry in zip(first, *others, strict=True) for block in entry if block]

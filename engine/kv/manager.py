@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ConfigError
-from engine.kv.block_pool import BlockPool, CacheCounts
+from engine.kv.block_pool import BlockPool, CacheCounts, live_blocks
 from engine.kv.connector import KVSource
 from engine.kv.events import EventLog
 from engine.kv.prefix_index import BlockHasher, PrefixIndex, Sha256Hasher
@@ -27,7 +27,6 @@ from engine.kv.tables import (
     Holder,
     PrefixHit,
     RequestBlocks,
-    live_blocks,
     peak_blocks,
 )
 from engine.kv.transfers import Loan, Transfers
@@ -316,7 +315,7 @@ class KVManager:
         if holding is None:
             return
         assert not holding.loading, f"{req}: a transfer writes into its blocks"
-        self._give_back(live_blocks(holding))
+        self._give_back(live_blocks(holding.tables))
         holding.clear()
         self.num_held[req.row] = self.num_published[req.row] = 0
 
@@ -329,7 +328,7 @@ class KVManager:
         self.num_held[req.row] = self.num_published[req.row] = 0
         if self.transfers is not None:
             return self.transfers.end(req, holding)
-        self._give_back(live_blocks(holding))
+        self._give_back(live_blocks(holding.tables))
         return None
 
     def count_lookup(self, num_tokens: int, num_hit: int, *, preempted: bool) -> None:

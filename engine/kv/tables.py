@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from engine.kv.block_pool import NULL_BLOCK, BlockPool, PrefixCache
+from engine.kv.block_pool import NULL_BLOCK, BlockPool, PrefixCache, live_blocks
 from engine.messages.requests import MediaItem
 
 
@@ -266,7 +266,7 @@ class BlockTables:
         """Blocks held by these requests alone; those in ``keep`` count as held by another."""
         lost: dict[int, int] = {}
         for holding in holdings:
-            for block in live_blocks(holding):
+            for block in live_blocks(holding.tables):
                 lost[block] = lost.get(block, 0) + 1
         refs = self._pool.num_refs
         kept = sum(lost.get(block) == refs[block] for table in keep for block in table)
@@ -285,14 +285,6 @@ class BlockTables:
         deltas.blocks.fromlist(blocks)
         if self.num_groups > 1:
             deltas.groups.extend(array("i", (group,)) * len(blocks))
-
-
-def live_blocks(holding: RequestBlocks) -> list[int]:
-    """All blocks held, in order; those of one entry side by side, so that tails are freed first."""
-    first, *others = holding.tables
-    if not others and first[:1] != [NULL_BLOCK]:
-        return first
-    return [block for entry in zip(first, *others, strict=True) for block in entry if block]
 
 
 def peak_blocks(num_tokens: Sequence[int], remaining: Sequence[int], block_size: int) -> int:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.kv.block_pool import BlockPool
+from engine.kv.block_pool import BlockPool, live_blocks
 from engine.kv.connector import KVSource, RemoteMatch
 from engine.kv.fences import Fences
-from engine.kv.tables import Holder, RequestBlocks, live_blocks
+from engine.kv.tables import Holder, RequestBlocks
 
 NOTHING = RemoteMatch()
 
@@ -89,7 +89,7 @@ class Transfers:
 
     def end(self, req: Holder, holding: RequestBlocks) -> dict[str, Any] | None:
         """The request has ended: its blocks are free, or lent. Returns what its output carries."""
-        blocks = live_blocks(holding)
+        blocks = live_blocks(holding.tables)
         self._failed.pop(req.arrival, None)
         if holding.loading and self.fences.cancel(req.arrival):
             holding.loading = False  # it had not begun, so no end of it will be told

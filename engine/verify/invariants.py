@@ -37,8 +37,8 @@ from engine.kv.tables import split_key
 from engine.messages.step import StepPlan
 from engine.sched.interface import PauseState
 from engine.sched.request import Request
+from engine.sched.roster import by_rank
 from engine.sched.scheduler import Scheduler
-from engine.sched.state.queues import by_rank
 from engine.verify.check import check_empty, check_plan, check_state
 from engine.verify.fake import EMPTY_DIGEST, DigestWorker, mix
 from engine.verify.needs import Drafts, Need

@@ -25,9 +25,9 @@ from engine.errors import EngineDeadError, RefusedError, RequestError
 from engine.frontend import text_workers
 from engine.frontend.session import Session
 from engine.frontend.text_workers import MAX_IDLE_DEATHS, TextPool
-from engine.messages.outputs import CompletionOutput
 from engine.messages.params import OutputKind
-from engine.text import reader as text
+from engine.messages.requests import CompletionOutput
+from engine.text import detokenizer as text
 from engine.text.tokenizer import Tokenizer
 
 KINDS: tuple[OutputKind, ...] = ("cumulative", "delta", "final")

@@ -6,9 +6,8 @@ import time
 
 from engine.frontend import text_worker_main
 from engine.messages.text import Encode, Encoded, Job, Render, Rendered, Reply, TextDelta
-from engine.text import reader as text
-from engine.text.detokenizer import Detokenizer
-from engine.text.reader import TextReader
+from engine.text import detokenizer as text
+from engine.text.detokenizer import Detokenizer, TextReader
 
 DEADLY, HANGING, RUBBISH, NO_TEXT = "deadly", "hanging", "rubbish", "no text"
 DEADLY_ID = 300

@@ -14,9 +14,8 @@ from engine.config.engine import EngineConfig
 from engine.config.model import ModelConfig
 from engine.frontend.session import Session
 from engine.frontend.text_workers import TextPool
-from engine.messages.outputs import CompletionOutput, CoreOutputs
 from engine.messages.params import OutputKind
-from engine.messages.requests import AddRequest
+from engine.messages.requests import AddRequest, CompletionOutput, CoreOutputs
 from engine.text.tokenizer import Tokenizer
 from support import made_tokenizers as made
 from support.fakes import FakeClient, FakeDecided, Live, replay
