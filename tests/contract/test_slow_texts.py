@@ -76,6 +76,7 @@ def test_who_waits_for_text_only_sleeps(pools: Pools, tokenizer: Tokenizer) -> N
     timer.join()
 
 
+@pytest.mark.behaviour(113)
 def test_an_abort_waits_for_its_own_text_only(pools: Pools, tokenizer: Tokenizer) -> None:
     pool = pools.start(size=2, hang_seconds=WAIT)
     llm_engine = LLMEngine(session_on(pool, tokenizer, lambda: time.sleep(0.002)))
@@ -117,6 +118,7 @@ async def test_commands_are_taken_while_a_text_is_slow(pools: Pools, tokenizer: 
     async_engine.shutdown()
 
 
+@pytest.mark.behaviour(110)
 @pytest.mark.parametrize("moment", [2, 20])
 def test_texts_of_a_core_that_died_are_not_lost(
     pools: Pools, tokenizer: Tokenizer, moment: int
