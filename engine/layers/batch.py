@@ -80,9 +80,3 @@ def wanted_rows(
             max_seq_len=attn.max_seq_len,
         ),
     )
-
-
-def last_tokens(attn: AttentionMeta, sequences: torch.Tensor) -> Wanted:
-    """Want the last token of each of these sequences. sequences: [R] int64."""
-    rows = attn.query_start[1:][sequences].long() - 1
-    return wanted_rows(attn, rows, sequences, attn.seq_lens[sequences])

@@ -8,7 +8,7 @@ from e2e.paged import PagedRun
 from e2e.tiny_models import TinyModels
 
 from engine.config.model import ModelConfig, read_model_info
-from engine.layers.batch import last_tokens
+from engine.layers.batch import wanted_rows
 from engine.models.load import load_model
 
 
@@ -25,6 +25,8 @@ def test_wanted_rows_are_the_rows_of_the_whole_pass(tiny_models: TinyModels, nam
         run._grow(sequence, len(tokens))
     batch = run._batch(list(chunks), chunks)
     whole = model.forward(batch, run.kv).last
-    batch.wanted = last_tokens(batch.attn, torch.tensor([0, 1]))
+    attn, sequences = batch.attn, torch.tensor([0, 1])
+    rows = attn.query_start[1:][sequences].long() - 1
+    batch.wanted = wanted_rows(attn, rows, sequences, attn.seq_lens[sequences])
     part = model.forward(batch, run.kv).last
     assert torch.allclose(part, whole[[0, 37]], atol=1e-5)

@@ -24,6 +24,7 @@ A core in a process, and its clients
       fork.
   hostile: Those who say anything to a core: damaged messages, out of turn, and bytes that are
       none.
+  kv_subscriber: A listener of cache events that misses none: what a router does with them.
   fake_router: The socket of a core's clients, without one.
   wire_frames: One of every message of the wire, their recorded bytes, and bytes that are none.
   wire_samples: Good messages to damage, by the union of messages that one reader knows.
