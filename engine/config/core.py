@@ -1,4 +1,4 @@
-"""Where the core runs (here, in a process of its own, or already at an address) and how it waits."""
+"""Where the core runs: here, in a process of its own, or at an address; and how it waits."""
 
 from __future__ import annotations
 
