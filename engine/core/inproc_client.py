@@ -13,13 +13,18 @@ from engine.core.control import Utilities
 from engine.core.engine_core import EngineCore
 from engine.core.polling import Work
 from engine.errors import EngineDeadError
-from engine.messages.check import as_request_ids, check_request, in_use
-from engine.messages.columns import with_ends
-from engine.messages.outputs import CoreOutputs, Finished
-from engine.messages.requests import AddRequest
+from engine.messages.requests import (
+    AddRequest,
+    CoreOutputs,
+    Finished,
+    as_request_ids,
+    check_request,
+    in_use,
+    with_ends,
+)
 from engine.messages.stats import SchedulerStats
 from engine.sched.interface import StepOutputs
-from engine.sched.step.outputs import end_of
+from engine.sched.step.settle import end_of
 
 IDLE_SECONDS = 0.001  # between two steps while all requests wait for something
 

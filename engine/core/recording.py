@@ -13,8 +13,7 @@ from engine.config.sched import SchedulerConfig
 from engine.errors import RequestError
 from engine.kv.connector import KVSource
 from engine.kv.manager import KVManager
-from engine.messages.outputs import FinishReason
-from engine.messages.requests import AddRequest
+from engine.messages.requests import AddRequest, FinishReason
 from engine.messages.stats import SchedulerStats
 from engine.messages.step import Masks, StepPlan, StepResult
 from engine.observe import steplog

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
-from engine.messages.outputs import CoreOutputs, FinishReason
-from engine.messages.requests import AddRequest
+from engine.messages.requests import AddRequest, CoreOutputs, FinishReason
 from engine.messages.stats import SchedulerStats
 from engine.messages.step import Masks, StepPlan, StepResult
 from engine.sched.request import Request

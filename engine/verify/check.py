@@ -10,9 +10,9 @@ import numpy as np
 from engine.messages.step import StepPlan
 from engine.sched.interface import PauseState
 from engine.sched.request import Request, Status
+from engine.sched.roster import by_rank
 from engine.sched.scheduler import Scheduler
-from engine.sched.state.queues import by_rank
-from engine.sched.step.budget import prefill_cap
+from engine.sched.step.builder import prefill_cap
 
 # A policy with one of these may well leave something, and so may a resource.
 FRUGAL_HOOKS = ("limits", "evict", "order", "next_waiting", "admit", "chunk", "victim", "outranks")
@@ -69,7 +69,7 @@ def check_blocks(scheduler: Scheduler) -> None:
             assert len(set(blocks)) == len(blocks), f"{req} holds a block twice"
             for block in blocks:
                 refs[block] += 1
-    for loan in kv.transfers.lent.values():
+    for loan in kv.lent.values():
         for block in loan.blocks:
             refs[block] += 1
     assert refs == pool.num_refs, "reference counts differ from the tables"

@@ -17,7 +17,7 @@ class Canary(NamedTuple):
     new: str
 
 
-POOL, CACHE, HASHING = "kv/block_pool.py", "kv/prefix_cache.py", "kv/hashing.py"
+POOL, CACHE, HASHING = "kv/block_pool.py", "kv/block_pool.py", "kv/prefix_index.py"
 KV, TABLES = "kv/manager.py", "kv/tables.py"
 SCHEDULER, STEP, STATE = "sched/scheduler.py", "sched/step/", "sched/state/"
 SETTLE, APPEND, BULK = STEP + "settle.py", STEP + "settle.py", STEP + "decodes.py"
@@ -30,9 +30,9 @@ CANARIES = (
     Canary(
         "free twice",
         KV,
-        "        self.transfers.give_back(live_blocks(holding))\n",
-        "        self.transfers.give_back(live_blocks(holding))\n"
-        "        self.transfers.give_back(live_blocks(holding))\n",
+        "        self._give_back(live_blocks(holding.tables))\n        holding.clear()\n",
+        "        self._give_back(live_blocks(holding.tables))\n"
+        "        self._give_back(live_blocks(holding.tables))\n        holding.clear()\n",
     ),
     Canary(
         "keep the hash of a block that is taken",
@@ -60,7 +60,7 @@ CANARIES = (
     ),
     Canary(
         "let go of a block that a window still reads",
-        "kv/groups.py",
+        "kv/tables.py",
         "position - self.window + 1",
         "position - self.window + 2",
     ),

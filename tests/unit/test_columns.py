@@ -9,7 +9,7 @@ import pytest
 from support.fakes import FakeClock
 from support.simulate import expected, make_request, make_run
 
-from engine.messages.outputs import TokenLogprobs
+from engine.messages.requests import TokenLogprobs
 from engine.sched.step.settle import ONE_BY_ONE_UPTO
 from engine.verify.fake import DigestWorker
 

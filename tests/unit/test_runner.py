@@ -22,8 +22,8 @@ from engine.config.gpu_memory import MemoryUse, kv_budget, shortage
 from engine.config.model import ModelInfo
 from engine.errors import ConfigError
 from engine.messages.params import SamplingParams
+from engine.worker.batches import ALIGNMENT, EXTRA_BYTES, Staging
 from engine.worker.platform.host import HostPlatform, RerunGraph
-from engine.worker.staging import ALIGNMENT, EXTRA_BYTES, Staging
 from engine.worker.worker import explained
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

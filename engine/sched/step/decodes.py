@@ -16,10 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.sched.plugins.hooks import Guard
-from engine.sched.request import Request
-from engine.sched.state import queues
-from engine.sched.state.roster import NO_ROWS, Rows
-from engine.sched.state.table import ONE, SERIAL, WATCHED, Counts
+from engine.sched.request import ONE, SERIAL, WATCHED, Counts, Request
+from engine.sched.roster import NO_ROWS, Rows, by_rank
 from engine.sched.step.builder import Step
 from engine.sched.step.settle import ONE_BY_ONE_UPTO, Settler
 
@@ -244,4 +242,4 @@ class DecodeFastPath:
         return cast(Request, self._roster.by_row[row])
 
     def _by_rank(self, rows: list[int]) -> list[Request]:
-        return sorted([self._req(row) for row in rows], key=queues.by_rank)
+        return sorted([self._req(row) for row in rows], key=by_rank)
