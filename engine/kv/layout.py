@@ -104,9 +104,19 @@ def window_blocks(window: int, max_num_batched_tokens: int, block_size: int) -> 
     return -(-(window - 1 + max_num_batched_tokens) // block_size) + 1
 
 
+def cross_attention_blocks(num_encoder_tokens: int, block_size: int) -> int:
+    """Blocks for what a decoder reads of its encoder; a prompt of text alone needs none."""
+    return -(-num_encoder_tokens // block_size)
+
+
 def max_concurrency(
     num_usable_blocks: int, groups: Sequence[Group], block_size: int, max_model_len: int
 ) -> float:
     """How many requests of full length the pool holds at once."""
     entries = -(-max_model_len // block_size)
     return num_usable_blocks / sum(group.bound(entries) for group in groups)
+
+
+def agreed_num_blocks(num_blocks_by_worker: Sequence[int]) -> int:
+    """Block ids mean the same on every worker, so the one with the least memory decides."""
+    return min(num_blocks_by_worker)

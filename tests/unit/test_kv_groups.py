@@ -15,6 +15,8 @@ from engine.errors import ConfigError, RequestError
 from engine.kv.layout import (
     KVSpec,
     LayerSpec,
+    agreed_num_blocks,
+    cross_attention_blocks,
     group_layers,
     max_concurrency,
     window_blocks,
@@ -261,6 +263,11 @@ def test_a_length_of_nothing_is_no_advice():
         blocks_in(1000, 16384)
 
 
+@pytest.mark.behaviour(79)
+def test_the_worker_with_the_least_memory_decides():
+    assert agreed_num_blocks([120, 100, 110]) == 100
+
+
 @pytest.mark.behaviour(80)
 def test_layers_that_keep_different_amounts_are_named():
     layers = [LayerSpec(num_kv_heads=8, head_dim=64)] * 2 + [LayerSpec(num_kv_heads=2, head_dim=64)]
@@ -281,3 +288,9 @@ def test_layers_with_the_same_window_form_groups_of_equal_size():
     assert sorted(sum((group.layers for group in groups), ())) == list(range(13))
     assert groups[0].max_blocks == 0 and groups[1].max_blocks == window_blocks(1024, 512, 16)
     assert block_bytes * 13 == spec.block_bytes(16) * 4
+
+
+@pytest.mark.behaviour(96)
+@pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (16, 1), (1500, 94)])
+def test_cross_attention_takes_the_encoder_length(tokens, blocks):
+    assert cross_attention_blocks(tokens, 16) == blocks
