@@ -24,7 +24,13 @@ from engine.kv.manager import KVManager
 from engine.messages.requests import AddRequest, FinishReason
 from engine.messages.stats import SchedulerStats
 from engine.messages.step import Masks, StepPlan, StepResult
-from engine.sched.interface import PauseState, RequestCounts, SchedulerInterface, StepOutputs
+from engine.sched.interface import (
+    FinishedRequest,
+    PauseState,
+    RequestCounts,
+    SchedulerInterface,
+    StepOutputs,
+)
 from engine.sched.plugins.hooks import DECIDING, FaultLog, Guard, ReentryGuard, not_reentrant
 from engine.sched.plugins.resources import Resources
 from engine.sched.policy import Admission, Policy
@@ -36,7 +42,7 @@ from engine.sched.step.builder import Step, pad_drafts, prefill_cap, seal
 from engine.sched.step.decodes import DecodeFastPath
 from engine.sched.step.intake import Intake, TimerKind
 from engine.sched.step.preempt import cut_to_blocks, promised_to_others, victims_for
-from engine.sched.step.settle import Counters, Settler
+from engine.sched.step.settle import Counters, Settler, end_of
 from engine.sched.view import View
 
 logger = logging.getLogger("engine.sched")
@@ -95,7 +101,7 @@ class Scheduler(SchedulerInterface):
     @not_reentrant
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, reason: FinishReason = "abort"
-    ) -> list[Request]:
+    ) -> list[FinishedRequest]:
         by_id = self.roster.by_id
         if request_ids is None:
             request_ids = list(by_id)
@@ -105,7 +111,10 @@ class Scheduler(SchedulerInterface):
         self.view.now = self._clock()
         for req in alive:
             self.settler.finish(req)
-        return alive
+        return [
+            FinishedRequest(req.request_id, req.add.client_index, end_of(req, 0, reason))
+            for req in alive
+        ]
 
     def wake(self, request_id: str) -> None:
         req = self.roster.parked.get(request_id)

@@ -21,7 +21,6 @@ from engine.sched.request import ONE, Counts, Request, Status, TableColumn
 from engine.sched.roster import NO_ROWS, Roster, Rows
 from engine.sched.view import View
 
-ONE_BY_ONE_UPTO = 16  # rows of a plan up to which columns cost more than they save
 NO_RESULT = StepResult(0, EMPTY, EMPTY)
 logger = logging.getLogger("engine.sched")
 NOWHERE = -1  # index of a request that is not in the plan
@@ -220,10 +219,11 @@ class Appender:
 
         Late results of a request that has finished or was revoked are dropped.
         """
-        counts, is_whole = result.counts, self._roster.running_rows.take_whole(plan.step)
-        if len(counts) <= ONE_BY_ONE_UPTO or len(result.token_ids) > np.count_nonzero(counts):
-            return self._one_by_one(plan, result, outputs)
-        return self._in_columns(plan, result, outputs, is_whole)
+        is_whole = self._roster.running_rows.take_whole(plan.step)
+        num_sampled = np.count_nonzero(result.counts)
+        if len(result.token_ids) > num_sampled:
+            return self._with_drafts(plan, result, outputs)
+        return self._in_columns(plan, result, outputs, is_whole) if num_sampled else []
 
     def commit_ends(self, rows: Rows, counts: Counts, other: TableColumn) -> None:
         """Known or computed tokens of these rows grew by one to ``counts``. Publish the blocks that
@@ -237,7 +237,8 @@ class Appender:
         if full.size:
             self._kv.commit_next(self._roster.requests(full))
 
-    def _one_by_one(self, plan: StepPlan, result: StepResult, outputs: OutputColumns) -> list[int]:
+    def _with_drafts(self, plan: StepPlan, result: StepResult, outputs: OutputColumns) -> list[int]:
+        """Rows that may have several tokens each."""
         table, tokens, last = self._roster.table, result.token_ids.tolist(), 0
         ended = []
         columns = zip(
