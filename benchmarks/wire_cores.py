@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import engine.rpc.host
+from engine.config.core import PollConfig
 from engine.config.decide import Decided
 from engine.config.engine import EngineConfig
 from engine.config.model import ModelConfig
-from engine.config.polling import PollConfig
 from engine.config.sched import SchedulerConfig
 from engine.core.engine_core import EngineCore
 from engine.core.inproc_client import InprocClient

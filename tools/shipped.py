@@ -47,7 +47,7 @@ HEAD_DIMS = (32, 64, 80, 96, 128, 256)
 DECODES = {"decode": (1, 4), "drafts 32": (4, 8), "drafts 64": (8, 8), "decode 71": (1, 71)}
 PREFILLS = {"chunk 16": (9, 1), "chunk 32": (9, 3), "chunk 64": (12, 4), "prefill": (4096, 4)}
 FORMS = (*DECODES, *PREFILLS)
-SWITCHES = (("window", "sinks"), ("window", "softcap"), ("alibi", "log-sum-exp"))
+SWITCHES = (("window", "sinks"), ("window", "softcap"), ("alibi",))
 NORMS = ("none", "head", "width")
 ROPES = ("none", "halves", "neighbours", "partial")
 
@@ -82,11 +82,10 @@ def attention(dtype: str, head_dim: int, page: int, form: str, switches: frozens
         meta = _meta(4, query_len, page)
         q = torch.empty(4 * query_len, KV_HEADS * group, head_dim, dtype=q_dtype)
         kv = torch.empty(2, 2, KV_HEADS, page, head_dim, dtype=kv_dtype)
-        lse = torch.empty(q.shape[:2]) if "log-sum-exp" in switches else None
         variant = _variant(switches, KV_HEADS * group, kv_dtype is FP8)
         if form in DECODES:
-            return decode_launches(q, kv, meta, variant, 4, torch.empty_like(q), lse)[0]
-        return prefill_launch(q, kv, meta, variant, torch.empty_like(q), lse)
+            return decode_launches(q, kv, meta, variant, 4, torch.empty_like(q))[0]
+        return prefill_launch(q, kv, meta, variant, torch.empty_like(q))
 
     name = f"{form}, {dtype}, head {head_dim}, page {page}, {' + '.join(sorted(switches))}"
     return Shipped(name, build, dtype)
@@ -111,7 +110,7 @@ def merge(num_parts: int, head_dim: int) -> Shipped:
     def build() -> Launch:
         parts = torch.empty(num_parts, 4, 32, head_dim)
         out = torch.empty(4, 32, head_dim, dtype=torch.bfloat16)
-        return merge_launch(parts, torch.empty(num_parts, 4, 32), out, None)
+        return merge_launch(parts, torch.empty(num_parts, 4, 32), out)
 
     return Shipped(f"merge of {num_parts}, head {head_dim}", build, "bf16")
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from engine.cli import bench, chat, core, generate, policies, replay, verify
-from engine.config.foreign import refusal
+from engine.config.args import refusal
 from engine.errors import EngineError
 
 COMMANDS = {

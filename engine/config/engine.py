@@ -9,11 +9,10 @@ from typing import Any, Literal
 
 from engine.config.cache import CacheConfig
 from engine.config.check import check_range, check_types
-from engine.config.core import CoreConfig
+from engine.config.core import CoreConfig, PollConfig
 from engine.config.gpu import GPUConfig
 from engine.config.model import ModelConfig
 from engine.config.option import BOTH, FRONT_END
-from engine.config.polling import PollConfig
 from engine.config.sched import SchedulerConfig, SchedulerOptions
 from engine.errors import ConfigError
 

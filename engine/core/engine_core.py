@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Collection
 from typing import Any, Protocol, TypeVar
 
-from engine.config.decide import ModelFacts
 from engine.messages.step import Masks, StepPlan, StepResult
 from engine.sched.interface import SchedulerInterface, StepOutputs
 
@@ -48,22 +47,6 @@ class Executor(Protocol[Ticket]):
 
     def shutdown(self) -> None:
         """Let go of model and memory; harmless when repeated."""
-        ...
-
-
-class Worker(Executor[Ticket], Protocol[Ticket]):
-    """An executor that has yet to load its model; the calls come once each, in this order."""
-
-    def load(self) -> ModelFacts:
-        """Read the weights. Raises ``ConfigError``."""
-        ...
-
-    def measure(self) -> int:
-        """Bytes that the KV pool may take; not asked if they are given. Raises ``ConfigError``."""
-        ...
-
-    def allocate(self, num_blocks: int) -> None:
-        """Take memory for so many KV blocks and be ready. Raises ``ConfigError``."""
         ...
 
 

@@ -68,9 +68,9 @@ def is_tagged(frame: bytes, tag: str) -> bool:
     )
 
 
-def plain_text(text: str, max_chars: int = MAX_TEXT) -> str:
+def plain_text(text: str) -> str:
     """A text that can be sent: any text, shortened to ``MAX_TEXT`` and made valid UTF-8."""
-    return text[:max_chars].encode("utf-8", "backslashreplace").decode()
+    return text[:MAX_TEXT].encode("utf-8", "backslashreplace").decode()
 
 
 def _refuse_extension(code: int, data: memoryview) -> NoReturn:

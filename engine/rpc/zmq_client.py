@@ -26,7 +26,7 @@ import zmq
 from engine.core.client import CoreClient
 from engine.errors import EngineDeadError, EngineError, WireError
 from engine.ipc import sockets
-from engine.ipc.address import Address, address_of
+from engine.ipc.address import Address
 from engine.ipc.codec import Decoder, Encoder
 from engine.ipc.process import Child
 from engine.messages.requests import AddRequest, CoreOutputs, as_request_ids, check_plain
@@ -107,15 +107,6 @@ class EngineCoreClient(CoreClient):
             self.shutdown()
             raise
         self.id_prefix = self.decided.id_prefix
-
-    @classmethod
-    def connect(cls, core: str, secret: str | None = None, *, name: str = "") -> EngineCoreClient:
-        """A client of a running core, by the address that ``metronome core`` printed.
-
-        Raises ``ConfigError`` if that is no address of a core, ``EngineDeadError`` if it does not
-        answer.
-        """
-        return cls(address_of(core, secret), name=name)
 
     def add_all(self, requests: Sequence[AddRequest]) -> dict[int, Exception]:
         self._live()

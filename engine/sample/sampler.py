@@ -248,11 +248,11 @@ def why_unsound(position: int, what: str = "hold NaN or +inf, or are all -inf") 
     return f"the model's logits for position {position} {what}"
 
 
-def why_none_left(position: int, what: str = "") -> str:
+def why_none_left(position: int) -> str:
     """Error text for logits that were sound before they were edited."""
     return (
         f"no token is left for position {position}: allowed_token_ids, bad_words, min_tokens, "
-        f"a grammar and logits processors mask all tokens{what}"
+        "a grammar and logits processors mask all tokens"
     )
 
 

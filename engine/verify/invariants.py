@@ -20,8 +20,8 @@
 [17]   a clock that jumps changes no plan of fcfs and priority         ``swarm``
 [18]   pauses hold back, deadlines end                                 ``check_wishes``
 [19]   better ranks go first, unless the policy says otherwise         ``check_order``
-[20]   nothing is left over that a request could use                   ``spare.check_spare``
-[21]   no request lacks blocks while one that it outranks is granted   ``ranked.check_ranked``
+[20]   nothing is left over that a request could use                   ``check.check_spare``
+[21]   no request lacks blocks while one that it outranks is granted   ``check.check_ranked``
 =====  ==============================================================  ==========================
 """
 
@@ -39,11 +39,9 @@ from engine.sched.interface import PauseState
 from engine.sched.request import Request
 from engine.sched.roster import by_rank
 from engine.sched.scheduler import Scheduler
-from engine.verify.check import check_empty, check_plan, check_state
+from engine.verify.check import check_empty, check_plan, check_ranked, check_spare, check_state
 from engine.verify.fake import EMPTY_DIGEST, DigestWorker, mix
 from engine.verify.needs import Drafts, Need
-from engine.verify.ranked import check_ranked
-from engine.verify.spare import check_spare
 
 IDLE_STEPS = 4  # plans in a row that may be empty though a request could run
 FUTILE_PREEMPTIONS = 12  # of one request in a row, without a new token between them

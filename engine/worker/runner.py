@@ -47,15 +47,11 @@ Compute = Callable[[PlanRows, int], Homebound]
 
 
 class Driver:
-    """Computes plans with one runner.
+    """Computes plans with one runner. A step that raises is run again in halves until the culprit
+    is alone."""
 
-    ``isolates``: a step that raises is run again in halves until the culprit is alone. Devices that
-    compute a step together cannot do that one by one: then a failure is that of all its rows.
-    """
-
-    def __init__(self, runner: Runner, *, isolates: bool = True) -> None:
+    def __init__(self, runner: Runner) -> None:
         self.runner = runner
-        self._isolates = isolates
         self._undrawn: Forwarded | Exception | None = None  # the step that waits for masks
 
     @torch.inference_mode()
@@ -145,7 +141,7 @@ class Driver:
             message = f"{type(error).__name__}: {error}"
             if isinstance(error, Unfit):
                 message = str(error)
-            if num > 1 and self._isolates:
+            if num > 1:
                 middle = num // 2
                 return [
                     *self._isolated(rows.part(0, middle), first, compute),

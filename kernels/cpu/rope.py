@@ -16,7 +16,7 @@ _NUM_PARAMETERS = 19
 _ENOUGH = 16384  # elements of qkv worth a second thread
 _TOKENS = 4  # tokens an item
 _INLINE = {"fastmath": FAST, "error_model": "numpy", "forceinline": True}
-_ZERO, _ONE = np.float32(0), np.float32(1)
+_ZERO = np.float32(0)
 
 
 def qkv_rope_write(

@@ -7,9 +7,7 @@ from kernels.reference.attention import (
     Variant,
     attend,
     gather,
-    merge_states,
     paged_attention,
-    paged_attention_lse,
 )
 from kernels.reference.pointwise import act_mul, add_rms_norm, rms_norm
 from kernels.reference.rope import HeadNorm, Rope, qkv_rope_write
@@ -22,9 +20,7 @@ __all__ = [
     "add_rms_norm",
     "attend",
     "gather",
-    "merge_states",
     "paged_attention",
-    "paged_attention_lse",
     "qkv_rope_write",
     "rms_norm",
 ]

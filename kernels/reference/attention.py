@@ -24,19 +24,8 @@ class Variant(NamedTuple):
 def paged_attention(
     q: torch.Tensor, kv_layer: torch.Tensor, meta: AttentionMeta, variant: Variant
 ) -> torch.Tensor:
-    """q: [N, Hq, D] -> [N, Hq * D]."""
-    return paged_attention_lse(q, kv_layer, meta, variant)[0]
-
-
-def paged_attention_lse(
-    q: torch.Tensor, kv_layer: torch.Tensor, meta: AttentionMeta, variant: Variant
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs [N, Hq * D], and the logarithm of each softmax's sum [N, Hq], sinks in it.
-
-    Rows without a sequence: zeros, and -inf.
-    """
+    """q: [N, Hq, D] -> [N, Hq * D]. Zeros for rows without a sequence."""
     out = torch.zeros_like(q)
-    lse = wide(q).new_full(q.shape[:2], float("-inf"))
     starts = meta.query_start.tolist()
     for s, seq_len in enumerate(meta.seq_lens.tolist()):
         start, end = starts[s], starts[s + 1]
@@ -45,21 +34,8 @@ def paged_attention_lse(
             if variant.kv_scales is not None:
                 scales = wide(variant.kv_scales).to(wide(q).dtype)[:, :, None, None]
                 keys, values = wide(keys) * scales[0], wide(values) * scales[1]
-            got, sums = attend(q[start:end], keys, values, variant)
-            out[start:end], lse[start:end] = got.to(q.dtype), sums
-    return out.flatten(1), lse
-
-
-def merge_states(parts: torch.Tensor, part_lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over all keys from attention over P parts of them.
-
-    parts: [P, N, H, D], part_lse: [P, N, H]; returns [N, H, D] and [N, H]. A part that saw no key
-    has -inf, and what it holds is not read; where no part saw one, zeros and -inf come out.
-    """
-    lse = part_lse.logsumexp(0)
-    weights = (part_lse - lse).nan_to_num(nan=float("-inf")).exp().unsqueeze(-1)
-    taken = wide(parts).where(weights > 0, 0)
-    return (taken * weights).sum(0).to(parts.dtype), lse
+            out[start:end] = attend(q[start:end], keys, values, variant).to(q.dtype)
+    return out.flatten(1)
 
 
 def gather(
@@ -74,11 +50,8 @@ def gather(
 
 def attend(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, variant: Variant
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """q: [T, Hq, D], the last T of L positions; keys, values: [Hkv, L, D].
-
-    Returns outputs [T, Hq, D] and log-sum-exps [T, Hq].
-    """
+) -> torch.Tensor:
+    """q: [T, Hq, D], the last T of L positions; keys, values: [Hkv, L, D] -> [T, Hq, D]."""
     num_new, num_heads, _ = q.shape
     group, length = num_heads // keys.shape[0], keys.shape[1]
     q = wide(q)
@@ -102,4 +75,4 @@ def attend(
     # Values no query of these sees may be anything: freed blocks, in a window.
     is_seen = (~hidden).any(0)[:, None]
     out = weights @ values.where(is_seen, 0)
-    return out.transpose(0, 1), scores.logsumexp(-1).transpose(0, 1)
+    return out.transpose(0, 1)

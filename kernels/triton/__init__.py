@@ -1,13 +1,12 @@
 """Bodies for CUDA and ROCm devices. Same signatures as :mod:`kernels.reference`."""
 
 from kernels.triton.activation import act_mul
-from kernels.triton.attention import paged_attention, paged_attention_lse
+from kernels.triton.attention import paged_attention
 from kernels.triton.bitmask import apply_bitmask, apply_edits, forbid_words
 from kernels.triton.index import advance, grow_block_tables, preparation, remember
 from kernels.triton.kv_write import qkv_rope_write
 from kernels.triton.launch import is_interpreting
 from kernels.triton.logprobs import token_logprobs
-from kernels.triton.merge import merge_states
 from kernels.triton.moe import mixture
 from kernels.triton.norm import add_rms_norm, rms_norm
 from kernels.triton.penalties import count_tokens, penalise_rows, seat
@@ -25,10 +24,8 @@ __all__ = [
     "forbid_words",
     "grow_block_tables",
     "is_interpreting",
-    "merge_states",
     "mixture",
     "paged_attention",
-    "paged_attention_lse",
     "penalise_rows",
     "preparation",
     "qkv_rope_write",

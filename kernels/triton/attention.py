@@ -16,18 +16,8 @@ def paged_attention(
 ) -> torch.Tensor:
     """See kernels.ops.paged_attention."""
     out = _room_for_output(q, meta)
-    _attend(q, kv_layer, meta, variant, out, None)
+    _attend(q, kv_layer, meta, variant, out)
     return out.flatten(1)
-
-
-def paged_attention_lse(
-    q: torch.Tensor, kv_layer: torch.Tensor, meta: AttentionMeta, variant: Variant
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See kernels.reference.paged_attention_lse."""
-    out = _room_for_output(q, meta)
-    lse = q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
-    _attend(q, kv_layer, meta, variant, out, lse)
-    return out.flatten(1), lse
 
 
 def _room_for_output(q: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
@@ -42,16 +32,14 @@ def _attend(
     meta: AttentionMeta,
     variant: Variant,
     out: torch.Tensor,
-    lse: torch.Tensor | None,
 ) -> None:
     num_seqs, singles = len(meta.seq_lens), meta.num_decodes
     # Batch-invariant: a draft always takes the chunk kernel, whatever else is in the step.
     longest = 1 if meta.batch_invariant else tuning.MAX_DECODE_TOKENS
     if 1 < meta.max_query_len <= longest:
-        decode_attention(q, kv_layer, meta, variant, num_seqs, out, lse)
+        decode_attention(q, kv_layer, meta, variant, num_seqs, out)
         return
     if singles:
-        part = None if lse is None else lse[:singles]
-        decode_attention(q[:singles], kv_layer, meta, variant, singles, out[:singles], part)
+        decode_attention(q[:singles], kv_layer, meta, variant, singles, out[:singles])
     if singles < num_seqs and len(q) > singles:
-        prefill_attention(q, kv_layer, meta, variant, out, lse)
+        prefill_attention(q, kv_layer, meta, variant, out)

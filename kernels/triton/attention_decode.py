@@ -35,9 +35,10 @@ def decode_kernel(  # noqa: PLR0913
     q, kv, tables, query_start, seq_lens, out, lse, sinks, slopes, kv_scales,
     stride_q, stride_block, stride_table, num_rows, num_splits, min_tiles, S: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence, head block, split) -> out [splits, num_rows, Hq, D], lse likewise.
+    """Program (sequence, head block, split) -> out [splits, num_rows, Hq, D].
 
-    A split is so many tiles as the sequence alone and the number of splits make it.
+    Of several splits also lse [splits, num_rows, Hq], logarithms of the sums of the softmax. A
+    split is so many tiles as the sequence alone and the number of splits make it.
     """
     seq = tl.program_id(0)
     first_head = tl.program_id(1) * S.HEADS
@@ -85,14 +86,13 @@ def decode_attention(
     variant: Variant,
     num_seqs: int,
     out: torch.Tensor,
-    lse: torch.Tensor | None,
 ) -> None:
     """Attend the first num_seqs sequences, which own q's first rows.
 
-    q, out: [n, Hq, D] of those rows alone, lse [n, Hq] float32. Rows no sequence owns stay as
-    they are. Each sequence has at most MAX_DECODE_TOKENS query tokens.
+    q, out: [n, Hq, D] of those rows alone. Rows no sequence owns stay as they are. Each sequence
+    has at most MAX_DECODE_TOKENS query tokens.
     """
-    for launch in decode_launches(q, kv_layer, meta, variant, num_seqs, out, lse):
+    for launch in decode_launches(q, kv_layer, meta, variant, num_seqs, out):
         launch.run()
 
 
@@ -103,7 +103,6 @@ def decode_launches(
     variant: Variant,
     num_seqs: int,
     out: torch.Tensor,
-    lse: torch.Tensor | None,
 ) -> list[Launch]:
     num_rows, num_heads, _ = q.shape
     is_single = num_seqs == meta.num_decodes
@@ -115,16 +114,17 @@ def decode_launches(
     blocks = num_heads // heads
     splits = tuning.num_splits(arch, num_seqs * blocks, meta.max_seq_len, is_fixed=is_fixed)
     merges: list[Launch] = []
+    part_lse = None
     if splits > 1:
         parts = q.new_empty((splits, *q.shape), dtype=torch.float32)
         part_lse = parts.new_empty(parts.shape[:-1])
         if not is_single:  # no program writes padding rows
             part_lse.fill_(float("-inf"))
-        merges = [merge_launch(parts, part_lse, out, lse)]
-        out, lse = parts, part_lse
+        merges = [merge_launch(parts, part_lse, out)]
+        out = parts
     shape = Shape.of(q, kv_layer, variant, heads, tile)
-    args = attention_args(q, kv_layer, meta, variant, out, lse, shape)
-    args |= {"num_rows": num_rows, "num_splits": splits}
+    args = attention_args(q, kv_layer, meta, variant, out, shape)
+    args |= {"lse": part_lse, "num_rows": num_rows, "num_splits": splits}
     args["min_tiles"] = -(-tuning.MIN_SPLIT_KEYS // tile.keys)
     grid = (num_seqs, blocks, splits)
     # Single tokens are bound by memory: there, more programs a processor are worth more.

@@ -32,7 +32,7 @@ from kernels.triton.tiles import (
 
 @triton.jit
 def prefill_kernel(  # noqa: PLR0913
-    work, q, kv, tables, query_start, seq_lens, out, lse, sinks, slopes, kv_scales,
+    work, q, kv, tables, query_start, seq_lens, out, sinks, slopes, kv_scales,
     stride_q, stride_block, stride_table, S: tl.constexpr,
 ):  # fmt: skip
     """Program (item of work, head block); work [items, 2]: sequence (-1: none), first token."""
@@ -64,7 +64,7 @@ def prefill_kernel(  # noqa: PLR0913
     tiles = (bounds[0], bounds[3])
     state = attend_range(state, queries, cache, span, bias, tiles, bounds, S)
     where = (row0 + token0 + token).to(tl.int64) * (S.KV_HEADS * S.GROUP) + head
-    store_rows(state, out, lse, kv_scales, where, rows, kv_head, S)
+    store_rows(state, out, None, kv_scales, where, rows, kv_head, S)
 
 
 def make_work(meta: AttentionMeta, num_tokens: int, tokens_a_program: int) -> torch.Tensor:
@@ -94,10 +94,9 @@ def prefill_attention(
     meta: AttentionMeta,
     variant: Variant,
     out: torch.Tensor,
-    lse: torch.Tensor | None,
 ) -> None:
-    """Attend every sequence after the first num_decodes. q, out: [N, Hq, D], lse [N, Hq]."""
-    prefill_launch(q, kv_layer, meta, variant, out, lse).run()
+    """Attend every sequence after the first num_decodes. q, out: [N, Hq, D]."""
+    prefill_launch(q, kv_layer, meta, variant, out).run()
 
 
 def prefill_launch(
@@ -106,7 +105,6 @@ def prefill_launch(
     meta: AttentionMeta,
     variant: Variant,
     out: torch.Tensor,
-    lse: torch.Tensor | None,
 ) -> Launch:
     num_tokens, num_heads, _ = q.shape
     group = num_heads // kv_layer.shape[2]
@@ -118,7 +116,7 @@ def prefill_launch(
     if key not in meta.scratch:
         meta.scratch[key] = make_work(meta, num_tokens, tokens)
     shape = Shape.of(q, kv_layer, variant, heads, tile)
-    args = attention_args(q, kv_layer, meta, variant, out, lse, shape)
+    args = attention_args(q, kv_layer, meta, variant, out, shape)
     args["work"] = meta.scratch[key]
     grid = (len(args["work"]), num_heads // heads)
     is_nvidia = arch != "gfx942"

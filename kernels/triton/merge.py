@@ -13,7 +13,7 @@ from kernels.tuning import pad_power
 
 @triton.jit(do_not_specialize=["num_rows"])
 def merge_kernel(  # noqa: PLR0913
-    parts, part_lse, out, lse, num_rows,
+    parts, part_lse, out, num_rows,
     P: tl.constexpr, PAD_P: tl.constexpr, D: tl.constexpr, PAD_D: tl.constexpr,
 ):  # fmt: skip
     """Program row; parts [P, num_rows, D], part_lse [P, num_rows]. An empty part is not read."""
@@ -32,19 +32,14 @@ def merge_kernel(  # noqa: PLR0913
     merged = tl.sum(tile.to(tl.float32) * (weights / safe)[:, None], 0)
     there = out + row.to(tl.int64) * D + dims
     tl.store(there, merged.to(out.dtype.element_ty), mask=dims < D)
-    if lse is not None:
-        tl.store(lse + row, peak + tl.log2(safe) / LOG2E)
 
 
-def merge_launch(
-    parts: torch.Tensor, part_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None
-) -> Launch:
+def merge_launch(parts: torch.Tensor, part_lse: torch.Tensor, out: torch.Tensor) -> Launch:
     num_parts, num_tokens, num_heads, head_dim = parts.shape
     args = {
         "parts": parts,
         "part_lse": part_lse,
         "out": out,
-        "lse": lse,
         "num_rows": num_tokens * num_heads,
         "P": num_parts,
         "PAD_P": pad_power(num_parts, 2),
@@ -53,11 +48,3 @@ def merge_launch(
     }
     warps = 4 if num_parts * head_dim > 1024 else 1
     return Launch(merge_kernel, (num_tokens * num_heads,), args, warps, 1)
-
-
-def merge_states(parts: torch.Tensor, part_lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """See kernels.reference.merge_states."""
-    out, lse = torch.empty_like(parts[0]), torch.empty_like(part_lse[0])
-    if out.numel():
-        merge_launch(parts, part_lse, out, lse).run()
-    return out, lse

@@ -60,7 +60,6 @@ def attention_args(
     meta: AttentionMeta,
     variant: Variant,
     out: torch.Tensor,
-    lse: torch.Tensor | None,
     shape: Shape,
 ) -> dict[str, Any]:
     """What prefill and decode kernels both take."""
@@ -73,7 +72,6 @@ def attention_args(
         "query_start": meta.query_start,
         "seq_lens": meta.seq_lens,
         "out": out,
-        "lse": lse,
         "sinks": variant.sinks,
         "slopes": variant.alibi,
         "kv_scales": variant.kv_scales,

@@ -17,7 +17,7 @@ from support.simulate import expected, make_request
 from support.spawned import FakeBuild, fake_config
 from support.wire_frames import HOSTILE, mutated, recorded
 
-from engine.config.polling import PollConfig
+from engine.config.core import PollConfig
 from engine.errors import EngineDeadError, RefusedError
 from engine.ipc import sockets
 from engine.ipc.address import Address

@@ -12,6 +12,7 @@ import pytest
 import zmq
 from support.core_clients import own_place
 from support.holders import fill, holder
+from support.kv_subscriber import KVEventSubscriber
 from support.simulate import make_request
 
 from engine.config.cache import CacheConfig
@@ -19,7 +20,7 @@ from engine.config.engine import EngineConfig
 from engine.config.model import ModelConfig
 from engine.config.sched import SchedulerConfig
 from engine.core.build import wire
-from engine.core.kv_publisher import KVEventPublisher, KVEventSubscriber, replay_endpoint
+from engine.core.kv_publisher import KVEventPublisher, replay_endpoint
 from engine.errors import ConfigError
 from engine.kv.events import EventLog
 from engine.kv.manager import KVManager

@@ -12,6 +12,7 @@ import pytest
 from support.simulate import make_request
 
 from engine import LLM, ConfigError, EngineDeadError, SamplingParams
+from engine.ipc.address import address_of
 from engine.rpc.zmq_client import EngineCoreClient
 
 PROMPTS = ["A list comprehension", "def f(x):", "Once upon a time", "The"]
@@ -59,7 +60,7 @@ def test_several_programs_use_one_core_and_the_texts_are_those_of_a_core_of_ones
 
 def test_sigterm_drains_and_leaves_nothing(core: tuple[subprocess.Popen[str], str]) -> None:
     running, address = core
-    client = EngineCoreClient.connect(address)
+    client = EngineCoreClient(address_of(address, None))
     client.add(make_request("a", [5, 6, 7], 60))
     running.send_signal(signal.SIGTERM)
     num_tokens, finished = 0, []

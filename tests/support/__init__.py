@@ -24,6 +24,7 @@ A core in a process, and its clients
       fork.
   hostile: Those who say anything to a core: damaged messages, out of turn, and bytes that are
       none.
+  kv_subscriber: A listener of cache events that misses none: what a router does with them.
   fake_router: The socket of a core's clients, without one.
   wire_frames: One of every message of the wire, their recorded bytes, and bytes that are none.
   wire_samples: Good messages to damage, by the union of messages that one reader knows.
@@ -54,7 +55,6 @@ Models, kernels, devices
   paged_cache: A paged cache whose blocks lie scattered, and where NaN is what no sequence owns.
   triton_interpreter: Triton kernels on the CPU: Triton's interpreter, with 16 and 8 bit floats
       as devices round them.
-  fake_device: A device for tensors that does its copies as late as it may.
   made_quantized: Random quantised matrices of every kind that files hold.
   made_tokenizers: Small tokenizers of the kinds that models ship with, made on the spot, as
       model directories.

@@ -71,7 +71,7 @@ def be_client(phase: str, core: str) -> None:
         _say("ready")
         time.sleep(60)
         return
-    client = EngineCoreClient.connect(core)
+    client = EngineCoreClient(address_of(core, None))
     _use(phase, client, is_long=True)
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from engine.config.args import EngineArgs
-from engine.config.polling import MAX_POLL_MS, PollConfig
+from engine.config.core import MAX_POLL_MS, PollConfig
 from engine.core.polling import poll_timeout_ms
 from engine.errors import ConfigError
 

@@ -24,7 +24,6 @@ from engine.errors import ConfigError
 from engine.messages.params import SamplingParams
 from engine.worker.batches import ALIGNMENT, EXTRA_BYTES, Staging
 from engine.worker.platform.host import HostPlatform, RerunGraph
-from engine.worker.runner import Driver
 from engine.worker.worker import explained
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -168,19 +167,6 @@ def test_halving_asks_no_more_often_than_it_must():
         run.add(make_request(str(i), [POISON if i == 11 else i], 1, params=GREEDY))
     run.drain()
     assert run.worker.runner.machine.model.calls <= 1 + 2 * 4
-
-
-def test_a_driver_that_may_not_isolate_fails_all_rows_of_the_step():
-    run = make_run()
-    run.worker = Driver(run.worker.runner, isolates=False)
-    for i in range(3):
-        run.add(make_request(str(i), [POISON if i == 1 else i], 2, params=GREEDY))
-    run.drain()
-    assert {end for end, _ in run.finished.values()} == {"error"}
-    assert run.worker.runner.machine.model.calls == 1
-    run.add(make_request("a", [1, 2], 3, params=GREEDY))
-    run.drain()
-    assert run.outputs["a"] == says([1, 2], 3)
 
 
 class SlowCopies(HostPlatform):

@@ -16,7 +16,6 @@ from engine.messages.params import SamplingParams
 from engine.messages.step import MaskPart, Masks
 from engine.sched.resource import Resource
 from engine.spec.decide import Drafts
-from engine.worker.runner import Driver
 
 modes = pytest.mark.parametrize("sizes", [CPU, EAGER, GRAPHS], ids=["cpu", "eager", "graphs"])
 depths = pytest.mark.parametrize("depth", [1, 2, 3])
@@ -293,18 +292,15 @@ def test_a_draft_that_is_no_token_is_never_right(sizes):
     assert run.outputs["a"] == says([1, 2], 9) and drafts.stats.num_accepted > 0
 
 
-@pytest.mark.parametrize("isolates", [False, True])
-def test_a_step_that_waits_for_masks_and_has_failed_is_not_run_again_as_a_whole(isolates):
-    """On devices that compute together none may begin again alone."""
+def test_a_step_that_waits_for_masks_and_has_failed_is_not_run_again_as_a_whole():
     run = make_run(resources=[UpTo(39)])
-    run.worker = Driver(run.worker.runner, isolates=isolates)
     model = run.worker.runner.machine.model
     for index in range(2):
         run.add(make_request(str(index), [POISON if index else 3, 2], 1, params=GREEDY))
     run.drain()
     assert run.finished["1"][0] == "error" and "bad token 40" in run.ends["1"].message
-    assert run.finished["0"][0] == ("length" if isolates else "error")
-    assert model.calls == (3 if isolates else 1)
+    assert run.finished["0"][0] == "length"
+    assert model.calls == 3
 
 
 def test_waiting_for_masks_is_no_time_of_the_device():

@@ -61,12 +61,10 @@ def choose(what: str, value: Any, choices: Sequence[Any]) -> Any:
     return value
 
 
-def size_of_group(value: Any, least: int = 1) -> int:
+def size_of_group(value: Any) -> int:
     """-1 for whole rows, else a number of inputs."""
-    if not isinstance(value, int) or isinstance(value, bool) or not (value == -1 or value >= least):
-        raise ModelError(
-            f"its quantization has group_size {value!r}, must be -1 or at least {least}"
-        )
+    if not isinstance(value, int) or isinstance(value, bool) or not (value == -1 or value >= 1):
+        raise ModelError(f"its quantization has group_size {value!r}, must be -1 or at least 1")
     return value
 
 

@@ -78,7 +78,7 @@ class Guard(Policy):
 
     def overrule(self) -> Policy:
         """The default order with this policy's ranks: for a step in which the policy idles."""
-        return _Overruled(self)
+        return _Overruled()
 
     def take_rerank(self) -> bool:
         """Once after the policy was left out: the ranks of both queues must be asked again."""
@@ -320,9 +320,6 @@ def _former(req: Request) -> tuple[Any, ...]:
 
 class _Overruled(Default):
     """Base answers with the ranks that were given before."""
-
-    def __init__(self, guard: Guard) -> None:
-        self._guard = guard
 
     def rank(self, req: Request, view: SchedView) -> tuple[Any, ...]:
         return req.rank
