@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # Tests run one thread each, so that two workers share two cores without spinning against each other.
 ONE_THREAD := OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1
+# Pytest rewrites every module of the engine in each process unless it may keep what it compiled.
+export PYTHONDONTWRITEBYTECODE =
 PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest -q
 # A file stays with one worker, so that what its tests share is made once.
 SHARED_OUT := -n 2 --dist loadfile

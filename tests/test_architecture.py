@@ -21,6 +21,7 @@ LAZY_IMPORTS = {
     "kernels.bodies": "Triton is imported only where it computes",
     "engine.hub.fetch": "huggingface_hub is imported only for a model given by name",
     "engine.models.load": "transformers is imported only for what has no native family",
+    "engine.verify.pytest_plugin": "pytest loads it in every project where the engine is installed",
 }
 
 HEAVY = ("torch", "zmq", "transformers")

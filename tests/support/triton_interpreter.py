@@ -34,6 +34,8 @@ def check(name: str, timeout: float = 280, options: tuple[str, ...] = ()) -> Non
             "-q",
             "-p",
             "no:cacheprovider",
+            "-p",
+            "no:metronome",  # checks policies
             *options,
             f"tests/interpreted/{name}",
         ],
