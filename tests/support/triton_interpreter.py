@@ -4,11 +4,13 @@ The interpreter keeps bfloat16 as bare bits: it adds, multiplies and contracts t
 off where a cast should round. `repair` computes in float32 and rounds to nearest even. It also
 leaves out what the interpreter does again and again to no effect: three quarters of its time. The
 variable TRITON_INTERPRET is read where a kernel is defined, so interpreted tests have a process of
-their own: tests/interpreted/, run by `check`.
+their own: tests/interpreted/, run by `check`; `python -m support.triton_interpreter FILE` runs a
+program so.
 """
 
 import dataclasses
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -184,3 +186,10 @@ def _keep_types() -> None:
     tl.block_type.__init__, tl.tensor.__init__ = block_type, tensor
     interpreter._get_np_dtype = np_dtype
     tl.dtype.__eq__ = is_equal
+
+
+if __name__ == "__main__":
+    repair()
+    del sys.argv[0]
+    sys.path.insert(0, str(Path(sys.argv[0]).parent))
+    runpy.run_path(sys.argv[0], run_name="__main__")
