@@ -9,7 +9,7 @@ import json
 import textwrap
 import types
 from dataclasses import MISSING, Field, fields, is_dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from engine.config.option import EXAMPLE
@@ -70,6 +70,7 @@ def summary(options: type[Any]) -> str:
     return (options.__doc__ or options.__name__).partition("\n")[0].removesuffix(".")
 
 
+@cache  # commands share options, and their source is read for it
 def field_docs(options: type[Any]) -> dict[str, str]:
     """The string below each field of a class, or of the classes that it inherits fields from."""
     docs = {}

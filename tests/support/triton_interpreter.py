@@ -26,8 +26,8 @@ IS_INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 Builder, Handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
 
 
-def check(name: str, timeout: float = 280, options: tuple[str, ...] = ()) -> None:
-    """Run tests/interpreted/<name> in a process of its own; raises with its output."""
+def check(*names: str, timeout: float = 280, options: tuple[str, ...] = ()) -> None:
+    """Run these files of tests/interpreted in a process of their own; raises with its output."""
     done = subprocess.run(
         [
             sys.executable,
@@ -39,7 +39,7 @@ def check(name: str, timeout: float = 280, options: tuple[str, ...] = ()) -> Non
             "-p",
             "no:metronome",  # checks policies
             *options,
-            f"tests/interpreted/{name}",
+            *(f"tests/interpreted/{name}" for name in names),
         ],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         cwd=ROOT,
