@@ -25,7 +25,7 @@ from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest
 from engine.messages.step import StepPlan, StepResult
 from engine.rpc.launch import start_core
-from engine.rpc.loop import CoreLoop
+from engine.rpc.server import CoreLoop
 from engine.rpc.zmq_client import EngineCoreClient
 from engine.sched.plugins.find import make_scheduler
 from engine.verify.fake import CountingWorker

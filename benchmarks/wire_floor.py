@@ -13,7 +13,7 @@ from engine.ipc import sockets
 from engine.ipc.address import Directory
 from engine.ipc.codec import Encoder
 from engine.ipc.process import Child, Line, Report, report_to_parent
-from engine.messages.outputs import CoreOutputs
+from engine.messages.requests import CoreOutputs
 from engine.messages.wire import Outputs
 
 

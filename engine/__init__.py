@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from engine.errors import WireError as WireError
     from engine.llm import LLM as LLM
     from engine.llm_engine import LLMEngine as LLMEngine
-    from engine.messages.outputs import CompletionOutput as CompletionOutput
-    from engine.messages.outputs import Logprob as Logprob
-    from engine.messages.outputs import RequestMetrics as RequestMetrics
-    from engine.messages.outputs import RequestOutput as RequestOutput
     from engine.messages.params import SamplingParams as SamplingParams
+    from engine.messages.requests import CompletionOutput as CompletionOutput
+    from engine.messages.requests import Logprob as Logprob
+    from engine.messages.requests import RequestMetrics as RequestMetrics
+    from engine.messages.requests import RequestOutput as RequestOutput
     from engine.rpc.zmq_client import EngineCoreClient as EngineCoreClient
     from engine.sched.interface import SchedulerInterface as SchedulerInterface
     from engine.sched.policy import Policy as Policy
@@ -38,7 +38,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "AsyncLLMEngine": "engine.async_engine",
-    "CompletionOutput": "engine.messages.outputs",
+    "CompletionOutput": "engine.messages.requests",
     "ConfigError": "engine.errors",
     "EngineArgs": "engine.config.args",
     "EngineCoreClient": "engine.rpc.zmq_client",
@@ -46,15 +46,15 @@ _HOMES = {
     "EngineError": "engine.errors",
     "LLM": "engine.llm",
     "LLMEngine": "engine.llm_engine",
-    "Logprob": "engine.messages.outputs",
+    "Logprob": "engine.messages.requests",
     "ModelError": "engine.errors",
     "Policy": "engine.sched.policy",
     "PolicyError": "engine.errors",
     "RefusedError": "engine.errors",
     "Request": "engine.sched.request",
     "RequestError": "engine.errors",
-    "RequestMetrics": "engine.messages.outputs",
-    "RequestOutput": "engine.messages.outputs",
+    "RequestMetrics": "engine.messages.requests",
+    "RequestOutput": "engine.messages.requests",
     "RequestTypeError": "engine.errors",
     "Resource": "engine.sched.resource",
     "SamplingParams": "engine.messages.params",

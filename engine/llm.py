@@ -12,16 +12,16 @@ from types import TracebackType
 from typing import Any, TypeVar, cast
 
 import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from engine.config.args import EngineArgs
 from engine.errors import RequestError, RequestTypeError
-from engine.frontend.interrupts import HeldInterrupt
-from engine.frontend.progress import RequestProgress
-from engine.frontend.prompt import RequestOptions, Submission
-from engine.frontend.rendering import Prompt
+from engine.frontend.prompt import Prompt, RequestOptions, Submission
+from engine.frontend.session import HeldInterrupt
 from engine.llm_engine import LLMEngine
-from engine.messages.outputs import RequestOutput
 from engine.messages.params import SamplingParams
+from engine.messages.requests import RequestOutput
 from engine.text.chat import Messages
 from engine.text.tokenizer import Tokenizer
 
@@ -231,3 +231,40 @@ def _one_each(name: str, value: T | Sequence[T], count: int, kind: type[T]) -> l
 def _only_final(params: SamplingParams) -> SamplingParams:
     """The same, with one output at the end: text that is not shown is not made step by step."""
     return msgspec.structs.replace(params, output_kind="final")
+
+
+class RequestProgress:
+    """Counts finished requests. ``tokens_per_second`` of output is shown beside the bar."""
+
+    def __init__(self, num_requests: int, console: Console | None = None) -> None:
+        console = Console(stderr=True) if console is None else console
+        self._bar = Progress(
+            TextColumn("requests"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[speed]:.1f} tokens/s"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("requests", total=num_requests, speed=0.0)
+        self._num_tokens = 0
+
+    def advance(self, output: RequestOutput) -> None:
+        """A request has finished."""
+        self._num_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+        elapsed = self._bar.tasks[0].elapsed or 0.0
+        speed = self._num_tokens / elapsed if elapsed else 0.0
+        self._bar.update(self._task, advance=1, speed=speed)
+
+    def __enter__(self) -> RequestProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._bar.stop()

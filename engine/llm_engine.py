@@ -8,13 +8,10 @@ from typing import Unpack
 
 from engine.config.args import EngineArgs
 from engine.errors import ConfigError
-from engine.frontend.interrupts import HeldInterrupt
-from engine.frontend.prompt import RequestOptions
-from engine.frontend.rendering import Prompt
-from engine.frontend.session import PauseScope, Session
-from engine.messages.check import as_request_ids
-from engine.messages.outputs import RequestOutput
+from engine.frontend.prompt import Prompt, RequestOptions
+from engine.frontend.session import HeldInterrupt, PauseScope, Session
 from engine.messages.params import SamplingParams
+from engine.messages.requests import RequestOutput, as_request_ids
 from engine.messages.stats import SchedulerStats
 from engine.observe.stats_log import TokenCounts
 from engine.text.tokenizer import Tokenizer

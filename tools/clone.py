@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from engine.config.sched import SchedulerConfig
-from engine.sched.state.table import TableColumn
+from engine.sched.request import TableColumn
 
 # Nobody writes into these once they are made.
 SHARED = (

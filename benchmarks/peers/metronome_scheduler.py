@@ -9,8 +9,8 @@ from scheduler_loads import BLOCK_SIZE, MAX_MODEL_LEN, Setup
 
 from engine.config.sched import SchedulerConfig
 from engine.kv.fast_hash import FastHasher
-from engine.kv.hashing import Sha256Hasher
 from engine.kv.manager import KVManager
+from engine.kv.prefix_index import Sha256Hasher
 from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest
 from engine.sched.policies.fcfs import FCFS

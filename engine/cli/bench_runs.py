@@ -14,11 +14,11 @@ from engine.cli.profiling import profiled
 from engine.cli.streaming import times_of
 from engine.config.args import EngineArgs
 from engine.errors import ConfigError
-from engine.frontend.rendering import Prompt
+from engine.frontend.prompt import Prompt
 from engine.hub.fetch import fetched
 from engine.llm_engine import LLMEngine
-from engine.messages.outputs import RequestOutput
 from engine.messages.params import SamplingParams
+from engine.messages.requests import RequestOutput
 
 PROMPT_SEED = 0  # of random prompts: every run of a benchmark has the same ones
 PROBE_SECONDS = 600.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from engine.errors import RequestError
 from engine.llm_engine import LLMEngine
-from engine.messages.outputs import RequestOutput
+from engine.messages.requests import RequestOutput
 
 
 @dataclass(frozen=True)

@@ -91,12 +91,5 @@ def _is_a(value: object, kind: type) -> bool:
     if isinstance(value, bool):  # which is a number for Python
         return kind is bool
     if kind is float and isinstance(value, int):
-        return is_finite(value)
+        return abs(value) <= sys.float_info.max
     return isinstance(value, kind)
-
-
-def is_finite(value: object) -> bool:
-    """Is it a finite number? A whole one may be too large for a float."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return abs(value) <= sys.float_info.max  # and no NaN

@@ -24,10 +24,10 @@ from engine.core.recording import describe, record
 from engine.errors import ConfigError
 from engine.hub.fetch import fetched
 from engine.kv.events import EventLog
-from engine.kv.groups import FULL
-from engine.kv.hashing import BlockHasher, Sha256Hasher
 from engine.kv.layout import max_concurrency
 from engine.kv.manager import KVManager
+from engine.kv.prefix_index import BlockHasher, Sha256Hasher
+from engine.kv.tables import FULL
 from engine.messages.step import CAPABILITIES, PARTS
 from engine.sched.interface import SchedulerInterface
 from engine.sched.plugins.find import Chosen, choose, make_scheduler

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from engine.messages.outputs import CoreOutputs
-from engine.messages.requests import AddRequest
+from engine.messages.requests import AddRequest, CoreOutputs
 from engine.messages.stats import SchedulerStats
 from engine.messages.wire import Welcome
 

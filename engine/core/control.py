@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.core.engine_core import Executor
 from engine.errors import ConfigError, EngineError
-from engine.messages.check import check_plain
+from engine.messages.requests import check_plain
 from engine.messages.stats import SchedulerStats
 from engine.sched.interface import PauseState, SchedulerInterface
 

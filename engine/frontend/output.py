@@ -1,219 +1,258 @@
-"""Columns from the core to objects for the user, a few microseconds a row."""
+"""A request as its user sees it: one sequence, or n of them sampled side by side.
+
+RequestState     what all of its sequences share, and its outputs
+OutputSequence   one sequence: its tokens, its text, and why it ended
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from operator import attrgetter
+from collections.abc import Iterable
+from copy import copy
+from operator import itemgetter
+from typing import Any, NamedTuple
 
-from engine.errors import RequestError
-from engine.frontend.logprobs import prompt_positions
-from engine.frontend.pool_texts import PooledTexts, Reading
 from engine.frontend.prompt import Submission
-from engine.frontend.request_state import RequestState, Row
-from engine.frontend.sequence import Sequence
-from engine.messages.outputs import CoreOutputs, Finished, RequestOutput, Started
-from engine.observe.stats_log import TokenCounts
+from engine.messages.params import SamplingParams
+from engine.messages.requests import (
+    CompletionOutput,
+    Finished,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    Started,
+    TokenLogprobs,
+)
+from engine.messages.text import TextDelta
+from engine.text.detokenizer import StopStrings, TextReader, wish_of
 from engine.text.tokenizer import Tokenizer
 
-Moved = dict[RequestState, list[Sequence]]
+Position = dict[int, Logprob]
 
 
-class OutputProcessor:
-    """Owns text, stop strings and log-probabilities of all unfinished requests.
+class RequestState:
+    """Gathers the sequences of one request into outputs of the kind its user asked for.
 
-    What the core still sends for requests that ended here is ignored: no other sequence ever has
-    the core id of one that ended. With ``texts`` other processes turn tokens into text.
+    cumulative: all n sequences so far · delta: what is new in those that moved · final: all n,
+    once, when the last has finished. Sequences stand in the order of their index. Their text is
+    made here if it ``reads_here``.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, texts: PooledTexts | None = None) -> None:
-        self.counts = TokenCounts()
-        self._tokenizer = tokenizer
-        self._texts = texts
-        self._requests: dict[str, RequestState] = {}
-        self._rows: dict[str, Row] = {}  # by the core's request id
-        self._ended_here: list[str] = []  # core ids of sequences that the core must still abort
-        self._only_text: set[str] = set()  # of rows: ended in the core, their text is missing
-
-    @property
-    def num_unfinished(self) -> int:
-        """Requests whose last output is still to come."""
-        return len(self._requests)
-
-    @property
-    def is_only_text_missing(self) -> bool:
-        """Whether the core has ended all requests, and only texts are still to come."""
-        return 0 < len(self._only_text) == len(self._rows)
-
-    def __contains__(self, request_id: object) -> bool:
-        return request_id in self._requests
-
-    def register(self, submission: Submission) -> None:
-        """Expect outputs of these sequences. Raises ``RequestError`` for a user's id in use."""
-        if submission.request_id in self._requests:
-            raise RequestError(
-                f"request id {submission.request_id!r} is in use by an unfinished request; choose "
-                "another, or abort that one first"
+    def __init__(
+        self, submission: Submission, tokenizer: Tokenizer | None, reads_here: bool
+    ) -> None:
+        self.request_id = submission.request_id
+        self.core_ids = [request.request_id for request in submission.requests]
+        self.prompt = submission.prompt
+        self.prompt_token_ids = submission.prompt_token_ids
+        self.kind = submission.params.output_kind
+        self.sequences = [
+            OutputSequence(
+                index,
+                submission.params,
+                tokenizer,
+                _reader(submission, tokenizer) if reads_here else None,
             )
-        live = RequestState(submission, self._tokenizer, self._texts is None)
-        self._requests[submission.request_id] = live
-        for core_id, sequence in zip(live.core_ids, live.sequences, strict=True):
-            self._rows[core_id] = Row(live, sequence)
+            for index in range(submission.params.n)
+        ]
+        self._num_running = len(self.sequences)
+        self._told: dict[int, Started | Finished] = {}  # of each sequence, by its index
+        self.metrics = RequestMetrics(submission.arrival_time)
+        """The metrics so far; outputs get copies."""
+        self.num_cached_tokens = 0
+        self.kv_transfer_params: dict[str, Any] | None = None
+        self.prompt_logprobs: list[Position | None] | None = None
 
-    def process(self, batch: CoreOutputs) -> list[RequestOutput]:
-        """The outputs for users of one step."""
-        for started in batch.started:
-            self._start(batch.request_ids[started.index], started)
-        ends = {end.index: end for end in batch.finished}
-        moved: Moved = {}
-        for index, (core_id, token_ids) in enumerate(_rows(batch)):
-            row = self._rows.get(core_id)
-            if row is None:
-                continue
-            if index in batch.prompt_logprobs:
-                self._take_prompt_logprobs(row.request, batch, index)
-            end = ends.get(index)
-            if token_ids or end is not None:
-                self._take(row, token_ids, batch, index, end)
-                if self._texts is not None and self._is_read_elsewhere(row):
-                    self._send(core_id, row, end, batch.time)
-                else:
-                    row.sequence.read(end)
-                    if row.sequence.end is not None:
-                        self._ended(core_id, row, end, batch.time)
-                    moved.setdefault(row.request, []).append(row.sequence)
-        return _outputs(moved) + self.take_texts(wait_for_all=False)
+    @property
+    def is_finished(self) -> bool:
+        return self._num_running == 0
 
-    def take_texts(self, wait_for_all: bool) -> list[RequestOutput]:
-        """The outputs for users of texts that other processes have made."""
-        if self._texts is None:
-            return []
-        moved: Moved = {}
-        for reading, delta in self._texts.exchange(wait_for_all):
-            core_id, row, _, end, time = reading
-            if core_id in self._rows:  # no earlier text has ended it
-                row.sequence.settle(delta, end)
-                if row.sequence.end is not None:
-                    self._ended(core_id, row, end, time)
-                moved.setdefault(row.request, []).append(row.sequence)
-        for sequences in moved.values():  # which may come from several processes
-            sequences.sort(key=attrgetter("index"))
-        return _outputs(moved)
+    def finish_one(self) -> None:
+        """Another of its sequences has ended."""
+        self._num_running -= 1
 
-    def abort(self, request_ids: Iterable[str], time: float) -> list[RequestOutput]:
-        """End these requests now; unknown ids do nothing. Their last outputs say ``"abort"``."""
-        outputs = self.take_texts(wait_for_all=True)  # what only waits for text has ended already
-        aborted = Finished(0, "abort")
-        moved: Moved = {}
-        for request_id in dict.fromkeys(request_ids):
-            request = self._requests.get(request_id)
-            for core_id in request.core_ids if request else ():
-                row = self._rows.get(core_id)
-                if row is None:
-                    continue
-                self._ended_here.append(core_id)
-                if self._is_read_elsewhere(row):
-                    self._send(core_id, row, aborted, time)
-                else:
-                    row.sequence.read(aborted)
-                    self._ended(core_id, row, aborted, time)
-                    moved.setdefault(row.request, []).append(row.sequence)
-        return outputs + _outputs(moved) + self.take_texts(wait_for_all=True)
+    def note(self, index: int, told: Started | Finished) -> None:
+        """Keep the metrics of a sequence so far, in place of earlier ones."""
+        self._told[index] = told
+        metrics, every = self.metrics, self._told.values()
+        metrics.num_preemptions = sum(each.num_preemptions for each in every)
+        waits: dict[str, float] = {}
+        for each in every:
+            for cause, seconds in each.waits.items():
+                waits[cause] = waits.get(cause, 0.0) + seconds
+        metrics.waits = waits
+        metrics.events = sorted((e for each in every for e in each.events), key=itemgetter(1))
 
-    def withdraw(self, submission: Submission) -> list[str]:
-        """Forget a request that was not taken. Returns its ids in the core."""
-        request = self._requests.pop(submission.request_id)
-        for core_id in request.core_ids:
-            del self._rows[core_id]
-        return request.core_ids
+    def output(self, moved: Iterable[OutputSequence]) -> RequestOutput | None:
+        """The output for the user after these sequences have moved; ``None``: nothing yet."""
+        finished = self.is_finished
+        if self.kind == "delta":
+            completions = [sequence.delta() for sequence in moved]
+        elif self.kind == "final" and not finished:
+            return None
+        else:
+            completions = [sequence.output() for sequence in self.sequences]
+        output = RequestOutput(
+            self.request_id,
+            self.prompt,
+            self.prompt_token_ids,
+            completions,
+            finished,
+            self.prompt_logprobs,
+            self.num_cached_tokens,
+            copy(self.metrics),
+            self.kv_transfer_params,
+        )
+        if self.kind == "delta":
+            self.prompt_logprobs = None  # sent once
+        return output
 
-    def ended_here(self) -> list[str]:
-        """Sequences that ended here and that the core must stop, by its ids."""
-        return list(self._ended_here)
 
-    def forget_ended_here(self) -> None:
-        """The core was told of them."""
-        self._ended_here.clear()
+class Row(NamedTuple):
+    """The request and sequence that a row of the core's columns belongs to."""
 
-    def _start(self, core_id: str, started: Started) -> None:
-        row = self._rows.get(core_id)
-        if row is None:
-            return
-        request, sequence = row
-        request.note(sequence.index, started)
-        if request.metrics.scheduled_time is None:
-            request.metrics.scheduled_time = started.scheduled_time
-            request.num_cached_tokens = started.num_cached_tokens
+    request: RequestState
+    sequence: OutputSequence
 
-    def _take_prompt_logprobs(self, request: RequestState, batch: CoreOutputs, index: int) -> None:
-        request.prompt_logprobs = prompt_positions(
-            batch.prompt_logprobs[index], len(request.prompt_token_ids), self._tokenizer
+
+class Unread(NamedTuple):
+    """Tokens on their way to a reader. ``is_last``: none follow."""
+
+    token_ids: list[int]
+    is_last: bool
+
+
+class OutputSequence:
+    """Grows until ``end`` is set, by the core or by a stop string; a stop string wins.
+
+    It takes the tokens of each step, then ``read`` has its own reader make text of them. If that
+    happens elsewhere, what is ``unread`` goes there and the answer is settled.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
+        reader: TextReader | None,
+    ) -> None:
+        self.index = index
+        self.params = params
+        self.token_ids: list[int] = []
+        self.text = ""
+        self.logprobs: list[Position] | None = None if params.logprobs is None else []
+        self.cumulative_logprob = 0.0
+        self.end: Finished | None = None
+        self._tokenizer = tokenizer
+        self._reader = reader
+        # What may turn out to be the beginning of a stop string is not shown yet.
+        self._num_held_back = 0
+        if params.stop:
+            stops = StopStrings(params.stop, params.include_stop_str_in_output)
+            self._num_held_back = stops.num_held_back
+        # Text that is not shown before the end is made in one go at the end.
+        self._is_lazy = not params.stop and params.output_kind == "final"
+        self._num_read = 0  # tokens given to a reader
+        self._num_sent_tokens = 0
+        self._num_sent_chars = 0
+
+    def take(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> None:
+        """Append tokens whose text is still to come."""
+        self.token_ids += token_ids
+        if self.logprobs is not None and logprobs is not None:
+            self.logprobs += [position_logprobs(entry, self._tokenizer) for entry in logprobs]
+            self.cumulative_logprob += sum(entry.logprobs[0] for entry in logprobs)
+
+    def is_read_now(self, end: Finished | None) -> bool:
+        """Whether tokens become text before the sequence has ended."""
+        return end is not None or not self._is_lazy
+
+    def unread(self, end: Finished | None) -> Unread:
+        """The tokens that no reader has got yet; they count as read from now on."""
+        token_ids = self.token_ids[self._num_read :]
+        self._num_read = len(self.token_ids)
+        is_stopped = end is not None and end.reason == "stop" and bool(token_ids)
+        if is_stopped and not self.params.include_stop_str_in_output:
+            token_ids.pop()  # the token that ended it is no text, unless asked for
+        return Unread(token_ids, end is not None)
+
+    def read(self, end: Finished | None) -> None:
+        """Have the own reader read what was taken, ``end`` with the last of it."""
+        if self._reader is None:
+            self.end = end
+        elif end is not None:
+            self.settle(self._reader.read(*self.unread(end)), end)
+        elif not self._is_lazy:
+            num_read, self._num_read = self._num_read, len(self.token_ids)
+            self.settle(self._reader.read(self.token_ids[num_read:], False), None)
+
+    def settle(self, delta: TextDelta, end: Finished | None) -> None:
+        """Add what a reader made of tokens; ``end`` is what came with the last of them."""
+        self.end = end
+        if delta.stop is not None:
+            self._stop_at(delta.stop, delta)
+        elif delta.error:
+            self.end = Finished(0, "error", message=delta.error)
+        self.text += delta.text
+
+    def output(self) -> CompletionOutput:
+        """The whole sequence so far."""
+        return self._completion(0, 0, self._num_visible_chars())
+
+    def delta(self) -> CompletionOutput:
+        """What is new since the last delta."""
+        upto = self._num_visible_chars()
+        completion = self._completion(self._num_sent_tokens, self._num_sent_chars, upto)
+        self._num_sent_tokens, self._num_sent_chars = len(self.token_ids), upto
+        return completion
+
+    def _completion(self, first_token: int, first_char: int, upto: int) -> CompletionOutput:
+        end = self.end
+        logged = self.logprobs
+        return CompletionOutput(
+            self.index,
+            self.text[first_char:upto],
+            self.token_ids[first_token:],
+            None if logged is None else self.cumulative_logprob,
+            None if logged is None else logged[first_token:],
+            None if end is None else end.reason,
+            None if end is None else end.stop_reason,
+            None if end is None else end.message or None,
         )
 
-    def _take(
-        self,
-        row: Row,
-        token_ids: list[int],
-        batch: CoreOutputs,
-        index: int,
-        end: Finished | None,
-    ) -> None:
-        """Append what a step brought, less its text."""
-        request, sequence = row
-        metrics = request.metrics
-        if token_ids:
-            if metrics.first_token_time is None:
-                metrics.first_token_time = batch.time
-                self.counts.prompt_tokens += len(request.prompt_token_ids)
-            metrics.last_token_time = batch.time
-            self.counts.generation_tokens += len(token_ids)
-        sequence.take(token_ids, batch.logprobs.get(index))
-        if end is not None:
-            request.note(sequence.index, end)
-            request.kv_transfer_params = end.kv_transfer_params or request.kv_transfer_params
+    def _num_visible_chars(self) -> int:
+        if not self._num_held_back or self.end is not None:
+            return len(self.text)
+        return max(self._num_sent_chars, len(self.text) - self._num_held_back)
 
-    def _is_read_elsewhere(self, row: Row) -> bool:
-        return self._texts is not None and row.sequence.params.detokenize
-
-    def _send(self, core_id: str, row: Row, end: Finished | None, time: float) -> None:
-        """Turn those tokens of a row into text that are needed now."""
-        assert self._texts is not None
-        if end is not None:
-            self._only_text.add(core_id)
-        if row.sequence.is_read_now(end):
-            self._texts.add(Reading(core_id, row, row.sequence.unread(end), end, time))
-
-    def _ended(self, core_id: str, row: Row, end: Finished | None, time: float) -> None:
-        """The sequence has ended: by ``end``, or by its text (a stop string or an error)."""
-        if end is None:
-            self._ended_here.append(core_id)
-        if self._texts is not None:
-            self._texts.forget(row.sequence)
-            self._only_text.discard(core_id)
-        self._finish(core_id, row, time)
-
-    def _finish(self, core_id: str, row: Row, time: float) -> None:
-        request, sequence = row
-        del self._rows[core_id]
-        request.finish_one()
-        if request.is_finished:
-            assert sequence.end is not None
-            request.metrics.finished_time = time
-            self.counts.finished[sequence.end.reason] += 1
-            del self._requests[request.request_id]
+    def _stop_at(self, string: str, delta: TextDelta) -> None:
+        self.text = self.text[: len(self.text) - delta.num_dropped]
+        del self.token_ids[delta.num_tokens :]
+        if self.logprobs is not None:
+            cut = self.logprobs[delta.num_tokens :]
+            self.cumulative_logprob -= sum(next(iter(p.values())).logprob for p in cut)
+            del self.logprobs[delta.num_tokens :]
+        self.end = Finished(0, "stop", string)
 
 
-def _outputs(moved: Moved) -> list[RequestOutput]:
-    outputs = (request.output(sequences) for request, sequences in moved.items())
-    return [output for output in outputs if output is not None]
+def _reader(submission: Submission, tokenizer: Tokenizer | None) -> TextReader | None:
+    if tokenizer is None or not submission.params.detokenize:
+        return None
+    return TextReader(tokenizer.backend, submission.prompt_token_ids, wish_of(submission.params))
 
 
-def _rows(batch: CoreOutputs) -> Iterator[tuple[str, list[int]]]:
-    """Each request id with its new tokens."""
-    if batch.counts is None:
-        for core_id, token_id in zip(batch.request_ids, batch.token_ids, strict=True):
-            yield core_id, [token_id]
-        return
-    start = 0
-    for core_id, count in zip(batch.request_ids, batch.counts, strict=True):
-        yield core_id, batch.token_ids[start : start + count]
-        start += count
+def position_logprobs(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> Position:
+    """The chosen token first, then the most likely ones, best first; the chosen one only once."""
+    ids, values = entry.token_ids, entry.logprobs
+    texts = [None if tokenizer is None else tokenizer.token_text(i) for i in ids]
+    position = {ids[0]: Logprob(values[0], entry.rank, texts[0])}
+    for rank in range(1, len(ids)):
+        position.setdefault(ids[rank], Logprob(values[rank], rank, texts[rank]))
+    return position
+
+
+def prompt_positions(
+    entries: list[TokenLogprobs], num_prompt: int, tokenizer: Tokenizer | None
+) -> list[Position | None]:
+    """One entry per prompt token; ``None`` for the first, which nothing predicts, and unasked."""
+    unknown: list[Position | None] = [None] * (num_prompt - len(entries))
+    return unknown + [position_logprobs(entry, tokenizer) for entry in entries]

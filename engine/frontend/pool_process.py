@@ -34,7 +34,7 @@ from engine.messages.text import (
 )
 from engine.rpc.failures import failure_of
 from engine.text.chat import fill_template
-from engine.text.reader import TextReader
+from engine.text.detokenizer import TextReader
 from engine.text.tokenizer import Tokenizer, load_tokenizer
 
 Answer = tuple[Reply, list[bytes]]

@@ -16,14 +16,13 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from engine.errors import EngineDeadError, EngineError, RefusedError
+from engine.frontend.output import OutputSequence, Row, Unread
 from engine.frontend.pool import TextPool
 from engine.frontend.pool_slot import MAX_DEATHS, RETRY_SECONDS
 from engine.frontend.pool_tasks import TextsLost
-from engine.frontend.request_state import Row
-from engine.frontend.sequence import Sequence, Unread
-from engine.messages.outputs import Finished
+from engine.messages.requests import Finished
 from engine.messages.text import Opening, TextDelta, TextRow, TextWish
-from engine.text.reader import wish_of
+from engine.text.detokenizer import wish_of
 
 
 class Reading(NamedTuple):
@@ -81,7 +80,7 @@ class Shard:
         self._epoch = 1
         self._waiting: list[Reading] = []
         self._sent: deque[Sent] = deque()
-        self._remotes: dict[Sequence, Remote] = {}
+        self._remotes: dict[OutputSequence, Remote] = {}
         self._down_until = 0.0
 
     @property
@@ -89,7 +88,7 @@ class Shard:
         """Sort key: the detokenizer with the least work first, one that does not start last."""
         return time.monotonic() < self._down_until, len(self._remotes)
 
-    def open(self, sequence: Sequence, remote: Remote) -> None:
+    def open(self, sequence: OutputSequence, remote: Remote) -> None:
         self._remotes[sequence] = remote
 
     def add(self, reading: Reading) -> None:
@@ -124,7 +123,7 @@ class Shard:
                 self._note(reading, delta)
                 yield ReadText(reading, delta)
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: OutputSequence) -> None:
         """It has ended."""
         self._remotes.pop(sequence, None)
 
@@ -182,7 +181,7 @@ class PooledTexts:
 
     def __init__(self, pool: TextPool) -> None:
         self._shards = [Shard(pool, index) for index in range(pool.size)]
-        self._shard_of: dict[Sequence, Shard] = {}
+        self._shard_of: dict[OutputSequence, Shard] = {}
         self._numbers = count()
 
     @property
@@ -207,7 +206,7 @@ class PooledTexts:
         for shard in self._shards:
             yield from shard.take(wait_for_all)
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: OutputSequence) -> None:
         """It has ended: nothing more is read for it."""
         shard = self._shard_of.pop(sequence, None)
         if shard is not None:

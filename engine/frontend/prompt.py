@@ -6,27 +6,33 @@ import itertools
 import logging
 import types
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from typing import Any, NamedTuple, TypedDict
 
 import msgspec
 
-from engine.config.check import is_finite
-from engine.errors import RequestError, RequestTypeError
-from engine.frontend.encoding import Ahead, PromptEncoder, too_long
+from engine.errors import RequestError, RequestTypeError, WireError
 from engine.frontend.pool import TextPool
-from engine.frontend.rendering import Prompt, TextPrompt, render_chats
-from engine.messages.params import SamplingParams, check_params_for_vocab
+from engine.messages.params import SamplingParams, check_params_for_vocab, is_finite
 from engine.messages.requests import AddRequest
-from engine.text.chat import Messages
+from engine.messages.text import Rendering
+from engine.text.chat import Messages, chat_values
 from engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-PROMPT_KEYS = frozenset(TextPrompt.__annotations__)
 SHOWN_ID_CHARS = 64  # of a user's id, in the one that its request has in the core
+USUAL_CHARS = 16  # characters of a token, hardly more in any text
+INLINE_CHARS = 500  # below it, tokenising takes less time than starting it in another thread
+TOGETHER_CHARS = 1 << 20  # of texts that are tokenised in one go, which no interrupt ends
+NUM_THREADS = 4  # texts that are tokenised at once
+Ahead = Future[list[int]] | None
+"""Ids of a text that was begun; ``None`` if it was not."""
+"""A rendering that may still be under way; raises what went wrong."""
 
 
 class RequestOptions(TypedDict, total=False):
@@ -316,3 +322,187 @@ def derive_seed(seed: int, number: int) -> int:
     """A seed below 2**63 that looks unrelated to those of other numbers."""
     digest = blake2b(f"{seed}/{number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+class PromptEncoder:
+    """Tokenises prompts; refuses those without a tokenizer, and those that are surely too long."""
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, pool: TextPool | None, max_model_len: int
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._pool = pool
+        self._max_model_len = max_model_len
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "tokenizer")
+
+    def ahead(self, prompt: Prompt, params: SamplingParams | None) -> Ahead:
+        """Begin a prompt in a process or a thread, if it is a text that takes a while.
+
+        Raises ``EngineDeadError``.
+        """
+        text = self._text_of(prompt, params)
+        if text is None or self._tokenizer is None:
+            return None
+        if self._pool is None and len(text) > INLINE_CHARS:
+            with suppress(RuntimeError):  # closed meanwhile, which is said elsewhere
+                return self._threads.submit(self._tokenizer.encode, text)
+        return self._begin(text)
+
+    def all_ahead(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Ahead]:
+        """Many prompts: tokenised together, or all begun in text processes."""
+        asked = list(zip(prompts, params, strict=True))
+        if self._pool is not None:
+            return [self.ahead(*each) for each in asked]
+        ahead: list[Ahead] = [None] * len(asked)
+        texts: dict[int, str] = {}
+        num_chars = 0
+        for place, each in enumerate(asked):
+            if (text := self._text_of(*each)) is not None:
+                texts[place] = text
+                num_chars += len(text)
+            if num_chars >= TOGETHER_CHARS:
+                self._encode_together(texts, ahead)
+                texts, num_chars = {}, 0
+        self._encode_together(texts, ahead)
+        return ahead
+
+    def encode(self, text: str, is_cut: bool, ahead: Ahead) -> list[int]:
+        """Ids of a text. Raises ``RequestError`` for one that has none, or too many unless it
+        ``is_cut`` to length."""
+        if self._tokenizer is None:
+            raise RequestError(
+                "the engine has no tokenizer (skip_tokenizer_init): pass token ids, as "
+                '{"prompt_token_ids": [...]}'
+            )
+        if not isinstance(text, str):
+            raise RequestTypeError(f"prompt must be a str, got {type(text).__name__}")
+        fewest, limit = self._fewest_tokens(text), self._max_model_len
+        if fewest >= limit and not is_cut:
+            raise too_long(f"{len(text)} characters, at least {fewest}", limit)
+        begun = self._begin(text) if ahead is None else ahead
+        if begun is not None:
+            with suppress(WireError):  # too long to travel: it is refused here soon enough
+                return begun.result()
+        return self._tokenizer.encode(text)
+
+    def close(self) -> None:
+        """Begin nothing more in threads; harmless when repeated."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _text_of(self, prompt: Prompt, params: SamplingParams | None) -> str | None:
+        """The text of a prompt, unless it has its ids or is too long to be tokenised at all."""
+        text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+        has_ids = isinstance(prompt, dict) and prompt.get("prompt_token_ids") is not None
+        if has_ids or not isinstance(text, str):
+            return None
+        is_cut = getattr(params, "truncate_prompt_tokens", None) is not None
+        return text if is_cut or self._fewest_tokens(text) < self._max_model_len else None
+
+    def _encode_together(self, texts: dict[int, str], ahead: list[Ahead]) -> None:
+        """Tokenise all into ``ahead``; none if one is invalid, which ``encode`` then names."""
+        if self._tokenizer is None or not texts:
+            return
+        try:
+            encoded = self._tokenizer.encode_all(list(texts.values()))
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # the library raises plain Exception, or worse
+            return
+        for place, token_ids in zip(texts, encoded, strict=True):
+            done: Future[list[int]] = Future()
+            done.set_result(token_ids)
+            ahead[place] = done
+
+    def _begin(self, text: str) -> Ahead:
+        """In a text process, if there are any."""
+        try:
+            return None if self._pool is None else self._pool.encode(text)
+        except UnicodeError:
+            return None
+
+    def _fewest_tokens(self, text: str) -> int:
+        """A lower bound of a text's tokens, without tokenising it; 0 for a text of usual length."""
+        if self._tokenizer is None or len(text) < self._max_model_len * USUAL_CHARS:
+            return 0
+        most_chars = self._tokenizer.max_chars_per_token
+        return 0 if most_chars is None else -(-len(text) // most_chars)
+
+
+def too_long(num_tokens: str, limit: int) -> RequestError:
+    """The error for a prompt that leaves no room for output."""
+    return RequestError(
+        f"the prompt has {num_tokens} tokens, but max_model_len is {limit}, prompt and at least "
+        "one output token together; shorten the prompt, have it shortened by "
+        "truncate_prompt_tokens=-1, or raise max_model_len"
+    )
+
+
+class TextPrompt(TypedDict, total=False):
+    """A prompt as text or as token ids (``prompt`` is then only shown), with its own options."""
+
+    prompt: str
+    prompt_token_ids: list[int]
+    cache_salt: str
+
+
+PROMPT_KEYS = frozenset(TextPrompt.__annotations__)
+
+
+Prompt = str | list[int] | TextPrompt
+
+
+Begun = Callable[[], Rendering]
+
+
+def render_chats(
+    tokenizer: Tokenizer,
+    pool: TextPool | None,
+    conversations: Iterable[Messages],
+    options: dict[str, Any],
+) -> list[TextPrompt]:
+    """A prompt for each conversation, with its ids: the template has written special tokens.
+
+    ``options`` are those of ``Tokenizer.apply_chat_template``. Raises the ``RequestError`` of the
+    first conversation that cannot be rendered.
+    """
+    begun = [_begin(tokenizer, pool, messages, options) for messages in conversations]
+    return [
+        {"prompt": text, "prompt_token_ids": token_ids} for text, token_ids in (f() for f in begun)
+    ]
+
+
+def _begin(
+    tokenizer: Tokenizer, pool: TextPool | None, messages: Messages, options: dict[str, Any]
+) -> Begun:
+    here = partial(_render_here, tokenizer, messages, options)
+    if pool is None:
+        return here
+    try:
+        inputs = tokenizer.chat_inputs(messages, **options)
+        values = chat_values(inputs.messages, inputs.values)
+        if _has_tuple(values):  # it would arrive as a list, which templates render differently
+            return here
+        future = pool.render(inputs.template, values)
+    except Exception:  # raised again in its turn: an earlier conversation may be invalid too
+        return here
+    return partial(_result, future.result, here)
+
+
+def _result(elsewhere: Begun, here: Begun) -> Rendering:
+    try:
+        return elsewhere()
+    except WireError:  # numbers or sizes that cannot travel
+        return here()
+
+
+def _render_here(tokenizer: Tokenizer, messages: Messages, options: dict[str, Any]) -> Rendering:
+    text = tokenizer.apply_chat_template(messages, **options)
+    return Rendering(text, tokenizer.encode(text, add_special_tokens=False))
+
+
+def _has_tuple(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(_has_tuple(item) for pair in value.items() for item in pair)
+    if isinstance(value, list):
+        return any(_has_tuple(item) for item in value)
+    return isinstance(value, tuple)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from engine.kv.request_blocks import Holder
+from engine.kv.tables import Holder
 
 
 class RemoteMatch(NamedTuple):

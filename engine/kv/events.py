@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from engine.kv.groups import split_key
+from engine.kv.tables import split_key
 from engine.messages.kv_events import (
     AllBlocksCleared,
     BlockRemoved,

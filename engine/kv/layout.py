@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.errors import ConfigError
-from engine.kv.groups import Group
+from engine.kv.tables import Group
 
 
 @dataclass(frozen=True, kw_only=True)

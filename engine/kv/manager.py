@@ -1,30 +1,35 @@
 """KVManager: which request holds which blocks, and which of them others may share.
 
-block_pool     free list, reference counts            tables       grow, tell the worker, trim
-prefix_cache   which block holds which content        sharing      find, publish, withdraw
-hashing        chains of block hashes                 transfers    loads, loans, the KV source
-groups         layers with different needs            holding      what one request holds
+block_pool     which block holds which content; free list, reference counts
+tables         what each request holds; grows, trims and tells the worker
+prefix_index   hashes sequences; finds, publishes and withdraws content
+transfers      loads and loans, if there is a source of KV from elsewhere
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ConfigError
-from engine.kv.block_pool import BlockPool
+from engine.kv.block_pool import BlockPool, CacheCounts, live_blocks
 from engine.kv.connector import KVSource
 from engine.kv.events import EventLog
-from engine.kv.groups import FULL, Group
-from engine.kv.hashing import BlockHasher, Sha256Hasher
-from engine.kv.prefix_cache import CacheCounts
-from engine.kv.prefix_index import PrefixIndex
-from engine.kv.request_blocks import Holder, PrefixHit, RequestBlocks
-from engine.kv.tables import BlockTables, Deltas, live_blocks, peak_blocks
-from engine.kv.transfers import Transfers
+from engine.kv.prefix_index import BlockHasher, PrefixIndex, Sha256Hasher
+from engine.kv.tables import (
+    FULL,
+    BlockTables,
+    Deltas,
+    Group,
+    Holder,
+    PrefixHit,
+    RequestBlocks,
+    peak_blocks,
+)
+from engine.kv.transfers import Loan, Transfers
 
 
 class KVManager:
@@ -58,7 +63,7 @@ class KVManager:
         self.pool = BlockPool(num_blocks)
         self.cache = self.pool.cache
         self.tables = BlockTables(self.pool, groups, block_size)
-        self.transfers = Transfers(self.pool, source)
+        self.transfers = None if source is None else Transfers(self.pool, source)
         self.num_held: NDArray[np.int32] = np.zeros(64, dtype=np.int32)
         self.num_published: NDArray[np.int32] = np.zeros(64, dtype=np.int32)
         self._prefix_index = PrefixIndex(
@@ -82,6 +87,16 @@ class KVManager:
     def num_usable(self) -> int:
         """Blocks that one request can have if it runs alone."""
         return self.pool.num_blocks - 1
+
+    @property
+    def source(self) -> KVSource | None:
+        """Where KV can be had from that other engines computed."""
+        return None if self.transfers is None else self.transfers.source
+
+    @property
+    def lent(self) -> Mapping[str, Loan]:
+        """By request id, blocks of ended requests that transfers still use."""
+        return {} if self.transfers is None else self.transfers.lent
 
     @property
     def usage(self) -> float:
@@ -210,6 +225,7 @@ class KVManager:
             self.tables.extend(holding, wanted)
         self.num_held[req.row] = len(holding.blocks)
         if load_now:
+            assert self.transfers is not None
             if not self.transfers.start(req, holding, self._blocks_to_load(req, holding)):
                 self.release(req)
                 return False
@@ -220,6 +236,7 @@ class KVManager:
         """Fill what the request holds behind its hit from elsewhere, as soon as no step in flight
         writes those blocks; ``loaded`` says it is done, ``take_failed_loads`` that it cannot be
         started."""
+        assert self.transfers is not None
         holding = self._holdings[req.row]
         self.transfers.load(req, holding, self._blocks_to_load(req, holding))
 
@@ -236,21 +253,21 @@ class KVManager:
     def take_failed_loads(self) -> list[Holder]:
         """Requests whose load the source could not start, since the last call. They keep their
         blocks, and their ``ready`` is the local prefix hit."""
-        return self.transfers.take_failed()
+        return [] if self.transfers is None else self.transfers.take_failed()
 
     def step_planned(self) -> None:
         """A step that writes blocks is about to be launched (see ``Fences``)."""
-        if self.transfers.fences is not None:
+        if self.transfers is not None:
             self.transfers.fences.planned()
 
     def step_settled(self) -> None:
         """The oldest of those steps is settled and writes no more."""
-        if self.transfers.fences is not None:
+        if self.transfers is not None:
             self.transfers.fences.settled()
 
     def sent(self, request_id: str) -> bool:
         """A transfer from or to an ended request's blocks is over; False if none is known."""
-        return self.transfers.sent(request_id)
+        return self.transfers is not None and self.transfers.sent(request_id)
 
     def commit(self, req: Holder, upto: int) -> None:
         """The tokens before ``upto`` are known and written: their full blocks may be shared."""
@@ -293,23 +310,26 @@ class KVManager:
         return adopted
 
     def release(self, req: Holder) -> None:
-        """Give back all blocks; hashes of known tokens stay remembered until ``forget``."""
+        """Give back all blocks; hashes of known tokens stay remembered until ``finish``."""
         holding = self._found(req)
         if holding is None:
             return
         assert not holding.loading, f"{req}: a transfer writes into its blocks"
-        self.transfers.give_back(live_blocks(holding))
+        self._give_back(live_blocks(holding.tables))
         holding.clear()
         self.num_held[req.row] = self.num_published[req.row] = 0
 
-    def forget(self, req: Holder) -> dict[str, Any] | None:
+    def finish(self, req: Holder) -> dict[str, Any] | None:
         """The request has ended: forget it, except for blocks that a transfer still uses.
 
         Returns the KV transfer parameters for its output, if any.
         """
         holding = self._holdings.pop(req.row, None) or self._empty(req)
         self.num_held[req.row] = self.num_published[req.row] = 0
-        return self.transfers.end(req, holding)
+        if self.transfers is not None:
+            return self.transfers.end(req, holding)
+        self._give_back(live_blocks(holding.tables))
+        return None
 
     def count_lookup(self, num_tokens: int, num_hit: int, *, preempted: bool) -> None:
         """Statistics of one admission."""
@@ -342,14 +362,20 @@ class KVManager:
         """Close the listener for cache events and the KV source."""
         if self._prefix_index.events is not None:
             self._prefix_index.events.close()
-        if self.transfers.source is not None:
-            self.transfers.source.shutdown()
+        if self.source is not None:
+            self.source.shutdown()
 
     # -- helpers
 
     def _entries(self, num_tokens: int) -> int:
         """Table entries for this many tokens."""
         return -(-num_tokens // self.block_size)
+
+    def _give_back(self, blocks: Sequence[int]) -> None:
+        """Return blocks to the pool; steps in flight may still write them."""
+        if self.transfers is not None:
+            self.transfers.fences.give_back(blocks)
+        self.pool.release(blocks)
 
     def _empty(self, req: Holder) -> RequestBlocks:
         return RequestBlocks([[] for _ in self.groups], req.arrival)
@@ -407,6 +433,8 @@ class KVManager:
             return PrefixHit(num_tokens, tables)
         if old is not None and old.num_tokens == num_tokens:
             return PrefixHit(num_tokens, tables, old.num_remote, old.asynchronous)
+        if self.transfers is None:
+            return PrefixHit(num_tokens, tables)
         return PrefixHit(num_tokens, tables, *self.transfers.match(req, holding, num_tokens))
 
     def _adopt(self, req: Holder, holding: RequestBlocks, upto: int) -> bool:

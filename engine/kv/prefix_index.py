@@ -1,15 +1,142 @@
-"""Prefix index: finds cached prefixes, publishes full blocks, withdraws invalid ones."""
+"""Prefix index: finds cached prefixes, publishes full blocks, withdraws invalid ones.
+
+    hash of block i = H(hash of block i - 1, tokens of block i)
+
+so an equal hash means equal content from the start of the sequence. The root stands for what
+conditions every token: algorithm, adapter and salt. A media item enters the chain with the block in
+which it begins, so all blocks that hold a part of it depend on it.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections.abc import Sequence
+from itertools import groupby, pairwise
+from typing import Protocol
 
+import msgspec
+
+from engine.kv.block_pool import PrefixCache
 from engine.kv.events import EventLog
-from engine.kv.groups import FULL, Group, find_tables, group_keys
-from engine.kv.hashing import BlockHasher, Chains
-from engine.kv.prefix_cache import PrefixCache
-from engine.kv.request_blocks import Holder, RequestBlocks
+from engine.kv.tables import FULL, Group, Holder, RequestBlocks, find_tables, group_keys
+from engine.messages.requests import MediaItem
+
+
+class Content(Protocol):
+    """All that determines the KV of a sequence."""
+
+    @property
+    def tokens(self) -> array[int]: ...
+
+    @property
+    def cache_salt(self) -> str | None: ...
+
+    @property
+    def adapter(self) -> str | None: ...
+
+    @property
+    def media(self) -> Sequence[MediaItem]: ...
+
+
+class BlockHasher(Protocol):
+    """A hash function over runs of blocks. Digests of one hasher have one length, in bytes."""
+
+    root: bytes
+
+    def extend(self, parent: bytes, data: bytes, width: int) -> list[bytes]:
+        """Hashes of consecutive blocks of ``width`` bytes each behind ``parent``."""
+
+    def extend_one(self, parent: bytes, data: bytes) -> bytes:
+        """Hash of the block behind ``parent`` that holds ``data``."""
+
+    def fold(self, parent: bytes, extra: bytes) -> bytes:
+        """A parent that stands for ``extra`` as well."""
+
+
+class Sha256Hasher:
+    """SHA-256: the same in every process, and no way to make two contents collide is known."""
+
+    root = hashlib.sha256(b"metronome prefix cache").digest()
+
+    def extend(self, parent: bytes, data: bytes, width: int) -> list[bytes]:
+        sha256 = hashlib.sha256
+        if len(data) == width:  # a sequence that decodes
+            return [sha256(parent + data).digest()]
+        hashes = []
+        for start in range(0, len(data), width):
+            parent = sha256(parent + data[start : start + width]).digest()
+            hashes.append(parent)
+        return hashes
+
+    def extend_one(self, parent: bytes, data: bytes) -> bytes:
+        return hashlib.sha256(parent + data).digest()
+
+    def fold(self, parent: bytes, extra: bytes) -> bytes:
+        return hashlib.sha256(b"extra" + parent + extra).digest()
+
+
+class Chains:
+    """Makes and extends the chains of sequences cut into blocks of one size."""
+
+    def __init__(self, hasher: BlockHasher, block_size: int) -> None:
+        self.hasher = hasher
+        self.block_size = block_size
+
+    def root(self, content: Content) -> bytes:
+        """Parent of the first block: only equal adapters and salts share anything."""
+        if content.cache_salt is None and content.adapter is None:
+            return self.hasher.root
+        extra = msgspec.msgpack.encode((content.cache_salt, content.adapter))
+        return self.hasher.fold(self.hasher.root, extra)
+
+    def extend_each(self, chains: Sequence[list[bytes]], contents: Sequence[Content]) -> None:
+        """Append the next full block's hash to each of these chains, which are not empty."""
+        size, extend_one = self.block_size, self.hasher.extend_one
+        for chain, content in zip(chains, contents, strict=True):
+            done = len(chain)
+            start = done * size
+            if content.media and content.media[-1].offset >= start:
+                self.extend(chain, content, start + size)
+            else:
+                data = content.tokens[start : start + size].tobytes()
+                chain.append(extend_one(chain[-1], data))
+
+    def extend(self, chain: list[bytes], content: Content, upto: int) -> None:
+        """Append the hashes of the full blocks of ``tokens[:upto]`` that ``chain`` lacks."""
+        size = self.block_size
+        done, full = len(chain), upto // size
+        if full <= done:
+            return
+        tokens = content.tokens
+        parent = chain[-1] if done else self.root(content)
+        data = tokens[done * size : full * size].tobytes()
+        width = size * tokens.itemsize
+        if not content.media:
+            chain += self.hasher.extend(parent, data, width)
+            return
+        for start, end, extra in media_runs(content.media, size, done, full):
+            if extra:
+                parent = self.hasher.fold(parent, extra)
+            part = data[(start - done) * width : (end - done) * width]
+            chain += self.hasher.extend(parent, part, width)
+            parent = chain[-1]
+
+
+def media_runs(
+    media: Sequence[MediaItem], block_size: int, first: int, before: int
+) -> list[tuple[int, int, bytes]]:
+    """Cut the blocks [first, before) where media items begin: (start, end, key of those items).
+
+    Items are in order of offset. The key holds hash, offset and length of each.
+    """
+    inside = [item for item in media if first <= item.offset // block_size < before]
+    begins = {
+        block: msgspec.msgpack.encode(list(items))
+        for block, items in groupby(inside, key=lambda item: item.offset // block_size)
+    }
+    cuts = sorted({first, before, *begins})
+    return [(start, end, begins.get(start, b"")) for start, end in pairwise(cuts)]
 
 
 class PrefixIndex:

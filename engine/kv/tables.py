@@ -1,16 +1,168 @@
-"""Block tables: growing them, sending changes to the worker, freeing blocks out of the window."""
+"""What requests hold: block tables, what is known of their content, and the groups of layers.
+
+A group is layers with the same need, and each has a block table of its own. All tables of a request
+have the same length, so one number says how much it holds. A layer with a sliding window reads only
+the last tokens: table entries that no query reaches any more become the null block, and what was in
+them is free.
+"""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from engine.kv.block_pool import NULL_BLOCK, BlockPool
-from engine.kv.groups import Group
-from engine.kv.request_blocks import RequestBlocks
+from engine.kv.block_pool import NULL_BLOCK, BlockPool, PrefixCache, live_blocks
+from engine.messages.requests import MediaItem
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Layers that read the same keys.
+
+    ``window``: how many tokens a query sees, itself included; 0 is all of them. ``max_blocks``: the
+    most entries a request has at once that are not null; 0 is no bound.
+    """
+
+    window: int = 0
+    max_blocks: int = 0
+    layers: tuple[int, ...] = ()
+
+    def first_needed(self, position: int, block_size: int) -> int:
+        """The first entry that queries from this position on read."""
+        return max(0, position - self.window + 1) // block_size if self.window else 0
+
+    def outside(self, table: Sequence[int], position: int, block_size: int) -> range:
+        """Entries that queries from this position on do not read and that are not null yet."""
+        before = first = min(self.first_needed(position, block_size), len(table))
+        while first and table[first - 1] != NULL_BLOCK:
+            first -= 1
+        return range(first, before)
+
+    def bound(self, num_blocks: int) -> int:
+        """Blocks that this many entries take at once, at most."""
+        return min(num_blocks, self.max_blocks) if self.max_blocks else num_blocks
+
+    def longest(self, cached: Sequence[int | None], limit: int, block_size: int) -> int:
+        """The most leading entries, up to ``limit``, that hold all keys of a query behind them."""
+        reach = -(-(self.window - 1) // block_size) if self.window else limit
+        while limit:
+            needed = range(max(0, limit - reach), limit)
+            lost = next((index for index in reversed(needed) if cached[index] is None), None)
+            if lost is None:
+                break
+            limit = lost
+        return limit
+
+
+FULL = Group()
+
+
+def group_keys(hashes: Sequence[bytes], group: int) -> Sequence[bytes]:
+    """Keys of this group for the hashes: one hash stands for one block in each group."""
+    return hashes if group == 0 else [block_hash + bytes([group]) for block_hash in hashes]
+
+
+def split_key(key: bytes) -> tuple[bytes, int]:
+    """The hash and the group of a key. Hashes have an even length, so an odd one has a group."""
+    return (key[:-1], key[-1]) if len(key) % 2 else (key, 0)
+
+
+def find_tables(
+    groups: Sequence[Group], cache: PrefixCache, hashes: Sequence[bytes], block_size: int
+) -> list[list[int]]:
+    """The longest hit common to all groups, as tables; entries out of a window are null."""
+    if len(groups) == 1 and not groups[0].window:
+        return [cache.prefix(hashes)]
+    cached = [[cache.find(key) for key in group_keys(hashes, g)] for g in range(len(groups))]
+    limit, agreed = len(hashes), -1
+    while limit != agreed:  # what shortens the hit of one group may invalidate that of another
+        agreed = limit
+        for group, blocks in zip(groups, cached, strict=True):
+            limit = group.longest(blocks, limit, block_size)
+    tables = []
+    for group, blocks in zip(groups, cached, strict=True):
+        first = group.first_needed(limit * block_size, block_size)
+        tables.append([NULL_BLOCK] * first + [block or NULL_BLOCK for block in blocks[first:limit]])
+    return tables
+
+
+class Holder(Protocol):
+    """What the manager reads of a request. ``row`` is its index in the scheduler's table, which
+    later ones have too; ``arrival`` is a number that no other request has."""
+
+    row: int
+    arrival: int
+    tokens: array[int]  # known ones
+    reads_cache: bool
+    cache_salt: str | None
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def adapter(self) -> str | None: ...
+
+    @property
+    def media(self) -> Sequence[MediaItem]: ...
+
+    @property
+    def num_computed(self) -> int: ...
+
+
+@dataclass(slots=True)
+class PrefixHit:
+    """The longest cached beginning of a sequence: ``num_tokens`` of it in ``tables``, one a group.
+
+    ``num_remote`` tokens behind it can be had from elsewhere; if ``asynchronous``, by waiting.
+    """
+
+    num_tokens: int
+    tables: list[list[int]]
+    num_remote: int = 0
+    asynchronous: bool = False
+
+    @property
+    def blocks(self) -> list[int]:
+        """The blocks in the first group."""
+        return self.tables[0]
+
+
+@dataclass(slots=True)
+class RequestBlocks:
+    """The blocks of one request and what is known of their content.
+
+    There is one table for each group, and all have as many entries.
+    """
+
+    tables: list[list[int]]
+    arrival: int  # its request: the row may have been reused since
+    chain: list[bytes] = field(default_factory=list)  # hash of each full block of known tokens
+    num_adopted: int = 0  # leading entries that came from the cache
+    num_ready: int = 0  # leading tokens whose KV was there when the blocks were got
+    num_remote: int = 0  # tokens behind the adopted ones that a transfer fills, or has filled
+    num_told: int = 0  # leading entries that the worker knows
+    loading: bool = False  # a transfer writes into the blocks, or waits to begin
+    load_error: str = ""  # error of the source, which did not start the load; it is kept
+    hit: PrefixHit | None = None  # remembered answer of lookup
+    hit_known: int = -1  # tokens known when it was found
+    hit_version: int = -1  # of the cache at that time
+    hit_losses: int = -1
+
+    @property
+    def blocks(self) -> list[int]:
+        """The table of the first group."""
+        return self.tables[0]
+
+    def clear(self) -> None:
+        """The blocks were given back; hashes of known tokens stay valid."""
+        self.tables = [[] for _ in self.tables]
+        self.num_adopted = self.num_ready = self.num_remote = self.num_told = 0
+        self.loading = False
+        self.hit = None
 
 
 class Deltas(NamedTuple):
@@ -114,7 +266,7 @@ class BlockTables:
         """Blocks held by these requests alone; those in ``keep`` count as held by another."""
         lost: dict[int, int] = {}
         for holding in holdings:
-            for block in live_blocks(holding):
+            for block in live_blocks(holding.tables):
                 lost[block] = lost.get(block, 0) + 1
         refs = self._pool.num_refs
         kept = sum(lost.get(block) == refs[block] for table in keep for block in table)
@@ -133,14 +285,6 @@ class BlockTables:
         deltas.blocks.fromlist(blocks)
         if self.num_groups > 1:
             deltas.groups.extend(array("i", (group,)) * len(blocks))
-
-
-def live_blocks(holding: RequestBlocks) -> list[int]:
-    """All blocks held, in order; those of one entry side by side, so that tails are freed first."""
-    first, *others = holding.tables
-    if not others and first[:1] != [NULL_BLOCK]:
-        return first
-    return [block for entry in zip(first, *others, strict=True) for block in entry if block]
 
 
 def peak_blocks(num_tokens: Sequence[int], remaining: Sequence[int], block_size: int) -> int:

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.kv.block_pool import BlockPool
-from engine.kv.connector import Farewell, KVSource, RemoteMatch
+from engine.kv.block_pool import BlockPool, live_blocks
+from engine.kv.connector import KVSource, RemoteMatch
 from engine.kv.fences import Fences
-from engine.kv.request_blocks import Holder, RequestBlocks
-from engine.kv.tables import live_blocks
+from engine.kv.tables import Holder, RequestBlocks
 
 NOTHING = RemoteMatch()
 
@@ -30,22 +29,22 @@ class Transfers:
     """Asks the source, starts its loads, and owns the blocks that outlive their request.
 
     A loan ends when as many transfers have ended as were begun under its id, so an id used again
-    cannot free the blocks of the wrong transfer. Without a source there are no ``fences``.
+    cannot free the blocks of the wrong transfer.
 
     If a source cannot start a load, the request keeps the blocks, which hold no valid KV, and the
     source is not asked about that request again.
     """
 
-    def __init__(self, pool: BlockPool, source: KVSource | None) -> None:
+    def __init__(self, pool: BlockPool, source: KVSource) -> None:
         self.source = source
         self.lent: dict[str, Loan] = {}
-        self.fences = None if source is None else Fences(pool.num_blocks)
+        self.fences = Fences(pool.num_blocks)
         self._pool = pool
         self._failed: dict[int, Holder] = {}  # requests whose load will not begin
 
     def match(self, req: Holder, holding: RequestBlocks, num_local_tokens: int) -> RemoteMatch:
         """What the source has behind the local hit; the last known token is always computed."""
-        if self.source is None or holding.load_error:
+        if holding.load_error:
             return NOTHING
         found = self.source.match(req, num_local_tokens)
         room = len(req.tokens) - 1 - num_local_tokens
@@ -55,7 +54,6 @@ class Transfers:
         """Fill these blocks from elsewhere as soon as no step in flight writes them. Until its
         end is reported they cannot be taken from the request. If it cannot start, the request is
         among those of ``take_failed``."""
-        assert self.fences is not None
         holding.loading = True
 
         def start() -> None:
@@ -67,7 +65,6 @@ class Transfers:
 
     def start(self, req: Holder, holding: RequestBlocks, blocks: Sequence[int]) -> bool:
         """Have the source fill these blocks; False if it raised, which is kept with the holding."""
-        assert self.source is not None
         try:
             self.source.start_load(req, blocks, holding.num_remote)
         except Exception as error:  # a plug-in's code: the fault is this request's alone
@@ -87,17 +84,16 @@ class Transfers:
 
     def give_back(self, blocks: Sequence[int]) -> None:
         """Return blocks to the pool; steps in flight may still write them."""
-        if self.fences is not None:
-            self.fences.give_back(blocks)
+        self.fences.give_back(blocks)
         self._pool.release(blocks)
 
     def end(self, req: Holder, holding: RequestBlocks) -> dict[str, Any] | None:
         """The request has ended: its blocks are free, or lent. Returns what its output carries."""
-        blocks = live_blocks(holding)
+        blocks = live_blocks(holding.tables)
         self._failed.pop(req.arrival, None)
-        if holding.loading and self.fences is not None and self.fences.cancel(req.arrival):
+        if holding.loading and self.fences.cancel(req.arrival):
             holding.loading = False  # it had not begun, so no end of it will be told
-        bye = Farewell() if self.source is None else self.source.finished(req, blocks)
+        bye = self.source.finished(req, blocks)
         if blocks and (bye.keep or holding.loading):  # what a load writes into is not free either
             loan = self.lent.setdefault(req.request_id, Loan())
             loan.blocks.extend(blocks)

@@ -65,7 +65,7 @@ class RemoteKV(Resource):
             return Fit(0, f"its KV could not be loaded: {why}", OnRefuse.FAIL)
         if not self._wants_load(req):
             return Fit(num_tokens)
-        if req.request_id in self._kv.transfers.lent:
+        if req.request_id in self._kv.lent:
             # Reports name an id; if it was reused, those of the earlier request come first.
             return Fit(0, on_refuse=OnRefuse.SKIP)
         return Fit(0, hold=req.num_tokens)
@@ -95,7 +95,7 @@ class RemoteKV(Resource):
             self._failed.pop(req.request_id, None)
 
     def describe(self, plan: StepPlan) -> None:
-        source = self._kv.transfers.source
+        source = self._kv.source
         plan.kv_transfer = None if source is None else source.metadata()
 
     def settle(self, plan: StepPlan, result: StepResult) -> None:

@@ -57,32 +57,3 @@ class Hidden(NamedTuple):
 
     last: torch.Tensor  # [R, H]: of the wanted rows, after the final norm
     aux: tuple[torch.Tensor, ...] = ()  # [N, H] each: the residual stream behind each aux layer
-
-
-def wanted_rows(
-    attn: AttentionMeta, rows: torch.Tensor, sequences: torch.Tensor, seq_lens: torch.Tensor
-) -> Wanted:
-    """Want these tokens. rows [R] int64, the sequence of each [R] int64, and how many keys it sees,
-    itself included, [R] int32."""
-    count = len(rows)
-    used = -(-attn.max_seq_len // attn.block_size)
-    return Wanted(
-        rows,
-        AttentionMeta(
-            query_start=torch.arange(count + 1, dtype=torch.int32, device=rows.device),
-            seq_lens=seq_lens,
-            block_tables=attn.block_tables[:, :used][sequences],
-            positions=attn.positions[rows],
-            slots=attn.slots[rows],
-            block_size=attn.block_size,
-            num_decodes=count,
-            max_query_len=1,
-            max_seq_len=attn.max_seq_len,
-        ),
-    )
-
-
-def last_tokens(attn: AttentionMeta, sequences: torch.Tensor) -> Wanted:
-    """Want the last token of each of these sequences. sequences: [R] int64."""
-    rows = attn.query_start[1:][sequences].long() - 1
-    return wanted_rows(attn, rows, sequences, attn.seq_lens[sequences])

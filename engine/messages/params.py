@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, NoReturn
 
@@ -279,3 +280,10 @@ def _check_combinations(params: SamplingParams) -> None:
             f"prompt_logprobs_start is {params.prompt_logprobs_start} without prompt_logprobs; "
             "set prompt_logprobs as well"
         )
+
+
+def is_finite(value: object) -> bool:
+    """Is it a finite number? A whole one may be too large for a float."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) <= sys.float_info.max  # and no NaN

@@ -1,12 +1,27 @@
-"""A request as the core gets it."""
+"""A request on its way to a core, and its outputs on their way back; checks of requests.
+
+Core to client go columns with what is new since the last time, from the front end to the user
+objects. Our front end sends valid requests; other clients may not, so the core checks them.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
+from itertools import accumulate
+from typing import Any, Literal
 
 import msgspec
+from msgspec.structs import replace
 
-from engine.messages.params import SamplingParams
+from engine.errors import RequestError, RequestTypeError
+from engine.messages.params import SamplingParams, check_params_for_vocab, is_finite
+
+INT32_MAX = 2**31 - 1
+PLAIN = (type(None), bool, int, float, str, bytes)
+MAX_PLAIN_DEPTH = 64
+MAX_ID_CHARS = 4096  # every output has the id of its request
+INT64 = range(-(2**63), 2**63)
+"""Fields of a request that ask for a feature, and the part of a plan that serves it."""
 
 
 class MediaItem(msgspec.Struct, array_like=True, frozen=True):
@@ -47,3 +62,276 @@ class AddRequest(msgspec.Struct, array_like=True, frozen=True, tag="add"):
     kv_transfer_params: dict[str, Any] | None = None  # for the KV connector
     queue_deadline: float | None = None  # if not started by then, it ends with reason "deadline"
     end_deadline: float | None = None  # not finished by then: the same; ``deadline`` is only a wish
+
+
+FinishReason = Literal["stop", "length", "abort", "error", "deadline"]
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
+    """Log-probabilities at one position: the chosen token first, then the most likely ones, best
+    first.
+
+    ``rank`` is the chosen token's rank among the whole vocabulary, 1 for the most likely.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int
+
+
+class Started(msgspec.Struct, array_like=True, gc=False):
+    """Sent with the first output of a request, and with the first after each preemption.
+
+    It has all that has happened until then, so that a front end which ends the request at a stop
+    string has its metrics without asking.
+    """
+
+    index: int  # row in CoreOutputs.request_ids
+    num_cached_tokens: int  # when it first started, as is the time
+    scheduled_time: float
+    num_preemptions: int = 0
+    waits: dict[str, float] = {}  # seconds in the queue by cause
+    events: list[tuple[str, float]] = []  # what happened to it, and when
+
+
+class Finished(msgspec.Struct, array_like=True, gc=False):
+    """A request's only terminal event, of an aborted one too."""
+
+    index: int  # row in CoreOutputs.request_ids
+    reason: FinishReason
+    stop_reason: int | str | None = None  # the stop token or string; None for end of text
+    message: str = ""  # what went wrong, for reasons "error" and "deadline"
+    num_preemptions: int = 0
+    waits: dict[str, float] = {}  # seconds in the queue by cause; they sum up to its queue time
+    events: list[tuple[str, float]] = []  # what happened to it, and when
+    kv_transfer_params: dict[str, Any] | None = None  # from the KV connector
+
+
+class CoreOutputs(msgspec.Struct, array_like=True, gc=False):
+    """What one step brought for one client, as columns.
+
+    ``token_ids`` is flat: ``counts[i]`` of them belong to ``request_ids[i]`` (``None``: one each).
+    ``logprobs`` and ``prompt_logprobs`` map a row to one entry per new token, or to the entries of
+    all prompt positions from ``prompt_logprobs_start`` on.
+    """
+
+    request_ids: list[str]
+    token_ids: list[int]
+    counts: list[int] | None
+    time: float  # clock of the core, seconds
+    started: list[Started] = []
+    finished: list[Finished] = []
+    logprobs: dict[int, list[TokenLogprobs]] = {}
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+
+
+class Logprob(msgspec.Struct, gc=False):
+    """One token's log-probability, its rank (1: most likely) and, with a tokenizer, its text."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+class RequestMetrics(msgspec.Struct, gc=False):
+    """Times of a request in seconds on the engine's clock; ``None`` until they have happened.
+
+    ``waits`` says why it waited: seconds in the queue by cause. They sum up to its queue time, over
+    all its sequences. ``events`` are in order of time. Both tell what had happened when the core
+    sent the output; of a request that is aborted, what had happened by its output before that.
+    """
+
+    arrival_time: float
+    scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
+    waits: dict[str, float] = {}
+    events: list[tuple[str, float]] = []  # queued, scheduled, preempted
+
+
+class CompletionOutput(msgspec.Struct, gc=False):
+    """One generated sequence of a request (or its new part, for ``output_kind="delta"``)."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None  # what went wrong, for finish reasons "error" and "deadline"
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+class RequestOutput(msgspec.Struct, gc=False):
+    """What the user gets for a request, once per step or once at the end (``output_kind``)."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0
+    metrics: RequestMetrics | None = None  # of this moment: a later output has its own
+    kv_transfer_params: dict[str, Any] | None = None
+    """From the KV connector, for the engine that continues. Only of a request that the core has
+    ended: the last output after a stop string or an abort does not wait for the core."""
+
+
+def pick_rows(batch: CoreOutputs, rows: Sequence[int]) -> CoreOutputs:
+    """These rows with all that belongs to them, in this order; ``batch`` itself stays as it is."""
+    place_of = {row: place for place, row in enumerate(rows)}
+    counts, tokens = batch.counts, batch.token_ids
+    if counts is None:
+        picked_tokens = [tokens[row] for row in rows]
+    else:
+        begins = list(accumulate(counts, initial=0))
+        picked_tokens = [token for row in rows for token in tokens[begins[row] : begins[row + 1]]]
+    return replace(
+        batch,
+        request_ids=[batch.request_ids[row] for row in rows],
+        token_ids=picked_tokens,
+        counts=None if counts is None else [counts[row] for row in rows],
+        started=[
+            replace(each, index=place_of[each.index])
+            for each in batch.started
+            if each.index in place_of
+        ],
+        finished=[
+            replace(end, index=place_of[end.index])
+            for end in batch.finished
+            if end.index in place_of
+        ],
+        logprobs={place_of[row]: each for row, each in batch.logprobs.items() if row in place_of},
+        prompt_logprobs={
+            place_of[row]: each for row, each in batch.prompt_logprobs.items() if row in place_of
+        },
+    )
+
+
+def with_ends(batch: CoreOutputs, ends: Iterable[tuple[str, Finished]]) -> CoreOutputs:
+    """The batch and, behind it, a row without tokens for each of these ends."""
+    first, added = len(batch.request_ids), list(ends)
+    counts = [1] * first if batch.counts is None else batch.counts
+    return replace(
+        batch,
+        request_ids=[*batch.request_ids, *(name for name, _ in added)],
+        counts=[*counts, *(0 for _ in added)],
+        finished=[
+            *batch.finished,
+            *(replace(end, index=first + place) for place, (_, end) in enumerate(added)),
+        ],
+    )
+
+
+FEATURES = {
+    "adapter": "adapters",
+    "grammar": "masks",
+    "media": "media",
+    "kv_transfer_params": "kv_transfer",
+}
+
+
+def check_request(request: AddRequest, vocab_size: int, capabilities: Collection[str] = ()) -> None:
+    """Raise ``RequestError`` for what would break a scheduler or a worker later.
+
+    ``capabilities``: parts of a plan (``engine.messages.step.PARTS``) that the core serves.
+    """
+    if len(request.request_id) > MAX_ID_CHARS:
+        raise RequestError(
+            f"request_id {request.request_id!r:.80} has {len(request.request_id)} characters, the "
+            f"limit is {MAX_ID_CHARS}"
+        )
+    if not request.prompt_token_ids:
+        raise RequestError(f"request {request.request_id!r:.80} has an empty prompt")
+    _check_ids("prompt_token_ids", request.prompt_token_ids, vocab_size)
+    _check_ids("eos_token_ids", request.eos_token_ids, vocab_size)
+    for word in request.bad_words_ids:
+        _check_ids("bad_words_ids", word, vocab_size)
+    if not 1 <= request.max_tokens <= INT32_MAX:
+        raise RequestError(f"max_tokens is {request.max_tokens}, must be in 1..{INT32_MAX}")
+    for name in ("priority", "seed"):
+        if getattr(request, name) not in INT64:
+            raise RequestError(f"{name} is {getattr(request, name)}, must be a number of 64 bits")
+    for name, part in FEATURES.items():
+        if getattr(request, name) and part not in capabilities:
+            raise RequestError(
+                f"{name} is {getattr(request, name)!r:.80}, which takes the capability {part!r}; "
+                f"this core has {', '.join(sorted(capabilities)) or 'none'}: leave it out"
+            )
+    check_params_for_vocab(request.params, vocab_size)
+
+
+def in_use(request_id: str) -> RequestError:
+    """The error for an id that a request still has, as far as its client was told."""
+    return RequestError(
+        f"request id {request_id!r:.80} is in use; wait until it has finished or choose another"
+    )
+
+
+def as_request_ids(request_id: object) -> list[str]:
+    """One id or several as a list. Raises ``RequestTypeError`` for anything else."""
+    several = isinstance(request_id, Iterable) and not isinstance(request_id, str)
+    ids: list[str] = list(request_id) if several else [request_id]  # type: ignore[list-item,call-overload]
+    for item in ids:
+        if not isinstance(item, str):
+            raise RequestTypeError(f"request_id must be a str or several, got {item!r:.80}")
+    return ids
+
+
+def check_times(add: AddRequest) -> None:
+    """Raise ``RequestError`` for an invalid time: requests could not be ordered by it."""
+    for name in ("arrival_time", "deadline", "queue_deadline", "end_deadline"):
+        time = getattr(add, name)
+        if time is not None and not is_finite(time):
+            raise RequestError(
+                f"{name} of request {add.request_id!r} is {time!r:.80}, must be a finite number"
+            )
+
+
+def _check_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        wrong = next(i for i in token_ids if not 0 <= i < vocab_size)
+        raise RequestError(
+            f"{name} has token id {wrong}, must be in [0, {vocab_size - 1}]: the model's "
+            f"vocabulary has {vocab_size} tokens"
+        )
+
+
+def check_plain(name: str, value: Any, depth: int = 0) -> None:
+    """Raise ``RequestTypeError`` for an argument that is not made of plain values only."""
+    if isinstance(value, dict | list | tuple):
+        if depth == MAX_PLAIN_DEPTH:
+            raise RequestTypeError(
+                f"an argument of utility {name!r:.80} has more than {MAX_PLAIN_DEPTH} levels"
+            )
+        for item in value:
+            check_plain(name, item, depth + 1)
+        for item in value.values() if isinstance(value, dict) else ():
+            check_plain(name, item, depth + 1)
+    elif type(value) not in PLAIN:
+        raise RequestTypeError(
+            f"an argument of utility {name!r:.80} is {value!r:.80} ({type(value).__name__}); only "
+            "None, booleans, numbers, strings, bytes, lists and dicts can be handed over"
+        )
+    elif type(value) is int and not -(2**63) <= value < 2**64:
+        raise RequestTypeError(f"an argument of utility {name!r:.80} is no number of 64 bits")
+    elif type(value) is str and not _is_unicode(value):
+        raise RequestTypeError(
+            f"an argument of utility {name!r:.80} is {value!r:.80}, which has half a character"
+        )
+
+
+def _is_unicode(text: str) -> bool:
+    """Python's strings may hold surrogates, which have no bytes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

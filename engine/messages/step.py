@@ -13,9 +13,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.messages.outputs import TokenLogprobs
 from engine.messages.params import SamplingParams
-from engine.messages.requests import MediaItem
+from engine.messages.requests import MediaItem, TokenLogprobs
 
 Column = NDArray[np.int32]
 

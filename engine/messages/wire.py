@@ -12,8 +12,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from engine.messages.outputs import CoreOutputs
-from engine.messages.requests import AddRequest
+from engine.messages.requests import AddRequest, CoreOutputs
 
 PROTOCOL_VERSION = 2
 MAX_HELLO_BYTES = 64 << 10  # of a client's first message, which any program may send

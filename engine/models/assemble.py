@@ -11,14 +11,19 @@ from torch.nn import functional as F
 from engine.config.model import ModelConfig, ModelInfo
 from engine.kv.layout import KVSpec
 from engine.layers.adapted import Linear
-from engine.layers.attention import Attention
-from engine.layers.embedding import Embedding, OutputLayer
 from engine.layers.linear import make_linear
-from engine.layers.mlp import GatedMLP, MixtureOfExperts
-from engine.layers.norm import ResidualNorm, RMSNorm
 from engine.layers.quantized import Weight, plain
 from engine.layers.rope import RopeSpec
 from engine.layers.rotary import cos_sin_table
+from engine.layers.sublayers import (
+    Attention,
+    Embedding,
+    GatedMLP,
+    MixtureOfExperts,
+    OutputLayer,
+    ResidualNorm,
+    RMSNorm,
+)
 from engine.models.decoder import Block, Decoder, Place, Sublayer
 from engine.models.spec import DecoderSpec
 from engine.models.weights import Weights

@@ -9,11 +9,17 @@ import torch
 from engine.errors import ConfigError
 from engine.kv.layout import KVSpec
 from engine.layers.adapted import AdapterState, Linear
-from engine.layers.attention import Attention
 from engine.layers.batch import ForwardBatch, Hidden, Wanted
-from engine.layers.embedding import Embedding, OutputLayer
-from engine.layers.mlp import GroupedExperts, MixtureOfExperts, can_be_grouped
-from engine.layers.norm import ResidualNorm, RMSNorm
+from engine.layers.sublayers import (
+    Attention,
+    Embedding,
+    GroupedExperts,
+    MixtureOfExperts,
+    OutputLayer,
+    ResidualNorm,
+    RMSNorm,
+    can_be_grouped,
+)
 from kernels.meta import AttentionMeta
 
 Place = tuple[object, str]

@@ -20,8 +20,7 @@ import msgspec
 import numpy as np
 
 from engine.errors import ConfigError
-from engine.messages.outputs import FinishReason
-from engine.messages.requests import AddRequest
+from engine.messages.requests import AddRequest, FinishReason
 from engine.messages.step import EMPTY, Column, DraftPart, KVReport, StepPlan, StepResult
 
 MAGIC = b"metronome step log\n"

@@ -24,8 +24,7 @@ import math
 
 from msgspec.structs import replace
 
-from engine.messages.outputs import CoreOutputs
-from engine.messages.requests import AddRequest
+from engine.messages.requests import AddRequest, CoreOutputs
 
 MAX_DRIFT = 2e-4  # seconds a second by which two clocks part: 100 ppm each, a bad quartz
 

@@ -30,7 +30,7 @@ from engine.errors import EngineDeadError, WireError
 from engine.ipc import sockets
 from engine.ipc.address import Address, Directory
 from engine.ipc.codec import Decoder, Encoder
-from engine.messages.outputs import CoreOutputs, Finished
+from engine.messages.requests import CoreOutputs, Finished
 from engine.messages.wire import (
     MAX_HELLO_BYTES,
     Dead,
@@ -41,8 +41,7 @@ from engine.messages.wire import (
     ToControl,
 )
 from engine.observe.logs import Throttle
-from engine.rpc.dispatcher import Dispatcher, Ending, check_size
-from engine.rpc.loop import CoreLoop
+from engine.rpc.server import CoreLoop, Dispatcher, Ending, check_size
 from engine.rpc.sessions import MAX_BACKLOG_BYTES, ClientSessions
 
 logger = logging.getLogger("engine.core")

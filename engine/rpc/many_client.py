@@ -13,9 +13,7 @@ import zmq
 
 from engine.core.client import CoreClient
 from engine.errors import ConfigError, EngineDeadError
-from engine.messages.check import as_request_ids, in_use
-from engine.messages.outputs import CoreOutputs
-from engine.messages.requests import AddRequest
+from engine.messages.requests import AddRequest, CoreOutputs, as_request_ids, in_use
 from engine.messages.stats import SchedulerStats
 from engine.rpc.balance import Balancer
 from engine.rpc.zmq_client import STEP_SECONDS, EngineCoreClient

@@ -1,37 +1,45 @@
-"""The sessions of a core: its clients, their requests, and what is sent to them.
+"""The sessions of a core: its clients, their requests, and the queue of what is sent to each.
 
-A client grants credits for batches of outputs as it reads them; what cannot be sent yet waits in
-its queue, up to ``max_backlog_bytes``. If more waits, the requests of this client are aborted;
-other clients are not affected. A client counts as gone only when the socket says that it cannot be
-reached.
+    answers ── cost nothing; wait only while the queue towards the client is full
+    batches ── cost a credit each; wait while there are none, and behind answers that wait
+
+A client grants credits as it reads. What cannot be sent yet waits, up to ``max_backlog_bytes``; if
+more does, the requests of this client are aborted, and other clients are not affected. A client
+counts as gone only when the socket says that it cannot be reached.
+
+A connector, a policy or a scheduler of the user's own may put anything into a request's end, and
+together the outputs of a step may be too large for a message: such a batch is halved until each
+piece can be encoded or holds a single request, which then fails alone.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import zmq
+from msgspec import Struct
+from msgspec.structs import replace
 
 from engine.errors import WireError
 from engine.ipc.codec import Encoder, plain_text
 from engine.ipc.sockets import MAX_CONNECTIONS, Socket
-from engine.messages.columns import with_ends
-from engine.messages.outputs import CoreOutputs, Finished
-from engine.messages.wire import Dead, Probe, ToClient
+from engine.messages.requests import CoreOutputs, Finished, pick_rows, with_ends
+from engine.messages.wire import Dead, Outputs, Probe, ToClient
 from engine.observe.logs import Throttle
-from engine.rpc.send_queue import SendQueue
-from engine.rpc.split import pieces_of
 
 logger = logging.getLogger("engine.core")
-
 MAX_BACKLOG_BYTES = 64 << 20
 MAX_NAME = 80  # characters of a client's name that are kept
 PROBE_SECONDS = 1.0  # between two checks whether clients with requests are still there
 RETRY_SECONDS = 0.05  # between two attempts to send what had no room
 Deadlines = tuple[float, ...]
+NUM_CREDITS = 256  # batches that may be on their way to a client
+FRAME_BYTES = 512  # counted for a waiting frame beside its own bytes
 
 
 class ClientGoneError(Exception):
@@ -258,3 +266,129 @@ class ClientSessions:
                 raise
             raise ClientGoneError from error
         return True
+
+
+@dataclass(slots=True)
+class Waiting:
+    """Outputs that wait. ``rows``: the batch without tokens and log-probabilities."""
+
+    frame: bytes
+    rows: CoreOutputs
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.frame) + FRAME_BYTES
+
+    def ids_with_tokens(self) -> set[str]:
+        """Requests that have tokens in it."""
+        ids, counts = self.rows.request_ids, self.rows.counts
+        return {name for i, name in enumerate(ids) if counts is None or counts[i]}
+
+
+class SendQueue:
+    """Sends in order and counts what waits. ``send`` returns whether there was room for a frame."""
+
+    def __init__(self, send: Callable[[bytes], bool]) -> None:
+        self.credits = NUM_CREDITS
+        self.answer_bytes = 0
+        self.batch_bytes = 0
+        self._send = send
+        self._answers: deque[bytes] = deque()
+        self._batches: deque[Waiting] = deque()
+
+    def __len__(self) -> int:
+        """Frames that wait."""
+        return len(self._answers) + len(self._batches)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all that waits."""
+        return self.answer_bytes + self.batch_bytes
+
+    @property
+    def is_stuck(self) -> bool:
+        """Does anything wait for room in the socket, rather than for credits?"""
+        return bool(self._answers or (self._batches and self.credits))
+
+    def answer(self, frame: bytes) -> None:
+        """Send what costs no credit, now or when there is room."""
+        if self._answers or not self._send(frame):
+            self._answers.append(frame)
+            self.answer_bytes += len(frame) + FRAME_BYTES
+
+    def publish(self, frame: bytes, batch: CoreOutputs) -> None:
+        """Send ``frame``, the encoded ``batch``, now or when there are credit and room."""
+        if self.credits and not len(self) and self._send(frame):
+            self.credits -= 1
+            return
+        rows = replace(batch, token_ids=[], started=[], logprobs={}, prompt_logprobs={})
+        waiting = Waiting(frame, rows)
+        self._batches.append(waiting)
+        self.batch_bytes += waiting.num_bytes
+
+    def grant(self, num_batches: int) -> None:
+        """Return credits: the client has read so many batches."""
+        self.credits = min(self.credits + num_batches, NUM_CREDITS)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send as much as there is room and credit for."""
+        while self._answers and self._send(self._answers[0]):
+            self.answer_bytes -= len(self._answers.popleft()) + FRAME_BYTES
+        while self._batches and self.credits and not self._answers:
+            if not self._send(self._batches[0].frame):
+                return
+            self.credits -= 1
+            self.batch_bytes -= self._batches.popleft().num_bytes
+
+    def give_up(self, reason: str) -> list[tuple[str, Finished]]:
+        """Drop the outputs. Returns their ends by request, in order; a request that loses tokens
+        ends with "abort" and ``reason``."""
+        ends: list[tuple[str, Finished]] = []
+        lost: set[str] = set()
+        for waiting in self._batches:
+            lost |= waiting.ids_with_tokens()
+            for end in waiting.rows.finished:
+                name = waiting.rows.request_ids[end.index]
+                ends.append((name, _aborted(end, reason) if name in lost else end))
+        self._batches.clear()
+        self.batch_bytes = 0
+        return ends
+
+
+def _aborted(end: Finished, reason: str) -> Finished:
+    """The end of a request whose tokens were dropped: to its client it was aborted."""
+    return replace(end, reason="abort", stop_reason=None, message=reason)
+
+
+Encode = Callable[[Struct], bytes]
+
+
+class Piece(NamedTuple):
+    """Outputs as one message."""
+
+    frame: bytes
+    batch: CoreOutputs
+    fault: str = ""
+    """Why its only request fails, empty if it does not."""
+
+
+def pieces_of(batch: CoreOutputs, encode: Encode) -> list[Piece]:
+    """The batch as messages: one, unless it is too large or cannot be encoded.
+
+    A request whose outputs cannot be encoded even alone ends with an error instead.
+    """
+    try:
+        return [Piece(encode(Outputs(batch)), batch)]
+    except WireError as error:
+        fault = str(error)
+    num_rows = len(batch.request_ids)
+    if num_rows == 0:
+        return []
+    if num_rows == 1:
+        end = Finished(0, "error", message=plain_text(fault))
+        told = CoreOutputs(batch.request_ids, [], [0], batch.time, finished=[end])
+        return [Piece(encode(Outputs(told)), told, fault)]
+    middle = num_rows // 2
+    halves = (range(middle), range(middle, num_rows))
+    return [piece for rows in halves for piece in pieces_of(pick_rows(batch, rows), encode)]

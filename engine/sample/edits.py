@@ -1,26 +1,80 @@
-"""Masks, edits and bad words of requests, in tables by slot on the device.
+"""What a request asks of its tokens, read once for every device, and how logits are edited for it.
 
-Rows of requests that ask for none of these are skipped. Tables are made when they are first
-needed; edits and words are packed anew when a request that has some starts or ends.
+Rows of requests that ask for nothing are skipped. Tables lie by slot on the device and are made
+when they are first needed; edits and words are packed anew when a request that has some starts or
+ends. Output tokens, for penalties, are counted on the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.messages.step import Column
-from engine.sample.spec import SamplingSpec
+from engine.messages.step import Column, NewSeq
 from kernels import slots as on_slots
 from kernels.slots import BadWords, Edits, Rows
 
 WORD = 32  # tokens in one word of a mask
-
 Upload = Callable[[NDArray[np.generic]], torch.Tensor]
 """A copy on the device, for the work that is asked for next; the values may change."""
+SEED_BITS = 2**64 - 1
+ALWAYS = 2**31 - 1  # no token stands at this position
+NO_PENALTIES = (1.0, 0.0, 0.0)
+FIRST_SEATS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingSpec:
+    """Options in the order in which they are applied to a row of logits; then those of the draw.
+
+    A sampling parameter is a field here, filled in ``of``, and is read by its table in ``edits``,
+    ``penalties`` or ``sampler``.
+    """
+
+    # Before the draw.
+    allowed: list[int] | None  # only these tokens remain; None: all
+    edit_ids: list[int]
+    edit_values: list[float]  # added to the logit of each; -inf forbids it
+    edit_until: list[int]  # for tokens at positions before this one
+    words: list[list[int]]  # of two tokens and more: the last is forbidden behind the others
+    penalties: tuple[float, float, float] | None  # repetition, presence, frequency
+    # The draw.
+    temperature: float  # 0: greedy
+    top_k: int  # < 1: off
+    top_p: float
+    min_p: float
+    seed: int
+    # Reported with the token: the num_logprobs most likely ones. None: nothing; -1: all.
+    num_logprobs: int | None
+
+    @classmethod
+    def of(cls, seq: NewSeq, vocab_size: int) -> SamplingSpec:
+        params, edits = seq.params, []
+        edits += [(token, bias, ALWAYS) for token, bias in (params.logit_bias or {}).items()]
+        edits += [(word[0], -np.inf, ALWAYS) for word in seq.bad_words_ids if len(word) == 1]
+        if params.min_tokens:
+            free = seq.num_prompt + params.min_tokens
+            edits += [(token, -np.inf, free) for token in seq.stop_token_ids]
+        ids, values, until = map(list, zip(*edits, strict=True)) if edits else ([], [], [])
+        penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+        return cls(
+            allowed=params.allowed_token_ids,
+            edit_ids=ids,
+            edit_values=values,
+            edit_until=until,
+            words=[word for word in seq.bad_words_ids if len(word) > 1],
+            penalties=None if penalties == NO_PENALTIES else penalties,
+            temperature=0.0 if params.is_greedy else params.temperature,
+            top_k=min(params.top_k, vocab_size),
+            top_p=params.top_p,
+            min_p=params.min_p,
+            seed=seq.seed & SEED_BITS,
+            num_logprobs=params.logprobs,
+        )
 
 
 class EditTables:
@@ -115,3 +169,61 @@ class EditTables:
 
 def _starts(lengths: list[int]) -> NDArray[np.int32]:
     return np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+
+
+class PenaltyTables:
+    """One seat per such request: counts over the whole vocabulary are too large for every slot."""
+
+    def __init__(self, upload: Upload, vocab_size: int, first_seats: int = FIRST_SEATS) -> None:
+        self._upload = upload
+        self._vocab_size = vocab_size
+        self._first_seats = first_seats
+        self._state = on_slots.new_penalties(0, vocab_size, upload(np.empty(0)).device)
+        self._seat_of: dict[int, int] = {}  # by slot
+        self._free: list[int] = []
+
+    def has(self, slot: int) -> bool:
+        return slot in self._seat_of
+
+    def add(self, seq: NewSeq, spec: SamplingSpec) -> None:
+        """Count the tokens that a request starts with, if it asks for penalties."""
+        if spec.penalties is None:
+            return
+        if not self._free:
+            self._grow()
+        seat = self._seat_of[seq.slot] = self._free.pop()
+        for column, value in zip(self._state[2:], spec.penalties, strict=True):
+            column[seat].fill_(value)
+        tokens = self._upload(np.array(seq.token_ids, dtype=np.int32))
+        on_slots.seat(self._state, seat, tokens, seq.num_prompt)
+
+    def remove(self, slot: int) -> None:
+        if slot in self._seat_of:
+            self._free.append(self._seat_of.pop(slot))
+
+    def seats(self, slots: Column) -> torch.Tensor | None:
+        """The seat of each row [R] int32, -1 for none; ``None`` if no row has one."""
+        if self._seat_of.keys().isdisjoint(slots.tolist()):
+            return None
+        seats = [self._seat_of.get(slot, -1) for slot in slots.tolist()]
+        return self._upload(np.array(seats, dtype=np.int32))
+
+    def apply(self, rows: Rows, seats: torch.Tensor, drafts: torch.Tensor | None) -> None:
+        """Lower the logits of tokens seen before, in place.
+
+        drafts: [R, K] int32, those that come before each row; -1: none.
+        """
+        on_slots.penalise_rows(rows.logits, self._state, seats, drafts)
+
+    def count(self, seats: torch.Tensor, drawn: torch.Tensor) -> None:
+        """Count the drawn tokens [R] that stand; negative: rejected or none."""
+        tokens = drawn.clamp(min=0)[:, None]
+        on_slots.count_tokens(self._state, seats, tokens, (drawn >= 0).int())
+
+    def _grow(self) -> None:
+        old = self._state
+        num_seats = max(self._first_seats, 2 * len(old.counts))
+        self._state = on_slots.new_penalties(num_seats, self._vocab_size, old.counts.device)
+        for column, values in zip(self._state, old, strict=True):
+            column[: len(values)] = values
+        self._free += range(len(old.counts), num_seats)

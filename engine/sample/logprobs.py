@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from engine.messages.outputs import TokenLogprobs
+from engine.messages.requests import TokenLogprobs
 from kernels import slots as on_slots
 
 WHOLE_VOCABULARY = -1

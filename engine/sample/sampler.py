@@ -19,11 +19,9 @@ import torch
 from numpy.typing import NDArray
 
 from engine.messages.step import Column, NewSeq
-from engine.sample.edits import EditTables, Upload
+from engine.sample.edits import EditTables, PenaltyTables, SamplingSpec, Upload
 from engine.sample.logprobs import Scored, score
-from engine.sample.penalties import PenaltyTables
 from engine.sample.processors import LogitsProcessorFactory, NamedProcessor, ProcessorError
-from engine.sample.spec import SamplingSpec
 from kernels import slots as on_slots
 from kernels.slots import Columns, Rows
 

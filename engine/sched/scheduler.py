@@ -13,6 +13,7 @@ All hooks are called before any state changes, so no change has to be undone.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from random import Random
@@ -20,29 +21,31 @@ from random import Random
 from engine.config.sched import SchedulerConfig
 from engine.kv.connector import KVSource
 from engine.kv.manager import KVManager
-from engine.messages.outputs import FinishReason
-from engine.messages.requests import AddRequest
+from engine.messages.requests import AddRequest, FinishReason
 from engine.messages.stats import SchedulerStats
 from engine.messages.step import Masks, StepPlan, StepResult
-from engine.sched.interface import PauseState, RequestCounts, SchedulerInterface, StepOutputs
-from engine.sched.plugins.faults import FaultLog, ReentryGuard, not_reentrant
-from engine.sched.plugins.hooks import DECIDING, Guard
+from engine.sched.interface import (
+    FinishedRequest,
+    PauseState,
+    RequestCounts,
+    SchedulerInterface,
+    StepOutputs,
+)
+from engine.sched.plugins.hooks import DECIDING, FaultLog, Guard, ReentryGuard, not_reentrant
 from engine.sched.plugins.resources import Resources
 from engine.sched.policy import Admission, Policy
 from engine.sched.predict.headroom import Judgement
-from engine.sched.request import Request
+from engine.sched.request import SERIAL, WATCHED, Request
 from engine.sched.resource import Fit, OnRefuse, Resource
-from engine.sched.state import waits
-from engine.sched.state.roster import Roster
-from engine.sched.state.table import SERIAL, WATCHED
-from engine.sched.step import budget, builder
+from engine.sched.roster import Cause, Roster
+from engine.sched.step.builder import Step, pad_drafts, prefill_cap, seal
 from engine.sched.step.decodes import DecodeFastPath
-from engine.sched.step.intake import Intake
+from engine.sched.step.intake import Intake, TimerKind
 from engine.sched.step.preempt import cut_to_blocks, promised_to_others, victims_for
-from engine.sched.step.settle import Settler
-from engine.sched.step.stats import StallDetector, make_stats
-from engine.sched.step.timers import TimerKind
+from engine.sched.step.settle import Counters, Settler, end_of
 from engine.sched.view import View
+
+logger = logging.getLogger("engine.sched")
 
 BULK_PARTS = ("tokens_for", "secure", "grant")  # a subclass that overrides one sees every row
 
@@ -98,7 +101,7 @@ class Scheduler(SchedulerInterface):
     @not_reentrant
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, reason: FinishReason = "abort"
-    ) -> list[Request]:
+    ) -> list[FinishedRequest]:
         by_id = self.roster.by_id
         if request_ids is None:
             request_ids = list(by_id)
@@ -108,7 +111,10 @@ class Scheduler(SchedulerInterface):
         self.view.now = self._clock()
         for req in alive:
             self.settler.finish(req)
-        return alive
+        return [
+            FinishedRequest(req.request_id, req.add.client_index, end_of(req, 0, reason))
+            for req in alive
+        ]
 
     def wake(self, request_id: str) -> None:
         req = self.roster.parked.get(request_id)
@@ -127,10 +133,11 @@ class Scheduler(SchedulerInterface):
     def schedule(self) -> StepPlan:
         """Grant plain decodes at once, then offer what is left of the step, best first."""
         step = self.begin_step()
-        self.serve(self.offers(step), step)
+        if self.roster.by_id:
+            self.serve(self.offers(step), step)
         return self.seal(step)
 
-    def serve(self, offers: Iterable[Request], step: builder.Step) -> None:
+    def serve(self, offers: Iterable[Request], step: Step) -> None:
         """Grant each request what it can have, until the step is full."""
         plain, index = self.roster.table.plain.at, step.index
         for req in offers:
@@ -147,7 +154,7 @@ class Scheduler(SchedulerInterface):
             elif self.secure(req, fit.num_tokens, step):
                 self.grant(req, fit.num_tokens, step)
 
-    def begin_step(self) -> builder.Step:
+    def begin_step(self) -> Step:
         """Run due timers, reset budgets, refresh dynamic ranks and let the policy evict."""
         view, counters = self.view, self.settler.counters
         self.guard.faults.begin_step()
@@ -158,11 +165,17 @@ class Scheduler(SchedulerInterface):
         for holder in self.kv.take_failed_loads():
             self.wake(holder.request_id)
         counters.num_steps += 1
-        step = view.step = builder.Step(
-            counters.num_steps, self.config.max_num_batched_tokens, self.roster
-        )
+        step = view.step = Step(counters.num_steps, self.config.max_num_batched_tokens, self.roster)
         limits, may_preempt = self.guard.limits(view), self.guard.waiting_may_preempt
-        budget.limit(step, limits, self.pause_state, may_preempt=may_preempt)
+        step.narrow(limits.max_tokens, limits.max_seqs)
+        if self.pause_state is PauseState.PAUSED_ALL:
+            step.narrow(0)
+        if self.pause_state is not PauseState.UNPAUSED:
+            step.close(Cause.PAUSED)
+        elif not limits.admission:
+            step.close(Cause.POLICY)
+        elif not (step.num_free_seats or may_preempt):
+            step.close(Cause.SEATS)
         was_left_out = self.guard.take_rerank()
         if self.guard.dynamic or was_left_out:
             self.roster.running.rerank(lambda reqs: self.guard.ranks(reqs, view))
@@ -173,7 +186,7 @@ class Scheduler(SchedulerInterface):
         self.resources.begin_step(step)
         return step
 
-    def offers(self, step: builder.Step) -> Iterator[Request]:
+    def offers(self, step: Step) -> Iterator[Request]:
         """Requests to offer tokens: the policy's order, without rows granted in bulk."""
         asked, num_waiting = self.asked, len(self.roster.waiting)
         contested = asked.waiting_may_preempt and num_waiting
@@ -187,12 +200,12 @@ class Scheduler(SchedulerInterface):
                 return
             yield req
 
-    def tokens_for(self, req: Request, step: builder.Step) -> Fit:
+    def tokens_for(self, req: Request, step: Step) -> Fit:
         """How many tokens budget, caps, policy and resources allow the request now."""
         pending, is_waiting = req.num_pending, req.is_waiting
         if pending and (is_waiting or req.is_serial):
             # Preempted or serial: its sampled tokens must be known first.
-            return Fit(0, waits.BLOCKS, OnRefuse.CLOSE)
+            return Fit(0, Cause.BLOCKS, OnRefuse.CLOSE)
         behind = req.num_uncomputed
         if is_waiting:
             behind -= self.kv.ready(req)
@@ -202,19 +215,19 @@ class Scheduler(SchedulerInterface):
         else:
             room = step.tokens_left - step.num_kept_tokens
             if room <= 0:
-                return Fit(0, waits.TOKENS, OnRefuse.CLOSE)
-            wanted = min(behind, room, budget.prefill_cap(self.config, self.roster))
+                return Fit(0, Cause.TOKENS, OnRefuse.CLOSE)
+            wanted = min(behind, room, prefill_cap(self.config, self.roster))
         if wanted < behind and not self.config.enable_chunked_prefill:
-            return Fit(0, waits.TOKENS, OnRefuse.CLOSE)
+            return Fit(0, Cause.TOKENS, OnRefuse.CLOSE)
         if wanted > 0:
             wanted = min(wanted, self.asked.chunk(req, wanted, self.view))
         if wanted <= 0:
-            return Fit(0, waits.POLICY, OnRefuse.CLOSE)
+            return Fit(0, Cause.POLICY, OnRefuse.CLOSE)
         if wanted > 1 and not is_waiting and (behind == 1 or self.config.enable_chunked_prefill):
             wanted = cut_to_blocks(req, wanted, self.asked, self.view)
         return self.resources.fit(req, wanted, step)
 
-    def secure(self, req: Request, num_tokens: int, step: builder.Step) -> bool:
+    def secure(self, req: Request, num_tokens: int, step: Step) -> bool:
         """Get a seat and blocks for this many more tokens; decide first, then evict."""
         start = req.num_computed
         if req.is_waiting:
@@ -226,7 +239,7 @@ class Scheduler(SchedulerInterface):
         victims = victims_for(req, start + num_tokens, self.asked, self.view)
         if victims is None:
             if req.is_waiting:
-                step.close(waits.BLOCKS if step.num_free_seats else waits.SEATS)
+                step.close(Cause.BLOCKS if step.num_free_seats else Cause.SEATS)
             else:
                 step.short.append(req)
             return False
@@ -234,10 +247,10 @@ class Scheduler(SchedulerInterface):
             self.preempt(victim, step, by=req.request_id)
         if self.kv.reserve(req, start + num_tokens):
             return True
-        step.skip(req, waits.FAILED_LOAD)  # there are blocks enough
+        step.skip(req, Cause.FAILED_LOAD)  # there are blocks enough
         return False
 
-    def grant(self, req: Request, num_tokens: int, step: builder.Step) -> None:
+    def grant(self, req: Request, num_tokens: int, step: Step) -> None:
         """The request computes these tokens in this step; its blocks are reserved."""
         table, row = self.roster.table, req.row
         is_new = req.is_waiting
@@ -257,7 +270,7 @@ class Scheduler(SchedulerInterface):
             self.view.ledger.on_grant(req, num_tokens)
         self.guard.on_grant(req, num_tokens, self.view)  # in a rescued step too
 
-    def _refuse(self, req: Request, fit: Fit, step: builder.Step) -> None:
+    def _refuse(self, req: Request, fit: Fit, step: Step) -> None:
         """The request gets no tokens in this step. Only a waiting one can close admission."""
         if fit.on_refuse is OnRefuse.FAIL:
             self.settler.end(req, "error", fit.cause)
@@ -270,7 +283,7 @@ class Scheduler(SchedulerInterface):
         else:
             step.skip(req, fit.cause)
 
-    def _park(self, req: Request, fit: Fit, step: builder.Step) -> None:
+    def _park(self, req: Request, fit: Fit, step: Step) -> None:
         """Park the request until it is woken, with the blocks it is to hold meanwhile."""
         if fit.hold and not self._admits(req, step):
             return
@@ -280,15 +293,15 @@ class Scheduler(SchedulerInterface):
             spared = promised_to_others(req, self.asked, self.view)
             if not self.kv.fits(req, fit.hold, spared=spared):
                 if not self.settler.end_if_never(req, fit.hold):
-                    step.close(waits.BLOCKS)
+                    step.close(Cause.BLOCKS)
                 return
             if not self.kv.hold(req, fit.hold):
-                step.skip(req, waits.FAILED_LOAD)
+                step.skip(req, Cause.FAILED_LOAD)
                 return
         self.roster.park(req, self.view.now, fit.cause, holds=fit.hold > 0)
         self.resources.parked(req, fit.by)
 
-    def preempt(self, req: Request, step: builder.Step, by: str = "its policy") -> None:
+    def preempt(self, req: Request, step: Step, by: str = "its policy") -> None:
         """Take blocks and seat; the request waits at its rank and will recompute.
 
         Tokens of steps in flight are still appended: they were computed from valid KV.
@@ -297,20 +310,20 @@ class Scheduler(SchedulerInterface):
         self.roster.table.considered.at[req.row] = step.index
         step.preempted.append(req)
 
-    def seal(self, step: builder.Step) -> StepPlan:
+    def seal(self, step: Step) -> StepPlan:
         """Return the plan; from here on the step is in flight, unless it is empty."""
         is_paused = self.pause_state is not PauseState.UNPAUSED
         is_stopped = self.pause_state is PauseState.PAUSED_ALL
         if not (step.has_grants or self.num_in_flight or is_stopped):
             self._rescue(step)
         self._fast_path.write_back(step)
-        cause = waits.PAUSED if is_paused else step.closing_cause()
+        cause = Cause.PAUSED if is_paused else step.closing_cause()
         self.roster.waits.close(self.view.now, cause, step.refused)
         is_idle = not (step.has_grants or self.num_in_flight or is_paused)
         self._stalls.look(is_idle, self.roster, cause, step.refused)
-        plan = builder.seal(step, self.roster, self.kv)
+        plan = seal(step, self.roster, self.kv)
         self.resources.describe(plan)
-        builder.pad_drafts(plan, step)
+        pad_drafts(plan, step)
         if plan.num_tokens:  # else its end brings nothing
             self.num_in_flight += 1
             self.kv.step_planned()
@@ -325,13 +338,15 @@ class Scheduler(SchedulerInterface):
 
     @not_reentrant
     def update_from_output(self, plan: StepPlan, result: StepResult) -> StepOutputs:
-        if plan.num_tokens:
+        self.view.now = self._clock()
+        if plan.num_tokens:  # else it only told the worker something
             self.num_in_flight -= 1
             self.kv.step_settled()
-        self.view.now = self._clock()
-        self.view.note(plan, result.seconds)
+        asks = self.guard.overrides("on_step")
+        if plan.num_tokens or asks:
+            self.view.note(plan, result.seconds)
         outputs = self.settler.settle(plan, result)
-        if self.guard.overrides("on_step"):
+        if asks:
             self.guard.on_step(self.view.last, self.view)
         return outputs
 
@@ -361,7 +376,7 @@ class Scheduler(SchedulerInterface):
         self.pause_state = state
 
     def get_kv_connector(self) -> KVSource | None:
-        return self.kv.transfers.source
+        return self.kv.source
 
     @not_reentrant
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
@@ -386,11 +401,11 @@ class Scheduler(SchedulerInterface):
     def is_transferring(self) -> bool:
         """Are blocks being filled for a request that is parked, or lent to a transfer?"""
         holding = self.roster.holding.values()
-        return bool(self.kv.transfers.lent) or not all(req.is_waiting for req in holding)
+        return bool(self.kv.lent) or not all(req.is_waiting for req in holding)
 
     # -- helpers
 
-    def _rescue(self, step: builder.Step) -> None:
+    def _rescue(self, step: Step) -> None:
         """No request got a token, and no step is in flight whose end could change that: serve in
         the default order, unless it was in use already; if no request can run then, preempt one.
 
@@ -413,13 +428,13 @@ class Scheduler(SchedulerInterface):
         if (holder := self.roster.lowest_holder()) is not None:
             self.preempt(holder, step, by="the lack of KV blocks")
 
-    def _serve_by_default(self, step: builder.Step) -> None:
+    def _serve_by_default(self, step: Step) -> None:
         """Serve the step again, in the default order."""
         counters = self.settler.counters
         counters.num_steps += 1
         step.reopen(counters.num_steps, self.config.max_num_batched_tokens)
         if self.pause_state is PauseState.PAUSED_NEW:
-            step.close(waits.PAUSED)
+            step.close(Cause.PAUSED)
         self.asked = self.guard.overrule()
         self.serve(self.asked.order(self.view), step)
         self.asked = self.guard
@@ -430,9 +445,9 @@ class Scheduler(SchedulerInterface):
             if kind is TimerKind.WAKE:
                 self.wake(req.request_id)
             elif kind is TimerKind.END_BY or req.history.scheduled_time is None:
-                self.settler.expire(req, kind)
+                self.settler.expire(req, kind.value)
 
-    def _admits(self, req: Request, step: builder.Step) -> bool:
+    def _admits(self, req: Request, step: Step) -> bool:
         """May this waiting request start? After a preemption, only if it outranks every victim."""
         asked, admission = self.asked, Admission.CLOSE
         outranked = asked.waiting_may_preempt and all(
@@ -440,7 +455,7 @@ class Scheduler(SchedulerInterface):
         )
         if not step.preempted or outranked:
             admission = asked.admit(req, self.view)
-        cause = waits.POLICY if self.guard.overrides("admit") else waits.BLOCKS
+        cause = Cause.POLICY if self.guard.overrides("admit") else Cause.BLOCKS
         if admission is Admission.CLOSE:
             step.close(cause)
         elif admission is Admission.SKIP:
@@ -458,3 +473,77 @@ class Scheduler(SchedulerInterface):
         history.events.append(("scheduled", now))
         self.roster.table.num_computed.at[req.row] = hit
         self.roster.seat(req, now)
+
+
+def make_stats(
+    counters: Counters, roster: Roster, kv: KVManager, resources: Resources, faults: FaultLog
+) -> SchedulerStats:
+    """Current gauges and the counters."""
+    of_resources = resources.counters()  # asked first: what goes wrong in it counts as a fault
+    return SchedulerStats(
+        num_running=len(roster.running),
+        num_waiting=len(roster.waiting),
+        num_parked=len(roster.parked),
+        kv_usage=kv.usage,
+        prefix_queries=kv.counts.queries,
+        prefix_hits=kv.counts.hits,
+        num_preemptions=counters.num_preemptions,
+        num_failed=counters.num_failed,
+        num_steps=counters.num_steps,
+        num_scheduled_tokens=counters.num_scheduled_tokens,
+        preempted_queries=kv.counts.preempted_queries,
+        preempted_hits=kv.counts.preempted_hits,
+        num_refused=counters.num_refused,
+        num_expired=counters.num_expired,
+        num_rescued_steps=counters.num_rescued_steps,
+        num_policy_faults=faults.num_faults,
+        wait_seconds=dict(roster.waits.sums),
+        hook_seconds=dict(faults.seconds),
+        blocked=counters.blocked,
+        num_cache_resets=kv.counts.num_resets,
+        counters=of_resources,
+    )
+
+
+class StallDetector:
+    """Counts steps in which nothing could be computed."""
+
+    def __init__(self, limit: int, counters: Counters) -> None:
+        self._limit = limit
+        self._counters = counters
+        self._num_idle = 0
+
+    @property
+    def is_stuck(self) -> bool:
+        """Were there ``limit`` idle steps in a row?"""
+        return self._num_idle >= self._limit
+
+    def look(
+        self,
+        is_idle: bool,
+        roster: Roster,
+        cause: str,
+        refused: Iterable[tuple[Request, str]],
+    ) -> None:
+        """After each plan. After ``limit`` idle ones in a row the log names head and cause.
+
+        Parked requests wait for something slow by nature: they are reported, but not logged.
+        """
+        self._num_idle = self._num_idle + 1 if is_idle else 0
+        self._counters.blocked = ""
+        waiting = roster.waiting
+        if not (is_idle and len(waiting)):
+            if is_idle and (parked := next(iter(roster.parked.values()), None)):
+                self._counters.blocked = f"{parked.request_id}: {parked.history.own_cause}"
+            return
+        head = waiting[0]
+        why = next((own for req, own in refused if req is head), cause)
+        self._counters.blocked = f"{head.request_id}: {why}"
+        if self._num_idle == self._limit:
+            logger.warning(
+                "no progress in %d steps: request %s and %d behind it wait for: %s",
+                self._num_idle,
+                head.request_id,
+                len(waiting) - 1,
+                why,
+            )

@@ -17,8 +17,7 @@ from engine.sched.predict.headroom import Headroom
 from engine.sched.predict.ledger import Ledger
 from engine.sched.predict.lengths import LengthHistory, find_predictor
 from engine.sched.request import Request
-from engine.sched.state.queues import by_rank
-from engine.sched.state.roster import Roster
+from engine.sched.roster import Roster, by_rank
 from engine.sched.step.builder import Step
 
 FEW = 16  # requests up to which vectors cost more than they save

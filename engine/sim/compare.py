@@ -19,7 +19,7 @@ from engine.config.sched import SchedulerConfig
 from engine.core.engine_core import EngineCore
 from engine.errors import ConfigError, RefusedError
 from engine.kv.manager import KVManager
-from engine.messages.outputs import CoreOutputs
+from engine.messages.requests import CoreOutputs
 from engine.sched.plugins.find import choose, make_scheduler
 from engine.sim.worker import StepCost, TimedWorker, VirtualClock
 from engine.sim.workload import Job, Workload, draw

@@ -63,7 +63,7 @@ def check_blocks(scheduler: Scheduler) -> None:
             assert len(set(blocks)) == len(blocks), f"{req} holds a block twice"
             for block in blocks:
                 refs[block] += 1
-    for loan in kv.transfers.lent.values():
+    for loan in kv.lent.values():
         for block in loan.blocks:
             refs[block] += 1
     assert refs == pool.num_refs, "reference counts differ from the tables"

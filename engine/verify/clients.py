@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from zlib import crc32
 
-from engine.messages.outputs import CoreOutputs, Finished, Started
-from engine.messages.requests import AddRequest
+from engine.messages.requests import AddRequest, CoreOutputs, Finished, Started
 from engine.messages.step import NewSeq, StepPlan
 from engine.sched.interface import StepOutputs
 from engine.sched.request import Request

@@ -32,13 +32,13 @@ from typing import Any
 
 import numpy as np
 
-from engine.kv.groups import split_key
-from engine.kv.hashing import Chains, Sha256Hasher
+from engine.kv.prefix_index import Chains, Sha256Hasher
+from engine.kv.tables import split_key
 from engine.messages.step import StepPlan
 from engine.sched.interface import PauseState
 from engine.sched.request import Request
+from engine.sched.roster import by_rank
 from engine.sched.scheduler import Scheduler
-from engine.sched.state.queues import by_rank
 from engine.verify.check import check_empty, check_plan, check_state
 from engine.verify.fake import EMPTY_DIGEST, DigestWorker, mix
 from engine.verify.needs import Drafts, Need
@@ -143,7 +143,7 @@ class Progress:
             or num_refusals > self._num_refusals
             or preempted
             or scheduler.roster.holding  # parked with blocks that others wait for
-            or scheduler.kv.transfers.lent  # to the load of a request that has ended
+            or scheduler.kv.lent  # to the load of a request that has ended
             or not len(scheduler.roster.running) + len(scheduler.roster.waiting)
         )
         self._num_refusals = num_refusals

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from engine.messages.step import StepPlan
 from engine.sched.request import Request
+from engine.sched.roster import by_rank
 from engine.sched.scheduler import Scheduler
-from engine.sched.state.queues import by_rank
 
 
 def check_ranked(scheduler: Scheduler, plan: StepPlan) -> None:

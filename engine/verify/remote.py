@@ -117,7 +117,7 @@ class Remote(Need):
 
     def attach(self, scheduler: AttachedScheduler) -> None:
         super().attach(scheduler)
-        source = scheduler.kv.transfers.source
+        source = scheduler.kv.source
         assert isinstance(source, Store), f"{source} is no source of the simulation"
         self.store = source
 
@@ -128,7 +128,7 @@ class Remote(Need):
         hit = kv.lookup(req)
         if not (hit.asynchronous and hit.num_remote):
             return Fit(num_tokens)
-        if req.request_id in kv.transfers.lent:  # reports name the id
+        if req.request_id in kv.lent:  # reports name the id
             return self.refuse(on_refuse=OnRefuse.SKIP)
         return self.refuse()._replace(hold=req.num_tokens)
 

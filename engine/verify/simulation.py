@@ -9,9 +9,9 @@ from random import Random
 from typing import NamedTuple
 
 from engine.errors import RefusedError, RequestError
-from engine.kv.groups import FULL, Group
 from engine.kv.layout import window_blocks
 from engine.kv.manager import KVManager
+from engine.kv.tables import FULL, Group
 from engine.messages.requests import AddRequest
 from engine.messages.step import StepPlan, StepResult
 from engine.sched.interface import PauseState
@@ -104,9 +104,10 @@ class Simulation:
                 self.add(request, fails_at)
             case Abort(request_ids=ids):
                 alive = self.clients.alive(ids)
-                ended = scheduler.finish_requests(ids)
-                assert ended == alive, f"abort of {ids} has ended {ended}, not {alive}"
-                self.clients.abort(ended)
+                ended = [each.request_id for each in scheduler.finish_requests(ids)]
+                names = [req.request_id for req in alive]
+                assert ended == names, f"abort of {ids} has ended {ended}, not {names}"
+                self.clients.abort(alive)
             case Reset(reset_running=reset_running):
                 self._reset(reset_running)
             case Pause(state=state):
@@ -189,7 +190,7 @@ class Simulation:
         scheduler = self.scheduler
         scheduler.set_pause_state(PauseState.UNPAUSED)
         bound = self.num_steps + SLACK_STEPS + 4 * sum(map(self._work, self.clients.live.values()))
-        while scheduler.has_requests() or self._flight or scheduler.kv.transfers.lent:
+        while scheduler.has_requests() or self._flight or scheduler.kv.lent:
             num_steps = self.num_steps
             self.step()
             if not self._flight and self.num_steps == num_steps + 1:

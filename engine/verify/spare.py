@@ -6,7 +6,7 @@ from engine.messages.step import StepPlan
 from engine.sched.interface import PauseState
 from engine.sched.request import Request
 from engine.sched.scheduler import Scheduler
-from engine.sched.step.budget import prefill_cap
+from engine.sched.step.builder import prefill_cap
 
 # A policy with one of these may well leave something, and so may a resource.
 FRUGAL_HOOKS = ("limits", "evict", "order", "next_waiting", "admit", "chunk", "victim", "outranks")

@@ -10,14 +10,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.layers.batch import ForwardBatch, wanted_rows
-from engine.messages.step import EMPTY, PADDING, Column, DraftPart, StepPlan
+from engine.layers.batch import ForwardBatch, Wanted
+from engine.messages.step import EMPTY, PADDING, Column, DraftPart, NewSeq, StepPlan
+from engine.sample.edits import SamplingSpec
 from engine.sample.sampler import DraftRows, Draws
-from engine.sample.spec import SamplingSpec
-from engine.worker.live import LiveSeqs
 from engine.worker.platform import Platform
-from engine.worker.slots import Changes, Slots, stage_changes
-from engine.worker.staging import DeviceColumns, HostColumns, Staging
+from engine.worker.slots import LiveSeqs, Slots
 from kernels import AttentionMeta
 from kernels import slots as on_slots
 from kernels.slots import UNKNOWN, Inputs
@@ -250,6 +248,29 @@ class Batches:
         )
 
 
+def wanted_rows(
+    attn: AttentionMeta, rows: torch.Tensor, sequences: torch.Tensor, seq_lens: torch.Tensor
+) -> Wanted:
+    """Want these tokens. rows [R] int64, the sequence of each [R] int64, and how many keys it sees,
+    itself included, [R] int32."""
+    count = len(rows)
+    used = -(-attn.max_seq_len // attn.block_size)
+    return Wanted(
+        rows,
+        AttentionMeta(
+            query_start=torch.arange(count + 1, dtype=torch.int32, device=rows.device),
+            seq_lens=seq_lens,
+            block_tables=attn.block_tables[:, :used][sequences],
+            positions=attn.positions[rows],
+            slots=attn.slots[rows],
+            block_size=attn.block_size,
+            num_decodes=count,
+            max_query_len=1,
+            max_seq_len=attn.max_seq_len,
+        ),
+    )
+
+
 def locate(rows: PlanRows) -> Tokens:
     """Flatten the rows to tokens."""
     counts = rows.counts
@@ -328,3 +349,143 @@ def _padded_draws(host: HostColumns, rows: PlanRows, padded: int) -> Draws:
     positions[: len(rows.counts)] = rows.starts + rows.counts
     slots = host.draw_slots[:padded].copy()
     return Draws(_ascending(padded), slots, positions, is_padded=True)
+
+
+class Changes(NamedTuple):
+    """Changes of a plan to the table, on their way to the device."""
+
+    newcomers: list[torch.Tensor]  # slots, then a value for each column of a slot; []: no sequence
+    blocks: list[torch.Tensor]  # slots, places in block tables, blocks; [] for none
+
+
+def stage_changes(plan: StepPlan, specs: Sequence[SamplingSpec], staging: Staging) -> Changes:
+    """Pack what a plan changes; a new sequence begins where its first row does.
+    ``specs``: of the new sequences."""
+    newcomers, blocks = [], []
+    if plan.new:
+        starts = dict(zip(plan.slots.tolist(), plan.starts.tolist(), strict=True))
+        newcomers = [staging.add(column) for column in _columns_of(plan.new, specs, starts)]
+    if len(plan.block_ids):
+        deltas = (plan.block_slots, plan.block_indices, plan.block_ids)
+        blocks = [staging.add(column.astype(np.int32, copy=False)) for column in deltas]
+    return Changes(newcomers, blocks)
+
+
+def _columns_of(
+    new: Sequence[NewSeq], specs: Sequence[SamplingSpec], starts: dict[int, int]
+) -> tuple[NDArray[np.generic], ...]:
+    """Slots, and in the order of ``Slots.apply`` what is new of them."""
+    temperature, top_p, min_p = (
+        np.array(column, dtype=np.float64)
+        for column in zip(*((s.temperature, s.top_p, s.min_p) for s in specs), strict=True)
+    )
+    top_k: Column = np.array([spec.top_k for spec in specs], dtype=np.int32)
+    seeds = np.array([spec.seed for spec in specs], dtype=np.uint64).view(np.int64)
+    return (
+        np.array([seq.slot for seq in new], dtype=np.int64),
+        np.array([starts[seq.slot] for seq in new], dtype=np.int32),
+        np.array([seq.num_prompt for seq in new], dtype=np.int32),
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        seeds,
+    )
+
+
+ALIGNMENT = 16  # of what a kernel reads, or it is compiled a second time
+EXTRA_BYTES = 1 << 20  # beside the fixed columns
+
+
+class HostColumns(NamedTuple):
+    """A step's columns as the host fills them. S sequences, N tokens."""
+
+    slots: Column  # [S], -1: padding
+    draw_slots: Column  # [S]: the slot again where one token is drawn, else -1
+    draw_starts: Column  # [S + 1]: rows of the draw of each sequence
+    query_start: Column  # [S + 1]
+    host_ids: Column  # [N]: input ids, UNKNOWN where only the device knows them
+
+
+class DeviceColumns(NamedTuple):
+    """The same on the device, at addresses that never change."""
+
+    slots: torch.Tensor
+    draw_slots: torch.Tensor
+    draw_starts: torch.Tensor
+    query_start: torch.Tensor
+    host_ids: torch.Tensor
+
+    def of(self, num_seqs: int, num_tokens: int) -> DeviceColumns:
+        """Those of a step of this size."""
+        ends = (num_seqs, num_seqs, num_seqs + 1, num_seqs + 1, num_tokens)
+        return DeviceColumns(*(column[:end] for column, end in zip(self, ends, strict=True)))
+
+
+class Staging:
+    """One pinned buffer for each step in flight, and its place on the device.
+
+    Fixed columns come first, the token ids last of them; any other data of a step follows
+    right behind the ids in use. A buffer is filled again only when its last copy is done. Where
+    host and device are one, the buffer is the place, and nothing is copied.
+    """
+
+    def __init__(
+        self, platform: Platform, max_num_seqs: int, max_num_tokens: int, num_buffers: int
+    ) -> None:
+        self._platform = platform
+        self._shares = platform.shares_memory
+        counts = (max_num_seqs, max_num_seqs, max_num_seqs + 1, max_num_seqs + 1, max_num_tokens)
+        begins, end = [], 0
+        for count in counts:
+            begins.append(end)
+            end = _aligned(end + 4 * count)
+        self._ids_begin = begins[-1]
+        self._room = end + EXTRA_BYTES
+        num_buffers = 1 if self._shares else num_buffers
+        self._pinned = [platform.pinned(self._room) for _ in range(num_buffers)]
+        self._place = (
+            self._pinned[0] if self._shares else platform.zeros((self._room,), torch.uint8)
+        )
+        spans = [slice(begin, begin + 4 * n) for begin, n in zip(begins, counts, strict=True)]
+        self.device = DeviceColumns(*(self._place[span].view(torch.int32) for span in spans))
+        self._host = [
+            HostColumns(*(pinned.numpy()[span].view(np.int32) for span in spans))
+            for pinned in self._pinned
+        ]
+        self._copied = [platform.mark() for _ in range(num_buffers)]
+        self._turn = 0
+        self._end = 0
+
+    def open(self, num_tokens: int) -> HostColumns:
+        """The columns of the next step, for the host to fill."""
+        self._turn = (self._turn + 1) % len(self._pinned)
+        self._copied[self._turn].synchronize()
+        self._end = _aligned(self._ids_begin + 4 * num_tokens)
+        return self._host[self._turn]
+
+    def add(self, values: NDArray[np.generic]) -> torch.Tensor:
+        """Add values to the copy; returns where they lie from ``send`` to the next ``send``."""
+        if self._shares:  # a plan's columns may be read-only, and torch warns of such
+            return torch.from_numpy(values if values.flags.writeable else values.copy())
+        begin, end = self._end, self._end + values.nbytes
+        if end > self._room:  # hundreds of long prompts found in the cache at once
+            return self._platform.upload(values)
+        self._end = _aligned(end)
+        buffer = self._pinned[self._turn].numpy()
+        buffer[begin:end] = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
+        place = self._place[begin:end].view(torch.from_numpy(np.empty(0, values.dtype)).dtype)
+        return place.view(values.shape)
+
+    def send(self) -> None:
+        """Send everything with one copy."""
+        if self._shares:
+            return
+        end = min(self._end, self._room)
+        pinned = self._pinned[self._turn]
+        self._place[:end].copy_(pinned[:end], non_blocking=True)
+        self._copied[self._turn].record()
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT

@@ -13,9 +13,8 @@ from engine.messages.step import StepPlan, StepResult
 from engine.models.model import Model
 from engine.sample.sampler import Sampler
 from engine.worker.batches import Batches, PlanRows
-from engine.worker.live import LiveSeqs
 from engine.worker.platform import Platform
-from engine.worker.slots import Slots
+from engine.worker.slots import LiveSeqs, Slots
 
 
 class Machine(NamedTuple):

@@ -5,17 +5,14 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
 from torch._C._profiler import _ExperimentalConfig
-from torch.autograd import profiler as torch_profiler
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile
 
 from engine.errors import ConfigError
-
-NOTHING: AbstractContextManager[None] = nullcontext()
+from engine.worker.steps import is_recording
 
 
 class TorchProfiler:
@@ -74,16 +71,6 @@ class TorchProfiler:
             ended, self._running = self._running, None
             atexit.unregister(self.close)
             ended.stop()
-
-
-def is_recording() -> bool:
-    """Is any torch profiler recording in this process, ours or another?"""
-    return torch_profiler._is_profiler_enabled
-
-
-def section(name: str) -> AbstractContextManager[object]:
-    """A part of a step, as a bar in the trace. Costs a fifth of a microsecond without one."""
-    return record_function(name) if is_recording() else NOTHING
 
 
 def _writable(directory: Path) -> Path:

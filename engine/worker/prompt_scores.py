@@ -7,10 +7,10 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from engine.messages.outputs import TokenLogprobs
+from engine.messages.requests import TokenLogprobs
 from engine.sample.logprobs import score
 from engine.worker.batches import PlanRows
-from engine.worker.live import LiveSeqs
+from engine.worker.slots import LiveSeqs
 
 ROWS_AT_ONCE = 256  # rows of logits in memory: 256 x 150k x 4 bytes is 150 MB
 

@@ -1,28 +1,42 @@
-"""The device's own table of live sequences, addressed by slot; nothing else writes to it."""
+"""Live sequences, by slot: the host's table, as the scheduler sent them, and the device's own."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.messages.step import Column, NewSeq, StepPlan
+from engine.messages.step import NewSeq, StepPlan
 from engine.sample.sampler import SlotTables
-from engine.sample.spec import SamplingSpec
 from engine.worker.platform import Platform
-from engine.worker.staging import DeviceColumns, Staging
 from kernels import slots as on_slots
 from kernels.slots import Columns, Drawn, SlotState
 
 
-class Changes(NamedTuple):
-    """Changes of a plan to the table, on their way to the device."""
+class LiveSeqs:
+    """The sequence in each slot. ``tokens[slot, p]`` is the token at position p, as far as it came
+    with the sequence; zero pages until touched. What was sampled since, the device knows."""
 
-    newcomers: list[torch.Tensor]  # slots, then a value for each column of a slot; []: no sequence
-    blocks: list[torch.Tensor]  # slots, places in block tables, blocks; [] for none
+    def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
+        self.tokens: NDArray[np.int32] = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
+        self.num_sent: NDArray[np.int32] = np.zeros(max_num_seqs, dtype=np.int32)
+        self.seqs: dict[int, NewSeq] = {}
+        self.prompt_scored: set[int] = set()  # slots whose prompt log-probabilities are wanted
+
+    def apply(self, plan: StepPlan) -> None:
+        """Freed slots, then new sequences."""
+        for slot in plan.freed_slots:
+            del self.seqs[slot]
+            self.prompt_scored.discard(slot)
+        for seq in plan.new:
+            self.seqs[seq.slot] = seq
+            self.tokens[seq.slot, : len(seq.token_ids)] = seq.token_ids
+            self.num_sent[seq.slot] = len(seq.token_ids)
+            # A resumed request has delivered them already.
+            if seq.params.prompt_logprobs is not None and len(seq.token_ids) == seq.num_prompt:
+                self.prompt_scored.add(seq.slot)
 
 
 class Slots:
@@ -57,55 +71,22 @@ class Slots:
             num_prompt=column(torch.int32),
         )
 
-    def apply(self, changes: Changes) -> None:
-        """Enter new sequences, then grow block tables."""
-        if changes.newcomers:
-            slots, *values = changes.newcomers
+    def apply(self, newcomers: Sequence[torch.Tensor], blocks: Sequence[torch.Tensor]) -> None:
+        """Enter new sequences, then grow block tables. newcomers: their slots, then a value for
+        each column of a slot; blocks: slots, places in their tables, blocks. Either may be empty.
+        """
+        if newcomers:
+            slots, *values = newcomers
             columns = (self.state.num_computed, self.tables.num_prompt, *self.tables.asked)
             for column, new in zip(columns, values, strict=True):
                 column[slots] = new
-        if changes.blocks:
-            on_slots.grow_block_tables(self.state.block_tables, *changes.blocks)
+        if blocks:
+            on_slots.grow_block_tables(self.state.block_tables, *blocks)
 
     def remember(self, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> None:
         """Enter drafts [D] where they would stand: rows behind them are edited as if they did."""
         on_slots.remember(self.tables.history, slots, positions, tokens)
 
-    def advance(self, step: DeviceColumns, drawn: Drawn) -> None:
-        """Advance the slots of a step by what was computed and drawn for them."""
-        on_slots.advance(self.state, self.tables.history, step.slots, step.query_start, drawn)
-
-
-def stage_changes(plan: StepPlan, specs: Sequence[SamplingSpec], staging: Staging) -> Changes:
-    """Pack what a plan changes; a new sequence begins where its first row does.
-    ``specs``: of the new sequences."""
-    newcomers, blocks = [], []
-    if plan.new:
-        starts = dict(zip(plan.slots.tolist(), plan.starts.tolist(), strict=True))
-        newcomers = [staging.add(column) for column in _columns_of(plan.new, specs, starts)]
-    if len(plan.block_ids):
-        deltas = (plan.block_slots, plan.block_indices, plan.block_ids)
-        blocks = [staging.add(column.astype(np.int32, copy=False)) for column in deltas]
-    return Changes(newcomers, blocks)
-
-
-def _columns_of(
-    new: Sequence[NewSeq], specs: Sequence[SamplingSpec], starts: dict[int, int]
-) -> tuple[NDArray[np.generic], ...]:
-    """Slots, and in the order of ``Slots.apply`` what is new of them."""
-    temperature, top_p, min_p = (
-        np.array(column, dtype=np.float64)
-        for column in zip(*((s.temperature, s.top_p, s.min_p) for s in specs), strict=True)
-    )
-    top_k: Column = np.array([spec.top_k for spec in specs], dtype=np.int32)
-    seeds = np.array([spec.seed for spec in specs], dtype=np.uint64).view(np.int64)
-    return (
-        np.array([seq.slot for seq in new], dtype=np.int64),
-        np.array([starts[seq.slot] for seq in new], dtype=np.int32),
-        np.array([seq.num_prompt for seq in new], dtype=np.int32),
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        seeds,
-    )
+    def advance(self, slots: torch.Tensor, query_start: torch.Tensor, drawn: Drawn) -> None:
+        """Advance the slots [S] of a step by what was computed and drawn for them."""
+        on_slots.advance(self.state, self.tables.history, slots, query_start, drawn)

@@ -9,7 +9,7 @@ import numpy as np
 
 from engine.messages.params import SamplingParams
 from engine.messages.step import EMPTY, Column, NewSeq, StepPlan
-from engine.worker.driver import Driver
+from engine.worker.runner import Driver
 
 logger = logging.getLogger("engine.worker")
 

@@ -31,18 +31,15 @@ from engine.models.decoder import Decoder
 from engine.models.load import load_model
 from engine.models.model import Model
 from engine.sample.sampler import Sampler
-from engine.worker.batches import Batches
+from engine.worker.batches import Batches, Staging
 from engine.worker.device import make_platform, resolve_device
-from engine.worker.driver import Driver
 from engine.worker.feature import Feature, Machine
-from engine.worker.live import LiveSeqs
 from engine.worker.memory import choose_kv_dtype, free_host_bytes, make_kv_cache
 from engine.worker.platform import Platform
 from engine.worker.profiler import TorchProfiler
-from engine.worker.results import Pending
-from engine.worker.runner import Runner
-from engine.worker.slots import Slots
-from engine.worker.staging import Staging
+from engine.worker.runner import Driver, Runner
+from engine.worker.slots import LiveSeqs, Slots
+from engine.worker.steps import Pending
 from engine.worker.warmup import warm_up
 from kernels.cpu import prepare
 from kernels.cpu.threads import leave_threads_to_kernels, set_threads

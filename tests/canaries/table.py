@@ -17,11 +17,11 @@ class Canary(NamedTuple):
     new: str
 
 
-POOL, CACHE, HASHING = "kv/block_pool.py", "kv/prefix_cache.py", "kv/hashing.py"
+POOL, CACHE, HASHING = "kv/block_pool.py", "kv/block_pool.py", "kv/prefix_index.py"
 KV, TABLES = "kv/manager.py", "kv/tables.py"
-SCHEDULER, STEP, STATE = "sched/scheduler.py", "sched/step/", "sched/state/"
+SCHEDULER, STEP = "sched/scheduler.py", "sched/step/"
 SETTLE, APPEND, BULK = STEP + "settle.py", STEP + "settle.py", STEP + "decodes.py"
-COLUMNS, ROSTER, WAITS = STEP + "outputs.py", STATE + "roster.py", STATE + "waits.py"
+COLUMNS, ROSTER, WAITS = STEP + "settle.py", "sched/roster.py", "sched/roster.py"
 
 CANARIES = (
     # blocks
@@ -30,9 +30,9 @@ CANARIES = (
     Canary(
         "free twice",
         KV,
-        "        self.transfers.give_back(live_blocks(holding))\n",
-        "        self.transfers.give_back(live_blocks(holding))\n"
-        "        self.transfers.give_back(live_blocks(holding))\n",
+        "        self._give_back(live_blocks(holding.tables))\n        holding.clear()\n",
+        "        self._give_back(live_blocks(holding.tables))\n"
+        "        self._give_back(live_blocks(holding.tables))\n        holding.clear()\n",
     ),
     Canary(
         "keep the hash of a block that is taken",
@@ -60,7 +60,7 @@ CANARIES = (
     ),
     Canary(
         "let go of a block that a window still reads",
-        "kv/groups.py",
+        "kv/tables.py",
         "position - self.window + 1",
         "position - self.window + 2",
     ),
@@ -108,8 +108,8 @@ CANARIES = (
     Canary(
         "one token too many",
         SCHEDULER,
-        "wanted = min(behind, room, budget.prefill_cap(",
-        "wanted = min(behind, room + 1, budget.prefill_cap(",
+        "wanted = min(behind, room, prefill_cap(",
+        "wanted = min(behind, room + 1, prefill_cap(",
     ),
     Canary(
         "lose a seat",
@@ -254,8 +254,8 @@ CANARIES = (
     ),
     Canary(
         "compute in a pause",
-        "sched/step/budget.py",
-        "    if pause is PauseState.PAUSED_ALL:\n        step.tokens_left = 0\n",
+        SCHEDULER,
+        "        if self.pause_state is PauseState.PAUSED_ALL:\n            step.narrow(0)\n",
         "",
     ),
     Canary(
@@ -341,8 +341,8 @@ CANARIES = (
     Canary(
         "ask the source again that could not start the load",
         "kv/transfers.py",
-        "if self.source is None or holding.load_error:",
-        "if self.source is None:",
+        "        if holding.load_error:\n            return NOTHING\n",
+        "",
     ),
     Canary(
         "count tokens as loaded whose load could not start",

@@ -21,8 +21,8 @@ from engine.errors import (
 )
 from engine.frontend.session import Session
 from engine.llm_engine import LLMEngine
-from engine.messages.outputs import Finished
 from engine.messages.params import SamplingParams
+from engine.messages.requests import Finished
 
 pytestmark = pytest.mark.usefixtures("place")
 

@@ -12,8 +12,8 @@ from support.spawned import FakeBuild, fake_config
 
 from engine.frontend.session import Session
 from engine.llm_engine import LLMEngine
-from engine.messages.outputs import CoreOutputs, RequestOutput
 from engine.messages.params import SamplingParams
+from engine.messages.requests import CoreOutputs, RequestOutput
 from engine.rpc.zmq_client import EngineCoreClient
 from engine.sched import Policy
 

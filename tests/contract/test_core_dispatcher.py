@@ -16,7 +16,7 @@ from support.spawned import FakeBuild
 
 from engine.errors import WireError
 from engine.ipc.codec import Encoder, is_tagged
-from engine.messages.outputs import CoreOutputs, Finished
+from engine.messages.requests import CoreOutputs, Finished
 from engine.messages.wire import (
     MAX_CALL_BYTES,
     MAX_HELLO_BYTES,
@@ -35,7 +35,7 @@ from engine.messages.wire import (
     Welcome,
 )
 from engine.observe.logs import THROTTLE_SECONDS, Throttle
-from engine.rpc.send_queue import NUM_CREDITS
+from engine.rpc.sessions import NUM_CREDITS
 from engine.rpc.zmq_client import EngineCoreClient
 from engine.sched.policy import Policy
 
@@ -262,7 +262,7 @@ def test_what_was_held_back_is_counted() -> None:
 def test_who_vanishes_while_nothing_is_sent_to_it_leaves_nothing(
     lacks: str, core: HostedCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.rpc.send_queue.NUM_CREDITS", 1)
+    monkeypatch.setattr("engine.rpc.sessions.NUM_CREDITS", 1)
     with RawClient(core.address.data) as gone:
         greet(gone, core)
         gone.send(Submit(0, [make_request("a", [1], 400)]))

@@ -21,7 +21,7 @@ from engine.config.polling import PollConfig
 from engine.errors import EngineDeadError, RefusedError
 from engine.ipc import sockets
 from engine.ipc.address import Address
-from engine.messages.outputs import Finished
+from engine.messages.requests import Finished
 from engine.messages.wire import (
     PROTOCOL_VERSION,
     Answer,
@@ -37,7 +37,7 @@ from engine.messages.wire import (
     Welcome,
 )
 from engine.rpc.health import HealthMonitor
-from engine.rpc.send_queue import NUM_CREDITS
+from engine.rpc.sessions import NUM_CREDITS
 from engine.rpc.zmq_client import EngineCoreClient
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -82,7 +82,7 @@ def test_another_version_is_told_so(core: HostedCore, raw: RawClient) -> None:
 def test_a_client_is_told_that_it_is_too_old(
     core: HostedCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.rpc.protocol.PROTOCOL_VERSION", 1)
+    monkeypatch.setattr("engine.rpc.zmq_client.PROTOCOL_VERSION", 1)
     told = "uses version 1 of the protocol, this core uses version 2; install the same"
     with pytest.raises(EngineDeadError, match=told):
         EngineCoreClient(core.address)

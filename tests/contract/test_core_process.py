@@ -31,9 +31,9 @@ from engine.frontend.session import Session
 from engine.ipc.address import Directory
 from engine.llm_engine import LLMEngine
 from engine.messages.params import SamplingParams
-from engine.rpc.dispatcher import Ending
 from engine.rpc.host import EngineCoreHost
 from engine.rpc.launch import meet, spawn, start_core, start_cores
+from engine.rpc.server import Ending
 
 pytestmark = pytest.mark.usefixtures("place")
 

@@ -121,7 +121,7 @@ def test_hashes_are_the_same_in_every_process(name: str) -> None:
     code = (
         "from support.holders import holder\n"
         "from engine.kv.fast_hash import FastHasher\n"
-        "from engine.kv.hashing import Chains, Sha256Hasher\n"
+        "from engine.kv.prefix_index import Chains, Sha256Hasher\n"
         "found = []\n"
         f"chains = Chains({HASHERS[name]}, 16)\n"
         "chains.extend(found, holder(0, list(range(100, 164)), adapter='x'), 64)\n"

@@ -22,8 +22,8 @@ from engine.core.build import wire
 from engine.core.kv_publisher import KVEventPublisher, KVEventSubscriber, replay_endpoint
 from engine.errors import ConfigError
 from engine.kv.events import EventLog
-from engine.kv.groups import Group
 from engine.kv.manager import KVManager
+from engine.kv.tables import Group
 from engine.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from engine.verify.fake import DigestWorker
 
@@ -73,13 +73,13 @@ def test_each_eviction_is_an_event_and_a_reset_clears_all():
     kv, listener = listened()
     first = holder(0, [1] * 64)
     fill(kv, first)
-    kv.forget(first)
+    kv.finish(first)
     (stored,) = last_events(kv, listener)
     other = holder(1, [2] * 128)
     assert kv.reserve(other, 128)  # six blocks are empty, the last two of four must go
     removed = [BlockRemoved(block_hash) for block_hash in reversed(stored.block_hashes)]
     assert last_events(kv, listener) == removed[:2]
-    kv.forget(other)
+    kv.finish(other)
     assert kv.reset_prefix_cache()
     assert last_events(kv, listener) == [AllBlocksCleared()]
     assert [batch.sequence for batch in listener.batches] == [0, 1, 2]
@@ -101,7 +101,7 @@ def test_content_is_removed_when_its_last_twin_is():
     one, other = holder(0, [1] * 16), holder(1, [1] * 16, reads_cache=False)
     for req in (one, other):
         fill(kv, req)
-        kv.forget(req)
+        kv.finish(req)
     kv.drain()
     kv.pool.take(1)
     assert len(listener.batches) == 1
@@ -117,7 +117,7 @@ def test_each_group_of_layers_says_so():
     assert [event.group for event in last_events(kv, listener)] == [0, 1]
     first, second = listener.batches[0].events
     assert first.block_hashes == second.block_hashes
-    kv.forget(req)
+    kv.finish(req)
     kv.pool.take(19)
     removed = last_events(kv, listener)
     assert sorted(event.group for event in removed) == [0, 0, 1, 1]
@@ -132,7 +132,7 @@ def test_a_set_of_hashes_kept_by_the_events_is_the_cache(seed):
         req = holder(0, [rng.randrange(2) for _ in range(rng.choice([16, 32, 64]))])
         req.reads_cache = rng.random() < 0.7
         fill(kv, req)
-        kv.forget(req)
+        kv.finish(req)
         kv.drain()
         if step % 50 == 49:
             assert kv.reset_prefix_cache()

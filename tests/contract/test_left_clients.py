@@ -99,7 +99,7 @@ def test_a_hang_is_noticed_by_a_client_that_is_woken_all_the_time() -> None:
 def test_an_add_that_fails_half_way_leaves_no_id_in_use(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.rpc.protocol.MAX_SUBMIT_REQUESTS", 1)
+    monkeypatch.setattr("engine.rpc.zmq_client.MAX_SUBMIT_REQUESTS", 1)
     good = make_request("a", [1], 5)
     bad = msgspec.structs.replace(good, request_id="b", prompt_token_ids=None)
     with a_client(kind) as client:

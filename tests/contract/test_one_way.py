@@ -18,8 +18,8 @@ from support.spawned import fake_config
 from support.words import word, words
 
 from engine.frontend.session import Session
-from engine.messages.outputs import RequestOutput
 from engine.messages.params import SamplingParams
+from engine.messages.requests import RequestOutput
 from engine.rpc.zmq_client import EngineCoreClient
 
 pytestmark = pytest.mark.usefixtures("place")

@@ -28,8 +28,7 @@ from engine.sched import (
     Scheduler,
 )
 from engine.sched.plugins.hooks import HOOKS
-from engine.sched.request import Request
-from engine.sched.state.table import Table
+from engine.sched.request import Request, Table
 
 FOREIGN = Request(make_request("foreign", [1, 2, 3]), 0, Table(), max_model_len=64)
 

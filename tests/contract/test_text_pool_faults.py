@@ -28,10 +28,10 @@ from engine.frontend.pool import TextPool
 from engine.frontend.pool_child import Asked, TextProcess
 from engine.frontend.pool_tasks import Task
 from engine.frontend.session import Session
-from engine.messages.outputs import CompletionOutput
 from engine.messages.params import OutputKind
+from engine.messages.requests import CompletionOutput
 from engine.messages.text import Encode, Encoded, Failed, Ready, Reply
-from engine.text import reader as text
+from engine.text import detokenizer as text
 from engine.text.tokenizer import Tokenizer
 
 KINDS: tuple[OutputKind, ...] = ("cumulative", "delta", "final")

@@ -7,11 +7,10 @@ from support.wire_frames import REQUEST
 from support.wire_samples import frames_of
 
 from engine.errors import RequestError, WireError
-from engine.messages.outputs import CoreOutputs, Finished
 from engine.messages.params import SamplingParams
-from engine.messages.requests import AddRequest
+from engine.messages.requests import AddRequest, CoreOutputs, Finished
 from engine.messages.wire import Failure, Outputs, Refusal, Submitted, ToClient
-from engine.rpc.protocol import ClientProtocol
+from engine.rpc.zmq_client import ClientProtocol
 
 
 @pytest.mark.parametrize(

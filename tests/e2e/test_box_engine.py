@@ -20,7 +20,7 @@ from engine import (
     SamplingParams,
 )
 from engine.assets import BOX_MODEL
-from engine.messages.outputs import FinishReason
+from engine.messages.requests import FinishReason
 
 
 def test_bad_input_harms_nobody(llm_engine: LLMEngine, answer: tuple[str, list[int]]) -> None:

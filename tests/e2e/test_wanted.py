@@ -8,8 +8,8 @@ from e2e.paged import PagedRun
 from e2e.tiny_models import TinyModels
 
 from engine.config.model import ModelConfig, read_model_info
-from engine.layers.batch import last_tokens
 from engine.models.load import load_model
+from engine.worker.batches import wanted_rows
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "olmo2", "mixtral", "granite"])
@@ -25,6 +25,7 @@ def test_wanted_rows_are_the_rows_of_the_whole_pass(tiny_models: TinyModels, nam
         run._grow(sequence, len(tokens))
     batch = run._batch(list(chunks), chunks)
     whole = model.forward(batch, run.kv).last
-    batch.wanted = last_tokens(batch.attn, torch.tensor([0, 1]))
+    rows, both = torch.tensor([0, 37]), torch.tensor([0, 1])
+    batch.wanted = wanted_rows(batch.attn, rows, both, batch.attn.seq_lens[both])
     part = model.forward(batch, run.kv).last
-    assert torch.allclose(part, whole[[0, 37]], atol=1e-5)
+    assert torch.allclose(part, whole[rows], atol=1e-5)

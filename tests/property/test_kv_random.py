@@ -13,8 +13,8 @@ from support.holders import holder
 
 from engine.kv.connector import Farewell, RemoteMatch
 from engine.kv.fast_hash import FastHasher
-from engine.kv.hashing import Sha256Hasher
 from engine.kv.manager import KVManager
+from engine.kv.prefix_index import Sha256Hasher
 from engine.messages.requests import MediaItem
 
 
@@ -147,19 +147,19 @@ class Model:
             req.num_computed = 0
 
     def forget(self, req) -> None:
-        blocks, before = list(self.kv.held(req)), len(self.kv.transfers.lent)
-        loans = {name: loan.num_transfers for name, loan in self.kv.transfers.lent.items()}
-        self.kv.forget(req)
+        blocks, before = list(self.kv.held(req)), len(self.kv.lent)
+        loans = {name: loan.num_transfers for name, loan in self.kv.lent.items()}
+        self.kv.finish(req)
         del self.live[req.row]
-        loan = self.kv.transfers.lent.get(req.request_id)
+        loan = self.kv.lent.get(req.request_id)
         if loan is not None and loan.num_transfers != loans.get(req.request_id, 0):
             self.lent.append((req.request_id, blocks))
-        assert len(self.kv.transfers.lent) >= before
+        assert len(self.kv.lent) >= before
 
     def sent(self) -> None:
         name, _ = self.rng.choice(self.lent)
         assert self.kv.sent(name)
-        if name not in self.kv.transfers.lent:
+        if name not in self.kv.lent:
             self.lent = [loan for loan in self.lent if loan[0] != name]
         else:  # one of several transfers of this id is over; nothing is free yet
             merged = [b for other, blocks in self.lent if other == name for b in blocks]
@@ -216,7 +216,7 @@ def test_the_manager_agrees_with_a_naive_model(hasher, with_source, seed):
                 rng.choice(moves)(rng.choice(list(model.live.values())))
             model.check()
         for req in list(model.live.values()):
-            model.forget(req)
+            model.finish(req)
         while model.lent:
             model.sent()
         model.check()

@@ -160,11 +160,11 @@ def drive(rng: random.Random, run, features: Features, requests, abort_rate: flo
         features.gate.throttled = rng.random() < 0.3
         run.step()
         features.check(scheduler.roster.running)
-        if not (todo or run.flight or scheduler.has_requests() or scheduler.kv.transfers.lent):
+        if not (todo or run.flight or scheduler.has_requests() or scheduler.kv.lent):
             break
     else:
         stuck = [repr(req) for req in scheduler.roster.by_id.values()]
-        raise AssertionError(f"no end: {stuck}, lent {scheduler.kv.transfers.lent}")
+        raise AssertionError(f"no end: {stuck}, lent {scheduler.kv.lent}")
     run.drain()
     return aborted
 
@@ -198,6 +198,6 @@ def test_all_features_at_once(depth):
             if request.request_id not in aborted:
                 check_end(run, request, features.remote.kv_load_failure_policy == "fail")
         num_preempted += run.scheduler.settler.counters.num_preemptions
-        num_loads += run.scheduler.kv.transfers.source.num_loads
+        num_loads += run.scheduler.kv.source.num_loads
         num_accepted += features.drafts.stats.num_accepted
     assert num_preempted > 100 and num_loads > 100 and num_accepted > 100

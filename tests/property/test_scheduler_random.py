@@ -12,7 +12,7 @@ from engine.errors import RequestError
 from engine.sched import Fit, Resource
 from engine.sched.policies import POLICIES
 from engine.sched.scheduler import Scheduler
-from engine.sched.step import decodes, settle
+from engine.sched.step import decodes
 
 
 def random_run(rng: random.Random, depth: int, policy: str, **options):
@@ -102,9 +102,7 @@ WAYS = ("columns", "one by one", "hook", "loop")
 
 def plans_of(seed: int, monkeypatch, way: str, resources):
     """All plans and outputs of a random run that grants in one of the ways there are."""
-    upto = 0 if way == "columns" else 10**9
-    monkeypatch.setattr(decodes, "ONE_BY_ONE_UPTO", upto)
-    monkeypatch.setattr(settle, "ONE_BY_ONE_UPTO", upto)
+    monkeypatch.setattr(decodes, "FEW", 0 if way == "columns" else 10**9)
     rng = random.Random(seed)
     depth, policy = rng.randint(1, 3), rng.choice(["fcfs", "priority"])
     options = {"scheduler_cls": WholeLoop} if way == "loop" else {}

@@ -7,9 +7,8 @@ import random
 import pytest
 from support.fake_router import Router, with_requests
 
-from engine.messages.outputs import CoreOutputs, Finished
-from engine.rpc.send_queue import FRAME_BYTES
-from engine.rpc.sessions import ClientSessions
+from engine.messages.requests import CoreOutputs, Finished
+from engine.rpc.sessions import FRAME_BYTES, ClientSessions
 
 
 class Life:

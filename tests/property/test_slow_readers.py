@@ -17,7 +17,7 @@ from support.live_core import wait_until
 from support.simulate import expected, make_request
 from support.spawned import FakeBuild
 
-from engine.messages.outputs import CoreOutputs
+from engine.messages.requests import CoreOutputs
 from engine.messages.wire import (
     PROTOCOL_VERSION,
     Abort,
@@ -114,7 +114,7 @@ class Client:
 
 
 def test_each_reads_its_own_and_each_ends_once(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.rpc.send_queue.NUM_CREDITS", CREDITS)
+    monkeypatch.setattr("engine.rpc.sessions.NUM_CREDITS", CREDITS)
     dice = random.Random(seed)
     with HostedCore(FakeBuild(), max_backlog_bytes=BACKLOG_BYTES) as core:
         clients = [Client(core, dice) for _ in range(3)]

@@ -17,7 +17,7 @@ from engine.errors import EngineDeadError
 from engine.ipc import sockets
 from engine.ipc.address import Address, Directory
 from engine.ipc.codec import Decoder, Encoder
-from engine.messages.outputs import CoreOutputs, Finished
+from engine.messages.requests import CoreOutputs, Finished
 from engine.messages.wire import Health, Probe, ToClient
 from engine.rpc.host import EngineCoreHost
 from engine.rpc.launch import start_core

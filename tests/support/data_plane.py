@@ -15,8 +15,8 @@ import numpy as np
 
 from engine.config.sched import SchedulerConfig
 from engine.kv.connector import Farewell, RemoteMatch
-from engine.kv.groups import Group
 from engine.kv.manager import KVManager
+from engine.kv.tables import Group
 from engine.kv_transfer.decide import RemoteKV
 from engine.messages.requests import AddRequest, MediaItem
 from engine.messages.step import (
@@ -404,7 +404,7 @@ class FeatureRun(Run):
         scheduler = self.scheduler
         for _ in range(limit):
             self.step()
-            if not scheduler.has_requests() and not self.flight and not scheduler.kv.transfers.lent:
+            if not scheduler.has_requests() and not self.flight and not scheduler.kv.lent:
                 break
         self.drain()
 

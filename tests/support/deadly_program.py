@@ -7,9 +7,8 @@ from typing import Any
 
 from engine.frontend import pool_process
 from engine.messages.text import TextDelta
-from engine.text import reader as text
-from engine.text.detokenizer import Detokenizer
-from engine.text.reader import TextReader
+from engine.text import detokenizer as text
+from engine.text.detokenizer import Detokenizer, TextReader
 
 DEADLY, HANGING, RUBBISH, NO_TEXT = "deadly", "hanging", "rubbish", "no text"
 DEADLY_ID = 300

@@ -7,7 +7,7 @@ from typing import Any
 import zmq
 
 from engine.ipc.codec import Decoder
-from engine.messages.outputs import CoreOutputs
+from engine.messages.requests import CoreOutputs
 from engine.messages.wire import Outputs, ToClient
 from engine.rpc.sessions import ClientSession, ClientSessions
 

@@ -13,8 +13,14 @@ from engine.core.inproc_client import InprocClient
 from engine.errors import EngineDeadError, RequestError
 from engine.frontend.session import Session
 from engine.kv.manager import KVManager
-from engine.messages.outputs import CoreOutputs, Finished, FinishReason, Started, TokenLogprobs
-from engine.messages.requests import AddRequest
+from engine.messages.requests import (
+    AddRequest,
+    CoreOutputs,
+    Finished,
+    FinishReason,
+    Started,
+    TokenLogprobs,
+)
 from engine.messages.stats import SchedulerStats
 from engine.sched.plugins.find import make_scheduler
 from engine.text.tokenizer import Tokenizer

@@ -11,8 +11,7 @@ from engine.config.engine import EngineConfig
 from engine.config.model import ModelConfig
 from engine.frontend.pool import TextPool
 from engine.frontend.session import Session
-from engine.messages.outputs import CoreOutputs
-from engine.messages.requests import AddRequest
+from engine.messages.requests import AddRequest, CoreOutputs
 from engine.text.tokenizer import Tokenizer
 from support import made_tokenizers as made
 from support.fakes import FakeClient, FakeDecided, Live, replay

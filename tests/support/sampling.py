@@ -5,17 +5,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from engine.messages.outputs import TokenLogprobs
 from engine.messages.params import SamplingParams
+from engine.messages.requests import TokenLogprobs
 from engine.messages.step import NewSeq, StepPlan, StepResult
+from engine.sample.edits import SamplingSpec
 from engine.sample.sampler import Draws, RowMasks, Sampler
-from engine.sample.spec import SamplingSpec
+from engine.worker.batches import Staging, stage_changes
 from engine.worker.platform import Platform
 from engine.worker.platform.host import CpuPlatform
-from engine.worker.results import Homebound, Pending, collect
 from engine.worker.runner import columns_of
-from engine.worker.slots import Slots, stage_changes
-from engine.worker.staging import Staging
+from engine.worker.slots import Slots
+from engine.worker.steps import Homebound, Pending, collect
 from kernels import slots as on_slots
 from kernels.slots import Drawn, Rows
 
@@ -71,7 +71,7 @@ class Bench:
         self.staging.open(0)
         changes = stage_changes(plan_of([slot], new=[seq]), [spec], self.staging)
         self.staging.send()
-        self.slots.apply(changes)
+        self.slots.apply(*changes)
 
     def sample(
         self, logits: torch.Tensor, slots: list[int], masks: RowMasks | None = None

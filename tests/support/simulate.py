@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 
 from engine.config.sched import SchedulerConfig
 from engine.kv.manager import KVManager
-from engine.messages.outputs import Finished, Started
 from engine.messages.params import SamplingParams
-from engine.messages.requests import AddRequest
+from engine.messages.requests import AddRequest, Finished, Started
 from engine.messages.step import StepPlan
 from engine.sched.interface import StepOutputs
 from engine.sched.policies import POLICIES

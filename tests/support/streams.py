@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import RefusedError
-from engine.messages.outputs import CoreOutputs, Finished
 from engine.messages.params import SamplingParams
-from engine.messages.requests import AddRequest
+from engine.messages.requests import AddRequest, CoreOutputs, Finished
 from engine.verify.fake import digest_of, mix
 from support.live_core import VOCAB_SIZE
 

@@ -8,9 +8,8 @@ from engine.config.engine import ResolvedConfig
 from engine.config.model import ModelConfig
 from engine.kv.layout import KVSpec
 from engine.layers.batch import Hidden
-from engine.worker.driver import Driver
 from engine.worker.platform.host import CpuPlatform, HostPlatform
-from engine.worker.runner import Runner
+from engine.worker.runner import Driver, Runner
 from engine.worker.worker import make_machine
 from support.simulate import Run, make_scheduler
 

@@ -8,9 +8,15 @@ from typing import Any
 
 import msgspec
 
-from engine.messages.outputs import CoreOutputs, Finished, Started, TokenLogprobs
 from engine.messages.params import SamplingParams
-from engine.messages.requests import AddRequest, MediaItem
+from engine.messages.requests import (
+    AddRequest,
+    CoreOutputs,
+    Finished,
+    MediaItem,
+    Started,
+    TokenLogprobs,
+)
 from engine.messages.stats import SchedulerStats
 from engine.messages.wire import (
     PROTOCOL_VERSION,

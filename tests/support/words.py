@@ -5,8 +5,7 @@ from __future__ import annotations
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import models, pre_tokenizers
 
-from engine.text.backends import RustBackend
-from engine.text.tokenizer import Tokenizer
+from engine.text.tokenizer import RustBackend, Tokenizer
 
 NUM_WORDS = 1000  # as many tokens as the digest worker has
 

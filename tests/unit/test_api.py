@@ -12,9 +12,8 @@ from support.fakes import FakeClient, FakeClock, FakeDecided, counting, fake_ses
 import engine
 from engine import LLM, AsyncLLMEngine, EngineArgs, LLMEngine, RequestOutput, SamplingParams
 from engine.errors import ConfigError, RequestError
-from engine.frontend.progress import RequestProgress
-from engine.messages.outputs import CompletionOutput
-from engine.messages.requests import AddRequest
+from engine.llm import RequestProgress
+from engine.messages.requests import AddRequest, CompletionOutput
 from engine.observe.stats_log import StatsLog, TokenCounts
 
 PARAMS = SamplingParams(max_tokens=4)

@@ -54,8 +54,8 @@ def test_a_second_prompt_adopts_what_it_shares():
 def test_order_of_eviction():
     kv, first, second = two_sharing()
     fill(kv, second)
-    kv.forget(first)
-    kv.forget(second)
+    kv.finish(first)
+    kv.finish(second)
     order = [5, 4, 6, 7, 8, 9, 10, 3, 2, 1]
     assert kv.pool.free_order() == order
     third = holder(2, [9] * 16 * 9)
@@ -129,7 +129,7 @@ def test_a_failed_reservation_changes_nothing():
 @pytest.mark.behaviour(63)
 def test_adopted_blocks_are_not_taken_by_the_same_reservation():
     kv, first, second = two_sharing()
-    kv.forget(first)
+    kv.finish(first)
     second.tokens.extend([3] * (160 - len(second.tokens)))
     assert kv.reserve(second, 160)  # all ten blocks
     assert kv.held(second)[:3] == [1, 2, 3] and sorted(kv.held(second)) == list(range(1, 11))
@@ -142,8 +142,8 @@ def test_twins_stay_until_each_is_evicted():
     twins = [*fill(kv, one), *fill(kv, other)]
     block_hash = kv.cache.hash_of(twins[0])
     assert block_hash is not None and kv.cache.find_all(block_hash) == twins
-    kv.forget(one)
-    kv.forget(other)
+    kv.finish(one)
+    kv.finish(other)
     kv.pool.take(1)
     assert kv.cache.find(block_hash) == twins[1]
     kv.pool.take(1)

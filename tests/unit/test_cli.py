@@ -18,7 +18,7 @@ from engine.config.args import EngineArgs
 from engine.config.cli import add_options, field_docs, read_options
 from engine.config.engine import EngineConfig
 from engine.errors import ConfigError
-from engine.frontend.interrupts import HeldInterrupt
+from engine.frontend.session import HeldInterrupt
 from engine.messages.requests import AddRequest
 
 TOKENIZER = made.byte_level()

@@ -7,12 +7,11 @@ import pytest
 from support.wire_samples import frames_of
 
 from engine.errors import WireError
-from engine.messages.outputs import CoreOutputs, Finished
 from engine.messages.params import SamplingParams
-from engine.messages.requests import AddRequest
+from engine.messages.requests import AddRequest, CoreOutputs, Finished
 from engine.messages.stats import SchedulerStats
 from engine.messages.wire import Answer, Failure, Outputs, Refusal, Submitted
-from engine.rpc.protocol import ClientProtocol, refused
+from engine.rpc.zmq_client import ClientProtocol, refused
 
 
 def request(name: str, length: int = 4) -> AddRequest:

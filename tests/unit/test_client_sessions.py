@@ -9,10 +9,9 @@ import pytest
 from support.fake_router import Router, with_requests
 
 from engine.errors import WireError
-from engine.messages.outputs import CoreOutputs, Finished, TokenLogprobs
+from engine.messages.requests import CoreOutputs, Finished, TokenLogprobs
 from engine.messages.wire import Answer, Dead, Fault, Outputs, Probe
-from engine.rpc.send_queue import NUM_CREDITS
-from engine.rpc.sessions import PROBE_SECONDS, ClientSessions
+from engine.rpc.sessions import NUM_CREDITS, PROBE_SECONDS, ClientSessions
 
 MAX_BYTES = 5000
 

@@ -9,10 +9,10 @@ import pytest
 from support.simulate import make_request
 from support.wire_samples import frames_of
 
-from engine.messages.outputs import CoreOutputs, Finished, Started
+from engine.messages.requests import CoreOutputs, Finished, Started
 from engine.messages.wire import Outputs, Submitted
 from engine.rpc.clocks import MAX_DRIFT, ClockOffset
-from engine.rpc.protocol import ClientProtocol
+from engine.rpc.zmq_client import ClientProtocol
 
 
 class Machines:

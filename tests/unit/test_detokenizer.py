@@ -7,7 +7,8 @@ import pytest
 from support import made_tokenizers as made
 from tokenizers import Tokenizer as RustTokenizer
 
-from engine.text.backends import (
+from engine.text.detokenizer import Detokenizer, StopStrings
+from engine.text.tokenizer import (
     REPLACEMENT,
     Backend,
     PythonBackend,
@@ -15,7 +16,6 @@ from engine.text.backends import (
     Step,
     WindowStream,
 )
-from engine.text.detokenizer import Detokenizer, StopStrings
 
 TEXTS = [
     "Hello world, this is text.",

@@ -14,8 +14,7 @@ from support.fakes import FakeClient, FakeClock, FakeDecided, counting, fake_ses
 from engine import LLM, AsyncLLMEngine, RequestOutput, SamplingParams
 from engine.errors import EngineDeadError, RequestError, RequestTypeError
 from engine.frontend.session import Session
-from engine.text.backends import RustBackend
-from engine.text.tokenizer import Tokenizer
+from engine.text.tokenizer import RustBackend, Tokenizer
 
 WAIT_SECONDS = 30.0
 PARAMS = SamplingParams(max_tokens=2)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine.layers.linear import PlainLinear
-from engine.layers.mlp import GatedMLP, GroupedExperts, MixtureOfExperts, can_be_grouped
+from engine.layers.sublayers import GatedMLP, GroupedExperts, MixtureOfExperts, can_be_grouped
 
 
 def random_mixture(generator: torch.Generator, *, has_bias: bool = False) -> MixtureOfExperts:

@@ -120,7 +120,7 @@ def test_a_reset_waits_until_nobody_holds_a_block_and_is_counted():
     version = kv.cache.version
     assert not kv.reset_prefix_cache() and kv.cache.version == version
     assert kv.counts.num_resets == 0 and kv.cached_prefix(second) == 32
-    kv.forget(first)
+    kv.finish(first)
     assert kv.reset_prefix_cache() and kv.counts.num_resets == 1
     assert kv.cached_prefix(second) == 0
 

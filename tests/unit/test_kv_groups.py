@@ -12,7 +12,6 @@ from engine.config.cache import CacheConfig
 from engine.config.decide import GIB, decide_num_blocks
 from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError, RequestError
-from engine.kv.groups import Group
 from engine.kv.layout import (
     KVSpec,
     LayerSpec,
@@ -23,6 +22,7 @@ from engine.kv.layout import (
     window_blocks,
 )
 from engine.kv.manager import KVManager
+from engine.kv.tables import Group
 from engine.sched.policies import POLICIES
 from engine.sched.scheduler import Scheduler
 from engine.verify.fake import DigestWorker
@@ -67,7 +67,7 @@ def test_blocks_out_of_the_window_are_null_and_free():
     assert kv.num_free == 39 - 3 and kv.cache.hash_of(1) is not None, "they are still cached"
     rows, indices, blocks, _ = kv.drain()
     assert (0, 0, 0) in zip(rows, indices, blocks, strict=True)
-    kv.forget(req)
+    kv.finish(req)
     assert kv.num_free == 39 and kv.pool.num_refs == [0] * 40
 
 
@@ -100,8 +100,8 @@ def test_a_hit_behind_a_hole_is_adopted_with_null_blocks():
     assert kv.cached_prefix(reader) == 12
     assert kv.missing(reader, 13) == 1
     assert fill(kv, reader)[:6] == [0, 0, 0, 0, *blocks[4:6]]
-    kv.forget(writer)
-    kv.forget(reader)
+    kv.finish(writer)
+    kv.finish(reader)
     assert kv.num_free == 39
 
 

@@ -10,8 +10,8 @@ import pytest
 from support.holders import fill, holder
 
 from engine.kv.fast_hash import FastHasher
-from engine.kv.hashing import Chains, Sha256Hasher
 from engine.kv.manager import KVManager
+from engine.kv.prefix_index import Chains, Sha256Hasher
 from engine.messages.requests import MediaItem
 
 PROMPT = list(range(100, 164))

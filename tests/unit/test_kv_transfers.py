@@ -8,8 +8,8 @@ from support.holders import fill, holder
 from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError
 from engine.kv.connector import Farewell, RemoteMatch
-from engine.kv.groups import Group
 from engine.kv.manager import KVManager
+from engine.kv.tables import Group
 from engine.sched.policies.fcfs import FCFS
 from engine.sched.scheduler import Scheduler
 
@@ -151,12 +151,12 @@ def test_blocks_are_free_only_when_they_were_sent():
     kv, source = make(keep=True, params={"where": "here"})
     req = holder(0, list(range(40)))
     blocks = list(fill(kv, req))
-    assert kv.forget(req) == {"where": "here"}
+    assert kv.finish(req) == {"where": "here"}
     assert source.ended == [("r0", blocks)]
     assert kv.held(req) == [] and kv.num_free == 7 and not kv.reset_prefix_cache()
     assert kv.cached_prefix(holder(1, list(range(40)))) == 32, "they can be shared meanwhile"
     assert kv.sent("r0")
-    assert kv.num_free == 10 and kv.transfers.lent == {}
+    assert kv.num_free == 10 and kv.lent == {}
     assert not kv.sent("r0") and kv.num_free == 10
 
 
@@ -166,7 +166,7 @@ def test_an_id_used_again_waits_for_both_transfers():
     for start in (0, 100):
         req = holder(0, list(range(start, start + 40)))
         fill(kv, req)
-        kv.forget(req)
+        kv.finish(req)
     assert kv.num_free == 4
     assert kv.sent("r0") and kv.num_free == 4, "nobody knows which of them has ended"
     assert kv.sent("r0") and kv.num_free == 10
@@ -184,7 +184,7 @@ def test_the_second_load_waits_until_the_first_is_done():
     assert (kv.pool.free_order(), kv.pool.num_refs) == before and kv.held(second) == []
     kv.loaded(first, 127)
     assert kv.reserve(first, 128)
-    kv.forget(first)
+    kv.finish(first)
     assert kv.hold(second, 80) and [load[0] for load in source.loads] == ["r0"]
 
 
@@ -196,7 +196,7 @@ def test_an_abort_during_a_load_gives_the_blocks_back_once():
     kv.start_load(req)
     with pytest.raises(AssertionError, match="a transfer writes"):
         kv.release(req)
-    kv.forget(req)
+    kv.finish(req)
     assert kv.num_free == 6, "the transfer still writes into them"
     assert source.ended == [("r0", [1, 2, 3, 4])]
     assert kv.sent("r0") and not kv.sent("r0")
@@ -213,14 +213,14 @@ def test_an_abort_before_or_after_a_load_frees_at_once():
         if loads:
             kv.start_load(req)
             kv.loaded(req, 48)
-        kv.forget(req)
+        kv.finish(req)
         assert kv.num_free == 10 and not kv.sent("r0")
 
 
 def test_a_request_that_never_held_anything_says_farewell_too():
     kv, source = make(keep=True)
-    assert kv.forget(holder(0, [1])) is None
-    assert source.ended == [("r0", [])] and kv.transfers.lent == {}
+    assert kv.finish(holder(0, [1])) is None
+    assert source.ended == [("r0", [])] and kv.lent == {}
 
 
 def test_a_preempted_request_loads_again():
@@ -248,8 +248,8 @@ def test_the_scheduler_tells_where_kv_comes_from():
     kv, source = make()
     config = SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=2, max_model_len=64)
     assert Scheduler(config, kv, FCFS(), clock=float).get_kv_connector() is source
-    kv.transfers.source = None
-    assert Scheduler(config, kv, FCFS(), clock=float).get_kv_connector() is None
+    alone = KVManager(10, 16)
+    assert Scheduler(config, alone, FCFS(), clock=float).get_kv_connector() is None
 
 
 @pytest.mark.behaviour(97)
@@ -305,8 +305,8 @@ def test_what_cannot_start_to_load_is_computed_and_its_source_is_not_asked_again
     kv.release(req)
     assert kv.lookup(req).num_remote == 0 and len(source.asked) == 1
     assert kv.reserve(req, 60)
-    kv.forget(req)
-    assert kv.num_free == 10 and not kv.transfers.lent
+    kv.finish(req)
+    assert kv.num_free == 10 and not kv.lent
 
 
 @pytest.mark.behaviour(100)
@@ -320,5 +320,5 @@ def test_an_abort_after_a_load_could_not_start_leaves_nothing_to_wake():
     req = holder(0, list(range(60)))
     assert kv.hold(req, 60)
     kv.start_load(req)
-    kv.forget(req)
+    kv.finish(req)
     assert kv.num_free == 10 and kv.take_failed_loads() == []

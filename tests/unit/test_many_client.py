@@ -8,7 +8,7 @@ import pytest
 
 from engine.errors import EngineDeadError
 from engine.ipc.address import Address
-from engine.messages.outputs import CoreOutputs
+from engine.messages.requests import CoreOutputs
 from engine.rpc.many_client import ManyCoresClient
 
 

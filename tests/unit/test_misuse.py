@@ -17,8 +17,7 @@ from engine.config.args import EngineArgs
 from engine.config.model import ModelConfig
 from engine.llm import LLM
 from engine.messages.params import SamplingParams as Params
-from engine.text.backends import RustBackend
-from engine.text.tokenizer import Tokenizer, load_tokenizer
+from engine.text.tokenizer import RustBackend, Tokenizer, load_tokenizer
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=2)
 

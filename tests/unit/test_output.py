@@ -8,12 +8,11 @@ from support import made_tokenizers as made
 from support.fakes import FakeClient, counting, fake_session, replay
 
 from engine.errors import RequestError
-from engine.frontend.rendering import Prompt
+from engine.frontend.prompt import Prompt
 from engine.frontend.session import Session
-from engine.messages.outputs import CoreOutputs, Finished, Logprob, RequestOutput, TokenLogprobs
 from engine.messages.params import OutputKind, SamplingParams
-from engine.text.backends import REPLACEMENT, RustBackend
-from engine.text.tokenizer import Tokenizer
+from engine.messages.requests import CoreOutputs, Finished, Logprob, RequestOutput, TokenLogprobs
+from engine.text.tokenizer import REPLACEMENT, RustBackend, Tokenizer
 
 TOKENIZER = Tokenizer(RustBackend(made.byte_level()), {"eos_token": "</s>"}, {})
 TEXT = "The quick brown fox, café 😀, jumps over the lazy dog."

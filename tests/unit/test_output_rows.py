@@ -8,8 +8,14 @@ from itertools import accumulate
 import msgspec
 import pytest
 
-from engine.messages.columns import pick_rows, with_ends
-from engine.messages.outputs import CoreOutputs, Finished, Started, TokenLogprobs
+from engine.messages.requests import (
+    CoreOutputs,
+    Finished,
+    Started,
+    TokenLogprobs,
+    pick_rows,
+    with_ends,
+)
 
 
 def story_of(batch: CoreOutputs) -> dict[str, object]:

@@ -21,9 +21,8 @@ from engine.core.inproc_client import InprocClient
 from engine.errors import ConfigError, RequestError, WireError
 from engine.ipc import plans
 from engine.lora.decide import AdapterSlots
-from engine.messages.outputs import TokenLogprobs
 from engine.messages.params import SamplingParams
-from engine.messages.requests import AddRequest, MediaItem
+from engine.messages.requests import AddRequest, MediaItem, TokenLogprobs
 from engine.messages.step import (
     PARTS,
     AdapterPart,

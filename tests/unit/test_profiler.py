@@ -14,7 +14,8 @@ import torch
 
 from engine.config.args import EngineArgs
 from engine.errors import ConfigError
-from engine.worker.profiler import TorchProfiler, is_recording, section
+from engine.worker.profiler import TorchProfiler
+from engine.worker.steps import is_recording, section
 
 
 @pytest.fixture

@@ -9,8 +9,7 @@ from support.fakes import FakeClock
 from engine.errors import RequestError, RequestTypeError
 from engine.frontend.prompt import InputProcessor, Limits, Submission, derive_seed
 from engine.messages.params import SamplingParams
-from engine.text.backends import RustBackend
-from engine.text.tokenizer import Tokenizer
+from engine.text.tokenizer import RustBackend, Tokenizer
 
 TOKENIZER = Tokenizer(RustBackend(made.metaspace()), {"eos_token": "</s>"}, {})
 

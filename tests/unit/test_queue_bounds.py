@@ -13,8 +13,8 @@ from engine.async_engine import AsyncLLMEngine
 from engine.errors import ConfigError, RefusedError, RequestError
 from engine.frontend.session import Session
 from engine.llm_engine import LLMEngine
-from engine.messages.outputs import RequestOutput
 from engine.messages.params import SamplingParams
+from engine.messages.requests import RequestOutput
 from engine.sched import Defer, Fit, OnRefuse, Policy, Refuse, Resource
 
 

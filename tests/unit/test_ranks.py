@@ -11,9 +11,8 @@ from support.simulate import make_request, make_run
 
 from engine.sched.plugins.hooks import Last, RankCheck
 from engine.sched.policies.fcfs import FCFS
-from engine.sched.request import Request
-from engine.sched.state.queues import RankedQueue
-from engine.sched.state.table import Table
+from engine.sched.request import Request, Table
+from engine.sched.roster import RankedQueue
 
 NAN = math.nan
 

@@ -3,9 +3,8 @@
 import pytest
 from support.fakes import FakeClient, fake_session
 
-from engine.messages.outputs import RequestOutput
 from engine.messages.params import OutputKind, SamplingParams
-from engine.messages.requests import AddRequest
+from engine.messages.requests import AddRequest, RequestOutput
 
 
 def staggered(request: AddRequest, position: int) -> int:

@@ -144,7 +144,7 @@ def test_a_load_that_cannot_start_is_a_failed_load_of_its_request_alone(failure_
     else:
         assert run.finished["0"] == ("error", None) and run.outputs["1"] == answer(other)
         assert run.ends["0"].message == "its KV could not be loaded: OSError: connection lost"
-    assert not run.scheduler.kv.transfers.lent and run.scheduler.reset_prefix_cache()
+    assert not run.scheduler.kv.lent and run.scheduler.reset_prefix_cache()
 
 
 @pytest.mark.behaviour(97)

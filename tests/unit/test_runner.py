@@ -22,9 +22,9 @@ from engine.config.gpu_memory import MemoryUse, kv_budget, shortage
 from engine.config.model import ModelInfo
 from engine.errors import ConfigError
 from engine.messages.params import SamplingParams
-from engine.worker.driver import Driver
+from engine.worker.batches import ALIGNMENT, EXTRA_BYTES, Staging
 from engine.worker.platform.host import HostPlatform, RerunGraph
-from engine.worker.staging import ALIGNMENT, EXTRA_BYTES, Staging
+from engine.worker.runner import Driver
 from engine.worker.worker import explained
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

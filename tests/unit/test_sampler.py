@@ -8,8 +8,8 @@ import pytest
 import torch
 from support.sampling import SLOTS, VOCAB, Bench, random_logits
 
-from engine.messages.outputs import TokenLogprobs
 from engine.messages.params import SamplingParams
+from engine.messages.requests import TokenLogprobs
 from engine.sample.logprobs import score
 
 

@@ -13,7 +13,7 @@ from support.sampling import Bench, random_logits
 import kernels.slots
 from engine.messages.params import SamplingParams
 from engine.messages.step import StepResult
-from engine.sample import penalties
+from engine.sample import edits
 from engine.sample.sampler import RowMasks
 from engine.worker.platform.host import HostPlatform
 from kernels.reference import index, logits, sampling
@@ -111,7 +111,7 @@ def test_both_samplers_say_the_same(
     round_: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """New requests, resumed ones with output of their own, departures, padding."""
-    monkeypatch.setattr(penalties, "FIRST_SEATS", 2)
+    monkeypatch.setattr(edits, "FIRST_SEATS", 2)
     dice = np.random.default_rng((seed, round_))
     both = Both()
     for turn in range(5):

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from engine.ipc.codec import Encoder
-from engine.messages.outputs import CoreOutputs, Finished, TokenLogprobs
-from engine.rpc.split import Piece, pieces_of
+from engine.messages.requests import CoreOutputs, Finished, TokenLogprobs
+from engine.rpc.sessions import Piece, pieces_of
 
 LARGE = [TokenLogprobs(list(range(300)), [-1.0] * 300, 1)]
 

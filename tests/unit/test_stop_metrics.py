@@ -12,8 +12,8 @@ from support.words import word, words
 
 from engine.errors import EngineDeadError
 from engine.frontend.session import Session
-from engine.messages.outputs import CoreOutputs, RequestMetrics, RequestOutput, Started
 from engine.messages.params import SamplingParams
+from engine.messages.requests import CoreOutputs, RequestMetrics, RequestOutput, Started
 
 Ask = tuple[list[int], int, bool]
 """A prompt, how many tokens it gets, and whether a stop string or its length ends it."""

@@ -186,7 +186,7 @@ def test_who_waits_for_a_load_that_nobody_will_report_ends():
         run.step()
         run.read(run.scheduler.take_outputs())
     assert run.finished["a"] == ("error", None)
-    assert run.scheduler.kv.transfers.lent, "a transfer may still write into its blocks"
+    assert run.scheduler.kv.lent, "a transfer may still write into its blocks"
 
 
 class Guesses(Resource):

@@ -12,8 +12,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 from engine import LLMEngine, SamplingParams
 from engine.errors import RequestError
 from engine.text import tokenizer as frontend
-from engine.text.backends import RustBackend
 from engine.text.token_lengths import max_chars_per_token
+from engine.text.tokenizer import RustBackend
 
 RANGES = [(0x20, 0x7F), (0x1, 0x20), (0x80, 0xD800), (0xE000, 0x110000), (0x300, 0x370)]
 

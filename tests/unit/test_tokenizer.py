@@ -11,8 +11,7 @@ from tokenizers.processors import TemplateProcessing
 
 from engine.config.model import ModelConfig
 from engine.errors import ModelError, RequestError, RequestTypeError
-from engine.text.backends import RustBackend
-from engine.text.tokenizer import Tokenizer, load_tokenizer
+from engine.text.tokenizer import RustBackend, Tokenizer, load_tokenizer
 
 TEXTS = [
     "",

@@ -16,9 +16,15 @@ from support.wire_frames import DIRECTIONS, GOLDEN, HOSTILE, REQUEST, mutated, r
 
 from engine.errors import WireError
 from engine.ipc.codec import Decoder, Encoder
-from engine.messages.outputs import CoreOutputs, Finished, Started, TokenLogprobs
 from engine.messages.params import SamplingParams
-from engine.messages.requests import AddRequest, MediaItem
+from engine.messages.requests import (
+    AddRequest,
+    CoreOutputs,
+    Finished,
+    MediaItem,
+    Started,
+    TokenLogprobs,
+)
 from engine.messages.stats import SchedulerStats
 from engine.messages.wire import (
     MAX_CALL_BYTES,

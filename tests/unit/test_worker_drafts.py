@@ -16,7 +16,7 @@ from engine.messages.params import SamplingParams
 from engine.messages.step import MaskPart, Masks
 from engine.sched.resource import Resource
 from engine.spec.decide import Drafts
-from engine.worker.driver import Driver
+from engine.worker.runner import Driver
 
 modes = pytest.mark.parametrize("sizes", [CPU, EAGER, GRAPHS], ids=["cpu", "eager", "graphs"])
 depths = pytest.mark.parametrize("depth", [1, 2, 3])

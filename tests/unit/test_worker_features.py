@@ -25,10 +25,9 @@ from engine.mm.decide import EncoderBudget
 from engine.models.load import load_model
 from engine.sched.resource import Resource
 from engine.worker.batches import locate
-from engine.worker.driver import Driver
 from engine.worker.feature import Feature
 from engine.worker.platform.host import CpuPlatform, HostPlatform
-from engine.worker.runner import Runner
+from engine.worker.runner import Driver, Runner
 from engine.worker.worker import ModelWorker, make_machine
 
 BLOCK, LONGEST, HIDDEN = 4, 64, 32

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.config.check import is_finite
+from engine.messages.params import is_finite
 from engine.sched.policy import Refuse
 from engine.sched.request import Request
 

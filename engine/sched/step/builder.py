@@ -7,12 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.config.sched import SchedulerConfig
 from engine.kv.manager import KVManager
 from engine.messages.step import PADDING, DraftPart, NewSeq, StepPlan
-from engine.sched.request import Request, Status
-from engine.sched.state import waits
-from engine.sched.state.roster import NO_ROWS, Roster, Rows
-from engine.sched.state.table import WATCHED
+from engine.sched.request import WATCHED, Request, Status
+from engine.sched.roster import NO_ROWS, Cause, Roster, Rows
 
 ONES = np.ones(1024, dtype=np.int32)
 ONES.flags.writeable = False
@@ -72,6 +71,13 @@ class Step:
         free = self._roster.num_free_seats
         return min(free, max(0, self.max_seqs - (self._roster.num_seats - free)))
 
+    def narrow(self, max_tokens: int | None, max_seqs: int | None = None) -> None:
+        """Grant no more tokens and seats than this; ``None`` is no bound."""
+        if max_tokens is not None:
+            self.tokens_left = min(self.tokens_left, int(max_tokens))
+        if max_seqs is not None:
+            self.max_seqs = min(self.max_seqs, int(max_seqs))
+
     def next_waiting(self) -> Request | None:
         """The best waiting request that was not offered in this step, while admission is open."""
         waiting = self._roster.waiting
@@ -108,10 +114,10 @@ class Step:
         if self.closed_by:
             return self.closed_by
         if self.is_full:
-            return waits.TOKENS
+            return Cause.TOKENS
         if len(self.refused) >= len(self._roster.waiting):  # each for a reason of its own
-            return waits.NEXT_STEP
-        return waits.POLICY if self.num_free_seats else waits.SEATS
+            return Cause.NEXT_STEP
+        return Cause.POLICY if self.num_free_seats else Cause.SEATS
 
     def close(self, cause: str) -> None:
         """Admit no further request in this step."""
@@ -238,3 +244,16 @@ def new_seq(req: Request) -> NewSeq:
         stop_token_ids=req.stop_ids,
         bad_words_ids=req.add.bad_words_ids,
     )
+
+
+def prefill_cap(config: SchedulerConfig, roster: Roster) -> int:
+    """Cap on one prompt's tokens in this step: none for a request that is alone."""
+    threshold = config.long_prefill_token_threshold
+    if not threshold or not config.enable_chunked_prefill:
+        return config.max_num_batched_tokens
+    competing = len(roster.running) + len(roster.waiting)
+    if competing <= 1:
+        return config.max_num_batched_tokens
+    if config.long_prefill_token_threshold_adaptive:
+        return max(threshold, config.max_num_batched_tokens // competing)
+    return threshold

@@ -16,14 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.sched.plugins.hooks import Guard
-from engine.sched.request import Request
-from engine.sched.state import queues
-from engine.sched.state.roster import NO_ROWS, Rows
-from engine.sched.state.table import ONE, SERIAL, WATCHED, Counts
+from engine.sched.request import ONE, SERIAL, WATCHED, Counts, Request
+from engine.sched.roster import NO_ROWS, Rows, by_rank
 from engine.sched.step.builder import Step
-from engine.sched.step.settle import ONE_BY_ONE_UPTO, Settler
+from engine.sched.step.settle import Settler
 
 Mask = NDArray[np.bool_]
+
+FEW = 8  # running requests up to which a loop is quicker; alone, by a fifth of schedule and settle
 
 # A policy that overrides one of these is asked about every request, one by one.
 ASKING_HOOKS = ("order", "chunk", "evict", "on_grant")
@@ -60,7 +60,7 @@ class DecodeFastPath:
         The order among them does then not matter. If they do not fit, or the policy wants to be
         asked, they are marked instead: ``grant_one`` is enough for a marked row in this step.
         """
-        if len(self._roster.running) <= ONE_BY_ONE_UPTO and not self._asks:
+        if len(self._roster.running) <= FEW and not self._asks:
             return self._grant_few(step)
         table, kv, rows = self._table, self._kv, self._roster.running_rows.columns.rows
         decode, plain, held, needs_block = self._decodes()
@@ -244,4 +244,4 @@ class DecodeFastPath:
         return cast(Request, self._roster.by_row[row])
 
     def _by_rank(self, rows: list[int]) -> list[Request]:
-        return sorted([self._req(row) for row in rows], key=queues.by_rank)
+        return sorted([self._req(row) for row in rows], key=by_rank)

@@ -1,17 +1,20 @@
-"""Checks that a request must pass before it is queued."""
+"""New requests: checked, ranked and queued; and the timers that wake or end them."""
 
 from __future__ import annotations
 
-from engine.config.check import is_finite
+from collections.abc import Iterator
+from enum import Enum
+from heapq import heapify, heappop, heappush
+
 from engine.config.sched import SchedulerConfig
 from engine.errors import RefusedError, RequestError
 from engine.kv.manager import KVManager
-from engine.messages.check import in_use
-from engine.messages.requests import AddRequest
+from engine.messages.requests import AddRequest, check_times, in_use
 from engine.sched.policy import Defer, Refuse
 from engine.sched.request import Request
 from engine.sched.step.settle import Settler
-from engine.sched.step.timers import TimerKind, Timers
+
+FEW = 64  # timers that are kept even if their requests have ended
 
 
 class Intake:
@@ -43,7 +46,7 @@ class Intake:
                 self._settler.counters.num_refused += 1
                 raise RefusedError(f"request {add.request_id!r} was refused: {verdict.reason}")
         except RequestError:
-            self._kv.forget(req)  # the policy may have looked it up in the cache
+            self._kv.finish(req)  # the policy may have looked it up in the cache
             roster.table.give_back(req.row)
             raise
         if ledger is not None:
@@ -100,16 +103,6 @@ class Intake:
         raise RefusedError(f"the queue is full: {why}; try again {when}", wait)
 
 
-def check_times(add: AddRequest) -> None:
-    """Raise ``RequestError`` for an invalid time: requests could not be ordered by it."""
-    for name in ("arrival_time", "deadline", "queue_deadline", "end_deadline"):
-        time = getattr(add, name)
-        if time is not None and not is_finite(time):
-            raise RequestError(
-                f"{name} of request {add.request_id!r} is {time!r:.80}, must be a finite number"
-            )
-
-
 def check_can_run(add: AddRequest, config: SchedulerConfig, kv: KVManager) -> None:
     """Raise ``RequestError`` for a request that could never finish, not even alone."""
     num_prompt = len(add.prompt_token_ids)
@@ -127,3 +120,48 @@ def check_can_run(add: AddRequest, config: SchedulerConfig, kv: KVManager) -> No
             f"but the whole pool has {kv.num_usable}; lower max_tokens or raise "
             "num_kv_blocks"
         )
+
+
+class TimerKind(Enum):
+    """What is due: to be looked at again, or to have been started or finished by then."""
+
+    WAKE = "wake"
+    START_BY = "started"
+    END_BY = "finished"
+
+
+class Timers:
+    """Timers, by seconds on the engine's clock. Those of ended requests are dropped."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, int, TimerKind, Request]] = []
+        self._num_added = 0  # breaks ties
+        self._clean_at = FEW
+
+    def add(self, time: float, kind: TimerKind, req: Request) -> None:
+        if len(self._heap) >= self._clean_at:  # most may be of requests that ended long before
+            self._heap = [entry for entry in self._heap if not entry[-1].is_finished]
+            heapify(self._heap)
+            self._clean_at = max(FEW, 2 * len(self._heap))
+        heappush(self._heap, (time, req.arrival, self._num_added, kind, req))
+        self._num_added += 1
+
+    def add_deadlines(self, req: Request) -> None:
+        """Add the deadlines that came with the request."""
+        if req.add.queue_deadline is not None:
+            self.add(req.add.queue_deadline, TimerKind.START_BY, req)
+        if req.add.end_deadline is not None:
+            self.add(req.add.end_deadline, TimerKind.END_BY, req)
+
+    def due(self, now: float) -> Iterator[tuple[TimerKind, Request]]:
+        """What is due by now, in order of time."""
+        while self._heap and self._heap[0][0] <= now:
+            *_, kind, req = heappop(self._heap)
+            if not req.is_finished:
+                yield kind, req
+
+    def next_time(self) -> float | None:
+        """The time of the next timer."""
+        while self._heap and self._heap[0][-1].is_finished:
+            heappop(self._heap)
+        return self._heap[0][0] if self._heap else None

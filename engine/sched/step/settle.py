@@ -1,30 +1,29 @@
-"""Applies a step's result to each request: append, publish, stop, retire."""
+"""A step's result: append tokens, publish blocks, end and retire requests, make outputs."""
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
 from engine.kv.manager import KVManager
-from engine.messages.outputs import CoreOutputs, FinishReason
+from engine.messages.requests import CoreOutputs, Finished, FinishReason, Started
 from engine.messages.step import EMPTY, Column, StepPlan, StepResult
 from engine.sched.plugins.resources import Resources
 from engine.sched.policy import Policy
 from engine.sched.predict.ledger import Ledger
-from engine.sched.request import Request, Status
-from engine.sched.state.roster import NO_ROWS, Roster, Rows
-from engine.sched.state.table import ONE, Counts, TableColumn
-from engine.sched.step.outputs import Members, OutputColumns
-from engine.sched.step.stats import Counters
-from engine.sched.step.timers import TimerKind
+from engine.sched.request import ONE, Counts, Request, Status, TableColumn
+from engine.sched.roster import NO_ROWS, Roster, Rows
 from engine.sched.view import View
 
-ONE_BY_ONE_UPTO = 16  # rows of a plan up to which columns cost more than they save
 NO_RESULT = StepResult(0, EMPTY, EMPTY)
-_DEADLINES = {TimerKind.START_BY: "started", TimerKind.END_BY: "finished"}
+logger = logging.getLogger("engine.sched")
+NOWHERE = -1  # index of a request that is not in the plan
 
 
 class Settler:
@@ -81,14 +80,14 @@ class Settler:
         self.counters.num_failed += reason == "error"
         self._ended.append((req, reason, message))
 
-    def expire(self, req: Request, kind: TimerKind) -> None:
-        """A deadline of the request has passed."""
+    def expire(self, req: Request, missed: str) -> None:
+        """The request was not ``missed`` ("started", "finished") by its deadline."""
         self.counters.num_expired += 1
-        self.end(req, "deadline", f"not {_DEADLINES[kind]} by its deadline")
+        self.end(req, "deadline", f"not {missed} by its deadline")
 
     def finish(self, req: Request) -> None:
         """The request has ended: blocks, seat and whatever else it held are free."""
-        req.history.kv_transfer_params = self.kv.forget(req)
+        req.history.kv_transfer_params = self.kv.finish(req)
         self.roster.finish(req, self.view.now)
         self.resources.release(req)
         self._to_restart.discard(req.row)
@@ -220,10 +219,11 @@ class Appender:
 
         Late results of a request that has finished or was revoked are dropped.
         """
-        counts, is_whole = result.counts, self._roster.running_rows.take_whole(plan.step)
-        if len(counts) <= ONE_BY_ONE_UPTO or len(result.token_ids) > np.count_nonzero(counts):
-            return self._one_by_one(plan, result, outputs)
-        return self._in_columns(plan, result, outputs, is_whole)
+        is_whole = self._roster.running_rows.take_whole(plan.step)
+        num_sampled = np.count_nonzero(result.counts)
+        if len(result.token_ids) > num_sampled:
+            return self._with_drafts(plan, result, outputs)
+        return self._in_columns(plan, result, outputs, is_whole) if num_sampled else []
 
     def commit_ends(self, rows: Rows, counts: Counts, other: TableColumn) -> None:
         """Known or computed tokens of these rows grew by one to ``counts``. Publish the blocks that
@@ -237,7 +237,8 @@ class Appender:
         if full.size:
             self._kv.commit_next(self._roster.requests(full))
 
-    def _one_by_one(self, plan: StepPlan, result: StepResult, outputs: OutputColumns) -> list[int]:
+    def _with_drafts(self, plan: StepPlan, result: StepResult, outputs: OutputColumns) -> list[int]:
+        """Rows that may have several tokens each."""
         table, tokens, last = self._roster.table, result.token_ids.tolist(), 0
         ended = []
         columns = zip(
@@ -337,3 +338,221 @@ def stopped_by(req: Request) -> tuple[FinishReason, int | None] | None:
     if req.num_tokens >= req.max_total:
         return "length", None
     return None
+
+
+@dataclass(slots=True)
+class Counters:
+    """Counts since the start."""
+
+    num_steps: int = 0
+    num_scheduled_tokens: int = 0
+    num_preemptions: int = 0
+    num_failed: int = 0
+    num_refused: int = 0
+    num_expired: int = 0
+    num_rescued_steps: int = 0
+    blocked: str = ""
+
+    def note_rescue(self, culprit: str, *, was_saved: bool) -> None:
+        """The default order was tried in place of the policy's. Steps in which that granted tokens
+        are counted, and the first is logged."""
+        self.num_rescued_steps += was_saved
+        if was_saved and self.num_rescued_steps == 1:
+            logger.warning(
+                "%s scheduled no request although one could run; such steps are served in the "
+                "default order and counted in num_rescued_steps",
+                culprit,
+            )
+
+
+class Members:
+    """The requests behind the rows of a plan, and their constants. While no request starts or
+    ends, plans share their rows, and this is made once for all of them."""
+
+    def __init__(self, rows: Rows, roster: Roster) -> None:
+        table = roster.table
+        self.reqs = roster.requests(rows)
+        self.ids = [req.request_id for req in self.reqs]
+        self.tokens = [req.tokens for req in self.reqs]
+        self._rows = rows
+        self._told = table.told
+        self._limits = table.limit.all[rows]
+        self._stop_ids = table.stop_id.all[rows]
+        self._may_stop = bool((self._stop_ids != -1).any())
+        clients = table.client.all[rows]
+        is_one = rows.size > 0 and (clients == clients[0]).all()
+        self.only_client = int(clients[0]) if is_one else None
+        self._have_started = False
+
+    def take_started(self) -> list[int]:
+        """Requests that get their first token from this seat now; called before each token."""
+        if self._have_started:
+            return []
+        self._have_started = True
+        indices: list[int] = (self._told.all[self._rows] == 0).nonzero()[0].tolist()
+        self._told.all[self._rows] = 1
+        return indices
+
+    def may_have_ended(self, tokens: Counts, num_tokens: Counts) -> list[int]:
+        """Requests that may end with this token, at so many tokens."""
+        ended = num_tokens >= self._limits
+        if self._may_stop:
+            ended |= (self._stop_ids == tokens) | (self._stop_ids == -2)
+        indices: list[int] = ended.nonzero()[0].tolist()
+        return indices
+
+
+class OutputColumns:
+    """Collects a step's outputs and splits them by client."""
+
+    def __init__(self, now: float, result: StepResult) -> None:
+        self.now = now
+        self.result = result
+        self.reqs: list[Request] = []
+        self._ids: list[str] = []
+        self._only_client: int | None = None
+        self._tokens: list[int] = []  # flat
+        self._counts: list[int] | None = None  # of tokens by request; None: one each
+        self._places: list[int] = []  # in the plan
+        self._started: set[int] = set()
+        self._finished: dict[int, Finished] = {}
+
+    def add_members(
+        self,
+        members: Members,
+        tokens: list[int],
+        places: Iterable[int],
+        started: Iterable[int],
+    ) -> None:
+        """One token for each of these; ``started`` are those with their first from this seat."""
+        self.reqs, self._ids, self._tokens = members.reqs, members.ids, tokens
+        self._only_client = members.only_client
+        if self.result.logprobs or self.result.prompt_logprobs:
+            self._places = list(places)
+        self._started = set(started)
+
+    def add(self, req: Request, tokens: list[int], place: int, *, is_first: bool) -> int:
+        """Tokens of one request, at this place of the plan; its index here."""
+        index = len(self.reqs)
+        if len(tokens) != 1 and self._counts is None:
+            self._counts = [1] * index
+        if self._counts is not None:
+            self._counts.append(len(tokens))
+        self.reqs.append(req)
+        self._ids.append(req.request_id)
+        self._tokens += tokens
+        self._places.append(place)
+        if is_first:
+            self._started.add(index)
+        return index
+
+    @property
+    def has_ends(self) -> bool:
+        return bool(self._finished)
+
+    def finish(self, index: int, reason: FinishReason, stop_reason: int | None) -> None:
+        """The request at this place of the columns has ended."""
+        self._finished[index] = end_of(self.reqs[index], index, reason, stop_reason)
+
+    def end(self, req: Request, reason: FinishReason, message: str) -> None:
+        """The request has ended without a token."""
+        # Members are shared with later steps: their lists are copied, not changed.
+        self.reqs, self._ids, self._only_client = [*self.reqs], [*self._ids], None
+        self._places = self._places or [NOWHERE] * len(self.reqs)
+        index = self.add(req, [], NOWHERE, is_first=False)
+        self._finished[index] = end_of(req, index, reason, message=message)
+
+    def by_client(self) -> dict[int, CoreOutputs]:
+        """One ``CoreOutputs`` for each client that has something in this step."""
+        if not self.reqs:
+            return {}
+        if self._only_client is not None:
+            return {self._only_client: self._columns(range(len(self.reqs)))}
+        clients = [req.add.client_index for req in self.reqs]
+        return {
+            client: self._columns([i for i, other in enumerate(clients) if other == client])
+            for client in dict.fromkeys(clients)
+        }
+
+    def _columns(self, picked: Sequence[int]) -> CoreOutputs:
+        whole, counts = len(picked) == len(self.reqs), self._counts
+        out = CoreOutputs(
+            request_ids=self._ids if whole else [self._ids[i] for i in picked],
+            token_ids=self._tokens if whole else self._tokens_of(picked),
+            counts=counts if whole or counts is None else [counts[i] for i in picked],
+            time=self.now,
+        )
+        result = self.result
+        if not (self._started or self._finished or result.logprobs or result.prompt_logprobs):
+            return out
+        places = {i: index for index, i in enumerate(picked)} if not whole else None
+        for i in self._with_details():
+            if places is None:
+                self._details(out, i, i)
+            elif i in places:
+                self._details(out, places[i], i)
+        return out
+
+    def _tokens_of(self, picked: Sequence[int]) -> list[int]:
+        if self._counts is None:
+            return [self._tokens[i] for i in picked]
+        ends = list(accumulate(self._counts))
+        return [
+            token for i in picked for token in self._tokens[ends[i] - self._counts[i] : ends[i]]
+        ]
+
+    def _with_details(self) -> Iterable[int]:
+        """Rows whose output is more than a token."""
+        result = self.result
+        if result.logprobs or result.prompt_logprobs:
+            return range(len(self.reqs))
+        return sorted(self._started | self._finished.keys())
+
+    def _details(self, out: CoreOutputs, index: int, i: int) -> None:
+        """Details that few rows have: first output, end, log-probabilities."""
+        req, result = self.reqs[i], self.result
+        at = self._places[i] if self._places else NOWHERE
+        if i in self._started:
+            out.started.append(start_of(req, index, self.now))
+        if i in self._finished:
+            finished = self._finished[i]
+            finished.index = index
+            out.finished.append(finished)
+        if at in result.logprobs:
+            out.logprobs[index] = result.logprobs[at]
+        if at in result.prompt_logprobs:
+            out.prompt_logprobs[index] = result.prompt_logprobs[at]
+
+
+def start_of(req: Request, index: int, now: float) -> Started:
+    """History of a running request; a copy, since it goes on changing."""
+    history = req.history
+    return Started(
+        index,
+        history.num_cached,
+        history.scheduled_time or now,
+        history.num_preempted,
+        dict(history.waits),
+        list(history.events),
+    )
+
+
+def end_of(
+    req: Request,
+    index: int,
+    reason: FinishReason,
+    stop_reason: int | None = None,
+    message: str = "",
+) -> Finished:
+    """The end of a request, and what has happened to it."""
+    history = req.history
+    return Finished(
+        index,
+        reason,
+        stop_reason,
+        message,
+        num_preemptions=history.num_preempted,
+        waits=history.waits,
+        events=history.events,
+        kv_transfer_params=history.kv_transfer_params,
+    )

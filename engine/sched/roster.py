@@ -1,20 +1,156 @@
-"""Which requests there are, by id, by row and by status, and which seats they have."""
+"""Which requests there are, their order and seats, and why they wait.
+
+Every second in the queue is charged to exactly one cause, at a cost of O(1) a step: between two
+plans all waiting requests share one cause, whatever closed the queue in the earlier one. One
+running total per cause is kept; a request remembers the totals of the moment it entered and takes
+the difference when it leaves. Only those that were offered and refused by themselves, or that
+wait for something of their own, are charged one by one.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.sched.request import Request, Status
-from engine.sched.state.queues import RankedQueue
-from engine.sched.state.table import Table
-from engine.sched.state.waits import WaitLedger
+from engine.sched.request import Request, Status, Table
 
 Rows = NDArray[np.intp]  # numpy indexes with intp five times faster than with int32
 NO_ROWS: Rows = np.empty(0, dtype=np.intp)
+
+
+def by_rank(req: Request) -> tuple[object, ...]:
+    """Sort key: rank, ties by number of arrival."""
+    return (*req.rank, req.arrival)
+
+
+class RankedQueue:
+    """A list kept sorted by rank. Smaller goes first."""
+
+    def __init__(self) -> None:
+        self._keys: list[tuple[object, ...]] = []
+        self._reqs: list[Request] = []
+
+    def __len__(self) -> int:
+        return len(self._reqs)
+
+    def __iter__(self) -> Iterator[Request]:
+        """As they are now: an order is asked while requests move from queue to queue."""
+        return iter(self._reqs.copy())
+
+    def __getitem__(self, index: int) -> Request:
+        return self._reqs[index]
+
+    def add(self, req: Request) -> None:
+        """Insert at its rank."""
+        key = by_rank(req)
+        index = bisect_left(self._keys, key)
+        self._keys.insert(index, key)
+        self._reqs.insert(index, req)
+
+    def remove(self, req: Request) -> None:
+        """Take out; its rank must not have changed since it was added."""
+        index = bisect_left(self._keys, by_rank(req))
+        if index == len(self._reqs) or self._reqs[index] is not req:
+            index = self._reqs.index(req)
+        del self._keys[index]
+        del self._reqs[index]
+
+    def rerank(self, ranks: Callable[[Sequence[Request]], Sequence[tuple[object, ...]]]) -> None:
+        """Ask for all ranks again and sort."""
+        reqs, keys = self._reqs, []
+        for req, rank in zip(reqs, ranks(reqs), strict=True):
+            req.rank = rank
+            keys.append((*rank, req.arrival))
+        by_arrival: dict[object, Request] = {req.arrival: req for req in reqs}
+        keys.sort()
+        self._keys = keys
+        self._reqs = [by_arrival[key[-1]] for key in keys]
+
+
+class Cause:
+    """Why a request waits, as logs and outputs say it."""
+
+    TOKENS = "token budget"
+    SEATS = "seats"
+    BLOCKS = "KV blocks"
+    POLICY = "policy order"
+    PAUSED = "paused"
+    FAILED_LOAD = "failed load"  # within the step: more is to be computed than it was offered
+    PREEMPTED = "preempted"  # by whom follows
+    NEXT_STEP = "next step"  # it waits only for the next plan
+
+
+class WaitLedger:
+    """Charges the waiting time of requests, in seconds."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, float] = {}  # of requests that have left the queue
+        self._totals: dict[str, float] = {}
+        self._cause = Cause.NEXT_STEP  # of the time since the last plan
+        self._since = 0.0
+        self._refused: dict[int, tuple[Request, str]] = {}  # by row: its own cause since then
+
+    def enter(self, req: Request, now: float, own: str | None = None) -> None:
+        """The request begins to wait. With an ``own`` cause, all of the wait is charged to that."""
+        req.history.wait_from = now
+        req.history.own_cause = own
+        if own is None:
+            req.history.totals_at_entry = self._totals_at(now)
+
+    def leave(self, req: Request, now: float) -> None:
+        """It waits no longer, or for something else."""
+        history = req.history
+        waited = now - history.wait_from
+        if history.own_cause is not None:
+            charges = {history.own_cause: waited}
+        else:
+            before, after = history.totals_at_entry, self._totals_at(now)
+            charges = {cause: total - before.get(cause, 0.0) for cause, total in after.items()}
+            if req.row in self._refused:
+                self._charge_own(req, now)
+                del self._refused[req.row]
+        for cause, seconds in charges.items():
+            if seconds:
+                history.waits[cause] = history.waits.get(cause, 0.0) + seconds
+        history.queue_seconds += waited
+
+    def close(self, now: float, cause: str, refused: Iterable[tuple[Request, str]]) -> None:
+        """A plan was made: until the next one, requests in the queue wait for this cause."""
+        for req, _ in self._refused.values():
+            self._charge_own(req, now)
+        self._totals = self._totals_at(now)
+        self._cause, self._since = cause, now
+        self._refused = {
+            req.row: (req, why)
+            for req, why in refused
+            if why != cause and req.is_waiting and req.history.own_cause is None
+        }
+
+    def add_up(self, waits: dict[str, float]) -> None:
+        """A request has ended; its waits go into the sums."""
+        for cause, seconds in waits.items():
+            kind = (
+                Cause.PREEMPTED if cause.startswith(Cause.PREEMPTED) else cause
+            )  # by whom is its own history
+            self.sums[kind] = self.sums.get(kind, 0.0) + seconds
+
+    def _totals_at(self, now: float) -> dict[str, float]:
+        if now == self._since:
+            return self._totals
+        totals = dict(self._totals)
+        totals[self._cause] = totals.get(self._cause, 0.0) + now - self._since
+        return totals
+
+    def _charge_own(self, req: Request, now: float) -> None:
+        """Move this interval's charge from the common cause to the request's own."""
+        history, (_, cause) = req.history, self._refused[req.row]
+        seconds = now - self._since
+        for name, change in ((cause, seconds), (self._cause, -seconds)):
+            history.waits[name] = history.waits.get(name, 0.0) + change
 
 
 class Roster:

@@ -1,0 +1,205 @@
+"""What a decoder is made of, from token embeddings to the scores of the vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+import kernels
+from engine.layers.adapted import Linear
+from engine.layers.batch import Embeds, Wanted
+from engine.layers.linear import PlainLinear
+from kernels.meta import AttentionMeta
+
+
+class Embedding:
+    """A table of vectors, scaled if the family says so."""
+
+    def __init__(
+        self,
+        rows: Callable[[torch.Tensor], torch.Tensor],
+        dtype: torch.dtype,
+        multiplier: float = 1.0,
+    ) -> None:
+        self.rows = rows  # [N] -> a new [N, H]; a tied table belongs to the output layer
+        self.dtype = dtype
+        # Gemma rounds the factor to the dtype computed with.
+        self.multiplier = torch.tensor(multiplier, dtype=dtype).item()
+
+    def __call__(self, input_ids: torch.Tensor, embeds: Embeds | None = None) -> torch.Tensor:
+        """input_ids: [N] -> [N, H]; ``embeds`` take the place of their rows, unscaled."""
+        x = self.rows(input_ids).to(self.dtype)
+        x = x if self.multiplier == 1.0 else x.mul_(self.multiplier)
+        if embeds is not None:
+            x[embeds.rows] = embeds.values.to(self.dtype)
+        return x
+
+
+class RMSNorm:
+    """x / rms(x) * weight; ``add_one``: stored weights are offsets from one."""
+
+    def __init__(self, weight: torch.Tensor, eps: float, add_one: bool = False) -> None:
+        self.weight = weight  # [H]
+        self.eps = eps
+        self.add_one = add_one
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [N, H] -> a new [N, H]."""
+        return kernels.rms_norm(x, self.weight, self.eps, add_one=self.add_one)
+
+
+class ResidualNorm:
+    """Closes the sublayer before and opens the next: adds to the residual stream, then normalises.
+
+    Without a norm, only the addition is done. A stream begins with ``residual`` of ``None``.
+    """
+
+    def __init__(self, norm: RMSNorm | None) -> None:
+        self.norm = norm
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x, residual: [N, H] -> (input of the next sublayer, residual stream)."""
+        norm = self.norm
+        if norm is None:
+            total = x if residual is None else x + residual
+            return total, total
+        if residual is None:
+            return norm(x), x
+        return kernels.add_rms_norm(x, residual, norm.weight, norm.eps, add_one=norm.add_one)
+
+
+class Attention:
+    """One fused projection, norms and rotation of queries and keys, attention, one projection."""
+
+    def __init__(
+        self,
+        qkv: Linear,
+        out: Linear,
+        write: Mapping[str, Any],
+        attend: Mapping[str, Any],
+    ) -> None:
+        """write, attend: this layer's options of ``qkv_rope_write`` and ``paged_attention``."""
+        self.qkv = qkv
+        self.out = out
+        self.write = dict(write)
+        self.attend = dict(attend)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        meta: AttentionMeta,
+        kv_layer: torch.Tensor,
+        wanted: Wanted | None = None,
+    ) -> torch.Tensor:
+        """x: [N, H] -> [N, H], or [R, H] of the wanted rows; writes all K and V to ``kv_layer``."""
+        q = kernels.qkv_rope_write(self.qkv(x), kv_layer, meta, **self.write)
+        if wanted is not None:
+            q, meta = q[wanted.rows], wanted.attn
+        return self.out(kernels.paged_attention(q, kv_layer, meta, **self.attend))
+
+
+class GatedMLP:
+    """down(act(gate(x)) * up(x)), gate and up in one matrix."""
+
+    def __init__(self, gate_up: Linear, down: Linear, activation: str) -> None:
+        self.gate_up = gate_up
+        self.down = down
+        self.activation = activation
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [N, H] -> [N, H]."""
+        return self.down(kernels.act_mul(self.gate_up(x), self.activation))
+
+
+class MixtureOfExperts:
+    """Each token's best ``top_k`` experts, weighted by their softmax scores."""
+
+    can_be_recorded = False  # the host groups the tokens by their experts
+
+    def __init__(
+        self, router: torch.Tensor, experts: Sequence[GatedMLP], top_k: int, renormalize: bool
+    ) -> None:
+        self.router = router  # [E, H]
+        self.experts = experts
+        self.top_k = top_k
+        self.renormalize = renormalize
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [N, H] -> [N, H]. Tokens are grouped by expert, so each expert runs once."""
+        weights, chosen = self.route(x)
+        order = chosen.flatten().argsort(stable=True)  # [N * top_k], by expert
+        rows = order // self.top_k
+        counts = torch.bincount(chosen.flatten(), minlength=len(self.experts)).tolist()
+        outputs = [
+            expert(tokens)
+            for expert, tokens in zip(self.experts, torch.split(x[rows], counts), strict=True)
+            if len(tokens)
+        ]
+        weighted = torch.cat(outputs) * weights.flatten()[order, None]
+        return torch.zeros_like(x).index_add_(0, rows, weighted)
+
+    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(weights in x's dtype, expert ids), both [N, top_k]."""
+        scores = F.linear(x, self.router).softmax(-1, dtype=torch.float32)
+        weights, chosen = scores.topk(self.top_k)
+        if self.renormalize:
+            weights /= weights.sum(-1, keepdim=True)
+        return weights.to(x.dtype), chosen
+
+
+class GroupedExperts:
+    """A mixture whose experts lie in one tensor, so that one product on a GPU computes them all."""
+
+    can_be_recorded = True
+
+    def __init__(self, mixture: MixtureOfExperts) -> None:
+        """Takes the weights over; the mixture keeps its router alone. See ``can_be_grouped``."""
+        experts, mixture.experts = mixture.experts, ()
+        self._route = mixture.route
+        self._activation = experts[0].activation
+        self._gate_up = _stacked([expert.gate_up for expert in experts])  # [E, 2F, H]
+        self._down = _stacked([expert.down for expert in experts])  # [E, H, F]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [N, H] -> [N, H]."""
+        weights, chosen = self._route(x)
+        return kernels.mixture(
+            x, self._gate_up, self._down, chosen.int(), weights.float(), self._activation
+        )
+
+
+def can_be_grouped(mixture: MixtureOfExperts) -> bool:
+    """Whether all its weights are plain ones without biases."""
+    return all(
+        isinstance(linear, PlainLinear) and linear.bias is None
+        for expert in mixture.experts
+        for linear in (expert.gate_up, expert.down)
+    )
+
+
+def _stacked(linears: Sequence[Linear]) -> torch.Tensor:
+    return torch.stack([linear.weight for linear in linears if isinstance(linear, PlainLinear)])
+
+
+class OutputLayer:
+    """Scores of the vocabulary: scaled, then capped to cap * tanh(score / cap)."""
+
+    def __init__(self, linear: Linear, multiplier: float = 1.0, softcap: float = 0.0) -> None:
+        self.linear = linear
+        self.multiplier = multiplier
+        self.softcap = softcap
+
+    def __call__(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden: [R, H] -> [R, V] float32, in ``out`` if it is given."""
+        scores = self.linear(hidden)
+        scores = scores.float() if out is None else out.copy_(scores)
+        if self.multiplier != 1.0:
+            scores.mul_(self.multiplier)
+        if self.softcap:
+            scores.div_(self.softcap).tanh_().mul_(self.softcap)
+        return scores
