@@ -22,7 +22,7 @@ def describe() -> dict[str, Any]:
         ],
         "cores": len(cores),
         "memory_gib": round(int(_first_value("/proc/meminfo", "MemTotal").split()[0]) / 2**20, 1),
-        "system": platform.platform(),
+        "system": "{0.sysname}-{0.release}-{0.machine}".format(os.uname()),
         "python": platform.python_version(),
     }
 

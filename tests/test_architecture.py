@@ -21,6 +21,7 @@ LAZY_IMPORTS = {
     "kernels.bodies": "Triton is imported only where it computes",
     "engine.hub.fetch": "huggingface_hub is imported only for a model given by name",
     "engine.models.load": "transformers is imported only for what has no native family",
+    "engine.verify.pytest_plugin": "pytest loads it in every project where the engine is installed",
 }
 
 HEAVY = ("torch", "zmq", "transformers")
@@ -232,7 +233,7 @@ def test_decisions_read_no_clock_dice_or_environment() -> None:
             continue
         wrong += [
             f"{module.where}:{node.lineno} {ast.unparse(node)}"
-            for node in ast.walk(module.tree)
+            for node in module.nodes
             if reads_the_world(node)
         ]
     assert not wrong, "\n".join(wrong)
@@ -255,7 +256,7 @@ def test_only_one_module_reads_the_environment() -> None:
     wrong = [
         f"{m.where}:{node.lineno}"
         for name, m in tree.modules().items()
-        for node in ast.walk(m.tree)
+        for node in m.nodes
         if isinstance(node, ast.Attribute)
         and ast.unparse(node) in ("os.environ", "os.getenv")
         and name != "engine.config.env"
@@ -268,7 +269,7 @@ def test_no_global_statement_and_no_pickle() -> None:
     for module in tree.sources():
         wrong += [
             f"{module.where}:{node.lineno} global {', '.join(node.names)}"
-            for node in ast.walk(module.tree)
+            for node in module.nodes
             if isinstance(node, ast.Global)
         ]
         wrong += [
@@ -366,7 +367,7 @@ def arguments_given(module: tree.Module) -> set[tuple[str, str]]:
     """
     return {
         (ast.unparse(node.args[0] if is_part(node) else node.func), keyword.arg or "")
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.Call)
         for keyword in node.keywords
     }
@@ -380,13 +381,13 @@ def attributes_read(module: tree.Module) -> set[str]:
     """Attributes a module reads; neither a config's own check nor handing a field on is reading."""
     idle: set[ast.AST] = set()
     if under(module.name, ("engine.config",)):
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.FunctionDef) and node.name.startswith(CHECKS):
                 idle |= set(ast.walk(node))
             elif isinstance(node, ast.keyword) and ast.unparse(node.value) == f"self.{node.arg}":
                 idle.add(node.value)
     return {
         node.attr
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and node not in idle
     }

@@ -5,8 +5,9 @@ from __future__ import annotations
 import types
 from array import array
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
+from functools import cache
 from random import Random
 from typing import Any
 
@@ -45,9 +46,14 @@ def _share(value: Any, memo: Memo) -> Any:
     return value
 
 
+def _are_shared(values: Iterable[Any]) -> bool:
+    """All of them, as most lists and columns are full of numbers."""
+    return all(_MAKERS.get(cls) is _share for cls in set(map(type, values)))
+
+
 def _list(value: Any, memo: Memo) -> Any:
     made = memo[id(value)] = value.__class__()
-    made.extend([_clone(inner, memo) for inner in value])
+    made.extend(value if _are_shared(value) else [_clone(inner, memo) for inner in value])
     return made
 
 
@@ -67,6 +73,9 @@ def _dict(value: Any, memo: Memo) -> Any:
     if isinstance(value, defaultdict):
         made = defaultdict(value.default_factory)
     memo[id(value)] = made
+    if _are_shared(value) and _are_shared(value.values()):
+        made.update(value)
+        return made
     for key, inner in value.items():
         made[_clone(key, memo)] = _clone(inner, memo)
     return made
@@ -97,13 +106,15 @@ def _method(value: Any, memo: Memo) -> Any:
 def _object(value: Any, memo: Memo) -> Any:
     made = memo[id(value)] = object.__new__(value.__class__)
     for name in _slots(value.__class__):
-        if hasattr(value, name):
-            object.__setattr__(made, name, _clone(getattr(value, name), memo))
+        inner = getattr(value, name, _UNSET)
+        if inner is not _UNSET:
+            object.__setattr__(made, name, _clone(inner, memo))
     for name, inner in getattr(value, "__dict__", {}).items():
         made.__dict__[name] = _clone(inner, memo)
     return made
 
 
+@cache
 def _slots(cls: type) -> tuple[str, ...]:
     names: list[str] = []
     for base in cls.__mro__:
@@ -132,4 +143,5 @@ _BY_BASE: tuple[tuple[Any, Callable[[Any, Memo], Any]], ...] = (
     ((array, np.ndarray), _array),
     ((types.MethodType, types.BuiltinMethodType), _method),
 )
+_UNSET = object()  # a slot that has no value yet
 _MAKERS: dict[type, Callable[[Any, Memo], Any]] = {}

@@ -251,8 +251,9 @@ def explore(scenario: Scenario) -> Explored:
         if not (world.reqs or world.flight):
             ends.add(key)
         reached: dict[str, Key] = {}
-        for move in list(world.moves(scenario)):
-            after = clone(world)
+        moves = list(world.moves(scenario))
+        for move in moves:
+            after = world if move is moves[-1] else clone(world)
             try:
                 after.do(move, scenario)
             except Exception as error:

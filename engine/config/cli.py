@@ -9,7 +9,7 @@ import json
 import textwrap
 import types
 from dataclasses import MISSING, Field, fields, is_dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from engine.config.option import EXAMPLE
@@ -72,19 +72,24 @@ def summary(options: type[Any]) -> str:
 
 def field_docs(options: type[Any]) -> dict[str, str]:
     """The string below each field of a class, or of the classes that it inherits fields from."""
-    docs = {}
+    docs: dict[str, str] = {}
     for each in filter(is_dataclass, reversed(options.__mro__)):
-        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
-        assert isinstance(tree, ast.ClassDef)
-        for node, below in zip(tree.body, tree.body[1:], strict=False):
-            if (
-                isinstance(node, ast.AnnAssign)
-                and isinstance(node.target, ast.Name)
-                and isinstance(below, ast.Expr)
-                and isinstance(below.value, ast.Constant)
-            ):
-                docs[node.target.id] = str(below.value.value)
+        docs |= _own_docs(each)
     return docs
+
+
+@cache  # of some hundred lines; every command has options of the engine
+def _own_docs(options: Any) -> dict[str, str]:
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(options))).body
+    assert isinstance(tree, ast.ClassDef)
+    return {
+        node.target.id: str(below.value.value)
+        for node, below in zip(tree.body, tree.body[1:], strict=False)
+        if isinstance(node, ast.AnnAssign)
+        and isinstance(node.target, ast.Name)
+        and isinstance(below, ast.Expr)
+        and isinstance(below.value, ast.Constant)
+    }
 
 
 def _shown_default(option: Field[Any]) -> str:

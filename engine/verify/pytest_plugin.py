@@ -8,12 +8,12 @@ def test_my_policy(metronome_policy):
 from __future__ import annotations
 
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import pytest
 
-from engine.verify.swarm import Report
-from engine.verify.testing import check_policy
+if TYPE_CHECKING:
+    from engine.verify.swarm import Report
 
 
 class CheckPolicy(Protocol):
@@ -33,5 +33,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture
 def metronome_policy(request: pytest.FixtureRequest) -> CheckPolicy:
     """Checks a policy; see ``engine.verify.testing.check_policy``."""
+    # Here, for pytest loads this module in every project that it runs in.
+    from engine.verify.testing import check_policy
+
     marker = request.node.get_closest_marker("metronome_policy")
     return partial(check_policy, **(marker.kwargs if marker else {}))

@@ -13,10 +13,6 @@ from tools.shipped import beside_attention
 pytestmark = pytest.mark.timeout(300)  # a process of its own, maybe beside others
 
 
-def test_products_agree_with_what_weights_stand_for() -> None:
-    triton_interpreter.check("test_quant.py")
-
-
 def test_whole_models_keep_their_weights_packed() -> None:
     triton_interpreter.check("test_quantized_models.py")
 

@@ -10,9 +10,5 @@ def test_sampler_agrees_with_the_other_bodies() -> None:
     triton_interpreter.check("test_sampling.py")
 
 
-def test_edits_of_logits_and_logprobs_agree_with_the_reference() -> None:
-    triton_interpreter.check("test_logits.py")
-
-
 def test_drafts_are_verified_exactly() -> None:
     triton_interpreter.check("test_rejection.py")

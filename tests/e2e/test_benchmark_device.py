@@ -19,9 +19,15 @@ SECTIONS = ["correctness", "ceilings", *MEASURED, "tiny"]
 
 def test_dry_run_goes_through_every_section(tmp_path: Path) -> None:
     where = tmp_path / "device.json"
+    interpreted = [sys.executable, "-m", "support.triton_interpreter", "benchmarks/device.py"]
     done = subprocess.run(
-        [sys.executable, "benchmarks/device.py", "--dry-run", "--json", str(where)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        [*interpreted, "--dry-run", "--json", str(where)],
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT / "tests"),
+            "TRITON_INTERPRET": "1",
+        },
         cwd=ROOT,
         capture_output=True,
         text=True,

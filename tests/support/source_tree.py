@@ -52,6 +52,11 @@ class Module:
         return ast.parse(self.text, self.where)
 
     @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All of the tree; several rules look at each of them."""
+        return list(ast.walk(self.tree))
+
+    @cached_property
     def imports(self) -> tuple[Import, ...]:
         return tuple(self._imports_in(self.tree, is_lazy=False, is_typing_only=False))
 
@@ -71,8 +76,8 @@ class Module:
                     yield from self._imports_in(
                         holder, is_lazy=is_lazy, is_typing_only=is_typing_only
                     )
-            else:
-                inside = is_lazy or isinstance(child, Function | ast.Lambda)
+            elif not isinstance(child, ast.expr):  # which holds no import
+                inside = is_lazy or isinstance(child, Function)
                 yield from self._imports_in(child, is_lazy=inside, is_typing_only=is_typing_only)
 
     def _modules_of(self, node: ast.Import | ast.ImportFrom) -> list[str]:
@@ -92,7 +97,7 @@ class Module:
         yield from _functions_in(self.tree, "")
 
     def classes(self) -> Iterator[ast.ClassDef]:
-        return (node for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef))
+        return (node for node in self.nodes if isinstance(node, ast.ClassDef))
 
 
 def _functions_in(node: ast.AST, prefix: str) -> Iterator[tuple[str, Function]]:

@@ -1,12 +1,16 @@
 """Triton kernels on the CPU: Triton's interpreter, with 16 and 8 bit floats as devices round them.
 
 The interpreter keeps bfloat16 as bare bits: it adds, multiplies and contracts the bits, and it cuts
-off where a cast should round. `repair` computes in float32 and rounds to nearest even. The variable
-TRITON_INTERPRET is read where a kernel is defined, so interpreted tests have a process of their
-own: tests/interpreted/, run by `check`.
+off where a cast should round. `repair` computes in float32 and rounds to nearest even. It also
+leaves out what the interpreter does again and again to no effect: three quarters of its time. The
+variable TRITON_INTERPRET is read where a kernel is defined, so interpreted tests have a process of
+their own: tests/interpreted/, run by `check`; `python -m support.triton_interpreter FILE` runs a
+program so.
 """
 
+import dataclasses
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -22,8 +26,8 @@ IS_INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 Builder, Handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
 
 
-def check(name: str, timeout: float = 280, options: tuple[str, ...] = ()) -> None:
-    """Run tests/interpreted/<name> in a process of its own; raises with its output."""
+def check(*names: str, timeout: float = 280, options: tuple[str, ...] = ()) -> None:
+    """Run these files of tests/interpreted in a process of their own; raises with its output."""
     done = subprocess.run(
         [
             sys.executable,
@@ -32,8 +36,10 @@ def check(name: str, timeout: float = 280, options: tuple[str, ...] = ()) -> Non
             "-q",
             "-p",
             "no:cacheprovider",
+            "-p",
+            "no:metronome",  # checks policies
             *options,
-            f"tests/interpreted/{name}",
+            *(f"tests/interpreted/{name}" for name in names),
         ],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         cwd=ROOT,
@@ -64,7 +70,7 @@ def to_fp8(values: np.ndarray) -> np.ndarray:
 
 
 def is_bf16(handle: Handle) -> bool:
-    return handle.dtype.scalar == tl.bfloat16
+    return handle.dtype.scalar.name == tl.bfloat16.name
 
 
 def values_of(handle: Handle) -> np.ndarray:
@@ -122,6 +128,10 @@ def repair() -> None:
     Builder.create_dot, Builder.cast_impl = create_dot, cast_impl
     Builder.create_fp_to_fp = create_fp_to_fp
     _patch_once()
+    _keep_types()
+    # Computes each integer sum in 64 bits for an assert that is made in debug mode only.
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
 def _patch_once() -> None:
@@ -135,3 +145,51 @@ def _patch_once() -> None:
         return self.rewrite()(*args, **kwargs)
 
     interpreter.InterpretedFunction.__call__ = call
+
+
+def _keep_types() -> None:
+    """Each value brings its type and its shape, which are made anew: here once for each name."""
+    make_block, make_tensor, find_dtype = (
+        *(tl.block_type.__init__, tl.tensor.__init__),
+        interpreter._get_np_dtype,
+    )
+    blocks: dict[tuple[str, tuple[int, ...]], tuple] = {}
+    shapes: dict[str, tuple] = {}
+    dtypes: dict[str, np.dtype] = {}
+
+    def block_type(self, element_ty, shape):
+        sizes = tuple([d.value if isinstance(d, tl.constexpr) else d for d in shape])
+        key = element_ty.name, sizes
+        if key not in blocks:
+            make_block(self, element_ty, shape)
+            blocks[key] = self.shape, self.numel, self.name
+        self.element_ty = element_ty
+        self.shape, self.numel, self.name = blocks[key]
+
+    def tensor(self, handle, type):
+        if type.name not in shapes:
+            make_tensor(self, handle, type)
+            shapes[type.name] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = shapes[type.name]
+
+    def np_dtype(type):
+        if type.name not in dtypes:
+            dtypes[type.name] = find_dtype(type)
+        return dtypes[type.name]
+
+    def is_equal(self, other):
+        if isinstance(other, tl.constexpr):
+            other = other.value
+        return self is other or (isinstance(other, tl.dtype) and self.name == other.name)
+
+    tl.block_type.__init__, tl.tensor.__init__ = block_type, tensor
+    interpreter._get_np_dtype = np_dtype
+    tl.dtype.__eq__ = is_equal
+
+
+if __name__ == "__main__":
+    repair()
+    del sys.argv[0]
+    sys.path.insert(0, str(Path(sys.argv[0]).parent))
+    runpy.run_path(sys.argv[0], run_name="__main__")

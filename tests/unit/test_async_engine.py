@@ -19,7 +19,7 @@ def gate() -> Iterator[threading.Semaphore]:
     """Steps of the core, let through one by one; at the end all of them."""
     steps = threading.Semaphore(0)
     yield steps
-    steps.release(1_000_000)
+    steps.release(10_000)
 
 
 async def collect(
