@@ -108,6 +108,11 @@ class EngineCoreClient(CoreClient):
             raise
         self.id_prefix = self.decided.id_prefix
 
+    @property
+    def pids(self) -> list[int]:
+        """The process of our own core, for tools that watch it; empty if it is not ours."""
+        return [] if self._child is None else [self._child.pid]
+
     @classmethod
     def connect(cls, core: str, secret: str | None = None, *, name: str = "") -> EngineCoreClient:
         """A client of a running core, by the address that ``metronome core`` printed.

@@ -79,16 +79,17 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def test_tcp_works_with_the_shared_secret_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tcp_works_with_the_shared_secret_alone() -> None:
     address = f"tcp://127.0.0.1:{free_port()}"
     with HostedCore(FakeBuild(), address=tcp_address(address, SECRET)):
         client = EngineCoreClient(address_of(address, SECRET))
         client.add(make_request("a", [1], 20))
         assert drain(client)[0] == {"a": expected([1], 20)}
         client.shutdown()
-        monkeypatch.setattr("engine.rpc.zmq_client.WELCOME_SECONDS", 1.0)
         with pytest.raises(EngineDeadError):
-            EngineCoreClient(address_of(address, "another secret of some length"))
+            EngineCoreClient(
+                address_of(address, "another secret of some length"), welcome_timeout=1.0
+            )
         with RawClient(address) as plain:  # without encryption
             plain.send(Hello(PROTOCOL_VERSION, tcp_address(address, SECRET).token))
             assert plain.receive(0.5) is None

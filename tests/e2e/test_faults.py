@@ -14,7 +14,8 @@ from typing import Any
 
 import psutil
 import pytest
-from support.core_clients import own_place, pid_of, spawn_client
+from support.core_clients import own_place, spawn_client
+from support.live_core import pid_of
 from support.simulate import expected, make_request
 from support.spawned import FakeBuild, fake_config
 
