@@ -17,6 +17,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from random import Random
+from typing import ClassVar
 
 from engine.config.sched import SchedulerConfig
 from engine.kv.connector import KVSource
@@ -36,7 +37,7 @@ from engine.sched.step.builder import Step, pad_drafts, prefill_cap, seal
 from engine.sched.step.decodes import DecodeFastPath
 from engine.sched.step.intake import Intake, TimerKind
 from engine.sched.step.preempt import cut_to_blocks, promised_to_others, victims_for
-from engine.sched.step.settle import Counters, Settler
+from engine.sched.step.settle import ONE_BY_ONE_UPTO, Counters, Settler
 from engine.sched.view import View
 
 logger = logging.getLogger("engine.sched")
@@ -51,6 +52,9 @@ class Scheduler(SchedulerInterface):
     ``preempt``, ``seal``. ``clock`` gives seconds, and so does ``timer``, which only measures how
     long hooks take; nothing here reads any other.
     """
+
+    one_by_one_upto: ClassVar[int] = ONE_BY_ONE_UPTO
+    """Rows of a step up to which they are granted and appended to one by one, not in columns."""
 
     def __init__(
         self,
@@ -72,7 +76,10 @@ class Scheduler(SchedulerInterface):
         self.view = View(config, kv, self.roster, Random(seed))
         self.guard = Guard(policy, faults, self.view)
         self.asked: Policy = self.guard  # the policy of this step
-        self.settler = Settler(self.roster, kv, self.guard, self.view, self.resources)
+        few = self.one_by_one_upto
+        self.settler = Settler(
+            self.roster, kv, self.guard, self.view, self.resources, one_by_one_upto=few
+        )
         self.intake = Intake(config, self.settler)
         self.pause_state = PauseState.UNPAUSED
         self.num_in_flight = 0
@@ -80,7 +87,7 @@ class Scheduler(SchedulerInterface):
         self._clock = clock
         own_parts = [getattr(type(self), p) is not getattr(Scheduler, p) for p in BULK_PARTS]
         self._fast_path = DecodeFastPath(
-            self.settler, self.guard, self.secure, is_open=not any(own_parts)
+            self.settler, self.guard, self.secure, is_open=not any(own_parts), one_by_one_upto=few
         )
         for resource in resources:
             resource.attach(self)

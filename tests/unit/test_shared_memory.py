@@ -118,8 +118,9 @@ def test_a_reader_writes_nothing() -> None:
     fd = create_memory(SIZE)
     reader = ArenaReader(fd)
     os.close(fd)
-    with pytest.raises(TypeError):
-        reader._memory[0] = 1
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    maps = [line.split()[1] for line in lines if "metronome-arena" in line]
+    assert maps and all(rights == "r--s" for rights in maps[-1:])
     reader.close()
 
 

@@ -19,7 +19,7 @@ from engine.sched.plugins.hooks import Guard
 from engine.sched.request import ONE, SERIAL, WATCHED, Counts, Request
 from engine.sched.roster import NO_ROWS, Rows, by_rank
 from engine.sched.step.builder import Step
-from engine.sched.step.settle import ONE_BY_ONE_UPTO, Settler
+from engine.sched.step.settle import Settler
 
 Mask = NDArray[np.bool_]
 
@@ -37,8 +37,10 @@ class DecodeFastPath:
         secure: Callable[[Request, int, Step], bool],
         *,
         is_open: bool,
+        one_by_one_upto: int,
     ) -> None:
         self.is_open = is_open
+        self._one_by_one_upto = one_by_one_upto
         self._roster = settler.roster
         self._table = settler.roster.table
         self._kv = settler.kv
@@ -58,7 +60,7 @@ class DecodeFastPath:
         The order among them does then not matter. If they do not fit, or the policy wants to be
         asked, they are marked instead: ``grant_one`` is enough for a marked row in this step.
         """
-        if len(self._roster.running) <= ONE_BY_ONE_UPTO and not self._asks:
+        if len(self._roster.running) <= self._one_by_one_upto and not self._asks:
             return self._grant_few(step)
         table, kv, rows = self._table, self._kv, self._roster.running_rows.columns.rows
         decode, plain, held, needs_block = self._decodes()

@@ -37,6 +37,8 @@ class Settler:
         policy: Policy,
         view: View,
         resources: Resources,
+        *,
+        one_by_one_upto: int = ONE_BY_ONE_UPTO,
     ) -> None:
         self.roster = roster
         self.kv = kv
@@ -45,7 +47,7 @@ class Settler:
         self.resources = resources
         self.counters = Counters()
         self.ledger = view.ledger if policy.uses_ledger else None
-        self.appender = Appender(roster, kv, self.ledger)
+        self.appender = Appender(roster, kv, self.ledger, one_by_one_upto)
         self._ended: list[tuple[Request, FinishReason, str]] = []  # outside of any result
         self._to_restart: set[int] = set()  # rows, once the transfer into their blocks is over
 
@@ -207,7 +209,10 @@ class Settler:
 class Appender:
     """Appends tokens to requests and publishes the blocks they fill."""
 
-    def __init__(self, roster: Roster, kv: KVManager, ledger: Ledger | None) -> None:
+    def __init__(
+        self, roster: Roster, kv: KVManager, ledger: Ledger | None, one_by_one_upto: int
+    ) -> None:
+        self._one_by_one_upto = one_by_one_upto
         self._roster = roster
         self._kv = kv
         self._block_size = np.array(kv.block_size, dtype=np.int32)
@@ -221,7 +226,7 @@ class Appender:
         Late results of a request that has finished or was revoked are dropped.
         """
         counts, is_whole = result.counts, self._roster.running_rows.take_whole(plan.step)
-        if len(counts) <= ONE_BY_ONE_UPTO or len(result.token_ids) > np.count_nonzero(counts):
+        if len(counts) <= self._one_by_one_upto or len(result.token_ids) > np.count_nonzero(counts):
             return self._one_by_one(plan, result, outputs)
         return self._in_columns(plan, result, outputs, is_whole)
 
