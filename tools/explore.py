@@ -115,7 +115,8 @@ class World:
             self.reqs[name] = self.scheduler.add_request(scenario.specs[name].add(name))
             self.outputs[name] = []
         elif kind == "abort":
-            assert self.scheduler.finish_requests(str(name)) == [self.reqs[name]]
+            (ended,) = self.scheduler.finish_requests(str(name))
+            assert ended.request_id == self.reqs[name].request_id
             self._end(name)
         elif kind == "schedule":
             self._schedule()

@@ -42,7 +42,7 @@ import engine.messages.step  # noqa: E402, F401
 PACKAGES = (
     "engine/kv",
     "engine/sched",
-    *(f"engine/sched/{part}" for part in ("policies", "state", "step", "plugins", "predict")),
+    *(f"engine/sched/{part}" for part in ("policies", "step", "plugins", "predict")),
 )
 # A protocol.
 LEFT_OUT = ("connector.py",)
@@ -67,12 +67,10 @@ NEAR: dict[str, tuple[str, ...]] = {
     "sched/interface.py": ("options", "steplog"),
     "sched/plugins/hooks.py": ("rubbish",),
     "sched/plugins/answers.py": ("rubbish",),
-    "sched/plugins/faults.py": ("rubbish",),
     "sched/plugins/resources.py": ("rubbish",),
     "sched/step/decodes.py": ("scheduler_random",),
     "sched/step/settle.py": ("scheduler_random", "resources_drafts"),
     "sched/step/builder.py": ("resources_drafts",),
-    "sched/step/outputs.py": ("resources_drafts",),
 }
 SWARM_STEPS = 6000
 SECONDS = 120  # of computing: a mutant that takes longer is noticed too

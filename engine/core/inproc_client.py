@@ -24,7 +24,6 @@ from engine.messages.requests import (
 )
 from engine.messages.stats import SchedulerStats
 from engine.sched.interface import StepOutputs
-from engine.sched.step.settle import end_of
 
 IDLE_SECONDS = 0.001  # between two steps while all requests wait for something
 
@@ -72,8 +71,8 @@ class InprocClient(CoreClient):
 
     def abort(self, request_ids: Sequence[str]) -> None:
         scheduler = self._live().scheduler
-        for req in scheduler.finish_requests(as_request_ids(request_ids), "abort"):
-            self._aborted[req.request_id] = (req.add.client_index, end_of(req, 0, "abort"))
+        for name, client_index, end in scheduler.finish_requests(as_request_ids(request_ids)):
+            self._aborted[name] = (client_index, end)
 
     def drop(self, request_ids: Sequence[str]) -> None:
         """Finish these without any further output."""

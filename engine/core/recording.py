@@ -18,8 +18,13 @@ from engine.messages.stats import SchedulerStats
 from engine.messages.step import Masks, StepPlan, StepResult
 from engine.observe import steplog
 from engine.observe.steplog import FORMAT, Header, PlanCoder, StepLogWriter
-from engine.sched.interface import PauseState, RequestCounts, SchedulerInterface, StepOutputs
-from engine.sched.request import Request
+from engine.sched.interface import (
+    FinishedRequest,
+    PauseState,
+    RequestCounts,
+    SchedulerInterface,
+    StepOutputs,
+)
 
 Clock = Callable[[], float]
 OBJECT = "object of "  # marks an option given as an object: a replay cannot make it again
@@ -94,7 +99,7 @@ class RecordingScheduler(SchedulerInterface):
         self._log = log
         self._plans = PlanCoder()
 
-    def add_request(self, add: AddRequest) -> Request:
+    def add_request(self, add: AddRequest) -> object:
         try:
             self._log.write(steplog.Adding(add))
         except (TypeError, ValueError, OverflowError, RecursionError) as error:  # no plain data
@@ -129,7 +134,7 @@ class RecordingScheduler(SchedulerInterface):
 
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, reason: FinishReason = "abort"
-    ) -> list[Request]:
+    ) -> list[FinishedRequest]:
         if isinstance(request_ids, str):
             request_ids = [request_ids]
         names = None if request_ids is None else list(request_ids)

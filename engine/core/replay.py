@@ -19,6 +19,7 @@ from engine.observe.steplog import Header, PlanCoder, PlanColumns, StepLog
 from engine.sched.interface import PauseState, SchedulerInterface
 from engine.sched.plugins.find import make_scheduler
 from engine.sched.predict.headroom import Judgement
+from engine.sched.request import Request
 
 NOTHING = "nothing"
 
@@ -183,7 +184,8 @@ class _Replay:
         request_id, error = adding.request.request_id, ""
         try:
             req = self._scheduler.add_request(adding.request)
-            self._ids[req.row] = request_id
+            if isinstance(req, Request):  # else rows are shown as numbers
+                self._ids[req.row] = request_id
         except RequestError as refusal:
             error = f"{type(refusal).__name__}: {refusal}"
         if bool(error) == bool(added.error):
@@ -209,9 +211,9 @@ class _Replay:
         for row in shares_then | shares_now:
             before, after = shares_then.get(row, NOTHING), shares_now.get(row, NOTHING)
             if before != after:
-                return self._difference(self._ids.get(row, f"in row {row}"), before, after)
+                return self._difference(self._name(row), before, after)
         if list(shares_then) != list(shares_now):
-            orders = [", ".join(self._ids[row] for row in s) for s in (shares_then, shares_now)]
+            orders = [", ".join(map(self._name, shares)) for shares in (shares_then, shares_now)]
             return self._difference("", f"the order {orders[0]}", orders[1])
         new = [seq.request_id for seq in plan.new]
         if new != planned.new:
@@ -221,6 +223,9 @@ class _Replay:
             what = "seats, blocks or messages of digest"
             return self._difference("", f"{what} {planned.digest.hex()}", digest.hex())
         return None
+
+    def _name(self, row: int) -> str:
+        return self._ids.get(row, f"in row {row}")
 
     def _difference(self, request_id: str, then: str, now: str) -> Difference:
         return Difference(self._step, request_id, then, now)

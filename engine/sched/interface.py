@@ -7,10 +7,9 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
-from engine.messages.requests import AddRequest, CoreOutputs, FinishReason
+from engine.messages.requests import AddRequest, CoreOutputs, Finished, FinishReason
 from engine.messages.stats import SchedulerStats
 from engine.messages.step import Masks, StepPlan, StepResult
-from engine.sched.request import Request
 
 if TYPE_CHECKING:
     from engine.kv.connector import KVSource
@@ -27,6 +26,14 @@ class RequestCounts(NamedTuple):
     parked: int = 0
 
 
+class FinishedRequest(NamedTuple):
+    """A request that ``finish_requests`` has finished, and the end that its client is told."""
+
+    request_id: str
+    client_index: int
+    end: Finished
+
+
 class PauseState(Enum):
     """What a pause holds back."""
 
@@ -41,11 +48,17 @@ class SchedulerInterface(ABC):
     ``add_request`` and ``finish_requests`` may come between any two steps. Each plan that
     ``schedule`` returns comes back once, in the same order, to ``update_from_output``; several may
     be outstanding.
+
+    One of your own (``scheduler_cls``) is made by ``cls(config, kv, policy, clock=, timer=, seed=,
+    resources=)``: ``SchedulerConfig``, ``KVManager``, ``Policy``, two functions that return seconds
+    (of the engine's clock, and to time hooks with), an int, and a tuple of ``Resource``. It may
+    leave all of them unread but the blocks: those that its plans name are those of ``kv``.
     """
 
     @abstractmethod
-    def add_request(self, add: AddRequest) -> Request:
-        """Queue a request. Raises ``RequestError`` for one that could never run or a live id."""
+    def add_request(self, add: AddRequest) -> object:
+        """Queue a request. Raises ``RequestError`` for one that could never run or a live id. The
+        engine does not read what is returned."""
 
     @abstractmethod
     def schedule(self) -> StepPlan:
@@ -63,8 +76,8 @@ class SchedulerInterface(ABC):
     @abstractmethod
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, reason: FinishReason = "abort"
-    ) -> list[Request]:
-        """Finish these (None: all) and return those that were alive.
+    ) -> list[FinishedRequest]:
+        """Finish these (None: all) and return those that were alive, and their ends.
 
         A plain string is one id; unknown ids do nothing.
         """

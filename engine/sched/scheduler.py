@@ -25,7 +25,13 @@ from engine.kv.manager import KVManager
 from engine.messages.requests import AddRequest, FinishReason
 from engine.messages.stats import SchedulerStats
 from engine.messages.step import Masks, StepPlan, StepResult
-from engine.sched.interface import PauseState, RequestCounts, SchedulerInterface, StepOutputs
+from engine.sched.interface import (
+    FinishedRequest,
+    PauseState,
+    RequestCounts,
+    SchedulerInterface,
+    StepOutputs,
+)
 from engine.sched.plugins.hooks import DECIDING, FaultLog, Guard, ReentryGuard, not_reentrant
 from engine.sched.plugins.resources import Resources
 from engine.sched.policy import Admission, Policy
@@ -34,10 +40,10 @@ from engine.sched.request import SERIAL, WATCHED, Request
 from engine.sched.resource import Fit, OnRefuse, Resource
 from engine.sched.roster import Cause, Roster
 from engine.sched.step.builder import Step, pad_drafts, prefill_cap, seal
-from engine.sched.step.decodes import DecodeFastPath
+from engine.sched.step.decodes import FEW, DecodeFastPath
 from engine.sched.step.intake import Intake, TimerKind
 from engine.sched.step.preempt import cut_to_blocks, promised_to_others, victims_for
-from engine.sched.step.settle import ONE_BY_ONE_UPTO, Counters, Settler
+from engine.sched.step.settle import Counters, Settler, end_of
 from engine.sched.view import View
 
 logger = logging.getLogger("engine.sched")
@@ -53,8 +59,8 @@ class Scheduler(SchedulerInterface):
     long hooks take; nothing here reads any other.
     """
 
-    one_by_one_upto: ClassVar[int] = ONE_BY_ONE_UPTO
-    """Rows of a step up to which they are granted and appended to one by one, not in columns."""
+    few_decodes: ClassVar[int] = FEW
+    """Running requests up to which decodes are granted in a loop, not in columns."""
 
     def __init__(
         self,
@@ -76,10 +82,7 @@ class Scheduler(SchedulerInterface):
         self.view = View(config, kv, self.roster, Random(seed))
         self.guard = Guard(policy, faults, self.view)
         self.asked: Policy = self.guard  # the policy of this step
-        few = self.one_by_one_upto
-        self.settler = Settler(
-            self.roster, kv, self.guard, self.view, self.resources, one_by_one_upto=few
-        )
+        self.settler = Settler(self.roster, kv, self.guard, self.view, self.resources)
         self.intake = Intake(config, self.settler)
         self.pause_state = PauseState.UNPAUSED
         self.num_in_flight = 0
@@ -87,7 +90,7 @@ class Scheduler(SchedulerInterface):
         self._clock = clock
         own_parts = [getattr(type(self), p) is not getattr(Scheduler, p) for p in BULK_PARTS]
         self._fast_path = DecodeFastPath(
-            self.settler, self.guard, self.secure, is_open=not any(own_parts), one_by_one_upto=few
+            self.settler, self.guard, self.secure, is_open=not any(own_parts), few=self.few_decodes
         )
         for resource in resources:
             resource.attach(self)
@@ -102,7 +105,7 @@ class Scheduler(SchedulerInterface):
     @not_reentrant
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, reason: FinishReason = "abort"
-    ) -> list[Request]:
+    ) -> list[FinishedRequest]:
         by_id = self.roster.by_id
         if request_ids is None:
             request_ids = list(by_id)
@@ -112,7 +115,10 @@ class Scheduler(SchedulerInterface):
         self.view.now = self._clock()
         for req in alive:
             self.settler.finish(req)
-        return alive
+        return [
+            FinishedRequest(req.request_id, req.add.client_index, end_of(req, 0, reason))
+            for req in alive
+        ]
 
     def wake(self, request_id: str) -> None:
         req = self.roster.parked.get(request_id)

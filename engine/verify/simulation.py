@@ -104,9 +104,10 @@ class Simulation:
                 self.add(request, fails_at)
             case Abort(request_ids=ids):
                 alive = self.clients.alive(ids)
-                ended = scheduler.finish_requests(ids)
-                assert ended == alive, f"abort of {ids} has ended {ended}, not {alive}"
-                self.clients.abort(ended)
+                ended = [each.request_id for each in scheduler.finish_requests(ids)]
+                names = [req.request_id for req in alive]
+                assert ended == names, f"abort of {ids} has ended {ended}, not {names}"
+                self.clients.abort(alive)
             case Reset(reset_running=reset_running):
                 self._reset(reset_running)
             case Pause(state=state):

@@ -19,9 +19,9 @@ class Canary(NamedTuple):
 
 POOL, CACHE, HASHING = "kv/block_pool.py", "kv/block_pool.py", "kv/prefix_index.py"
 KV, TABLES = "kv/manager.py", "kv/tables.py"
-SCHEDULER, STEP, STATE = "sched/scheduler.py", "sched/step/", "sched/state/"
+SCHEDULER, STEP = "sched/scheduler.py", "sched/step/"
 SETTLE, APPEND, BULK = STEP + "settle.py", STEP + "settle.py", STEP + "decodes.py"
-COLUMNS, ROSTER, WAITS = STEP + "outputs.py", STATE + "roster.py", STATE + "waits.py"
+COLUMNS, ROSTER, WAITS = STEP + "settle.py", "sched/roster.py", "sched/roster.py"
 
 CANARIES = (
     # blocks
@@ -108,8 +108,8 @@ CANARIES = (
     Canary(
         "one token too many",
         SCHEDULER,
-        "wanted = min(behind, room, budget.prefill_cap(",
-        "wanted = min(behind, room + 1, budget.prefill_cap(",
+        "wanted = min(behind, room, prefill_cap(",
+        "wanted = min(behind, room + 1, prefill_cap(",
     ),
     Canary(
         "lose a seat",
@@ -254,8 +254,8 @@ CANARIES = (
     ),
     Canary(
         "compute in a pause",
-        "sched/step/budget.py",
-        "    if pause is PauseState.PAUSED_ALL:\n        step.tokens_left = 0\n",
+        SCHEDULER,
+        "        if self.pause_state is PauseState.PAUSED_ALL:\n            step.narrow(0)\n",
         "",
     ),
     Canary(
@@ -341,8 +341,8 @@ CANARIES = (
     Canary(
         "ask the source again that could not start the load",
         "kv/transfers.py",
-        "if self.source is None or holding.load_error:",
-        "if self.source is None:",
+        "        if holding.load_error:\n            return NOTHING\n",
+        "",
     ),
     Canary(
         "count tokens as loaded whose load could not start",

@@ -19,3 +19,15 @@ def test_a_cadence_and_an_alignment_change_no_tokens(llm_engine: LLMEngine) -> N
         found, right = run(other, params), run(llm_engine, params)
     for name in params:
         assert found[name][-1].outputs[0].token_ids == right[name][-1].outputs[0].token_ids
+
+
+def test_a_scheduler_of_ones_own_gives_the_same_tokens(llm_engine: LLMEngine) -> None:
+    args = EngineArgs(
+        **{**SIZES, "max_num_batched_tokens": 256},
+        scheduler_cls="examples.schedulers.one_at_a_time.OneAtATime",
+    )
+    params = {str(i): greedy() for i in range(3)}
+    with LLMEngine.from_engine_args(args) as other:
+        found, right = run(other, params), run(llm_engine, params)
+    for name in params:
+        assert found[name][-1].outputs[0].token_ids == right[name][-1].outputs[0].token_ids

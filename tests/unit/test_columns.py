@@ -10,10 +10,9 @@ from support.fakes import FakeClock
 from support.simulate import expected, make_request, make_run
 
 from engine.messages.requests import TokenLogprobs
-from engine.sched.step.settle import ONE_BY_ONE_UPTO
 from engine.verify.fake import DigestWorker
 
-FEW, MANY = 3, ONE_BY_ONE_UPTO + 4  # rows of a step: appended one by one, or in columns
+FEW, MANY = 3, 20  # rows of a step: granted one by one, or in columns
 
 
 class ScoringWorker(DigestWorker):

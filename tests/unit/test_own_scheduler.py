@@ -10,9 +10,11 @@ from engine.config.sched import SchedulerConfig
 from engine.core.engine_core import EngineCore
 from engine.core.inproc_client import InprocClient
 from engine.errors import ConfigError
+from engine.kv.manager import KVManager
 from engine.sched.interface import PauseState, SchedulerInterface
 from engine.sched.plugins.find import find_scheduler
 from engine.verify.fake import DigestWorker
+from examples.schedulers.one_at_a_time import OneAtATime
 
 
 class Wraps(SchedulerInterface):
@@ -54,6 +56,34 @@ def test_six_methods_are_enough_to_serve():
         tokens += [token for out in client.step() for token in out.token_ids]
     assert tokens == expected([1, 2, 3], 4)
     assert scheduler.get_num_unfinished_requests() == 0
+    client.shutdown()
+
+
+def test_one_that_shares_nothing_with_ours_serves_and_aborts():
+    """Its requests are its own; what the engine reads of it is what the interface says."""
+    kv = KVManager(100, 16)
+    config = SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=2, max_model_len=100)
+    scheduler = OneAtATime(config, kv, None, clock=float)
+    client = InprocClient(EngineCore(scheduler, DigestWorker(1000, 16), depth=2), FakeDecided())
+    prompts = {"a": [1, 2, 3], "gone": [4] * 20, "c": [5] * 40, "again": [5] * 40}
+    for name, prompt in prompts.items():
+        client.add(make_request(name, prompt, 6))
+    tokens: dict[str, list[int]] = {name: [] for name in prompts}
+    ends = {}
+    for _ in range(100):
+        for out in client.step():
+            rest = iter(out.token_ids)
+            for name, count in zip(out.request_ids, out.counts or [1] * 9, strict=False):
+                tokens[name] += [next(rest) for _ in range(count)]
+            ends |= {out.request_ids[end.index]: end.reason for end in out.finished}
+        if tokens["gone"] and "gone" not in ends:
+            client.abort(["gone"])
+        if not client.num_unfinished():
+            break
+    assert ends == {"a": "length", "gone": "abort", "c": "length", "again": "length"}
+    for name in ("a", "c", "again"):
+        assert tokens[name] == expected(prompts[name], 6)
+    assert kv.num_free == kv.num_usable
     client.shutdown()
 
 

@@ -21,7 +21,6 @@ from engine.sched.request import ONE, Counts, Request, Status, TableColumn
 from engine.sched.roster import NO_ROWS, Roster, Rows
 from engine.sched.view import View
 
-ONE_BY_ONE_UPTO = 16  # rows of a plan up to which columns cost more than they save
 NO_RESULT = StepResult(0, EMPTY, EMPTY)
 logger = logging.getLogger("engine.sched")
 NOWHERE = -1  # index of a request that is not in the plan
@@ -37,8 +36,6 @@ class Settler:
         policy: Policy,
         view: View,
         resources: Resources,
-        *,
-        one_by_one_upto: int = ONE_BY_ONE_UPTO,
     ) -> None:
         self.roster = roster
         self.kv = kv
@@ -47,7 +44,7 @@ class Settler:
         self.resources = resources
         self.counters = Counters()
         self.ledger = view.ledger if policy.uses_ledger else None
-        self.appender = Appender(roster, kv, self.ledger, one_by_one_upto)
+        self.appender = Appender(roster, kv, self.ledger)
         self._ended: list[tuple[Request, FinishReason, str]] = []  # outside of any result
         self._to_restart: set[int] = set()  # rows, once the transfer into their blocks is over
 
@@ -209,10 +206,7 @@ class Settler:
 class Appender:
     """Appends tokens to requests and publishes the blocks they fill."""
 
-    def __init__(
-        self, roster: Roster, kv: KVManager, ledger: Ledger | None, one_by_one_upto: int
-    ) -> None:
-        self._one_by_one_upto = one_by_one_upto
+    def __init__(self, roster: Roster, kv: KVManager, ledger: Ledger | None) -> None:
         self._roster = roster
         self._kv = kv
         self._block_size = np.array(kv.block_size, dtype=np.int32)
@@ -225,10 +219,11 @@ class Appender:
 
         Late results of a request that has finished or was revoked are dropped.
         """
-        counts, is_whole = result.counts, self._roster.running_rows.take_whole(plan.step)
-        if len(counts) <= self._one_by_one_upto or len(result.token_ids) > np.count_nonzero(counts):
-            return self._one_by_one(plan, result, outputs)
-        return self._in_columns(plan, result, outputs, is_whole)
+        is_whole = self._roster.running_rows.take_whole(plan.step)
+        num_sampled = np.count_nonzero(result.counts)
+        if len(result.token_ids) > num_sampled:
+            return self._with_drafts(plan, result, outputs)
+        return self._in_columns(plan, result, outputs, is_whole) if num_sampled else []
 
     def commit_ends(self, rows: Rows, counts: Counts, other: TableColumn) -> None:
         """Known or computed tokens of these rows grew by one to ``counts``. Publish the blocks that
@@ -242,7 +237,8 @@ class Appender:
         if full.size:
             self._kv.commit_next(self._roster.requests(full))
 
-    def _one_by_one(self, plan: StepPlan, result: StepResult, outputs: OutputColumns) -> list[int]:
+    def _with_drafts(self, plan: StepPlan, result: StepResult, outputs: OutputColumns) -> list[int]:
+        """Rows that may have several tokens each."""
         table, tokens, last = self._roster.table, result.token_ids.tolist(), 0
         ended = []
         columns = zip(
