@@ -245,7 +245,12 @@ def test_a_port_in_use_is_refused_by_name():
 def test_a_file_that_a_dead_process_left_behind_is_taken_over(tmp_path):
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(tmp_path / "events"))
-    KVEventPublisher(f"ipc://{tmp_path}/events").close()
+    publisher = KVEventPublisher(f"ipc://{tmp_path}/events")
+    subscriber = KVEventSubscriber(publisher.endpoint)
+    publisher.publish(batch(0))
+    assert subscriber.catch_up(5) == [batch(0)]
+    subscriber.close()
+    publisher.close()
 
 
 def test_what_a_killed_publisher_left_goes_with_the_next(tmp_path, monkeypatch):
