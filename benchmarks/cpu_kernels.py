@@ -17,7 +17,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,12 +38,27 @@ from kernels.cpu.threads import num_threads, set_threads
 
 RESULTS = Path(__file__).parent / "results"
 BLOCK = 16
-OUT_OF_CACHE = 256 << 20  # bytes gone through before any is read again
-COPIED = 256 << 20
 KEPT = {"fp32": torch.float32, "bf16": torch.bfloat16}
 DECODES = {"32 x 280": [(1, 279)] * 32, "32 x 1k": [(1, 1023)] * 32, "8 x 4k": [(1, 4095)] * 8}
 CHUNKS = {"512": [(512, 0)], "512 after 2k": [(512, 2048)]}
 Call = Callable[[], object]
+Sequences = dict[str, list[tuple[int, int]]]
+"""By label, new tokens and those before them of each sequence in a step."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is gone through; less of it only shows that everything runs."""
+
+    out_of_cache: int = 256 << 20
+    """Bytes gone through before any is read again."""
+    copied: int = 256 << 20
+    decodes: Sequences = field(default_factory=lambda: DECODES)
+    chunks: Sequences = field(default_factory=lambda: CHUNKS)
+
+    def copies(self, num_bytes: float, most: int = 64) -> int:
+        """Of operands of so many bytes, so that none is read again from a cache."""
+        return max(1, min(most, int(self.out_of_cache // num_bytes)))
 
 
 class Work(NamedTuple):
@@ -99,8 +114,8 @@ class Clock:
         return found[1:]
 
 
-def ceilings(clock: Clock) -> Ceilings:
-    source = torch.ones(COPIED // 4)
+def ceilings(clock: Clock, copied: int) -> Ceilings:
+    source = torch.ones(copied // 4)
     target = torch.empty_like(source)
     copy = 2 * source.nbytes / min(clock.times([lambda: target.copy_(source)]))
     read = source.nbytes / min(clock.times([lambda: source.sum()]))
@@ -109,17 +124,13 @@ def ceilings(clock: Clock) -> Ceilings:
     return Ceilings(max(copy, read), 2 * 1024**3 / product)
 
 
-def _copies(num_bytes: float, most: int = 64) -> int:
-    return max(1, min(most, int(OUT_OF_CACHE // num_bytes)))
-
-
-def linears(shape: Shape) -> Iterator[Work]:
-    sizes = {**shape.linears, "head": (shape.vocab, shape.hidden)}
+def linears(shape: Shape, sizes: Sizes) -> Iterator[Work]:
+    matrices = {**shape.linears, "head": (shape.vocab, shape.hidden)}
     for kind, cell in (("fp32", 4), ("int8", 1)):
-        for name, (out, inner) in sizes.items():
+        for name, (out, inner) in matrices.items():
             weights = [
                 make_linear(torch.randn(out, inner), quantization=None if cell == 4 else "int8")
-                for _ in range(_copies(out * inner * cell))
+                for _ in range(sizes.copies(out * inner * cell))
             ]
             for num in (1, 32) if name == "head" else (1, 32, 256):
                 x = torch.randn(num, inner)
@@ -132,7 +143,7 @@ def linears(shape: Shape) -> Iterator[Work]:
                 )
 
 
-def attention(shape: Shape, group: str, steps: dict[str, list[tuple[int, int]]]) -> Iterator[Work]:
+def attention(shape: Shape, group: str, steps: Sequences, sizes: Sizes) -> Iterator[Work]:
     width = shape.kv_heads * shape.head_dim
     for label, sequences in steps.items():
         step = Step(sequences, BLOCK)
@@ -140,7 +151,8 @@ def attention(shape: Shape, group: str, steps: dict[str, list[tuple[int, int]]])
         for kind, dtype in KEPT.items():
             num_bytes = 2 * width * dtype.itemsize * step.num_keys
             caches = [
-                step.cache(shape.kv_heads, shape.head_dim, dtype) for _ in range(_copies(num_bytes))
+                step.cache(shape.kv_heads, shape.head_dim, dtype)
+                for _ in range(sizes.copies(num_bytes))
             ]
 
             def attend(cache, step=step, q=q):
@@ -155,10 +167,14 @@ def attention(shape: Shape, group: str, steps: dict[str, list[tuple[int, int]]])
             )
 
 
-def writes(shape: Shape) -> Iterator[Work]:
+def writes(shape: Shape, sizes: Sizes) -> Iterator[Work]:
     heads = {"num_heads": shape.heads, "num_kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
     table = torch.randn(4096, shape.head_dim)
-    for label, sequences in (("1", [(1, 279)]), ("32", DECODES["32 x 280"]), ("512", [(512, 0)])):
+    for label, sequences in (
+        ("1", [(1, 279)]),
+        ("32", sizes.decodes["32 x 280"]),
+        ("512", [(512, 0)]),
+    ):
         step = Step(sequences, BLOCK)
         width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
         qkv = torch.randn(step.num_tokens, width)
@@ -174,7 +190,7 @@ def writes(shape: Shape) -> Iterator[Work]:
             yield Work(f"KV write {kind}", f"{label} tokens", calls, step.num_tokens * each)
 
 
-def pointwise(shape: Shape) -> Iterator[Work]:
+def pointwise(shape: Shape, sizes: Sizes) -> Iterator[Work]:
     weight = torch.ones(shape.hidden)
     for num in (1, 32, 512):
         xs = [torch.randn(num, shape.hidden) for _ in range(8)]
@@ -185,10 +201,13 @@ def pointwise(shape: Shape) -> Iterator[Work]:
         yield Work("activation", f"{num} rows", act, 3 * 4 * num * shape.ff)
 
 
-def samplers(shape: Shape) -> Iterator[Work]:
+def samplers(shape: Shape, sizes: Sizes) -> Iterator[Work]:
     kinds = {"greedy": (0.0, 0, 1.0), "plain": (1.0, 0, 1.0), "top-k 50, top-p 0.9": (1.0, 50, 0.9)}
     for num in (1, 32):
-        xs = [torch.randn(num, shape.vocab) * 3 for _ in range(_copies(4 * num * shape.vocab, 16))]
+        xs = [
+            torch.randn(num, shape.vocab) * 3
+            for _ in range(sizes.copies(4 * num * shape.vocab, 16))
+        ]
         for name, (temperature, top_k, top_p) in kinds.items():
             columns = (
                 np.full(num, temperature),
@@ -202,12 +221,12 @@ def samplers(shape: Shape) -> Iterator[Work]:
             yield Work("sampler", f"{name}, {num} rows", calls, 4 * num * shape.vocab)
 
 
-def decode_steps(shape: Shape) -> Iterator[Work]:
+def decode_steps(shape: Shape, sizes: Sizes) -> Iterator[Work]:
     """Whole forward passes up to the logits, the weights random."""
     with model_directory(shape, 8192) as root:
         config = ModelConfig(model=root, load_format="dummy")
         model = load_model(config, read_model_info(root), device="cpu", max_model_len=8192)
-    for label, sequences in {"1 x 200": [(1, 199)], **DECODES}.items():
+    for label, sequences in {"1 x 200": [(1, 199)], **sizes.decodes}.items():
         step = Step(sequences, BLOCK)
         ids = torch.zeros(step.num_tokens, dtype=torch.int64)
         for kind, dtype in KEPT.items():
@@ -229,10 +248,10 @@ def decode_steps(shape: Shape) -> Iterator[Work]:
             )
 
 
-GROUPS: dict[str, Callable[[Shape], Iterator[Work]]] = {
+GROUPS: dict[str, Callable[[Shape, Sizes], Iterator[Work]]] = {
     "linears": linears,
-    "decode": lambda shape: attention(shape, "decode", DECODES),
-    "prefill": lambda shape: attention(shape, "prefill", CHUNKS),
+    "decode": lambda shape, sizes: attention(shape, "decode", sizes.decodes, sizes),
+    "prefill": lambda shape, sizes: attention(shape, "prefill", sizes.chunks, sizes),
     "write": writes,
     "pointwise": pointwise,
     "sampler": samplers,
@@ -268,7 +287,7 @@ def show(timings: Sequence[Timing], title: str, most: Ceilings) -> None:
     Console(width=110).print(table)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None, sizes: Sizes | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=SHAPES, default="mid")
     parser.add_argument("--only", default=",".join(GROUPS), help="groups, separated by commas")
@@ -276,12 +295,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=0.4, help="of each operation, at least")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(arguments)
+    sizes = sizes or Sizes()
     threads, shape = set_threads(args.threads), SHAPES[args.model]
     clock, timings = Clock(args.seconds), []
     with torch.inference_mode():
-        most = ceilings(clock)
+        most = ceilings(clock, sizes.copied)
         for name in args.only.split(","):
-            timings += [measure(work, clock, most) for work in GROUPS[name](shape)]
+            timings += [measure(work, clock, most) for work in GROUPS[name](shape, sizes)]
     show(timings, f"{args.model}, {threads} threads", most)
     found = {
         "machine": machine.describe(),

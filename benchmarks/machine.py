@@ -22,9 +22,16 @@ def describe() -> dict[str, Any]:
         ],
         "cores": len(cores),
         "memory_gib": round(int(_first_value("/proc/meminfo", "MemTotal").split()[0]) / 2**20, 1),
-        "system": "{0.sysname}-{0.release}-{0.machine}".format(os.uname()),
+        "system": _system(),
         "python": platform.python_version(),
     }
+
+
+def _system() -> str:
+    """As ``platform.platform`` says it, which starts a process to find out."""
+    system = os.uname()
+    libc = "".join(platform.libc_ver())
+    return f"{system.sysname}-{system.release}-{system.machine}-with-{libc}"
 
 
 def _first_value(path: str, label: str) -> str:

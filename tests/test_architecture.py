@@ -7,7 +7,7 @@ import ast
 
 from support import source_tree as tree
 
-from tools import budgets, layers
+from tools import budgets, joints, layers
 
 LAYERS = tuple(
     tuple(name if name == "kernels" else f"engine.{name}" for name in names)
@@ -65,6 +65,33 @@ LONG_SIGNATURES: dict[str, str] = {
     "kernels.triton.tiles.attend_tiles": "registers of one program, inlined",
     "kernels.triton.tiles.attend_range": "registers of one program, inlined",
     "kernels.triton.tiles.store_rows": "registers of one program, inlined",
+}
+
+# Files of the tests, or an attribute in one of them, that may read what is private; and why.
+TEXT_POOL = {
+    f"tests/{name}.py": "holds how the text workers are built, file by file"
+    for name in (
+        "contract/test_text_pool",
+        "contract/test_text_pool_faults",
+        "contract/test_text_pool_inputs",
+        "contract/test_text_pool_interrupts",
+        "contract/test_text_pool_random",
+        "contract/test_text_pool_rare",
+        "support/hurt_text",
+        "support/kill_text",
+        "support/pooled",
+    )
+}
+PRIVATE_READS = {
+    **TEXT_POOL,
+    "tests/e2e/test_gpu.py: _sleep": "torch's own way to keep a GPU busy for so many cycles",
+    "tests/support/kill_actor.py: _socket": "a client whose own connection turns to rubbish",
+    "tests/support/triton_interpreter.py: _patch_lang": "quickens Triton's own interpreter",
+}
+# The same for tests that give a constant of a module another value.
+PATCHED_CONSTANTS = {
+    "tests/contract/test_text_pool_faults.py": "the same",
+    "tests/contract/test_text_pool_rare.py": "the same",
 }
 
 # Methods in which a configuration checks its own fields, which is not to read an option.
@@ -169,6 +196,42 @@ def test_lazy_imports_only_where_named() -> None:
         if (module := tree.at(name)) is None or not any(i.is_lazy for i in module.imports)
     ]
     assert not unused, f"drop from LAZY_IMPORTS: {unused}"
+
+
+def check_listed(found: list[joints.Joint], allowed: dict[str, str]) -> None:
+    """Each of them is allowed, by file or by name in it, and all that is allowed is there."""
+    names = {joint: {joint.path, f"{joint.path}: {joint.name}"} for joint in found}
+    wrong = [f"{j.path}:{j.line} {j.text}" for j, own in names.items() if not own & allowed.keys()]
+    assert not wrong, "\n".join(wrong)
+    unused = allowed.keys() - set().union(*names.values())
+    assert not unused, f"drop from the list: {sorted(unused)}"
+
+
+def test_what_ties_a_test_to_the_inside_is_found() -> None:
+    tree = ast.parse(
+        "pool._loop\nself._own\nrow._replace(a=1)\nfake._helper\nsetattr(x, '_y', 1)\n"
+        "patch.setattr('engine.a.MAX', 1)\nmodule.MAX_B = 2\nsize = module.MAX_C\n"
+        "patch.setattr(Class, '_z', f)\n"
+    )
+    reads = joints.private_reads("t", tree, {"_helper"})
+    assert {each.text for each in reads} == {"pool._loop", "x._y", "Class._z"}
+    patched = joints.patched_constants("t", tree)
+    assert {each.text for each in patched} == {"engine.a.MAX", "module.MAX_B"}
+
+
+def test_tests_read_nothing_private_but_what_is_listed() -> None:
+    """Ask the public question, or add it: what a user or the log could ask for as well."""
+    check_listed(joints.find()[0], PRIVATE_READS)
+
+
+def test_tests_patch_no_constants_but_those_listed() -> None:
+    """Give the class a keyword argument with the constant as its default."""
+    check_listed(joints.find()[1], PATCHED_CONSTANTS)
+
+
+def test_every_test_asserts_something_and_none_is_another() -> None:
+    assert not (found := joints.without_assertion()), found
+    assert not (found := joints.twins()), found
 
 
 def test_light_modules_cannot_reach_heavy_ones() -> None:

@@ -26,11 +26,14 @@ class Test(NamedTuple):
     path: str
 
 
-def find_tests() -> list[Test]:
-    """All of them, by file and place in it. Raises ``ValueError`` for a number of no case."""
+def find_tests(root: Path = ROOT) -> list[Test]:
+    """All tests of a checkout, by file and place in it.
+
+    Raises ``ValueError`` for a number of no case.
+    """
     found = []
-    for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        where = str(path.relative_to(ROOT))
+    for path in sorted((root / "tests").rglob("test_*.py")):
+        where = str(path.relative_to(root))
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 numbers = marked(node, f"{where}: {node.name}")

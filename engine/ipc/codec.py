@@ -36,13 +36,17 @@ class Decoder(Generic[T]):
 
 
 class Encoder:
-    """Writes messages. Raises ``WireError`` for values that the wire format does not have."""
+    """Writes messages of at most ``max_bytes``, unless a call says otherwise.
 
-    def __init__(self) -> None:
+    Raises ``WireError`` for values that the wire format does not have.
+    """
+
+    def __init__(self, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        self._max_bytes = max_bytes
         self._encoder = msgspec.msgpack.Encoder(enc_hook=_refuse_object)
 
     def encode(self, message: msgspec.Struct, max_bytes: int | None = None) -> bytes:
-        """One frame, of at most ``max_bytes``, or ``MAX_MESSAGE_BYTES`` if they are not given.
+        """One frame, of at most ``max_bytes`` if they are given.
 
         Raises ``WireError`` naming the value that cannot travel.
         """
@@ -50,7 +54,7 @@ class Encoder:
             frame = self._encoder.encode(message)
         except UNFIT as error:
             raise WireError(f"cannot travel to another process: {error}") from error
-        limit = MAX_MESSAGE_BYTES if max_bytes is None else max_bytes
+        limit = self._max_bytes if max_bytes is None else max_bytes
         if len(frame) > limit:
             raise WireError(
                 f"a message of {len(frame)} bytes cannot travel to another process, the limit is "

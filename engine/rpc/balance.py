@@ -11,18 +11,24 @@ from collections.abc import Iterator
 
 from engine.messages.requests import AddRequest
 
-MAX_REMEMBERED = 100_000  # blocks of prompts
+MAX_REMEMBERED = 100_000
 MAX_LEAD = 1.5  # times the work of the least loaded core that a preferred one may have
 MIN_LEAD_TOKENS = 2048  # a lead below it is ignored
 
 
 class Balancer:
-    """Chooses among ``num_cores`` cores; ``end`` must be called at the end of every request."""
+    """Chooses among ``num_cores`` cores; ``end`` must be called at the end of every request.
 
-    def __init__(self, num_cores: int, block_size: int) -> None:
+    ``max_remembered``: blocks of prompts; the oldest are forgotten first.
+    """
+
+    def __init__(
+        self, num_cores: int, block_size: int, *, max_remembered: int = MAX_REMEMBERED
+    ) -> None:
         self.loads = [0] * num_cores
         """Tokens of unfinished requests by core: prompts, and outputs at their longest."""
         self._block_size = block_size
+        self._max_remembered = max_remembered
         self._seen: dict[int, int] = {}  # hash of a prompt's beginning -> the last core it met
         self._placed: dict[str, tuple[int, int]] = {}  # request -> core, tokens
 
@@ -68,5 +74,5 @@ class Balancer:
         for beginning in beginnings:
             self._seen.pop(beginning, None)  # so that it becomes the newest entry
             self._seen[beginning] = core
-        while len(self._seen) > MAX_REMEMBERED:
+        while len(self._seen) > self._max_remembered:
             del self._seen[next(iter(self._seen))]

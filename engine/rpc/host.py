@@ -42,7 +42,7 @@ from engine.messages.wire import (
 )
 from engine.observe.logs import Throttle
 from engine.rpc.server import CoreLoop, Dispatcher, Ending, check_size
-from engine.rpc.sessions import MAX_BACKLOG_BYTES, ClientSessions
+from engine.rpc.sessions import MAX_BACKLOG_BYTES, NUM_CREDITS, ClientSessions
 
 logger = logging.getLogger("engine.core")
 
@@ -65,6 +65,7 @@ class EngineCoreHost:
         address: Address,
         *,
         directory: Directory | None = None,
+        num_credits: int = NUM_CREDITS,
         max_backlog_bytes: int = MAX_BACKLOG_BYTES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -81,7 +82,9 @@ class EngineCoreHost:
         except BaseException:
             context.destroy(linger=0)
             raise
-        self._sessions = ClientSessions(self._data, core.drop, max_backlog_bytes=max_backlog_bytes)
+        self._sessions = ClientSessions(
+            self._data, core.drop, num_credits=num_credits, max_backlog_bytes=max_backlog_bytes
+        )
         dispatcher = Dispatcher(core, self._sessions, address.token, self.ending)
         self._loop = CoreLoop(core, self._data, dispatcher, self._sessions, config, clock)
         self._is_over = threading.Event()

@@ -38,6 +38,11 @@ class ManyCoresClient(CoreClient):
             for each in core.sources:
                 self._poller.register(each, zmq.POLLIN)
 
+    @property
+    def pids(self) -> list[int]:
+        """Processes of those cores that are our own, for tools that watch them."""
+        return [pid for core in self._cores for pid in core.pids]
+
     def add_all(self, requests: Sequence[AddRequest]) -> dict[int, Exception]:
         self.check_alive()
         errors: dict[int, Exception] = {}

@@ -9,9 +9,8 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 import zmq
@@ -43,7 +42,7 @@ from engine.messages.wire import (
 )
 from engine.observe.logs import Throttle
 from engine.rpc.failures import failure_of
-from engine.rpc.sessions import NUM_CREDITS, ClientSession, ClientSessions
+from engine.rpc.sessions import ClientSession, ClientSessions
 
 MAX_ARRIVALS = 1000  # messages read between two steps, so that a flood of them delays no step
 PARKED_SECONDS = (0.001, 0.02)  # between two looks at requests that wait for something else
@@ -160,17 +159,20 @@ class CoreLoop:
         self.pulse.num_clients = len(self._sessions)
 
 
-@dataclass
 class Ending:
-    """When the core is to end: set by other threads or a signal."""
+    """When the core is to end: set by other threads, or by a signal in the middle of anything."""
 
-    at: float | None = None
-    """Take no new requests, finish those there are, and end by this time at the latest."""
-    _lock: threading.RLock = field(default_factory=threading.RLock)  # a signal comes at any time
+    def __init__(self) -> None:
+        self._times: list[float] = []  # only added to, so that no writer undoes another
+
+    @property
+    def at(self) -> float | None:
+        """Take no new requests, finish those there are, and end by this time at the latest."""
+        return min(self._times, default=None)
 
     def no_later_than(self, when: float) -> None:
-        with self._lock:
-            self.at = when if self.at is None else min(self.at, when)
+        if self.at is None or when < self.at:
+            self._times.append(when)
 
 
 class Dispatcher:
@@ -222,7 +224,7 @@ class Dispatcher:
             version=PROTOCOL_VERSION,
             client_index=session.index,
             id_prefix=f"client-{session.index}/" if session.index else "",
-            num_credits=NUM_CREDITS,
+            num_credits=self._sessions.num_credits,
             max_model_len=decided.max_model_len,
             vocab_size=decided.vocab_size,
             eos_token_ids=list(decided.eos_token_ids),

@@ -26,7 +26,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from engine.errors import WireError
-from engine.ipc.codec import Encoder, plain_text
+from engine.ipc.codec import MAX_MESSAGE_BYTES, Encoder, plain_text
 from engine.ipc.sockets import MAX_CONNECTIONS, Socket
 from engine.messages.requests import CoreOutputs, Finished, pick_rows, with_ends
 from engine.messages.wire import Dead, Outputs, Probe, ToClient
@@ -38,7 +38,7 @@ MAX_NAME = 80  # characters of a client's name that are kept
 PROBE_SECONDS = 1.0  # between two checks whether clients with requests are still there
 RETRY_SECONDS = 0.05  # between two attempts to send what had no room
 Deadlines = tuple[float, ...]
-NUM_CREDITS = 256  # batches that may be on their way to a client
+NUM_CREDITS = 256
 FRAME_BYTES = 512  # counted for a waiting frame beside its own bytes
 
 
@@ -76,12 +76,18 @@ class ClientSessions:
         router: Socket,
         drop: Callable[[list[str]], object],
         *,
+        num_credits: int = NUM_CREDITS,
+        max_clients: int = MAX_CONNECTIONS,
         max_backlog_bytes: int = MAX_BACKLOG_BYTES,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
+        self.num_credits = num_credits
+        """Batches that may be on their way to a client."""
         self._router = router
         self._drop = drop
+        self._max_clients = max_clients
         self._max_backlog_bytes = max_backlog_bytes
-        self._encoder = Encoder()
+        self._encoder = Encoder(max_message_bytes)
         self._by_identity: dict[bytes, ClientSession] = {}
         self._by_index: dict[int, ClientSession] = {}
         self._farewells: dict[bytes, bytes] = {}  # to disconnected clients, until there is room
@@ -104,17 +110,17 @@ class ClientSessions:
         """Open a session; clients that vanished are dropped first.
 
         If a client with this routing id is known, it has reconnected: its old session is dropped.
-        Raises ``WireError`` if there are ``MAX_CONNECTIONS`` already.
+        Raises ``WireError`` if there are ``max_clients`` already.
         """
         former = self.get(identity)
         if former is not None:
             self.leave(former)
         self._probe(self)
-        if len(self) >= MAX_CONNECTIONS:
-            raise WireError(f"{MAX_CONNECTIONS} clients are there already, try again later")
+        if len(self) >= self._max_clients:
+            raise WireError(f"{self._max_clients} clients are there already, try again later")
         self._farewells.pop(identity, None)
         shown = "".join(c if c.isprintable() else "?" for c in name[:MAX_NAME])
-        queue = SendQueue(lambda frame: self._send(identity, frame))
+        queue = SendQueue(lambda frame: self._send(identity, frame), self.num_credits)
         session = ClientSession(identity, self._num_seen, shown, queue)
         self._num_seen += 1
         self._by_identity[identity] = self._by_index[session.index] = session
@@ -288,8 +294,9 @@ class Waiting:
 class SendQueue:
     """Sends in order and counts what waits. ``send`` returns whether there was room for a frame."""
 
-    def __init__(self, send: Callable[[bytes], bool]) -> None:
-        self.credits = NUM_CREDITS
+    def __init__(self, send: Callable[[bytes], bool], num_credits: int = NUM_CREDITS) -> None:
+        self.credits = num_credits
+        self._max_credits = num_credits
         self.answer_bytes = 0
         self.batch_bytes = 0
         self._send = send
@@ -328,7 +335,7 @@ class SendQueue:
 
     def grant(self, num_batches: int) -> None:
         """Return credits: the client has read so many batches."""
-        self.credits = min(self.credits + num_batches, NUM_CREDITS)
+        self.credits = min(self.credits + num_batches, self._max_credits)
         self.flush()
 
     def flush(self) -> None:

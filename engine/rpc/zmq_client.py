@@ -26,7 +26,7 @@ import zmq
 from engine.core.client import CoreClient
 from engine.errors import EngineDeadError, EngineError, WireError
 from engine.ipc import sockets
-from engine.ipc.address import Address
+from engine.ipc.address import Address, address_of
 from engine.ipc.codec import Decoder, Encoder
 from engine.ipc.process import Child
 from engine.messages.requests import AddRequest, CoreOutputs, as_request_ids, check_plain
@@ -107,6 +107,20 @@ class EngineCoreClient(CoreClient):
             self.shutdown()
             raise
         self.id_prefix = self.decided.id_prefix
+
+    @property
+    def pids(self) -> list[int]:
+        """The process of our own core, for tools that watch it; empty if it is not ours."""
+        return [] if self._child is None else [self._child.pid]
+
+    @classmethod
+    def connect(cls, core: str, secret: str | None = None, *, name: str = "") -> EngineCoreClient:
+        """A client of a running core, by the address that ``metronome core`` printed.
+
+        Raises ``ConfigError`` if that is no address of a core, ``EngineDeadError`` if it does not
+        answer.
+        """
+        return cls(address_of(core, secret), name=name)
 
     def add_all(self, requests: Sequence[AddRequest]) -> dict[int, Exception]:
         self._live()

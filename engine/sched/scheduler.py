@@ -17,6 +17,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from random import Random
+from typing import ClassVar
 
 from engine.config.sched import SchedulerConfig
 from engine.kv.connector import KVSource
@@ -39,7 +40,7 @@ from engine.sched.request import SERIAL, WATCHED, Request
 from engine.sched.resource import Fit, OnRefuse, Resource
 from engine.sched.roster import Cause, Roster
 from engine.sched.step.builder import Step, pad_drafts, prefill_cap, seal
-from engine.sched.step.decodes import DecodeFastPath
+from engine.sched.step.decodes import FEW, DecodeFastPath
 from engine.sched.step.intake import Intake, TimerKind
 from engine.sched.step.preempt import cut_to_blocks, promised_to_others, victims_for
 from engine.sched.step.settle import Counters, Settler, end_of
@@ -57,6 +58,9 @@ class Scheduler(SchedulerInterface):
     ``preempt``, ``seal``. ``clock`` gives seconds, and so does ``timer``, which only measures how
     long hooks take; nothing here reads any other.
     """
+
+    few_decodes: ClassVar[int] = FEW
+    """Running requests up to which decodes are granted in a loop, not in columns."""
 
     def __init__(
         self,
@@ -86,7 +90,7 @@ class Scheduler(SchedulerInterface):
         self._clock = clock
         own_parts = [getattr(type(self), p) is not getattr(Scheduler, p) for p in BULK_PARTS]
         self._fast_path = DecodeFastPath(
-            self.settler, self.guard, self.secure, is_open=not any(own_parts)
+            self.settler, self.guard, self.secure, is_open=not any(own_parts), few=self.few_decodes
         )
         for resource in resources:
             resource.attach(self)

@@ -117,10 +117,19 @@ def compare(policies: Sequence[Any], workload: Workload, engine: Engine, load: f
 
 
 def simulate(
-    policy: Any, jobs: Sequence[Job], workload: Workload, engine: Engine, rate: float | None
+    policy: Any,
+    jobs: Sequence[Job],
+    workload: Workload,
+    engine: Engine,
+    rate: float | None,
+    *,
+    max_idle_looks: int = MAX_IDLE_LOOKS,
 ) -> Figures:
-    """One policy on these requests, ``rate`` of them a second (``None``: all at once)."""
-    return _Run(policy, jobs, workload, engine).finish(rate)
+    """One policy on these requests, ``rate`` of them a second (``None``: all at once).
+
+    Raises ``ConfigError`` for one that computes nothing in ``max_idle_looks`` looks in a row.
+    """
+    return _Run(policy, jobs, workload, engine).finish(rate, max_idle_looks)
 
 
 def _capacity(at_once: Figures) -> float:
@@ -176,7 +185,7 @@ class _Run:
         self._num_refused = 0
         self._kv_peak = 0.0
 
-    def finish(self, rate: float | None) -> Figures:
+    def finish(self, rate: float | None, max_idle_looks: int = MAX_IDLE_LOOKS) -> Figures:
         """All requests to their ends."""
         coming = deque((job.gaps / rate if rate else 0.0, job) for job in self._jobs.values())
         num_idle = 0
@@ -189,10 +198,10 @@ class _Run:
                 num_idle = 0
                 continue
             num_idle += 1
-            if num_idle > MAX_IDLE_LOOKS:
+            if num_idle > max_idle_looks:
                 raise ConfigError(
                     f"policy {self._policy!r} never lets its requests end: for "
-                    f"{MAX_IDLE_LOOKS * IDLE_SECONDS:g} s nothing was computed"
+                    f"{max_idle_looks * IDLE_SECONDS:g} s nothing was computed"
                 )
             until = coming[0][0] if coming else self._clock.now + IDLE_SECONDS
             if self._core.scheduler.has_unfinished_requests():

@@ -27,16 +27,17 @@ class NgramProposer:
     request.
     """
 
-    def __init__(self, min_size: int, max_size: int) -> None:
+    def __init__(self, min_size: int, max_size: int, *, base: int = BASE) -> None:
         self.min_size = min_size
         self.max_size = max_size
+        self._base = base
         self._places: dict[int, Places] = {}  # by number of the request
 
     def propose(self, req: Request, num_tokens: int) -> Sequence[int]:
         """What followed the longest n-gram that ends the text now; empty if none was there."""
         places = self._places.get(req.arrival)
         if places is None:
-            places = self._places[req.arrival] = Places(self.min_size, self.max_size)
+            places = self._places[req.arrival] = Places(self.min_size, self.max_size, self._base)
         tokens = req.tokens
         places.enter(tokens)
         at = places.find(tokens)
@@ -50,7 +51,8 @@ class NgramProposer:
 class Places:
     """Where the n-grams of one text were last, by the index of the token behind them."""
 
-    def __init__(self, min_size: int, max_size: int) -> None:
+    def __init__(self, min_size: int, max_size: int, base: int) -> None:
+        self._base = base
         self._min_size = min_size
         self._max_size = max_size
         self._tables: list[dict[int, int]] = [{} for _ in range(min_size, max_size + 1)]
@@ -84,7 +86,7 @@ class Places:
         code, weight, codes = 0, 1, []
         for size in range(1, min(self._max_size, end) + 1):
             code = (code + (tokens[end - size] + 1) * weight) & MASK
-            weight = weight * BASE & MASK
+            weight = weight * self._base & MASK
             if size >= self._min_size:
                 codes.append(code)
         return codes
@@ -97,7 +99,7 @@ class Places:
         for size in range(1, min(self._max_size, len(values)) + 1):
             # codes[i]: of the n-gram that ends with token start + i
             codes[size - 1 :] += values[: len(values) - size + 1] * np.uint64(weight)
-            weight = weight * BASE & MASK
+            weight = weight * self._base & MASK
             if size >= self._min_size:
                 behind = max(first, start + size)
                 ending = codes[behind - start - 1 :].tolist()

@@ -114,6 +114,7 @@ class DigestWorker(FakeExecutor):
     ``fail(seq, upto)`` says why a row fails that computes the positions before ``upto``; such a row
     leaves garbage in its KV. ``carry_out`` does what the parts of a plan ask for, just before its
     rows are computed. A mask lets the next token pass that it allows, from the drawn one on.
+    Subclasses extend ``apply``, what a plan changes before its rows are computed, and ``draw``.
     """
 
     capabilities = frozenset(PARTS)
@@ -146,7 +147,7 @@ class DigestWorker(FakeExecutor):
         self.carry_out(plan)
         rows = self._forward(work)
         if plan.masks is None:
-            self._draw(rows, [[] for _ in rows], result)
+            self.draw(rows, [[] for _ in rows], result)
         else:
             self._waiting = (plan, rows)
         return result
@@ -162,7 +163,7 @@ class DigestWorker(FakeExecutor):
             for index, row in enumerate(rows)
         ]
         assert next(unread, None) is None, "more masks than tokens are drawn"
-        self._draw(rows, of_row, ticket)
+        self.draw(rows, of_row, ticket)
 
     def collect(self, ticket: StepResult) -> StepResult:
         """Wait for a launched step."""
@@ -171,7 +172,7 @@ class DigestWorker(FakeExecutor):
     def _work(self, plan: StepPlan) -> list[Work]:
         """Take note of a plan; what it has the rows compute, with their tables as they are now."""
         check_parts(plan, self.capabilities)
-        self._apply(plan)
+        self.apply(plan)
         drafts = draft_rows(plan)
         columns = zip(
             plan.slots.tolist(),
@@ -205,7 +206,7 @@ class DigestWorker(FakeExecutor):
             rows.append(Computed(row, digests, error))
         return rows
 
-    def _draw(
+    def draw(
         self, rows: list[Computed], masks: list[list[NDArray[np.int32]]], result: StepResult
     ) -> None:
         """Choose and verify tokens; ``masks``: those of each row, [] if it has none."""
@@ -230,7 +231,7 @@ class DigestWorker(FakeExecutor):
         result.token_ids = np.array(tokens, dtype=np.int32)
         result.counts = np.array(counts, dtype=np.int32)
 
-    def _apply(self, plan: StepPlan) -> None:
+    def apply(self, plan: StepPlan) -> None:
         for slot in plan.freed_slots:
             del self.seqs[slot]
         for new in plan.new:
@@ -332,7 +333,7 @@ class LateWorker(DigestWorker):
         assert due is ticket, "steps are collected in another order than they were launched"
         self.carry_out(plan)
         rows = self._forward(work)
-        self._draw(rows, [[] for _ in rows], due)
+        self.draw(rows, [[] for _ in rows], due)
         return due
 
 

@@ -89,11 +89,11 @@ def penalise_rows(
 
 
 def token_logprobs(
-    logits: torch.Tensor, token_ids: torch.Tensor
+    logits: torch.Tensor, token_ids: torch.Tensor, *, max_chunk: int = MAX_CHUNK
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """In float32; only the logits that are asked for are normalised."""
     num_rows, vocab_size = logits.shape
-    step = max(1, MAX_CHUNK // max(1, vocab_size))
+    step = max(1, max_chunk // max(1, vocab_size))
     parts = [
         _logprobs(logits[start : start + step], token_ids[start : start + step])
         for start in range(0, max(1, num_rows), step)

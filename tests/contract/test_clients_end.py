@@ -9,7 +9,8 @@ from typing import Any
 
 import psutil
 import pytest
-from support.core_clients import pid_of, spawn_client
+from support.core_clients import spawn_client
+from support.live_core import pid_of
 from support.simulate import make_request
 from support.spawned import FakeBuild, fake_config
 

@@ -180,4 +180,5 @@ def test_a_core_is_built_where_no_accelerator_is_visible() -> None:
         "assert 'torch' not in sys.modules\n"
     )
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    subprocess.run([sys.executable, "-c", code], env=environment, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, timeout=60, check=False)
+    assert done.returncode == 0

@@ -37,6 +37,7 @@ from engine.messages.wire import (
 from engine.observe.logs import THROTTLE_SECONDS, Throttle
 from engine.rpc.sessions import NUM_CREDITS
 from engine.rpc.zmq_client import EngineCoreClient
+from engine.sched import Scheduler
 from engine.sched.policy import Policy
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -134,7 +135,7 @@ def test_a_client_is_told_itself_what_is_too_large(core: HostedCore) -> None:
 def test_an_answer_that_cannot_travel_is_a_failure(
     value: Any, core: HostedCore, member: RawClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(core.host._core, "call", lambda name, *args: value)
+    monkeypatch.setattr(core.inproc, "call", lambda name, *args: value)
     member.send(Call(7, "stats"))
     answer = member.receive()
     assert isinstance(answer, Answer) and answer.number == 7 and answer.failure is not None
@@ -149,36 +150,40 @@ def test_an_error_that_says_too_much_or_what_is_no_text_is_told_all_the_same(
     def fail(*_: Any) -> None:
         raise LookupError("no \udcff" + "x" * 20_000)
 
-    monkeypatch.setattr(core.host._core, "call", fail)
-    monkeypatch.setattr(core.host._core, "add", fail)
+    monkeypatch.setattr(core.inproc, "call", fail)
+    monkeypatch.setattr(core.inproc, "add", fail)
     member.send(Call(0, "stats"))
     assert member.receive().failure.message.startswith("LookupError: no \\udcffxxx")  # as text
     member.send(Submit(1, [make_request(str(i), [1], 1) for i in range(MAX_SUBMIT_REQUESTS)]))
     assert len(member.receive().refusals) == MAX_SUBMIT_REQUESTS
 
 
-def test_an_abort_is_told_whatever_is_to_be_told_of_it(
-    core: HostedCore, member: RawClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A connector of the user's own may hand over anything."""
-    finish = core.host._core._core.scheduler.finish_requests
+class HandsOverObjects(Scheduler):
+    """What it says of the end of request b cannot travel."""
 
-    def with_objects(*args: Any) -> list[Any]:
-        finished = finish(*args)
+    def finish_requests(self, *args: Any) -> list[Any]:
+        finished = super().finish_requests(*args)
         for request_id, _, end in finished:
             if request_id == "b":
                 end.kv_transfer_params = {"handle": object()}
         return finished
 
-    monkeypatch.setattr(core.host._core._core.scheduler, "finish_requests", with_objects)
-    member.send(Call(0, "pause"))
-    member.send(Submit(1, [make_request(name, [1], 9) for name in "abc"]))
-    member.send(Abort(list("abc")))
-    assert member.receive() == Answer(0) and is_submitted(member, 1)
+
+def test_an_abort_is_told_whatever_is_to_be_told_of_it() -> None:
+    """A connector of the user's own may hand over anything."""
     told: dict[str, Finished] = {}
-    while len(told) < 3:
-        batch = next_batch(member)
-        told |= {batch.request_ids[end.index]: end for end in batch.finished}
+    with (
+        HostedCore(FakeBuild(options={"scheduler_cls": HandsOverObjects})) as core,
+        RawClient(core.address.data) as member,
+    ):
+        greet(member, core)
+        member.send(Call(0, "pause"))
+        member.send(Submit(1, [make_request(name, [1], 9) for name in "abc"]))
+        member.send(Abort(list("abc")))
+        assert member.receive() == Answer(0) and is_submitted(member, 1)
+        while len(told) < 3:
+            batch = next_batch(member)
+            told |= {batch.request_ids[end.index]: end for end in batch.finished}
     assert {name: end.reason for name, end in told.items()} == {
         "a": "abort",
         "b": "error",
@@ -194,7 +199,7 @@ def test_what_waits_for_credits_comes_in_order_whatever_is_asked_meanwhile(
     num_tokens = NUM_CREDITS + 40
     member.send(Submit(0, [make_request("a", [1, 2], num_tokens)]))
     assert is_submitted(member, 0)
-    assert wait_until(lambda: not core.host._core.num_unfinished(), 10.0)
+    assert wait_until(lambda: not core.inproc.num_unfinished(), 10.0)
     member.send(Abort(["a"]))
     member.send(Submit(1, [make_request("a", [3], 5)]))
     assert answer_of(member).refusals == []
@@ -259,19 +264,17 @@ def test_what_was_held_back_is_counted() -> None:
 
 
 @pytest.mark.parametrize("lacks", ["credits", "steps"])
-def test_who_vanishes_while_nothing_is_sent_to_it_leaves_nothing(
-    lacks: str, core: HostedCore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("engine.rpc.sessions.NUM_CREDITS", 1)
-    with RawClient(core.address.data) as gone:
-        greet(gone, core)
-        gone.send(Submit(0, [make_request("a", [1], 400)]))
-        assert is_submitted(gone, 0)
-        if lacks == "steps":
-            gone.send(Call(1, "pause"))
-            assert answer_of(gone) == Answer(1)
-    health = core.host.health
-    assert wait_until(lambda: not (health().num_clients or health().num_unfinished), 5.0)
+def test_who_vanishes_while_nothing_is_sent_to_it_leaves_nothing(lacks: str) -> None:
+    with HostedCore(FakeBuild(), num_credits=1) as core:
+        with RawClient(core.address.data) as gone:
+            greet(gone, core)
+            gone.send(Submit(0, [make_request("a", [1], 400)]))
+            assert is_submitted(gone, 0)
+            if lacks == "steps":
+                gone.send(Call(1, "pause"))
+                assert answer_of(gone) == Answer(1)
+        health = core.host.health
+        assert wait_until(lambda: not (health().num_clients or health().num_unfinished), 5.0)
 
 
 class Stuck(Policy):

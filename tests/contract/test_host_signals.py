@@ -5,29 +5,38 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 from support.core_clients import own_place
 from support.spawned import FakeBuild, fake_config
 
-from engine.core.inproc_client import InprocClient
 from engine.ipc.address import Directory
 from engine.rpc.host import EngineCoreHost
+from engine.sched import Scheduler
 
 SIGNAL = signal.SIGUSR1
 
 
-@pytest.fixture
-def core(monkeypatch: pytest.MonkeyPatch) -> Iterator[InprocClient]:
-    with own_place(monkeypatch):
-        yield FakeBuild()(fake_config())
+@pytest.fixture(autouse=True)
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with own_place(monkeypatch) as path:
+        yield path
 
 
-@pytest.fixture
-def host(core: InprocClient) -> Iterator[EngineCoreHost]:
-    directory = Directory.create()
-    host = EngineCoreHost(core, fake_config(), directory.address, directory=directory)
+def make_host(**options: Any) -> EngineCoreHost:
+    """A host that has taken the signal; ``options`` are those of its scheduler."""
+    directory, config = Directory.create(), fake_config()
+    core = FakeBuild(options=options)(config)
+    host = EngineCoreHost(core, config, directory.address, directory=directory)
     host.handle_signals(SIGNAL)
+    return host
+
+
+@pytest.fixture
+def host() -> Iterator[EngineCoreHost]:
+    host = make_host()
     yield host
     host.close()
 
@@ -41,15 +50,21 @@ def taken() -> Iterator[list[int]]:
     signal.signal(SIGNAL, before)
 
 
-def test_a_signal_while_the_host_closes_does_not_kill_it(
-    taken: list[int], core: InprocClient, host: EngineCoreHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class SignalledScheduler(Scheduler):
+    """A signal comes while it ends."""
+
+    num_signals: ClassVar[int] = 0
+
+    def shutdown(self) -> None:
+        type(self).num_signals += 1
+        signal.raise_signal(SIGNAL)
+        super().shutdown()
+
+
+def test_a_signal_while_the_host_closes_does_not_kill_it(taken: list[int]) -> None:
     """Its last words take up to a second, and impatient programs send SIGTERM twice."""
-    raised = []
-    scheduler = core._core.scheduler
-    monkeypatch.setattr(scheduler, "shutdown", lambda: raised.append(signal.raise_signal(SIGNAL)))
-    host.close()
-    assert raised and taken == []
+    make_host(scheduler_cls=SignalledScheduler).close()
+    assert SignalledScheduler.num_signals == 1 and taken == []
     signal.raise_signal(SIGNAL)
     assert taken == [SIGNAL]
 

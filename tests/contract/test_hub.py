@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -173,19 +172,11 @@ def test_a_second_time_nothing_is_fetched_and_a_new_commit_is(hub: FakeHub, fetc
 
 
 def test_a_branch_that_moves_meanwhile_gives_files_of_one_commit(
-    hub: FakeHub, fetch: Fetch, monkeypatch: pytest.MonkeyPatch
+    hub: FakeHub, fetch: Fetch
 ) -> None:
     repo = hub.add("org/tiny", WHOLE)
     new = {**WHOLE, **{name: data + b" " for name, data in SMALL.items()}}
-    moves = iter([lambda: repo.commit(new)])
-    get = Download._get
-
-    def move_then_get(self: Download, name: str, revision: str | None) -> str:
-        if name == "tokenizer.json":
-            next(moves, lambda: None)()
-        return get(self, name, revision)
-
-    monkeypatch.setattr(Download, "_get", move_then_get)
+    repo.before["tokenizer.json"] = lambda: repo.commit(new)
     root = fetch()
     assert root.name == repo.refs["main"]
     assert all((root / name).read_bytes() == new[name] for name in names(root))
@@ -426,16 +417,9 @@ def told(error: BaseException) -> str:
     return "\n".join(f"{each!r} {each}" for each in chain)
 
 
-def test_a_refused_token_is_told_without_it(
-    hub: FakeHub, fetch: Fetch, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refused_token_is_told_without_it(hub: FakeHub, fetch: Fetch) -> None:
     hub.add("org/tiny", WHOLE)
-    response = SimpleNamespace(status_code=401, headers={}, request=None)
-
-    def refuse(self: Download) -> None:
-        raise huggingface_hub.errors.HfHubHTTPError("Invalid credentials", response=response)
-
-    monkeypatch.setattr(Download, "_listing", refuse)
+    hub.down_with, hub.says_when_down = 401, "Invalid credentials in Authorization header"
     with pytest.raises(ConfigError, match=r"does not know the token.*/settings/tokens") as caught:
         fetch(token=TOKEN)
     assert TOKEN not in told(caught.value)

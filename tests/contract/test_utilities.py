@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from support.core_clients import drain, read
 from support.simulate import expected, make_request
-from support.spawned import FakeBuild, fake_config
+from support.spawned import FakeBuild, ScriptedWorker, fake_config
 
-from engine.config.engine import EngineConfig
 from engine.core.control import Utilities
 from engine.core.engine_core import EngineCore
 from engine.core.inproc_client import InprocClient
@@ -41,25 +40,29 @@ class Recorder:
         return None if self.is_running else ["trace"]
 
 
+class ProfiledWorker(ScriptedWorker):
+    def __init__(self, script: ProfiledBuild) -> None:
+        super().__init__(script)
+        self.methods = script.methods
+        self._record = Recorder()
+
+    def call(self, name: str, *args: Any) -> Any:
+        return {"profile": self._record}[name](*args)
+
+
 @dataclass(frozen=True)
 class ProfiledBuild(FakeBuild):
     """A fake core whose worker has a profiler."""
 
-    def __call__(self, config: EngineConfig, **options: Any) -> InprocClient:
-        client = super().__call__(config, **options)
-        assert client._core is not None
-        worker, record = client._core.executor, Recorder()
-        worker.methods = ("profile",)
-        worker.call = lambda name, *args: {"profile": record}[name](*args)
-        return InprocClient(client._core, client.decided)
+    methods: tuple[str, ...] = ("profile",)
+
+    def make_worker(self) -> ScriptedWorker:
+        return ProfiledWorker(self)
 
 
 def test_a_method_of_a_worker_does_not_take_the_place_of_a_utility() -> None:
-    client = FakeBuild()(fake_config())
-    assert client._core is not None
-    client._core.executor.methods = ("profile", "pause")
     with pytest.raises(ConfigError, match="a method of the worker is called 'pause'"):
-        InprocClient(client._core, client.decided)
+        ProfiledBuild(methods=("profile", "pause"))(fake_config())
 
 
 class TooEarly(ConfigError):

@@ -40,8 +40,8 @@ class PagedRun:
         """Run the next tokens of some sequences; sequence -> logits [len(tokens), V]."""
         order = sorted(chunks, key=lambda name: len(chunks[name]) > 1)  # decodes first, stable
         for name in order:
-            self._grow(name, len(chunks[name]))
-        batch = self._batch(order, chunks)
+            self.grow(name, len(chunks[name]))
+        batch = self.batch(order, chunks)
         hidden = self.model.forward(batch, self.kv).last
         logits = self.model.logits(hidden)
         parts = logits.split([len(chunks[name]) for name in order])
@@ -53,13 +53,13 @@ class PagedRun:
         starts = range(0, len(tokens), size)
         return torch.cat([self.step({name: tokens[at : at + size]})[name] for at in starts])
 
-    def _grow(self, name: str, count: int) -> None:
+    def grow(self, name: str, count: int) -> None:
         self.lengths[name] = self.lengths.get(name, 0) + count
         blocks = self.blocks.setdefault(name, [])
         while len(blocks) * self.block_size < self.lengths[name]:
             blocks.append(self.free.pop())
 
-    def _batch(self, order: list[str], chunks: Mapping[str, Sequence[int]]) -> ForwardBatch:
+    def batch(self, order: list[str], chunks: Mapping[str, Sequence[int]]) -> ForwardBatch:
         counts = [len(chunks[name]) for name in order]
         positions = [
             range(self.lengths[name] - count, self.lengths[name])

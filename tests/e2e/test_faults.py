@@ -14,7 +14,8 @@ from typing import Any
 
 import psutil
 import pytest
-from support.core_clients import own_place, pid_of, spawn_client
+from support.core_clients import own_place, spawn_client
+from support.live_core import pid_of
 from support.simulate import expected, make_request
 from support.spawned import FakeBuild, fake_config
 
@@ -211,9 +212,11 @@ def test_a_core_starts_again_after_every_death() -> None:
         client = spawn_client(FakeBuild(raise_at=4 if turn % 3 == 2 else None))
         client.add(make_request("a", [1], 400))
         client.step()
+        process = psutil.Process(pid_of(client))
         if turn % 3 == 0:
-            os.kill(pid_of(client), signal.SIGKILL)
+            process.kill()
         client.shutdown()
+        assert not process.is_running()
 
 
 def test_only_socket_files_listen() -> None:

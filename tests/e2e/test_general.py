@@ -111,7 +111,7 @@ def test_padding_writes_nothing_and_other_models_stay_apart(tmp_path: Path, seed
     assert_same(torch.cat(parts), expected, "in turns")
 
     before = [layer.clone() for layer in run.kv]
-    batch = run._batch(["a"], {"a": [5]})
+    batch = run.batch(["a"], {"a": [5]})
     batch.attn.slots[:] = -1
     one.forward(batch, run.kv)
     assert all(torch.equal(x, y) for x, y in zip(before, run.kv, strict=True))

@@ -258,11 +258,13 @@ def test_a_group_that_names_modules_comes_before_their_class(tmp_path: Path, see
     assert_same(got, reference_logits(made.reference, tokens), "mixed precision")
 
 
-def test_scales_of_an_8_bit_cache_are_passed_over(tmp_path: Path) -> None:
+def test_scales_of_an_8_bit_cache_are_passed_over(tmp_path: Path, seed: int) -> None:
     made = written(tmp_path, "ct-fp8-channel")
     scale = {f"{Q.replace('q_proj', 'k_scale')}": torch.ones(1)}
     restore(made.path, lambda tensors: tensors.update(scale))
-    load(made.path)
+    tokens = tokens_of(seed, 12)
+    got = PagedRun(load(made.path)).prefill("a", tokens)
+    assert_same(got, reference_logits(made.reference, tokens), "with scales of a cache")
 
 
 @pytest.mark.parametrize(

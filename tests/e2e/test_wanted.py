@@ -22,8 +22,8 @@ def test_wanted_rows_are_the_rows_of_the_whole_pass(tiny_models: TinyModels, nam
     run.prefill("decode", list(range(5, 25)))
     chunks = {"decode": [7], "long": list(range(3, 40)), "short": list(range(60, 65))}
     for sequence, tokens in chunks.items():
-        run._grow(sequence, len(tokens))
-    batch = run._batch(list(chunks), chunks)
+        run.grow(sequence, len(tokens))
+    batch = run.batch(list(chunks), chunks)
     whole = model.forward(batch, run.kv).last
     rows, both = torch.tensor([0, 37]), torch.tensor([0, 1])
     batch.wanted = wanted_rows(batch.attn, rows, both, batch.attn.seq_lens[both])

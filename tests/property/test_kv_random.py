@@ -42,6 +42,7 @@ class Model:
         self.size = rng.choice([1, 2, 3, 4])
         self.kv = KVManager(rng.randint(4, 30), self.size, hasher=hasher, source=source)
         self.live: dict[int, object] = {}
+        self.offered: dict[int, int] = {}  # by row, tokens of what it holds that a load could fill
         self.cached: dict[int, tuple] = {}  # block -> content
         self.lent: list[tuple[str, list[int]]] = []
         self.num_added = 0
@@ -83,7 +84,7 @@ class Model:
         kv, rng = self.kv, self.rng
         first = kv.ready(req) + 1 if not kv.held(req) else 1
         upto = rng.randint(min(first, len(req.tokens)), len(req.tokens))
-        before, free, hit = list(kv.held(req)), kv.pool.free_order(), kv.lookup(req).blocks
+        before, free, hit = list(kv.held(req)), kv.pool.free_order(), kv.lookup(req)
         missing = kv.missing(req, upto)
         assert kv.fits(req, upto) == (missing <= len(free))
         act = rng.choice([kv.reserve, kv.hold])
@@ -91,7 +92,9 @@ class Model:
             assert missing > len(free) and kv.held(req) == before
             assert kv.pool.free_order() == free
             return
-        start = before or hit
+        if not before:
+            self.offered[req.row] = min(hit.num_remote, upto - hit.num_tokens)
+        start = before or hit.blocks
         assert kv.held(req)[: len(start)] == start and len(free) - kv.num_free == missing
         taken = kv.held(req)[len(start) :]
         assert taken == [block for block in free if block not in start][: len(taken)]
@@ -115,7 +118,7 @@ class Model:
             upto = self.rng.randint(kv.ready(req), len(kv.held(req)) * self.size)
             kv.loaded(req, upto)
             self.publish(req, kv.ready(req))
-        elif kv._holding(req).num_remote and req.num_computed <= kv.ready(req):
+        elif kv.held(req) and self.offered[req.row] and req.num_computed <= kv.ready(req):
             kv.start_load(req)
 
     def commit(self, req) -> None:
@@ -216,7 +219,7 @@ def test_the_manager_agrees_with_a_naive_model(hasher, with_source, seed):
                 rng.choice(moves)(rng.choice(list(model.live.values())))
             model.check()
         for req in list(model.live.values()):
-            model.finish(req)
+            model.forget(req)
         while model.lent:
             model.sent()
         model.check()

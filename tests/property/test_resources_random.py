@@ -13,6 +13,7 @@ from support.data_plane import (
     Source,
     answer,
     guess,
+    kept_by,
     make_feature_run,
 )
 from support.simulate import make_request
@@ -47,15 +48,10 @@ class Features:
         assert self.encoder.cache.num_used <= self.encoder.cache.num_tokens
 
     def check_empty(self) -> None:
-        assert not self.adapters._users
-        assert not (self.encoder._uses or self.encoder.cache.num_used)
-        assert not (self.encoder._last_reads or self.encoder._encoded_in)
-        assert not (self.drafts._running or self.drafts._proposed)
-        grammars = self.grammars
-        assert not (grammars._compiling or grammars._faulty or grammars._matchers)
-        assert not (grammars._by_row or grammars._parked)
-        assert not (self.remote._loading or self.remote._failed)
-        assert not self.gate._running
+        """No request is left, and nothing is kept but adapters that may be used again."""
+        assert not self.encoder.cache.num_used
+        for resource in vars(self).values():
+            assert kept_by(resource).keys() <= {"slot_of"}, resource
 
 
 def make(rng: random.Random, depth: int, grammars: dict):

@@ -12,7 +12,6 @@ from engine.errors import RequestError
 from engine.sched import Fit, Resource
 from engine.sched.policies import POLICIES
 from engine.sched.scheduler import Scheduler
-from engine.sched.step import decodes
 
 
 def random_run(rng: random.Random, depth: int, policy: str, **options):
@@ -77,7 +76,15 @@ COLUMNS = (
 )
 
 
-class WholeLoop(Scheduler):
+class InColumns(Scheduler):
+    few_decodes = 0
+
+
+class OneByOne(Scheduler):
+    few_decodes = 10**9
+
+
+class WholeLoop(OneByOne):
     """Overrides a part, so every request goes through the whole loop."""
 
     def tokens_for(self, req, step):
@@ -97,15 +104,15 @@ class Fussy(Resource):
         return Fit(min(num_tokens, 5) if self.watches(req) else num_tokens)
 
 
-WAYS = ("columns", "one by one", "hook", "loop")
+SCHEDULERS = {"columns": InColumns, "one by one": OneByOne, "hook": OneByOne, "loop": WholeLoop}
+WAYS = tuple(SCHEDULERS)
 
 
-def plans_of(seed: int, monkeypatch, way: str, resources):
+def plans_of(seed: int, way: str, resources):
     """All plans and outputs of a random run that grants in one of the ways there are."""
-    monkeypatch.setattr(decodes, "FEW", 0 if way == "columns" else 10**9)
     rng = random.Random(seed)
     depth, policy = rng.randint(1, 3), rng.choice(["fcfs", "priority"])
-    options = {"scheduler_cls": WholeLoop} if way == "loop" else {}
+    options = {"scheduler_cls": SCHEDULERS[way]}
     if way == "hook":
         own = {"chunk": lambda self, req, num_tokens, view: num_tokens}
         policy = type("Own", (POLICIES[policy],), own)()
@@ -122,7 +129,7 @@ def plans_of(seed: int, monkeypatch, way: str, resources):
     return plans, run.outputs, run.finished
 
 
-def check_same_paths(seed: int, monkeypatch) -> int:
+def check_same_paths(seed: int) -> int:
     """All ways plan the same in every state of a run; returns how many states it had.
 
     Watched requests get their blocks behind those granted in decodes, so these have other numbers.
@@ -130,7 +137,7 @@ def check_same_paths(seed: int, monkeypatch) -> int:
     is_fussy = seed % 3 == 1
     columns = [name for name in COLUMNS if not (is_fussy and name.startswith("block"))]
     resources = (Fussy(),) if is_fussy else ()
-    (first, *results), *others = (plans_of(seed, monkeypatch, way, resources) for way in WAYS)
+    (first, *results), *others = (plans_of(seed, way, resources) for way in WAYS)
     for way, (plans, *same) in zip(WAYS[1:], others, strict=True):
         assert len(first) == len(plans), f"seed {seed}, {way}"
         assert results == same, f"seed {seed}, {way}"
@@ -141,16 +148,16 @@ def check_same_paths(seed: int, monkeypatch) -> int:
     return len(first)
 
 
-def test_in_bulk_and_one_by_one_gives_the_same_plans(monkeypatch):
-    assert sum(check_same_paths(seed, monkeypatch) for seed in range(30)) > 1000
+def test_in_bulk_and_one_by_one_gives_the_same_plans():
+    assert sum(check_same_paths(seed) for seed in range(30)) > 1000
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_in_bulk_and_one_by_one_gives_the_same_plans_in_100_000_states(monkeypatch):
+def test_in_bulk_and_one_by_one_gives_the_same_plans_in_100_000_states():
     num_states, seed = 0, 1000
     while num_states < 100_000:
-        num_states += check_same_paths(seed, monkeypatch)
+        num_states += check_same_paths(seed)
         seed += 1
     print(f"{num_states} states of {seed - 1000} runs")
 

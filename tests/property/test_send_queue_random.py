@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 
 import pytest
 from support.fake_router import Router, with_requests
 
 from engine.messages.requests import CoreOutputs, Finished
-from engine.rpc.sessions import FRAME_BYTES, ClientSessions
+from engine.rpc.sessions import FRAME_BYTES, ClientSessions, SendQueue
 
 
 class Life:
@@ -96,8 +97,41 @@ def test_each_request_ends_once_whatever_is_read_when(turn: int, seed: int) -> N
         life.act()
         life.peers.tend(float(now))
         outbox.credits = min(outbox.credits, dice.randint(0, 5))
-        waiting = [*outbox._answers, *(each.frame for each in outbox._batches)]
-        assert outbox.num_bytes == sum(len(frame) + FRAME_BYTES for frame in waiting)
     life.finish()
     life.check_ends()
     assert outbox.num_bytes == 0 and not len(outbox)
+
+
+def test_what_waits_is_counted_and_leaves_in_order(seed: int) -> None:
+    """Answers among themselves, and batches among themselves; each once, or dropped."""
+    dice = random.Random(seed)
+    answers: deque[bytes] = deque()  # given, and not sent yet
+    batches: deque[bytes] = deque()
+    has_room = True
+
+    def send(frame: bytes) -> bool:
+        if has_room:
+            kind = answers if frame.startswith(b"answer") else batches
+            assert kind.popleft() == frame
+        return has_room
+
+    queue = SendQueue(send, num_credits=4)
+    for number in range(2000):
+        has_room = dice.random() < 0.6
+        match dice.choice(["answer", "publish", "publish", "grant", "flush", "give up"]):
+            case "answer":
+                answers.append(b"answer %d " % number + b"x" * dice.randint(0, 99))
+                queue.answer(answers[-1])
+            case "publish":
+                batches.append(b"%d " % number + b"x" * dice.randint(0, 99))
+                queue.publish(batches[-1], CoreOutputs(["a"], [1], None, 0.0))
+            case "grant":
+                queue.grant(dice.randint(1, 3))
+            case "flush":
+                queue.flush()
+            case "give up" if dice.random() < 0.1:
+                queue.give_up("it does not read")
+                batches.clear()
+        assert len(queue) == len(answers) + len(batches) and 0 <= queue.credits <= 4
+        waiting = [*answers, *batches]
+        assert queue.num_bytes == sum(len(frame) + FRAME_BYTES for frame in waiting)

@@ -113,10 +113,9 @@ class Client:
         self.reasons[reason] += 1
 
 
-def test_each_reads_its_own_and_each_ends_once(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.rpc.sessions.NUM_CREDITS", CREDITS)
+def test_each_reads_its_own_and_each_ends_once(seed: int) -> None:
     dice = random.Random(seed)
-    with HostedCore(FakeBuild(), max_backlog_bytes=BACKLOG_BYTES) as core:
+    with HostedCore(FakeBuild(), num_credits=CREDITS, max_backlog_bytes=BACKLOG_BYTES) as core:
         clients = [Client(core, dice) for _ in range(3)]
         for _ in range(TURNS):
             client = dice.choice(clients)

@@ -32,7 +32,8 @@ def test_priorities_that_preempt() -> None:
     options = (("preempt_for_waiting", True),)
     for first in (2, 4):
         specs = (Spec(1, first, 2, priority=1), Spec(2, 4, 2, priority=0))
-        explore(Scenario(specs, policy="priority", options=options, seats=1))
+        found = explore(Scenario(specs, policy="priority", options=options, seats=1))
+        assert found.num_states > 100
 
 
 def test_all_choices_are_there() -> None:

@@ -50,9 +50,9 @@ class HostedCore:
         directory = Directory.create()
         config = config or fake_config()
         self.address = address or directory.address
-        core = build(config, clock=clock)
+        self.inproc = build(config, clock=clock)
         self.host = EngineCoreHost(
-            core, config, self.address, directory=directory, clock=clock, **options
+            self.inproc, config, self.address, directory=directory, clock=clock, **options
         )
         self._thread = threading.Thread(target=self._serve, name="hosted-core")
         self._thread.start()
@@ -107,12 +107,6 @@ def attach(client: EngineCoreClient) -> EngineCoreClient:
 def spawn_client(build: FakeBuild, **core: Any) -> EngineCoreClient:
     """A client with a core in a process of its own."""
     return start_core(fake_config(**core), build)
-
-
-def pid_of(client: EngineCoreClient) -> int:
-    """Process of the core that a client uses."""
-    assert client._child is not None
-    return client._child.pid
 
 
 def drain(client: Any, seconds: float = WAIT_SECONDS) -> tuple[dict[str, list[int]], dict]:

@@ -115,8 +115,8 @@ class FeatureWorker(DigestWorker):
             self.mover.before(plan, self.kv)
         return super().launch(plan)
 
-    def _draw(self, rows, masks, result: StepResult) -> None:
-        super()._draw(rows, masks, result)
+    def draw(self, rows, masks, result: StepResult) -> None:
+        super().draw(rows, masks, result)
         if self.propose is not None:
             drafts = [
                 self.propose(row.work.seq.tokens) if count else []
@@ -127,7 +127,7 @@ class FeatureWorker(DigestWorker):
                 np.array([token for row in drafts for token in row], dtype=np.int32),
             )
 
-    def _apply(self, plan: StepPlan) -> None:
+    def apply(self, plan: StepPlan) -> None:
         part, encoder = plan.adapters, plan.media
         for new in plan.new:
             self.adapters.pop(new.slot, None)
@@ -149,7 +149,7 @@ class FeatureWorker(DigestWorker):
                 self.encoded[item.hash] = item.length
                 self.num_encoded += item.length
             assert sum(self.encoded.values()) <= self.cache_size, "the encoder cache overflows"
-        super()._apply(plan)
+        super().apply(plan)
         for slot, start, count in zip(plan.slots, plan.starts, plan.counts, strict=True):
             self._check_row(int(slot), int(start), int(start + count))
 
@@ -380,6 +380,12 @@ class EvenTokens(Resource):
 # -- all together
 
 
+def kept_by(resource: Resource) -> dict[str, object]:
+    """What a resource has in its containers, by name of the attribute, but for empty ones."""
+    own = vars(resource).items()
+    return {name: each for name, each in own if isinstance(each, dict | set | list) and each}
+
+
 @dataclass
 class FeatureRun(Run):
     """A run whose transfers go on with time, whether steps are in flight or not."""
@@ -431,12 +437,12 @@ def make_feature_run(  # noqa: PLR0913
         groups=[Group(window=window) for window in windows],
         source=source,
     )
-    policy = options.pop("policy", "fcfs")
+    policy, clock = options.pop("policy", "fcfs"), options.pop("clock", float)
     policy = POLICIES[policy]() if isinstance(policy, str) else policy
     extra = {"fail": options.pop("fail")} if "fail" in options else {}
     config = {"max_num_batched_tokens": 1024, "max_num_seqs": 16, "max_model_len": 2048, **options}
     scheduler = Scheduler(
-        SchedulerConfig(**config), kv, policy, clock=float, resources=list(resources)
+        SchedulerConfig(**config), kv, policy, clock=clock, resources=list(resources)
     )
     worker = worker or (LateFeatureWorker if late else FeatureWorker)(
         kv.num_blocks,

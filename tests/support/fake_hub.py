@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -44,6 +44,8 @@ class Repo:
     """By file, how many of its next transfers break off in the middle."""
     delays: dict[str, float] = field(default_factory=dict)
     """By file, seconds that each transfer waits in the middle."""
+    before: dict[str, Callable[[], object]] = field(default_factory=dict)
+    """By file, what happens when it is asked for the first time."""
     stalls: dict[str, threading.Event] = field(default_factory=dict)
     """By file, what is set when its transfer has come to the middle, where it stays."""
 
@@ -70,6 +72,7 @@ class FakeHub:
         """Status of every answer, if the hub is out of order."""
         self.down_after_cut: int | None = None
         """What becomes of ``down_with`` when a transfer has broken off."""
+        self.says_when_down = ""
         self.is_over = threading.Event()
         self._server = _Server(("127.0.0.1", 0), _Handler)
         self._server.hub = self
@@ -140,7 +143,7 @@ class _Handler(BaseHTTPRequestHandler):
         what = path if file is None else unquote(file["file"])
         hub.asked.append(Asked(self.command, what, self.headers.get("range"), token))
         if hub.down_with is not None:
-            return self._refuse(hub.down_with)
+            return self._refuse(hub.down_with, why=hub.says_when_down)
         found = REFS.fullmatch(path) or INFO.fullmatch(path) or file
         if found is None:
             return self._refuse(404)
@@ -161,11 +164,12 @@ class _Handler(BaseHTTPRequestHandler):
             return self._refuse(404, "EntryNotFound")
         return self._send_file(repo, sha, what)
 
-    def _refuse(self, status: int, code: str | None = None) -> None:
+    def _refuse(self, status: int, code: str | None = None, why: str = "") -> None:
         self.send_response(status)
         if code is not None:
             self.send_header("X-Error-Code", code)
-            self.send_header("X-Error-Message", f"no: {code}")
+        if why or code is not None:
+            self.send_header("X-Error-Message", why or f"no: {code}")
         self.send_header("Content-Length", "0")
         self.end_headers()
 
@@ -192,6 +196,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send_json({"id": name, "modelId": name, "sha": sha, "siblings": siblings})
 
     def _send_file(self, repo: Repo, sha: str, name: str) -> None:
+        repo.before.pop(name, lambda: None)()
         data = repo.commits[sha][name]
         start = 0
         if (asked := self.headers.get("range")) is not None:

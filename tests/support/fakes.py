@@ -70,8 +70,8 @@ class FakeClient:
         self.refuse: Callable[[AddRequest], bool] = lambda request: False
         self.dies_at: int | None = None  # step
         self.is_shut_down = False
-        self._script = script
-        self._pace = pace  # called in every step: to wait for the test
+        self.script = script
+        self.pace = pace  # called in every step: to wait for the test
 
     def add(self, request: AddRequest) -> None:
         if asked_id(request.request_id) in self.fails_on:
@@ -103,7 +103,7 @@ class FakeClient:
             self.live.pop(request_id, None)
 
     def step(self) -> list[CoreOutputs]:
-        self._pace()
+        self.pace()
         self.num_steps += 1
         is_dead = self.dies_at is not None and self.num_steps >= self.dies_at
         if is_dead or self.is_shut_down:
@@ -121,7 +121,7 @@ class FakeClient:
 
     def _advance(self, index: int, row: Live, batch: CoreOutputs) -> None:
         request = row.request
-        token = self._script(request, row.num_output)
+        token = self.script(request, row.num_output)
         row.num_output += 1
         batch.token_ids.append(token)
         if request.params.logprobs is not None:

@@ -246,8 +246,7 @@ def _survive_garbage(
     time.sleep(0.5)
     for waiter in waiters[1:]:
         outcome.check(waiter.is_alive(), f"{waiter.name} heard {waiter.error!r}")
-    assert owner._child is not None
-    owner._child.kill()
+    os.kill(pid_of(owner), signal.SIGKILL)
     _all_hear_of_it(Cell("core", "SIGKILL", "idle"), waiters, time.monotonic(), outcome)
 
 

@@ -127,8 +127,8 @@ def start(build: SizedBuild | None = None, **core: Any) -> EngineCoreClient:
 
 def pid_of(client: EngineCoreClient) -> int:
     """The process of a client's own core."""
-    assert client._child is not None
-    return client._child.pid
+    (pid,) = client.pids
+    return pid
 
 
 def rss_mib(pid: int) -> float:

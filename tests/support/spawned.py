@@ -63,7 +63,10 @@ class FakeBuild:
             scheduler=sched,
         )
         scheduler = make_scheduler(sched, KVManager(NUM_BLOCKS, BLOCK_SIZE), clock=clock)
-        return InprocClient(EngineCore(scheduler, ScriptedWorker(self)), decided, clock=clock)
+        return InprocClient(EngineCore(scheduler, self.make_worker()), decided, clock=clock)
+
+    def make_worker(self) -> ScriptedWorker:
+        return ScriptedWorker(self)
 
 
 class ScriptedWorker(DigestWorker):

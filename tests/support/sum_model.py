@@ -32,8 +32,12 @@ class SumModel:
     lowest_id = 0
     calls = 0
 
+    def __init__(self):
+        self.num_rows = []  # of each forward pass, with padding
+
     def forward(self, batch, kv):
         self.calls += 1
+        self.num_rows.append(len(batch.input_ids))
         self.lowest_id = min(self.lowest_id, int(batch.input_ids.min()))
         if (batch.input_ids == POISON).any():
             raise RuntimeError("bad token 40")

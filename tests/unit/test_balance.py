@@ -9,7 +9,7 @@ from support.simulate import make_request
 
 from engine.config.args import EngineArgs
 from engine.messages.stats import SchedulerStats
-from engine.rpc.balance import MAX_REMEMBERED, MIN_LEAD_TOKENS, Balancer
+from engine.rpc.balance import MIN_LEAD_TOKENS, Balancer
 from engine.rpc.launch import share_of
 from engine.rpc.many_client import sum_of
 
@@ -64,11 +64,17 @@ def test_ends_are_counted_once_and_nothing_is_left(seed: int) -> None:
     assert balancer.loads == [0, 0, 0]
 
 
-def test_memory_of_prompts_is_bounded() -> None:
-    balancer = Balancer(2, 1)
-    for i in range(3):
-        balancer.choose(make_request(str(i), [i] * (MAX_REMEMBERED // 2), 1))
-    assert len(balancer._seen) == MAX_REMEMBERED
+def test_only_the_newest_prompts_are_remembered() -> None:
+    balancer = Balancer(2, 1, max_remembered=8)
+    for name in ("old", "new"):  # one at each core
+        balancer.choose(make_request(name, [ord(name[0])] * 8, 1))
+    assert (balancer.core_of("old"), balancer.core_of("new")) == (0, 1)
+    balancer.end("old")
+    assert balancer.choose(make_request("new too", [ord("n")] * 8, 1)) == 1
+    balancer.end("new")
+    balancer.end("new too")
+    balancer.choose(make_request("busy", [7], 1))
+    assert balancer.choose(make_request("old too", [ord("o")] * 8, 1)) == 1
 
 
 def test_statistics_of_several_schedulers_are_those_of_one() -> None:

@@ -49,14 +49,16 @@ def test_floor_is_what_binds() -> None:
     assert most.floor(cpu_kernels.Work("", "", [], 200.0, 5000.0)) == 5.0
 
 
-def test_every_group_is_measured_and_kept(tmp_path: Path, threads, monkeypatch) -> None:
-    monkeypatch.setattr(cpu_kernels, "OUT_OF_CACHE", 1 << 18)
-    few = {"4 x 40": [(1, 39)] * 4}
-    monkeypatch.setattr(cpu_kernels, "DECODES", few | {"32 x 280": [(1, 30)] * 3})
-    monkeypatch.setattr(cpu_kernels, "CHUNKS", {"20 after 5": [(20, 5)]})
-    monkeypatch.setattr(cpu_kernels, "COPIED", 1 << 20)
+def test_every_group_is_measured_and_kept(tmp_path: Path, threads) -> None:
+    sizes = cpu_kernels.Sizes(
+        out_of_cache=1 << 18,
+        copied=1 << 20,
+        decodes={"4 x 40": [(1, 39)] * 4, "32 x 280": [(1, 30)] * 3},
+        chunks={"20 after 5": [(20, 5)]},
+    )
     where = tmp_path / "kernels.json"
-    cpu_kernels.main(["--model", "tiny", "--threads", "1", "--seconds", "0", "--json", str(where)])
+    arguments = ["--model", "tiny", "--threads", "1", "--seconds", "0", "--json", str(where)]
+    cpu_kernels.main(arguments, sizes)
     found = json.loads(where.read_text())
     groups = {timing["group"] for timing in found["timings"]}
     assert {"linear int8", "decode bf16", "prefill fp32", "KV write bf16", "sampler"} <= groups

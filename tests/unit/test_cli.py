@@ -197,7 +197,7 @@ def test_chat_remembers(run: Run, client: FakeClient, monkeypatch: pytest.Monkey
             prompts.append(TOKENIZER.decode(request.prompt_token_ids))
         return [*ANSWER, 2][position]
 
-    monkeypatch.setattr(client, "_script", script)
+    client.script = script
     monkeypatch.setattr("sys.stdin", io.StringIO("Hi\n\nAgain\n/reset\nNew\n"))
     status, out, _ = run("chat", "--system", "Be kind")
     assert status == 0
@@ -237,7 +237,7 @@ def test_interrupt_ends_an_answer(
         if client.num_steps == 2:
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(client, "_pace", interrupt)
+    client.pace = interrupt
     status, out, _ = run("generate", "x", "--max-tokens", "90", "--ignore-eos")
     assert status == 0 and "3 output tokens" in out
 

@@ -103,10 +103,8 @@ def test_somebody_looks_after_those_who_have_work_here_once_a_second(
     assert peers.get(b"b") is idle and peers.next_look() == float("inf")  # nobody need wake up
 
 
-def test_the_dead_do_not_count_among_those_who_are_there(
-    peers: ClientSessions, router: Router, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("engine.rpc.sessions.MAX_CONNECTIONS", 2)
+def test_the_dead_do_not_count_among_those_who_are_there(router: Router, ended: list[str]) -> None:
+    peers = ClientSessions(router, ended.extend, max_clients=2)
     with_requests(peers, b"a")
     with_requests(peers, b"b")
     with pytest.raises(WireError, match="2 clients are there already"):
@@ -182,13 +180,9 @@ def test_an_end_is_forgotten_also_when_it_waits_for_a_credit(peers: ClientSessio
 
 
 def test_outputs_too_large_to_travel_fail_who_wanted_them_alone(
-    peers: ClientSessions,
-    router: Router,
-    ended: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    router: Router, ended: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("engine.ipc.codec.MAX_MESSAGE_BYTES", 2000)
+    peers = ClientSessions(router, ended.extend, max_message_bytes=2000)
     peer = with_requests(peers, b"a", "small", "large", "done")
     large = TokenLogprobs(list(range(500)), [-1.0] * 500, 1)
     with caplog.at_level(logging.WARNING):
@@ -228,10 +222,9 @@ def test_an_end_that_cannot_travel_is_an_error_of_that_request_alone(
 
 @pytest.mark.parametrize("credits", [NUM_CREDITS, 0], ids=["of one step", "of a slow reader"])
 def test_ends_that_are_too_large_together_are_told_in_several_messages(
-    credits: int, router: Router, ended: list[str], monkeypatch: pytest.MonkeyPatch
+    credits: int, router: Router, ended: list[str]
 ) -> None:
-    peers = ClientSessions(router, ended.extend, max_backlog_bytes=20_000)
-    monkeypatch.setattr("engine.ipc.codec.MAX_MESSAGE_BYTES", 2000)
+    peers = ClientSessions(router, ended.extend, max_backlog_bytes=20_000, max_message_bytes=2000)
     peer = with_requests(peers, b"a", *"abcde", "running")
     peer.queue.credits = credits
     ends = [Finished(i, "stop", kv_transfer_params={"handle": "x" * 900}) for i in range(5)]

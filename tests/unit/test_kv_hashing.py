@@ -103,8 +103,7 @@ def test_only_the_same_adapter_and_image_hit(hasher):
 
 def test_the_fast_hash_is_siphash_2_4_with_128_bits():
     """Values of the function's published definition, by another implementation."""
-    hasher = FastHasher(0)
-    hasher._key = bytes(range(16))
+    hasher = FastHasher(0, key=bytes(range(16)))
     data = bytes(range(64))
     assert hasher.extend(data[:16], data[16:64], 48)[0].hex() == "1eaf077dc0d4cd3f8cad4d383658a74b"
     assert hasher.extend(data[:16], data[16:20], 4)[0].hex() == "9e25fc833f2290733e9344a5e83839eb"

@@ -1,6 +1,5 @@
 """What users get wrong is refused where they stand, and leaves the engine as it was."""
 
-import itertools
 import json
 import math
 import threading
@@ -12,26 +11,22 @@ import pytest
 from support import made_tokenizers as made
 from support.fakes import FakeClient, FakeDecided, counting, fake_session
 
-from engine import LLMEngine, ModelError, RequestError, RequestTypeError, SamplingParams
+from engine import ModelError, RequestError, RequestTypeError, SamplingParams
 from engine.config.args import EngineArgs
 from engine.config.model import ModelConfig
 from engine.llm import LLM
 from engine.messages.params import SamplingParams as Params
-from engine.text.tokenizer import RustBackend, Tokenizer, load_tokenizer
+from engine.text.tokenizer import load_tokenizer
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=2)
 
 
 @pytest.fixture
-def llm() -> LLM:
+def llm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> LLM:
     """``LLM`` around a scripted core."""
-    made_llm = LLM.__new__(LLM)
     client = FakeClient(counting, FakeDecided(vocab_size=400))
-    tokenizer = Tokenizer(RustBackend(made.metaspace()), {}, {})
-    made_llm.llm_engine = LLMEngine(fake_session(client, tokenizer))
-    made_llm._counter = itertools.count()
-    made_llm._turn = threading.Lock()
-    return made_llm
+    monkeypatch.setattr("engine.frontend.session.open_core", lambda config: client)
+    return LLM(made.save(tmp_path, made.metaspace()))
 
 
 def pick_nothing(params: Params, prompt_token_ids: list[int]) -> None:

@@ -84,10 +84,9 @@ def test_texts_do_not_mix_and_ended_ones_are_forgotten():
     assert proposer.propose(Text([7, 1], 0), 1) == []
 
 
-def test_two_ngrams_of_one_code_are_told_apart(monkeypatch):
+def test_two_ngrams_of_one_code_are_told_apart():
     """With all codes equal every hit but a true one must be found out."""
-    monkeypatch.setattr("engine.spec.ngram.BASE", 1 << 64)
-    proposer = NgramProposer(2, 2)
+    proposer = NgramProposer(2, 2, base=1 << 64)
     assert proposer.propose(Text([1, 5, 2, 5]), 2) == []
     assert proposer.propose(Text([1, 5, 2, 1, 5], 1), 2) == [2, 1]
 

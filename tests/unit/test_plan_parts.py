@@ -186,7 +186,12 @@ def test_one_object_twice_is_refused_at_the_start(cls: type[Resource]) -> None:
 
 
 def test_two_objects_that_write_nothing_may_be_of_one_class() -> None:
-    check_capabilities([Resource(), Resource()], frozenset())
+    resources = [Resource(), Resource()]
+    check_capabilities(resources, frozenset())
+    run = make_run(resources=resources)
+    run.add(make_request("a", [1], 3))
+    run.drain()
+    assert run.outputs["a"] == expected([1], 3)
 
 
 @pytest.mark.parametrize("wrong", ["masks", None, 3])

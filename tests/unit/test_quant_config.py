@@ -62,7 +62,7 @@ def test_what_tools_write_is_understood(tmp_path: Path, method: str) -> None:
 
 @pytest.mark.parametrize("method", STATED)
 def test_junk_is_refused_by_name_or_makes_sense(tmp_path: Path, method: str, seed: int) -> None:
-    dice = random.Random(seed)
+    dice, num_refused = random.Random(seed), 0
     for _ in range(100):
         stated = {"quant_method": method, **copy.deepcopy(STATED[method])}
         container, key = dice.choice(list(places(stated)))
@@ -72,7 +72,8 @@ def test_junk_is_refused_by_name_or_makes_sense(tmp_path: Path, method: str, see
             if found is not None:
                 found.fields("model.layers.0.mlp.up_proj", (256, 128))
         except ModelError:
-            continue
+            num_refused += 1
+    assert num_refused
 
 
 def test_a_plain_directory_has_no_format(tmp_path: Path) -> None:

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from support.data_plane import Compiler, Compiling, OneAnswer, answer, guess, make_feature_run
+from support.data_plane import (
+    Compiler,
+    Compiling,
+    OneAnswer,
+    answer,
+    guess,
+    kept_by,
+    make_feature_run,
+)
 from support.simulate import make_request
 
 from engine.spec.decide import Drafts
@@ -52,8 +60,7 @@ def test_who_waits_for_a_grammar_is_passed_and_comes_back_in_order():
 def test_the_wait_is_charged_to_the_grammar():
     clock = [0.0]
     request = request_of("0", "slow")
-    _, run = make({"slow": follows(request, polls=4)})
-    run.scheduler._clock = lambda: clock[0]
+    _, run = make({"slow": follows(request, polls=4)}, clock=lambda: clock[0])
     run.add(request)
     while run.scheduler.has_requests():
         run.step()
@@ -65,10 +72,9 @@ def test_the_wait_is_charged_to_the_grammar():
 @pytest.mark.behaviour(88)
 def test_a_grammar_is_compiled_while_its_request_waits_for_a_seat():
     requests = [request_of("0"), request_of("1", "slow")]
-    readiness, run = make({"slow": follows(requests[1], polls=4)}, max_num_seqs=1)
+    _, run = make({"slow": follows(requests[1], polls=4)}, max_num_seqs=1)
     for request in requests:
         run.add(request)
-    assert readiness._compiler.num_submitted == 1
     for _ in range(6):
         run.step()
     assert run.plans[5] == {"1": 10}, "not a step is lost"
@@ -83,7 +89,7 @@ def test_an_aborted_request_is_woken_by_nobody():
     run.scheduler.finish_requests("0")
     for _ in range(4):
         run.step()
-    assert not run.plans and not readiness._compiling and not readiness._parked
+    assert not run.plans and not kept_by(readiness)
 
 
 @pytest.mark.behaviour(89)

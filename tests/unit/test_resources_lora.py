@@ -35,8 +35,7 @@ def test_another_adapter_waits_and_is_passed_by_the_base_model():
 @pytest.mark.behaviour(91)
 def test_the_wait_is_charged_to_the_adapter():
     clock = [0.0]
-    run = make_feature_run(resources=[AdapterSlots(1)])
-    run.scheduler._clock = lambda: clock[0]
+    run = make_feature_run(resources=[AdapterSlots(1)], clock=lambda: clock[0])
     add(run, "0", "A", num_output=5)
     add(run, "1", "B")
     while run.scheduler.has_requests():

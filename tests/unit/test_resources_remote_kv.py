@@ -95,8 +95,7 @@ def test_others_may_share_what_was_loaded():
 @pytest.mark.behaviour(97)
 def test_the_wait_is_charged_to_the_load():
     clock = [0.0]
-    _, run = make()
-    run.scheduler._clock = lambda: clock[0]
+    _, run = make(clock=lambda: clock[0])
     run.add(loading("0", 48))
     while "0" not in run.finished:
         run.step()
@@ -176,10 +175,9 @@ def test_a_load_that_cannot_start_behind_a_step_in_flight_loses_nothing_of_that_
 @pytest.mark.behaviour(97)
 def test_a_load_that_cannot_start_within_the_step_is_charged_to_its_request():
     """It waits for the next step because of its load, and no other waits with it."""
-    source, run = make()
-    source.start_load = refuse
     clock = [0.0]
-    run.scheduler._clock = lambda: clock[0]
+    source, run = make(clock=lambda: clock[0])
+    source.start_load = refuse
     run.add(remote("0", num_tokens=48))
     run.add(remote("1", length=20))
     while "0" not in run.finished:

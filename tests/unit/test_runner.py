@@ -221,9 +221,14 @@ def test_a_graph_reads_new_data_at_old_addresses():
 
 
 def test_a_step_takes_the_smallest_graph_that_holds_it():
-    run = make_run(sizes=(8, 2, 4))
-    held = [run.worker.runner._graphed.holding(n) for n in range(1, 10)]
-    assert [step and step.num_rows for step in held] == [2, 2, 4, 4, 8, 8, 8, 8, None]
+    """Above the largest it runs without one, and without padding."""
+    run, num_rows = make_run(sizes=(8, 2, 4)), []
+    for num_decodes in range(1, 10):
+        for index in range(num_decodes):
+            run.add(make_request(f"{num_decodes}/{index}", [1 + index], 3, params=GREEDY))
+        run.drain()
+        num_rows.append(run.worker.runner.machine.model.num_rows[-1])
+    assert num_rows == [2, 2, 4, 4, 8, 8, 8, 8, 9]
 
 
 def test_sizes_of_graphs():

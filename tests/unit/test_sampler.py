@@ -11,6 +11,7 @@ from support.sampling import SLOTS, VOCAB, Bench, random_logits
 from engine.messages.params import SamplingParams
 from engine.messages.requests import TokenLogprobs
 from engine.sample.logprobs import score
+from kernels.cpu.logits import token_logprobs
 
 
 class Tap:
@@ -264,11 +265,19 @@ def test_requests_may_want_different_numbers_of_logprobs(seed: int) -> None:
 
 
 @pytest.mark.parametrize("num", [0, 4, -1])
-def test_prompt_logprobs(seed: int, num: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kernels.cpu.logits.MAX_CHUNK", 3 * VOCAB)  # several chunks
+def test_prompt_logprobs(seed: int, num: int) -> None:
     logits = random_logits(seed, 11, VOCAB)
     targets = np.random.default_rng(seed).integers(0, VOCAB, 11)
     entries = score(logits, torch.from_numpy(targets), num).entries()
     assert len(entries) == 11
     for row, entry in enumerate(entries):
         check_entry(entry, logits[row], int(targets[row]), num)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 6, 11])
+def test_rows_scored_in_chunks_are_those_scored_at_once(seed: int, num_rows: int) -> None:
+    logits = random_logits(seed, num_rows, VOCAB)
+    ids = torch.from_numpy(np.random.default_rng(seed).integers(0, VOCAB, (num_rows, 4)))
+    whole, in_chunks = token_logprobs(logits, ids), token_logprobs(logits, ids, max_chunk=3 * VOCAB)
+    assert torch.equal(whole[0], in_chunks[0]) and torch.equal(whole[1], in_chunks[1])
+    assert len(whole[1]) == num_rows

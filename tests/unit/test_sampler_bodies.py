@@ -13,7 +13,6 @@ from support.sampling import Bench, random_logits
 import kernels.slots
 from engine.messages.params import SamplingParams
 from engine.messages.step import StepResult
-from engine.sample import edits
 from engine.sample.sampler import RowMasks
 from engine.worker.platform.host import HostPlatform
 from kernels.reference import index, logits, sampling
@@ -107,11 +106,8 @@ def asks(dice: np.random.Generator) -> tuple[SamplingParams, dict]:
 
 
 @pytest.mark.parametrize("round_", range(6))
-def test_both_samplers_say_the_same(
-    round_: int, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_both_samplers_say_the_same(round_: int, seed: int) -> None:
     """New requests, resumed ones with output of their own, departures, padding."""
-    monkeypatch.setattr(edits, "FIRST_SEATS", 2)
     dice = np.random.default_rng((seed, round_))
     both = Both()
     for turn in range(5):

@@ -159,15 +159,14 @@ class Defers(Choosy):
         return Defer(1e12)
 
 
-def test_policies_that_serve_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_policies_that_serve_nobody() -> None:
     jobs = draw(WORKLOAD)
     figures = simulate(Refuses, jobs, WORKLOAD, ENGINE, rate=100.0)
     assert (figures.num_refused, figures.tokens_per_second, figures.e2e) == (len(jobs), 0.0, [])
     figures = simulate(Idles, jobs, WORKLOAD, ENGINE, rate=100.0)
     assert len(figures.e2e) == len(jobs) and figures.num_rescued > 0
-    monkeypatch.setattr("engine.sim.compare.MAX_IDLE_LOOKS", 1000)
     with pytest.raises(ConfigError, match="Defers'> never lets its requests end: for 5 s nothing"):
-        simulate(Defers, jobs, WORKLOAD, ENGINE, rate=100.0)
+        simulate(Defers, jobs, WORKLOAD, ENGINE, rate=100.0, max_idle_looks=1000)
 
 
 def test_load_is_measured_against_what_fcfs_can_serve() -> None:

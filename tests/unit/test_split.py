@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from engine.ipc.codec import Encoder
 from engine.messages.requests import CoreOutputs, Finished, TokenLogprobs
 from engine.rpc.sessions import Piece, pieces_of
@@ -13,17 +11,12 @@ from engine.rpc.sessions import Piece, pieces_of
 LARGE = [TokenLogprobs(list(range(300)), [-1.0] * 300, 1)]
 
 
-@pytest.fixture
-def small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.ipc.codec.MAX_MESSAGE_BYTES", 6000)
-
-
 def batch(*names: str, **details: Any) -> CoreOutputs:
     return CoreOutputs(list(names), [1] * len(names), None, 0.0, **details)
 
 
 def pieces(made: CoreOutputs) -> list[Piece]:
-    return pieces_of(made, Encoder().encode)
+    return pieces_of(made, Encoder(max_bytes=6000).encode)
 
 
 def told(made: list[Piece]) -> dict[str, str]:
@@ -35,7 +28,6 @@ def told(made: list[Piece]) -> dict[str, str]:
     }
 
 
-@pytest.mark.usefixtures("small_messages")
 def test_a_wrong_end_beside_scores_that_are_too_large_together() -> None:
     wrong = Finished(0, "stop", kv_transfer_params={"handle": object()})
     names = ("bad", "large", "also large", "small")
@@ -46,7 +38,6 @@ def test_a_wrong_end_beside_scores_that_are_too_large_together() -> None:
     assert [row for piece in made for row in piece.batch.logprobs] == [0, 0]
 
 
-@pytest.mark.usefixtures("small_messages")
 def test_ends_that_are_too_large_together_are_told_in_several_messages() -> None:
     ends = [Finished(i, "stop", kv_transfer_params={"handle": "x" * 1000}) for i in range(10)]
     made = pieces(batch(*"abcdefghij", finished=ends))

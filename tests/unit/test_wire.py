@@ -170,21 +170,28 @@ def test_what_swells_most_when_it_is_read_is_bounded_too(traced: None) -> None:
     assert bytes_taken(decoder, submit) < 64 << 10
 
 
-def test_what_there_is_no_memory_for_is_a_wire_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Full:
-        def decode(self, frame: bytes) -> None:
-            raise MemoryError
+class TooLarge(list[Any]):
+    """There is no memory for a look at its entries."""
 
-        def encode(self, message: Any) -> None:
-            raise MemoryError
+    def __getitem__(self, index: Any) -> Any:
+        raise MemoryError
 
-    decoder, encoder = Decoder[Any](FromClient), Encoder()
-    monkeypatch.setattr(decoder, "_decoder", Full())
-    monkeypatch.setattr(encoder, "_encoder", Full())
+
+class TooLargeKind(type):
+    @property
+    def __name__(cls) -> str:
+        raise MemoryError
+
+
+class TooLargeToTell(metaclass=TooLargeKind):
+    """There is no memory for what an error would say of it."""
+
+
+def test_what_there_is_no_memory_for_is_a_wire_error() -> None:
     with pytest.raises(WireError):
-        decoder.decode([b"\x91\xa3bye"])
+        Decoder[Any](FromClient).decode(TooLarge([b"\x91\xa3bye"]))
     with pytest.raises(WireError):
-        encoder.encode(Call(1, "echo"))
+        Encoder().encode(Call(1, "echo", [TooLargeToTell()]))
 
 
 def test_an_object_that_cannot_even_be_shown_is_a_wire_error() -> None:

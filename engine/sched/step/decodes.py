@@ -39,8 +39,10 @@ class DecodeFastPath:
         secure: Callable[[Request, int, Step], bool],
         *,
         is_open: bool,
+        few: int,
     ) -> None:
         self.is_open = is_open
+        self._few = few
         self._roster = settler.roster
         self._table = settler.roster.table
         self._kv = settler.kv
@@ -60,7 +62,7 @@ class DecodeFastPath:
         The order among them does then not matter. If they do not fit, or the policy wants to be
         asked, they are marked instead: ``grant_one`` is enough for a marked row in this step.
         """
-        if len(self._roster.running) <= FEW and not self._asks:
+        if len(self._roster.running) <= self._few and not self._asks:
             return self._grant_few(step)
         table, kv, rows = self._table, self._kv, self._roster.running_rows.columns.rows
         decode, plain, held, needs_block = self._decodes()
