@@ -78,6 +78,10 @@ class WaitingBuild:
     step_seconds: float = 0.0
     num_steps_in_flight: int = 1
     max_num_seqs: int = 64
+    vocab_size: int = VOCAB_SIZE
+
+    def device(self) -> Device:
+        return Device(self.step_seconds, self.variant == "spin")
 
     def __call__(
         self, config: EngineConfig, *, clock: Callable[[], float] = time.monotonic
@@ -95,14 +99,13 @@ class WaitingBuild:
             max_model_len=MAX_MODEL_LEN,
             num_kv_blocks=num_blocks,
             block_size=BLOCK_SIZE,
-            vocab_size=VOCAB_SIZE,
+            vocab_size=self.vocab_size,
             eos_token_ids=(),
             device="cpu",
             scheduler=sched,
         )
         scheduler = make_scheduler(sched, KVManager(num_blocks, BLOCK_SIZE), clock=clock)
-        device = Device(self.step_seconds, self.variant == "spin")
-        core = EngineCore(scheduler, device, self.num_steps_in_flight)
+        core = EngineCore(scheduler, self.device(), self.num_steps_in_flight)
         return InprocClient(core, decided)
 
 

@@ -158,7 +158,7 @@ class AsyncLLMEngine:
         with self._changed:
             self._is_closing = True
             self._changed.notify()
-            self._session.client.wake()
+            self._session.wake()
         if threading.current_thread() is not self._thread:
             self._thread.join(JOIN_SECONDS)
         atexit.unregister(self.shutdown)
@@ -188,7 +188,7 @@ class AsyncLLMEngine:
     def _command(self, command: Command) -> None:
         self._commands.append(command)
         self._changed.notify()
-        self._session.client.wake()  # if the thread waits there, for outputs
+        self._session.wake()  # if the thread waits there, for outputs
 
     def _check_alive(self) -> None:
         if self._death is not None:
@@ -244,7 +244,8 @@ class AsyncLLMEngine:
     def _leave(self, request_id: str, stream: Stream) -> None:
         """The reader has left the stream. Its id may belong to a newer stream, which keeps it."""
         if self._live.get(request_id) is stream:
-            self._abort([request_id])
+            del self._live[request_id]
+            self._session.drop([request_id])
 
     def _abort(self, request_ids: list[str]) -> None:
         self._deliver(self._session.abort(request_ids))

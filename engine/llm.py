@@ -159,7 +159,7 @@ class LLM:
                         if bar is not None:
                             bar.advance(output)
         except BaseException:  # an interrupt too: nothing of this call stays behind
-            session.abort(ids)
+            session.drop(ids)
             raise
         return [finished[i] for i in ids]
 

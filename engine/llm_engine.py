@@ -52,7 +52,8 @@ class LLMEngine:
     def abort_request(self, request_id: str | Iterable[str]) -> None:
         """Stop one request or several; unknown ids do nothing.
 
-        The next ``step`` returns their last outputs, with finish reason ``"abort"``.
+        The next ``step`` returns their last outputs, with finish reason ``"abort"``; with text
+        processes it may be a later one, when their text has come.
         """
         self._ready += self.session.abort(as_request_ids(request_id))
 

@@ -114,18 +114,11 @@ class Row(NamedTuple):
     sequence: OutputSequence
 
 
-class Unread(NamedTuple):
-    """Tokens on their way to a reader. ``is_last``: none follow."""
-
-    token_ids: list[int]
-    is_last: bool
-
-
 class OutputSequence:
     """Grows until ``end`` is set, by the core or by a stop string; a stop string wins.
 
     It takes the tokens of each step, then ``read`` has its own reader make text of them. If that
-    happens elsewhere, what is ``unread`` goes there and the answer is settled.
+    happens elsewhere, they are taken when the text has come, and settled with it.
     """
 
     def __init__(
@@ -149,8 +142,8 @@ class OutputSequence:
         if params.stop:
             stops = StopStrings(params.stop, params.include_stop_str_in_output)
             self._num_held_back = stops.num_held_back
-        # Text that is not shown before the end is made in one go at the end.
-        self._is_lazy = not params.stop and params.output_kind == "final"
+        self.is_lazy = not params.stop and params.output_kind == "final"
+        """Text that is not shown before the end is made in one go at the end."""
         self._num_read = 0  # tokens given to a reader
         self._num_sent_tokens = 0
         self._num_sent_chars = 0
@@ -162,28 +155,21 @@ class OutputSequence:
             self.logprobs += [position_logprobs(entry, self._tokenizer) for entry in logprobs]
             self.cumulative_logprob += sum(entry.logprobs[0] for entry in logprobs)
 
-    def is_read_now(self, end: Finished | None) -> bool:
-        """Whether tokens become text before the sequence has ended."""
-        return end is not None or not self._is_lazy
-
-    def unread(self, end: Finished | None) -> Unread:
-        """The tokens that no reader has got yet; they count as read from now on."""
-        token_ids = self.token_ids[self._num_read :]
-        self._num_read = len(self.token_ids)
-        is_stopped = end is not None and end.reason == "stop" and bool(token_ids)
+    def readable(self, token_ids: list[int], end: Finished | None) -> list[int]:
+        """Those of its next tokens that are text."""
+        is_stopped = end is not None and end.reason == "stop"
         if is_stopped and not self.params.include_stop_str_in_output:
-            token_ids.pop()  # the token that ended it is no text, unless asked for
-        return Unread(token_ids, end is not None)
+            return token_ids[:-1]  # the token that ended it is no text, unless asked for
+        return token_ids
 
     def read(self, end: Finished | None) -> None:
         """Have the own reader read what was taken, ``end`` with the last of it."""
         if self._reader is None:
             self.end = end
-        elif end is not None:
-            self.settle(self._reader.read(*self.unread(end)), end)
-        elif not self._is_lazy:
-            num_read, self._num_read = self._num_read, len(self.token_ids)
-            self.settle(self._reader.read(self.token_ids[num_read:], False), None)
+        elif end is not None or not self.is_lazy:
+            token_ids = self.readable(self.token_ids[self._num_read :], end)
+            self._num_read = len(self.token_ids)
+            self.settle(self._reader.read(token_ids, end is not None), end)
 
     def settle(self, delta: TextDelta, end: Finished | None) -> None:
         """Add what a reader made of tokens; ``end`` is what came with the last of them."""

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypedDict
 import msgspec
 
 from engine.errors import RequestError, RequestTypeError, WireError
-from engine.frontend.pool import TextPool
+from engine.frontend.text_workers import TextPool
 from engine.messages.params import SamplingParams, check_params_for_vocab, is_finite
 from engine.messages.requests import AddRequest
 from engine.messages.text import Rendering

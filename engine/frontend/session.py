@@ -14,25 +14,35 @@ from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
 from types import FrameType, TracebackType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from engine.config.decide import Decided
 from engine.config.engine import EngineConfig
 from engine.core.client import CoreClient
 from engine.errors import EngineDeadError, RequestError
 from engine.frontend.output import OutputSequence, RequestState, Row, prompt_positions
-from engine.frontend.pool import TextPool
-from engine.frontend.pool_texts import PooledTexts, Reading
+from engine.frontend.pooled_text import PooledText
 from engine.frontend.prompt import InputProcessor, Limits, Submission
+from engine.frontend.text_workers import TextPool
 from engine.hub.fetch import fetched
-from engine.messages.requests import CoreOutputs, Finished, RequestOutput, Started
+from engine.messages.requests import (
+    CoreOutputs,
+    Finished,
+    RequestOutput,
+    Started,
+    TokenLogprobs,
+)
 from engine.messages.wire import Welcome
 from engine.observe.logs import set_up_logging
 from engine.observe.stats_log import StatsLog, TokenCounts
 from engine.rpc.launch import open_core
+from engine.text.detokenizer import wish_of
 from engine.text.tokenizer import Tokenizer, load_tokenizer
 
 PauseScope = Literal["all", "new"]
+Moved = dict[RequestState, list[OutputSequence]]
+
+TEXT_SECONDS = 0.1  # that ``step`` waits for texts
 
 
 class Session:
@@ -51,7 +61,8 @@ class Session:
         self.inputs = InputProcessor(
             tokenizer, _limits(config, client.decided, tokenizer), clock, client.id_prefix, pool
         )
-        self.outputs = OutputProcessor(tokenizer, None if pool is None else PooledTexts(pool))
+        self._texts = None if pool is None else PooledText[Reading](pool, client.wake)
+        self.outputs = OutputProcessor(tokenizer, self._texts)
         self._pool = pool
         self.clock = clock
         self._stats_log: StatsLog | None = None
@@ -129,25 +140,41 @@ class Session:
         return errors
 
     def step(self) -> list[RequestOutput]:
-        """Run one step of the core and return what it means for users."""
+        """Run one step of the core and return what it means for users.
+
+        With text processes: and what earlier steps mean, whose texts have come. If only texts are
+        still to come, waits a moment for some.
+        """
         outputs: list[RequestOutput] = []
-        if self.outputs.is_only_text_missing:
-            outputs += self.outputs.take_texts(wait_for_all=True)
+        if self._texts is not None and self.outputs.is_only_text_missing:
+            self._texts.wait(TEXT_SECONDS)
         else:
-            for batch in self.client.step():
+            for batch in self._step_core():
                 outputs += self.outputs.process(batch)
-            outputs += self.outputs.take_texts(wait_for_all=False)
+        outputs += self.outputs.take_texts()
         with suppress(EngineDeadError):  # a later call raises it; these outputs are not lost
             self._stop_in_core()
             if self._stats_log is not None:
                 self._stats_log.after_step(is_idle=not self.has_unfinished)
         return outputs
 
+    def wake(self) -> None:
+        """Let a ``step`` that waits return soon; may be called from any thread."""
+        if self._texts is not None:
+            self._texts.wake()
+        self.client.wake()
+
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
-        """Stop these requests and return their last outputs; unknown ids do nothing."""
+        """Stop these requests; unknown ids do nothing. Returns their last outputs, but for those
+        whose text is still to come: theirs come from ``step``."""
         outputs = self.outputs.abort(request_ids, self.clock())
         self._stop_in_core()
         return outputs
+
+    def drop(self, request_ids: Iterable[str]) -> None:
+        """Stop these requests, without any further output; unknown ids do nothing."""
+        self.outputs.drop(request_ids, self.clock())
+        self._stop_in_core()
 
     def shutdown(self) -> None:
         """End the core and the text processes; harmless when repeated."""
@@ -156,6 +183,15 @@ class Session:
         if self._pool is not None:
             self._pool.close()
 
+    def _step_core(self) -> list[CoreOutputs]:
+        """If the core has died, texts of what it did before are not lost: a later call raises."""
+        try:
+            return self.client.step()
+        except EngineDeadError:
+            if self._texts is None or not self._texts.wait(TEXT_SECONDS):
+                raise
+            return []
+
     def _stop_in_core(self) -> None:
         """Abort in the core what ended here. After an interrupt the next call does it (again)."""
         if ended := self.outputs.ended_here():
@@ -163,14 +199,28 @@ class Session:
             self.outputs.forget_ended_here()
 
 
+class Reading(NamedTuple):
+    """What a step brought to a sequence. With ``texts`` it waits there for its text."""
+
+    core_id: str
+    row: Row
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+    end: Finished | None
+    time: float  # of the step, on the core's clock
+
+
 class OutputProcessor:
     """Owns text, stop strings and log-probabilities of all unfinished requests.
 
     What the core still sends for requests that ended here is ignored: no other sequence ever has
-    the core id of one that ended. With ``texts`` other processes turn tokens into text.
+    the core id of one that ended. With ``texts`` other processes turn tokens into text; a sequence
+    then moves when its text comes, by one step of the core or by several.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, texts: PooledTexts | None = None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, texts: PooledText[Reading] | None = None
+    ) -> None:
         self.counts = TokenCounts()
         self._tokenizer = tokenizer
         self._texts = texts
@@ -218,51 +268,68 @@ class OutputProcessor:
                 self._take_prompt_logprobs(row.request, batch, index)
             end = ends.get(index)
             if token_ids or end is not None:
-                self._take(row, token_ids, batch, index, end)
-                if self._texts is not None and self._is_read_elsewhere(row):
-                    self._send(core_id, row, end, batch.time)
+                logprobs = batch.logprobs.get(index)
+                reading = Reading(core_id, row, token_ids, logprobs, end, batch.time)
+                if self._texts is not None and row.sequence.params.detokenize:
+                    self._send(self._texts, reading)
                 else:
+                    self._take(reading)
                     row.sequence.read(end)
-                    if row.sequence.end is not None:
-                        self._ended(core_id, row, end, batch.time)
-                    moved.setdefault(row.request, []).append(row.sequence)
-        return _outputs(moved) + self.take_texts(wait_for_all=False)
+                    self._moved(reading, moved)
+        if self._texts is not None:
+            self._texts.send()
+        return _outputs(moved)
 
-    def take_texts(self, wait_for_all: bool) -> list[RequestOutput]:
+    def take_texts(self) -> list[RequestOutput]:
         """The outputs for users of texts that other processes have made."""
-        if self._texts is None:
-            return []
         moved: Moved = {}
-        for reading, delta in self._texts.exchange(wait_for_all):
-            core_id, row, _, end, time = reading
-            if core_id in self._rows:  # no earlier text has ended it
-                row.sequence.settle(delta, end)
-                if row.sequence.end is not None:
-                    self._ended(core_id, row, end, time)
-                moved.setdefault(row.request, []).append(row.sequence)
+        for reading, delta in () if self._texts is None else self._texts.take():
+            if reading.core_id in self._rows:  # no earlier text has ended it
+                self._take(reading)
+                reading.row.sequence.settle(delta, reading.end)
+                self._moved(reading, moved)
         for sequences in moved.values():  # which may come from several processes
             sequences.sort(key=attrgetter("index"))
         return _outputs(moved)
 
     def abort(self, request_ids: Iterable[str], time: float) -> list[RequestOutput]:
-        """End these requests now; unknown ids do nothing. Their last outputs say ``"abort"``."""
-        outputs = self.take_texts(wait_for_all=True)  # what only waits for text has ended already
-        aborted = Finished(0, "abort")
+        """End these requests now; unknown ids do nothing. Their last outputs say ``"abort"``.
+
+        Those whose text is made elsewhere get them when it has come.
+        """
         moved: Moved = {}
+        for reading in self._endings(request_ids, time):
+            self._ended_here.append(reading.core_id)
+            if self._texts is not None and reading.row.sequence.params.detokenize:
+                self._send(self._texts, reading)
+            else:
+                reading.row.sequence.read(reading.end)
+                self._moved(reading, moved)
+        if self._texts is not None:
+            self._texts.send()
+        return _outputs(moved) + self.take_texts()
+
+    def drop(self, request_ids: Iterable[str], time: float) -> None:
+        """End these requests now, without any further output; unknown ids do nothing."""
+        for reading in self._endings(request_ids, time, with_unread=True):
+            if reading.core_id not in self._only_text:
+                self._ended_here.append(reading.core_id)
+            reading.row.sequence.end = reading.end
+            self._ended(reading)
+        if self._texts is not None:
+            self._texts.send()
+
+    def _endings(
+        self, request_ids: Iterable[str], time: float, with_unread: bool = False
+    ) -> Iterator[Reading]:
+        """The end of each sequence of these requests; ``with_unread``: of those too that have
+        ended but for their text."""
         for request_id in dict.fromkeys(request_ids):
             request = self._requests.get(request_id)
             for core_id in request.core_ids if request else ():
-                row = self._rows.get(core_id)
-                if row is None:
-                    continue
-                self._ended_here.append(core_id)
-                if self._is_read_elsewhere(row):
-                    self._send(core_id, row, aborted, time)
-                else:
-                    row.sequence.read(aborted)
-                    self._ended(core_id, row, aborted, time)
-                    moved.setdefault(row.request, []).append(row.sequence)
-        return outputs + _outputs(moved) + self.take_texts(wait_for_all=True)
+                if core_id in self._rows and (with_unread or core_id not in self._only_text):
+                    end = Finished(0, "abort")
+                    yield Reading(core_id, self._rows[core_id], [], None, end, time)
 
     def withdraw(self, submission: Submission) -> list[str]:
         """Forget a request that was not taken. Returns its ids in the core."""
@@ -294,50 +361,51 @@ class OutputProcessor:
             batch.prompt_logprobs[index], len(request.prompt_token_ids), self._tokenizer
         )
 
-    def _take(
-        self,
-        row: Row,
-        token_ids: list[int],
-        batch: CoreOutputs,
-        index: int,
-        end: Finished | None,
-    ) -> None:
+    def _take(self, reading: Reading) -> None:
         """Append what a step brought, less its text."""
-        request, sequence = row
+        _, (request, sequence), token_ids, logprobs, end, time = reading
         metrics = request.metrics
         if token_ids:
             if metrics.first_token_time is None:
-                metrics.first_token_time = batch.time
+                metrics.first_token_time = time
                 self.counts.prompt_tokens += len(request.prompt_token_ids)
-            metrics.last_token_time = batch.time
+            metrics.last_token_time = time
             self.counts.generation_tokens += len(token_ids)
-        sequence.take(token_ids, batch.logprobs.get(index))
+        sequence.take(token_ids, logprobs)
         if end is not None:
             request.note(sequence.index, end)
             request.kv_transfer_params = end.kv_transfer_params or request.kv_transfer_params
 
-    def _is_read_elsewhere(self, row: Row) -> bool:
-        return self._texts is not None and row.sequence.params.detokenize
-
-    def _send(self, core_id: str, row: Row, end: Finished | None, time: float) -> None:
-        """Turn those tokens of a row into text that are needed now."""
-        assert self._texts is not None
+    def _send(self, texts: PooledText[Reading], reading: Reading) -> None:
+        """Have the text made that is needed now; the rest follows when it has come."""
+        core_id, (request, sequence), token_ids, _, end, _ = reading
         if end is not None:
             self._only_text.add(core_id)
-        if row.sequence.is_read_now(end):
-            self._texts.add(Reading(core_id, row, row.sequence.unread(end), end, time))
+        if sequence.is_lazy:
+            self._take(reading)
+            if end is None:
+                return
+            token_ids = sequence.token_ids
+            reading = reading._replace(token_ids=[], logprobs=None)
+        if core_id not in texts:
+            texts.open(core_id, request.prompt_token_ids, wish_of(sequence.params))
+        texts.add(core_id, sequence.readable(token_ids, end), end is not None, reading)
 
-    def _ended(self, core_id: str, row: Row, end: Finished | None, time: float) -> None:
-        """The sequence has ended: by ``end``, or by its text (a stop string or an error)."""
-        if end is None:
-            self._ended_here.append(core_id)
+    def _moved(self, reading: Reading, moved: Moved) -> None:
+        """A sequence has new text, or has ended: by the core, a stop string or an error."""
+        sequences = moved.setdefault(reading.row.request, [])
+        if reading.row.sequence not in sequences:
+            sequences.append(reading.row.sequence)
+        if reading.row.sequence.end is not None:
+            if reading.end is None and reading.core_id not in self._only_text:
+                self._ended_here.append(reading.core_id)
+            self._ended(reading)
+
+    def _ended(self, reading: Reading) -> None:
+        core_id, (request, sequence), _, _, _, time = reading
         if self._texts is not None:
-            self._texts.forget(row.sequence)
+            self._texts.forget(core_id)
             self._only_text.discard(core_id)
-        self._finish(core_id, row, time)
-
-    def _finish(self, core_id: str, row: Row, time: float) -> None:
-        request, sequence = row
         del self._rows[core_id]
         request.finish_one()
         if request.is_finished:
@@ -345,9 +413,6 @@ class OutputProcessor:
             request.metrics.finished_time = time
             self.counts.finished[sequence.end.reason] += 1
             del self._requests[request.request_id]
-
-
-Moved = dict[RequestState, list[OutputSequence]]
 
 
 def _outputs(moved: Moved) -> list[RequestOutput]:

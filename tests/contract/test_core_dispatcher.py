@@ -165,9 +165,9 @@ def test_an_abort_is_told_whatever_is_to_be_told_of_it(
 
     def with_objects(*args: Any) -> list[Any]:
         finished = finish(*args)
-        for req in finished:
-            if req.request_id == "b":
-                req.history.kv_transfer_params = {"handle": object()}
+        for request_id, _, end in finished:
+            if request_id == "b":
+                end.kv_transfer_params = {"handle": object()}
         return finished
 
     monkeypatch.setattr(core.host._core._core.scheduler, "finish_requests", with_objects)

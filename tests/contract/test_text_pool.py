@@ -1,42 +1,33 @@
 """One suite for text made in the front end and in processes: same outputs, same errors."""
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from support.pooled import llm_around, session_on
+from support.pooled import Pools, joined, llm_around, session_on, texts_of
 
 from engine import AsyncLLMEngine, LLMEngine, RequestOutput, SamplingParams
 from engine.config.model import ModelConfig
-from engine.frontend.pool import ARENA_BYTES, TextPool
 from engine.frontend.session import Session
+from engine.frontend.text_workers import TextPool
 from engine.messages.params import OutputKind
-from engine.text.tokenizer import load_tokenizer
+from engine.text.tokenizer import Tokenizer, load_tokenizer
 
 KINDS: tuple[OutputKind, ...] = ("cumulative", "delta", "final")
 
 
-POOLS = {
-    "pool of 0": None,
-    "pool of 2": ARENA_BYTES,
-    "pool of 2, frames only": 0,
-    "pool of 2, small memory": 1 << 14,
-}
-
-
-@pytest.fixture(scope="module", params=POOLS, ids=str)
+@pytest.fixture(scope="module", params=[0, 1, 2], ids="pool of {}".format)
 def pool(request: pytest.FixtureRequest, model: ModelConfig) -> Iterator[TextPool | None]:
-    if POOLS[request.param] is None:
+    if not request.param:
         yield None
         return
-    started = TextPool(model, 2, arena_bytes=POOLS[request.param])
+    started = TextPool(model, request.param)
     started.wait_until_ready()
+    pids = started.pids
     yield started
-    for slot in started._loop.slots:  # nothing of any request is left
-        assert slot.process is not None and slot.load == (False, 0)
-        own = slot.process._channel._own
-        assert own is None or own.num_lent == 0
+    assert started.pids == pids  # no input was the death of one
     started.close()
 
 
@@ -49,14 +40,12 @@ def open_session(pool: TextPool | None, model: ModelConfig) -> Iterator[Open]:
     tokenizer = load_tokenizer(model)
     opened: list[Session] = []
 
-    def make(with_pool: TextPool | None = pool) -> Session:
-        opened.append(session_on(with_pool, tokenizer))
+    def make(with_pool: TextPool | None = pool, **options: Any) -> Session:
+        opened.append(session_on(with_pool, tokenizer, **options))
         return opened[-1]
 
     yield make
-    for session in opened:
-        texts = session.outputs._texts
-        assert texts is None or texts.num_sequences == 0
+    assert not any(session.has_unfinished for session in opened)
 
 
 def run(session: Session, params: dict[str, SamplingParams]) -> dict[str, list[RequestOutput]]:
@@ -99,24 +88,31 @@ def many_params() -> dict[str, SamplingParams]:
 
 
 def test_outputs_equal_those_of_the_front_end(open_session: Open) -> None:
-    """117 to 120, 123, 124: object for object, step by step."""
+    """117 to 120, 123, 124: all there is in them, whenever it comes."""
     params = many_params()
     found, expected = run(open_session(), params), run(open_session(None), params)
-    for name in params:
-        assert found[name] == expected[name], name
+    for name, own in params.items():
+        kind = own.output_kind
+        assert joined(found[name], kind) == joined(expected[name], kind), name
+        assert [output.finished for output in found[name]].index(True) == len(found[name]) - 1
 
 
-def test_the_core_is_stopped_in_the_same_step(open_session: Open) -> None:
-    """119: a stop string ends the sequence in the core, wherever it was found."""
+def test_a_stop_string_ends_the_sequence_in_the_core(
+    open_session: Open, pool: TextPool | None
+) -> None:
+    """119: once, wherever it was found; its tokens end with it."""
     params = {
-        kind: SamplingParams(max_tokens=60, stop=["lazy"], output_kind=kind) for kind in KINDS
+        kind: SamplingParams(max_tokens=9000, stop=["lazy"], output_kind=kind) for kind in KINDS
     }
-    sessions = [open_session(), open_session(None)]
+    sessions = [
+        open_session(each, max_model_len=10_000, pace=lambda: time.sleep(0.002))
+        for each in (pool, None)
+    ]
     for session in sessions:
         run(session, params)
     clients = [session.client for session in sessions]
     assert sorted(clients[0].aborted) == sorted(clients[1].aborted)  # type: ignore[attr-defined]
-    assert clients[0].num_steps == clients[1].num_steps  # type: ignore[attr-defined]
+    assert not clients[0].has_unfinished() and not clients[1].has_unfinished()
     counts = [session.outputs.counts for session in sessions]
     assert counts[0] == counts[1]
 
@@ -136,9 +132,10 @@ def test_aborts_deliver_the_text_so_far_once(
         llm_engine.abort_request(["b", "unknown"])
         while llm_engine.has_unfinished_requests():
             outputs += llm_engine.step()
-        found.append({name: [o for o in outputs if o.request_id == name] for name in "abc"})
-        assert [o.finished for o in found[-1]["b"]].count(True) == 1
-        assert found[-1]["b"][-1].outputs[0].finish_reason == "abort"
+        own = {name: [o for o in outputs if o.request_id == name] for name in "abc"}
+        assert [o.finished for o in own["b"]].count(True) == 1
+        assert own["b"][-1].outputs[0].finish_reason == "abort"
+        found.append({name: joined(several, kind) for name, several in own.items()})
     assert found[0] == found[1]
 
 
@@ -256,15 +253,18 @@ def test_whole_lists_equal_those_of_the_front_end(open_session: Open) -> None:
 
 
 @pytest.mark.behaviour(126)
-async def test_a_hundred_streams_with_cancels(open_session: Open) -> None:
+@pytest.mark.parametrize("size", [0, 2])
+async def test_a_hundred_streams_with_cancels(
+    pools: Pools, tokenizer: Tokenizer, size: int
+) -> None:
     """Exact texts; cancelling some, while they are tokenised too, disturbs nobody."""
-    expected = run(open_session(None), {"x": SamplingParams(max_tokens=40, output_kind="delta")})
-    text = "".join(output.outputs[0].text for output in expected["x"])
-    async_engine = AsyncLLMEngine(open_session())
+    params = SamplingParams(max_tokens=40, output_kind="delta")
+    (text,) = texts_of(session_on(None, tokenizer), 1, params)
+    pool = pools.start(size) if size else None
+    async_engine = AsyncLLMEngine(session_on(pool, tokenizer))
     for _ in range(2):  # ids can be used again
 
         async def collect(name: str) -> str:
-            params = SamplingParams(max_tokens=40, output_kind="delta")
             prompt = f"Prompt of {name} 日本"
             stream = async_engine.generate(prompt, params, name)
             return "".join([output.outputs[0].text async for output in stream])
@@ -279,5 +279,4 @@ async def test_a_hundred_streams_with_cancels(open_session: Open) -> None:
         }
         assert cancelled and cancelled <= set(range(0, 100, 10))  # some may have ended before
         assert all(each == text for i, each in enumerate(results) if i not in cancelled)
-    async_engine._session._pool = None  # which other tests go on to use
     async_engine.shutdown()

@@ -7,7 +7,6 @@ import threading
 import time
 
 import pytest
-import zmq
 from support.deadly_program import (
     DEADLY,
     DEADLY_ID,
@@ -17,20 +16,17 @@ from support.deadly_program import (
     RaisingDetokenizer,
 )
 from support.fakes import FakeClient, FakeDecided, asked_id
-from support.pooled import TEXT, WAIT, Pools, session_on, texts_of
+from support.pooled import TEXT, WAIT, Pools, joined, session_on, texts_of
 
-from engine import LLMEngine, SamplingParams
+from engine import LLMEngine, RequestOutput, SamplingParams
 from engine.config.engine import EngineConfig
 from engine.config.model import ModelConfig
 from engine.errors import EngineDeadError, RefusedError, RequestError
-from engine.frontend import pool_child, pool_slot
-from engine.frontend.pool import TextPool
-from engine.frontend.pool_child import Asked, TextProcess
-from engine.frontend.pool_tasks import Task
+from engine.frontend import text_workers
 from engine.frontend.session import Session
+from engine.frontend.text_workers import MAX_IDLE_DEATHS, TextPool
 from engine.messages.params import OutputKind
 from engine.messages.requests import CompletionOutput
-from engine.messages.text import Encode, Encoded, Failed, Ready, Reply
 from engine.text import detokenizer as text
 from engine.text.tokenizer import Tokenizer
 
@@ -40,7 +36,7 @@ SIGNALS = [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGSTOP]
 
 @pytest.fixture
 def deadly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_child, "PROGRAM", "support.deadly_program")
+    monkeypatch.setattr(text_workers, "PROGRAM", "support.deadly_program")
 
 
 def send(pool: TextPool, name: str, number: signal.Signals) -> None:
@@ -84,9 +80,9 @@ def test_streams_outlive_kills_at_any_moment(
         nonlocal num_kills
         while num_kills < most and not is_over.is_set():
             time.sleep(dice.random() * 0.05)
-            slot = pool._loop.slots[2 + dice.randrange(2)]
-            if slot.process is not None and slot.process.is_ready:  # else its start is at fault
-                send(pool, slot.name, signal.SIGKILL)
+            worker = pool.workers[2 + dice.randrange(2)]
+            if worker.process is not None and worker.process.is_ready:  # else its start is at fault
+                send(pool, worker.name, signal.SIGKILL)
                 num_kills += 1
         is_over.set()
 
@@ -190,7 +186,7 @@ def ends_of(
     bad_ids: list[int],
     params: SamplingParams,
 ) -> list[CompletionOutput]:
-    """The last outputs of 16 requests, the eighth of which gets ``bad_ids``."""
+    """What 16 requests get in all; the eighth of them gets ``bad_ids``."""
     client = FakeClient(
         lambda request, at: (bad_ids if asked_id(request.request_id) == "7" else ids)[at],
         FakeDecided(vocab_size=tokenizer.vocab_size),
@@ -199,44 +195,12 @@ def ends_of(
     llm_engine = LLMEngine(Session(config, client, tokenizer, client.clock, pool))
     for i in range(16):
         llm_engine.add_request(str(i), [5, 6, 7], params)
-    last = {}
+    outputs: list[list[RequestOutput]] = [[] for _ in range(16)]
     while llm_engine.has_unfinished_requests():
-        last.update({output.request_id: output.outputs[0] for output in llm_engine.step()})
+        for output in llm_engine.step():
+            outputs[int(output.request_id)].append(output)
     assert not client.live
-    return [last[str(i)] for i in range(16)]
-
-
-GARBAGE = [
-    [b""],
-    [b"x", b"y"],
-    [b"\x92\x90\x90", b"\x93\xa6encode\x00\xc3"],  # no text beside it
-    [b"\x92\x91\xc0\x90", b"\x93\xa6encode\x00\xc3", b"\xff\xfe"],  # which is no UTF-8
-    [b"\x92\x91\x93\x00\x01\x01\x90", b"\x93\xa6encode\x00\xc3"],  # a place nobody lent
-    [os.urandom(99)] * 5,
-]
-
-
-def test_garbage_frames_cost_nobody_anything(model: ModelConfig, tokenizer: Tokenizer) -> None:
-    """The process answers that they are none, and goes on."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    process = TextProcess(context, "tokenizer", Asked(model.model, None, False, 1 << 16, WAIT))
-    pid = process.program.pid
-    assert isinstance(next_reply(process), Ready)
-    for frames in GARBAGE:
-        process.socket.send_multipart([process._identity, *frames])
-        assert isinstance(next_reply(process), Failed)
-    process.send(Task(Encode(5, True), [b"fine"], lambda delivery: delivery))
-    assert next_reply(process) == Encoded(5)
-    assert process.program.pid == pid
-    process.close()
-    context.destroy()
-
-
-def next_reply(process: TextProcess) -> Reply:
-    assert process.socket.poll(int(WAIT * 1000))
-    delivery = process.receive()
-    assert delivery is not None
-    return delivery.message
+    return [joined(each, params.output_kind).outputs[0] for each in outputs]
 
 
 def test_one_that_does_not_start_again_is_passed_over(
@@ -245,37 +209,31 @@ def test_one_that_does_not_start_again_is_passed_over(
     """The other ones do its work."""
     pool = pools.start(size=2)
     expected = texts_of(session_on(None, tokenizer), 8)
-    monkeypatch.setattr(pool_child, "PROGRAM", "no_such_module_anywhere")
+    monkeypatch.setattr(text_workers, "PROGRAM", "no_such_module_anywhere")
     session = session_on(pool, tokenizer)
-    for slot in (pool._loop.slots[0], pool._loop.slots[3]):
-        send(pool, slot.name, signal.SIGKILL)
+    for worker in (pool.workers[0], pool.workers[3]):
+        send(pool, worker.name, signal.SIGKILL)
         deadline = time.monotonic() + WAIT
-        while not slot.load[0]:
+        while not worker.is_down:
             assert time.monotonic() < deadline
             time.sleep(0.01)
     assert pool.encode("fine").result(WAIT) == tokenizer.encode("fine")
-    lost = texts_of(session, 2)  # by which it is noticed
-    assert sorted(map(bool, lost)) == [False, True]
     assert texts_of(session, 8) == expected
-    assert session.outputs._texts is not None and session.outputs._texts.num_sequences == 0
 
 
-def test_one_that_never_stays_is_given_up_for_a_while(
-    pools: Pools, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_never_stays_is_given_up_for_a_while(pools: Pools, tokenizer: Tokenizer) -> None:
     """No endless row of restarts; later it is tried again."""
-    monkeypatch.setattr(pool_slot, "RETRY_SECONDS", 0.2)
-    pool = pools.start()
-    slot = pool._loop.slots[0]
+    pool = pools.start(retry_seconds=0.2)
+    worker = pool.workers[0]
     deadline = time.monotonic() + WAIT
     num_kills = 0
-    while not slot.load[0]:
+    while not worker.is_down:
         assert time.monotonic() < deadline
-        if slot.process is not None and slot.process.is_ready:
-            send(pool, slot.name, signal.SIGKILL)
+        if worker.process is not None and worker.process.is_ready:
+            send(pool, worker.name, signal.SIGKILL)
             num_kills += 1
         time.sleep(0.02)
-    assert num_kills >= pool_slot.MAX_IDLE_DEATHS
+    assert num_kills >= MAX_IDLE_DEATHS
     time.sleep(0.25)
     assert pool.encode("fine").result(WAIT) == tokenizer.encode("fine")
 
@@ -285,7 +243,7 @@ def test_a_program_that_does_not_start_is_named(
     model: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Within seconds, with its cause on standard error."""
-    monkeypatch.setattr(pool_child, "PROGRAM", "no_such_module_anywhere")
+    monkeypatch.setattr(text_workers, "PROGRAM", "no_such_module_anywhere")
     pool = TextPool(model, 1)
     with pytest.raises(EngineDeadError, match="tokenizer process 0 exited with status 1 before"):
         pool.wait_until_ready()

@@ -13,7 +13,7 @@ from support.pooled import WAIT, session_on
 
 from engine import LLM, AsyncLLMEngine, LLMEngine, RequestOutput, SamplingParams
 from engine.config.model import ModelConfig
-from engine.frontend.pool import TextPool
+from engine.frontend.text_workers import TextPool
 from engine.text.tokenizer import Tokenizer
 
 SIZES = [1, 2, 4]

@@ -36,14 +36,13 @@ def test_while_prompts_are_tokenised(pools: Pools, tokenizer: Tokenizer) -> None
     os.kill(pool.pids["tokenizer process 0"], signal.SIGCONT)
     (output,) = llm.generate(["text"], PARAMS, use_tqdm=False)
     assert output.prompt_token_ids == tokenizer.encode("text")
-    assert not pool._loop.slots[0]._tasks  # those nobody waits for were not done
 
 
 def test_while_texts_are_made(pools: Pools, tokenizer: Tokenizer) -> None:
     """When the step is done, for which a process that hangs is replaced; then all goes on."""
     pool = pools.start(hang_seconds=0.4)
     expected = texts_of(session_on(None, tokenizer), 3, PARAMS)
-    llm_engine = LLMEngine(session_on(pool, tokenizer))
+    llm_engine = LLMEngine(session_on(pool, tokenizer, lambda: time.sleep(0.005)))
     texts = [""] * 3
     for i in range(3):
         llm_engine.add_request(str(i), [5, 6, 7], PARAMS)

@@ -15,7 +15,6 @@ from support.pooled import WAIT, Pools, session_on, texts_of
 from engine import AsyncLLMEngine, SamplingParams
 from engine.config.model import ModelConfig
 from engine.errors import EngineDeadError
-from engine.frontend.pool import TextPool
 from engine.messages.params import OutputKind
 from engine.text.tokenizer import Tokenizer
 
@@ -28,7 +27,7 @@ def test_closed_pools_leave_nothing_and_refuse(pools: Pools) -> None:
     pools.start().close()  # what is made once stays
     before = (me.num_fds(), sorted(os.listdir("/dev/shm")), _directories())
     pool = pools.start(size=2)
-    assert _directories() == before[2]  # sockets lose their names once they are connected
+    assert _directories() == before[2]  # it has no file at all
     children = [psutil.Process(pid) for pid in pool.pids.values()]
     assert len(children) == 4
     pending = [pool.encode("x " * 10_000) for _ in range(50)]
@@ -48,7 +47,7 @@ def test_the_death_of_the_parent_ends_all_within_two_seconds(model: ModelConfig)
     code = (
         "import time\n"
         "from engine.config.model import ModelConfig\n"
-        "from engine.frontend.pool import TextPool\n"
+        "from engine.frontend.text_workers import TextPool\n"
         f"pool = TextPool(ModelConfig(model={model.model!r}), 2)\n"
         "pool.wait_until_ready()\n"
         "pool.encode('a b c ' * 500_000)\n"
@@ -71,7 +70,7 @@ def test_the_death_of_the_parent_ends_all_within_two_seconds(model: ModelConfig)
 def test_a_program_that_forgets_to_close_ends_at_once(model: ModelConfig) -> None:
     code = (
         "from engine.config.model import ModelConfig\n"
-        "from engine.frontend.pool import TextPool\n"
+        "from engine.frontend.text_workers import TextPool\n"
         f"pool = TextPool(ModelConfig(model={model.model!r}), 1)\n"
         "print(pool.encode('x').result(60), *pool.pids.values(), sep=';')\n"
     )
@@ -82,18 +81,15 @@ def test_a_program_that_forgets_to_close_ends_at_once(model: ModelConfig) -> Non
     assert not any(psutil.pid_exists(int(pid)) for pid in done.stdout.split(";")[1:])
 
 
-@pytest.mark.parametrize("arena_bytes", [0, 1 << 20])
-def test_what_arrives_after_a_rest_is_done_at_once(model: ModelConfig, arena_bytes: int) -> None:
-    """Whichever way it comes, a sleeper wakes."""
-    pool = TextPool(model, 1, arena_bytes=arena_bytes)
-    pool.wait_until_ready()
+def test_what_arrives_after_a_rest_is_done_at_once(pools: Pools) -> None:
+    """A sleeper wakes."""
+    pool = pools.start()
     seconds = []
     for _ in range(5):
         time.sleep(0.1)
         began = time.monotonic()
         assert len(pool.encode("x" * 8000).result(WAIT)) > 1000
         seconds.append(time.monotonic() - began)
-    pool.close()
     assert min(seconds) < 0.1
 
 

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import psutil
@@ -21,11 +22,9 @@ from engine import SamplingParams
 from engine.config.engine import EngineConfig
 from engine.config.model import ModelConfig
 from engine.errors import EngineDeadError, RefusedError, RequestError
-from engine.frontend import pool_child, pool_slot
-from engine.frontend.pool import ARENA_BYTES, Seat, TextPool
-from engine.frontend.pool_tasks import Task
+from engine.frontend import text_workers
 from engine.frontend.session import Session
-from engine.messages.text import Encode
+from engine.frontend.text_workers import TextPool
 from engine.text.tokenizer import Tokenizer
 
 PROCESSES = ["tokenizer process 0", "detokenizer process 0"]
@@ -35,14 +34,15 @@ def no_room(*_: object) -> NoReturn:
     raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
-@pytest.mark.parametrize("step", ["Directory.create", "bind", "create_memory", "Program"])
+@pytest.mark.parametrize("step", ["socket", "Program"])
 @pytest.mark.usefixtures("place")
 def test_want_of_descriptors_is_said_at_the_start_and_leaves_nothing(
     model: ModelConfig, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     TextPool(model, 1).close()  # what is made once stays
     num_fds = psutil.Process().num_fds()
-    monkeypatch.setattr(f"engine.frontend.pool_child.{step}", no_room)
+    instead = {"socket": SimpleNamespace(socketpair=no_room), "Program": no_room}
+    monkeypatch.setattr(text_workers, step, instead[step])
     pool = TextPool(model, 1)
     with pytest.raises(EngineDeadError, match=r"tokenizer process 0 could not be started: .*24"):
         pool.wait_until_ready()
@@ -56,12 +56,11 @@ def test_want_of_descriptors_later_is_no_death(
     pools: Pools, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests are refused for a while; then all is as before."""
-    monkeypatch.setattr(pool_slot, "RETRY_SECONDS", 0.2)
-    pool = pools.start()
+    pool = pools.start(retry_seconds=0.2)
     with monkeypatch.context() as meanwhile:
-        meanwhile.setattr(pool_child, "Program", no_room)
+        meanwhile.setattr(text_workers, "Program", no_room)
         os.kill(pool.pids[PROCESSES[0]], signal.SIGKILL)
-        wait_until(lambda: pool._loop.slots[0].is_down)
+        wait_until(lambda: pool.workers[0].is_down)
         with pytest.raises(RefusedError, match="Too many open files"):
             pool.encode("x").result(WAIT)
     time.sleep(0.2)
@@ -75,15 +74,13 @@ def test_what_waits_for_one_that_does_not_start_goes_to_another(
     pid = pool.pids[PROCESSES[0]]
     os.kill(pid, signal.SIGSTOP)
     futures = [pool.encode(f"text {i}") for i in range(60)]
-    monkeypatch.setattr(pool_child, "PROGRAM", "no_such_module_anywhere")
+    monkeypatch.setattr(text_workers, "PROGRAM", "no_such_module_anywhere")
     os.kill(pid, signal.SIGKILL)
     found = [future.result(WAIT) for future in futures]
     assert found == [tokenizer.encode(f"text {i}") for i in range(60)]
 
 
-def test_shared_memory_that_a_dead_process_had_is_free_again(
-    pools: Pools, tokenizer: Tokenizer
-) -> None:
+def test_long_texts_outlive_their_tokenizer(pools: Pools, tokenizer: Tokenizer) -> None:
     pool = pools.start()
     texts = [f"text {i} " * 2000 for i in range(40)]
     futures = [pool.encode(text) for text in texts]
@@ -91,16 +88,12 @@ def test_shared_memory_that_a_dead_process_had_is_free_again(
         futures[number].result(WAIT)
         os.kill(pool.pids[PROCESSES[0]], signal.SIGKILL)
     assert [each.result(WAIT) for each in futures] == [tokenizer.encode(text) for text in texts]
-    process = pool._loop.slots[0].process
-    assert process is not None and process._channel._own is not None
-    assert process._channel._own.num_lent == 0
-    assert process._channel._own.num_free_bytes == ARENA_BYTES
 
 
 def test_a_rendering_that_is_no_text_costs_its_process_only(
     pools: Pools, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool_child, "PROGRAM", "support.deadly_program")
+    monkeypatch.setattr(text_workers, "PROGRAM", "support.deadly_program")
     pool = pools.start()
     bad = pool.render(NO_TEXT, {"messages": "those"})
     with pytest.raises(RequestError, match="those"):
@@ -109,12 +102,13 @@ def test_a_rendering_that_is_no_text_costs_its_process_only(
 
 
 def test_who_waits_at_the_end_hears_of_it_behind_one_who_does_not(pools: Pools) -> None:
-    pool = pools.start()
-    tasks = [Task(Encode(i, True), [b"x"], lambda delivery: delivery) for i in range(2)]
-    tasks[0].future.cancel()
-    pool._loop._inbox += [Seat(task, None) for task in tasks]  # in this moment
+    pool = pools.start(hang_seconds=WAIT)
+    os.kill(pool.pids[PROCESSES[0]], signal.SIGSTOP)
+    futures = [pool.encode("x") for _ in range(50)]
+    for each in futures[::2]:
+        each.cancel()
     pool.close()
-    assert isinstance(tasks[1].future.exception(WAIT), EngineDeadError)
+    assert all(isinstance(each.exception(WAIT), EngineDeadError) for each in futures[1::2])
 
 
 def test_an_end_waits_for_no_process_that_is_stopped(pools: Pools) -> None:
@@ -135,11 +129,12 @@ def test_the_thread_itself_may_close_the_pool(
 ) -> None:
     """As it does when it is the one that collects it as garbage."""
     pool = pools.start()
-    thread = pool._loop._thread
+    threads = [worker.thread for worker in pool.workers]
     with caplog.at_level(logging.WARNING):
         pool.encode("x").add_done_callback(lambda _: pool.close())
-        thread.join(WAIT)
-    assert not thread.is_alive() and not caplog.messages
+        for thread in threads:
+            thread.join(WAIT)
+    assert not any(thread.is_alive() for thread in threads) and not caplog.messages
     assert not pool.pids
 
 
@@ -148,7 +143,7 @@ def test_a_fork_is_told_and_disturbs_nobody(model: ModelConfig) -> None:
         "import os\n"
         "from engine.config.model import ModelConfig\n"
         "from engine.errors import EngineDeadError\n"
-        "from engine.frontend.pool import TextPool\n"
+        "from engine.frontend.text_workers import TextPool\n"
         f"pool = TextPool(ModelConfig(model={model.model!r}), 1)\n"
         "before = pool.encode('x').result(60)\n"
         "fork = os.fork()\n"
@@ -217,15 +212,13 @@ def test_pools_that_come_and_go_leave_descriptors_and_threads_as_they_were(
     assert (me.num_fds(), threading.active_count()) == before[:2]
 
 
-def test_a_long_text_is_no_hang(
-    pools: Pools, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_text_is_no_hang(pools: Pools, tokenizer: Tokenizer) -> None:
     """However little time a task is given, a text has what it takes."""
-    monkeypatch.setattr("engine.frontend.pool_slot.SLOWEST", 1 << 15)  # of a busy machine
-    pool = pools.start(hang_seconds=0.01)
+    pool = pools.start(hang_seconds=0.01, slowest=1 << 15)  # of a busy machine
+    pids = pool.pids
     text = "long " * 200_000
     assert pool.encode(text).result(WAIT) == tokenizer.encode(text)
-    assert pool._loop.slots[0]._epoch == 1
+    assert pool.pids == pids
 
 
 def test_a_process_is_started_again_from_another_working_directory(

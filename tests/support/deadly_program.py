@@ -3,10 +3,9 @@
 import os
 import signal
 import time
-from typing import Any
 
-from engine.frontend import pool_process
-from engine.messages.text import TextDelta
+from engine.frontend import text_worker_main
+from engine.messages.text import Encode, Encoded, Job, Render, Rendered, Reply, TextDelta
 from engine.text import detokenizer as text
 from engine.text.detokenizer import Detokenizer, TextReader
 
@@ -17,17 +16,18 @@ RAISING_ID = 302
 """A token that cannot be read."""
 
 
-class DeadlyTextServer(pool_process.TextServer):
-    def do(self, delivery: Any) -> Any:
-        payload = delivery.payloads[0] if delivery.payloads else b""
-        if payload.startswith(DEADLY.encode()):
+class DeadlyTextServer(text_worker_main.TextServer):
+    def do(self, job: Job) -> Reply:
+        text = b""
+        if isinstance(job, Encode | Render):
+            text = job.text if isinstance(job, Encode) else job.template
+        if text.startswith(DEADLY.encode()):
             os.kill(os.getpid(), signal.SIGSEGV)
-        if payload.startswith(HANGING.encode()):
+        if text.startswith(HANGING.encode()):
             time.sleep(1000)
-        reply, payloads = super().do(delivery)
-        if payload.startswith(NO_TEXT.encode()):
-            return reply, [b"\xff", *payloads[1:]]
-        return (reply, [b"xxx"]) if payload.startswith(RUBBISH.encode()) else (reply, payloads)
+        if text.startswith(NO_TEXT.encode()):
+            return Rendered(b"\xff", b"")  # type: ignore[arg-type]
+        return Encoded(b"xxx") if text.startswith(RUBBISH.encode()) else super().do(job)
 
 
 class DeadlyReader(TextReader):
@@ -45,7 +45,7 @@ class RaisingDetokenizer(Detokenizer):
 
 
 def main(descriptor: int) -> None:
-    pool_process.TextServer = DeadlyTextServer  # type: ignore[misc]
-    pool_process.TextReader = DeadlyReader  # type: ignore[misc]
+    text_worker_main.TextServer = DeadlyTextServer  # type: ignore[misc]
+    text_worker_main.TextReader = DeadlyReader  # type: ignore[misc]
     text.Detokenizer = RaisingDetokenizer  # type: ignore[misc]
-    pool_process.main(descriptor)
+    text_worker_main.main(descriptor)

@@ -105,7 +105,8 @@ class FakeClient:
     def step(self) -> list[CoreOutputs]:
         self._pace()
         self.num_steps += 1
-        if self.num_steps == self.dies_at or self.is_shut_down:
+        is_dead = self.dies_at is not None and self.num_steps >= self.dies_at
+        if is_dead or self.is_shut_down:
             raise EngineDeadError("the fake core died")
         if isinstance(self.clock, FakeClock):
             self.clock.now += 0.25

@@ -3,22 +3,22 @@
 import signal
 from typing import Any
 
-from engine.frontend import pool_process
+from engine.frontend import text_worker_main
 
 RAISE, RUBBISH = signal.SIGUSR1, signal.SIGUSR2
 
 
 def main(descriptor: int) -> None:
-    answer, owed = pool_process._answer, []
+    answer, owed = text_worker_main.answer, []
 
-    def rubbish_or(*args: Any) -> list[bytes]:
-        frames = answer(*args)
-        return [b"rubbish", owed.pop()] if owed else frames
+    def rubbish_or(*args: Any) -> bytes:
+        frame = answer(*args)
+        return owed.pop() if owed else frame
 
     def fail(*_: Any) -> None:
         raise LookupError("asked to")
 
-    pool_process._answer = rubbish_or
+    text_worker_main.answer = rubbish_or
     signal.signal(RAISE, fail)
-    signal.signal(RUBBISH, lambda *_: owed.append(b"more of it"))
-    pool_process.main(descriptor)
+    signal.signal(RUBBISH, lambda *_: owed.append(b"rubbish"))
+    text_worker_main.main(descriptor)

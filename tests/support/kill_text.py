@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 from engine import EngineArgs, LLMEngine, SamplingParams
 from engine.assets import BOX_MODEL
-from engine.frontend import pool_child
+from engine.frontend import text_workers
 from support import hurt_text
 from support.live_core import wait_until
 
@@ -27,7 +27,7 @@ def texts_with(place: str, phase: str, fault: str, *, core: Callable[[int], obje
 
     ``core`` is called with the core's process in phase ``draining``, before.
     """
-    with patch.object(pool_child, "PROGRAM", "support.hurt_text"):
+    with patch.object(text_workers, "PROGRAM", "support.hurt_text"):
         return _texts_with(place, phase, fault, core)
 
 

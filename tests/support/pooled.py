@@ -5,13 +5,17 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
-from engine import LLM, LLMEngine, SamplingParams
+from msgspec.structs import replace
+
+from engine import LLM, LLMEngine, RequestOutput, SamplingParams
 from engine.config.engine import EngineConfig
 from engine.config.model import ModelConfig
-from engine.frontend.pool import TextPool
 from engine.frontend.session import Session
-from engine.messages.requests import AddRequest, CoreOutputs
+from engine.frontend.text_workers import TextPool
+from engine.messages.params import OutputKind
+from engine.messages.requests import AddRequest, CompletionOutput, CoreOutputs
 from engine.text.tokenizer import Tokenizer
 from support import made_tokenizers as made
 from support.fakes import FakeClient, FakeDecided, Live, replay
@@ -31,14 +35,14 @@ def make_model(root: Path) -> ModelConfig:
 
 
 class Pools(ExitStack):
-    """Starts pools and closes them in the end. A process that hangs is given ``hang_seconds``."""
+    """Starts pools and closes them in the end. ``limits`` are those of ``TextPool``."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
         self.model = model
 
-    def start(self, size: int = 1, hang_seconds: float = 1.0) -> TextPool:
-        pool = TextPool(self.model, size, hang_seconds=hang_seconds)
+    def start(self, size: int = 1, hang_seconds: float = 1.0, **limits: Any) -> TextPool:
+        pool = TextPool(self.model, size, hang_seconds=hang_seconds, **limits)
         self.callback(pool.close)
         pool.wait_until_ready()
         return pool
@@ -68,6 +72,27 @@ def texts_of(session: Session, num: int, params: SamplingParams = PARAMS) -> lis
         for output in llm_engine.step():
             texts[int(output.request_id)] += output.outputs[0].text
     return texts
+
+
+def joined(outputs: list[RequestOutput], kind: OutputKind) -> RequestOutput:
+    """All outputs of a request as one: what its user has in the end, however often it came."""
+    last = replace(outputs[-1])
+    if kind != "delta":
+        texts = [completion.text for output in outputs for completion in output.outputs[:1]]
+        assert all(b.startswith(a) for a, b in itertools.pairwise(texts)) or last.finished
+        return last
+    pieces: dict[int, list[CompletionOutput]] = {}
+    for output in outputs:
+        for completion in output.outputs:
+            pieces.setdefault(completion.index, []).append(completion)
+    last.outputs = []
+    for _, own in sorted(pieces.items()):
+        whole = replace(own[-1], text="".join(each.text for each in own))
+        whole.token_ids = [token for each in own for token in each.token_ids]
+        if whole.logprobs is not None:
+            whole.logprobs = [entry for each in own for entry in each.logprobs or ()]
+        last.outputs.append(whole)
+    return last
 
 
 class LeapingClient(FakeClient):

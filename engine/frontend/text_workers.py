@@ -1,0 +1,571 @@
+"""Tokenizer and detokenizer processes, as many of each as asked for.
+
+    any thread ── encode, render ─> Future ── queue of all tokenizers ──> thread <─> its process
+    session    ── rows of text ──────────── queue of one detokenizer ──> thread <─> its process
+
+Each process has a thread that sends it what waits, several tasks together, and takes the answers.
+When a process dies or hangs, the thread starts another one, and the tasks it had are sent again:
+one at a time, so that the next crash identifies the input that causes it, and those that were not
+the cause first. An input that causes ``MAX_DEATHS`` crashes fails, alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from engine.config.model import ModelConfig
+from engine.errors import ConfigError, EngineDeadError, RefusedError, RequestError, WireError
+from engine.frontend.text_worker_main import pack_frames, read_frames, unpack_ids
+from engine.ipc.codec import Decoder, Encoder
+from engine.ipc.program import Program
+from engine.ipc.sockets import Waker
+from engine.messages.text import (
+    Encode,
+    Encoded,
+    Failed,
+    Job,
+    Ready,
+    Render,
+    Rendered,
+    Rendering,
+    Reply,
+    StartText,
+)
+from engine.rpc.failures import error_of
+
+logger = logging.getLogger(__name__)
+
+PROGRAM = "engine.frontend.text_worker_main"
+HANG_SECONDS = 30.0  # on tasks that travel together, beside what their texts take
+RETRY_SECONDS = 10.0  # until a process that did not start, or died at once, is tried again
+START_SECONDS = 60.0  # until a process that has not said it is ready is ended
+LAST_WORDS_MS = 200  # from the end of a process's connection to its own
+MAX_DEATHS = 3  # of processes by one input
+MAX_FAILED_STARTS = 3  # in a row
+MAX_IDLE_DEATHS = 8  # in a row, of processes that had done nothing; above MAX_DEATHS
+SLOWEST = 1 << 18  # bytes of text that any tokenizer does in a second
+TASK_BYTES = 1000  # a text costs as much as so many bytes of it, beside its own
+TOGETHER_BYTES = 16 * TASK_BYTES  # of tasks that travel together
+SAYS_MORE = "what it wrote to standard error says more"
+
+
+class Task(ABC):
+    """A job on its way to a process and back. ``cost`` is in bytes of text; tasks of one ``owner``
+    stay in order."""
+
+    def __init__(self, cost: int, owner: object) -> None:
+        self.cost = cost
+        self.owner = owner
+        self.is_suspect = False  # a process died that had it: it is sent alone
+        self.num_deaths = 0  # of processes that had nothing else
+
+    @abstractmethod
+    def is_wanted(self) -> bool:
+        """False if nothing waits for it any more."""
+
+    @abstractmethod
+    def job(self, process_number: int) -> Job:
+        """What to send to this process; they are numbered as they are started."""
+
+    @abstractmethod
+    def result_of(self, reply: Reply) -> Any:
+        """What the answer means. Raises ``WireError`` for one that does not fit the job."""
+
+    @abstractmethod
+    def finish(self, result: Any) -> None:
+        """Hand over the result, or an ``Exception``."""
+
+    @abstractmethod
+    def death(self, how: str) -> RequestError:
+        """The error for an input over which processes have died ``MAX_DEATHS`` times."""
+
+
+class PromptTask(Task):
+    """A prompt to be tokenised or rendered. ``what`` is shown in errors: the input."""
+
+    def __init__(self, job: Encode | Render, what: object) -> None:
+        text = job.text if isinstance(job, Encode) else job.template
+        super().__init__(TASK_BYTES + len(text), self)
+        self.future: Future[Any] = Future()
+        self._job = job
+        self._what = what
+
+    def is_wanted(self) -> bool:  # from then on it cannot be cancelled any more
+        future = self.future
+        return future.running() or (not future.done() and future.set_running_or_notify_cancel())
+
+    def job(self, process_number: int) -> Job:
+        return self._job
+
+    def result_of(self, reply: Reply) -> Any:
+        match self._job, reply:
+            case Encode(), Encoded(token_ids):
+                return unpack_ids(token_ids)
+            case Render(), Rendered(text, token_ids):
+                return Rendering(text, unpack_ids(token_ids))
+        raise WireError(f"{reply!r:.80} is no answer to what was asked")
+
+    def finish(self, result: Any) -> None:
+        if self.is_wanted():
+            if isinstance(result, Exception):
+                self.future.set_exception(result)
+            else:
+                self.future.set_result(result)
+
+    def death(self, how: str) -> RequestError:
+        return RequestError(
+            f"the tokenizer process {how} over {self._what!r:.80}, {MAX_DEATHS} times; "
+            "this input cannot be tokenised"
+        )
+
+
+class TextPool:
+    """``size`` tokenizer and ``size`` detokenizer processes. May be used from any thread.
+
+    A process that works on tasks for ``hang_seconds``, and longer than their texts take, is taken
+    for hung and ended. One that does not start is tried again ``retry_seconds`` later. Futures
+    raise ``RequestError`` for an input that cannot be done, ``RefusedError`` while no process can
+    be started, and ``EngineDeadError`` once the pool is closed.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        size: int,
+        *,
+        hang_seconds: float = HANG_SECONDS,
+        retry_seconds: float = RETRY_SECONDS,
+        slowest: int = SLOWEST,
+    ) -> None:
+        start = partial(
+            StartText,
+            model=_from_anywhere(model.model),
+            tokenizer=None if model.tokenizer is None else _from_anywhere(model.tokenizer),
+            trust_remote_code=model.trust_remote_code,
+        )
+        limits = (hang_seconds, retry_seconds, slowest)
+        self._tokenizers = TaskQueue()
+        self.detokenizers = [TaskQueue() for _ in range(size)]
+        """Where the rows of each wait."""
+        queues = [self._tokenizers, *self.detokenizers]
+        names = [(f"tokenizer process {i}", self._tokenizers) for i in range(size)]
+        names += [(f"detokenizer process {i}", each) for i, each in enumerate(self.detokenizers)]
+        on_error = partial(_close, queues, is_waiting=False)
+        self.workers = [
+            TextWorker(name, queue, partial(TextProcess, start), *limits, on_error)
+            for name, queue in names
+        ]
+        self.close: Callable[[], None] = weakref.finalize(
+            self, _close, queues, EngineDeadError("the engine was shut down")
+        )
+        """End the processes; harmless when repeated."""
+        for worker in self.workers:
+            worker.thread.start()
+
+    def wait_until_ready(self) -> None:
+        """Raises ``EngineDeadError`` naming a process that could not be started."""
+        for worker in self.workers:
+            worker.started.result(START_SECONDS * (MAX_FAILED_STARTS + 1))  # it gives up before
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Of the processes that run, by name."""
+        running = [(worker.name, worker.process) for worker in self.workers]
+        return {name: process.program.pid for name, process in running if process is not None}
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> Future[list[int]]:
+        """``Tokenizer.encode`` of a text that can be written as UTF-8."""
+        return self._ask(PromptTask(Encode(str.encode(text), add_special_tokens), text))
+
+    def render(self, template: str, values: dict[str, Any]) -> Future[Rendering]:
+        """Fill in the source of a chat template with plain data. Raises ``WireError`` for values
+        that cannot travel, through the future."""
+        return self._ask(PromptTask(Render(template.encode(), values), values.get("messages")))
+
+    def _ask(self, task: PromptTask) -> Future[Any]:
+        self._tokenizers.put([task])
+        return task.future
+
+
+class TaskQueue:
+    """Tasks of one worker or several, first come first served. May be used from any thread."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()  # a garbage collection in any thread may close the pool
+        self.workers: list[TextWorker] = []
+        self.death: EngineDeadError | None = None  # it is closed
+        self.notify: Callable[[], None] = _do_nothing
+        """Called by a worker's thread when some tasks are done or have failed."""
+        self._tasks: deque[Task] = deque()
+        self._owner = os.getpid()
+
+    @property
+    def num_waiting(self) -> int:
+        """Tasks that no worker has taken."""
+        return len(self._tasks)
+
+    @property
+    def is_down(self) -> bool:
+        """Whether no worker has a process, or may start one yet."""
+        return all(worker.is_down for worker in self.workers)
+
+    def put(self, tasks: Sequence[Task]) -> None:
+        """Queue tasks. Raises ``EngineDeadError`` if it is closed, and in a fork of the process
+        that it belongs to."""
+        if os.getpid() != self._owner:
+            raise EngineDeadError(
+                "the text processes belong to the process that this one was forked from; "
+                "make an engine of its own here"
+            )
+        with self.lock:
+            if self.death is not None:
+                raise EngineDeadError(str(self.death)) from self.death.__cause__
+            self._tasks += tasks
+            if not self.is_down:
+                idle = (each for each in self.workers if each.is_idle and not each.is_down)
+                if (worker := next(idle, None)) is not None:
+                    worker.is_idle = False
+                    worker.waker.wake()
+                return
+        self.refuse_if_down()
+
+    def put_back(self, tasks: Iterable[Task]) -> None:
+        """Queue tasks again, before all others; one that a process has died of behind them."""
+        with self.lock:
+            tasks = [*tasks, *self._tasks]
+            culprit = tasks[0].owner if tasks and tasks[0].num_deaths else None
+            self._tasks = deque(sorted(tasks, key=lambda task: task.owner is culprit))
+        self.refuse_if_down()
+
+    def take(self, worker: TextWorker) -> list[Task]:
+        """What a worker is to do next, together; nothing: it will be woken."""
+        tasks: list[Task] = []
+        cost = 0
+        with self.lock:
+            while self._tasks and not worker.is_down:
+                cost += self._tasks[0].cost
+                if tasks and (self._tasks[0].is_suspect or cost > TOGETHER_BYTES):
+                    break
+                tasks.append(self._tasks.popleft())
+                if tasks[0].is_suspect:
+                    break
+            worker.is_idle = not tasks
+        return tasks
+
+    def refuse_if_down(self) -> None:
+        """Fail what no worker will do; if some will, they are woken."""
+        with self.lock:
+            error: Exception | None = self.death
+            if error is None and self.is_down:
+                error = self.workers[-1].refusal
+            if error is None:
+                for worker in self.workers:
+                    worker.waker.wake()
+                return
+            tasks, self._tasks = self._tasks, deque()
+        for task in tasks:
+            task.finish(error)
+        self.notify()
+
+    def close(self, death: EngineDeadError) -> None:
+        """Take nothing more, and end the processes; in a fork they are not ours."""
+        if os.getpid() != self._owner:
+            return
+        with self.lock:
+            self.death = self.death or death
+            for worker in self.workers:
+                worker.waker.wake()
+                if worker.process is not None:
+                    worker.process.program.kill()
+        self.refuse_if_down()
+
+
+class TextWorker:
+    """A text process and the thread that feeds it. Attributes are set by its thread only, but for
+    ``is_idle``, which the queue guards."""
+
+    def __init__(
+        self,
+        name: str,
+        queue: TaskQueue,
+        spawn: Callable[[], TextProcess],
+        hang_seconds: float,
+        retry_seconds: float,
+        slowest: int,
+        on_error: Callable[[EngineDeadError], None],
+    ) -> None:
+        self.name = name
+        self.started: Future[None] = Future()
+        """Done once a process was ready, or could not be started."""
+        self.process: TextProcess | None = None
+        self.refusal: RefusedError | None = None
+        """Why there is no process, since it was given up."""
+        self.num_starts = 0
+        self.num_idle_deaths = 0  # in a row
+        self.num_failed_starts = 0  # in a row
+        self.is_idle = False
+        self.waker = Waker()
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._queue = queue
+        self._spawn = spawn
+        self._hang_seconds = hang_seconds
+        self._retry_seconds = retry_seconds
+        self._slowest = slowest
+        self._on_error = on_error
+        self._encoder = Encoder()
+        self._down_until = 0.0
+        self._tasks: list[Task] = []  # that it works on
+        queue.workers.append(self)
+
+    @property
+    def is_down(self) -> bool:
+        """True if there is no process, and none is to be started yet."""
+        return self.refusal is not None and time.monotonic() < self._down_until
+
+    def _run(self) -> None:
+        try:
+            while self._queue.death is None:
+                if self.process is None and self.refusal is None:
+                    self._start()
+                elif tasks := self._queue.take(self):
+                    self._work(tasks)
+                else:
+                    self._sleep()
+        except BaseException as error:  # after any error, callers that wait must get it
+            logger.exception("the thread of the %s has died", self.name)
+            death = EngineDeadError(f"the text processes were given up: {error!r}")
+            death.__cause__ = error
+            for task in self._tasks:
+                task.finish(death)
+            self._on_error(death)
+        if self.process is not None:
+            self.process.close()
+            self.process = None
+        if not self.started.done():
+            assert self._queue.death is not None
+            self.started.set_exception(self._queue.death)
+        self.waker.close()
+
+    def _start(self) -> None:
+        self.num_starts += 1
+        try:
+            process = self._spawn()
+        except (OSError, ConfigError) as error:
+            self._give_up(f"could not be started: {error}")
+            return
+        with self._queue.lock:  # ``close`` ends it if it comes later
+            self.process = process
+            if self._queue.death is not None:
+                return
+        try:
+            process.wait_until_ready(START_SECONDS)
+        except (EOFError, TimeoutError, WireError):
+            how = self._end_process()
+            self.num_failed_starts += 1
+            if self.num_failed_starts == MAX_FAILED_STARTS:
+                times = f"{MAX_FAILED_STARTS} times"
+                self._give_up(f"{how} before it was ready, {times}; {SAYS_MORE}")
+        else:
+            self.num_failed_starts = 0
+            if not self.started.done():
+                self.started.set_result(None)
+
+    def _sleep(self) -> None:
+        """Until there is something to do, or the process has ended."""
+        poller = select.poll()
+        poller.register(self.waker.fd, select.POLLIN)
+        if self.process is not None:
+            poller.register(self.process.program.pidfd, select.POLLIN)
+        ready = dict(poller.poll())
+        self.waker.clear()
+        if self.process is not None and self.process.program.pidfd in ready:
+            self._died([])
+
+    def _work(self, tasks: list[Task]) -> None:
+        """Have the process carry out these tasks."""
+        if self.process is None:  # it was given up a while ago: it is tried again
+            self.refusal = None
+            self._queue.put_back(tasks)
+            return
+        self._tasks = tasks
+        sent: list[Task] = []
+        frames: list[bytes] = []
+        for task in tasks:
+            if not task.is_wanted():
+                continue
+            try:
+                frames.append(self._encoder.encode(task.job(self.num_starts)))
+            except WireError as error:
+                task.finish(error)
+            else:
+                sent.append(task)
+        if sent:
+            self._exchange(self.process, sent, frames)
+        self._tasks = []
+        self._queue.notify()
+
+    def _exchange(self, process: TextProcess, tasks: list[Task], frames: list[bytes]) -> None:
+        limit = self._hang_seconds + sum(task.cost for task in tasks) / self._slowest
+        try:
+            replies = process.exchange(frames, limit)
+            results = [
+                error_of(reply.failure) if isinstance(reply, Failed) else task.result_of(reply)
+                for task, reply in zip(tasks, replies, strict=True)
+            ]
+        except EOFError:
+            self._died(tasks)
+        except TimeoutError:
+            logger.error("the %s does not answer and is ended", self.name)
+            process.program.kill()
+            self._died(tasks)
+        except WireError as error:
+            logger.error("the %s sent an invalid message and was terminated: %s", self.name, error)
+            process.program.kill()
+            self._died(tasks)
+        else:
+            self.num_idle_deaths = 0
+            for task, result in zip(tasks, results, strict=True):
+                task.finish(result)
+
+    def _died(self, tasks: list[Task]) -> None:
+        """The process has ended, and had these tasks: blame the one that may be the cause."""
+        how = self._end_process()
+        if self._queue.death is None:
+            logger.warning("the %s %s; another one is started", self.name, how)
+        self.num_idle_deaths += 1
+        for task in tasks:
+            task.is_suspect = True
+        if len(tasks) == 1:
+            tasks[0].num_deaths += 1
+            if tasks[0].num_deaths == MAX_DEATHS:
+                culprit = tasks.pop()
+                culprit.finish(culprit.death(how))
+        self._queue.put_back(tasks)
+        if self.num_idle_deaths == MAX_IDLE_DEATHS:
+            times = f"{MAX_IDLE_DEATHS} times"
+            self._give_up(f"{how} before it had done anything, {times}; {SAYS_MORE}")
+
+    def _end_process(self) -> str:
+        """Returns how it ended."""
+        assert self.process is not None
+        how = self.process.end()
+        with self._queue.lock:
+            self.process.close()
+            self.process = None
+        return how
+
+    def _give_up(self, why: str) -> None:
+        """Refuse tasks; the first one after ``retry_seconds`` starts a process again."""
+        message = f"the {self.name} {why}"
+        logger.error("%s", message)
+        if not self.started.done():
+            self.started.set_exception(EngineDeadError(message))
+        self.num_failed_starts = self.num_idle_deaths = 0
+        self._down_until = time.monotonic() + self._retry_seconds
+        self.refusal = RefusedError(message, retry_after=self._retry_seconds)
+        self._queue.refuse_if_down()
+
+
+class TextProcess:
+    """A spawned process and its socket. ``start``: all of its start message but the descriptor.
+
+    Raises ``OSError`` or ``ConfigError`` where the system has no room for it.
+    """
+
+    def __init__(self, start: Callable[[int], StartText]) -> None:
+        self.is_ready = False
+        self._decoder: Decoder[Reply] = Decoder(Reply)
+        self._socket, theirs = socket.socketpair()
+        try:
+            message = msgspec.msgpack.encode(start(theirs.fileno()))
+            self.program = Program(PROGRAM, message, [theirs.fileno()])
+        except BaseException:
+            self._socket.close()
+            raise
+        finally:
+            theirs.close()
+
+    def wait_until_ready(self, seconds: float) -> None:
+        """Raises what ``exchange`` does."""
+        if self._read(1, time.monotonic() + seconds) != [Ready()]:
+            raise WireError("its first message is not that it is ready")
+        self.is_ready = True
+
+    def exchange(self, frames: list[bytes], seconds: float) -> list[Reply]:
+        """Send jobs and wait for their answers.
+
+        Raises ``EOFError`` if the process ends before, ``TimeoutError`` if it takes longer than
+        this, and ``WireError`` for invalid answers.
+        """
+        deadline = time.monotonic() + seconds
+        self._socket.settimeout(seconds)
+        try:
+            self._socket.sendall(pack_frames(frames))
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise EOFError("the process is gone") from error
+        return self._read(len(frames), deadline)
+
+    def end(self) -> str:
+        """End it if it has not ended; how it did."""
+        poller = select.poll()
+        poller.register(self.program.pidfd, select.POLLIN)
+        poller.poll(LAST_WORDS_MS)
+        self.program.kill()
+        return self.program.how_it_ended()
+
+    def close(self) -> None:
+        self.program.close()
+        self._socket.close()
+
+    def _read(self, num: int, deadline: float) -> list[Reply]:
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN)
+        poller.register(self.program.pidfd, select.POLLIN)  # a fork may hold its socket open
+
+        def receive(size: int) -> bytes:
+            left = max(0.0, deadline - time.monotonic())
+            ready = [fd for fd, _ in poller.poll(int(1000 * left) + 1)]
+            if not ready:
+                raise TimeoutError
+            try:
+                return self._socket.recv(size) if self._socket.fileno() in ready else b""
+            except ConnectionResetError:
+                return b""
+
+        frames = read_frames(receive)
+        if len(frames) != num:
+            raise WireError(f"{len(frames)} answers to {num} jobs")
+        return [self._decoder.decode([frame]) for frame in frames]
+
+
+def _close(queues: list[TaskQueue], death: EngineDeadError, *, is_waiting: bool = True) -> None:
+    """End all workers, and wait until they have ended. In a fork there are none."""
+    for queue in queues:
+        queue.close(death)
+    for thread in (worker.thread for queue in queues for worker in queue.workers):
+        is_other = threading.current_thread() is not thread  # which may be collecting garbage
+        if is_waiting and is_other and thread.is_alive():
+            thread.join()
+
+
+def _do_nothing() -> None: ...
+
+
+def _from_anywhere(directory: str) -> str:
+    """The same directory for a process that is started after the working directory has changed."""
+    return str(Path(directory).expanduser().absolute())
