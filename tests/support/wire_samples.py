@@ -7,9 +7,7 @@ from typing import Any
 
 import msgspec
 
-from engine.ipc.channel import Envelope
 from engine.ipc.codec import Encoder
-from engine.ipc.shm import Place
 from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest
 from engine.messages.wire import PROTOCOL_VERSION, Call, FromClient, Hello, Submit
@@ -20,8 +18,7 @@ GRAMMAR = AddRequest(
 )
 
 SAMPLES: dict[Any, list[msgspec.Struct]] = {
-    **{union: list(messages.values()) for messages, union in DIRECTIONS},
-    Envelope: [Envelope([None, Place(64, 4096, 7)], [5, 6])],
+    union: list(messages.values()) for messages, union in DIRECTIONS
 }
 SAMPLES[FromClient] += [
     Submit(2, [REQUEST, FULL_REQUEST, GRAMMAR]),
