@@ -1,22 +1,13 @@
-"""The benchmark of kernels counts what it says, and its files hold what a figure needs."""
+"""The benchmark of kernels counts what it says."""
 
 import json
 from pathlib import Path
 
 import cpu_kernels
 import pytest
-import torch
 from shapes import SHAPES, Step, model_directory
 
 from kernels import tuning
-from kernels.cpu.threads import num_threads, set_threads
-
-
-@pytest.fixture
-def threads():
-    before = num_threads()
-    yield
-    set_threads(before)
 
 
 def test_shapes_count_the_weights_of_the_models_they_name() -> None:
@@ -47,24 +38,6 @@ def test_floor_is_what_binds() -> None:
     most = cpu_kernels.Ceilings(bytes=100.0, operations=1000.0)
     assert most.floor(cpu_kernels.Work("", "", [], 200.0, 1000.0)) == 2.0
     assert most.floor(cpu_kernels.Work("", "", [], 200.0, 5000.0)) == 5.0
-
-
-def test_every_group_is_measured_and_kept(tmp_path: Path, threads) -> None:
-    sizes = cpu_kernels.Sizes(
-        out_of_cache=1 << 18,
-        copied=1 << 20,
-        decodes={"4 x 40": [(1, 39)] * 4, "32 x 280": [(1, 30)] * 3},
-        chunks={"20 after 5": [(20, 5)]},
-    )
-    where = tmp_path / "kernels.json"
-    arguments = ["--model", "tiny", "--threads", "1", "--seconds", "0", "--json", str(where)]
-    cpu_kernels.main(arguments, sizes)
-    found = json.loads(where.read_text())
-    groups = {timing["group"] for timing in found["timings"]}
-    assert {"linear int8", "decode bf16", "prefill fp32", "KV write bf16", "sampler"} <= groups
-    assert all(timing["least_us"] > 0 < timing["floor_us"] for timing in found["timings"])
-    assert found["machine"]["cpu"] and found["ceilings"]["bytes"] > 0
-    assert torch.get_num_threads() == 1
 
 
 def test_a_tile_is_tried_and_then_forgotten() -> None:
