@@ -71,13 +71,7 @@ LONG_SIGNATURES: dict[str, str] = {
 TEXT_POOL = {
     f"tests/{name}.py": "holds how the text workers are built, file by file"
     for name in (
-        "contract/test_text_pool",
-        "contract/test_text_pool_faults",
         "contract/test_text_pool_inputs",
-        "contract/test_text_pool_interrupts",
-        "contract/test_text_pool_random",
-        "contract/test_text_pool_rare",
-        "support/hurt_text",
         "support/kill_text",
         "support/pooled",
     )
@@ -86,7 +80,7 @@ PRIVATE_READS = {
     **TEXT_POOL,
     "tests/e2e/test_gpu.py: _sleep": "torch's own way to keep a GPU busy for so many cycles",
     "tests/support/kill_actor.py: _socket": "a client whose own connection turns to rubbish",
-    "tests/support/triton_interpreter.py: _patch_lang": "quickens Triton's own interpreter",
+    "tests/support/triton_interpreter.py": "quickens Triton's own interpreter",
 }
 # The same for tests that give a constant of a module another value.
 PATCHED_CONSTANTS = {
