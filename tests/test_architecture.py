@@ -68,25 +68,21 @@ LONG_SIGNATURES: dict[str, str] = {
 }
 
 # Files of the tests, or an attribute in one of them, that may read what is private; and why.
-TEXT_POOL = {
-    f"tests/{name}.py": "holds how the text workers are built, file by file"
-    for name in (
-        "contract/test_text_pool_inputs",
-        "support/kill_text",
-        "support/pooled",
-    )
-}
 PRIVATE_READS = {
-    **TEXT_POOL,
     "tests/e2e/test_gpu.py: _sleep": "torch's own way to keep a GPU busy for so many cycles",
     "tests/support/kill_actor.py: _socket": "a client whose own connection turns to rubbish",
-    "tests/support/triton_interpreter.py: _patch_lang": "quickens Triton's own interpreter",
-    "tests/support/triton_interpreter.py: _get_np_dtype": "quickens it too",
+    "tests/support/kill_text.py: _pool": "finds the text processes of a whole engine, to hurt them",
+    "tests/support/pooled.py": "an LLM around a session that was made by hand",
+    "tests/support/triton_interpreter.py": "mends and quickens Triton's own interpreter",
 }
 # The same for tests that give a constant of a module another value.
 PATCHED_CONSTANTS = {
-    "tests/contract/test_text_pool_faults.py": "the same",
-    "tests/contract/test_text_pool_rare.py": "the same",
+    f"tests/{name}.py: PROGRAM": "what a text process runs is broken while its pool lives"
+    for name in (
+        "contract/test_text_pool_faults",
+        "contract/test_text_pool_rare",
+        "support/kill_text",
+    )
 }
 
 # Methods in which a configuration checks its own fields, which is not to read an option.

@@ -23,7 +23,8 @@ from support import source_tree
 
 DOCUMENTED = frozenset({"_asdict", "_exit", "_fields", "_getframe", "_make", "_replace"})
 """Public in spite of their underscore: of named tuples, ``os`` and ``sys``."""
-BY_NAME = ("getattr", "setattr", "delattr", "hasattr")  # their second argument names an attribute
+BY_NAME = ("getattr", "setattr", "delattr", "hasattr", "object")
+"""Their second argument names an attribute; the last is `patch.object` of `unittest.mock`."""
 
 
 class Joint(NamedTuple):
@@ -111,7 +112,7 @@ def is_set(node: ast.expr) -> bool:
     """Does this give the attribute a value?"""
     if isinstance(node, ast.Attribute):
         return isinstance(node.ctx, ast.Store)
-    return isinstance(node, ast.Call) and last_name(node.func) in ("setattr", "delattr")
+    return isinstance(node, ast.Call) and last_name(node.func) in ("setattr", "delattr", "object")
 
 
 def last_name(called: ast.expr) -> str:

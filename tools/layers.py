@@ -21,11 +21,11 @@ LAYERS: tuple[tuple[tuple[str, ...], str], ...] = (
         ("verify", "models", "sample"),
         "what a scheduler must keep; the decoder and its families; logits -> tokens",
     ),
+    (("worker",), "one device: plans -> tensors -> tokens"),
     (
         ("spec", "structured", "lora", "mm", "kv_transfer", "pooling"),
-        "features: what each asks of the scheduler, what it computes",
+        "features: what each asks of the scheduler, what it computes in the worker",
     ),
-    (("worker",), "one device: plans -> tensors -> tokens"),
     (("core",), "scheduler + executor = a step; the one place that names concrete classes"),
     (("rpc",), "a core in another process: its server and its clients"),
     (("frontend",), "requests and outputs on the user's side of the core"),

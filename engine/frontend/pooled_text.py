@@ -16,8 +16,8 @@ from itertools import count
 from typing import Any, Generic, TypeVar
 
 from engine.errors import EngineDeadError, RequestError, WireError
-from engine.frontend.text_worker_main import pack_ids
 from engine.frontend.text_workers import MAX_DEATHS, Task, TextPool
+from engine.ipc.frames import pack_ids
 from engine.messages.text import Job, Opening, Read, Reply, TextDelta, TextWish
 
 R = TypeVar("R")
@@ -31,7 +31,7 @@ class PooledText(Generic[R]):
 
     def __init__(self, pool: TextPool, wake: Callable[[], None]) -> None:
         self._queues = pool.detokenizers
-        self._streams: dict[str, Stream] = {}
+        self._streams: dict[str, TextStream] = {}
         self._num_streams = [0] * len(self._queues)
         self._waiting: list[list[Task]] = [[] for _ in self._queues]
         self._numbers = count()
@@ -52,7 +52,7 @@ class PooledText(Generic[R]):
         ]
         index = loads.index(min(loads))
         self._num_streams[index] += 1
-        self._streams[core_id] = Stream(next(self._numbers), index, prompt_token_ids, wish)
+        self._streams[core_id] = TextStream(next(self._numbers), index, prompt_token_ids, wish)
 
     def add(self, core_id: str, token_ids: list[int], is_last: bool, reading: R) -> None:
         """The next tokens of a sequence; they leave with the next ``send``."""
@@ -100,7 +100,7 @@ class PooledText(Generic[R]):
             self._waiting[stream.queue_index].append(ReadTask(stream, [], True, _ignore))
 
 
-class Stream:
+class TextStream:
     """What a detokenizer has read of a sequence. Of the thread that feeds the detokenizer."""
 
     def __init__(
@@ -137,7 +137,7 @@ class ReadTask(Task):
 
     def __init__(
         self,
-        stream: Stream,
+        stream: TextStream,
         token_ids: list[int],
         is_last: bool,
         deliver: Callable[[TextDelta | EngineDeadError], None],

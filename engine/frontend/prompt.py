@@ -32,7 +32,20 @@ TOGETHER_CHARS = 1 << 20  # of texts that are tokenised in one go, which no inte
 NUM_THREADS = 4  # texts that are tokenised at once
 Ahead = Future[list[int]] | None
 """Ids of a text that was begun; ``None`` if it was not."""
-"""A rendering that may still be under way; raises what went wrong."""
+
+
+class TextPrompt(TypedDict, total=False):
+    """A prompt as text or as token ids (``prompt`` is then only shown), with its own options."""
+
+    prompt: str
+    prompt_token_ids: list[int]
+    cache_salt: str
+
+
+PROMPT_KEYS = frozenset(TextPrompt.__annotations__)
+
+
+Prompt = str | list[int] | TextPrompt
 
 
 class RequestOptions(TypedDict, total=False):
@@ -66,8 +79,8 @@ class Submission(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Limits of a request, decided when the model was loaded."""
+class ModelLimits:
+    """ModelLimits of a request, decided when the model was loaded."""
 
     max_model_len: int
     vocab_size: int
@@ -83,7 +96,7 @@ class InputProcessor:
     def __init__(
         self,
         tokenizer: Tokenizer | None,
-        limits: Limits,
+        limits: ModelLimits,
         clock: Callable[[], float],
         id_prefix: str = "",
         pool: TextPool | None = None,
@@ -437,21 +450,8 @@ def too_long(num_tokens: str, limit: int) -> RequestError:
     )
 
 
-class TextPrompt(TypedDict, total=False):
-    """A prompt as text or as token ids (``prompt`` is then only shown), with its own options."""
-
-    prompt: str
-    prompt_token_ids: list[int]
-    cache_salt: str
-
-
-PROMPT_KEYS = frozenset(TextPrompt.__annotations__)
-
-
-Prompt = str | list[int] | TextPrompt
-
-
 Begun = Callable[[], Rendering]
+"""A rendering that may still be under way; raises what went wrong."""
 
 
 def render_chats(

@@ -7,15 +7,13 @@ the tokenizer of the model exists only there.
 from __future__ import annotations
 
 import socket
-import struct
-from array import array
-from collections.abc import Callable, Sequence
 
 import msgspec
 
 from engine.config.model import ModelConfig
 from engine.errors import RequestError, WireError
-from engine.ipc.codec import MAX_MESSAGE_BYTES, Decoder, Encoder
+from engine.ipc.codec import Decoder, Encoder
+from engine.ipc.frames import pack_frames, pack_ids, read_frames, unpack_ids
 from engine.ipc.program import start_message
 from engine.messages.text import (
     Encode,
@@ -34,9 +32,6 @@ from engine.rpc.failures import failure_of
 from engine.text.chat import fill_template
 from engine.text.detokenizer import TextReader
 from engine.text.tokenizer import Tokenizer, load_tokenizer
-
-LENGTH = struct.Struct("<I")
-MAX_BYTES = 2 * MAX_MESSAGE_BYTES  # of messages that travel together
 
 
 def main(descriptor: int) -> None:
@@ -102,45 +97,3 @@ class TextServer:
         if job.is_last or delta.stop is not None or delta.error:
             del self._readers[job.sequence]
         return delta
-
-
-def pack_frames(frames: Sequence[bytes]) -> bytes:
-    """Messages that travel together."""
-    body = msgspec.msgpack.encode(frames)
-    return LENGTH.pack(len(body)) + body
-
-
-def read_frames(receive: Callable[[int], bytes]) -> list[bytes]:
-    """The next messages. ``receive`` gives at most so many bytes, and none at the end.
-
-    Raises ``EOFError`` at the end, ``WireError`` for invalid data.
-    """
-    (size,) = LENGTH.unpack(_read_exactly(receive, LENGTH.size))
-    if size > MAX_BYTES:
-        raise WireError(f"messages of {size} bytes, the limit is {MAX_BYTES}")
-    try:
-        return msgspec.msgpack.decode(_read_exactly(receive, size), type=list[bytes])
-    except msgspec.MsgspecError as error:
-        raise WireError(f"not a list of messages: {error}") from error
-
-
-def pack_ids(token_ids: list[int]) -> bytes:
-    """Ids as 32-bit integers of this machine."""
-    return array("i", token_ids).tobytes()
-
-
-def unpack_ids(data: bytes) -> list[int]:
-    """Raises ``WireError`` if these are no ids."""
-    if len(data) % array("i").itemsize:
-        raise WireError(f"{len(data)} bytes are no token ids")
-    return array("i", data).tolist()
-
-
-def _read_exactly(receive: Callable[[int], bytes], size: int) -> bytearray:
-    data = bytearray()
-    while len(data) < size:
-        part = receive(min(size - len(data), 1 << 20))
-        if not part:
-            raise EOFError("the other side is gone")
-        data += part
-    return data

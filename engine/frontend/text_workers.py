@@ -30,8 +30,8 @@ import msgspec
 
 from engine.config.model import ModelConfig
 from engine.errors import ConfigError, EngineDeadError, RefusedError, RequestError, WireError
-from engine.frontend.text_worker_main import pack_frames, read_frames, unpack_ids
 from engine.ipc.codec import Decoder, Encoder
+from engine.ipc.frames import pack_frames, read_frames, unpack_ids
 from engine.ipc.program import Program
 from engine.ipc.sockets import Waker
 from engine.messages.text import (

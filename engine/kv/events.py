@@ -6,7 +6,6 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from engine.kv.tables import split_key
 from engine.messages.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -71,3 +70,8 @@ class EventLog:
         """Hand over the rest and close the publisher."""
         self.flush()
         self._publisher.close()
+
+
+def split_key(key: bytes) -> tuple[bytes, int]:
+    """The hash and the group of a key. Hashes have an even length, so an odd one has a group."""
+    return (key[:-1], key[-1]) if len(key) % 2 else (key, 0)

@@ -372,10 +372,10 @@ class KVManager:
         return -(-num_tokens // self.block_size)
 
     def _give_back(self, blocks: Sequence[int]) -> None:
-        """Return blocks to the pool; steps in flight may still write them."""
-        if self.transfers is not None:
-            self.transfers.fences.give_back(blocks)
-        self.pool.release(blocks)
+        if self.transfers is None:
+            self.pool.release(blocks)
+        else:
+            self.transfers.give_back(blocks)
 
     def _empty(self, req: Holder) -> RequestBlocks:
         return RequestBlocks([[] for _ in self.groups], req.arrival)

@@ -17,9 +17,9 @@ from typing import Protocol
 
 import msgspec
 
-from engine.kv.block_pool import PrefixCache
+from engine.kv.block_pool import NULL_BLOCK, PrefixCache
 from engine.kv.events import EventLog
-from engine.kv.tables import FULL, Group, Holder, RequestBlocks, find_tables, group_keys
+from engine.kv.tables import FULL, Group, Holder, RequestBlocks
 from engine.messages.requests import MediaItem
 
 
@@ -137,6 +137,30 @@ def media_runs(
     }
     cuts = sorted({first, before, *begins})
     return [(start, end, begins.get(start, b"")) for start, end in pairwise(cuts)]
+
+
+def group_keys(hashes: Sequence[bytes], group: int) -> Sequence[bytes]:
+    """Keys of this group for the hashes: one hash stands for one block in each group."""
+    return hashes if group == 0 else [block_hash + bytes([group]) for block_hash in hashes]
+
+
+def find_tables(
+    groups: Sequence[Group], cache: PrefixCache, hashes: Sequence[bytes], block_size: int
+) -> list[list[int]]:
+    """The longest hit common to all groups, as tables; entries out of a window are null."""
+    if len(groups) == 1 and not groups[0].window:
+        return [cache.prefix(hashes)]
+    cached = [[cache.find(key) for key in group_keys(hashes, g)] for g in range(len(groups))]
+    limit, agreed = len(hashes), -1
+    while limit != agreed:  # what shortens the hit of one group may invalidate that of another
+        agreed = limit
+        for group, blocks in zip(groups, cached, strict=True):
+            limit = group.longest(blocks, limit, block_size)
+    tables = []
+    for group, blocks in zip(groups, cached, strict=True):
+        first = group.first_needed(limit * block_size, block_size)
+        tables.append([NULL_BLOCK] * first + [block or NULL_BLOCK for block in blocks[first:limit]])
+    return tables
 
 
 class PrefixIndex:

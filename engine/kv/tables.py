@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from engine.kv.block_pool import NULL_BLOCK, BlockPool, PrefixCache, live_blocks
+from engine.kv.block_pool import NULL_BLOCK, BlockPool, live_blocks
 from engine.messages.requests import MediaItem
 
 
@@ -59,35 +59,6 @@ class Group:
 
 
 FULL = Group()
-
-
-def group_keys(hashes: Sequence[bytes], group: int) -> Sequence[bytes]:
-    """Keys of this group for the hashes: one hash stands for one block in each group."""
-    return hashes if group == 0 else [block_hash + bytes([group]) for block_hash in hashes]
-
-
-def split_key(key: bytes) -> tuple[bytes, int]:
-    """The hash and the group of a key. Hashes have an even length, so an odd one has a group."""
-    return (key[:-1], key[-1]) if len(key) % 2 else (key, 0)
-
-
-def find_tables(
-    groups: Sequence[Group], cache: PrefixCache, hashes: Sequence[bytes], block_size: int
-) -> list[list[int]]:
-    """The longest hit common to all groups, as tables; entries out of a window are null."""
-    if len(groups) == 1 and not groups[0].window:
-        return [cache.prefix(hashes)]
-    cached = [[cache.find(key) for key in group_keys(hashes, g)] for g in range(len(groups))]
-    limit, agreed = len(hashes), -1
-    while limit != agreed:  # what shortens the hit of one group may invalidate that of another
-        agreed = limit
-        for group, blocks in zip(groups, cached, strict=True):
-            limit = group.longest(blocks, limit, block_size)
-    tables = []
-    for group, blocks in zip(groups, cached, strict=True):
-        first = group.first_needed(limit * block_size, block_size)
-        tables.append([NULL_BLOCK] * first + [block or NULL_BLOCK for block in blocks[first:limit]])
-    return tables
 
 
 class Holder(Protocol):

@@ -94,7 +94,7 @@ class CoreLoop:
     def run(self) -> None:
         """Run until it is to end. Raises ``EngineDeadError`` if the core dies."""
         while True:
-            self._wait(poll_timeout_ms(self._config, self._work, is_first=True))
+            self._wait(poll_timeout_ms(self._config, self._work))
             self._take_arrivals()
             if self._is_over():
                 return

@@ -31,8 +31,8 @@ FIRST_SEATS = 8
 class SamplingSpec:
     """Options in the order in which they are applied to a row of logits; then those of the draw.
 
-    A sampling parameter is a field here, filled in ``of``, and is read by its table in ``edits``,
-    ``penalties`` or ``sampler``.
+    A sampling parameter is a field here, filled in ``of``. Those before the draw are read by a
+    table below, those of the draw go into the device's columns (``worker.batches``).
     """
 
     # Before the draw.

@@ -81,9 +81,7 @@ class Table:
         self.flags = TableColumn(num_rows)  # what resources want: WATCHED, SERIAL
         self.plain = StepColumn(num_rows)  # the last step in which the row was marked as plain
         self.considered = StepColumn(num_rows)  # the last step in which the request was offered
-        self.stop_id = TableColumn(
-            num_rows
-        )  # the only token that ends the request; -1 none, -2 several
+        self.stop_id = TableColumn(num_rows)  # the token that ends the request; -1 none, -2 several
         self._free = list(range(num_rows - 1, -1, -1))
 
     @property

@@ -1,10 +1,9 @@
 """Which requests there are, their order and seats, and why they wait.
 
-Every second in the queue is charged to exactly one cause, at a cost of O(1) a step: between two
-plans all waiting requests share one cause, whatever closed the queue in the earlier one. One
-running total per cause is kept; a request remembers the totals of the moment it entered and takes
-the difference when it leaves. Only those that were offered and refused by themselves, or that
-wait for something of their own, are charged one by one.
+RankedQueue      requests in order of their ranks
+WaitLedger       charges each second of waiting to one cause
+Roster           owns membership and seats
+RunningRows      the rows that run, and columns of them that seldom change
 """
 
 from __future__ import annotations
@@ -85,7 +84,14 @@ class Cause:
 
 
 class WaitLedger:
-    """Charges the waiting time of requests, in seconds."""
+    """Charges the waiting time of requests: each second in the queue to exactly one cause.
+
+    The cost is O(1) a step: between two plans all waiting requests share one cause, whatever closed
+    the queue in the earlier one. One running total per cause is kept; a request remembers the
+    totals of the moment it entered and takes the difference when it leaves. Only those that were
+    offered and refused by themselves, or that wait for something of their own, are charged one by
+    one.
+    """
 
     def __init__(self) -> None:
         self.sums: dict[str, float] = {}  # of requests that have left the queue
@@ -133,9 +139,8 @@ class WaitLedger:
     def add_up(self, waits: dict[str, float]) -> None:
         """A request has ended; its waits go into the sums."""
         for cause, seconds in waits.items():
-            kind = (
-                Cause.PREEMPTED if cause.startswith(Cause.PREEMPTED) else cause
-            )  # by whom is its own history
+            # By whom it was preempted is its own history.
+            kind = Cause.PREEMPTED if cause.startswith(Cause.PREEMPTED) else cause
             self.sums[kind] = self.sums.get(kind, 0.0) + seconds
 
     def _totals_at(self, now: float) -> dict[str, float]:

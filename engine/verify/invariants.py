@@ -32,8 +32,8 @@ from typing import Any
 
 import numpy as np
 
+from engine.kv.events import split_key
 from engine.kv.prefix_index import Chains, Sha256Hasher
-from engine.kv.tables import split_key
 from engine.messages.step import StepPlan
 from engine.sched.interface import PauseState
 from engine.sched.request import Request

@@ -1,5 +1,4 @@
-"""Machine: a model on a device. Feature: the worker's half of a feature; each reads one part of the
-plan."""
+"""What the worker runs (``Machine``), and how a feature takes part in it (``Feature``)."""
 
 from __future__ import annotations
 
@@ -31,8 +30,8 @@ class Machine(NamedTuple):
 
 
 class Feature:
-    """Adapters, media, KV from elsewhere: what they do to a step. Every hook but ``part`` has a
-    default; a step that is run again in halves is extended again."""
+    """Adapters, media, KV from elsewhere: what they do to a step. Only ``part`` must be
+    set, every hook has a default; a step that is run again in halves is extended again."""
 
     part = ""  # name of the plan's field that it reads (``engine.messages.step.PARTS``)
     aux_layers: tuple[int, ...] = ()  # layers whose outputs ``drawn`` reads

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from engine.config.gpu_memory import shortage
 from engine.errors import ConfigError
 from engine.kv.layout import KVSpec
+from engine.worker.platform import Platform
 
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -73,3 +76,19 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     num_bytes = dtype.itemsize * math.prod(shape)
     # torch.zeros would write every page; numpy asks the system for zeroed ones.
     return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
+
+
+# What torch's allocator, the driver and its libraries say when there is none left.
+OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "Failed to allocate")
+
+
+@contextmanager
+def explained(platform: Platform, doing: str) -> Iterator[None]:
+    """Explain with numbers when memory runs out before the engine runs."""
+    try:
+        yield
+    except RuntimeError as error:
+        if platform.shares_memory or not any(sign in str(error) for sign in OUT_OF_MEMORY):
+            raise
+        free, total = platform.free_and_total()
+        raise ConfigError(shortage(doing, free=free, total=total)) from error

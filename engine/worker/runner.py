@@ -3,7 +3,7 @@
     launch ─> stage, forward, draw ──────────> collect
        └──── stage, forward ─> sample: draw ──┘         (the plan has a ``MaskPart``)
 
-    begin    seats, adapters, media: what the plan changes
+    begin    seats, samplers, features: what the plan changes
     stage    one buffer to the device
     forward  logits of the rows behind which a token is drawn
     draw     edits, the draw, the slots advance; tokens are on their way to the host at the end
@@ -41,9 +41,8 @@ from engine.worker.steps import (
 from kernels.slots import Rows
 
 logger = logging.getLogger("engine.worker")
-"""Computes some rows, of which the second argument is the place in the plan."""
-
 Compute = Callable[[PlanRows, int], Homebound]
+"""Computes some rows, of which the second argument is the place in the plan."""
 
 
 class Driver:

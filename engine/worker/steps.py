@@ -83,11 +83,8 @@ class EagerStep:
 
     def draw(self) -> torch.Tensor:
         """Draw from the logits as they are now, and advance the slots; [R] int32."""
-        tokens, step, picked = (
-            self._machine.sampler.draw(self.rows),
-            self._staged.step,
-            self._picked,
-        )
+        step, picked = self._staged.step, self._picked
+        tokens = self._machine.sampler.draw(self.rows)
         drawn = Drawn(tokens, picked.slots, step.draw_starts, picked.drafts)
         self._machine.slots.advance(step.slots, step.query_start, drawn)
         return tokens

@@ -9,7 +9,7 @@ import numpy as np
 
 from engine.messages.params import SamplingParams
 from engine.messages.step import EMPTY, Column, NewSeq, StepPlan
-from engine.worker.runner import Driver
+from engine.worker.runner import Driver, Runner
 
 logger = logging.getLogger("engine.worker")
 
@@ -70,3 +70,16 @@ def _plan(
         freed_slots=freed or [],
         num_tokens=count,
     )
+
+
+CHUNKS = (1, 2, 4, 8, 16, 32, 64, 128)  # tokens; launch settings differ only up to the longest
+
+
+def meet_shapes(runner: Runner, max_num_tokens: int, max_model_len: int) -> None:
+    """Run a chunk of every kind of length, at the beginning and behind a long context. Otherwise
+    kernels are compiled while a request waits for them."""
+    longest = min(max_num_tokens, max_model_len)
+    for num_tokens in CHUNKS:
+        if num_tokens <= longest:
+            for context in {0, max_model_len - num_tokens}:
+                runner.profile_run(num_tokens, 1, context)

@@ -10,8 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,7 +21,7 @@ from engine.config.decide import ModelFacts
 from engine.config.engine import ResolvedConfig
 from engine.config.env import default_num_threads
 from engine.config.gpu import graph_sizes
-from engine.config.gpu_memory import GIB, kv_budget, shortage
+from engine.config.gpu_memory import GIB, kv_budget
 from engine.config.model import ModelInfo
 from engine.errors import ConfigError
 from engine.kv.layout import KVSpec
@@ -34,26 +33,23 @@ from engine.sample.sampler import Sampler
 from engine.worker.batches import Batches, Staging
 from engine.worker.device import make_platform, resolve_device
 from engine.worker.feature import Feature, Machine
-from engine.worker.memory import choose_kv_dtype, free_host_bytes, make_kv_cache
+from engine.worker.memory import choose_kv_dtype, explained, free_host_bytes, make_kv_cache
 from engine.worker.platform import Platform
 from engine.worker.profiler import TorchProfiler
 from engine.worker.runner import Driver, Runner
 from engine.worker.slots import LiveSeqs, Slots
 from engine.worker.steps import Pending
-from engine.worker.warmup import warm_up
+from engine.worker.warmup import meet_shapes, warm_up
 from kernels.cpu import prepare
 from kernels.cpu.threads import leave_threads_to_kernels, set_threads
 
-CHUNKS = (1, 2, 4, 8, 16, 32, 64, 128)  # tokens; launch settings differ only up to the longest
 OWN_PARTS = ("drafts", "masks")  # computed without a feature
-# What torch's allocator, the driver and its libraries say when there is none left.
-OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "Failed to allocate")
 
 logger = logging.getLogger("engine.worker")
 
 
 class ModelWorker:
-    """The worker of one device; see ``engine.core.engine_core.Worker``.
+    """The worker of one device; see ``engine.core.engine_core.Executor``.
 
     ``config``: made by ``engine.config.decide.resolve``. ``features``: the halves of features that
     compute.
@@ -247,25 +243,3 @@ def make_machine(
         batches=Batches(platform, slots, live, staging),
         features=tuple(features),
     )
-
-
-def meet_shapes(runner: Runner, max_num_tokens: int, max_model_len: int) -> None:
-    """Run a chunk of every kind of length, at the beginning and behind a long context. Otherwise
-    kernels are compiled while a request waits for them."""
-    longest = min(max_num_tokens, max_model_len)
-    for num_tokens in CHUNKS:
-        if num_tokens <= longest:
-            for context in {0, max_model_len - num_tokens}:
-                runner.profile_run(num_tokens, 1, context)
-
-
-@contextmanager
-def explained(platform: Platform, doing: str) -> Iterator[None]:
-    """Explain with numbers when memory runs out before the engine runs."""
-    try:
-        yield
-    except RuntimeError as error:
-        if platform.shares_memory or not any(sign in str(error) for sign in OUT_OF_MEMORY):
-            raise
-        free, total = platform.free_and_total()
-        raise ConfigError(shortage(doing, free=free, total=total)) from error

@@ -2,16 +2,14 @@
 
 import asyncio
 import enum
-import itertools
-import threading
 from collections import OrderedDict, UserDict, UserList
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support.pooled import WAIT, session_on
+from support.pooled import WAIT, llm_around, session_on
 
-from engine import LLM, AsyncLLMEngine, LLMEngine, RequestOutput, SamplingParams
+from engine import LLM, AsyncLLMEngine, RequestOutput, SamplingParams
 from engine.config.model import ModelConfig
 from engine.frontend.text_workers import TextPool
 from engine.text.tokenizer import Tokenizer
@@ -159,11 +157,7 @@ def pool(request: pytest.FixtureRequest, model: ModelConfig) -> Iterator[TextPoo
 
 
 def llm_on(pool: TextPool | None, tokenizer: Tokenizer) -> LLM:
-    llm = LLM.__new__(LLM)
-    llm.llm_engine = LLMEngine(session_on(pool, tokenizer))
-    llm._counter = itertools.count()
-    llm._turn = threading.Lock()
-    return llm
+    return llm_around(session_on(pool, tokenizer))
 
 
 def told(act: Any) -> Any:

@@ -27,4 +27,6 @@ def test_example_runs_and_says_something(script: str) -> None:
 @pytest.mark.parametrize("number", range(len(BLOCKS)))
 def test_readme_block_runs(number: int) -> None:
     assert len(BLOCKS) >= 3
-    run("-c", BLOCKS[number])
+    told = re.findall(r"^# ?(.*)$", BLOCKS[number], re.MULTILINE)  # what it says it prints
+    printed = run("-c", BLOCKS[number]).splitlines()
+    assert not told or printed == told

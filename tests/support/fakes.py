@@ -116,10 +116,10 @@ class FakeClient:
             Started(index, 0, now - 0.125) for index, row in enumerate(rows) if not row.num_output
         ]
         for index, row in enumerate(rows):
-            self._advance(index, row, batch)
+            self.advance(index, row, batch)
         return [batch] if rows else []
 
-    def _advance(self, index: int, row: Live, batch: CoreOutputs) -> None:
+    def advance(self, index: int, row: Live, batch: CoreOutputs) -> None:
         request = row.request
         token = self.script(request, row.num_output)
         row.num_output += 1

@@ -61,7 +61,7 @@ def _texts_with(place: str, phase: str, fault: str, core: Callable[[int], object
             if is_first and any(texts) and phase in ("decode", "draining"):
                 is_first = False
                 if phase == "draining":
-                    core(engine.session.client._child.pid)
+                    core(engine.session.client.pids[0])
                 hurt(pid, fault)
         return texts
     finally:

@@ -101,11 +101,11 @@ class LeapingClient(FakeClient):
     def stride(self, request: AddRequest, position: int) -> int:
         return 1 + position % 4
 
-    def _advance(self, index: int, row: Live, batch: CoreOutputs) -> None:
+    def advance(self, index: int, row: Live, batch: CoreOutputs) -> None:
         before = len(batch.token_ids)
         for _ in range(self.stride(row.request, row.num_output)):
             if row.request.request_id in self.live:
-                super()._advance(index, row, batch)
+                super().advance(index, row, batch)
         batch.counts = [*(batch.counts or []), len(batch.token_ids) - before]
 
 

@@ -55,9 +55,6 @@ def test_a_wrong_option_is_named_with_value_and_range(value: object) -> None:
 
 def test_only_the_first_poll_of_a_drain_waits_and_never_before_a_prompt() -> None:
     config = EngineArgs(decode_poll_timeout_ms=3, idle_wait_ms=500).create_config()
-    assert poll_timeout_ms(config, "decode", is_first=True) == 3
-    assert poll_timeout_ms(config, "decode", is_first=False) == 0
-    assert poll_timeout_ms(config, "prefill", is_first=True) == 0
-    assert poll_timeout_ms(config, "prefill", is_first=False) == 0
-    assert poll_timeout_ms(config, "none", is_first=True) == 500
-    assert poll_timeout_ms(config, "none", is_first=False) == 0
+    assert poll_timeout_ms(config, "decode") == 3
+    assert poll_timeout_ms(config, "prefill") == 0
+    assert poll_timeout_ms(config, "none") == 500

@@ -7,7 +7,7 @@ from support import made_tokenizers as made
 from support.fakes import FakeClock
 
 from engine.errors import RequestError, RequestTypeError
-from engine.frontend.prompt import InputProcessor, Limits, Submission, derive_seed
+from engine.frontend.prompt import InputProcessor, ModelLimits, Submission, derive_seed
 from engine.messages.params import SamplingParams
 from engine.text.tokenizer import RustBackend, Tokenizer
 
@@ -22,7 +22,7 @@ def processor(tokenizer: Tokenizer | None = TOKENIZER, **limits: Any) -> InputPr
         "scheduling_policy": "fcfs",
         "seed": 0,
     }
-    return InputProcessor(tokenizer, Limits(**{**defaults, **limits}), FakeClock())
+    return InputProcessor(tokenizer, ModelLimits(**{**defaults, **limits}), FakeClock())
 
 
 def process(

@@ -1,4 +1,9 @@
-"""Guard: asks a policy for the mechanism, checks each answer, and answers where the policy cannot.
+"""Asks a policy for the mechanism, checks each answer, and answers where the policy cannot.
+
+Guard          the hooks of a policy, made safe
+RankCheck      are ranks such that any two can be compared?
+FaultLog       faults of all plug-ins, and the time spent in their hooks
+ReentryGuard   a hook that calls the scheduler gets an error (``not_reentrant``)
 
 Hooks are plug-in code. They may raise, name requests that do not exist or return invalid values,
 but they cannot corrupt budgets, seats or blocks: those belong to the mechanism, which asks before

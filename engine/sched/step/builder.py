@@ -33,7 +33,7 @@ class Step:
         self.grants: list[tuple[Request, int]] = []
         self.new: list[Request] = []
         self.preempted: list[Request] = []
-        self.silent: set[int] = set()  # rows whose tokens end before a token is due
+        self.silent: set[int] = set()  # rows of prompts that are not complete: no draw
         self.plain_rows: Rows = NO_ROWS
         self.plain: list[int] = []  # rows granted by ``DecodeFastPath.grant_one``
         self.closed_by = ""  # why admission was closed

@@ -108,7 +108,7 @@ class DecodeFastPath:
         return decode, plain, held, needs_block
 
     def _grant_few(self, step: Step) -> bool:
-        """The same, row by row. If blocks are short it is left to the loop."""
+        """``grant_plain`` for few rows, one at a time; False if blocks are short."""
         table, kv = self._table, self._kv
         tokens, pending, computed = table.num_tokens.at, table.num_pending.at, table.num_computed.at
         plain, held, growing, num_decodes, num_growing = [], [], [], 0, 0

@@ -1,4 +1,4 @@
-"""Chooses requests to preempt so that another one gets a seat and blocks for its tokens."""
+"""Who gives up seat and blocks for another one, and what a request may have of the free blocks."""
 
 from __future__ import annotations
 

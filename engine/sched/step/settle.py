@@ -27,7 +27,7 @@ NOWHERE = -1  # index of a request that is not in the plan
 
 
 class Settler:
-    """The half of the scheduler that runs when a step result arrives."""
+    """Settles the result of a step; ends, unseats and restarts requests, for whatever reason."""
 
     def __init__(
         self,
