@@ -125,7 +125,7 @@ CASES: dict[str, Case] = {
     "gemma2-no-caps": Case(
         "Gemma2",
         {
-            "head_dim": 32,
+            "head_dim": 24,
             "num_key_value_heads": 1,
             "sliding_window": 6,
             "attn_logit_softcapping": None,
@@ -155,7 +155,7 @@ CASES: dict[str, Case] = {
     "gemma3-linear": Case(
         "Gemma3",
         {
-            "head_dim": 32,
+            "head_dim": 24,
             "num_key_value_heads": 4,
             "sliding_window": 12,
             "layer_types": [SLIDING, SLIDING, FULL],
@@ -212,7 +212,7 @@ CASES: dict[str, Case] = {
     "mixtral": Case("Mixtral", {"num_local_experts": 4}),
     "mixtral-window": Case(
         "Mixtral",
-        {"num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 9, "head_dim": 24},
+        {"num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 9, "head_dim": 32},
     ),
     "qwen3-moe": Case(
         "Qwen3Moe",
