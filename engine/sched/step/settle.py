@@ -21,6 +21,7 @@ from engine.sched.request import ONE, Counts, Request, Status, TableColumn
 from engine.sched.roster import NO_ROWS, Roster, Rows
 from engine.sched.view import View
 
+FEW = 8  # rows for which nothing is made that only later steps of the same requests would use
 NO_RESULT = StepResult(0, EMPTY, EMPTY)
 logger = logging.getLogger("engine.sched")
 NOWHERE = -1  # index of a request that is not in the plan
@@ -213,6 +214,7 @@ class Appender:
         self._ledger = ledger
         self._members = Members(NO_ROWS, roster)  # of the last result in columns
         self._version = -1  # of all running requests, if these are the members
+        self._last = -1  # version that the last result was for
 
     def append(self, plan: StepPlan, result: StepResult, outputs: OutputColumns) -> list[int]:
         """Append what was sampled. Indices in ``outputs`` of requests that may have ended.
@@ -220,10 +222,12 @@ class Appender:
         Late results of a request that has finished or was revoked are dropped.
         """
         is_whole = self._roster.running_rows.take_whole(plan.step)
+        before, self._last = self._last, self._roster.running_rows.version if is_whole else -1
+        is_new = not is_whole or before != self._last  # what columns share must be made first
         num_sampled = np.count_nonzero(result.counts)
-        if len(result.token_ids) > num_sampled:
-            return self._with_drafts(plan, result, outputs)
-        return self._in_columns(plan, result, outputs, is_whole) if num_sampled else []
+        if len(result.token_ids) > num_sampled or (is_new and num_sampled <= FEW):
+            return self._one_by_one(plan, result, outputs)
+        return self._in_columns(plan, result, outputs, is_whole)
 
     def commit_ends(self, rows: Rows, counts: Counts, other: TableColumn) -> None:
         """Known or computed tokens of these rows grew by one to ``counts``. Publish the blocks that
@@ -237,8 +241,8 @@ class Appender:
         if full.size:
             self._kv.commit_next(self._roster.requests(full))
 
-    def _with_drafts(self, plan: StepPlan, result: StepResult, outputs: OutputColumns) -> list[int]:
-        """Rows that may have several tokens each."""
+    def _one_by_one(self, plan: StepPlan, result: StepResult, outputs: OutputColumns) -> list[int]:
+        """For rows that may have several tokens each, and for few."""
         table, tokens, last = self._roster.table, result.token_ids.tolist(), 0
         ended = []
         columns = zip(
