@@ -45,7 +45,7 @@ class EngineOptions:
     """Factories of custom logits processors, or their dotted paths, applied in this order."""
     tokenizer_pool_size: int = field(default=0, metadata=FRONT_END)
     """Processes that tokenise, and as many that detokenise; 0: this process does both. They do not
-    pay on two cores (a token costs 1.5 times the processor time); they keep a tokenizer that
+    pay on two cores (a token costs 1.5 to 2 times the processor time); they keep a tokenizer that
     crashes or hangs away from the engine."""
 
 

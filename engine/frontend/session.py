@@ -19,18 +19,12 @@ from engine.config.decide import Decided
 from engine.config.engine import EngineConfig
 from engine.core.client import CoreClient
 from engine.errors import EngineDeadError, RequestError
-from engine.frontend.output import (
-    OutputProcessor,
-    Reading,
-)
+from engine.frontend.output import OutputProcessor, Reading
 from engine.frontend.pooled_text import PooledText
 from engine.frontend.prompt import InputProcessor, ModelLimits, Submission
 from engine.frontend.text_workers import TextPool
 from engine.hub.fetch import fetched
-from engine.messages.requests import (
-    CoreOutputs,
-    RequestOutput,
-)
+from engine.messages.requests import CoreOutputs, RequestOutput
 from engine.messages.wire import Welcome
 from engine.observe.logs import set_up_logging
 from engine.observe.stats_log import StatsLog

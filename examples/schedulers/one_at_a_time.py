@@ -145,17 +145,18 @@ class OneAtATime(SchedulerInterface):
         self.running, self.must_free = None, True
 
     def finish_requests(self, request_ids: Any, reason: Any = "abort") -> list[FinishedRequest]:
-        names = [request_ids] if isinstance(request_ids, str) else request_ids
         jobs = ([self.running] if self.running else []) + list(self.waiting)
-        gone = [job for job in jobs if names is None or job.request_id in set(names)]
-        for job in gone:
+        if request_ids is not None:
+            names = {request_ids} if isinstance(request_ids, str) else set(request_ids)
+            jobs = [job for job in jobs if job.request_id in names]
+        for job in jobs:
             if job is self.running:
                 self.leave(job)
             else:
                 self.waiting.remove(job)
         return [
             FinishedRequest(job.request_id, job.add.client_index, Finished(0, reason))
-            for job in gone
+            for job in jobs
         ]
 
     def get_request_counts(self) -> RequestCounts:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from numba import config
+from numba.core import caching
 
 
 @cache
@@ -32,15 +35,29 @@ def _cache_directory() -> str | None:
     return None
 
 
+class OneSaverAtATime(caching.IndexDataCacheFile):  # type: ignore[misc]
+    """The compiled variants of one function, to which several processes may add.
+
+    A variant gets a file that the index does not name yet. Two processes that look at the same time
+    choose the same one, and the index may then name it for the variant that is not in it, for good.
+    """
+
+    def save(self, key: Any, data: Any) -> None:
+        with open(f"{self._index_path}.lock", "a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
+            super().save(key, data)
+
+
 @contextmanager
 def cache_of_these_sources() -> Iterator[bool]:
     """Functions handed to Numba meanwhile are kept there; says whether there is such a place.
 
-    Numba reads its cache directory when a function is handed over, not when it is compiled.
+    Numba chooses place and class when a function is handed over, not when it is compiled.
     """
     chosen = config.CACHE_DIR or _cache_directory()
     before, config.CACHE_DIR = config.CACHE_DIR, chosen or ""
+    file, caching.IndexDataCacheFile = caching.IndexDataCacheFile, OneSaverAtATime
     try:
         yield chosen is not None
     finally:
-        config.CACHE_DIR = before
+        config.CACHE_DIR, caching.IndexDataCacheFile = before, file

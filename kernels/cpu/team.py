@@ -100,11 +100,15 @@ def _launch(control, syscall, body, threads, *parameters):
     _run(control, syscall, body, threads, parameters)
 
 
+def _launch_nogil(control, syscall, body, threads, *parameters):
+    """The same, while other Python threads run; a cache on disk knows the two by their names."""
+    _run(control, syscall, body, threads, parameters)
+
+
 with cache_of_these_sources() as is_writable:
     _serve_compiled = njit(cache=is_writable, nogil=True)(_serve)
     launch = njit(cache=is_writable)(_launch)
-    # The same, while other Python threads run.
-    launch_nogil = njit(cache=is_writable, nogil=True)(_launch)
+    launch_nogil = njit(cache=is_writable, nogil=True)(_launch_nogil)
 
 
 class Team:

@@ -82,7 +82,7 @@ def free_port() -> int:
 def test_tcp_works_with_the_shared_secret_alone() -> None:
     address = f"tcp://127.0.0.1:{free_port()}"
     with HostedCore(FakeBuild(), address=tcp_address(address, SECRET)):
-        client = EngineCoreClient(address_of(address, SECRET))
+        client = EngineCoreClient.connect(address, SECRET)
         client.add(make_request("a", [1], 20))
         assert drain(client)[0] == {"a": expected([1], 20)}
         client.shutdown()
