@@ -37,6 +37,9 @@ class ModelOptions:
     """Type of weights and activations; auto is the checkpoint's. Sums are float32 in any."""
     quantization: Literal["int8", "fp8"] | None = None
     """Quantise plain weights when they are loaded: int8, or fp8 on a GPU."""
+    batch_invariant: bool = False
+    """Give a request the same bits in any batch, chunking, cache state and after preemption, for
+    slower attention. Native families on a CPU; docs/kernels.md says what differs without it."""
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     """dummy: seeded random weights from config.json alone."""
     trust_remote_code: bool = field(default=False, metadata=BOTH)

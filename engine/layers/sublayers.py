@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
 import kernels
 from engine.layers.adapted import Linear
@@ -122,9 +121,9 @@ class MixtureOfExperts:
     can_be_recorded = False  # the host groups the tokens by their experts
 
     def __init__(
-        self, router: torch.Tensor, experts: Sequence[GatedMLP], top_k: int, renormalize: bool
+        self, router: Linear, experts: Sequence[GatedMLP], top_k: int, renormalize: bool
     ) -> None:
-        self.router = router  # [E, H]
+        self.router = router  # H -> E
         self.experts = experts
         self.top_k = top_k
         self.renormalize = renormalize
@@ -146,7 +145,7 @@ class MixtureOfExperts:
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(weights in x's dtype, expert ids), both [N, top_k]."""
-        scores = F.linear(x, self.router).softmax(-1, dtype=torch.float32)
+        scores = self.router(x).softmax(-1, dtype=torch.float32)
         weights, chosen = scores.topk(self.top_k)
         if self.renormalize:
             weights /= weights.sum(-1, keepdim=True)

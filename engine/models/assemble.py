@@ -130,7 +130,9 @@ class Assembly:
     def experts(self, index: int) -> MixtureOfExperts:
         moe = self.spec.moe
         assert moe is not None
-        router = self.tensor(f"{index}.router")
+        router = make_linear(
+            self.weights.take(f"{index}.router"), device=self.placement.device, keeps_float32=True
+        )
         experts = [self.mlp(f"{index}.{expert}.") for expert in range(moe.num_experts)]
         return MixtureOfExperts(router, experts, moe.top_k, moe.renormalize)
 
@@ -179,8 +181,14 @@ class Assembly:
         )
 
 
-def compute_dtype(config: ModelConfig, info: ModelInfo, device: str) -> torch.dtype:
-    """The dtype asked for; auto is the checkpoint's, float32 on a CPU if that names none."""
+def compute_dtype(
+    config: ModelConfig, info: ModelInfo, device: str, stored: torch.dtype | None = None
+) -> torch.dtype:
+    """The dtype asked for; auto is the checkpoint's: the one that its config.json names, or else
+    the one of most of its numbers, ``stored``."""
+    is_unsaid = config.dtype == "auto" and not info.dtype
+    if is_unsaid and stored is not None and stored in COMPUTE_DTYPES.values():
+        return stored
     named = info.dtype if config.dtype == "auto" else config.dtype
     is_cpu = torch.device(device).type == "cpu"
     return COMPUTE_DTYPES.get(named, torch.float32 if is_cpu else torch.bfloat16)

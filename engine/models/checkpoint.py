@@ -90,6 +90,15 @@ class Checkpoint:
             self._fill(stored.file, offset + begin * dtype.itemsize, unconverted)
             piece.copy_(unconverted)
 
+    def main_dtype(self) -> torch.dtype | None:
+        """That of most numbers of a floating type; ``None`` if there are none."""
+        sizes = dict.fromkeys(DTYPES, 0)
+        for stored in self.tensors.values():
+            if stored.dtype in sizes:
+                sizes[stored.dtype] += stored.num_bytes // DTYPES[stored.dtype].itemsize
+        most = max(sizes, key=lambda name: sizes[name])
+        return DTYPES[most] if sizes[most] else None
+
     def tensor(self, name: str) -> torch.Tensor:
         """A whole tensor as it is stored, of one of ``STORED_DTYPES``."""
         stored = self.tensors[name]

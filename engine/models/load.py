@@ -37,6 +37,11 @@ def load_model(config: ModelConfig, info: ModelInfo, *, device: str, max_model_l
     """
     form = format_of(info)
     quantization = quantization_of(config, info, form, device)
+    if config.batch_invariant and not is_cpu(torch.device(device)):
+        raise ConfigError(
+            f"batch_invariant=True needs device='cpu', got device={device!r}: a GPU's library "
+            "chooses products by the number of rows; leave it out"
+        )
     spec = native_spec(info)
     if spec is not None:
         placement = Placement(device=device, quantization=quantization, max_model_len=max_model_len)
@@ -45,6 +50,12 @@ def load_model(config: ModelConfig, info: ModelInfo, *, device: str, max_model_l
         raise ModelError(
             f"{info.path} holds weights quantized by {form.name!r}, read for native families only, "
             f"and {info.architecture or info.model_type} is not one; give the original model"
+        )
+    if config.batch_invariant:
+        raise ConfigError(
+            "batch_invariant=True needs a native family, and "
+            f"{info.architecture or info.model_type} runs through transformers, whose products "
+            "differ with the number of rows; leave it out"
         )
     # Only here, so that native families never pay for importing transformers.
     from engine.models.general import load_general
@@ -102,13 +113,15 @@ def load_decoder(
 ) -> Decoder:
     """A native family's decoder. form: how its weights are quantised, if they are."""
     started = time.perf_counter()
-    dtype = compute_dtype(config, info, placement.device)
     if config.load_format == "dummy":
+        dtype = compute_dtype(config, info, placement.device)
         made_up = RandomWeights(config.seed, 0.0 if spec.norm.add_one else 1.0)
         decoder = _build(spec, made_up, dtype, placement)
     else:
         with Checkpoint(info.path) as checkpoint:
             spec = really_tied(spec, checkpoint)
+            main = None if form else checkpoint.main_dtype()
+            dtype = compute_dtype(config, info, placement.device, main)
             stored = StoredWeights(checkpoint, targets(spec), form)
             decoder = _build(spec, stored, dtype, placement)
     millions = sum(prod(target.shape) for target in targets(spec)) / 1e6

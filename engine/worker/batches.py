@@ -120,8 +120,17 @@ class Staged(NamedTuple):
 class Batches:
     """Sends steps to the device and builds their inputs there, at addresses that never change."""
 
-    def __init__(self, platform: Platform, slots: Slots, live: LiveSeqs, staging: Staging) -> None:
+    def __init__(
+        self,
+        platform: Platform,
+        slots: Slots,
+        live: LiveSeqs,
+        staging: Staging,
+        *,
+        batch_invariant: bool = False,
+    ) -> None:
         self._slots = slots
+        self._batch_invariant = batch_invariant
         self._live = live
         self._staging = staging
         num_seqs, num_tokens = len(staging.device.slots), len(staging.device.host_ids)
@@ -177,6 +186,7 @@ class Batches:
             num_decodes=extent.num_decodes,
             max_query_len=extent.max_query_len,
             max_seq_len=extent.max_seq_len,
+            batch_invariant=self._batch_invariant,
         )
         return ForwardBatch(inputs.input_ids, inputs.positions, meta)
 
@@ -267,6 +277,7 @@ def wanted_rows(
             num_decodes=count,
             max_query_len=1,
             max_seq_len=attn.max_seq_len,
+            batch_invariant=attn.batch_invariant,
         ),
     )
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
-from collections.abc import Callable, Iterator
+import mmap
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from engine.config.gpu_memory import shortage
@@ -16,6 +18,10 @@ from engine.kv.layout import KVSpec
 from engine.worker.platform import Platform
 
 CGROUP = Path("/sys/fs/cgroup")
+LARGE = 1 << 20  # bytes of a tensor with pages of its own
+PAGES_AHEAD = 256 << 20
+PAGES_AT_ONCE = 2 << 20
+MADV_POPULATE_WRITE = 23  # of Linux, from 5.14 on; mmap does not name it
 
 Zeros = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
@@ -57,13 +63,14 @@ def make_kv_cache(
     """One zeroed tensor a layer, [num_blocks, 2, num_kv_heads, block_size, head_dim].
 
     Zeroed, since what is masked is still multiplied and 0 * NaN is NaN. On a CPU the pages are the
-    system's zero page until they are written, so a large pool costs nothing before it is used.
+    system's zero page until they are written, so a large pool costs nothing before it is used; see
+    ``PagesAhead``.
     Raises ``ConfigError`` with the numbers if there is not enough memory.
     """
     shape = (num_blocks, 2, spec.num_kv_heads, block_size, spec.head_dim)
     try:
         return [zeros(shape, dtype) for _ in range(spec.num_layers)]
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, OSError) as error:
         gib = num_blocks * spec.block_bytes(block_size) / (1 << 30)
         raise ConfigError(
             f"no memory for {num_blocks} KV blocks of {block_size} tokens ({gib:.2f} GiB); "
@@ -74,8 +81,55 @@ def make_kv_cache(
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Zeroed host memory of which no page is taken before it is written."""
     num_bytes = dtype.itemsize * math.prod(shape)
-    # torch.zeros would write every page; numpy asks the system for zeroed ones.
-    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
+    if num_bytes < LARGE:
+        return torch.zeros(shape, dtype=dtype)
+    # torch.zeros would write every page.
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)  # where the system allows it: fewer faults
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
+
+
+class PagesAhead:
+    """Has the system provide the pages of the first KV blocks before a request writes to them.
+
+    A page costs a fault when it is first written, and on a virtual machine what its host takes to
+    find memory: tenths of a second for the blocks of a few requests. A thread asks for the pages of
+    the blocks that are handed out first, in all layers; what a block holds stays as it is.
+    """
+
+    def __init__(self, kv: Sequence[torch.Tensor], num_bytes: int = PAGES_AHEAD) -> None:
+        """kv: tensors of ``lazy_zeros``; num_bytes: of all of them together."""
+        self._kv = list(kv)
+        self._share = num_bytes // max(len(kv), 1)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._provide, name="kv-pages", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return once they are there, or asked for no more."""
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def stop(self) -> None:
+        """Return once the memory may be given back."""
+        self._stopped.set()
+        self.wait()
+
+    def _provide(self) -> None:
+        madvise = ctypes.CDLL(None, use_errno=True).madvise
+        for begin in range(0, self._share, PAGES_AT_ONCE):
+            for layer in self._kv:
+                num_bytes = min(PAGES_AT_ONCE, self._share - begin, layer.nbytes - begin)
+                if self._stopped.is_set() or layer.nbytes < LARGE:
+                    return
+                if num_bytes <= 0:
+                    continue
+                address = ctypes.c_void_p(layer.data_ptr() + begin)
+                if madvise(address, ctypes.c_size_t(num_bytes), MADV_POPULATE_WRITE):
+                    return  # an older system: pages are found when they are written
 
 
 # What torch's allocator, the driver and its libraries say when there is none left.

@@ -34,7 +34,13 @@ from engine.sample.sampler import Sampler
 from engine.worker.batches import Batches, Staging
 from engine.worker.device import make_platform, resolve_device
 from engine.worker.feature import Feature, Machine
-from engine.worker.memory import choose_kv_dtype, explained, free_host_bytes, make_kv_cache
+from engine.worker.memory import (
+    PagesAhead,
+    choose_kv_dtype,
+    explained,
+    free_host_bytes,
+    make_kv_cache,
+)
 from engine.worker.platform import Platform
 from engine.worker.profiler import TorchProfiler
 from engine.worker.runner import Driver, Runner
@@ -73,6 +79,7 @@ class ModelWorker:
         self._kv_dtype = torch.float32
         self._spec: KVSpec | None = None
         self._driver: Driver | None = None
+        self._pages_ahead: PagesAhead | None = None
 
     @property
     def driver(self) -> Driver:
@@ -145,7 +152,10 @@ class ModelWorker:
         if self.platform.compiles:
             meet_shapes(runner, sched.max_num_batched_tokens, sched.max_model_len)
         warm_up(self.driver, num_blocks)
-        if not self.platform.shares_memory:
+        if self.platform.shares_memory:
+            self._pages_ahead = PagesAhead(runner.machine.kv)
+            self._pages_ahead.start()
+        else:
             self._record(runner)
 
     def launch(self, plan: StepPlan) -> Pending:
@@ -183,6 +193,9 @@ class ModelWorker:
         self._profiler.close()
         for feature in self._features:
             feature.shutdown()
+        if self._pages_ahead is not None:
+            self._pages_ahead.stop()
+            self._pages_ahead = None
         self._driver = None
 
     # -- helpers
@@ -252,6 +265,8 @@ def make_machine(
         live=live,
         slots=slots,
         sampler=Sampler(platform.upload, slots.tables, model.vocab_size, config.logits_processors),
-        batches=Batches(platform, slots, live, staging),
+        batches=Batches(
+            platform, slots, live, staging, batch_invariant=config.model.batch_invariant
+        ),
         features=tuple(features),
     )

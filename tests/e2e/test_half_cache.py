@@ -12,6 +12,7 @@ from e2e.tiny_models import TinyModels
 
 from engine import EngineArgs, LLMEngine, SamplingParams
 from engine.errors import ConfigError
+from engine.worker.memory import choose_kv_dtype
 
 NATIVE = ["llama", "qwen3", "gemma2", "mistral-window"]
 GENERAL = ["gpt-neox", "gpt-oss-sinks"]
@@ -105,6 +106,6 @@ def test_the_same_bytes_hold_twice_the_blocks(tiny_models) -> None:
 
 def test_a_cache_no_kernel_reads_is_refused(tiny_models) -> None:
     with pytest.raises(ConfigError, match="is 'bfloat16', but the model is computed in float16"):
-        engine_for(tiny_models.path("llama"), dtype="float16", kv_cache_dtype="bfloat16")
+        choose_kv_dtype("bfloat16", torch.float16, "cuda")
     with pytest.raises(ConfigError, match="kv_cache_dtype is 'fp8', must be one of: auto, bfloat"):
         engine_for(tiny_models.path("llama"), kv_cache_dtype="fp8")

@@ -303,7 +303,10 @@ def test_the_dtype_asked_for_is_computed_with(tmp_path: Path) -> None:
         ("float16", "bfloat16", torch.bfloat16),
         ("float32", "float16", torch.float32),
     ):
-        root = write(tmp_path, stored_tensors(HF), {**HF, "dtype": stored})
+        tensors = {name: t.to(getattr(torch, stored)) for name, t in stored_tensors(HF).items()}
+        write(tmp_path, tensors)
+        assert load(tmp_path, dtype=asked).dtype == computed, "without a word in config.json"
+        root = write(tmp_path, tensors, {**HF, "dtype": stored})
         model = load(root, dtype=asked)
         assert model.dtype == computed
         assert model.kv_spec.dtype_bytes == computed.itemsize

@@ -41,13 +41,15 @@ def make_plan(meta: AttentionMeta, window: int, tokens: int) -> Plan:
     """One token against many keys is cut by keys, many tokens into items of `tokens`."""
     starts, lens = meta.query_start.numpy(), meta.seq_lens.numpy()
     counts = np.where(lens > 0, np.diff(starts), 0)
-    cut = _Cutter(starts, counts, lens, window, meta.block_size)
+    # One body for all tokens, where each is to be computed alike whatever stands beside it.
+    fewest = 1 if meta.batch_invariant else 2
+    cut = _Cutter(starts, counts, lens, window, meta.block_size, fewest)
     singles = cut.singles()
     arrivals, first_items = np.zeros(len(lens), np.int64), np.zeros(len(lens), np.int64)
     first_items[singles[::-1, 0]] = np.arange(len(singles) - 1, -1, -1)
     return Plan(
         _items(singles),
-        _items(cut.chunks(tokens) if meta.max_query_len > 1 else singles[:0]),
+        _items(cut.chunks(tokens) if meta.max_query_len >= fewest else singles[:0]),
         arrivals.ctypes.data,
         first_items.ctypes.data,
         bool((singles[:, 5] > 1).any()),
@@ -67,10 +69,11 @@ class _Cutter(NamedTuple):
     lens: NDArray[np.int32]  # [S]: keys
     window: int
     block: int
+    fewest: int  # query tokens of a chunk: 2, or 1 if all are chunks
 
     def singles(self) -> NDArray[np.int32]:
         """Items of the sequences with one query token, each a whole number of blocks of keys."""
-        who = np.flatnonzero(self.counts == 1)
+        who = np.flatnonzero((self.counts > 0) & (self.counts < self.fewest))
         high = self.lens[who]
         low = np.maximum(high - self.window, 0) if self.window else np.zeros_like(high)
         aligned = low - low % self.block
@@ -88,8 +91,8 @@ class _Cutter(NamedTuple):
         return items
 
     def chunks(self, tokens: int) -> NDArray[np.int32]:
-        """Items of the sequences with several query tokens, the longest first."""
-        who = np.flatnonzero(self.counts > 1)
+        """Items of the other sequences, the longest first."""
+        who = np.flatnonzero(self.counts >= self.fewest)
         each, part = _repeat(-(-self.counts[who] // tokens))
         first = part * tokens
         items = np.empty((len(each), ITEM_FIELDS), np.int32)
