@@ -45,7 +45,7 @@ from support.watched import WAYS  # noqa: E402
 from engine.assets import BOX_MODEL  # noqa: E402
 from engine.config.model import read_model_info  # noqa: E402
 
-TINY_LENGTH, LENGTH = 480, 500  # tokens of a text
+LENGTH = 500  # tokens of a text
 ISA = "METRONOME_CPU_ISA"
 
 
@@ -81,15 +81,13 @@ def written_tokens(path: Path) -> list[int]:
 def models(asked: argparse.Namespace, root: Path) -> Iterator[Model]:
     known = [*CASES, *GENERAL_CASES]
     names = [name for part in asked.families for name in (known if part == "all" else [part])]
-    num = -(-asked.positions // (TINY_LENGTH - 1))
     for name in names:
         if name == "box":
             yield Model(name, BOX_MODEL, texts_for(BOX_MODEL, asked.positions, asked.seed))
             continue
         make = make_tiny_model if name in CASES else make_general_model
         path = make(name, root, torch.bfloat16)
-        vocab = read_model_info(path).vocab_size
-        yield Model(name, path, random_texts(asked.seed, num, TINY_LENGTH, vocab))
+        yield Model(name, path, texts_for(path, asked.positions, asked.seed))
     for path in asked.directories:
         yield Model(path.name, path, texts_for(path, asked.positions, asked.seed))
 

@@ -30,12 +30,12 @@ def prompts(vocab: int) -> list[list[int]]:
     return made
 
 
-def answers(engine: Any, asked: Mapping[str, Sequence[int]]) -> Answers:
+def answers(engine: Any, asked: Mapping[str, Sequence[int]], num_new: int = NUM_NEW) -> Answers:
     """Greedy answers of an ``LLMEngine``, with log-probabilities, to prompts added at once."""
     from engine import SamplingParams
 
     params = SamplingParams(
-        temperature=0, max_tokens=NUM_NEW, ignore_eos=True, detokenize=False, logprobs=0
+        temperature=0, max_tokens=num_new, ignore_eos=True, detokenize=False, logprobs=0
     )
     for name, prompt in asked.items():
         engine.add_request(name, {"prompt_token_ids": list(prompt)}, params)
@@ -69,8 +69,10 @@ def main() -> None:
     from engine.config.model import read_model_info
 
     path, options = sys.argv[1], json.loads(sys.argv[2])
+    info = read_model_info(path)
+    longest = min(256, info.max_position_embeddings)
     sizes = {
-        "max_model_len": 256,
+        "max_model_len": longest,
         "max_num_seqs": 6,
         "max_num_batched_tokens": 64,
         "num_kv_blocks": 200,
@@ -78,9 +80,9 @@ def main() -> None:
     args = EngineArgs(
         model=path, skip_tokenizer_init=True, log_level="error", **{**sizes, **options}
     )
-    made = prompts(read_model_info(path).vocab_size)
+    made = {str(i): ids[: longest // 2] for i, ids in enumerate(prompts(info.vocab_size))}
     with LLMEngine.from_engine_args(args) as engine:
-        print(json.dumps(answers(engine, {str(i): ids for i, ids in enumerate(made)})))
+        print(json.dumps(answers(engine, made, min(NUM_NEW, longest // 2))))
 
 
 if __name__ == "__main__":

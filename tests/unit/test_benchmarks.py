@@ -1,5 +1,6 @@
 """The benchmarks measure what they say: workloads stay the same, figures follow from the times."""
 
+import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ import measure
 import pytest
 import roofline
 import scheduler
+import start
 import workloads
 from peers.metronome_scheduler import Ours
 from peers.scheduler_driver import MEASURES, Figures
@@ -176,3 +178,14 @@ def test_every_scheduler_load_is_in_the_table_and_has_a_peer() -> None:
     rows = scheduler.table_rows()
     assert {row.load for row in rows} == LOADS.keys()
     assert not {row.peer_load or row.load for row in rows} & OURS_ONLY
+
+
+def test_a_start_is_allowed_weights_pool_and_a_margin(tmp_path: Path) -> None:
+    shape = SHAPES["mid"]
+    (tmp_path / "config.json").write_text(json.dumps(shape.hf_config(2048)))
+    asked = argparse.Namespace(model=tmp_path)
+    told = start.allowed(asked, {"dtype": "bfloat16", "kv_pool_tokens": 1024})
+    table = shape.vocab * shape.hidden
+    assert told["weights"] == pytest.approx(2 * (shape.num_read + table) / 2**20, rel=1e-3)
+    assert told["pool"] == shape.kv_bytes(2) / 1024
+    assert told["allowed"] == told["weights"] + told["pool"] + 400
