@@ -83,6 +83,7 @@ def test_kernels_are_prepared_while_transformers_loads_a_bfloat16_model() -> Non
     torch.set_default_dtype(torch.bfloat16)
     try:
         prepare()
+        assert torch.get_default_dtype() == torch.bfloat16
     finally:
         torch.set_default_dtype(before)
 
