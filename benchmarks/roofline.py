@@ -33,6 +33,7 @@ from rich.table import Table
 
 from engine.config.model import read_model_info
 from engine.models.load import native_spec
+from engine.models.quant import format_of
 from engine.models.spec import DecoderSpec
 from engine.models.targets import targets
 
@@ -126,8 +127,10 @@ class Model:
 
     @classmethod
     def of(cls, directory: str | Path) -> Model:
-        """Raises ``ValueError`` for what is no native family."""
+        """Raises ``ValueError`` for what is no native family, and for quantised weights."""
         info = read_model_info(directory)
+        if (form := format_of(info)) is not None:
+            raise ValueError(f"{info.path} holds weights quantized by {form.name!r}")
         spec = native_spec(info)
         if spec is None:
             raise ValueError(f"{info.architecture or info.model_type} is no native family")

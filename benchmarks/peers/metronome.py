@@ -39,7 +39,7 @@ class Metronome:
         return {
             "engine": "metronome",
             "version": importlib.metadata.version("metronome-engine"),
-            "dtype": str(computed_in).removeprefix("torch."),
+            "dtype": config.model.quantization or str(computed_in).removeprefix("torch."),
             "kv_pool_tokens": decided.num_kv_blocks * decided.block_size,
             "settings": self.settings,
         }
