@@ -323,7 +323,7 @@ def floors_for(asked: argparse.Namespace, runs: Runs, ceilings: list[Any]) -> Fl
         print(f"no floors: {error}")
         return None
     median = roofline.Ceilings(
-        **{key: statistics.median(each[key] for each in ceilings) for key in ceilings[0]}
+        **{key: statistics.median_low(each[key] for each in ceilings) for key in ceilings[0]}
     )
     print(f"ceilings, medians: {median}")
     return Floors(model, median, {name: made[0]["dtype"] for name, made in runs.items()})
@@ -341,7 +341,7 @@ def measured_ceilings() -> dict[str, float]:
 def show(table: list[Row], engines: list[str]) -> None:
     """Ratios over 1 mean that ours is better."""
     view = Table(
-        title="median (smallest - largest), share of what the machine allows; "
+        title="median (smallest - largest), share of what the machine allows\n"
         "ratio > 1: ours is better; ~ machine was busy"
     )
     view.add_column("")
