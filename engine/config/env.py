@@ -1,4 +1,4 @@
-"""The only reader of the environment. Every variable is named here, with its meaning."""
+"""The only reader of the environment but for one variable. Each is named here, with its meaning."""
 
 from __future__ import annotations
 
@@ -34,6 +34,11 @@ def interprets_cuda() -> bool:
     if value not in ("0", "1"):
         raise ConfigError(f"{INTERPRET_CUDA} is {value!r:.80}, must be 0 or 1")
     return value == "1"
+
+
+CPU_ISA = "METRONOME_CPU_ISA"
+"""Instructions of the CPU's kernels, fewer than it has; read by ``kernels.cpu.isa``, which comes
+before everything else that is compiled."""
 
 
 CORE_SECRET = "METRONOME_CORE_SECRET"
@@ -88,7 +93,7 @@ def _is_utf8(value: str) -> bool:
 
 def warn_of_typos() -> None:
     """Log variables that are not ours but whose names are nearly those of ours."""
-    known = (LOG_LEVEL, INTERPRET_CUDA, CORE_SECRET, DECODE_POLL_TIMEOUT)
+    known = (LOG_LEVEL, INTERPRET_CUDA, CPU_ISA, CORE_SECRET, DECODE_POLL_TIMEOUT)
     for name in os.environ:
         if not name.startswith(PREFIX) or name in known:
             continue

@@ -34,7 +34,7 @@ class ModelOptions:
     skip_tokenizer_init: bool = field(default=False, metadata=FRONT_END)
     """Token ids in, token ids out: load no tokenizer."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type to compute in; auto is float32 on the CPU and the checkpoint's type on a GPU."""
+    """Type of weights and activations; auto is the checkpoint's. Sums are float32 in any."""
     quantization: Literal["int8", "fp8"] | None = None
     """Quantise plain weights when they are loaded: int8, or fp8 on a GPU."""
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"

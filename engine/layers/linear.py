@@ -10,7 +10,8 @@ from engine.layers.adapted import Adaptable, Linear
 from engine.layers.quantized import QuantizedWeight, Weight, plain
 from engine.layers.quantized_linear import device_linear
 from kernels.bodies import CPU_TENSORS
-from kernels.cpu import matmul, matmul_int8
+from kernels.cpu import isa
+from kernels.cpu.matmul import bfloat16, float32, int8
 from kernels.reference.quant import quantize_fp8, quantize_int8
 
 QUANTIZATIONS = ("int8", "fp8")
@@ -22,18 +23,21 @@ def make_linear(
     *,
     quantization: str | None = None,
     device: torch.device | str = "cpu",
+    keeps_float32: bool = False,
 ) -> Linear:
     """Take over `weight` [out, in] and `bias` [out]; the caller drops its own references.
 
     quantization: None, or what a plain weight becomes: "int8" (a scale per output; on the CPU
     inputs have 8 bits too, a scale per row) or "fp8" (inputs and weights; not on the CPU).
     A weight that is quantised already stays so on a GPU where a kernel takes it, and is dequantised
-    anywhere else. float32 on the CPU is packed once; other dtypes go to torch's own product.
+    anywhere else. On the CPU a plain weight is packed once, in its own dtype; with float16, inputs
+    and outputs are float32. keeps_float32: outputs stay as they were summed on the CPU, in float32,
+    though the inputs are bfloat16.
     """
     device = torch.device(device)
     check_quantization(quantization, device)
     if is_cpu(device):
-        return cpu_linear(plain(weight), bias, quantization)
+        return cpu_linear(plain(weight), bias, quantization, keeps_float32)
     bias = None if bias is None else bias.to(device).contiguous()
     if isinstance(weight, torch.Tensor) and quantization is not None:
         weight = quantized(weight.to(device), quantization)
@@ -67,16 +71,21 @@ def quantized(weight: torch.Tensor, quantization: str) -> QuantizedWeight:
     return QuantizedWeight(matrix=make(weight), dtype=weight.dtype, quantizes_inputs=is_fp8)
 
 
-def cpu_linear(weight: torch.Tensor, bias: torch.Tensor | None, quantization: str | None) -> Linear:
+def cpu_linear(
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    quantization: str | None,
+    keeps_float32: bool = False,
+) -> Linear:
     if quantization == "int8":
         bias = None if bias is None else bias.float().contiguous()
-        return (
-            Int8Linear(weight, bias) if matmul_int8.IS_SUPPORTED else TorchInt8Linear(weight, bias)
-        )
+        return Int8Linear(weight, bias) if int8.IS_SUPPORTED else TorchInt8Linear(weight, bias)
     bias = None if bias is None else bias.contiguous()
-    return (
-        PackedLinear(weight, bias) if weight.dtype is torch.float32 else PlainLinear(weight, bias)
-    )
+    if weight.dtype is torch.bfloat16:
+        return BFloat16Linear(weight, bias, keeps_float32)
+    if weight.dtype in (torch.float32, torch.float16):
+        return Float32Linear(weight, bias)
+    return PlainLinear(weight, bias)
 
 
 class PlainLinear(Adaptable):
@@ -98,45 +107,78 @@ class PlainLinear(Adaptable):
         self.weight.copy_(weight)
 
 
-class PackedLinear(Adaptable):
-    """Compiled product on float32 weights in panels; see kernels.cpu.matmul."""
+class Float32Linear(Adaptable):
+    """Compiled product of float32 rows on weights in panels, float32 or float16; see
+    kernels.cpu.matmul.float32."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self.packed = matmul.pack(weight)
-        self.bias = bias
+        if weight.dtype is torch.float16 and not isa.widens_float16():
+            weight = weight.float()
+        self.packed = float32.pack(weight)
+        self.bias = None if bias is None else bias.float()
         self.out_features, self.in_features = weight.shape
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return matmul.packed_product(x.contiguous(), self.packed, self.bias, self.out_features)
+        return float32.packed_product(
+            x.float().contiguous(), self.packed, self.bias, self.out_features
+        )
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.packed[ids // matmul.PANEL, :, ids % matmul.PANEL]
+        return self.packed[ids // float32.PANEL, :, ids % float32.PANEL]
 
     def load(self, weight: torch.Tensor) -> None:
         self.check_shape(weight)
-        self.packed.copy_(matmul.pack(weight.to(self.packed.dtype)))
+        self.packed.copy_(float32.pack(weight.to(self.packed.dtype)))
+
+
+class BFloat16Linear(Adaptable):
+    """Compiled product on bfloat16 weights in panels; see kernels.cpu.matmul.bfloat16."""
+
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, keeps_float32: bool = False
+    ) -> None:
+        self.packed = bfloat16.pack(weight)
+        self.bias = None if bias is None else bias.float()
+        self.out_features, self.in_features = weight.shape
+        self._out_dtype = torch.float32 if keeps_float32 else torch.bfloat16
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return bfloat16.packed_product(
+            x.bfloat16().contiguous(),
+            self.packed,
+            self.bias,
+            self.out_features,
+            out_dtype=self._out_dtype,
+        )
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        return bfloat16.unpack_rows(self.packed, ids, self.in_features)
+
+    def load(self, weight: torch.Tensor) -> None:
+        self.check_shape(weight)
+        self.packed.copy_(bfloat16.pack(weight.to(self.packed.dtype)))
 
 
 class Int8Linear(Adaptable):
-    """Compiled product of 8-bit weights and activations; see kernels.cpu.matmul_int8."""
+    """Compiled product of 8-bit weights and activations; see kernels.cpu.int8."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self.weight = matmul_int8.quantize(weight)
+        self.weight = int8.quantize(weight)
         self.bias = bias
         self.out_features, self.in_features = weight.shape
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        y = matmul_int8.int8_product(x.float().contiguous(), self.weight, self.bias)
+        y = int8.int8_product(x.float().contiguous(), self.weight, self.bias)
         return y.to(x.dtype)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         packed, scales, _ = self.weight
-        integers = packed[ids // matmul.PANEL, :, ids % matmul.PANEL]
+        integers = packed[ids // float32.PANEL, :, ids % float32.PANEL]
         return integers.flatten(1)[:, : self.in_features] * scales[ids, None]
 
     def load(self, weight: torch.Tensor) -> None:
         self.check_shape(weight)
-        for mine, new in zip(self.weight, matmul_int8.quantize(weight), strict=True):
+        for mine, new in zip(self.weight, int8.quantize(weight), strict=True):
             mine.copy_(new)
 
 

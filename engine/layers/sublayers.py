@@ -140,8 +140,9 @@ class MixtureOfExperts:
             for expert, tokens in zip(self.experts, torch.split(x[rows], counts), strict=True)
             if len(tokens)
         ]
-        weighted = torch.cat(outputs) * weights.flatten()[order, None]
-        return torch.zeros_like(x).index_add_(0, rows, weighted)
+        # Summed in float32, and rounded once.
+        weighted = torch.cat(outputs).float() * weights.float().flatten()[order, None]
+        return torch.zeros_like(x, dtype=torch.float32).index_add_(0, rows, weighted).to(x.dtype)
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(weights in x's dtype, expert ids), both [N, top_k]."""

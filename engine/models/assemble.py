@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from engine.config.model import ModelConfig, ModelInfo
 from engine.kv.layout import KVSpec
 from engine.layers.adapted import Linear
-from engine.layers.linear import make_linear
+from engine.layers.linear import is_cpu, make_linear
 from engine.layers.quantized import Weight, plain
 from engine.layers.rope import RopeSpec
 from engine.layers.rotary import cos_sin_table
@@ -72,12 +72,12 @@ class Assembly:
 
     def embedding_and_head(self) -> tuple[Embedding, Linear]:
         """A tied table is read in both directions, by the layer that owns it."""
-        spec, table = self.spec, self.tensor("embed")
-        dtype = table.dtype
+        spec, table = self.spec, self.weights.take("embed")
+        dtype = activation_dtype(table.dtype, self.placement.device)
         if spec.tied:
             head = self.head_of(table)
             return Embedding(head.rows, dtype, spec.embedding_multiplier), head
-        rows = partial(F.embedding, weight=table)
+        rows = partial(F.embedding, weight=plain(table).to(self.placement.device))
         return Embedding(rows, dtype, spec.embedding_multiplier), self.head_of(
             self.weights.take("head")
         )
@@ -144,6 +144,7 @@ class Assembly:
             weight,
             quantization=None if asked == "fp8" else asked,
             device=self.placement.device,
+            keeps_float32=True,
         )
 
     def linear(self, name: str, has_bias: bool = False) -> Linear:
@@ -157,7 +158,9 @@ class Assembly:
         )
 
     def tensor(self, name: str) -> torch.Tensor:
-        return plain(self.weights.take(name)).to(self.placement.device)
+        device = self.placement.device
+        tensor = plain(self.weights.take(name)).to(device)
+        return tensor.to(activation_dtype(tensor.dtype, device))
 
     def rope_table(self, rope: RopeSpec) -> torch.Tensor:
         if rope not in self.tables:
@@ -177,9 +180,15 @@ class Assembly:
 
 
 def compute_dtype(config: ModelConfig, info: ModelInfo, device: str) -> torch.dtype:
-    """The dtype asked for; auto is float32 on the CPU and the checkpoint's elsewhere."""
-    if config.dtype != "auto":
-        return COMPUTE_DTYPES[config.dtype]
-    if torch.device(device).type == "cpu":
+    """The dtype asked for; auto is the checkpoint's, float32 on a CPU if that names none."""
+    named = info.dtype if config.dtype == "auto" else config.dtype
+    is_cpu = torch.device(device).type == "cpu"
+    return COMPUTE_DTYPES.get(named, torch.float32 if is_cpu else torch.bfloat16)
+
+
+def activation_dtype(weights: torch.dtype, device: str) -> torch.dtype:
+    """The dtype of what flows between layers: the weights', but float16 is read and not computed
+    in on a CPU, which has no product of it: its largest number is 65,504, so that is float32."""
+    if weights is torch.float16 and is_cpu(torch.device(device)):
         return torch.float32
-    return COMPUTE_DTYPES.get(info.dtype, torch.bfloat16)
+    return weights

@@ -113,7 +113,7 @@ def load_decoder(
             decoder = _build(spec, stored, dtype, placement)
     millions = sum(prod(target.shape) for target in targets(spec)) / 1e6
     logger.info(
-        "%s, %.1f M parameters%s, computed in %s: loaded in %.2f s",
+        "%s, %.1f M parameters%s in %s: loaded in %.2f s",
         info.architecture,
         millions,
         "" if form is None else f" quantized by {form.name}",

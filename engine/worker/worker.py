@@ -26,6 +26,7 @@ from engine.config.model import ModelInfo
 from engine.errors import ConfigError
 from engine.kv.layout import KVSpec
 from engine.messages.step import Masks, StepPlan, StepResult, check_parts
+from engine.models.assemble import compute_dtype
 from engine.models.decoder import Decoder
 from engine.models.load import load_model
 from engine.models.model import Model
@@ -40,7 +41,8 @@ from engine.worker.runner import Driver, Runner
 from engine.worker.slots import LiveSeqs, Slots
 from engine.worker.steps import Pending
 from engine.worker.warmup import meet_shapes, warm_up
-from kernels.cpu import prepare
+from kernels.cpu import isa, prepare
+from kernels.cpu.cells import DTYPES as COMPILED
 from kernels.cpu.threads import leave_threads_to_kernels, set_threads
 
 OWN_PARTS = ("drafts", "masks")  # computed without a feature
@@ -84,8 +86,9 @@ class ModelWorker:
         is_cpu = platform.shares_memory
         if is_cpu:
             num_threads = set_threads(config.num_threads or default_num_threads())
-            logger.info("%d threads", num_threads)
-            threading.Thread(target=prepare, name="prepare-kernels").start()
+            logger.info("%d threads, %s kernels on %s", num_threads, cpu_level(), isa.processor())
+            dtype = compute_dtype(config.model, self._info, "cpu")
+            threading.Thread(target=prepare, args=(dtype,), name="prepare-kernels").start()
         device = platform.device.type
         with explained(platform, "the weights were loaded"):
             model = load_model(
@@ -101,7 +104,7 @@ class ModelWorker:
             for feature in self._features:
                 feature.attach(machine)
         self._driver = Driver(Runner(machine, sched.max_model_len))
-        if is_cpu and isinstance(model, Decoder) and model.dtype is torch.float32:
+        if is_cpu and isinstance(model, Decoder) and model.dtype in COMPILED:
             leave_threads_to_kernels()
         return ModelFacts(
             vocab_size=model.vocab_size,
@@ -214,6 +217,15 @@ class ModelWorker:
             raise ConfigError(f"profile of {what!r:.80} is not known; there are: start, stop")
         self._profiler.start()
         return None
+
+
+def cpu_level() -> str:
+    """Which instructions the CPU's kernels use. Raises ``ConfigError`` if others were asked for."""
+    try:
+        isa.asked()
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return isa.LEVEL
 
 
 def make_worker(

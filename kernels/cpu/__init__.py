@@ -1,6 +1,9 @@
-"""Bodies for the CPU: compiled loops for contiguous float32, else the reference's torch.
+"""Bodies for the CPU: compiled loops for contiguous float32 and bfloat16, else the reference's
+torch.
 
-Same signatures as :mod:`kernels.reference`. A KV cache may be bfloat16 beside float32 tokens.
+Same signatures as :mod:`kernels.reference`. A KV cache may be bfloat16 beside float32 tokens. What
+is bfloat16 is computed in float32 and rounded once, where it is stored: the reference, like Hugging
+Face's modules, rounds between the operations, too, and is less exact for it.
 """
 
 from __future__ import annotations
@@ -8,32 +11,43 @@ from __future__ import annotations
 import torch
 
 from kernels import reference
-from kernels.cpu import attention, cells, logits, matmul, pointwise, rope, sampling, slots
+from kernels.cpu import attention, cells, logits, pointwise, rope, sampling, slots
+from kernels.cpu.matmul import bfloat16, float32
 from kernels.meta import AttentionMeta
 
 _COMPILED_ACTS = ("silu", "gelu_tanh")
 
 
-def prepare() -> None:
-    """Load what every float32 decoder needs; for a thread, while the weights are read.
+def prepare(dtype: torch.dtype = torch.float32) -> None:
+    """Load what every decoder with weights of this dtype needs; for a thread, meanwhile.
 
     The first operation of a process would pay for it otherwise: most of a second, Numba's own.
     """
+    size = 2 if dtype is torch.bfloat16 else 4
+    product = bfloat16.PRODUCTS if size == 2 else (float32.PACKED[dtype.itemsize],)
     for kernel in (
-        *(matmul.PACKED, rope.QKV[4], pointwise.NORM, pointwise.ACT_MUL, sampling.CHOOSE),
-        *(slots.PREPARE, slots.ADVANCE, slots.GROW),
+        *(*product, rope.QKV[size, size], pointwise.NORM[size], pointwise.ACT_MUL[size]),
+        *(sampling.CHOOSE, slots.PREPARE, slots.ADVANCE, slots.GROW),
     ):
         kernel.prepare()
     logits.prepare()
 
 
-def _is_plain(*tensors: torch.Tensor | None) -> bool:
-    """Whether compiled loops can read these by address."""
-    return all(t is None or (t.dtype is torch.float32 and t.is_contiguous()) for t in tensors)
+def _is_plain(first: torch.Tensor, *others: torch.Tensor | None) -> bool:
+    """Whether compiled loops can read these by address: all of one dtype that loops know."""
+    return first.dtype in cells.DTYPES and all(
+        t is None or (t.dtype is first.dtype and t.is_contiguous()) for t in (first, *others)
+    )
 
 
-def _is_cache(kv_layer: torch.Tensor) -> bool:
-    return kv_layer.dtype in cells.DTYPES and kv_layer.is_contiguous()
+def _is_float32(tensor: torch.Tensor | None) -> bool:
+    return tensor is None or (tensor.dtype is torch.float32 and tensor.is_contiguous())
+
+
+def _is_cache(kv_layer: torch.Tensor, tokens: torch.Tensor) -> bool:
+    """No narrower activations than the cache: float32 beside bfloat16 is the one mixture."""
+    is_read = kv_layer.dtype is tokens.dtype or kv_layer.dtype is torch.bfloat16
+    return is_read and kv_layer.dtype in cells.DTYPES and kv_layer.is_contiguous()
 
 
 def rms_norm(
@@ -72,8 +86,8 @@ def qkv_rope_write(
     norm: reference.HeadNorm,
     kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    has_loops = kv_scales is None and _is_cache(kv_layer)
-    if has_loops and _is_plain(qkv, rope_.cos_sin, norm.q, norm.k):
+    has_loops = kv_scales is None and _is_cache(kv_layer, qkv) and _is_float32(rope_.cos_sin)
+    if has_loops and _is_plain(qkv, norm.q, norm.k):
         return rope.qkv_rope_write(qkv, kv_layer, meta, heads, rope_, norm)
     return reference.qkv_rope_write(qkv, kv_layer, meta, heads, rope_, norm, kv_scales)
 
@@ -81,7 +95,9 @@ def qkv_rope_write(
 def paged_attention(
     q: torch.Tensor, kv_layer: torch.Tensor, meta: AttentionMeta, variant: reference.Variant
 ) -> torch.Tensor:
-    has_loops = variant.alibi is None and variant.kv_scales is None and _is_cache(kv_layer)
-    if has_loops and _is_plain(q, variant.sinks):
+    is_known = variant.alibi is None and variant.kv_scales is None
+    if is_known and _is_plain(q) and _is_cache(kv_layer, q):
+        if variant.sinks is not None and not _is_float32(variant.sinks):
+            variant = variant._replace(sinks=variant.sinks.float().contiguous())
         return attention.paged_attention(q, kv_layer, meta, variant)
     return reference.paged_attention(q, kv_layer, meta, variant)

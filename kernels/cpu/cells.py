@@ -1,17 +1,19 @@
-"""Elements of a KV cache: float32, or bfloat16, which is the upper half of one.
+"""Elements of activations, weights and KV cache: float32, or bfloat16, the upper half of one.
 
 `cell` is an element's bytes, 4 or 2, and a literal wherever it is passed: each of the two gets
-machine code of its own.
+machine code of its own. Arithmetic is in float32; what is stored is rounded to the nearest.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit
+from numba import njit, types
+from numba.extending import overload
 
-from kernels.cpu.native import f32, float_of_bits, i32, u16
-from kernels.cpu.softmax import INLINE
+from kernels.cpu.native import FAST, bits_of_float, f32, float_of_bits, u16
+
+_INLINE = {"fastmath": FAST, "error_model": "numpy", "forceinline": True}
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -21,7 +23,21 @@ _MAGNITUDE, _INFINITY = np.int32(0x7FFFFFFF), np.int32(0x7F800000)
 _NAN = np.int32(0x7FC0)
 
 
-@njit(**INLINE)
+@njit(**_INLINE)
+def widen(half):
+    """The float32 whose upper half these 16 bits are."""
+    return float_of_bits(np.int32(half) << _HALF)
+
+
+@njit(**_INLINE)
+def narrow(value):
+    """The 16 bits of a float32 rounded to the nearest bfloat16, ties to even; a NaN stays one."""
+    bits = bits_of_float(value)
+    rounded = (bits + (_ROUND + ((bits >> _HALF) & _ONE))) >> _HALF
+    return np.uint16(_NAN if (bits & _MAGNITUDE) > _INFINITY else rounded)
+
+
+@njit(**_INLINE)
 def read_cells(source, target, cell):
     """As many cells from an address as the float32 array `target` holds."""
     if cell == 4:
@@ -31,10 +47,10 @@ def read_cells(source, target, cell):
     else:
         halves = u16(source, target.shape)
         for i in range(target.shape[0]):
-            target[i] = float_of_bits(np.int32(halves[i]) << _HALF)
+            target[i] = widen(halves[i])
 
 
-@njit(**INLINE)
+@njit(**_INLINE)
 def write_cells(target, source, cell):
     """The contiguous float32 array `source` to an address, rounded to the nearest, ties to even."""
     if cell == 4:
@@ -42,8 +58,40 @@ def write_cells(target, source, cell):
         for i in range(source.shape[0]):
             floats[i] = source[i]
     else:
-        bits, halves = i32(source.ctypes.data, source.shape), u16(target, source.shape)
+        halves = u16(target, source.shape)
         for i in range(source.shape[0]):
-            rounded = (bits[i] + (_ROUND + ((bits[i] >> _HALF) & _ONE))) >> _HALF
-            is_nan = (bits[i] & _MAGNITUDE) > _INFINITY
-            halves[i] = np.uint16(_NAN if is_nan else rounded)
+            halves[i] = narrow(source[i])
+
+
+def array_of(cell: int):
+    """The function that takes an address and a shape to an array of such elements."""
+    return f32 if cell == 4 else u16
+
+
+def get(array, i):
+    """Element i of an array of either kind, as float32."""
+
+
+def put(array, i, value):
+    """Store a float32 there."""
+
+
+@overload(get, inline="always")
+def _get(array, i):
+    if array.dtype == types.uint16:
+        return lambda array, i: widen(array[i])
+    return lambda array, i: array[i]
+
+
+@overload(put, inline="always")
+def _put(array, i, value):
+    if array.dtype == types.uint16:
+
+        def store(array, i, value):
+            array[i] = narrow(value)
+    else:
+
+        def store(array, i, value):
+            array[i] = value
+
+    return store

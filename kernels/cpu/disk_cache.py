@@ -1,4 +1,8 @@
-"""Where compiled functions are kept between processes."""
+"""Where compiled functions are kept between processes.
+
+Imports :mod:`kernels.cpu.isa` before anything is compiled: whoever hands a function to Numba comes
+by here.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,8 @@ from typing import Any
 from numba import config
 from numba.core import caching
 
+from kernels.cpu import isa
+
 
 @cache
 def _cache_directory() -> str | None:
@@ -23,8 +29,8 @@ def _cache_directory() -> str | None:
     miss a change in what the body calls.
     """
     here = Path(__file__).parent
-    text = b"".join(path.read_bytes() for path in sorted(here.glob("*.py")))
-    name = "numba-" + hashlib.sha256(text).hexdigest()[:16]
+    text = b"".join(path.read_bytes() for path in sorted(here.rglob("*.py")))
+    name = f"numba-{isa.LEVEL}-{hashlib.sha256(text).hexdigest()[:16]}"
     for parent in (here / "__pycache__", Path.home() / ".cache" / "metronome"):
         try:
             (parent / name).mkdir(parents=True, exist_ok=True)

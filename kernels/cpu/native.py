@@ -114,6 +114,16 @@ def float_of_bits(typing_context, bits):
     return types.float32(types.int32), build
 
 
+@intrinsic
+def bits_of_float(typing_context, value):
+    """The 32 bits of a float32."""
+
+    def build(context, builder, signature, args):
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.int32(types.float32), build
+
+
 @lru_cache(maxsize=256)
 def bits(value: float) -> int:
     """A float as the parameter a body reads back through :func:`f64`."""
@@ -143,6 +153,11 @@ class Kernel:
     def prepare(self) -> None:
         """Compile now, or load from the cache; the first of a process also starts Numba."""
         _ = self._address
+
+    def assembly(self) -> str:
+        """The machine code as text, for who looks into it."""
+        text: str = self._compiled._library.get_asm_str()
+        return text
 
     def run(self, threads: int, *parameters: int) -> None:
         """Parameter i is at index i + 1 of the body's row."""

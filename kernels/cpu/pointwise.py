@@ -1,12 +1,13 @@
-"""Norms and gated activations of float32 rows."""
+"""Norms and gated activations of rows of float32 or bfloat16, weights of the same."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
+from kernels.cpu.cells import array_of, get, put
 from kernels.cpu.mathlib import sigmoid, tanh
-from kernels.cpu.native import Kernel, bits, f32, f64, i64, next_item
+from kernels.cpu.native import Kernel, bits, f64, i64, next_item
 from kernels.cpu.threads import num_threads
 
 # Elements a thread must have to be worth waking; a wake-up costs about what these take.
@@ -41,7 +42,9 @@ def act_mul(gate_up: torch.Tensor, act: str) -> torch.Tensor:
     half = width // 2
     out = gate_up.new_empty((num, half))
     threads = num_threads() if num * half >= _ENOUGH else 1
-    ACT_MUL.run(threads, gate_up.data_ptr(), out.data_ptr(), num, half, _ACTS[act])
+    ACT_MUL[out.element_size()].run(
+        threads, gate_up.data_ptr(), out.data_ptr(), num, half, _ACTS[act]
+    )
     return out
 
 
@@ -49,7 +52,7 @@ def _norm(x, residual, weight, how, out) -> None:
     width = x.shape[-1]
     num = x.numel() // width if width else 0
     threads = num_threads() if num * width >= _ENOUGH else 1
-    NORM.run(
+    NORM[x.element_size()].run(
         threads,
         x.data_ptr(),
         0 if residual is None else residual.data_ptr(),
@@ -63,58 +66,66 @@ def _norm(x, residual, weight, how, out) -> None:
     )
 
 
-def _norm_body(row):
-    p = i64(row, (10,))
-    num, width = p[6], p[7]
-    eps, extra = f64(row, (10,))[8], np.float32(p[9])
-    x, weight, y = f32(p[1], (num, width)), f32(p[3], (width,)), f32(p[4], (num, width))
-    adds = p[2] != 0
-    residual, total = f32(p[2], (num, width)), f32(p[5], (num, width))
-    while True:
-        first = next_item(row) * _ROWS
-        if first >= num:
-            break
-        for n in range(first, min(first + _ROWS, num)):
-            squares = _ZERO
-            if adds:
+def _norm_body(cell: int):
+    at = array_of(cell)
+
+    def body(row):
+        p = i64(row, (10,))
+        num, width = p[6], p[7]
+        eps, extra = f64(row, (10,))[8], np.float32(p[9])
+        weight, adds, size = at(p[3], (width,)), p[2] != 0, width * cell
+        while True:
+            first = next_item(row) * _ROWS
+            if first >= num:
+                break
+            for n in range(first, min(first + _ROWS, num)):
+                x, y = at(p[1] + n * size, (width,)), at(p[4] + n * size, (width,))
+                squares = _ZERO
+                if adds:
+                    residual = at(p[2] + n * size, (width,))
+                    x_new = at(p[5] + n * size, (width,))
+                    for i in range(width):
+                        put(x_new, i, get(x, i) + get(residual, i))
+                    x = x_new
                 for i in range(width):
-                    value = x[n, i] + residual[n, i]
-                    total[n, i] = value
-                    squares += value * value
+                    squares += get(x, i) * get(x, i)
                 scale = np.float32(1 / np.sqrt(squares / width + eps))
                 for i in range(width):
-                    y[n, i] = total[n, i] * scale * (weight[i] + extra)
+                    put(y, i, get(x, i) * scale * (get(weight, i) + extra))
+
+    return body
+
+
+def _act_mul_body(cell: int):
+    at = array_of(cell)
+
+    def body(row):
+        p = i64(row, (6,))
+        num, half, act = p[3], p[4], p[5]
+        chunks = (half + _CHUNK - 1) // _CHUNK
+        while True:
+            item = next_item(row)
+            if item >= num * chunks:
+                break
+            n = item // chunks
+            first = (item - n * chunks) * _CHUNK
+            count = min(_CHUNK, half - first)
+            gates = at(p[1] + (n * 2 * half + first) * cell, (count,))
+            ups = at(p[1] + ((n * 2 + 1) * half + first) * cell, (count,))
+            out = at(p[2] + (n * half + first) * cell, (count,))
+            if act == 0:
+                for i in range(count):
+                    gate = get(gates, i)
+                    put(out, i, gate * sigmoid(gate) * get(ups, i))
             else:
-                for i in range(width):
-                    squares += x[n, i] * x[n, i]
-                scale = np.float32(1 / np.sqrt(squares / width + eps))
-                for i in range(width):
-                    y[n, i] = x[n, i] * scale * (weight[i] + extra)
+                for i in range(count):
+                    gate = get(gates, i)
+                    inner = _GELU_INNER * gate * (_ONE + _GELU_CUBE * gate * gate)
+                    put(out, i, _HALF * gate * (_ONE + tanh(inner)) * get(ups, i))
+
+    return body
 
 
-def _act_mul_body(row):
-    p = i64(row, (6,))
-    num, half, act = p[3], p[4], p[5]
-    chunks = (half + _CHUNK - 1) // _CHUNK
-    while True:
-        item = next_item(row)
-        if item >= num * chunks:
-            break
-        n = item // chunks
-        first = (item - n * chunks) * _CHUNK
-        count = min(_CHUNK, half - first)
-        gates = f32(p[1] + (n * 2 * half + first) * 4, (count,))
-        ups = f32(p[1] + ((n * 2 + 1) * half + first) * 4, (count,))
-        out = f32(p[2] + (n * half + first) * 4, (count,))
-        if act == 0:
-            for i in range(count):
-                out[i] = gates[i] * sigmoid(gates[i]) * ups[i]
-        else:
-            for i in range(count):
-                gate = gates[i]
-                inner = _GELU_INNER * gate * (_ONE + _GELU_CUBE * gate * gate)
-                out[i] = _HALF * gate * (_ONE + tanh(inner)) * ups[i]
-
-
-NORM = Kernel(_norm_body)
-ACT_MUL = Kernel(_act_mul_body)
+# By bytes of an element.
+NORM = {cell: Kernel(_norm_body(cell)) for cell in (4, 2)}
+ACT_MUL = {cell: Kernel(_act_mul_body(cell)) for cell in (4, 2)}

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numba import njit
 
-from kernels.cpu.cells import write_cells
+from kernels.cpu.cells import array_of, get, read_cells, write_cells
 from kernels.cpu.native import FAST, Kernel, bits, f32, f64, i64, next_item
 from kernels.cpu.threads import num_threads
 from kernels.meta import AttentionMeta
@@ -27,14 +27,15 @@ def qkv_rope_write(
     rope: Rope,
     norm: HeadNorm,
 ) -> torch.Tensor:
-    """heads: (Hq, Hkv, D). All tensors: contiguous float32, kv_layer also bfloat16.
+    """heads: (Hq, Hkv, D). qkv and the norms: contiguous, float32 or bfloat16; the table float32;
+    kv_layer either.
 
     See kernels.ops.qkv_rope_write.
     """
     num, width = qkv.shape
     q = qkv.new_empty((num, heads[0], heads[2]))
     table = rope.cos_sin
-    QKV[kv_layer.element_size()].run(
+    QKV[qkv.element_size(), kv_layer.element_size()].run(
         num_threads() if num * width >= _ENOUGH else 1,
         qkv.data_ptr(),
         q.data_ptr(),
@@ -75,7 +76,7 @@ def _normalise(x, weight, eps, extra):
         part = x[first : first + size]
         scale = _inverse_rms(part, eps)
         for i in range(size):
-            part[i] = part[i] * scale * (weight[i] + extra)
+            part[i] = part[i] * scale * (get(weight, i) + extra)
 
 
 @njit(**_INLINE)
@@ -95,14 +96,9 @@ def _rotate(x, cos, sin, interleaved):
             high[i] = b * cos[i] + a * sin[i]
 
 
-@njit(**_INLINE)
-def _copy(source, target):
-    for i in range(source.shape[0]):
-        target[i] = source[i]
-
-
-def _qkv_body(cell: int):
-    """A body for one size of a cache element."""
+def _qkv_body(token: int, cell: int):
+    """A body for the size of an activation's element and of a cache's."""
+    weights_at = array_of(token)
 
     def body(row):
         p = i64(row, (_NUM_PARAMETERS + 1,))
@@ -116,19 +112,22 @@ def _qkv_body(cell: int):
             p[18],
             p[19],
         )
-        q_weight, k_weight = f32(p[9], (p[10],)), f32(p[11], (p[12],))
+        q_weight, k_weight = weights_at(p[9], (p[10],)), weights_at(p[11], (p[12],))
         q_width, k_width = heads * dim, kv_heads * dim
         positions, slots = i64(p[4], (num,)), i64(p[5], (num,))
-        keys = np.empty(k_width, np.float32)
+        q, keys, values = (
+            np.empty(q_width, np.float32),
+            np.empty(k_width, np.float32),
+            np.empty(k_width, np.float32),
+        )
         while True:
             first = next_item(row) * _TOKENS
             if first >= num:
                 break
             for n in range(first, min(first + _TOKENS, num)):
-                source = p[1] + n * (q_width + 2 * k_width) * 4
-                q = f32(p[2] + n * q_width * 4, (q_width,))
-                _copy(f32(source, (q_width,)), q)
-                _copy(f32(source + q_width * 4, (k_width,)), keys)
+                source = p[1] + n * (q_width + 2 * k_width) * token
+                read_cells(source, q, token)
+                read_cells(source + q_width * token, keys, token)
                 _normalise(q, q_weight, eps, extra)
                 _normalise(keys, k_weight, eps, extra)
                 if rot:
@@ -138,8 +137,9 @@ def _qkv_body(cell: int):
                         _rotate(q[h * dim : (h + 1) * dim], cos, sin, interleaved)
                     for h in range(kv_heads):
                         _rotate(keys[h * dim : (h + 1) * dim], cos, sin, interleaved)
+                write_cells(p[2] + n * q_width * token, q, token)
                 if slots[n] >= 0:
-                    values = f32(source + (q_width + k_width) * 4, (k_width,))
+                    read_cells(source + (q_width + k_width) * token, values, token)
                     page, offset = slots[n] // block, slots[n] % block
                     for h in range(kv_heads):
                         to_key = p[3] + (((page * 2) * kv_heads + h) * block + offset) * dim * cell
@@ -150,4 +150,5 @@ def _qkv_body(cell: int):
     return body
 
 
-QKV = {cell: Kernel(_qkv_body(cell)) for cell in (4, 2)}  # by bytes of a cache element
+# By bytes of an activation's element and of a cache's.
+QKV = {sizes: Kernel(_qkv_body(*sizes)) for sizes in ((4, 4), (4, 2), (2, 2))}

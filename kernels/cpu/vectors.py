@@ -9,19 +9,21 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
+
+from kernels.cpu import isa
 
 LANES = 16
 LINE = 64  # bytes of a cache line
 
 _F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_UPPER = 0xFFFF0000
 _SECOND_LEVEL = 2  # of LLVM's four degrees of locality
 _FLAGS = ("reassoc", "contract", "nsz")
 # Sums a tile may hold, in vectors: AVX-512 has 32 registers, AVX2 16 of half the size.
-_FEATURES = binding.get_host_cpu_features()
-_MAX_SUMS = 24 if _FEATURES.get("avx512f") else 6
+_MAX_SUMS = 24 if isa.has("avx512f") else 6
 _MAX_VECTORS = 4 if _MAX_SUMS == 24 else 2
 
 
@@ -51,6 +53,22 @@ def _load_floats(builder, base, offset, lanes, size):
     return builder.bitcast(builder.shl(wide, ir.Constant(words, [16] * lanes)), floats)
 
 
+class _BFloat(ir.HalfType):
+    """LLVM's bfloat, which llvmlite does not name."""
+
+    def __str__(self) -> str:
+        return "bfloat"
+
+
+def _halves(builder, words):
+    """Vectors of the first and of the second bfloat16 of each word, as float32."""
+    floats = ir.VectorType(_F32, words.type.count)
+    count = words.type.count
+    first = builder.shl(words, ir.Constant(words.type, [16] * count))
+    second = builder.and_(words, ir.Constant(words.type, [_UPPER] * count))
+    return builder.bitcast(first, floats), builder.bitcast(second, floats)
+
+
 def _splat(builder, scalar, lanes):
     vector = ir.VectorType(scalar.type, lanes)
     first = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, _I32(0))
@@ -65,6 +83,16 @@ def _fma(builder, a, b, c):
     if function is None:
         function = ir.Function(builder.module, ir.FunctionType(kind, [kind] * 3), name)
     return builder.call(function, [a, b, c])
+
+
+def _fence(builder, value):
+    """The same value, as it was worked out: sums with it are not regrouped."""
+    suffix = f"v{value.type.count}f32" if isinstance(value.type, ir.VectorType) else "f32"
+    name = f"llvm.arithmetic.fence.{suffix}"
+    function = builder.module.globals.get(name)
+    if function is None:
+        function = ir.Function(builder.module, ir.FunctionType(value.type, [value.type]), name)
+    return builder.call(function, [value])
 
 
 def _sum(builder, vector):
@@ -84,9 +112,16 @@ def _chunks(total: int, size: int) -> list[range]:
 class _FloatTile:
     """sums[row][vector] += a[row, k] * b[k, vector], one float of the depth a step."""
 
-    element = _F32
+    element = _F32  # of a sum
     zero = 0.0
-    right_bytes = 4  # of an element of b
+    left_bytes = 4  # of a row of a, a step
+    right_bytes = 4  # of a lane of a row of b
+    rows = 1  # of b, a step
+    registers = 1  # that a vector of sums takes
+
+    @staticmethod
+    def left(builder, base, offset, lanes):
+        return _splat(builder, _load(builder, base, offset, _F32), lanes)
 
     @classmethod
     def right(cls, builder, base, offset, lanes):
@@ -103,12 +138,109 @@ class _HalfTile(_FloatTile):
     right_bytes = 2
 
 
+class _Float16Tile(_FloatTile):
+    """The same with a b of float16."""
+
+    right_bytes = 2
+
+    @staticmethod
+    def right(builder, base, offset, lanes):
+        halves = ir.VectorType(ir.HalfType(), lanes)
+        place = builder.inttoptr(builder.add(base, offset), halves.as_pointer())
+        return builder.fpext(builder.load(place, align=2), ir.VectorType(_F32, lanes))
+
+
+class _PairTile(_FloatTile):
+    """Two inputs a step: floats of a, and of b a lane of two bfloat16, widened in registers."""
+
+    left_bytes = 8
+
+    @staticmethod
+    def left(builder, base, offset, lanes):
+        both = (offset, builder.add(offset, _I64(4)))
+        return tuple(_splat(builder, _load(builder, base, at, _F32), lanes) for at in both)
+
+    @staticmethod
+    def right(builder, base, offset, lanes):
+        return _halves(builder, _load(builder, base, offset, ir.VectorType(_I32, lanes)))
+
+    @staticmethod
+    def multiply(builder, scalars, vectors, total):
+        for scalar, vector in zip(scalars, vectors, strict=True):
+            total = _fma(builder, scalar, vector, total)
+        return total
+
+
+class _DotTile(_FloatTile):
+    """Two inputs a step, bfloat16 on both sides: one instruction multiplies and adds a pair."""
+
+    @staticmethod
+    def left(builder, base, offset, lanes):
+        return _splat(builder, _load(builder, base, offset, _I32), lanes)
+
+    @staticmethod
+    def right(builder, base, offset, lanes):
+        return _load(builder, base, offset, ir.VectorType(_I32, lanes))
+
+    @staticmethod
+    def multiply(builder, pair, pairs, total):
+        name, lanes = f"llvm.x86.avx512bf16.dpbf16ps.{total.type.count * 32}", total.type.count * 2
+        operand = ir.VectorType(_BFloat(), lanes)
+        function = builder.module.globals.get(name)
+        if function is None:
+            kind = ir.FunctionType(total.type, [total.type, operand, operand])
+            function = ir.Function(builder.module, kind, name)
+        operands = (builder.bitcast(side, operand) for side in (pair, pairs))
+        return builder.call(function, [total, *operands])
+
+
+class _SoftDotTile(_DotTile):
+    """The same numbers without that instruction: the second of a pair is added first."""
+
+    @staticmethod
+    def multiply(builder, pair, pairs, total):
+        sides = zip(_halves(builder, pair), _halves(builder, pairs), strict=True)
+        for scalar, vector in reversed(list(sides)):
+            total = _fma(builder, scalar, vector, total)
+        return total
+
+
+class _OrderedTile(_PairTile):
+    """The numbers of a tile processor: of every 32 inputs the even and the odd ones are summed
+    apart, each in order, and their sum is added to the total. A step is 32 inputs."""
+
+    rows = 16
+    left_bytes = rows * 8
+    registers = 3
+
+    @classmethod
+    def left(cls, builder, base, offset, lanes):
+        places = [builder.add(offset, _I64(8 * pair)) for pair in range(cls.rows)]
+        return [_PairTile.left(builder, base, place, lanes) for place in places]
+
+    @classmethod
+    def multiply(cls, builder, scalars, vectors, total):
+        chains = [ir.Constant(total.type, [cls.zero] * total.type.count)] * 2
+        for pair, halves in zip(scalars, vectors, strict=True):
+            for i in range(2):
+                chains[i] = _fma(builder, pair[i], halves[i], chains[i])
+        even, odd = (_fence(builder, chain) for chain in chains)
+        return builder.fadd(total, _fence(builder, builder.fadd(even, odd)))
+
+
 class _ByteTile:
     """The same over four bytes of the depth a step: unsigned a, signed b, 32-bit sums."""
 
     element = _I32
     zero = 0
+    left_bytes = 4
     right_bytes = 4
+    rows = 1
+    registers = 1
+
+    @staticmethod
+    def left(builder, base, offset, lanes):
+        return _splat(builder, _load(builder, base, offset, _I32), lanes)
 
     @staticmethod
     def right(builder, base, offset, lanes):
@@ -128,7 +260,7 @@ class _Tile(NamedTuple):
     """The places of one tile's operands, and the loop over its depth."""
 
     builder: ir.IRBuilder
-    kind: Any  # _FloatTile, _HalfTile or _ByteTile
+    kind: Any  # _FloatTile or another of the same form
     a: tuple[Any, Any]  # address and stride of a row, in bytes
     b: tuple[Any, Any]
     c: tuple[Any, Any]
@@ -162,6 +294,16 @@ class _Tile(NamedTuple):
         for place, result in zip(places, results, strict=True):
             _store(builder, result, *place)
 
+    def _right(self, k, vector):
+        """What b gives a step for a vector of outputs."""
+        kind, size = self.kind, self.kind.right_bytes
+        if kind.rows == 1:
+            return kind.right(self.builder, *self._place(self.b, k, vector, size), self.lanes)
+        first = self.builder.mul(k, _I64(kind.rows))
+        rows = (self.builder.add(first, _I64(i)) for i in range(kind.rows))
+        places = (self._place(self.b, row, vector, size) for row in rows)
+        return [kind.right(self.builder, *place, self.lanes) for place in places]
+
     def _place(self, matrix, row, vector, size=4) -> tuple[Any, Any]:
         """Address, and offset of a vector of elements of `size` bytes in a row of the matrix."""
         address, stride = matrix
@@ -169,18 +311,13 @@ class _Tile(NamedTuple):
         return address, self.builder.add(start, _I64(vector * self.lanes * size))
 
     def _step(self, k, sums):
-        builder, size = self.builder, self.kind.right_bytes
-        right = [
-            self.kind.right(builder, *self._place(self.b, k, v, size), self.lanes)
-            for v in self.vectors
-        ]
-        column = builder.mul(k, _I64(4))
+        builder = self.builder
+        right = [self._right(k, v) for v in self.vectors]
+        column = builder.mul(k, _I64(self.kind.left_bytes))
         added = []
         for i, row in enumerate(self.rows):
             offset = builder.add(builder.mul(self.a[1], _I64(row)), column)
-            scalar = _splat(
-                builder, _load(builder, self.a[0], offset, self.kind.element), self.lanes
-            )
+            scalar = self.kind.left(builder, self.a[0], offset, self.lanes)
             for j, value in enumerate(right):
                 total = sums[i * len(right) + j]
                 added.append(self.kind.multiply(builder, scalar, value, total))
@@ -192,7 +329,7 @@ def _emit_product(builder, kind, args, literals):
     a, lda, b, ldb, c, ldc, depth = args[:7]
     num_rows, num_vectors, lanes, is_fresh = literals
     per_row = min(num_vectors, _MAX_VECTORS)
-    for rows in _chunks(num_rows, max(1, _MAX_SUMS // per_row)):
+    for rows in _chunks(num_rows, max(1, _MAX_SUMS // (per_row * kind.registers))):
         for vectors in _chunks(num_vectors, per_row):
             tile = _Tile(builder, kind, (a, lda), (b, ldb), (c, ldc), rows, vectors, lanes)
             tile.emit(depth, bool(is_fresh))
@@ -203,18 +340,22 @@ def _product_intrinsic(kind):
     def product(  # noqa: PLR0913
         typing_context, a, lda, b, ldb, c, ldc, depth, rows, vectors, lanes, is_fresh
     ):
-        literals = (rows, vectors, lanes, is_fresh)
-        if not all(isinstance(given, types.Literal) for given in literals):
-            return None
-        values = [given.literal_value for given in literals]
-
-        def build(context, builder, signature, args):
-            _emit_product(builder, kind, args, values)
-            return context.get_dummy_value()
-
-        return types.void(*[types.intp] * 7, *literals), build
+        return _typed_product([kind], (rows, vectors, lanes, is_fresh))
 
     return product
+
+
+def _typed_product(kinds, literals):
+    """What an intrinsic returns. A fifth literal chooses among the kinds."""
+    if not all(isinstance(given, types.Literal) for given in literals):
+        return None
+    *values, which = [given.literal_value for given in literals] + [0] * (5 - len(literals))
+
+    def build(context, builder, signature, args):
+        _emit_product(builder, kinds[which], args, values)
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 7, *literals), build
 
 
 # product(a, lda, b, ldb, c, ldc, depth, rows, vectors, lanes, is_fresh):
@@ -222,6 +363,34 @@ def _product_intrinsic(kind):
 # literals; is_fresh: c is written rather than added to.
 tile_product = _product_intrinsic(_FloatTile)
 byte_tile_product = _product_intrinsic(_ByteTile)
+
+
+@intrinsic(prefer_literal=True)
+def panel_product(  # noqa: PLR0913
+    typing_context, a, lda, b, ldb, c, ldc, depth, rows, vectors, lanes, is_fresh, size
+):
+    """`tile_product` with elements of b of `size` bytes, a literal: 4, or 2 for float16."""
+    if not isinstance(size, types.Literal):
+        return None
+    kind = _FloatTile if size.literal_value == 4 else _Float16Tile
+    typed = _typed_product([kind], (rows, vectors, lanes, is_fresh))
+    return typed and (types.void(*typed[0].args, size), typed[1])
+
+
+# How pairs of bfloat16 are multiplied: `how` of `pair_tile_product`.
+WIDENED, DOTS, SOFT_DOTS, ORDERED = range(4)
+_PAIR_KINDS = (_PairTile, _DotTile, _SoftDotTile, _OrderedTile)
+
+
+@intrinsic(prefer_literal=True)
+def pair_tile_product(  # noqa: PLR0913
+    typing_context, a, lda, b, ldb, c, ldc, depth, rows, vectors, lanes, is_fresh, how
+):
+    """`tile_product` of a b of pairs, `depth` steps: of a pair each, or of 16 if how is ORDERED.
+
+    a holds floats if `how` is WIDENED or ORDERED, else bfloat16.
+    """
+    return _typed_product(_PAIR_KINDS, (rows, vectors, lanes, is_fresh, how))
 
 
 @intrinsic(prefer_literal=True)
@@ -242,7 +411,7 @@ def add_tile_product(  # noqa: PLR0913
     return types.void(*[types.intp] * 7, *literals), build
 
 
-HAS_BYTE_PRODUCT = bool(_FEATURES.get("avx512vnni"))
+HAS_BYTE_PRODUCT = isa.has("avx512vnni")
 
 
 @intrinsic(prefer_literal=True)
@@ -340,3 +509,13 @@ def _exchange(builder, low, high, step):
         builder.shuffle_vector(low, high, ir.Constant(kind, first)),
         builder.shuffle_vector(low, high, ir.Constant(kind, second)),
     )
+
+
+@intrinsic
+def in_order(typing_context, value):
+    """The same float32, as it was worked out: sums with it are not regrouped."""
+
+    def build(context, builder, signature, args):
+        return _fence(builder, args[0])
+
+    return types.float32(types.float32), build

@@ -147,10 +147,40 @@ def test_attention_does_not_depend_on_company_or_cut(
             assert torch.equal(got, together[rows])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_attention_half_precision(dtype: torch.dtype, rng: torch.Generator) -> None:
-    cache = Cache(STEPS["mixed"], (2, 64), rng, dtype=dtype)
-    q = torch.randn(cache.num_tokens, 6, 64, generator=rng).to(dtype)
+@pytest.mark.isa
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("step", STEPS)
+def test_attention_in_bfloat16_is_rounded_once(step: str, name: str, rng: torch.Generator) -> None:
+    cache = Cache(STEPS[step], (2, 64), rng, dtype=torch.bfloat16)
+    q = torch.randn(cache.num_tokens, 6, 64, generator=rng).bfloat16()
+    got, wanted = attend_both(q, cache, variant(name, 6, rng))
+    assert got.dtype is torch.bfloat16
+    is_near(got, wanted)
+
+
+def is_near(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    """What was computed in float32, then rounded to bfloat16."""
+    assert got.dtype is torch.bfloat16 and not got.isnan().any()
+    torch.testing.assert_close(got.double(), wanted.double(), rtol=2**-8, atol=2e-5)
+
+
+@pytest.mark.parametrize(("head_dim", "group"), [(80, 8), (24, 4), (128, 2)])
+def test_attention_shapes_in_bfloat16(head_dim: int, group: int, rng: torch.Generator) -> None:
+    cache = Cache(STEPS["mixed"], (2, head_dim), rng, dtype=torch.bfloat16)
+    q = torch.randn(cache.num_tokens, 2 * group, head_dim, generator=rng).bfloat16()
+    is_near(*attend_both(q, cache, {"scale": head_dim**-0.5}))
+
+
+def test_attention_takes_sinks_of_either_type(rng: torch.Generator) -> None:
+    cache = Cache(STEPS["mixed"], (2, 64), rng, dtype=torch.bfloat16)
+    q = torch.randn(cache.num_tokens, 6, 64, generator=rng).bfloat16()
+    sinks = torch.randn(6, generator=rng).bfloat16()
+    is_near(*attend_both(q, cache, {"scale": 0.125, "sinks": sinks}))
+
+
+def test_attention_in_float16_is_the_references(rng: torch.Generator) -> None:
+    cache = Cache(STEPS["mixed"], (2, 64), rng, dtype=torch.float16)
+    q = torch.randn(cache.num_tokens, 6, 64, generator=rng).half()
     close(*attend_both(q, cache, {"scale": 0.125, "window": 9}), tolerance=2e-2)
 
 
@@ -186,6 +216,7 @@ ROPES = {
 }
 
 
+@pytest.mark.isa
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ROPES)
 def test_qkv_rope_write(name: str, dtype: torch.dtype, rng: torch.Generator) -> None:
@@ -218,10 +249,11 @@ def test_qkv_rope_write(name: str, dtype: torch.dtype, rng: torch.Generator) -> 
             weights.get("q_norm"), weights.get("k_norm"), 1e-6, "norm_add_one" in chosen
         ),
     )
-    tolerance = 1e-5 if dtype is torch.float32 else 5e-2
-    close(got, wanted, tolerance)
+    tolerance = (1e-5, 1e-5) if dtype is torch.float32 else (2**-8, 2e-5)  # rounded once
     assert torch.equal(got_kv.isnan(), wanted_kv.isnan())
-    close(got_kv.nan_to_num(), wanted_kv.nan_to_num(), tolerance)
+    for mine, theirs in ((got, wanted), (got_kv.nan_to_num(), wanted_kv.nan_to_num())):
+        rtol, atol = tolerance
+        torch.testing.assert_close(mine.double(), theirs.double(), rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("dim", [64, 24])
@@ -264,6 +296,19 @@ def test_norms(size: tuple[int, int], add_one: bool, rng: torch.Generator) -> No
     assert torch.equal(x, kept[0]) and torch.equal(residual, kept[1])
 
 
+@pytest.mark.isa
+@pytest.mark.parametrize("add_one", [False, True])
+def test_norms_in_bfloat16(add_one: bool, rng: torch.Generator) -> None:
+    x, residual = (torch.randn(70, 130, generator=rng).bfloat16() for _ in range(2))
+    weight = torch.randn(130, generator=rng).bfloat16()
+    wanted = reference.rms_norm(x.double(), weight.double(), 1e-5, add_one=add_one)
+    is_near(kernels.rms_norm(x, weight, 1e-5, add_one=add_one), wanted)
+    got, total = kernels.add_rms_norm(x, residual, weight, 1e-5, add_one=add_one)
+    # The sum is rounded first, for it is what the next layer adds to.
+    assert torch.equal(total, x + residual)
+    is_near(got, reference.rms_norm(total.double(), weight.double(), 1e-5, add_one=add_one))
+
+
 def test_norm_of_heads_and_of_nothing(rng: torch.Generator) -> None:
     x, weight = torch.randn(3, 4, 32, generator=rng), torch.randn(32, generator=rng)
     wanted = reference.rms_norm(x.double(), weight.double(), 1e-6)
@@ -276,6 +321,13 @@ def test_norm_of_heads_and_of_nothing(rng: torch.Generator) -> None:
 def test_gated_activations(act: str, size: tuple[int, int], rng: torch.Generator) -> None:
     gate_up = torch.randn(size, generator=rng) * 6
     close(kernels.act_mul(gate_up, act), reference.act_mul(gate_up.double(), act))
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("act", ["silu", "gelu_tanh"])
+def test_gated_activations_in_bfloat16(act: str, rng: torch.Generator) -> None:
+    gate_up = (torch.randn(40, 3000, generator=rng) * 6).bfloat16()
+    is_near(kernels.act_mul(gate_up, act), reference.act_mul(gate_up.double(), act))
 
 
 def test_unknown_activation_is_named() -> None:

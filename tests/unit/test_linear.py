@@ -42,13 +42,6 @@ def test_float32(shape: tuple[int, int], has_bias: bool, rng: torch.Generator) -
         torch.testing.assert_close(layer(x).double() / scale, wanted / scale, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_torchs_own(dtype: torch.dtype, rng: torch.Generator) -> None:
-    weight, x = (torch.randn(9, 16, generator=rng).to(dtype) for _ in range(2))
-    bias = torch.randn(9, generator=rng).to(dtype)
-    assert torch.equal(make_linear(weight, bias)(x), F.linear(x, weight, bias))
-
-
 def int8_layers(weight: torch.Tensor, bias: torch.Tensor | None):
     yield make_linear(weight, bias, quantization="int8")
     yield linear.TorchInt8Linear(weight, bias)

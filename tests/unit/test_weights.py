@@ -293,12 +293,21 @@ def test_a_tied_file_that_holds_both_tables_is_believed(tmp_path: Path) -> None:
 
 
 def test_the_dtype_asked_for_is_computed_with(tmp_path: Path) -> None:
-    root = write(tmp_path, stored_tensors(HF), {**HF, "dtype": "bfloat16"})
-    assert load(root).dtype == torch.float32
-    model = load(root, dtype="bfloat16")
-    assert model.dtype == torch.bfloat16
-    assert model.kv_spec.dtype_bytes == 2
-    assert model.logits(torch.randn(3, 32).bfloat16()).dtype == torch.float32
+    """Auto is the checkpoint's; float16 is kept so, and computed with in float32."""
+    for stored, asked, computed in (
+        ("bfloat16", "auto", torch.bfloat16),
+        ("bfloat16", "float32", torch.float32),
+        ("float32", "auto", torch.float32),
+        ("float32", "bfloat16", torch.bfloat16),
+        ("float16", "auto", torch.float32),
+        ("float16", "bfloat16", torch.bfloat16),
+        ("float32", "float16", torch.float32),
+    ):
+        root = write(tmp_path, stored_tensors(HF), {**HF, "dtype": stored})
+        model = load(root, dtype=asked)
+        assert model.dtype == computed
+        assert model.kv_spec.dtype_bytes == computed.itemsize
+        assert model.logits(torch.randn(3, 32).to(computed)).dtype == torch.float32
 
 
 def test_files_are_closed_and_readers_end_when_loading_fails(tmp_path: Path) -> None:

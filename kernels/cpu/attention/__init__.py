@@ -1,4 +1,4 @@
-"""Paged attention of float32 tokens over a cache of float32 or bfloat16."""
+"""Paged attention of tokens over a cache, either float32 or bfloat16."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from functools import cache
 
 import torch
 
-from kernels.cpu.attention_chunk import chunk_body, tokens_an_item
-from kernels.cpu.attention_plan import Plan, make_plan
-from kernels.cpu.attention_single import single_body
+from kernels.cpu.attention.chunk import chunk_body, tokens_an_item
+from kernels.cpu.attention.plan import Plan, make_plan
+from kernels.cpu.attention.single import single_body
 from kernels.cpu.native import Kernel, bits
 from kernels.cpu.threads import num_threads
 from kernels.meta import AttentionMeta
@@ -19,22 +19,23 @@ _ENOUGH = 512
 
 
 @cache
-def _single(head_dim: int, group: int, cell: int) -> Kernel:
-    return Kernel(single_body(head_dim, group, cell), heavy=True)
+def _single(head_dim: int, group: int, sizes: tuple[int, int]) -> Kernel:
+    return Kernel(single_body(head_dim, group, sizes), heavy=True)
 
 
 @cache
-def _chunk(head_dim: int, group: int, cell: int) -> Kernel:
-    return Kernel(chunk_body(head_dim, group, cell), heavy=True)
+def _chunk(head_dim: int, group: int, sizes: tuple[int, int]) -> Kernel:
+    return Kernel(chunk_body(head_dim, group, sizes), heavy=True)
 
 
 def paged_attention(
     q: torch.Tensor, kv_layer: torch.Tensor, meta: AttentionMeta, variant: Variant
 ) -> torch.Tensor:
-    """See kernels.ops.paged_attention. q and sinks: contiguous float32."""
+    """See kernels.ops.paged_attention. q: contiguous, float32 or bfloat16; sinks: float32."""
     num_tokens, num_heads, head_dim = q.shape
     _, _, kv_heads, block, _ = kv_layer.shape
-    group, threads, cell = num_heads // kv_heads, num_threads(), kv_layer.element_size()
+    group, threads = num_heads // kv_heads, num_threads()
+    sizes = q.element_size(), kv_layer.element_size()
     key = ("attention", variant.window, group)
     plan = meta.scratch.get(key)
     if plan is None:
@@ -49,7 +50,7 @@ def paged_attention(
     numbers = (bits(variant.scale), bits(variant.softcap), sinks)
     if plan.singles.num:
         room = _partials(meta, plan, num_heads * (head_dim + 2)) if plan.is_cut else 0
-        _single(head_dim, group, cell).run(
+        _single(head_dim, group, sizes).run(
             threads if plan.singles.work * num_heads >= _ENOUGH else 1,
             *tensors,
             *shape,
@@ -60,7 +61,7 @@ def paged_attention(
             plan.first_items,
         )
     if plan.chunks.num:
-        _chunk(head_dim, group, cell).run(
+        _chunk(head_dim, group, sizes).run(
             threads if plan.chunks.work * num_heads >= _ENOUGH else 1,
             *tensors,
             *shape,

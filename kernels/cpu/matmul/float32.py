@@ -1,8 +1,9 @@
-"""Products of a few to many float32 rows with a weight matrix that was laid out once.
+"""Products of a few to many float32 rows with a weight matrix of float32 or float16.
 
 The packed layout is ``[panels, in, 64]``: 64 outputs side by side, so that one pass over a panel
 reads memory in order and feeds whole vectors, whatever the number of rows. One copy serves a single
-row at the speed of memory and thousands at the speed of arithmetic.
+row at the speed of memory and thousands at the speed of arithmetic. Of float16, what is read is
+widened in registers.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from numba import njit
 
 from kernels.cpu.native import FAST, Kernel, f32, i64, next_item
 from kernels.cpu.threads import num_threads
-from kernels.cpu.vectors import tile_product
+from kernels.cpu.vectors import panel_product
 
 PANEL = 64  # outputs side by side
 
@@ -27,7 +28,7 @@ _ZERO = np.float32(0)
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """[out, in] float32 -> [panels, in, PANEL], zeros after the last output."""
+    """[out, in] -> [panels, in, PANEL], zeros after the last output."""
     num_out, num_in = weight.shape
     panels = -(-num_out // PANEL)
     packed = weight.new_empty((panels, num_in, PANEL))
@@ -42,11 +43,11 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 def packed_product(
     x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, num_out: int
 ) -> torch.Tensor:
-    """x [N, in] contiguous -> [N, out]."""
+    """x [N, in] contiguous float32 -> [N, out] float32; bias: [out] float32."""
     num, num_in = x.shape
     out = x.new_empty((num, num_out))
     threads = num_threads() if num * num_in * num_out >= _ENOUGH else 1
-    PACKED.run(
+    PACKED[packed.element_size()].run(
         threads,
         x.data_ptr(),
         packed.data_ptr(),
@@ -82,54 +83,62 @@ def _begin(c, ldc, num, width, bias):
                 sums[i] = _ZERO
 
 
-@njit(**_INLINE)
-def _add_rows(a, lda, b, c, ldc, num, depth):
-    """c[num, PANEL] += a[num, depth] @ b[depth, PANEL]."""
-    row = 0
+@njit(inline="always")
+def _add_rows(a, lda, b, c, ldc, span, size):
+    """c[num, PANEL] += a[num, depth] @ b[depth, PANEL]; span: num and depth, size: bytes of an
+    element of b, a literal."""
+    num, depth = span
+    row, ldb = 0, PANEL * size
     while row + _ROWS <= num:
-        tile_product(a + row * lda, lda, b, PANEL * 4, c + row * ldc, ldc, depth, 6, 4, 16, 0)
+        panel_product(a + row * lda, lda, b, ldb, c + row * ldc, ldc, depth, 6, 4, 16, 0, size)
         row += _ROWS
     a, c = a + row * lda, c + row * ldc
     if num - row == 5:
-        tile_product(a, lda, b, PANEL * 4, c, ldc, depth, 5, 4, 16, 0)
+        panel_product(a, lda, b, ldb, c, ldc, depth, 5, 4, 16, 0, size)
     elif num - row == 4:
-        tile_product(a, lda, b, PANEL * 4, c, ldc, depth, 4, 4, 16, 0)
+        panel_product(a, lda, b, ldb, c, ldc, depth, 4, 4, 16, 0, size)
     elif num - row == 3:
-        tile_product(a, lda, b, PANEL * 4, c, ldc, depth, 3, 4, 16, 0)
+        panel_product(a, lda, b, ldb, c, ldc, depth, 3, 4, 16, 0, size)
     elif num - row == 2:
-        tile_product(a, lda, b, PANEL * 4, c, ldc, depth, 2, 4, 16, 0)
+        panel_product(a, lda, b, ldb, c, ldc, depth, 2, 4, 16, 0, size)
     elif num - row == 1:
-        tile_product(a, lda, b, PANEL * 4, c, ldc, depth, 1, 4, 16, 0)
+        panel_product(a, lda, b, ldb, c, ldc, depth, 1, 4, 16, 0, size)
 
 
-def _packed_body(row):
-    p = i64(row, (9,))
-    num, num_in, num_out, rows = p[5], p[6], p[7], p[8]
-    panels, blocks = (num_out + PANEL - 1) // PANEL, (num + rows - 1) // rows
-    edge = np.empty((rows, PANEL), np.float32)
-    while True:
-        item = next_item(row)
-        if item >= panels * blocks:
-            break
-        block = item // panels
-        panel = item - block * panels
-        first = block * rows
-        count, width = min(rows, num - first), min(PANEL, num_out - panel * PANEL)
-        out = p[4] + (first * num_out + panel * PANEL) * 4
-        target, stride = out, num_out * 4
-        if width < PANEL:
-            target, stride = edge.ctypes.data, PANEL * 4
-        _begin(target, stride, count, width, p[3] + panel * PANEL * 4 if p[3] else 0)
-        for start in range(0, num_in, _DEPTH):
-            depth = min(_DEPTH, num_in - start)
-            a = p[1] + (first * num_in + start) * 4
-            b = p[2] + (panel * num_in + start) * (PANEL * 4)
-            _add_rows(a, num_in * 4, b, target, stride, count, depth)
-        if width < PANEL:
-            for i in range(count):
-                values = f32(out + i * num_out * 4, (width,))
-                for j in range(width):
-                    values[j] = edge[i, j]
+def _packed_body(size: int):
+    """A body for the bytes of an element of the weights."""
+
+    def body(row):
+        p = i64(row, (9,))
+        num, num_in, num_out, rows = p[5], p[6], p[7], p[8]
+        panels, blocks = (num_out + PANEL - 1) // PANEL, (num + rows - 1) // rows
+        edge = np.empty((rows, PANEL), np.float32)
+        while True:
+            item = next_item(row)
+            if item >= panels * blocks:
+                break
+            block = item // panels
+            panel = item - block * panels
+            first = block * rows
+            count, width = min(rows, num - first), min(PANEL, num_out - panel * PANEL)
+            out = p[4] + (first * num_out + panel * PANEL) * 4
+            target, stride = out, num_out * 4
+            if width < PANEL:
+                target, stride = edge.ctypes.data, PANEL * 4
+            _begin(target, stride, count, width, p[3] + panel * PANEL * 4 if p[3] else 0)
+            for start in range(0, num_in, _DEPTH):
+                depth = min(_DEPTH, num_in - start)
+                a = p[1] + (first * num_in + start) * 4
+                b = p[2] + (panel * num_in + start) * (PANEL * size)
+                _add_rows(a, num_in * 4, b, target, stride, (count, depth), size)
+            if width < PANEL:
+                for i in range(count):
+                    values = f32(out + i * num_out * 4, (width,))
+                    for j in range(width):
+                        values[j] = edge[i, j]
+
+    return body
 
 
-PACKED = Kernel(_packed_body, heavy=True)
+# By bytes of an element of the weights.
+PACKED = {size: Kernel(_packed_body(size), heavy=True) for size in (4, 2)}

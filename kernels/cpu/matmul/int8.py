@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numba import njit
 
-from kernels.cpu.matmul import PANEL, rows_an_item
+from kernels.cpu.matmul.float32 import PANEL, rows_an_item
 from kernels.cpu.native import FAST, Kernel, f32, float_of_bits, i32, i64, next_item, u8
 from kernels.cpu.threads import num_threads
 from kernels.cpu.vectors import HAS_BYTE_PRODUCT, byte_tile_product

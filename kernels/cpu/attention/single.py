@@ -12,21 +12,22 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from kernels.cpu.attention_plan import ITEM_FIELDS
+from kernels.cpu.attention.plan import ITEM_FIELDS
+from kernels.cpu.attention.softmax import EMPTY, INLINE, cap, divisor, fill, scaled_copy, soften
+from kernels.cpu.cells import read_cells, write_cells
 from kernels.cpu.mathlib import LOG2_E, exp2
 from kernels.cpu.native import f32, f64, i32, i64, next_item
-from kernels.cpu.softmax import EMPTY, INLINE, cap, divisor, fill, scaled_copy, soften
 from kernels.cpu.vectors import LANES, LINE, add_tile_product, dots, lanes_of, prefetch
 
 NUM_PARAMETERS = 15
 _ZERO, _ONE = np.float32(0), np.float32(1)
 
 
-def single_body(head_dim: int, group: int, cell: int):
-    """A body for one head size, number of query heads per key head and size of a cache element.
-
-    All else is parameters.
+def single_body(head_dim: int, group: int, sizes: tuple[int, int]):
+    """A body for one head size, number of query heads per key head, and bytes of an element of
+    queries and outputs, and of the cache. All else is parameters.
     """
+    token, cell = sizes
     lanes = lanes_of(head_dim)
     vectors = head_dim // lanes
 
@@ -43,8 +44,8 @@ def single_body(head_dim: int, group: int, cell: int):
             if index >= p[9]:
                 break
             item = i32(p[8] + index * (ITEM_FIELDS * 4), (ITEM_FIELDS,))
-            source = f32(p[1] + np.int64(item[1]) * (heads * head_dim * 4), (heads * head_dim,))
-            scaled_copy(source, q.reshape(-1), scale)
+            read_cells(p[1] + np.int64(item[1]) * (heads * head_dim * token), q.reshape(-1), token)
+            scaled_copy(q.reshape(-1), q.reshape(-1), scale)
             fill(acc.reshape(-1), _ZERO)
             fill(total.reshape(-1), _ZERO)
             fill(largest, EMPTY)
@@ -64,7 +65,7 @@ def single_body(head_dim: int, group: int, cell: int):
                         cap(scores[h, first:end], softcap)
                     largest[h] = soften(scores[h], first, end, largest[h], total[h], acc[h])
                 _add((scores, acc), page, (first, end), group, vectors, lanes, cell)
-            _finish(p, item, index, acc, total, largest)
+            _finish(p, item, index, acc, total, largest, token)
 
     return body
 
@@ -100,16 +101,17 @@ def _add(arrays, page, span, group, vectors, lanes, cell):
 
 
 @njit(**INLINE)
-def _finish(p, item, index, acc, total, largest):
+def _finish(p, item, index, acc, total, largest, token):
     """Write the row, or leave partial sums and merge them if this item is the last of its row."""
     seq, shared = item[0], item[5]
     heads, head_dim = acc.shape
     sinks = f32(p[12], (heads if p[12] else 0,))
-    out = f32(p[4] + np.int64(item[1]) * (heads * head_dim * 4), (heads, head_dim))
+    out = p[4] + np.int64(item[1]) * (heads * head_dim * token)
     if shared == 1:
         for h in range(heads):
             below = divisor(total[h, 0], sinks, h, largest[h])
-            scaled_copy(acc[h], out[h], _ONE / below)
+            scaled_copy(acc[h], acc[h], _ONE / below)
+        write_cells(out, acc.reshape(-1), token)
         return
     size = heads * (head_dim + 2)
     mine = f32(p[13] + index * (size * 4), (heads, head_dim + 2))
@@ -121,7 +123,8 @@ def _finish(p, item, index, acc, total, largest):
     if next_item(arrived) + 1 == shared:
         i64(arrived, (1,))[0] = 0
         first = i64(p[15], (seq + 1,))[seq]
-        _merge(f32(p[13] + first * (size * 4), (shared, heads, head_dim + 2)), sinks, out)
+        _merge(f32(p[13] + first * (size * 4), (shared, heads, head_dim + 2)), sinks, acc)
+        write_cells(out, acc.reshape(-1), token)
 
 
 @njit(**INLINE)

@@ -11,11 +11,11 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from kernels.cpu.attention_plan import ITEM_FIELDS
-from kernels.cpu.cells import read_cells
+from kernels.cpu.attention.plan import ITEM_FIELDS
+from kernels.cpu.attention.softmax import EMPTY, INLINE, cap, divisor, fill, scaled_copy, soften
+from kernels.cpu.cells import read_cells, write_cells
 from kernels.cpu.mathlib import LOG2_E
 from kernels.cpu.native import f32, f64, i32, i64, next_item
-from kernels.cpu.softmax import EMPTY, INLINE, cap, divisor, fill, scaled_copy, soften
 from kernels.cpu.vectors import LANES, lanes_of, tile_product, transpose16
 
 NUM_PARAMETERS = 13
@@ -31,11 +31,11 @@ def tokens_an_item(group: int) -> int:
     return max(1, _ROWS // group)
 
 
-def chunk_body(head_dim: int, group: int, cell: int):
-    """A body for one head size, number of query heads per key head and size of a cache element.
-
-    All else is parameters.
+def chunk_body(head_dim: int, group: int, sizes: tuple[int, int]):
+    """A body for one head size, number of query heads per key head, and bytes of an element of
+    queries and outputs, and of the cache. All else is parameters.
     """
+    token, cell = sizes
     lanes = lanes_of(head_dim)
     vectors = head_dim // lanes
     rows = -(-tokens_an_item(group) * group // _STEP) * _STEP
@@ -55,7 +55,7 @@ def chunk_body(head_dim: int, group: int, cell: int):
                 break
             item = i32(p[8] + (index // kv_heads) * (ITEM_FIELDS * 4), (ITEM_FIELDS,))
             head, num = index % kv_heads, item[2] * group
-            _begin(p, item, head, group, scale, q)
+            _begin(p, item, head, group, scale, q, token)
             fill(acc.reshape(-1), _ZERO)
             fill(total.reshape(-1), _ZERO)
             fill(largest, EMPTY)
@@ -67,7 +67,7 @@ def chunk_body(head_dim: int, group: int, cell: int):
                 _weigh(p, item, group, (base, count), softcap, scores, (largest, total, acc))
                 _add(scores, values, acc, num, count, vectors, lanes)
                 base += count
-            _finish(p, item, head, group, acc, total, largest)
+            _finish(p, item, head, group, (acc, total, largest), token)
 
     return body
 
@@ -99,18 +99,20 @@ def _add(scores, values, acc, num, count, vectors, lanes):
 
 
 @njit(**INLINE)
-def _row_address(start, token, head, p, group, head_dim):
-    """Bytes from the start of q, or of the output, to the first query head of `head`."""
-    return ((np.int64(start) + token) * p[5] + head) * (group * head_dim * 4)
+def _row_address(start, index, head, p, size):
+    """Bytes from the start of q, or of the output, to the first query head of `head`; size: bytes
+    of the query heads of one key head."""
+    return ((np.int64(start) + index) * p[5] + head) * size
 
 
 @njit(**INLINE)
-def _begin(p, item, head, group, scale, q):
+def _begin(p, item, head, group, scale, q, token):
     width = group * q.shape[1]
     flat = q.reshape(-1)
-    for token in range(item[2]):
-        source = p[1] + _row_address(item[1], token, head, p, group, q.shape[1])
-        scaled_copy(f32(source, (width,)), flat[token * width : (token + 1) * width], scale)
+    for i in range(item[2]):
+        rows = flat[i * width : (i + 1) * width]
+        read_cells(p[1] + _row_address(item[1], i, head, p, width * token), rows, token)
+        scaled_copy(rows, rows, scale)
 
 
 @njit(inline="always")
@@ -171,12 +173,14 @@ def _weigh(p, item, group, keys, softcap, scores, sums):
 
 
 @njit(**INLINE)
-def _finish(p, item, head, group, acc, total, largest):
-    head_dim = acc.shape[1]
+def _finish(p, item, head, group, sums, token):
+    acc, total, largest = sums
+    width = group * acc.shape[1]
     sinks = f32(p[12], (p[5] * group if p[12] else 0,))
-    for token in range(item[2]):
-        out = p[4] + _row_address(item[1], token, head, p, group, head_dim)
+    for i in range(item[2]):
         for g in range(group):
-            r = token * group + g
+            r = i * group + g
             below = divisor(total[r, 0], sinks, head * group + g, largest[r])
-            scaled_copy(acc[r], f32(out + g * (head_dim * 4), (head_dim,)), _ONE / below)
+            scaled_copy(acc[r], acc[r], _ONE / below)
+        rows = acc.reshape(-1)[i * width : (i + 1) * width]
+        write_cells(p[4] + _row_address(item[1], i, head, p, width * token), rows, token)

@@ -1,0 +1,204 @@
+"""Tiles of AMX: eight registers of 16 rows x 64 bytes, and the product of two of them.
+
+A tile's number is a literal. `soft`, a literal too, has the same numbers worked out without the
+instructions, so that what is built on tiles can be tried on any processor: slowly, and to the last
+bit as Intel's manual defines TDPBF16PS, but for denormal numbers, which that takes as zero.
+
+`state` is the address of STATE bytes of the thread's own. A thread calls `begin` before its first
+tile and `end` after its last: the system saves what lies between with the thread.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+from kernels.cpu.native import f32, float_of_bits, u8, u16
+from kernels.cpu.vectors import in_order
+
+ROWS = 16  # of a tile
+ROW_BYTES = 64
+STATE = 8 * ROWS * ROW_BYTES  # soft tiles; of the instructions, 64 bytes of configuration
+
+_PALETTE, _COLUMNS_AT, _ROWS_AT = 1, 16, 48  # of the configuration
+_I8, _I64 = ir.IntType(8), ir.IntType(64)
+_HALF = np.int32(16)
+_ZERO = np.float32(0)
+_FLOATS = ROW_BYTES // 4
+_TILE = ROWS * ROW_BYTES
+
+
+def _operation(soft_body: Any, given: tuple[Any, ...], literals: tuple[Any, ...], emit: Any) -> Any:
+    """Signature and code of an operation. given: the types of its arguments, `soft` last, with the
+    literals among them; emit(builder, args) calls the instruction."""
+    if not all(isinstance(one, types.Literal) for one in literals):
+        return None
+    is_soft = literals[-1].literal_value
+    kinds = [one if isinstance(one, types.Literal) else types.intp for one in given]
+
+    def build(context, builder, signature, args):
+        if is_soft:
+            plain = types.void(*[types.intp] * (len(args) - 1))
+            numbers = [
+                _I64(kind.literal_value) if isinstance(kind, types.Literal) else arg
+                for kind, arg in zip(kinds, args, strict=True)
+            ]
+            context.compile_internal(builder, soft_body, plain, numbers[:-1])
+        else:
+            emit(builder, args)
+        return context.get_dummy_value()
+
+    return types.void(*kinds), build
+
+
+def _call(builder, name, *args):
+    function = builder.module.globals.get(name)
+    if function is None:
+        kind = ir.FunctionType(ir.VoidType(), [arg.type for arg in args])
+        function = ir.Function(builder.module, kind, name)
+    builder.call(function, args)
+
+
+def _number(literal):
+    return ir.Constant(_I8, literal.literal_value)
+
+
+def _pointer(builder, address):
+    return builder.inttoptr(address, _I8.as_pointer())
+
+
+@intrinsic(prefer_literal=True)
+def _configure(typing_context, state, soft):
+    def emit(builder, args):
+        _call(builder, "llvm.x86.ldtilecfg", _pointer(builder, args[0]))
+
+    return _operation(_nothing, (state, soft), (soft,), emit)
+
+
+@intrinsic(prefer_literal=True)
+def end(typing_context, state, soft):
+    """Give the tiles back: a thread without any is saved quickly."""
+
+    def emit(builder, args):
+        _call(builder, "llvm.x86.tilerelease")
+
+    return _operation(_nothing, (state, soft), (soft,), emit)
+
+
+@intrinsic(prefer_literal=True)
+def zero(typing_context, state, tile, soft):
+    """tile = 0."""
+
+    def emit(builder, args):
+        _call(builder, "llvm.x86.tilezero", _number(tile))
+
+    return _operation(_soft_zero, (state, tile, soft), (tile, soft), emit)
+
+
+@intrinsic(prefer_literal=True)
+def load(typing_context, state, tile, address, stride, soft):
+    """tile[row] = the 64 bytes at address + row * stride."""
+
+    def emit(builder, args):
+        name = "llvm.x86.tileloadd64"
+        _call(builder, name, _number(tile), _pointer(builder, args[2]), args[3])
+
+    return _operation(_soft_load, (state, tile, address, stride, soft), (tile, soft), emit)
+
+
+@intrinsic(prefer_literal=True)
+def store(typing_context, state, tile, address, stride, soft):
+    """The 64 bytes at address + row * stride = tile[row]."""
+
+    def emit(builder, args):
+        name = "llvm.x86.tilestored64"
+        _call(builder, name, _number(tile), _pointer(builder, args[2]), args[3])
+
+    return _operation(_soft_store, (state, tile, address, stride, soft), (tile, soft), emit)
+
+
+@intrinsic(prefer_literal=True)
+def dot(typing_context, state, total, left, right, soft):
+    """total [16, 16] float32 += left [16, 32] @ right [16 pairs, 16, 2], both bfloat16."""
+    numbers = (total, left, right)
+
+    def emit(builder, args):
+        _call(builder, "llvm.x86.tdpbf16ps", *map(_number, numbers))
+
+    return _operation(_soft_dot, (state, *numbers, soft), (*numbers, soft), emit)
+
+
+@njit(inline="always")
+def begin(state, soft):
+    """All tiles of 16 rows x 64 bytes. soft: a literal."""
+    if not soft:
+        settings = u8(state, (ROW_BYTES,))
+        for i in range(ROW_BYTES):
+            settings[i] = 0
+        settings[0] = _PALETTE
+        for tile in range(8):
+            settings[_COLUMNS_AT + 2 * tile] = ROW_BYTES
+            settings[_ROWS_AT + tile] = ROWS
+    _configure(state, soft)
+
+
+def _nothing(state):
+    pass
+
+
+def _soft_zero(state, tile):
+    sums = f32(state + tile * _TILE, (ROWS * _FLOATS,))
+    for i in range(ROWS * _FLOATS):
+        sums[i] = _ZERO
+
+
+def _soft_load(state, tile, address, stride):
+    for row in range(ROWS):
+        source, target = (
+            u8(address + row * stride, (64,)),
+            u8(state + tile * _TILE + row * 64, (64,)),
+        )
+        for i in range(ROW_BYTES):
+            target[i] = source[i]
+
+
+def _soft_store(state, tile, address, stride):
+    for row in range(ROWS):
+        source, target = (
+            u8(state + tile * _TILE + row * 64, (64,)),
+            u8(address + row * stride, (64,)),
+        )
+        for i in range(ROW_BYTES):
+            target[i] = source[i]
+
+
+def _soft_dot(state, total, left, right):
+    sums = f32(state + total * _TILE, (ROWS, _FLOATS))
+    a = u16(state + left * _TILE, (ROWS, _FLOATS, 2))
+    b = u16(state + right * _TILE, (_FLOATS, _FLOATS, 2))
+    for m in range(ROWS):
+        for n in range(_FLOATS):
+            even, odd = _ZERO, _ZERO
+            for k in range(_FLOATS):
+                even = _fused(_wide(a[m, k, 0]), _wide(b[k, n, 0]), even)
+                odd = _fused(_wide(a[m, k, 1]), _wide(b[k, n, 1]), odd)
+            sums[m, n] += in_order(in_order(even) + in_order(odd))
+
+
+@njit(inline="always")
+def _wide(bits):
+    return float_of_bits(np.int32(bits) << _HALF)
+
+
+@intrinsic
+def _fused(typing_context, a, b, c):
+    """a * b + c, rounded once."""
+
+    def build(context, builder, signature, args):
+        return builder.fma(*args)
+
+    return types.float32(types.float32, types.float32, types.float32), build

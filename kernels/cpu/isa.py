@@ -1,0 +1,126 @@
+"""Which instructions compiled kernels may use: this processor's by cpuid, or fewer if told so.
+
+Levels, each with the ones before it:
+
+    base         what LLVM takes this processor for; no instruction is named by us
+    avx2         vectors of 8 floats
+    avx512       vectors of 16 floats
+    avx512_bf16  pairs of bfloat16 multiplied and added in one instruction (Zen 4, Cooper Lake)
+    amx          tiles of bfloat16 (Sapphire Rapids)
+
+``METRONOME_CPU_ISA`` names a lower level than the processor's, so that the bodies of other machines
+can be tried on this one. It must be set before Numba compiles anything, for it settles on its
+features once a process. Numba's cache on disk is keyed by them, so a cache that was filled by
+another processor, or at another level, is added to and never run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+from functools import cache
+
+from llvmlite import binding
+from numba import config
+from numba.core.registry import cpu_target
+
+VARIABLE = "METRONOME_CPU_ISA"
+
+_NEEDS: dict[str, tuple[str, ...]] = {
+    "base": (),
+    "avx2": ("avx2", "fma", "f16c"),
+    "avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl"),
+    "avx512_bf16": ("avx512bf16",),
+    "amx": ("amx-tile", "amx-bf16"),
+}
+LEVELS = tuple(_NEEDS)
+
+# System calls: ask the kernel for the tiles' registers, which a thread's saved state then holds.
+_ARCH_PRCTL, _REQUEST, _TILE_DATA = 158, 0x1023, 18
+
+_HOST: dict[str, bool] = dict(binding.get_host_cpu_features())
+
+
+@cache
+def may_use_tiles() -> bool:
+    """Ask the system to let this process and its later threads use AMX; False if it does not."""
+    if not _HOST.get("amx-tile") or platform.machine() != "x86_64":
+        return False
+    return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST, _TILE_DATA) == 0)
+
+
+@cache
+def available() -> tuple[str, ...]:
+    """The levels of this processor, lowest first."""
+    found: list[str] = []
+    for name, needs in _NEEDS.items():
+        if not all(_HOST.get(feature) for feature in needs):
+            break
+        if name == "amx" and not may_use_tiles():
+            break
+        found.append(name)
+    return tuple(found)
+
+
+def asked() -> str | None:
+    """What ``METRONOME_CPU_ISA`` says. Raises ``ValueError`` for what this processor has not."""
+    name = os.environ.get(VARIABLE)
+    if name and name not in LEVELS:
+        raise ValueError(f"{VARIABLE} is {name!r:.80}, must be one of: {', '.join(LEVELS)}")
+    if name and name not in available():
+        raise ValueError(
+            f"{VARIABLE} is {name!r}, which this processor has not; it has: "
+            f"{', '.join(available())}. Unset it to use all of them"
+        )
+    if name and name != LEVEL:
+        raise ValueError(
+            f"{VARIABLE} is {name!r}, but Numba compiled functions before it was read: set it "
+            "before the process starts, and import engine before other users of Numba"
+        )
+    return name or None
+
+
+def _settle() -> str:
+    """The level of this process; what lies above it is taken from Numba.
+
+    A wrong name changes nothing here: ``asked`` says what is wrong when an engine starts.
+    """
+    level = os.environ.get(VARIABLE, "")
+    # Numba's own name for a context that is made when the first function is declared.
+    if level not in available() or "target_context" in vars(cpu_target):
+        return available()[-1]
+    above = LEVELS[LEVELS.index(level) + 1 :]
+    without = {name for higher in above for name in _NEEDS[higher]}
+    families = [prefix for prefix in ("avx512", "amx") if prefix in above]
+    without |= {name for name in _HOST if name.startswith(tuple(families))}
+    for name in without:
+        _HOST[name] = False
+    config.CPU_NAME = binding.get_host_cpu_name()
+    config.CPU_FEATURES = ",".join(f"{'+' if on else '-'}{name}" for name, on in _HOST.items())
+    return level
+
+
+LEVEL = _settle()
+
+
+def has(feature: str) -> bool:
+    """Whether compiled kernels of this process may use what LLVM calls so ("avx512vnni")."""
+    return bool(_HOST.get(feature))
+
+
+def widens_float16() -> bool:
+    """Whether float16 is read in one instruction."""
+    return has("f16c") or platform.machine() == "aarch64"
+
+
+def processor() -> str:
+    """The processor's name as the system tells it, for logs and results."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

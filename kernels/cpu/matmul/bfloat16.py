@@ -1,0 +1,329 @@
+"""Products of bfloat16 rows with bfloat16 weights, summed in float32.
+
+Weights lie in panels ``[panels, depth, 64, 2]``: 64 outputs side by side, for each the inputs 2d
+and 2d + 1 together, which is what the instructions of bfloat16 take and what is widened to float32
+in one operation each where there are none. One copy serves every body and any number of rows:
+
+    widened   AVX2, AVX-512: a row's floats, broadcast, times pairs widened in registers
+    dots      AVX-512 BF16: pairs of the row, broadcast, times pairs, as they lie
+    tiles     AMX: 16 rows x 32 inputs times 32 inputs x 16 outputs; rows are copied to tiles first
+    ordered   AMX, few rows: widened, but summed in the order of the tiles, to the last bit
+
+So a row's numbers do not depend on how many rows there are, nor on the threads. Inputs are filled
+up with zeros to a multiple of 32.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import torch
+from numba import njit
+
+from kernels.cpu import amx, isa
+from kernels.cpu.cells import read_cells, write_cells
+from kernels.cpu.matmul.float32 import PANEL
+from kernels.cpu.native import FAST, Kernel, f32, i64, next_item, u16
+from kernels.cpu.threads import num_threads
+from kernels.cpu.vectors import DOTS, ORDERED, SOFT_DOTS, WIDENED, pair_tile_product
+
+STEP = 32  # inputs are a multiple of it
+NUM_PARAMETERS = 11
+
+_ROWS = 6  # rows a tile: with four vectors of outputs, what the registers hold
+_BLOCK = 72  # rows an item at most: they are read from the second-level cache
+_TILE_BLOCK = 128
+_DEPTH = 768  # inputs a pass: that much of a panel stays in the second-level cache
+_ENOUGH = 65536  # multiplications worth a second thread
+_ITEMS_A_THREAD = 4
+_LINE = PANEL * 4  # bytes of a pair's row of a panel
+_INLINE = {"fastmath": FAST, "error_model": "numpy", "forceinline": True}
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """[out, in] bfloat16 -> [panels, depth, PANEL, 2], zeros after the last output and input."""
+    num_out, num_in = weight.shape
+    panels, depth = -(-num_out // PANEL), -(-num_in // STEP) * STEP // 2
+    packed = weight.new_empty((panels, depth, PANEL, 2))
+    if num_in % STEP or num_out % PANEL:
+        packed.zero_()
+    for panel in range(panels):
+        rows = weight[panel * PANEL : (panel + 1) * PANEL]
+        if num_in % 2:
+            rows = torch.nn.functional.pad(rows, (0, 1))
+        pairs = rows.view(len(rows), -1, 2).transpose(0, 1)
+        packed[panel, : len(pairs), : len(rows)] = pairs
+    return packed
+
+
+def unpack_rows(packed: torch.Tensor, ids: torch.Tensor, num_in: int) -> torch.Tensor:
+    """Rows [I, in] of the weight that was packed."""
+    return packed[ids // PANEL, :, ids % PANEL].flatten(1)[:, :num_in]
+
+
+def packed_product(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    bias: torch.Tensor | None,
+    num_out: int,
+    *,
+    out_dtype: torch.dtype | None = None,
+    body: str | None = None,
+) -> torch.Tensor:
+    """x [N, in] contiguous bfloat16 -> [N, out], rounded to bfloat16 or as summed in float32.
+
+    bias: [out] float32. body: one of BODIES, for tests; None is this processor's.
+    """
+    num, num_in = x.shape
+    out = x.new_empty((num, num_out), dtype=out_dtype or x.dtype)
+    panels, depth = packed.shape[:2]
+    threads = num_threads() if num * num_in * num_out >= _ENOUGH else 1
+    chosen = body or body_of(num)
+    rows = min(num, _TILE_BLOCK if "tiles" in chosen else _BLOCK)
+    BODIES[chosen].run(
+        threads,
+        x.data_ptr(),
+        packed.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        num,
+        num_in,
+        depth,
+        num_out,
+        max(rows, 1),
+        _panels_an_item(num, max(rows, 1), panels, threads),
+        out.element_size(),
+    )
+    return out
+
+
+def _panels_an_item(num: int, rows: int, panels: int, threads: int) -> int:
+    """Rows are prepared once an item, so as many panels as leave enough items to share out."""
+    items = -(-num // rows) * panels
+    return max(1, min(panels, items // (threads * _ITEMS_A_THREAD)))
+
+
+def body_of(num: int) -> str:
+    """The body for so many rows on this processor."""
+    if isa.LEVEL == "amx":
+        return "ordered" if num < _few_rows() else "tiles"
+    return "dots" if isa.LEVEL == "avx512_bf16" else "widened"
+
+
+@cache
+def _few_rows() -> int:
+    """Rows from which on tiles are worth their setting up."""
+    return 8
+
+
+@njit(**_INLINE)
+def _write(p, sums, first, count, panel):
+    """Rows of a panel's sums, with the bias, to the output; p: the body's parameters."""
+    num_out, size, start = p[8], p[11], panel * PANEL
+    width = min(PANEL, num_out - start)
+    if p[3]:
+        bias = f32(p[3] + start * 4, (width,))
+        for i in range(count):
+            for j in range(width):
+                sums[i, j] += bias[j]
+    for i in range(count):
+        out = p[4] + ((first + i) * num_out + start) * size
+        if size == 4:
+            write_cells(out, sums[i, :width], 4)
+        else:
+            write_cells(out, sums[i, :width], 2)
+
+
+@njit(inline="always")
+def _add_in_order(a, lda, b, c, count, depth):
+    """c[count, PANEL] += a[count] @ b over `depth` steps of 32 inputs, two rows at a time."""
+    row, ldc = 0, PANEL * 4
+    while row + 2 <= count:
+        at = c + row * ldc
+        pair_tile_product(a + row * lda, lda, b, _LINE, at, ldc, depth, 2, 4, 16, 0, ORDERED)
+        row += 2
+    if row < count:
+        at = c + row * ldc
+        pair_tile_product(a + row * lda, lda, b, _LINE, at, ldc, depth, 1, 4, 16, 0, ORDERED)
+
+
+@njit(inline="always")
+def _add_pairs(a, lda, b, c, count, depth, how):
+    """c[count, PANEL] += a[count] @ b over `depth` steps; `how` is a literal."""
+    row, ldc = 0, PANEL * 4
+    while row + _ROWS <= count:
+        pair_tile_product(a + row * lda, lda, b, _LINE, c + row * ldc, ldc, depth, 6, 4, 16, 0, how)
+        row += _ROWS
+    a, c = a + row * lda, c + row * ldc
+    if count - row == 5:
+        pair_tile_product(a, lda, b, _LINE, c, ldc, depth, 5, 4, 16, 0, how)
+    elif count - row == 4:
+        pair_tile_product(a, lda, b, _LINE, c, ldc, depth, 4, 4, 16, 0, how)
+    elif count - row == 3:
+        pair_tile_product(a, lda, b, _LINE, c, ldc, depth, 3, 4, 16, 0, how)
+    elif count - row == 2:
+        pair_tile_product(a, lda, b, _LINE, c, ldc, depth, 2, 4, 16, 0, how)
+    elif count - row == 1:
+        pair_tile_product(a, lda, b, _LINE, c, ldc, depth, 1, 4, 16, 0, how)
+
+
+def _vector_body(how: int):
+    """Of products in vector registers: WIDENED, DOTS, SOFT_DOTS or ORDERED."""
+    size = 4 if how in (WIDENED, ORDERED) else 2  # bytes of an element of a prepared row
+
+    def body(row):
+        p = i64(row, (NUM_PARAMETERS + 1,))
+        num, num_in, depth, num_out, most, per = p[5], p[6], p[7], p[8], p[9], p[10]
+        panels, blocks = (num_out + PANEL - 1) // PANEL, (num + most - 1) // most
+        groups, width = (panels + per - 1) // per, depth * 2
+        rows = np.empty(most * width * size, np.uint8)
+        sums = np.empty((most, PANEL), np.float32)
+        while True:
+            item = next_item(row)
+            if item >= groups * blocks:
+                break
+            block = item // groups
+            first, start = block * most, (item - block * groups) * per
+            count = min(most, num - first)
+            for i in range(count):
+                target = rows.ctypes.data + i * width * size
+                _prepare(p[1] + (first + i) * num_in * 2, target, num_in, width, size)
+            for panel in range(start, min(start + per, panels)):
+                sums[:count] = 0
+                for begin in range(0, width, _DEPTH):
+                    inputs = min(_DEPTH, width - begin)
+                    b = p[2] + (panel * depth + begin // 2) * _LINE
+                    a, c = rows.ctypes.data + begin * size, sums.ctypes.data
+                    if how == ORDERED:
+                        _add_in_order(a, width * size, b, c, count, inputs // STEP)
+                    else:
+                        _add_pairs(a, width * size, b, c, count, inputs // 2, how)
+                _write(p, sums, first, count, panel)
+
+    return body
+
+
+@njit(**_INLINE)
+def _prepare(source, target, num_in, width, size):
+    """A row of bfloat16 in elements of `size` bytes, 4 or 2, with zeros after the last input."""
+    if size == 4:
+        floats = f32(target, (width,))
+        read_cells(source, floats[:num_in], 2)
+        for i in range(num_in, width):
+            floats[i] = 0
+    else:
+        halves, copies = u16(source, (num_in,)), u16(target, (width,))
+        for i in range(num_in):
+            copies[i] = halves[i]
+        for i in range(num_in, width):
+            copies[i] = 0
+
+
+def _tile_body(soft: int):
+    def body(row):
+        p = i64(row, (NUM_PARAMETERS + 1,))
+        num, num_in, depth, num_out, most, per = p[5], p[6], p[7], p[8], p[9], p[10]
+        panels, blocks = (num_out + PANEL - 1) // PANEL, (num + most - 1) // most
+        groups, high = (panels + per - 1) // per, (most + 31) // 32 * 32
+        state = np.empty(amx.STATE + 64, np.uint8)
+        rows = np.zeros(high * depth * 2 + 32, np.uint16)
+        sums = np.empty((high, PANEL), np.float32)
+        amx.begin((state.ctypes.data + 63) & -64, soft)
+        while True:
+            item = next_item(row)
+            if item >= groups * blocks:
+                break
+            block = item // groups
+            first, start = block * most, (item - block * groups) * per
+            count = min(most, num - first)
+            # Asked for in each round: Numba frees an array that is not named any more.
+            own, tiles = (state.ctypes.data + 63) & -64, (rows.ctypes.data + 63) & -64
+            _to_tiles(p[1] + first * num_in * 2, tiles, count, num_in, depth)
+            for panel in range(start, min(start + per, panels)):
+                b = p[2] + panel * depth * _LINE
+                for r in range(0, count, 32):
+                    a, c = tiles + r * depth * 4, sums.ctypes.data + r * _LINE
+                    if count - r > 16:
+                        _four_tiles(own, a, b, c, depth, soft)
+                        _four_tiles(own, a, b + 128, c + 128, depth, soft)
+                    else:
+                        _one_row_of_tiles(own, a, b, c, depth, soft)
+                _write(p, sums, first, count, panel)
+        amx.end(state.ctypes.data, soft)
+
+    return body
+
+
+@njit(**_INLINE)
+def _to_tiles(source, target, count, num_in, depth):
+    """Rows of bfloat16 to tiles [rows / 16, inputs / 32, 16, 32], zeros after the last input."""
+    for r in range(count):
+        halves = u16(source + r * num_in * 2, (num_in,))
+        place = target + (r // 16) * depth * 64 + (r % 16) * 64
+        for k in range(0, num_in, 32):
+            piece, num = u16(place + k * 32, (32,)), min(32, num_in - k)
+            for i in range(num):
+                piece[i] = halves[k + i]
+            for i in range(num, 32):
+                piece[i] = 0
+
+
+@njit(inline="always")
+def _four_tiles(own, a, b, c, depth, soft):
+    """c [32, 32] = a @ b: two tiles of rows times two of outputs."""
+    amx.zero(own, 0, soft)
+    amx.zero(own, 1, soft)
+    amx.zero(own, 2, soft)
+    amx.zero(own, 3, soft)
+    below = a + depth * 64
+    for k in range(depth // 16):
+        amx.load(own, 4, a + k * 1024, 64, soft)
+        amx.load(own, 6, b + k * (16 * _LINE), _LINE, soft)
+        amx.load(own, 7, b + k * (16 * _LINE) + 64, _LINE, soft)
+        amx.load(own, 5, below + k * 1024, 64, soft)
+        amx.dot(own, 0, 4, 6, soft)
+        amx.dot(own, 1, 4, 7, soft)
+        amx.dot(own, 2, 5, 6, soft)
+        amx.dot(own, 3, 5, 7, soft)
+    amx.store(own, 0, c, _LINE, soft)
+    amx.store(own, 1, c + 64, _LINE, soft)
+    amx.store(own, 2, c + 16 * _LINE, _LINE, soft)
+    amx.store(own, 3, c + 16 * _LINE + 64, _LINE, soft)
+
+
+@njit(inline="always")
+def _one_row_of_tiles(own, a, b, c, depth, soft):
+    """c [16, 64] = a @ b: one tile of rows times four of outputs."""
+    amx.zero(own, 0, soft)
+    amx.zero(own, 1, soft)
+    amx.zero(own, 2, soft)
+    amx.zero(own, 3, soft)
+    for k in range(depth // 16):
+        panel = b + k * (16 * _LINE)
+        amx.load(own, 4, a + k * 1024, 64, soft)
+        amx.load(own, 5, panel, _LINE, soft)
+        amx.load(own, 6, panel + 64, _LINE, soft)
+        amx.dot(own, 0, 4, 5, soft)
+        amx.dot(own, 1, 4, 6, soft)
+        amx.load(own, 5, panel + 128, _LINE, soft)
+        amx.load(own, 6, panel + 192, _LINE, soft)
+        amx.dot(own, 2, 4, 5, soft)
+        amx.dot(own, 3, 4, 6, soft)
+    amx.store(own, 0, c, _LINE, soft)
+    amx.store(own, 1, c + 64, _LINE, soft)
+    amx.store(own, 2, c + 128, _LINE, soft)
+    amx.store(own, 3, c + 192, _LINE, soft)
+
+
+BODIES = {
+    "widened": Kernel(_vector_body(WIDENED), heavy=True),
+    "dots": Kernel(_vector_body(DOTS), heavy=True),
+    "soft dots": Kernel(_vector_body(SOFT_DOTS), heavy=True),
+    "ordered": Kernel(_vector_body(ORDERED), heavy=True),
+    "tiles": Kernel(_tile_body(0), heavy=True),
+    "soft tiles": Kernel(_tile_body(1), heavy=True),
+}
+
+# What this processor runs.
+PRODUCTS = tuple(BODIES[name] for name in sorted({body_of(1), body_of(1 << 30)}))

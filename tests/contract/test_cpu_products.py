@@ -1,0 +1,151 @@
+"""Products of bfloat16: each body that this processor can run, and soft ones of those it cannot."""
+
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from engine.layers.linear import make_linear
+from kernels.cpu import isa
+from kernels.cpu.matmul import bfloat16
+from kernels.cpu.threads import num_threads, set_threads
+
+# [out, in]: a part of a panel, several, more inputs than one pass takes, an odd number of them.
+SHAPES = ((64, 32), (5, 7), (200, 96), (130, 1601))
+ROWS = (0, 1, 2, 3, 5, 6, 7, 13, 16, 17, 33, 64, 150)
+NEEDS = {"dots": "avx512_bf16", "tiles": "amx"}
+
+
+@pytest.fixture
+def rng(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture(params=list(bfloat16.BODIES))
+def body(request: pytest.FixtureRequest) -> str:
+    level = NEEDS.get(request.param, "base")
+    if level not in isa.LEVELS[: isa.LEVELS.index(isa.LEVEL) + 1]:
+        pytest.skip(f"{isa.processor()} computes without {level}")
+    return request.param
+
+
+def case(shape: tuple[int, int], rng: torch.Generator) -> tuple[torch.Tensor, ...]:
+    weight = torch.randn(shape, generator=rng).bfloat16()
+    return weight, bfloat16.pack(weight), torch.randn(shape[0], generator=rng)
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products(shape: tuple[int, int], body: str, rng: torch.Generator) -> None:
+    weight, packed, bias = case(shape, rng)
+    for num, has_bias in product(ROWS, (False, True)):
+        x = torch.randn(num, shape[1], generator=rng).bfloat16()
+        added = bias if has_bias else None
+        got = bfloat16.packed_product(
+            x, packed, added, shape[0], out_dtype=torch.float32, body=body
+        )
+        wanted = F.linear(x.double(), weight.double(), None if added is None else bias.double())
+        scale = shape[1] ** 0.5
+        torch.testing.assert_close(got.double() / scale, wanted / scale, rtol=0, atol=2e-5)
+        rounded = bfloat16.packed_product(x, packed, added, shape[0], body=body)
+        assert torch.equal(rounded, got.bfloat16())
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_row_is_the_same_in_any_company(body: str, threads: int, rng: torch.Generator) -> None:
+    before = num_threads()
+    set_threads(threads)
+    try:
+        _, packed, bias = case((200, 96), rng)
+        x = torch.randn(40, 96, generator=rng).bfloat16()
+        together = bfloat16.packed_product(x, packed, bias, 200, body=body)
+        for row in range(40):
+            alone = bfloat16.packed_product(x[row : row + 1], packed, bias, 200, body=body)
+            assert torch.equal(alone[0], together[row])
+    finally:
+        set_threads(before)
+
+
+@pytest.mark.isa
+def test_few_rows_are_summed_as_tiles_sum_them(rng: torch.Generator) -> None:
+    """To the last bit, as Intel defines it; on a processor with tiles, as it does it."""
+    for shape in SHAPES:
+        _, packed, bias = case(shape, rng)
+        x = torch.randn(50, shape[1], generator=rng).bfloat16()
+        names = ["ordered", "soft tiles", *(["tiles"] if isa.LEVEL == "amx" else [])]
+        first, *others = (
+            bfloat16.packed_product(x, packed, bias, shape[0], out_dtype=torch.float32, body=name)
+            for name in names
+        )
+        for other in others:
+            assert torch.equal(first, other)
+
+
+def test_damage_stays_in_its_row(body: str, rng: torch.Generator) -> None:
+    _, packed, _ = case((70, 40), rng)
+    x = torch.randn(20, 40, generator=rng).bfloat16()
+    sound = bfloat16.packed_product(x, packed, None, 70, body=body)
+    x[3, 5] = float("nan")
+    got = bfloat16.packed_product(x, packed, None, 70, body=body)
+    kept = torch.arange(20) != 3
+    assert not got[3].isfinite().any() and torch.equal(got[kept], sound[kept])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_float16_weights_are_multiplied_in_float32(
+    shape: tuple[int, int], rng: torch.Generator
+) -> None:
+    weight = torch.randn(shape, generator=rng).half()
+    bias = torch.randn(shape[0], generator=rng).half()
+    layer = make_linear(weight.clone(), bias)
+    for num in ROWS:
+        x = torch.randn(num, shape[1], generator=rng)
+        wanted = F.linear(x.double(), weight.double(), bias.double())
+        scale = shape[1] ** 0.5
+        torch.testing.assert_close(layer(x).double() / scale, wanted / scale, rtol=0, atol=2e-5)
+
+
+COMPILE = """
+from kernels.cpu.matmul import bfloat16
+print(bfloat16.BODIES[{body!r}].assembly())
+"""
+# Features as LLVM names them, of a processor that has the body's instructions.
+VECTORS = "+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+avx512f,+avx512bw,+avx512cd,+avx512dq,+avx512vl"
+ELSEWHERE = [
+    ("dots", "znver4", f"{VECTORS},+avx512bf16", ("vdpbf16ps",)),
+    ("dots", "cooperlake", f"{VECTORS},+avx512bf16", ("vdpbf16ps",)),
+    (
+        "tiles",
+        "sapphirerapids",
+        f"{VECTORS},+avx512bf16,+amx-tile,+amx-bf16",
+        ("ldtilecfg", "tileloadd", "tdpbf16ps", "tilestored", "tilerelease"),
+    ),
+    ("widened", "haswell", "+avx,+avx2,+fma,+f16c,+bmi,+bmi2", ("vfmadd",)),
+]
+
+
+@pytest.mark.skipif(not isa.has("avx2"), reason="compiles for processors of this kind")
+@pytest.mark.parametrize(("body", "cpu", "features", "instructions"), ELSEWHERE)
+def test_bodies_compile_for_processors_that_are_not_here(
+    body: str, cpu: str, features: str, instructions: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Nothing of it is run; registers hold a tile's sums, so none is laid down in memory."""
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE.format(body=body)],
+        env={
+            "NUMBA_CPU_NAME": cpu,
+            "NUMBA_CPU_FEATURES": features,
+            "NUMBA_CACHE_DIR": str(tmp_path),
+        },
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    for instruction in instructions:
+        assert instruction in done.stdout
