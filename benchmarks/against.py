@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 
 import machine
 from measure import Usage
-from pairs import Pair, estimate_for, interval
+from pairs import Pair, estimate_for, in_order, interval
 from rich.console import Console
 from rich.table import Table
 
@@ -143,10 +143,6 @@ def both(other: Path, number: int, *command: str) -> Iterator[Children]:
             started[side] = Child(checkout, [*command, str(number)])
             stack.callback(started[side].close)
         yield started
-
-
-def in_order(sides: dict[str, Any], turn: int) -> dict[str, Any]:
-    return sides if turn % 2 == 0 else dict(reversed(sides.items()))
 
 
 def run_workloads(other: Path, names: list[str], model: str, rounds: int) -> Iterator[Row]:

@@ -1,11 +1,20 @@
 """Our engine beside others: same model directories, same workloads, alternating fresh processes.
 
-    python benchmarks/compare.py MODEL_DIR --vllm-python VENV/bin/python [--rounds 3]
+    python benchmarks/compare.py MODEL_DIR --vllm-python VENV/bin/python [--rounds 6]
+                                 [--dtype bfloat16] [--w4-share 0.6]
 
-Each round starts every engine once, in turn, each in a process of its own. The medians over the
-rounds and their ratios are printed, and all runs are kept in benchmarks/results/. A run during
-which others used more than a twentieth of a core (`others_s`, `steal_s`) says little: it counts
-only where there is no better one, and its figures are then marked with ~.
+Each round starts every engine once, in turn, each in a process of its own; who is first alternates.
+Without --dtype each engine computes in what it chooses by itself. Shown are medians over the
+rounds, and ratios: the median of those of each round, with its 95 % interval (Efron 1979). A run
+during which others used more than a twentieth of a core (`others_s`, `steal_s`) says little: its
+round counts only where there is no better one, and figures are then marked with ~.
+
+Each round also measures the machine's ceilings (`roofline.py`). The floor of what an engine
+computes in stands beside each figure as a share: 80 % means that no engine could be more than a
+quarter faster. Floors are of plain weights, not of quantised ones, and of native families.
+
+--w4-share 0.6: arrivals of W4 ask for this share of the output tokens a second that the first
+peer reaches in W1, which is measured first. All runs are kept in benchmarks/results/.
 """
 
 import argparse
@@ -14,12 +23,16 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import machine
+import roofline
+import workloads
+from pairs import Pair, in_order, interval, ratio_of_sums
 from peers.driver import Task
 from rich.console import Console
 from rich.table import Table
@@ -27,10 +40,17 @@ from rich.table import Table
 HERE = Path(__file__).resolve().parent
 OURS = "metronome"
 RUN_SECONDS = 1800
+Runs = dict[str, list[dict[str, Any]]]
+"""What each engine's process told, by round."""
 QUIET_CORES = 0.05
 # What is compared in each workload, and whether more is better.
 METRICS = {
-    "W1": (("output_tok_s", True), ("ttft_ms_p50", False), ("itl_ms_p50", False)),
+    "W1": (
+        ("output_tok_s", True),
+        ("ttft_ms_p50", False),
+        ("ttft_ms_max", False),
+        ("itl_ms_p50", False),
+    ),
     "W2": (("output_tok_s", True), ("ttft_ms_p50", False), ("itl_ms_p50", False)),
     "W3": (("output_tok_s", True), ("ttft_ms_p50", False), ("itl_ms_p50", False)),
     "W4": (
@@ -76,27 +96,54 @@ class Figure:
 
 
 @dataclass(frozen=True)
+class Ratio:
+    """How much better ours is: the median over the rounds, and its 95 % interval."""
+
+    value: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, ours: list[float], theirs: list[float], *, is_more_better: bool) -> "Ratio | None":
+        """Both by round; ``None`` if there is nothing to divide."""
+        if not all(ours) or not all(theirs):
+            return None
+        pairs = [
+            Pair([1 / b], [1 / a]) if is_more_better else Pair([b], [a])
+            for a, b in zip(ours, theirs, strict=True)
+        ]
+        return cls(ratio_of_sums(pairs), *interval(pairs, ratio_of_sums))
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f} ({self.least:.2f} - {self.most:.2f})"
+
+
+@dataclass(frozen=True)
 class Row:
     """One quantity of all engines."""
 
     label: str
-    is_more_better: bool
     figures: dict[str, Figure]
+    ratios: dict[str, Ratio | None]
+    shares: dict[str, float] = field(default_factory=dict)  # of what the machine allows
 
-    def ratio(self, other: str) -> str:
-        ours, theirs = self.figures.get(OURS), self.figures.get(other)
-        if ours is None or theirs is None or not ours.median or not theirs.median:
+    def cell(self, engine: str) -> str:
+        if engine not in self.figures:
             return ""
-        ratio = ours.median / theirs.median
-        return f"{ratio if self.is_more_better else 1 / ratio:.2f}"
+        share = f", {self.shares[engine]:.0%}" if engine in self.shares else ""
+        return f"{self.figures[engine]}{share}"
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("model", help="model directory (Hugging Face layout)")
     parser.add_argument("--workloads", default="W1,W2,W3,W4", help="W1..W4, D<requests>")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--dtype", help="to compute in; each engine's own choice if not given")
     parser.add_argument("--rate", type=float, default=2.0, help="arrivals a second in W4")
+    parser.add_argument(
+        "--w4-share", type=float, help="of what the first peer reaches in W1, instead of --rate"
+    )
     parser.add_argument(
         "--kv-gib", type=float, default=4.0, help="KV pool of engines that are told"
     )
@@ -174,6 +221,7 @@ def run_once(peer: Peer, repeat: int, asked: argparse.Namespace) -> dict[str, An
         repeat=repeat,
         rate=asked.rate,
         kv_gib=asked.kv_gib,
+        dtype=asked.dtype,
         options=peer.options,
     )
     environment = dict(os.environ)
@@ -198,65 +246,155 @@ def is_quiet(figures: dict[str, float]) -> bool:
     return figures["others_s"] + figures["steal_s"] <= QUIET_CORES * figures["wall_s"]
 
 
-def figure(runs: list[dict[str, Any]], workload: str, metric: str) -> Figure:
-    """Over the rounds in which the machine was quiet, or over all if it never was."""
-    made = [run["workloads"][workload] for run in runs]
-    quiet = [figures for figures in made if is_quiet(figures)]
-    return Figure.of([figures[metric] for figures in quiet or made], is_quiet=bool(quiet))
+def counted(runs: Runs, workload: str) -> tuple[list[int], bool]:
+    """The rounds in which the machine was quiet for all engines, or all if it never was."""
+    made = [run for run in runs.values() if workload in run[0]["workloads"]]
+    rounds = range(len(made[0]))
+    quiet = [i for i in rounds if all(is_quiet(runs[i]["workloads"][workload]) for runs in made)]
+    return quiet or list(rounds), bool(quiet)
 
 
-def rows(runs: dict[str, list[dict[str, Any]]], workloads: list[str]) -> list[Row]:
+def row_of(label: str, is_more_better: bool, values: dict[str, list[float]], quiet: bool) -> Row:
+    """Values by engine and round."""
+    ours = values.get(OURS)
+    ratios = {
+        name: Ratio.of(ours, theirs, is_more_better=is_more_better)
+        for name, theirs in values.items()
+        if ours is not None and name != OURS
+    }
+    figures = {name: Figure.of(found, is_quiet=quiet) for name, found in values.items()}
+    return Row(label, figures, ratios)
+
+
+def metrics_of(workload: str) -> tuple[tuple[str, bool], ...]:
+    return METRICS[workload if workload in METRICS else workload[0]]
+
+
+def rows(runs: Runs, workloads: list[str], floors: "Floors | None" = None) -> list[Row]:
     table = []
     for workload in workloads:
-        for metric, more in METRICS[workload if workload in METRICS else workload[0]]:
-            figures = {
-                name: figure(made, workload, metric)
+        rounds, quiet = counted(runs, workload)
+        for metric, more in metrics_of(workload):
+            values = {
+                name: [made[i]["workloads"][workload][metric] for i in rounds]
                 for name, made in runs.items()
                 if workload in made[0]["workloads"]
             }
-            table.append(Row(f"{workload} {metric}", more, figures))
+            row = row_of(f"{workload} {metric}", more, values, quiet)
+            if floors is not None:
+                row.shares.update(floors.shares(row, workload, metric, more))
+            table.append(row)
     for part, metric in (("startup", "first_token_s"), ("memory", "pss_mib")):
-        figures = {name: Figure.of([r[part][metric] for r in made]) for name, made in runs.items()}
-        table.append(Row(metric, False, figures))
+        values = {name: [run[part][metric] for run in made] for name, made in runs.items()}
+        table.append(row_of(metric, False, values, quiet=True))
     return table
+
+
+class Floors:
+    """What the machine allows this model, for engines that compute in these types."""
+
+    def __init__(
+        self, model: roofline.Model, ceilings: roofline.Ceilings, dtypes: dict[str, str]
+    ) -> None:
+        self.model = model
+        self.ceilings = ceilings
+        self.dtypes = {name: dtype for name, dtype in dtypes.items() if dtype in roofline.CELL}
+
+    def shares(
+        self, row: Row, workload: str, metric: str, is_more_better: bool
+    ) -> dict[str, float]:
+        """By engine, how near to its floor it came: 1 is as fast as can be."""
+        found = {}
+        for name, dtype in self.dtypes.items():
+            phases = roofline.phases(self.model, self.ceilings, dtype, workload)
+            if phases is None or name not in row.figures:
+                continue
+            limit, median = phases.of(metric), row.figures[name].median
+            if limit is not None and median:
+                found[name] = median / limit if is_more_better else limit / median
+        return found
+
+
+def floors_for(asked: argparse.Namespace, runs: Runs, ceilings: list[Any]) -> Floors | None:
+    """``None``, with a line that says why, for a model of which shapes are not known."""
+    try:
+        model = roofline.Model.of(asked.model)
+    except ValueError as error:
+        print(f"no floors: {error}")
+        return None
+    median = roofline.Ceilings(
+        **{key: statistics.median_low(each[key] for each in ceilings) for key in ceilings[0]}
+    )
+    print(f"ceilings, medians: {median}")
+    return Floors(model, median, {name: made[0]["dtype"] for name, made in runs.items()})
+
+
+def measured_ceilings() -> dict[str, float]:
+    """Of all cores, in a fresh process."""
+    with tempfile.TemporaryDirectory() as root:
+        found = Path(root) / "ceilings.json"
+        command = [sys.executable, "roofline.py", "--json", str(found)]
+        subprocess.run(command, cwd=HERE, check=True, capture_output=True, timeout=RUN_SECONDS)
+        return json.loads(found.read_text())["ceilings"][-1]
 
 
 def show(table: list[Row], engines: list[str]) -> None:
     """Ratios over 1 mean that ours is better."""
-    view = Table(title="median (smallest - largest); ratio > 1: ours is better; ~ machine was busy")
+    view = Table(
+        title="median (smallest - largest), share of what the machine allows\n"
+        "ratio > 1: ours is better; ~ machine was busy"
+    )
     view.add_column("")
     others = [name for name in engines if name != OURS]
     for name in (*engines, *(f"ours / {name}" for name in others)):
         view.add_column(name, justify="right")
     for row in table:
-        cells = [str(row.figures.get(name, "")) for name in engines]
-        view.add_row(row.label, *cells, *(row.ratio(name) for name in others))
-    Console(width=140).print(view)
+        ratios = (row.ratios.get(name) for name in others)
+        view.add_row(row.label, *map(row.cell, engines), *(str(ratio or "") for ratio in ratios))
+    Console(width=160).print(view)
 
 
-def keep(asked: argparse.Namespace, runs: dict[str, list[dict[str, Any]]]) -> Path:
+def keep(asked: argparse.Namespace, body: dict[str, Any]) -> Path:
     about = machine.describe()
     stamp = about["date"].replace(":", "").replace("+0000", "Z")
     name = "-".join(part for part in (Path(asked.model).name, asked.label, stamp) if part)
     path = HERE / "results" / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
-    body = {"machine": about, "model": Path(asked.model).name, "rate": asked.rate, "runs": runs}
-    path.write_text(json.dumps(body, indent=1) + "\n")
+    asks = {"model": Path(asked.model).name, "rate": asked.rate, "dtype": asked.dtype}
+    path.write_text(json.dumps({"machine": about, **asks, **body}, indent=1) + "\n")
     return path
+
+
+def rate_at_share(share: float, peer: Peer, asked: argparse.Namespace) -> float:
+    """Arrivals a second at which W4 asks for this share of what a peer reaches in W1."""
+    alone = run_once(replace(peer, workloads=["W1"]), 0, asked)["workloads"]["W1"]
+    outputs = [arrival.num_output for arrival in workloads.make("W4")]
+    rate = share * alone["output_tok_s"] / statistics.mean(outputs)
+    print(f"W4: {rate:.3f} arrivals a second, {share} of {peer.name}'s {alone['output_tok_s']}")
+    return rate
 
 
 def main() -> None:
     asked = parse()
     compared = peers(asked)
-    runs: dict[str, list[dict[str, Any]]] = {peer.name: [] for peer in compared}
+    if asked.w4_share is not None:
+        others = [peer for peer in compared if peer.name != OURS]
+        if not others:
+            raise SystemExit("--w4-share is one of a peer's capacity: give --vllm-python")
+        asked.rate = rate_at_share(asked.w4_share, others[0], asked)
+    runs: Runs = {peer.name: [] for peer in compared}
+    ceilings = []
     for repeat in range(asked.rounds):
-        for peer in compared:
+        ceilings.append(measured_ceilings())
+        for name, peer in in_order({peer.name: peer for peer in compared}, repeat).items():
             made = run_once(peer, repeat, asked)
-            runs[peer.name].append(made)
-            print(f"round {repeat} {peer.name}: {json.dumps(made['workloads'])}", flush=True)
-            print(f"  {made['startup']} {made['memory']}", flush=True)
-    show(rows(runs, asked.workloads.split(",")), [peer.name for peer in compared])
-    print(f"kept in {keep(asked, runs).relative_to(HERE.parent)}")
+            runs[name].append(made)
+            print(f"round {repeat} {name}: {json.dumps(made['workloads'])}", flush=True)
+            print(f"  {made['dtype']} {made['startup']} {made['memory']}", flush=True)
+    table = rows(runs, asked.workloads.split(","), floors_for(asked, runs, ceilings))
+    show(table, [peer.name for peer in compared])
+    body = {"ceilings": ceilings, "table": list(map(asdict, table)), "runs": runs}
+    print(f"kept in {keep(asked, body).relative_to(HERE.parent)}")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ import platform
 from pathlib import Path
 from typing import Any
 
+FEATURES = ("avx2", "avx512", "avx10", "avx_", "amx", "fma", "f16c")  # flags that decide kernels
+
 
 def describe() -> dict[str, Any]:
     cores = sorted(os.sched_getaffinity(0))
@@ -17,8 +19,8 @@ def describe() -> dict[str, Any]:
         ),
         "features": [
             name
-            for name in ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8")
-            if name in _first_value("/proc/cpuinfo", "flags").split()
+            for name in sorted(_first_value("/proc/cpuinfo", "flags").split())
+            if name.startswith(FEATURES)
         ],
         "cores": len(cores),
         "memory_gib": round(int(_first_value("/proc/meminfo", "MemTotal").split()[0]) / 2**20, 1),

@@ -145,6 +145,7 @@ class Timeline:
             "steady_tok_s": round(self.steady_rate(), 2),
             "ttft_ms_p50": _milliseconds(quantile(first, 0.5)),
             "ttft_ms_p95": _milliseconds(quantile(first, 0.95)),
+            "ttft_ms_max": _milliseconds(max(first)),
             "tpot_ms_p50": _milliseconds(statistics.median(each)) if each else 0.0,
             "tpot_ms_p95": _milliseconds(quantile(each, 0.95)),
             "itl_ms_p50": _milliseconds(quantile(gaps, 0.5)),

@@ -1,12 +1,13 @@
-"""Ratios of two checkouts that were measured in turn, and how certain they are."""
+"""Ratios of two sides that were measured in turn, and how certain they are."""
 
 import random
 import statistics
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from measure import quantile
 
+T = TypeVar("T")
 NUM_DRAWS = 1000  # of the bootstrap
 
 
@@ -15,6 +16,11 @@ class Pair(NamedTuple):
 
     other: list[float]
     ours: list[float]
+
+
+def in_order(sides: dict[str, T], turn: int) -> dict[str, T]:
+    """Who is first alternates: what the machine does meanwhile falls on all alike."""
+    return sides if turn % 2 == 0 else dict(reversed(sides.items()))
 
 
 Estimate = Callable[[Sequence[Pair]], float]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import machine
-from compare import Figure, figure
+from compare import Figure, is_quiet
 from rich.console import Console
 from rich.table import Table
 from scheduler_loads import LOADS, OURS_ONLY, SIZES
@@ -102,11 +102,14 @@ def table_rows() -> list[Row]:
 
 
 def figure_of(runs: Runs, engine: str, load: str, metric: str) -> Figure | None:
-    """The median over an engine's rounds; ``None`` if it did not run the load."""
+    """The median over the rounds in which the machine was quiet, over all if it never was; ``None``
+    if this engine did not run the load."""
     made = runs.get(engine)
     if not made or load not in made[0]["workloads"]:
         return None
-    return figure(made, load, metric)
+    told = [run["workloads"][load] for run in made]
+    quiet = [figures for figures in told if is_quiet(figures)]
+    return Figure.of([figures[metric] for figures in quiet or told], is_quiet=bool(quiet))
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

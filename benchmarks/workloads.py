@@ -10,7 +10,9 @@ Greedy, end of text ignored, so that each engine computes the same amount.
 """
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 STANDARD = ("W1", "W2", "W3", "W4")
 LARGEST_TOKEN_ID = 8000
@@ -63,6 +65,14 @@ def online(rng: random.Random, rate: float) -> list[Arrival]:
 def steady_decode(num_requests: int, repeat: int) -> list[Arrival]:
     rng = random.Random(1000 * repeat + num_requests)
     return [Arrival(0.0, random_tokens(rng, 16), 160) for _ in range(num_requests)]
+
+
+def num_shared(arrivals: Sequence[Arrival]) -> int:
+    """Tokens with which all prompts begin; none of a single one."""
+    if len(arrivals) == 1:
+        return 0
+    columns = zip(*(arrival.prompt for arrival in arrivals), strict=False)
+    return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
 
 
 def warm_up() -> list[Arrival]:

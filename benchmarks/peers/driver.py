@@ -28,6 +28,7 @@ class Task:
     max_model_len: int = 2048
     max_num_seqs: int = 256
     kv_gib: float = 4.0
+    dtype: str | None = None  # to compute in; None: what the engine chooses by itself
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -43,7 +44,7 @@ class Adapter(Protocol):
     def is_busy(self) -> bool: ...
 
     def describe(self) -> dict[str, Any]:
-        """Name, version and settings that decided how it ran."""
+        """Name, version, settings that decided how it ran, and the `dtype` it computes in."""
         ...
 
 
@@ -82,14 +83,17 @@ def main(start: Callable[[Task], Adapter]) -> None:
     constructed = time.time()
     run(engine, [workloads.Arrival(0.0, list(range(10, 42)), 1)], "first")
     first_token = time.time()
+    memory = measure.memory()
     run(engine, workloads.warm_up(), "warm")
     result = {
         **engine.describe(),
+        "dtype_asked": task.dtype,
         "startup": {
             "constructed_s": round(constructed - task.started, 3),
             "first_token_s": round(first_token - task.started, 3),
         },
         "workloads": {name: measured(engine, task, name) for name in task.workloads},
+        "memory_at_start": memory,
         "memory": measure.memory(),
     }
     print("\n" + json.dumps(result), flush=True)

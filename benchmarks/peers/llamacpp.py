@@ -17,6 +17,7 @@ from peers import driver
 
 class LlamaCpp:
     def __init__(self, task: driver.Task) -> None:
+        self.path = task.model
         cores = len(os.sched_getaffinity(0))
         is_f32 = "f32" in Path(task.model).name
         kv_type = llama_cpp.GGML_TYPE_F32 if is_f32 else llama_cpp.GGML_TYPE_F16
@@ -57,6 +58,7 @@ class LlamaCpp:
         return {
             "engine": "llama.cpp",
             "version": importlib.metadata.version("llama-cpp-python"),
+            "dtype": Path(self.path).stem.rpartition("-")[2],  # the file decides, and is named so
             "settings": self.settings,
         }
 

@@ -4,18 +4,21 @@ import importlib.metadata
 from typing import Any
 
 from engine import EngineArgs, LLMEngine, SamplingParams
+from engine.config.model import read_model_info
+from engine.models.assemble import compute_dtype
 from peers import driver
 
 
 class Metronome:
     def __init__(self, task: driver.Task) -> None:
         self.settings = {
-            "dtype": "float32",
+            **({} if task.dtype is None else {"dtype": task.dtype}),
             "max_model_len": task.max_model_len,
             "max_num_seqs": task.max_num_seqs,
             "seed": 0,
         } | task.options
-        self.engine = LLMEngine.from_engine_args(EngineArgs(model=task.model, **self.settings))
+        self.args = EngineArgs(model=task.model, **self.settings)
+        self.engine = LLMEngine.from_engine_args(self.args)
 
     def add(self, request_id: str, prompt: list[int], num_output: int) -> None:
         params = SamplingParams(
@@ -31,9 +34,13 @@ class Metronome:
         return self.engine.has_unfinished_requests()
 
     def describe(self) -> dict[str, Any]:
+        config, decided = self.args.create_config(), self.engine.session.client.decided
+        computed_in = compute_dtype(config.model, read_model_info(config.model.model), "cpu")
         return {
             "engine": "metronome",
             "version": importlib.metadata.version("metronome-engine"),
+            "dtype": config.model.quantization or str(computed_in).removeprefix("torch."),
+            "kv_pool_tokens": decided.num_kv_blocks * decided.block_size,
             "settings": self.settings,
         }
 

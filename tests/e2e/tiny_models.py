@@ -245,17 +245,21 @@ class TinyModels:
 
     def path(self, name: str) -> Path:
         """Directory of a case of ``CASES``."""
-        path = self.root / name
-        if not path.exists():
-            case = CASES[name]
-            save(random_model(config_of(case), seed=zlib.crc32(name.encode())), path, case.dtype)
-        return path
+        return make_tiny_model(name, self.root, CASES[name].dtype)
 
     def reference(self, name: str) -> PreTrainedModel:
         """What transformers makes of that directory, in float32 with its plainest attention."""
         if name not in self._references:
             self._references[name] = reference(self.path(name))
         return self._references[name]
+
+
+def make_tiny_model(name: str, directory: Path, dtype: torch.dtype) -> Path:
+    """Write the model of a case of ``CASES`` below a directory; returns its own."""
+    path = directory / name
+    if not path.exists():
+        save(random_model(config_of(CASES[name]), seed=zlib.crc32(name.encode())), path, dtype)
+    return path
 
 
 def reference(path: Path) -> PreTrainedModel:

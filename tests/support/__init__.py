@@ -52,6 +52,10 @@ Models, kernels, devices
   sum_model: A model that says the sum of all tokens, and the worker's step around it on any
       platform.
   sampling: A sampler and the tables of the worker that would call it, for tests.
+  watched: An engine that shows the logits of every position, of texts that its requests must
+      follow.
+  precision: How far logits are from those of float32: the engine's, and transformers' in bfloat16.
+  fingerprint: What one fresh process computes for some requests, to the last bit.
   paged_cache: A paged cache whose blocks lie scattered, and where NaN is what no sequence owns.
   triton_interpreter: Triton kernels on the CPU: Triton's interpreter, with 16 and 8 bit floats
       as devices round them.

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import cpu_kernels
 import pytest
+import roofline
 from shapes import SHAPES, Step, model_directory
 
+from engine.models.families import FAMILIES
 from kernels import tuning
 
 
@@ -47,3 +49,52 @@ def test_a_tile_is_tried_and_then_forgotten() -> None:
         assert tuning.decode_tile("sm_90", kind, 16) == (16, 32, 2, 4)
         assert tuning.decode_tile("sm_90", kind, 32) == (32, *before[1:])
     assert tuning.decode_tile("sm_90", kind, 16) == before
+
+
+@pytest.mark.parametrize("name", ["mid", "qwen3-0.6b", "llama-3.1-8b"])
+def test_floors_count_the_weights_that_shapes_count(name: str) -> None:
+    """Of a step of one token: weights read once, in the type that is computed in, and KV."""
+    shape = SHAPES[name]
+    with model_directory(shape, 4096) as root:
+        model = roofline.Model.of(root)
+    work = model.decode(1, 99, "bfloat16")
+    norms = (4 * shape.layers + 1) * max(shape.hidden, shape.head_dim)
+    rest = work.bytes - 2 * shape.num_read - 101 * shape.kv_bytes(2) - 4 * shape.vocab
+    assert 0 <= rest <= 2 * norms
+    pairs = 4 * 100 * shape.heads * shape.head_dim * shape.layers
+    assert work.operations == pytest.approx(2 * shape.num_read + pairs, rel=1e-3)
+
+
+def test_floors_of_windows_and_of_what_is_shared() -> None:
+    with model_directory(SHAPES["tiny"], 64) as root:
+        model = roofline.Model.of(root)
+    layers = SHAPES["tiny"].layers
+    assert model.attended([(3, 2)]) == (layers * (2 + 2 * 3), layers * (3 + 4 + 5))
+    assert model.attended([(1, 9), (1, 9)], shared=8) == (layers * (9 + 2 + 1 + 2), layers * 20)
+    assert roofline.num_pairs(4, 2, window=3) == 3 + 3 + 3 + 3
+    assert roofline.num_pairs(2, 1, window=9) == 2 + 3
+
+
+def test_experts_count_as_often_as_tokens_take_them() -> None:
+    config = {
+        **SHAPES["tiny"].hf_config(64),
+        "architectures": ["MixtralForCausalLM"],
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    }
+    model = roofline.Model(FAMILIES["MixtralForCausalLM"](config))
+    assert model.share_of_experts(1) == pytest.approx(0.25)
+    assert 0.99 < model.share_of_experts(32) < 1.0
+    one, many = model.decode(1, 0, "float32"), model.decode(32, 0, "float32")
+    assert many.bytes < 4 * one.bytes and many.operations == pytest.approx(32 * one.operations)
+
+
+def test_a_slow_bfloat16_is_not_what_arithmetic_allows() -> None:
+    most = roofline.Ceilings(threads=2, bytes=1.0, float32=300.0, bfloat16=50.0)
+    assert most.floor(roofline.Work(1.0, 600.0), "bfloat16") == 2.0
+    assert most.floor(roofline.Work(5.0, 600.0), "float32") == 5.0
+
+
+def test_ceilings_are_measured() -> None:
+    found = roofline.measured(1, seconds=0.0, size=1 << 20)
+    assert min(found.bytes, found.float32, found.bfloat16) > 0

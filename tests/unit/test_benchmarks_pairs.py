@@ -5,7 +5,7 @@ from pathlib import Path
 
 import against
 import pytest
-from pairs import Pair, estimate_for, interval
+from pairs import Pair, estimate_for, in_order, interval
 
 
 def test_workloads_are_compared_by_the_sums_of_a_round() -> None:
@@ -49,7 +49,7 @@ def test_figures_say_times_and_ratios_of_both_sides() -> None:
 
 def test_who_is_first_alternates() -> None:
     sides = {"other": 1, "this": 2}
-    assert [next(iter(against.in_order(sides, turn))) for turn in range(3)] == [
+    assert [next(iter(in_order(sides, turn))) for turn in range(3)] == [
         "other",
         "this",
         "other",

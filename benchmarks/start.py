@@ -1,0 +1,117 @@
+"""What a start costs: seconds to the first token, and memory against what a model needs.
+
+    python benchmarks/start.py MODEL_DIR [--dtype bfloat16] [--rounds 5] [--kv-mib 256]
+
+Fresh processes, in turn: with the kernels compiled before, as a user's second start has it, and
+with an empty cache of kernels, as the first one ever. Seconds count from the start of the process.
+Memory (PSS) is measured behind the first token and after W1 and W3, and stands beside what is
+allowed: weights in the type that is computed in, the whole KV pool, and 400 MiB. The pool is as
+small as these loads allow, since what of it is never touched takes no memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import compare
+import machine
+import roofline
+from pairs import in_order
+from rich.console import Console
+from rich.table import Table
+
+BESIDE_MIB = 400
+MIB = 1 << 20
+LOADS = ["W1", "W3"]
+Run = dict[str, Any]
+
+
+def runs_of(asked: Namespace) -> dict[str, list[Run]]:
+    """By whether kernels were compiled before."""
+    peer = compare.Peer(
+        compare.OURS,
+        "peers.metronome",
+        sys.executable,
+        str(asked.model),
+        LOADS,
+        options={"kv_cache_memory_bytes": asked.kv_mib * MIB},
+    )
+    task = Namespace(rate=1.0, kv_gib=0.0, dtype=asked.dtype)
+    compare.run_once(replace(peer, workloads=[]), 0, task)  # compiles what is not compiled yet
+    found: dict[str, list[Run]] = {"warm": [], "cold": []}
+    for number in range(asked.rounds):
+        for name, runs in in_order(found, number).items():
+            with tempfile.TemporaryDirectory() as empty:
+                # A cold start is only a start: what it runs later tells nothing that a warm one
+                # does not.
+                chosen = peer
+                if name == "cold":
+                    chosen = replace(peer, workloads=[], environment={"NUMBA_CACHE_DIR": empty})
+                runs.append(compare.run_once(chosen, number, task))
+            print(f"round {number} {name}: {runs[-1]['startup']}", flush=True)
+    return found
+
+
+def allowed(asked: Namespace, run: Run) -> dict[str, float]:
+    """MiB of weights and KV pool, and with what may be beside them."""
+    model, cell = roofline.Model.of(asked.model), roofline.CELL[run["dtype"]]
+    weights = model.num_weights * cell / MIB
+    pool = run["kv_pool_tokens"] * model.kv_bytes(cell) / MIB
+    return {"weights": weights, "pool": pool, "allowed": weights + pool + BESIDE_MIB}
+
+
+def figures(asked: Namespace, found: dict[str, list[Run]]) -> dict[str, float]:
+    """Medians: seconds and MiB."""
+    warm = found["warm"]
+
+    def median(runs: list[Run], *path: str) -> float:
+        values = []
+        for run in runs:
+            value: Any = run
+            for key in path:
+                value = value[key]
+            values.append(value)
+        return float(statistics.median(values))
+
+    return {
+        "first token, kernels compiled before, s": median(warm, "startup", "first_token_s"),
+        "first token, first start ever, s": median(found["cold"], "startup", "first_token_s"),
+        "memory behind the first token, MiB": median(warm, "memory_at_start", "pss_mib"),
+        "memory after the load, MiB": median(warm, "memory", "pss_mib"),
+        "peak resident, MiB": median(warm, "memory", "peak_rss_mib"),
+        **{f"{name}, MiB": value for name, value in allowed(asked, warm[0]).items()},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("model", type=Path, help="model directory")
+    parser.add_argument("--dtype", help="to compute in; the engine's own choice if not given")
+    parser.add_argument("--kv-mib", type=int, default=256, help="KV pool")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="keep the figures here")
+    asked = parser.parse_args()
+    found = runs_of(asked)
+    told = figures(asked, found)
+    dtype = found["warm"][0]["dtype"]
+    view = Table(title=f"{asked.model.name}, {dtype}, {machine.describe()['cpu']}")
+    view.add_column("")
+    view.add_column("", justify="right")
+    for name, value in told.items():
+        view.add_row(name, f"{value:.4g}")
+    Console(width=100).print(view)
+    if asked.json:
+        body = {"machine": machine.describe(), "dtype": dtype, "figures": told, "runs": found}
+        asked.json.write_text(json.dumps(body, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""How far logits are from those of float32: the engine's, and transformers' in bfloat16."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import transformers
+
+from support.watched import WAYS, watch
+
+BAR = 1.1  # how much farther than transformers' bfloat16 the engine may be
+ROWS_AT_ONCE = 64
+MIN_BYTES_AT_ONCE = 1 << 30  # of exact logits in memory
+SHIFT = 16  # of a float32's bits: what is left is sign, exponent and 7 bits of the fraction
+NUM_BINS = 1 << (31 - SHIFT)
+NUM_DRAWS = 400  # of the bootstrap
+Texts = Mapping[str, Sequence[int]]
+
+
+class Figures(NamedTuple):
+    """Of one source of logits, over all its positions."""
+
+    kl: float
+    """Mean of KL(float32 || it), nats."""
+    mean: float
+    """Mean of |logit - float32's|."""
+    high: float
+    """99.9th percentile of the same."""
+
+
+@dataclass
+class Distance:
+    """Distances of some logits from exact ones, gathered piece by piece."""
+
+    kl: dict[str, float] = field(default_factory=dict)  # sums, by text
+    off: dict[str, float] = field(default_factory=dict)  # sums of the means over the vocabulary
+    count: dict[str, int] = field(default_factory=dict)
+    bins: np.ndarray = field(default_factory=lambda: np.zeros(NUM_BINS, np.int64))
+
+    def add(self, name: str, logits: torch.Tensor, exact: torch.Tensor) -> None:
+        """logits, exact: [N, V] float32, of positions of one text."""
+        for at in range(0, len(logits), ROWS_AT_ONCE):
+            some, right = logits[at : at + ROWS_AT_ONCE], exact[at : at + ROWS_AT_ONCE]
+            off = (some - right).abs()
+            if not torch.isfinite(off).all():
+                raise ValueError(f"{name}: logits that are no numbers")
+            p, q = (x.double().log_softmax(-1) for x in (right, some))
+            self.kl[name] = self.kl.get(name, 0.0) + float((p.exp() * (p - q)).sum())
+            self.off[name] = self.off.get(name, 0.0) + float(off.double().mean(-1).sum())
+            self.count[name] = self.count.get(name, 0) + len(some)
+            found = off.flatten().contiguous().view(torch.int32) >> SHIFT
+            self.bins += np.bincount(found.numpy(), minlength=NUM_BINS)
+
+    @property
+    def num_positions(self) -> int:
+        return sum(self.count.values())
+
+    def figures(self) -> Figures:
+        num = self.num_positions
+        high = quantile_of_bins(self.bins, 0.999)
+        return Figures(sum(self.kl.values()) / num, sum(self.off.values()) / num, high)
+
+    def means(self, names: Sequence[str]) -> tuple[float, float]:
+        """Mean KL and mean error over these texts, each as often as it is named."""
+        num = sum(self.count[name] for name in names)
+        return sum(self.kl[n] for n in names) / num, sum(self.off[n] for n in names) / num
+
+
+def quantile_of_bins(bins: np.ndarray, share: float) -> float:
+    """Within a bin the values are taken to lie evenly; a bin is 0.8 % wide at most."""
+    below = bins.cumsum()
+    rank = share * below[-1]
+    place = int(np.searchsorted(below, rank))
+    edges = (np.array([place, place + 1], np.int32) << SHIFT).view(np.float32)
+    before = below[place] - bins[place]
+    within = (rank - before) / max(1, bins[place])
+    return float(edges[0] + within * (edges[1] - edges[0]))
+
+
+class Ratio(NamedTuple):
+    """The engine's distance over that of transformers' bfloat16, in one way of computing."""
+
+    way: str
+    num_positions: int
+    ours: Figures
+    theirs: Figures
+    intervals: tuple[tuple[float, float], tuple[float, float]]
+    """95 % of the ratios of mean KL and of mean error, over texts drawn with replacement."""
+    num_preemptions: int = 0
+
+    @property
+    def values(self) -> Figures:
+        return Figures(
+            *(a / b if b else float(a > 0) for a, b in zip(self.ours, self.theirs, strict=True))
+        )
+
+
+def compare(way: str, ours: Distance, theirs: Distance, num_preemptions: int = 0) -> Ratio:
+    """Of the same positions of the same texts."""
+    rng, names = random.Random(1), sorted(ours.count)
+    drawn = []
+    for _ in range(NUM_DRAWS):
+        chosen = rng.choices(names, k=len(names))
+        pairs = zip(ours.means(chosen), theirs.means(chosen), strict=True)
+        drawn.append([a / b if b else 1.0 for a, b in pairs])
+    low, high = np.quantile(drawn, [0.025, 0.975], axis=0).tolist()
+    return Ratio(
+        way,
+        ours.num_positions,
+        ours.figures(),
+        theirs.figures(),
+        ((low[0], high[0]), (low[1], high[1])),
+        num_preemptions,
+    )
+
+
+def random_texts(seed: int, num: int, size: int, vocab: int) -> dict[str, list[int]]:
+    rng = random.Random(seed)
+    return {f"text {i}": rng.choices(range(3, vocab), k=size) for i in range(num)}
+
+
+def transformers_logits(path: Path, dtype: torch.dtype, texts: Texts) -> Iterator[torch.Tensor]:
+    """Of each text [tokens - 1, V] in ``dtype``, in which the model computes the whole text."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+    for text in texts.values():
+        with torch.inference_mode():
+            yield model(torch.tensor([text]), use_cache=False).logits[0, :-1].to(dtype)
+
+
+def groups(texts: Texts, vocab: int) -> Iterator[dict[str, Sequence[int]]]:
+    """Texts whose exact logits fit into memory together."""
+    group: dict[str, Sequence[int]] = {}
+    taken = 0
+    for name, text in texts.items():
+        group[name] = text
+        taken += 4 * vocab * len(text)
+        if taken >= MIN_BYTES_AT_ONCE:
+            yield group
+            group, taken = {}, 0
+    if group:
+        yield group
+
+
+def measure(
+    path: Path, texts: Texts, vocab: int, ways: Sequence[str] = tuple(WAYS), **options: object
+) -> list[Ratio]:
+    """The engine with ``options`` beside transformers in bfloat16, on a model directory."""
+    distances = {way: (Distance(), Distance()) for way in ways}
+    preempted = dict.fromkeys(ways, 0)
+    for group in groups(texts, vocab):
+        num_threads = torch.get_num_threads()
+        exact = dict(zip(group, transformers_logits(path, torch.float32, group), strict=True))
+        rounded = dict(zip(group, transformers_logits(path, torch.bfloat16, group), strict=True))
+        for way, (ours, theirs) in distances.items():
+
+            def show(
+                name, at, logits, ours=ours, theirs=theirs, exact=exact, rounded=rounded
+            ) -> None:
+                ours.add(name, logits, exact[name][at])
+                theirs.add(name, rounded[name][at].float(), exact[name][at])
+
+            preempted[way] += watch(path, group, WAYS[way], show, **options).num_preemptions
+        torch.set_num_threads(num_threads)  # an engine may leave torch one
+    return [compare(way, *distances[way], preempted[way]) for way in ways]

@@ -1,0 +1,213 @@
+"""An engine that shows the logits of every position, of texts that its requests must follow."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from engine import EngineArgs, SamplingParams
+from engine.config.decide import decide, resolve
+from engine.config.engine import ResolvedConfig
+from engine.config.model import ModelInfo, read_model_info
+from engine.core.build import wire
+from engine.core.inproc_client import InprocClient
+from engine.layers.batch import ForwardBatch, Hidden
+from engine.messages.requests import AddRequest
+from engine.messages.stats import SchedulerStats
+from engine.messages.step import StepPlan
+from engine.models.model import Model
+from engine.worker.device import make_platform, resolve_device
+from engine.worker.steps import Pending
+from engine.worker.worker import ModelWorker
+
+BLOCK = 16
+SEATS = 16
+Show = Callable[[str, list[int], torch.Tensor], None]
+"""Takes a text's name, positions of it, and the logits behind them [len(positions), V]."""
+
+
+class Way(NamedTuple):
+    """One way to compute a text: how much of it is a prompt, and what the engine does with it."""
+
+    prompt: Callable[[int], int]
+    """Tokens of a text so long that are its prompt; the others are decoded."""
+    options: dict[str, Any]
+    warm: Callable[[int], int] | None = None
+    """Tokens of each text that are in the prefix cache before."""
+    room: float = SEATS
+    """Texts that fit into the KV pool."""
+
+
+ALONE = {"max_num_seqs": 1, "enable_prefix_caching": False}
+WAYS = {
+    "whole": Way(lambda size: size - 1, {**ALONE, "max_num_batched_tokens": 4096}),
+    "chunks": Way(lambda size: size - 1, {**ALONE, "max_num_batched_tokens": 37}),
+    "decode": Way(lambda size: 1, {**ALONE, "max_num_batched_tokens": 1}),
+    "batched": Way(
+        lambda size: size // 3,
+        {"max_num_seqs": SEATS, "max_num_batched_tokens": 101, "enable_prefix_caching": False},
+    ),
+    "cached": Way(
+        lambda size: 3 * size // 4,
+        {"max_num_seqs": SEATS, "max_num_batched_tokens": 150},
+        warm=lambda size: size // 2,
+        room=1e9,
+    ),
+    "preempted": Way(
+        lambda size: size // 4,
+        {"max_num_seqs": 6, "max_num_batched_tokens": 64, "enable_prefix_caching": False},
+        room=2.5,
+    ),
+}
+
+
+class Watched:
+    """A model that shows the logits of every row of each pass.
+
+    Rows that the step reads are shown as they are served; the others come from a second pass that
+    reads all, as requests with ``prompt_logprobs`` have it.
+    """
+
+    def __init__(self, model: Model, show: Callable[[list[int], torch.Tensor], None]) -> None:
+        self._model = model
+        self._show = show
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def forward(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> Hidden:
+        num_rows, model = len(batch.input_ids), self._model
+        found = model.forward(batch, kv)
+        served = range(num_rows) if batch.wanted is None else batch.wanted.rows.tolist()
+        self._show(list(served), model.logits(found.last))
+        others = sorted(set(range(num_rows)) - set(served))
+        if others:
+            whole = model.forward(replace(batch, wanted=None), kv).last
+            self._show(others, model.logits(whole[others]))
+        return found
+
+
+class WatchedWorker(ModelWorker):
+    """A worker on the CPU that knows which token of which text each row is."""
+
+    def __init__(self, config: ResolvedConfig, info: ModelInfo, show: Show) -> None:
+        super().__init__(config, info, make_platform(resolve_device("cpu")))
+        self._show_text = show
+        self._names: dict[int, str] = {}  # by slot
+        self._rows: list[tuple[str, int]] = []  # of the step: text and position
+
+    def allocate(self, num_blocks: int) -> None:
+        super().allocate(num_blocks)
+        runner = self.driver.runner
+        runner.machine = runner.machine._replace(model=Watched(runner.machine.model, self._seen))
+
+    def launch(self, plan: StepPlan) -> Pending:
+        self._names |= {seq.slot: seq.request_id for seq in plan.new}
+        self._rows = [
+            (self._names[slot], position)
+            for slot, start, count in zip(
+                *(column.tolist() for column in (plan.slots, plan.starts, plan.counts)), strict=True
+            )
+            for position in range(start, start + count)
+        ]
+        return super().launch(plan)
+
+    def _seen(self, rows: list[int], logits: torch.Tensor) -> None:
+        places: dict[str, list[int]] = {}
+        for place, row in enumerate(rows):
+            places.setdefault(self._rows[row][0], []).append(place)
+        for name, own in places.items():
+            self._show_text(name, [self._rows[rows[place]][1] for place in own], logits[own])
+
+
+def to_follow(params: SamplingParams, prompt: list[int]) -> Callable[..., torch.Tensor]:
+    """A logits processor that leaves nothing but the next token of the request's text."""
+    text = (params.extra_args or {})["text"]
+
+    def process(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+        token = text[len(prompt) + len(output)]
+        logits.fill_(-torch.inf)
+        logits[token] = 0.0
+        return logits
+
+    return process
+
+
+def watch(
+    path: str | Path, texts: Mapping[str, Sequence[int]], way: Way, show: Show, **options: Any
+) -> SchedulerStats:
+    """Compute texts in one way and show the logits behind all tokens of each but its last.
+
+    What the prefix cache holds is computed before and not shown. ``options``: of the engine.
+    """
+    longest = max(map(len, texts.values()))
+    each = -(-longest // BLOCK)
+    args = EngineArgs(
+        model=path,
+        skip_tokenizer_init=True,
+        log_level="error",
+        max_model_len=longest,
+        block_size=BLOCK,
+        num_kv_blocks=2 + int(each * min(way.room, len(texts) + 1)),
+        logits_processors=[to_follow],
+        **{**way.options, **options},
+    )
+    is_shown = False
+
+    def show_some(name: str, positions: list[int], logits: torch.Tensor) -> None:
+        if is_shown:
+            show(name, positions, logits)
+
+    client = start(args, show_some)
+    try:
+        if way.warm is not None:
+            for name, text in texts.items():
+                add(client, f"warm {name}", text, way.warm(len(text)), max_tokens=1)
+            finish(client)
+        is_shown = True
+        for name, text in texts.items():
+            prompt = way.prompt(len(text))
+            add(client, name, text, prompt, max_tokens=len(text) - prompt)
+        finish(client)
+        stats = client.latest_stats()
+        assert stats is not None
+        return stats
+    finally:
+        client.shutdown()
+
+
+def start(args: EngineArgs, show: Show) -> InprocClient:
+    """What ``engine.core.build.build_core`` makes, with a watched worker."""
+    config = args.create_config()
+    info = read_model_info(config.model.model)
+    resolved = resolve(config, info, "cpu")
+    worker = WatchedWorker(resolved, info, show)
+    decided = decide(resolved, info, worker.load(), worker.measure)
+    worker.allocate(decided.num_kv_blocks)
+    core = wire(resolved, decided, worker, clock=time.monotonic)
+    return InprocClient(core, decided)
+
+
+def add(
+    client: InprocClient, name: str, text: Sequence[int], prompt: int, *, max_tokens: int
+) -> None:
+    params = SamplingParams(
+        temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args={"text": list(text)}
+    )
+    client.add(
+        AddRequest(name, list(text[:prompt]), params, 0, time.monotonic(), max_tokens=max_tokens)
+    )
+
+
+def finish(client: InprocClient) -> None:
+    """Step until all is done. Raises ``RuntimeError`` for a request that failed."""
+    while client.num_unfinished():
+        for outputs in client.step():
+            for end in outputs.finished:
+                if end.reason != "length":
+                    raise RuntimeError(f"{outputs.request_ids[end.index]} ended with {end}")
