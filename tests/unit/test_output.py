@@ -12,7 +12,8 @@ from engine.frontend.prompt import Prompt
 from engine.frontend.session import Session
 from engine.messages.params import OutputKind, SamplingParams
 from engine.messages.requests import CoreOutputs, Finished, Logprob, RequestOutput, TokenLogprobs
-from engine.text.tokenizer import REPLACEMENT, RustBackend, Tokenizer
+from engine.text.token_texts import REPLACEMENT
+from engine.text.tokenizer import RustBackend, Tokenizer
 
 TOKENIZER = Tokenizer(RustBackend(made.byte_level()), {"eos_token": "</s>"}, {})
 TEXT = "The quick brown fox, café 😀, jumps over the lazy dog."
