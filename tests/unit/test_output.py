@@ -335,6 +335,33 @@ def _seconds(session: Session, ids: list[str], token_id: int) -> float:
     return took
 
 
+def test_outputs_that_come_faster_than_they_are_taken_are_shown_one_after_the_other() -> None:
+    """No step waits for the texts of what came behind its own, and nothing is lost."""
+    fake = Hasty(counting)
+    session = fake_session(fake, TOKENIZER)
+    submit(session, [5], SamplingParams(max_tokens=12), "a")
+    submit(session, [5], SamplingParams(max_tokens=7, output_kind="delta"), "b")
+    shown: dict[str, list[int]] = {"a": [], "b": []}
+    while session.has_unfinished:
+        outputs = session.step()
+        assert len({output.request_id for output in outputs}) == len(outputs)
+        for output in outputs:
+            shown[output.request_id].append(len(output.outputs[0].token_ids))
+    assert shown == {"a": list(range(1, 13)), "b": [1] * 7}
+    assert fake.most_at_once > 1
+
+
+class Hasty(FakeClient):
+    """A core that has done five steps whenever it is asked."""
+
+    most_at_once = 0
+
+    def step(self) -> list[CoreOutputs]:
+        batches = [batch for _ in range(5) for batch in super(Hasty, self).step()]
+        self.most_at_once = max(self.most_at_once, len(batches))
+        return batches
+
+
 def test_what_ended_here_is_stopped_in_the_core_though_an_interrupt_came_first() -> None:
     """The next step stops it, before which the core goes on with it."""
 
