@@ -9,7 +9,8 @@ from support import made_tokenizers as made
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders
 
-from engine.text.detokenizer import Detokenizer, StopStrings
+from engine.messages.text import TextWish
+from engine.text.detokenizer import Detokenizer, StopStrings, TextReader
 from engine.text.token_texts import REPLACEMENT, TokenTexts, joins_texts
 from engine.text.tokenizer import (
     Backend,
@@ -241,6 +242,20 @@ def test_stop_strings(
     text: str, num_new: int, strings: list[str], include: bool, expected: tuple[str, int] | None
 ) -> None:
     assert StopStrings(strings, include).find(text, num_new) == expected
+
+
+@pytest.mark.parametrize("sizes", [[1] * 9, [4, 5], [9]])
+def test_a_stop_string_may_come_letter_by_letter(sizes: list[int]) -> None:
+    backend = RustBackend(made.byte_level())
+    letters = [ids_of(backend, letter)[0] for letter in "say tHEN!"]
+    reader = TextReader(backend, [5], TextWish(True, ["zz", "HEN"], False, 0))
+    text, start = "", 0
+    for size in sizes:
+        delta = reader.read(letters[start : start + size], is_last=False)
+        text, start = text[: len(text) - delta.num_dropped] + delta.text, start + size
+        if delta.stop is not None:
+            break
+    assert (text, delta.stop, delta.num_tokens) == ("say t", "HEN", 8)
 
 
 def test_as_much_is_held_back_as_may_begin_a_stop_string() -> None:
