@@ -41,6 +41,7 @@ class AsyncLLMEngine:
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        session.inputs.texts.prepare()
         self._changed = threading.Condition()
         # Guarded by the condition: what tasks and the thread share.
         self._commands: deque[Command] = deque()

@@ -7,8 +7,8 @@ OutputSequence    one sequence: its tokens, its text, its cut at a stop string, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from copy import copy
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
@@ -80,38 +80,75 @@ class OutputProcessor:
         """The outputs for users of one step."""
         for started in batch.started:
             self._start(batch.request_ids[started.index], started)
-        ends = {end.index: end for end in batch.finished}
+        for index in batch.prompt_logprobs:
+            self._take_prompt_logprobs(batch, index)
         moved: Moved = {}
-        for index, (core_id, token_ids) in enumerate(_rows(batch)):
-            row = self._rows.get(core_id)
-            if row is None:
-                continue
-            if index in batch.prompt_logprobs:
-                self._take_prompt_logprobs(row.request, batch, index)
-            end = ends.get(index)
-            if token_ids or end is not None:
-                logprobs = batch.logprobs.get(index)
-                reading = Reading(core_id, row, token_ids, logprobs, end, batch.time)
-                if self._texts is not None and row.sequence.params.detokenize:
-                    self._send(self._texts, reading)
-                else:
-                    self._take(reading)
-                    row.sequence.read(end)
-                    self._moved(reading, moved)
+        self._process_rows(batch, moved)
         if self._texts is not None:
             self._texts.send()
         return _outputs(moved)
+
+    def _process_rows(self, batch: CoreOutputs, moved: Moved) -> None:
+        """Take what a step brought to each sequence.
+
+        Most rows bring tokens to a sequence under way, and nothing else. For these all is done
+        here: calls of ``_take``, ``read`` and ``_moved`` for each would take as long again.
+        """
+        rows, texts, time, counts = self._rows, self._texts, batch.time, self.counts
+        ends = {end.index: end for end in batch.finished}
+        has_more = {*ends, *batch.logprobs}  # than tokens
+        columns = zip(batch.request_ids, _tokens(batch), strict=True)
+        for index, (core_id, token_ids) in enumerate(columns):
+            row = rows.get(core_id)
+            if row is None:
+                continue
+            request, sequence = row
+            metrics = request.metrics
+            if index in has_more or texts is not None or metrics.first_token_time is None:
+                reading = Reading(
+                    core_id, row, token_ids, batch.logprobs.get(index), ends.get(index), time
+                )
+                self._process_row(reading, moved)
+            elif token_ids:
+                metrics.last_token_time = time
+                counts.generation_tokens += len(token_ids)
+                sequence.token_ids += token_ids
+                if sequence.is_lazy:
+                    continue
+                if sequence.reader is not None:
+                    told = sequence.reader.next_text(token_ids)
+                    if isinstance(told, str):
+                        sequence.text += told
+                    else:
+                        sequence.settle(told, None)
+                if not request.is_single or sequence.end is not None:
+                    self._moved(core_id, row, None, time, moved)
+                elif sequence.is_shown:
+                    moved[request] = request.sequences
+
+    def _process_row(self, reading: Reading, moved: Moved) -> None:
+        core_id, row, token_ids, logprobs, end, time = reading
+        if not token_ids and end is None:
+            return
+        if self._texts is not None and row.sequence.params.detokenize:
+            self._send(self._texts, reading)
+            return
+        self._take(row, token_ids, logprobs, end, time)
+        row.sequence.read(token_ids, end)
+        self._moved(core_id, row, end, time, moved)
 
     def take_texts(self) -> list[RequestOutput]:
         """The outputs for users of texts that other processes have made."""
         moved: Moved = {}
         for reading, delta in () if self._texts is None else self._texts.take():
             if reading.core_id in self._rows:  # no earlier text has ended it
-                self._take(reading)
-                reading.row.sequence.settle(delta, reading.end)
-                self._moved(reading, moved)
+                core_id, row, token_ids, logprobs, end, time = reading
+                self._take(row, token_ids, logprobs, end, time)
+                row.sequence.settle(delta, end)
+                self._moved(core_id, row, end, time, moved)
         for sequences in moved.values():  # which may come from several processes
-            sequences.sort(key=attrgetter("index"))
+            if len(sequences) > 1:
+                sequences.sort(key=attrgetter("index"))
         return _outputs(moved)
 
     def abort(self, request_ids: Iterable[str], time: float) -> list[RequestOutput]:
@@ -125,8 +162,8 @@ class OutputProcessor:
             if self._texts is not None and reading.row.sequence.params.detokenize:
                 self._send(self._texts, reading)
             else:
-                reading.row.sequence.read(reading.end)
-                self._moved(reading, moved)
+                reading.row.sequence.read([], reading.end)
+                self._moved(reading.core_id, reading.row, reading.end, time, moved)
         if self._texts is not None:
             self._texts.send()
         return _outputs(moved) + self.take_texts()
@@ -137,7 +174,7 @@ class OutputProcessor:
             if reading.core_id not in self._only_text:
                 self._ended_here.append(reading.core_id)
             reading.row.sequence.end = reading.end
-            self._ended(reading)
+            self._ended(reading.core_id, reading.row, time)
         if self._texts is not None:
             self._texts.send()
 
@@ -178,33 +215,45 @@ class OutputProcessor:
             request.metrics.scheduled_time = started.scheduled_time
             request.num_cached_tokens = started.num_cached_tokens
 
-    def _take_prompt_logprobs(self, request: RequestState, batch: CoreOutputs, index: int) -> None:
-        request.prompt_logprobs = prompt_positions(
-            batch.prompt_logprobs[index], len(request.prompt_token_ids), self._tokenizer
-        )
+    def _take_prompt_logprobs(self, batch: CoreOutputs, index: int) -> None:
+        row = self._rows.get(batch.request_ids[index])
+        if row is not None:
+            row.request.prompt_logprobs = prompt_positions(
+                batch.prompt_logprobs[index], len(row.request.prompt_token_ids), self._tokenizer
+            )
 
-    def _take(self, reading: Reading) -> None:
+    def _take(
+        self,
+        row: Row,
+        token_ids: list[int],
+        logprobs: list[TokenLogprobs] | None,
+        end: Finished | None,
+        time: float,
+    ) -> None:
         """Append what a step brought, less its text."""
-        _, (request, sequence), token_ids, logprobs, end, time = reading
-        metrics = request.metrics
+        request, sequence = row
         if token_ids:
+            metrics = request.metrics
             if metrics.first_token_time is None:
                 metrics.first_token_time = time
                 self.counts.prompt_tokens += len(request.prompt_token_ids)
             metrics.last_token_time = time
             self.counts.generation_tokens += len(token_ids)
-        sequence.take(token_ids, logprobs)
+            sequence.token_ids += token_ids
+        if logprobs is not None:
+            sequence.take_logprobs(logprobs)
         if end is not None:
             request.note(sequence.index, end)
             request.kv_transfer_params = end.kv_transfer_params or request.kv_transfer_params
 
     def _send(self, texts: PooledText[Reading], reading: Reading) -> None:
         """Have the text made that is needed now; the rest follows when it has come."""
-        core_id, (request, sequence), token_ids, _, end, _ = reading
+        core_id, row, token_ids, logprobs, end, time = reading
+        request, sequence = row
         if end is not None:
             self._only_text.add(core_id)
         if sequence.is_lazy:
-            self._take(reading)
+            self._take(row, token_ids, logprobs, end, time)
             if end is None:
                 return
             token_ids = sequence.token_ids
@@ -213,18 +262,24 @@ class OutputProcessor:
             texts.open(core_id, request.prompt_token_ids, wish_of(sequence.params))
         texts.add(core_id, sequence.readable(token_ids, end), end is not None, reading)
 
-    def _moved(self, reading: Reading, moved: Moved) -> None:
+    def _moved(
+        self, core_id: str, row: Row, end: Finished | None, time: float, moved: Moved
+    ) -> None:
         """A sequence has new text, or has ended: by the core, a stop string or an error."""
-        sequences = moved.setdefault(reading.row.request, [])
-        if reading.row.sequence not in sequences:
-            sequences.append(reading.row.sequence)
-        if reading.row.sequence.end is not None:
-            if reading.end is None and reading.core_id not in self._only_text:
-                self._ended_here.append(reading.core_id)
-            self._ended(reading)
+        request, sequence = row
+        if sequence.end is None and not sequence.is_shown:
+            return
+        if request.is_single:
+            moved[request] = request.sequences
+        elif sequence not in (sequences := moved.setdefault(request, [])):
+            sequences.append(sequence)
+        if sequence.end is not None:
+            if end is None and core_id not in self._only_text:
+                self._ended_here.append(core_id)
+            self._ended(core_id, row, time)
 
-    def _ended(self, reading: Reading) -> None:
-        core_id, (request, sequence), _, _, _, time = reading
+    def _ended(self, core_id: str, row: Row, time: float) -> None:
+        request, sequence = row
         if self._texts is not None:
             self._texts.forget(core_id)
             self._only_text.discard(core_id)
@@ -256,20 +311,16 @@ class Row(NamedTuple):
 
 
 def _outputs(moved: Moved) -> list[RequestOutput]:
-    outputs = (request.output(sequences) for request, sequences in moved.items())
+    outputs = [request.output(sequences) for request, sequences in moved.items()]
     return [output for output in outputs if output is not None]
 
 
-def _rows(batch: CoreOutputs) -> Iterator[tuple[str, list[int]]]:
-    """Each request id with its new tokens."""
+def _tokens(batch: CoreOutputs) -> list[list[int]]:
+    """The new tokens of each row."""
     if batch.counts is None:
-        for core_id, token_id in zip(batch.request_ids, batch.token_ids, strict=True):
-            yield core_id, [token_id]
-        return
-    start = 0
-    for core_id, count in zip(batch.request_ids, batch.counts, strict=True):
-        yield core_id, batch.token_ids[start : start + count]
-        start += count
+        return [[token_id] for token_id in batch.token_ids]
+    ends = accumulate(batch.counts)
+    return [batch.token_ids[end - num : end] for num, end in zip(batch.counts, ends, strict=True)]
 
 
 class RequestState:
@@ -279,6 +330,12 @@ class RequestState:
     once, when the last has finished. Sequences stand in the order of their index. Their text is
     made here if it ``reads_here``.
     """
+
+    __slots__ = (
+        "_num_running", "_told", "core_ids", "is_single", "kind", "kv_transfer_params", "metrics",
+        "num_cached_tokens", "prompt", "prompt_logprobs", "prompt_token_ids", "request_id",
+        "sequences",
+    )  # fmt: skip
 
     def __init__(
         self, submission: Submission, tokenizer: Tokenizer | None, reads_here: bool
@@ -297,6 +354,7 @@ class RequestState:
             )
             for index in range(submission.params.n)
         ]
+        self.is_single = len(self.sequences) == 1  # kept, for it is asked in each step
         self._num_running = len(self.sequences)
         self._told: dict[int, Started | Finished] = {}  # of each sequence, by its index
         self.metrics = RequestMetrics(submission.arrival_time)
@@ -325,11 +383,13 @@ class RequestState:
         metrics.waits = waits
         metrics.events = sorted((e for each in every for e in each.events), key=itemgetter(1))
 
-    def output(self, moved: Iterable[OutputSequence]) -> RequestOutput | None:
+    def output(self, moved: Sequence[OutputSequence]) -> RequestOutput | None:
         """The output for the user after these sequences have moved; ``None``: nothing yet."""
-        finished = self.is_finished
+        finished = self._num_running == 0
         if self.kind == "delta":
-            completions = [sequence.delta() for sequence in moved]
+            completions = (
+                [moved[0].delta()] if len(moved) == 1 else [each.delta() for each in moved]
+            )
         elif self.kind == "final" and not finished:
             return None
         else:
@@ -342,7 +402,7 @@ class RequestState:
             finished,
             self.prompt_logprobs,
             self.num_cached_tokens,
-            copy(self.metrics),
+            self.metrics.__copy__(),  # type: ignore[attr-defined] # copy() searches for it
             self.kv_transfer_params,
         )
         if self.kind == "delta":
@@ -356,6 +416,11 @@ class OutputSequence:
     It takes the tokens of each step, then ``read`` has its own reader make text of them. If that
     happens elsewhere, they are taken when the text has come, and settled with it.
     """
+
+    __slots__ = (
+        "_num_held_back", "_num_sent_tokens", "_tokenizer", "cumulative_logprob", "end", "index",
+        "is_lazy", "is_shown", "logprobs", "params", "reader", "text", "token_ids",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -372,7 +437,7 @@ class OutputSequence:
         self.cumulative_logprob = 0.0
         self.end: Finished | None = None
         self._tokenizer = tokenizer
-        self._reader = reader
+        self.reader = reader
         # What may turn out to be the beginning of a stop string is not shown yet.
         self._num_held_back = 0
         if params.stop:
@@ -380,14 +445,13 @@ class OutputSequence:
             self._num_held_back = stops.num_held_back
         self.is_lazy = not params.stop and params.output_kind == "final"
         """Text that is not shown before the end is made in one go at the end."""
-        self._num_read = 0  # tokens given to a reader
+        self.is_shown = params.output_kind != "final"
+        """Before its end, too."""
         self._num_sent_tokens = 0
-        self._num_sent_chars = 0
 
-    def take(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> None:
-        """Append tokens whose text is still to come."""
-        self.token_ids += token_ids
-        if self.logprobs is not None and logprobs is not None:
+    def take_logprobs(self, logprobs: list[TokenLogprobs]) -> None:
+        """Append those of tokens, if they were asked for."""
+        if self.logprobs is not None:
             self.logprobs += [position_logprobs(entry, self._tokenizer) for entry in logprobs]
             self.cumulative_logprob += sum(entry.logprobs[0] for entry in logprobs)
 
@@ -398,14 +462,13 @@ class OutputSequence:
             return token_ids[:-1]  # the token that ended it is no text, unless asked for
         return token_ids
 
-    def read(self, end: Finished | None) -> None:
-        """Have the own reader read what was taken, ``end`` with the last of it."""
-        if self._reader is None:
+    def read(self, token_ids: list[int], end: Finished | None) -> None:
+        """Have the own reader read these tokens, which were taken, ``end`` with the last of all."""
+        if self.reader is None:
             self.end = end
         elif end is not None or not self.is_lazy:
-            token_ids = self.readable(self.token_ids[self._num_read :], end)
-            self._num_read = len(self.token_ids)
-            self.settle(self._reader.read(token_ids, end is not None), end)
+            token_ids = self.readable(self.token_ids if self.is_lazy else token_ids, end)
+            self.settle(self.reader.read(token_ids, end is not None), end)
 
     def settle(self, delta: TextDelta, end: Finished | None) -> None:
         """Add what a reader made of tokens; ``end`` is what came with the last of them."""
@@ -418,33 +481,31 @@ class OutputSequence:
 
     def output(self) -> CompletionOutput:
         """The whole sequence so far."""
-        return self._completion(0, 0, self._num_visible_chars())
+        held = self._num_held_back if self.end is None else 0
+        return self._completion(self.text[:-held] if held else self.text, 0)
 
     def delta(self) -> CompletionOutput:
-        """What is new since the last delta."""
-        upto = self._num_visible_chars()
-        completion = self._completion(self._num_sent_tokens, self._num_sent_chars, upto)
-        self._num_sent_tokens, self._num_sent_chars = len(self.token_ids), upto
+        """What is new since the last delta; its text is forgotten."""
+        text, held = self.text, self._num_held_back if self.end is None else 0
+        self.text = text[-held:] if held else ""
+        completion = self._completion(text[:-held] if held else text, self._num_sent_tokens)
+        self._num_sent_tokens = len(self.token_ids)
         return completion
 
-    def _completion(self, first_token: int, first_char: int, upto: int) -> CompletionOutput:
-        end = self.end
-        logged = self.logprobs
+    def _completion(self, text: str, first_token: int) -> CompletionOutput:
+        end, logged, token_ids = self.end, self.logprobs, self.token_ids[first_token:]
+        if end is None and logged is None:
+            return CompletionOutput(self.index, text, token_ids)
         return CompletionOutput(
             self.index,
-            self.text[first_char:upto],
-            self.token_ids[first_token:],
+            text,
+            token_ids,
             None if logged is None else self.cumulative_logprob,
             None if logged is None else logged[first_token:],
             None if end is None else end.reason,
             None if end is None else end.stop_reason,
             None if end is None else end.message or None,
         )
-
-    def _num_visible_chars(self) -> int:
-        if not self._num_held_back or self.end is not None:
-            return len(self.text)
-        return max(self._num_sent_chars, len(self.text) - self._num_held_back)
 
     def _stop_at(self, string: str, delta: TextDelta) -> None:
         self.text = self.text[: len(self.text) - delta.num_dropped]

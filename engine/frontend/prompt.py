@@ -348,6 +348,12 @@ class PromptEncoder:
         self._max_model_len = max_model_len
         self._threads = ThreadPoolExecutor(NUM_THREADS, "tokenizer")
 
+    def prepare(self) -> None:
+        """Begin in a thread what the first long text needs, which an event loop should not do: to
+        look through the vocabulary."""
+        if self._tokenizer is not None:
+            self._threads.submit(getattr, self._tokenizer, "max_chars_per_token")
+
     def ahead(self, prompt: Prompt, params: SamplingParams | None) -> Ahead:
         """Begin a prompt in a process or a thread, if it is a text that takes a while.
 

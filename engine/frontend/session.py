@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -55,6 +56,7 @@ class Session:
         self._texts = None if pool is None else PooledText[Reading](pool, client.wake)
         self.outputs = OutputProcessor(tokenizer, self._texts)
         self._pool = pool
+        self._batches: deque[CoreOutputs] = deque()  # that have come and are not processed yet
         self.clock = clock
         self._stats_log: StatsLog | None = None
         if not config.disable_log_stats:
@@ -133,15 +135,19 @@ class Session:
     def step(self) -> list[RequestOutput]:
         """Run one step of the core and return what it means for users.
 
-        With text processes: and what earlier steps mean, whose texts have come. If only texts are
-        still to come, waits a moment for some.
+        Of several steps that a core elsewhere has done meanwhile, each is returned by a call of its
+        own: what came first is not held up by the texts of the others. With text processes: and
+        what earlier steps mean, whose texts have come. If only texts are still to come, waits a
+        moment for some.
         """
         outputs: list[RequestOutput] = []
         if self._texts is not None and self.outputs.is_only_text_missing:
             self._texts.wait(TEXT_SECONDS)
         else:
-            for batch in self._step_core():
-                outputs += self.outputs.process(batch)
+            if not self._batches:
+                self._batches.extend(self._step_core())
+            if self._batches:
+                outputs = self.outputs.process(self._batches.popleft())
         outputs += self.outputs.take_texts()
         with suppress(EngineDeadError):  # a later call raises it; these outputs are not lost
             self._stop_in_core()

@@ -1,13 +1,13 @@
-"""Text of a growing sequence, a few microseconds a token; stop strings in it."""
+"""Text of a growing sequence, a microsecond or two a token; stop strings in it."""
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import NamedTuple
 
 from engine.messages.params import SamplingParams
 from engine.messages.text import TextDelta, TextWish
-from engine.text.tokenizer import REPLACEMENT, Backend
+from engine.text.token_texts import REPLACEMENT, TokenTexts
+from engine.text.tokenizer import Backend, Step
 
 CONTEXT_LENGTHS = (8, 64)  # ids of the prompt that give the first output ids their context
 MAX_DANGLING = 4  # a character has at most four bytes
@@ -21,6 +21,10 @@ class Detokenizer:
     until it is resolved or ``flush`` says that nothing follows.
     """
 
+    __slots__ = (
+        "_backend", "_context", "_joining", "_last_joined", "_pending", "_skip", "_step", "_texts",
+    )  # fmt: skip
+
     def __init__(
         self, backend: Backend, prompt_token_ids: list[int], skip_special_tokens: bool
     ) -> None:
@@ -28,24 +32,48 @@ class Detokenizer:
         self._skip = skip_special_tokens
         context = split_context(backend, prompt_token_ids, skip_special_tokens)
         self._context, self._pending = context
-        self._step = backend.stream(self._context, skip_special_tokens)
+        self._step: Step | None = backend.stream(self._context, skip_special_tokens)
         if self._pending:
             self._step(list(self._pending))
+        self._texts = backend.token_texts(skip_special_tokens)
+        # While all text so far is out, these may follow it, and the stream rests.
+        self._joining: TokenTexts | None = None
+        self._last_joined: int | None = None
 
     def feed(self, token_ids: list[int]) -> str:
         """The text these next ids complete, often none."""
         if not token_ids:
             return ""
+        joining = self._joining
+        if joining is not None:
+            if len(token_ids) == 1:
+                text = joining[token_ids[0]]
+            else:
+                texts = [joining[token_id] for token_id in token_ids]
+                text = "".join(texts) if all(texts) else ""
+            if text:
+                self._last_joined = token_ids[-1]
+                return text
+        return self._feed_stream(token_ids)
+
+    def _feed_stream(self, token_ids: list[int]) -> str:
+        if self._last_joined is not None:
+            self._context, self._last_joined = [self._last_joined], None
+        if self._step is None:
+            self._step = self._backend.stream(self._context, self._skip)
         try:
-            text = self._step(token_ids)
+            added = self._step(token_ids)
         except Exception:  # the library names no type for "text given out has changed"
             return self._restart(token_ids)
-        if text is None:
+        if added is None:
             self._pending += token_ids
+            self._joining = None
             return ""
         self._context = [*self._pending, *token_ids] if self._pending else token_ids
         self._pending = []
-        return text
+        if self._texts is not None:
+            self._joining, self._step = self._texts, None
+        return added
 
     def flush(self) -> str:
         """What is withheld, with U+FFFD for incomplete bytes. Nothing may be fed after it."""
@@ -63,6 +91,7 @@ class Detokenizer:
         if self._decode(context).endswith(REPLACEMENT):
             context = []
         self._context, self._pending = context, []
+        self._joining = None
         self._step = self._backend.stream(context, self._skip)
         return text
 
@@ -105,7 +134,7 @@ class StopStrings:
     """Looks for stop strings in text that grows."""
 
     def __init__(self, strings: list[str], include_in_output: bool) -> None:
-        self._strings = strings
+        self.strings = strings
         self._include = include_in_output
         # What may turn out to be the beginning of a stop string is not shown yet.
         self.num_held_back = 0 if include_in_output else max(map(len, strings)) - 1
@@ -113,7 +142,7 @@ class StopStrings:
     def find(self, text: str, num_new: int) -> StopMatch | None:
         """The first match that ends in the last ``num_new`` characters of ``text``."""
         best: tuple[int, str] | None = None
-        for string in self._strings:
+        for string in self.strings:
             at = text.find(string, max(0, len(text) - num_new - len(string) + 1))
             if at >= 0 and (best is None or at < best[0]):
                 best = at, string
@@ -136,52 +165,79 @@ def wish_of(params: SamplingParams) -> TextWish:
 class TextReader:
     """Turns tokens into text until a stop string is found or ``is_last`` was said."""
 
+    __slots__ = (
+        "_backend", "_detokenizer", "_longest", "_min_tokens", "_num_read", "_prompt_token_ids",
+        "_skip_special_tokens", "_stops", "_tail",
+    )  # fmt: skip
+
     def __init__(self, backend: Backend, prompt_token_ids: list[int], wish: TextWish) -> None:
         self._backend = backend
         self._prompt_token_ids = prompt_token_ids
         self._skip_special_tokens = wish.skip_special_tokens
+        self._detokenizer: Detokenizer | None = None
         self._stops: StopStrings | None = None
         if wish.stop:
             self._stops = StopStrings(wish.stop, wish.include_stop_str_in_output)
             self._longest = max(map(len, wish.stop))
         self._min_tokens = wish.min_tokens
         self._num_read = 0
-        self._tail = ""  # of the text: where a stop string may have begun
+        self._tail = ""  # of the text, as long as the longest: where a stop string may have begun
 
     def read(self, token_ids: list[int], is_last: bool) -> TextDelta:
         """What these tokens add. One that cannot be read is an error in the answer."""
+        told = self.next_text(token_ids)
+        if isinstance(told, TextDelta):
+            return told
+        if not is_last:
+            return TextDelta(told)
+        assert self._detokenizer is not None
         try:
+            return TextDelta(told + self._detokenizer.flush())
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            return _no_text(error)
+
+    def next_text(self, token_ids: list[int]) -> str | TextDelta:
+        """``read`` of tokens that are not the last, in short: their text, if that is all there is
+        to say."""
+        detokenizer = self._detokenizer
+        try:
+            if detokenizer is None:  # a prompt it cannot take is an error in the answer as well
+                detokenizer = self._detokenizer = Detokenizer(
+                    self._backend, self._prompt_token_ids, self._skip_special_tokens
+                )
             if self._stops is None:
-                delta = TextDelta(self._detokenizer.feed(token_ids))
-            else:
-                delta = self._read_for_stops(self._stops, token_ids)
-            if is_last and delta.stop is None:
-                delta.text += self._detokenizer.flush()
+                return detokenizer.feed(token_ids)
+            return self._read_for_stops(detokenizer, self._stops, token_ids)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # faults of a tokenizer library too: only this request fails
-            return TextDelta(error=f"its tokens are no text: {type(error).__name__}: {error}")
-        return delta
+            return _no_text(error)
 
-    @cached_property
-    def _detokenizer(self) -> Detokenizer:
-        """Made by the first read: a prompt it cannot take is an error in the answer as well."""
-        return Detokenizer(self._backend, self._prompt_token_ids, self._skip_special_tokens)
-
-    def _read_for_stops(self, stops: StopStrings, token_ids: list[int]) -> TextDelta:
+    def _read_for_stops(
+        self, detokenizer: Detokenizer, stops: StopStrings, token_ids: list[int]
+    ) -> str | TextDelta:
         """Token by token, since the one that completes a stop string is the last that counts."""
         pieces = ""
         for token_id in token_ids:
-            new = self._detokenizer.feed([token_id])
+            new = detokenizer.feed([token_id])
             self._num_read += 1
             if not new:
                 continue
             pieces += new
-            self._tail += new
-            match = stops.find(self._tail, len(new)) if self._num_read > self._min_tokens else None
-            if match is not None:
-                cut = len(self._tail) - match.keep
-                kept = pieces[: max(0, len(pieces) - cut)]
-                return TextDelta(kept, max(0, cut - len(pieces)), match.string, self._num_read)
-            self._tail = self._tail[max(0, len(self._tail) - self._longest + 1) :]
-        return TextDelta(pieces)
+            tail = self._tail + new
+            for string in stops.strings:
+                if string in tail and self._num_read > self._min_tokens:
+                    match = stops.find(tail, len(new))
+                    if match is not None:
+                        cut = len(tail) - match.keep
+                        kept = pieces[: max(0, len(pieces) - cut)]
+                        dropped = max(0, cut - len(pieces))
+                        return TextDelta(kept, dropped, match.string, self._num_read)
+            self._tail = tail[-self._longest :]
+        return pieces
+
+
+def _no_text(error: BaseException) -> TextDelta:
+    return TextDelta(error=f"its tokens are no text: {type(error).__name__}: {error}")

@@ -32,9 +32,19 @@ def max_chars_per_token(tokenizer: Tokenizer) -> int | None:
     )
     if not is_certain:
         return None
-    longest = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=0)
+    longest = max(map(len, _names(tokenizer)), default=0)
     is_composed = any(part["type"] in COMPOSING for part in parts)
     return longest * (MOST_COMPOSED if is_composed else 1) or None
+
+
+def _names(tokenizer: Tokenizer) -> list[str]:
+    """All tokens, asked for one by one: a large vocabulary in one go takes four times as long, and
+    lets no other thread run meanwhile."""
+    num = tokenizer.get_vocab_size(with_added_tokens=False)
+    names = list(filter(None, map(tokenizer.model.id_to_token, range(num))))
+    if len(names) < num:  # its ids have gaps
+        names = list(tokenizer.get_vocab(with_added_tokens=False))
+    return names + [token.content for token in tokenizer.get_added_tokens_decoder().values()]
 
 
 def _parts(component: Any) -> Iterator[dict[str, Any]]:
@@ -66,9 +76,8 @@ def _knows_all(tokenizer: Tokenizer, parts: list[dict[str, Any]]) -> bool:
     model = tokenizer.model
     if not isinstance(model, BPE):
         return False
-    vocab = tokenizer.get_vocab(with_added_tokens=False)
     if any(part["type"] == "ByteLevel" for part in parts):
-        return all(letter in vocab for letter in ByteLevel.alphabet())
+        return all(model.token_to_id(letter) is not None for letter in ByteLevel.alphabet())
     if model.byte_fallback:
-        return all(f"<0x{byte:02X}>" in vocab for byte in range(256))
+        return all(model.token_to_id(f"<0x{byte:02X}>") is not None for byte in range(256))
     return model.unk_token is not None and not model.fuse_unk

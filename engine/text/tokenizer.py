@@ -22,11 +22,11 @@ from engine.config.model import ModelConfig, read_json, read_model_info
 from engine.errors import ModelError, RequestError, RequestTypeError
 from engine.text.chat import Messages, read_templates, render_chat
 from engine.text.token_lengths import max_chars_per_token
+from engine.text.token_texts import REPLACEMENT, TokenTexts, joins_texts
 
 logger = logging.getLogger(__name__)
 # Files from which transformers can build a tokenizer when there is no tokenizer.json.
 OTHER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
-REPLACEMENT = "\ufffd"  # stands for bytes that are not a whole character
 Step = Callable[[list[int]], str | None]
 """Takes the next ids of a growing sequence, gives the text they complete or ``None``."""
 
@@ -288,6 +288,9 @@ class Backend(Protocol):
         A step raises if the text it already gave out turns out to be wrong.
         """
 
+    def token_texts(self, skip_special_tokens: bool) -> TokenTexts | None:
+        """The same token by token, if that is enough to know."""
+
 
 class RustBackend:
     """A tokenizer of the ``tokenizers`` library."""
@@ -296,6 +299,9 @@ class RustBackend:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
+        self._token_texts: dict[bool, TokenTexts] = {}
+        if joins_texts(tokenizer):
+            self._token_texts = {skip: TokenTexts(tokenizer, skip) for skip in (False, True)}
 
     @property
     def vocab_size(self) -> int:
@@ -325,6 +331,9 @@ class RustBackend:
         stream = DecodeStream(ids=context, skip_special_tokens=skip_special_tokens)
         return partial(stream.step, self._tokenizer)
 
+    def token_texts(self, skip_special_tokens: bool) -> TokenTexts | None:
+        return self._token_texts.get(skip_special_tokens)
+
 
 class PythonBackend:
     """A tokenizer that transformers runs in Python."""
@@ -352,6 +361,9 @@ class PythonBackend:
 
     def stream(self, context: list[int], skip_special_tokens: bool) -> Step:
         return WindowStream(self, context, skip_special_tokens)
+
+    def token_texts(self, skip_special_tokens: bool) -> TokenTexts | None:
+        return None
 
 
 class WindowStream:

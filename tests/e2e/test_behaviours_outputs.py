@@ -5,7 +5,7 @@ from e2e.box_engine import KINDS, PROMPTS, SIZES, greedy, joined, run, run_one
 
 from engine import EngineArgs, LLMEngine, RequestError, SamplingParams
 from engine.messages.params import OutputKind
-from engine.text.tokenizer import REPLACEMENT
+from engine.text.token_texts import REPLACEMENT
 
 
 @pytest.mark.behaviour(117)

@@ -2,14 +2,17 @@
 
 import random
 import time
+from collections.abc import Callable
 
 import pytest
 from support import made_tokenizers as made
 from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import decoders
 
-from engine.text.detokenizer import Detokenizer, StopStrings
+from engine.messages.text import TextWish
+from engine.text.detokenizer import Detokenizer, StopStrings, TextReader
+from engine.text.token_texts import REPLACEMENT, TokenTexts, joins_texts
 from engine.text.tokenizer import (
-    REPLACEMENT,
     Backend,
     PythonBackend,
     RustBackend,
@@ -33,6 +36,20 @@ class WindowBackend(RustBackend):
 
     def stream(self, context: list[int], skip_special_tokens: bool) -> Step:
         return WindowStream(self, context, skip_special_tokens)
+
+
+class StreamBackend(RustBackend):
+    """One whose token texts nothing is known of."""
+
+    def token_texts(self, skip_special_tokens: bool) -> TokenTexts | None:
+        return None
+
+
+def metaspace_decoder() -> RustTokenizer:
+    """As T5: the decoder knows the mark, and drops it from the first token."""
+    tokenizer = made.replaced_spaces()
+    tokenizer.decoder = decoders.Metaspace()
+    return tokenizer
 
 
 def rust(kind: str) -> RustTokenizer:
@@ -131,6 +148,49 @@ def test_random_ids_make_no_trouble(kind: str, seed: int) -> None:
         assert not [word for word in words if word.isalpha() and word not in text]
 
 
+@pytest.mark.parametrize("maker", [*made.MAKERS.values(), metaspace_decoder])
+def test_pieces_are_those_of_the_library_stream(
+    maker: Callable[[], RustTokenizer], seed: int
+) -> None:
+    """Whatever the ids: words, special tokens, half characters, bytes that are no text."""
+    dice, joining, plain = random.Random(seed), RustBackend(maker()), StreamBackend(maker())
+    words = [i for i in range(plain.vocab_size) if plain.decode([i], True).isascii()]
+    for _ in range(300):
+        skips, share = dice.random() < 0.5, dice.random()
+        ids = [
+            dice.choice(words) if dice.random() < share else dice.randrange(plain.vocab_size)
+            for _ in range(60)
+        ]
+        num_prompt = dice.randrange(12)
+        streams = [Detokenizer(backend, ids[:num_prompt], skips) for backend in (joining, plain)]
+        while num_prompt < len(ids):
+            size = dice.choice((0, 1, 1, 1, 1, 2, 5))
+            new = ids[num_prompt : num_prompt + size]
+            num_prompt += size
+            texts = [stream.feed(new) for stream in streams]
+            assert texts[0] == texts[1], f"{ids} upto {num_prompt}, {skips=}"
+        assert streams[0].flush() == streams[1].flush()
+    assert all(joining.token_texts(skips) for skips in (False, True))  # they were used
+
+
+def test_texts_that_depend_on_neighbours_are_not_joined() -> None:
+    """Of decoders that put or drop spaces between tokens, or that we do not know."""
+    strip = decoders.Strip(content=" ", left=2, right=0)
+    unsure = [
+        None,
+        decoders.WordPiece(),
+        decoders.BPEDecoder(),
+        decoders.CTC(),
+        decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), strip]),
+        decoders.Sequence([decoders.Fuse(), decoders.Replace("ab", "c")]),
+    ]
+    for decoder in unsure:
+        tokenizer = made.byte_level()
+        tokenizer.decoder = decoder
+        assert not joins_texts(tokenizer), decoder
+        assert RustBackend(tokenizer).token_texts(True) is None
+
+
 def test_text_that_would_have_to_change_is_continued() -> None:
     """A run of byte tokens is text or it is not, as a whole; what is out stays out."""
     backend = RustBackend(made.metaspace())
@@ -182,6 +242,20 @@ def test_stop_strings(
     text: str, num_new: int, strings: list[str], include: bool, expected: tuple[str, int] | None
 ) -> None:
     assert StopStrings(strings, include).find(text, num_new) == expected
+
+
+@pytest.mark.parametrize("sizes", [[1] * 9, [4, 5], [9]])
+def test_a_stop_string_may_come_letter_by_letter(sizes: list[int]) -> None:
+    backend = RustBackend(made.byte_level())
+    letters = [ids_of(backend, letter)[0] for letter in "say tHEN!"]
+    reader = TextReader(backend, [5], TextWish(True, ["zz", "HEN"], False, 0))
+    text, start = "", 0
+    for size in sizes:
+        delta = reader.read(letters[start : start + size], is_last=False)
+        text, start = text[: len(text) - delta.num_dropped] + delta.text, start + size
+        if delta.stop is not None:
+            break
+    assert (text, delta.stop, delta.num_tokens) == ("say t", "HEN", 8)
 
 
 def test_as_much_is_held_back_as_may_begin_a_stop_string() -> None:

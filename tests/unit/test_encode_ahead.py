@@ -56,6 +56,21 @@ class Held(RustBackend):
         self._tokenizer = RequestBlocks()
 
 
+class Sizing(RustBackend):
+    """Notes which threads work out how long a token can be."""
+
+    def __init__(self) -> None:
+        super().__init__(made.byte_level())
+        self.threads: list[threading.Thread] = []
+        self.has_ended = threading.Event()
+
+    def max_chars_per_token(self) -> int | None:
+        self.threads.append(threading.current_thread())
+        most = super().max_chars_per_token()
+        self.has_ended.set()
+        return most
+
+
 def session_with(backend: RustBackend, max_model_len: int = 4096) -> Session:
     client = FakeClient(counting, FakeDecided(max_model_len=max_model_len, vocab_size=1000))
     return fake_session(client, Tokenizer(backend, {}, {}))
@@ -196,3 +211,16 @@ def test_the_first_wrong_prompt_is_the_one_that_is_named(llm: LLM) -> None:
     bad = SamplingParams(max_tokens=2, logit_bias={5000: 1.0})
     with pytest.raises(RequestError, match="5000"):
         llm.generate(["fine", "half \ud800"], [bad, PARAMS], use_tqdm=False)
+
+
+async def test_the_event_loop_does_not_work_out_how_long_a_token_can_be() -> None:
+    """Tens of milliseconds with a large vocabulary, when the first long prompt comes."""
+    backend = Sizing()
+    engine = AsyncLLMEngine(session_with(backend, max_model_len=64))
+    try:
+        await asyncio.to_thread(backend.has_ended.wait, 1.0)
+        with pytest.raises(RequestError, match="at least"):
+            await anext(engine.generate("x" * 1_000_000, PARAMS, "a"))
+    finally:
+        engine.shutdown()
+    assert len(backend.threads) == 1 and backend.threads[0] is not threading.current_thread()

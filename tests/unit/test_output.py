@@ -12,7 +12,8 @@ from engine.frontend.prompt import Prompt
 from engine.frontend.session import Session
 from engine.messages.params import OutputKind, SamplingParams
 from engine.messages.requests import CoreOutputs, Finished, Logprob, RequestOutput, TokenLogprobs
-from engine.text.tokenizer import REPLACEMENT, RustBackend, Tokenizer
+from engine.text.token_texts import REPLACEMENT
+from engine.text.tokenizer import RustBackend, Tokenizer
 
 TOKENIZER = Tokenizer(RustBackend(made.byte_level()), {"eos_token": "</s>"}, {})
 TEXT = "The quick brown fox, café 😀, jumps over the lazy dog."
@@ -332,6 +333,33 @@ def _seconds(session: Session, ids: list[str], token_id: int) -> float:
     took = time.perf_counter() - start
     assert len(outputs) == len(ids)
     return took
+
+
+def test_outputs_that_come_faster_than_they_are_taken_are_shown_one_after_the_other() -> None:
+    """No step waits for the texts of what came behind its own, and nothing is lost."""
+    fake = Hasty(counting)
+    session = fake_session(fake, TOKENIZER)
+    submit(session, [5], SamplingParams(max_tokens=12), "a")
+    submit(session, [5], SamplingParams(max_tokens=7, output_kind="delta"), "b")
+    shown: dict[str, list[int]] = {"a": [], "b": []}
+    while session.has_unfinished:
+        outputs = session.step()
+        assert len({output.request_id for output in outputs}) == len(outputs)
+        for output in outputs:
+            shown[output.request_id].append(len(output.outputs[0].token_ids))
+    assert shown == {"a": list(range(1, 13)), "b": [1] * 7}
+    assert fake.most_at_once > 1
+
+
+class Hasty(FakeClient):
+    """A core that has done five steps whenever it is asked."""
+
+    most_at_once = 0
+
+    def step(self) -> list[CoreOutputs]:
+        batches = [batch for _ in range(5) for batch in super(Hasty, self).step()]
+        self.most_at_once = max(self.most_at_once, len(batches))
+        return batches
 
 
 def test_what_ended_here_is_stopped_in_the_core_though_an_interrupt_came_first() -> None:

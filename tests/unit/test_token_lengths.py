@@ -43,6 +43,16 @@ def test_no_text_has_fewer_tokens(maker: Callable[[], Tokenizer], seed: int) -> 
         assert len(text) <= num_tokens * most, ascii(text)
 
 
+def test_ids_may_have_gaps() -> None:
+    """The longest token may be the one behind the gap, and one that was added later."""
+    vocab = {letter: index for index, letter in enumerate(pre_tokenizers.ByteLevel.alphabet())}
+    tokenizer = Tokenizer(models.BPE(vocab | {"abcd": 1000}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    assert max_chars_per_token(tokenizer) == 4
+    tokenizer.add_tokens(["abcdefgh"])
+    assert max_chars_per_token(tokenizer) == 8
+
+
 def stripping() -> Tokenizer:
     tokenizer = made.byte_level()
     tokenizer.normalizer = normalizers.Strip()
