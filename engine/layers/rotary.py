@@ -32,7 +32,7 @@ def cos_sin_table(rope: RopeSpec, max_model_len: int) -> torch.Tensor:
     """[max_model_len, rotary_dim] float32: cosines in a row's first half, then sines."""
     inv_freq, factor = frequencies(rope, max_model_len)
     angles = torch.arange(max_model_len, dtype=torch.float32)[:, None] * inv_freq
-    table = torch.empty(max_model_len, 2 * inv_freq.numel())
+    table = torch.empty(max_model_len, 2 * inv_freq.numel(), dtype=torch.float32)
     half = inv_freq.numel()
     torch.cos(angles, out=table[:, :half]).mul_(factor)
     torch.sin(angles, out=table[:, half:]).mul_(factor)
@@ -68,7 +68,7 @@ def _dynamic(rope: RopeSpec, max_model_len: int) -> Frequencies:
 def _proportional(rope: RopeSpec, max_model_len: int) -> Frequencies:
     """The whole head takes part, but only the first pairs turn."""
     turning = int(rope.scaling.get("partial_rotary_factor", 1.0) * rope.head_dim // 2)
-    inv_freq = torch.zeros(rope.head_dim // 2)
+    inv_freq = torch.zeros(rope.head_dim // 2, dtype=torch.float32)
     inv_freq[:turning] = 1.0 / _powers(rope.theta, 2 * turning, rope.head_dim)
     return Frequencies(inv_freq / rope.scaling.get("factor", 1.0))
 

@@ -24,11 +24,13 @@ ONE = np.int32(1)
 def prepare() -> None:
     """Compile every loop or load it from the cache: no request has to wait for it."""
     none, one = torch.zeros(0, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    x, table = torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.int32)
+    # Said of each: transformers changes what torch takes by default while it builds a model.
+    x, table = torch.zeros(1, 1, dtype=torch.float32), torch.zeros(1, 1, dtype=torch.int32)
+    zero = torch.zeros(1, dtype=torch.float32)
     starts = torch.zeros(2, dtype=torch.int32)
-    penalties = Penalties(table, table.clone(), torch.ones(1), torch.zeros(1), torch.zeros(1))
+    penalties = Penalties(table, table.clone(), zero + 1, zero, zero.clone())
     apply_bitmask(x, table, one)
-    apply_edits(x, Edits(starts, none, torch.zeros(0), none), one, one)
+    apply_edits(x, Edits(starts, none, zero[:0], none), one, one)
     forbid_words(x, BadWords(starts, starts, none), one, one, table, one)
     seat(penalties, 0, one, 1)
     count_tokens(penalties, one, table, one)

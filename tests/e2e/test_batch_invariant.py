@@ -16,7 +16,7 @@ from support.fingerprint import Answers, answers, prompts
 
 from engine.errors import ConfigError
 
-FAMILIES = ["llama", "gemma2", "mistral-window", "qwen3-moe", "granite", "gpt-neox"]
+FAMILIES = ["llama", "gemma2", "mistral-window", "qwen3-moe", "granite"]
 ALONE = {"max_num_seqs": 1, "max_num_batched_tokens": 256, "enable_prefix_caching": False}
 BATCHES: dict[str, dict[str, Any]] = {
     "batched": {"max_num_batched_tokens": 101, "enable_prefix_caching": False},
@@ -51,9 +51,6 @@ def computed(path: Path, how: str, options: dict[str, Any]) -> Answers:
         return found
 
 
-@pytest.mark.xfail(
-    strict=True, raises=ConfigError, reason="the engine has no option batch_invariant yet"
-)
 @pytest.mark.parametrize(("name", "dtype"), cases())
 def test_a_request_gives_the_same_bits_in_whatever_company(
     tmp_path: Path, name: str, dtype: str
@@ -64,3 +61,9 @@ def test_a_request_gives_the_same_bits_in_whatever_company(
         alone = {key: answers(engine, {key: ids})[key] for key, ids in asked().items()}
     different = {how: computed(path, how, options) != alone for how in BATCHES}
     assert not any(different.values()), different
+
+
+def test_only_what_can_keep_the_promise_makes_it(tmp_path: Path) -> None:
+    path = make("gpt-neox", tmp_path, torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"native family, and GPTNeoXForCausalLM .* leave it out"):
+        engine_for(str(path), batch_invariant=True)

@@ -35,11 +35,6 @@ def halved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("bfloat16")
 
 
-# While transformers makes a model, torch's default type is that model's, in every thread; the one
-# that prepares kernels then makes them of bfloat16 columns, and raises if it comes in between.
-_reason = "kernels are prepared in torch's default type"
-UNPREPARED = pytest.mark.xfail(strict=False, reason=_reason)
-UNPREPARED_ALWAYS = pytest.mark.xfail(strict=True, raises=TypeError, reason=_reason)
 # Where a router chooses other experts the error is a hundred times that elsewhere, and a few such
 # places make up the sums: here it must not be certain that the bar is missed. The campaign's
 # positions suffice for the bar itself.
@@ -54,7 +49,6 @@ def cases() -> list[object]:
     made = []
     for index, name in enumerate([*CASES, *GENERAL_CASES]):
         marks = [pytest.mark.slow] * (name not in [*NATIVE, *GENERAL])
-        marks += [UNPREPARED] * (name in GENERAL_CASES)
         made.append(pytest.param(name, OTHERS[index % len(OTHERS)], marks=marks))
     return made
 
@@ -73,7 +67,6 @@ def test_bfloat16_is_as_near_to_float32_as_that_of_transformers(
             assert (least if name in ROUTED else value) <= BAR, f"{name}: {ratio}"
 
 
-@UNPREPARED_ALWAYS
 def test_kernels_are_prepared_while_transformers_loads_a_bfloat16_model() -> None:
     """It sets torch's default type for the whole process meanwhile."""
     before = torch.get_default_dtype()

@@ -76,5 +76,7 @@ def _partials(meta: AttentionMeta, plan: Plan, size: int) -> int:
     """Address of room for the partial sums of cut sequences, shared by the step's layers."""
     room = meta.scratch.get("attention partials")
     if room is None or room.numel() < plan.singles.num * size:
-        room = meta.scratch["attention partials"] = torch.empty(plan.singles.num * size)
+        room = meta.scratch["attention partials"] = torch.empty(
+            plan.singles.num * size, dtype=torch.float32
+        )
     return room.data_ptr()

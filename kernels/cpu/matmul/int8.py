@@ -62,7 +62,7 @@ def int8_product(x: torch.Tensor, weight: Int8Weight, bias: torch.Tensor | None)
     depth = weight.packed.shape[1]
     threads = num_threads() if num * num_in * num_out >= _ENOUGH else 1
     rows = torch.empty((num, depth * _DEEP), dtype=torch.uint8)
-    scales = torch.empty(num)
+    scales = torch.empty(num, dtype=torch.float32)
     _QUANTIZE.run(
         threads if num >= 8 else 1,
         x.data_ptr(),
