@@ -63,9 +63,8 @@ def write_cells(target, source, cell):
             halves[i] = narrow(source[i])
 
 
-def array_of(cell: int):
-    """The function that takes an address and a shape to an array of such elements."""
-    return f32 if cell == 4 else u16
+def elements(address, shape, cell):
+    """The array of `shape` that starts at `address`: float32, or bfloat16 as 16 bits each."""
 
 
 def get(array, i):
@@ -74,6 +73,17 @@ def get(array, i):
 
 def put(array, i, value):
     """Store a float32 there."""
+
+
+# Chosen by a literal rather than handed in as a function: the cache on disk knows a body by the
+# values it closes over, and functions are never the same in two processes.
+@overload(elements, inline="always", prefer_literal=True)
+def _elements(address, shape, cell):
+    if not isinstance(cell, types.IntegerLiteral):
+        return None
+    if cell.literal_value == 4:
+        return lambda address, shape, cell: f32(address, shape)
+    return lambda address, shape, cell: u16(address, shape)
 
 
 @overload(get, inline="always")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from kernels.cpu.cells import array_of, get, put
+from kernels.cpu.cells import elements, get, put
 from kernels.cpu.mathlib import sigmoid, tanh
 from kernels.cpu.native import Kernel, bits, f64, i64, next_item
 from kernels.cpu.threads import num_threads
@@ -67,23 +67,24 @@ def _norm(x, residual, weight, how, out) -> None:
 
 
 def _norm_body(cell: int):
-    at = array_of(cell)
-
     def body(row):
         p = i64(row, (10,))
         num, width = p[6], p[7]
         eps, extra = f64(row, (10,))[8], np.float32(p[9])
-        weight, adds, size = at(p[3], (width,)), p[2] != 0, width * cell
+        weight, adds, size = elements(p[3], (width,), cell), p[2] != 0, width * cell
         while True:
             first = next_item(row) * _ROWS
             if first >= num:
                 break
             for n in range(first, min(first + _ROWS, num)):
-                x, y = at(p[1] + n * size, (width,)), at(p[4] + n * size, (width,))
+                x, y = (
+                    elements(p[1] + n * size, (width,), cell),
+                    elements(p[4] + n * size, (width,), cell),
+                )
                 squares = _ZERO
                 if adds:
-                    residual = at(p[2] + n * size, (width,))
-                    x_new = at(p[5] + n * size, (width,))
+                    residual = elements(p[2] + n * size, (width,), cell)
+                    x_new = elements(p[5] + n * size, (width,), cell)
                     for i in range(width):
                         put(x_new, i, get(x, i) + get(residual, i))
                     x = x_new
@@ -97,8 +98,6 @@ def _norm_body(cell: int):
 
 
 def _act_mul_body(cell: int):
-    at = array_of(cell)
-
     def body(row):
         p = i64(row, (6,))
         num, half, act = p[3], p[4], p[5]
@@ -110,9 +109,9 @@ def _act_mul_body(cell: int):
             n = item // chunks
             first = (item - n * chunks) * _CHUNK
             count = min(_CHUNK, half - first)
-            gates = at(p[1] + (n * 2 * half + first) * cell, (count,))
-            ups = at(p[1] + ((n * 2 + 1) * half + first) * cell, (count,))
-            out = at(p[2] + (n * half + first) * cell, (count,))
+            gates = elements(p[1] + (n * 2 * half + first) * cell, (count,), cell)
+            ups = elements(p[1] + ((n * 2 + 1) * half + first) * cell, (count,), cell)
+            out = elements(p[2] + (n * half + first) * cell, (count,), cell)
             if act == 0:
                 for i in range(count):
                     gate = get(gates, i)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numba import njit
 
-from kernels.cpu.cells import array_of, get, read_cells, write_cells
+from kernels.cpu.cells import elements, get, read_cells, write_cells
 from kernels.cpu.native import FAST, Kernel, bits, f32, f64, i64, next_item
 from kernels.cpu.threads import num_threads
 from kernels.meta import AttentionMeta
@@ -98,7 +98,6 @@ def _rotate(x, cos, sin, interleaved):
 
 def _qkv_body(token: int, cell: int):
     """A body for the size of an activation's element and of a cache's."""
-    weights_at = array_of(token)
 
     def body(row):
         p = i64(row, (_NUM_PARAMETERS + 1,))
@@ -112,7 +111,8 @@ def _qkv_body(token: int, cell: int):
             p[18],
             p[19],
         )
-        q_weight, k_weight = weights_at(p[9], (p[10],)), weights_at(p[11], (p[12],))
+        q_weight = elements(p[9], (p[10],), token)
+        k_weight = elements(p[11], (p[12],), token)
         q_width, k_width = heads * dim, kv_heads * dim
         positions, slots = i64(p[4], (num,)), i64(p[5], (num,))
         q, keys, values = (
