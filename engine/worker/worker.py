@@ -47,8 +47,9 @@ from engine.worker.runner import Driver, Runner
 from engine.worker.slots import LiveSeqs, Slots
 from engine.worker.steps import Pending
 from engine.worker.warmup import meet_shapes, warm_up
-from kernels.cpu import isa, prepare
+from kernels.cpu import isa
 from kernels.cpu.cells import DTYPES as COMPILED
+from kernels.cpu.prepare import prepare
 from kernels.cpu.threads import leave_threads_to_kernels, set_threads
 
 OWN_PARTS = ("drafts", "masks")  # computed without a feature
@@ -95,7 +96,8 @@ class ModelWorker:
             num_threads = set_threads(config.num_threads or default_num_threads())
             logger.info("%d threads, %s kernels on %s", num_threads, cpu_level(), isa.processor())
             dtype = compute_dtype(config.model, self._info, "cpu")
-            threading.Thread(target=prepare, args=(dtype,), name="prepare-kernels").start()
+            prepared = partial(prepare, dtype, logger.info)
+            threading.Thread(target=prepared, name="prepare-kernels").start()
         device = platform.device.type
         with explained(platform, "the weights were loaded"):
             model = load_model(

@@ -11,26 +11,10 @@ from __future__ import annotations
 import torch
 
 from kernels import reference
-from kernels.cpu import attention, cells, logits, pointwise, rope, sampling, slots
-from kernels.cpu.matmul import bfloat16, float32
+from kernels.cpu import attention, cells, pointwise, rope
 from kernels.meta import AttentionMeta
 
 _COMPILED_ACTS = ("silu", "gelu_tanh")
-
-
-def prepare(dtype: torch.dtype = torch.float32) -> None:
-    """Load what every decoder with weights of this dtype needs; for a thread, meanwhile.
-
-    The first operation of a process would pay for it otherwise: most of a second, Numba's own.
-    """
-    size = 2 if dtype is torch.bfloat16 else 4
-    product = bfloat16.PRODUCTS if size == 2 else (float32.PACKED[dtype.itemsize],)
-    for kernel in (
-        *(*product, rope.QKV[size, size], pointwise.NORM[size], pointwise.ACT_MUL[size]),
-        *(sampling.CHOOSE, slots.PREPARE, slots.ADVANCE, slots.GROW),
-    ):
-        kernel.prepare()
-    logits.prepare()
 
 
 def _is_plain(first: torch.Tensor, *others: torch.Tensor | None) -> bool:

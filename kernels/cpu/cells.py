@@ -11,9 +11,7 @@ import torch
 from numba import njit, types
 from numba.extending import overload
 
-from kernels.cpu.native import FAST, bits_of_float, f32, float_of_bits, u16
-
-_INLINE = {"fastmath": FAST, "error_model": "numpy", "forceinline": True}
+from kernels.cpu.native import INLINE, bits_of_float, f32, float_of_bits, u16
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -23,13 +21,13 @@ _MAGNITUDE, _INFINITY = np.int32(0x7FFFFFFF), np.int32(0x7F800000)
 _NAN = np.int32(0x7FC0)
 
 
-@njit(**_INLINE)
+@njit(**INLINE)
 def widen(half):
     """The float32 whose upper half these 16 bits are."""
     return float_of_bits(np.int32(half) << _HALF)
 
 
-@njit(**_INLINE)
+@njit(**INLINE)
 def narrow(value):
     """The 16 bits of a float32 rounded to the nearest bfloat16, ties to even; a NaN stays one."""
     bits = bits_of_float(value)
@@ -37,7 +35,7 @@ def narrow(value):
     return np.uint16(_NAN if (bits & _MAGNITUDE) > _INFINITY else rounded)
 
 
-@njit(**_INLINE)
+@njit(**INLINE)
 def read_cells(source, target, cell):
     """As many cells from an address as the float32 array `target` holds."""
     if cell == 4:
@@ -50,7 +48,7 @@ def read_cells(source, target, cell):
             target[i] = widen(halves[i])
 
 
-@njit(**_INLINE)
+@njit(**INLINE)
 def write_cells(target, source, cell):
     """The contiguous float32 array `source` to an address, rounded to the nearest, ties to even."""
     if cell == 4:

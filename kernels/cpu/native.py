@@ -26,6 +26,10 @@ from kernels.cpu.team import TEAM, launch, launch_nogil
 # All of fast math but "no NaNs" and "no infinities": what is not finite must come out not finite.
 FAST = {"reassoc", "contract", "arcp", "nsz", "afn"}
 
+# Options of functions that only compiled code calls: nothing is compiled to call them from Python.
+INNER = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+INLINE = {**INNER, "fastmath": FAST, "error_model": "numpy", "forceinline": True}
+
 _I64 = ir.IntType(64)
 
 
@@ -130,6 +134,10 @@ def bits(value: float) -> int:
     return struct.unpack("q", struct.pack("d", value))[0]
 
 
+def _nothing() -> None:
+    pass
+
+
 class Kernel:
     """A body, compiled when first run and kept in Numba's cache on disk.
 
@@ -139,9 +147,11 @@ class Kernel:
     def __init__(self, body: Callable[[int], None], *, heavy: bool = False) -> None:
         self._body = body
         self._launch = launch_nogil if heavy else launch
+        self._first: Callable[[], None] = _nothing
 
     @cached_property
     def _compiled(self) -> Any:
+        self._first()
         with cache_of_these_sources() as is_writable:
             options = {"cache": is_writable, "fastmath": FAST, "error_model": "numpy"}
             return cfunc(types.void(types.intp), **options)(self._body)
@@ -153,6 +163,15 @@ class Kernel:
     def prepare(self) -> None:
         """Compile now, or load from the cache; the first of a process also starts Numba."""
         _ = self._address
+
+    @property
+    def was_kept(self) -> bool:
+        """Whether it was found on disk rather than compiled."""
+        return bool(self._compiled.cache_hits)
+
+    def compile_after(self, wait: Callable[[], None]) -> None:
+        """Call this before it is compiled or loaded: another process may have it ready then."""
+        self._first = wait
 
     def assembly(self) -> str:
         """The machine code as text, for who looks into it."""

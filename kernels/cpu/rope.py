@@ -7,7 +7,7 @@ import torch
 from numba import njit
 
 from kernels.cpu.cells import elements, get, read_cells, write_cells
-from kernels.cpu.native import FAST, Kernel, bits, f32, f64, i64, next_item
+from kernels.cpu.native import INLINE, Kernel, bits, f32, f64, i64, next_item
 from kernels.cpu.threads import num_threads
 from kernels.meta import AttentionMeta
 from kernels.reference import HeadNorm, Rope
@@ -15,7 +15,6 @@ from kernels.reference import HeadNorm, Rope
 _NUM_PARAMETERS = 19
 _ENOUGH = 16384  # elements of qkv worth a second thread
 _TOKENS = 4  # tokens an item
-_INLINE = {"fastmath": FAST, "error_model": "numpy", "forceinline": True}
 _ZERO = np.float32(0)
 
 
@@ -58,7 +57,7 @@ def qkv_rope_write(
     return q
 
 
-@njit(**_INLINE)
+@njit(**INLINE)
 def _inverse_rms(x, eps):
     squares = _ZERO
     for i in range(x.shape[0]):
@@ -66,7 +65,7 @@ def _inverse_rms(x, eps):
     return np.float32(1 / np.sqrt(squares / x.shape[0] + eps))
 
 
-@njit(**_INLINE)
+@njit(**INLINE)
 def _normalise(x, weight, eps, extra):
     """In place, in parts as long as the weight: each head, or the whole width. None: not at all."""
     size = weight.shape[0]
@@ -79,7 +78,7 @@ def _normalise(x, weight, eps, extra):
             part[i] = part[i] * scale * (get(weight, i) + extra)
 
 
-@njit(**_INLINE)
+@njit(**INLINE)
 def _rotate(x, cos, sin, interleaved):
     """One head in place; its first 2 * len(cos) dimensions turn."""
     half = cos.shape[0]

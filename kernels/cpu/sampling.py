@@ -23,7 +23,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from kernels.cpu import sweeps
-from kernels.cpu.native import Kernel, f32, f64, i32, i64, next_item, u64
+from kernels.cpu.native import INNER, Kernel, f32, f64, i32, i64, next_item, u64
 from kernels.cpu.threads import num_threads
 from kernels.reference import sampling as reference
 from kernels.reference.sampling import Columns, Rows
@@ -118,7 +118,7 @@ def _choose_body(row):
         chosen[n] = _choose(x, every_id, temperature, (top_k, top_p, min_p), key)
 
 
-@njit(cache=True)
+@njit(**INNER)
 def _choose(x, every_id, temperature, truncation, key):
     """One row: truncation is (top_k, top_p, min_p). -1 if the row is not sound."""
     block_max = sweeps.block_maxima(x)
@@ -151,7 +151,7 @@ def _choose(x, every_id, temperature, truncation, key):
 # Cutting a row down. `values` are logits in the order of their `ids`, which ascend.
 
 
-@njit(cache=True)
+@njit(**INNER)
 def _keep_top_k(values, ids, top_k):
     """The top_k largest; of equal ones at the cut those with lower ids."""
     if len(values) <= top_k:
@@ -160,7 +160,7 @@ def _keep_top_k(values, ids, top_k):
     return _keep(values, ids, cut, top_k - sweeps.count_from(values, sweeps.above(cut)))
 
 
-@njit(cache=True)
+@njit(**INNER)
 def _keep_top_p(values, ids, weights, target):
     """The fewest largest whose weights reach target; of equal ones those with lower ids."""
     low, high = sweeps.to_key(sweeps.LOWEST_FINITE), sweeps.to_key(sweeps.INFINITY)
@@ -180,7 +180,7 @@ def _keep_top_p(values, ids, weights, target):
     return _keep(values, ids, cut, num_ties)
 
 
-@njit(cache=True)
+@njit(**INNER)
 def _keep(values, ids, cut, num_ties):
     """What lies above cut, and the first num_ties of what lies on it."""
     kept_values = np.empty(len(values), dtype=np.float32)
@@ -194,7 +194,7 @@ def _keep(values, ids, cut, num_ties):
     return kept_values[:size], kept_ids[:size]
 
 
-@njit(cache=True)
+@njit(**INNER)
 def _kth_largest(values, k):
     """The k-th largest of values, or the lowest finite number if fewer than k are finite."""
     low, high = sweeps.to_key(sweeps.LOWEST_FINITE), sweeps.to_key(sweeps.INFINITY)
@@ -207,7 +207,7 @@ def _kth_largest(values, k):
     return sweeps.from_key(low)
 
 
-@njit(cache=True)
+@njit(**INNER)
 def _gather(x, block_max, floor):
     """Values and ids of all tokens not below floor."""
     size = sweeps.count_from(x, floor)
@@ -228,7 +228,7 @@ def _gather(x, block_max, floor):
 # The race: the best of logit + temperature * noise.
 
 
-@njit(cache=True)
+@njit(**INNER)
 def _race(values, ids, block_max, temperature, key):
     """The id that wins. The largest logit runs first: few others then have a chance."""
     first = sweeps.first_at(values, block_max, sweeps.largest(block_max))
@@ -253,18 +253,18 @@ def _race(values, ids, block_max, temperature, key):
     return winner
 
 
-@njit(cache=True)
+@njit(**INNER)
 def _gumbel(steps):
     return -math.log(-math.log1p(-(steps + 0.5) / UNIFORM_STEPS))
 
 
-@njit(cache=True)
+@njit(**INNER)
 def _steps(key, token):
     """The uniform number of a token, in whole steps."""
     return np.float64(_hash(key, token) >> UNUSED_BITS)
 
 
-@njit(cache=True)
+@njit(**INNER)
 def _lowest_steps(ids, key):
     lowest = _hash(key, ids[0])
     for i in range(1, len(ids)):
@@ -272,17 +272,17 @@ def _lowest_steps(ids, key):
     return np.float64(lowest >> UNUSED_BITS)
 
 
-@njit(cache=True)
+@njit(**INNER)
 def _row_key(seed, position):
     return _mix(_mix(seed + GOLDEN) + (position + ONE) * GOLDEN)
 
 
-@njit(cache=True)
+@njit(**INNER)
 def _hash(key, token):
     return _mix(key + (np.uint64(token) + ONE) * GOLDEN)
 
 
-@njit(cache=True)
+@njit(**INNER)
 def _mix(z):
     z = (z ^ (z >> SHIFT_1)) * MIX_1
     z = (z ^ (z >> SHIFT_2)) * MIX_2

@@ -10,6 +10,8 @@ import math
 import numpy as np
 from numba import njit
 
+from kernels.cpu.native import INNER
+
 BLOCK = 64
 SPAN = 512  # logits that are looked at together where only the largest is wanted
 
@@ -33,7 +35,7 @@ def _key(bits):
     return np.int32(bits ^ np.int32(np.int32(bits >> SIGN) & MAGNITUDE))
 
 
-@njit(cache=True)
+@njit(**INNER)
 def block_maxima(x):
     """The largest of each block [ceil(len / BLOCK)]. Integer keys: a float maximum stays scalar."""
     bits = x.view(np.int32)
@@ -47,7 +49,7 @@ def block_maxima(x):
     return maxima
 
 
-@njit(cache=True)
+@njit(**INNER)
 def argmax(x):
     """The first of the largest; -1 if there is NaN, +inf, or nothing but -inf."""
     bits = x.view(np.int32)
@@ -68,7 +70,7 @@ def argmax(x):
     return where
 
 
-@njit(cache=True)
+@njit(**INNER)
 def largest(values):
     largest = values[0]
     for i in range(1, len(values)):
@@ -76,7 +78,7 @@ def largest(values):
     return largest
 
 
-@njit(cache=True)
+@njit(**INNER)
 def has_nan(x):
     highest = np.int32(0)
     bits = x.view(np.int32)
@@ -85,7 +87,7 @@ def has_nan(x):
     return highest > INFINITY_BITS
 
 
-@njit(cache=True)
+@njit(**INNER)
 def first_at(x, block_max, value):
     """Index of the first of x equal to value, which is the largest of some block."""
     for block in range(len(block_max)):
@@ -96,7 +98,7 @@ def first_at(x, block_max, value):
     return -1
 
 
-@njit(cache=True)
+@njit(**INNER)
 def count_from(values, floor):
     """How many are not below floor."""
     count = 0
@@ -105,7 +107,7 @@ def count_from(values, floor):
     return count
 
 
-@njit(cache=True, fastmath={"reassoc"})
+@njit(**INNER, fastmath={"reassoc"})
 def weight_from(values, weights, floor):
     """What those not below floor weigh together."""
     total = 0.0
@@ -114,7 +116,7 @@ def weight_from(values, weights, floor):
     return total
 
 
-@njit(cache=True, fastmath={"reassoc"})
+@njit(**INNER, fastmath={"reassoc"})
 def weight(x, floor, peak, temperature):
     scale = np.float32(LOG2_E / temperature)
     total = 0.0
@@ -124,7 +126,7 @@ def weight(x, floor, peak, temperature):
     return total
 
 
-@njit(cache=True)
+@njit(**INNER)
 def weights(values, peak, temperature):
     """Probabilities relative to the peak's."""
     scale = np.float32(LOG2_E / temperature)
@@ -134,7 +136,7 @@ def weights(values, peak, temperature):
     return weights
 
 
-@njit(cache=True)
+@njit(**INNER)
 def _exp2(y):
     """2 ** y for y <= 0, to float32's precision; exact at whole numbers, tiny below 2 ** -126."""
     y = max(y, MIN_EXPONENT)
@@ -147,25 +149,25 @@ def _exp2(y):
     return series * np.int32(bits).view(np.float32)
 
 
-@njit(cache=True)
+@njit(**INNER)
 def to_key(value):
     bits = np.float32(value).view(np.int32)
     return np.int64(bits ^ ((bits >> SIGN) & MAGNITUDE))
 
 
-@njit(cache=True)
+@njit(**INNER)
 def from_key(key):
     bits = np.int32(key)
     return np.int32(bits ^ ((bits >> SIGN) & MAGNITUDE)).view(np.float32)
 
 
-@njit(cache=True)
+@njit(**INNER)
 def above(value):
     """The next float."""
     return from_key(to_key(value) + 1)
 
 
-@njit(cache=True)
+@njit(**INNER)
 def at_least(limit):
     """The lowest finite float32 that is not below a float64."""
     if limit < LOWEST_FINITE:

@@ -85,6 +85,15 @@ def test_few_rows_are_summed_as_tiles_sum_them(rng: torch.Generator) -> None:
             assert torch.equal(first, other)
 
 
+def test_a_trial_chooses_by_time(rng: torch.Generator) -> None:
+    """Soft tiles are slow at any number of rows, and what is as fast is taken at once."""
+    _, packed, _ = case((200, 96), rng)
+    assert bfloat16.tiles_from(packed, 96, 200, ("ordered", "soft tiles"), 8) == 8
+    assert bfloat16.tiles_from(packed, 96, 200, ("soft tiles", "ordered")) == 1
+    known = isa.LEVEL == "amx"
+    assert (bfloat16.settle(packed, 96, 200) is None) != known, "tiles are tried where they are"
+
+
 def test_damage_stays_in_its_row(body: str, rng: torch.Generator) -> None:
     _, packed, _ = case((70, 40), rng)
     x = torch.randn(20, 40, generator=rng).bfloat16()

@@ -18,7 +18,7 @@ from support.precision import BAR, Distance, compare, measure, quantile_of_bins,
 from support.watched import BLOCK, WAYS, watch
 
 from engine.config.model import read_model_info
-from kernels.cpu import prepare
+from kernels.cpu.prepare import prepare
 
 NUM_TEXTS, LENGTH = 9, 80
 PLAIN = {"num_threads": 1, "dtype": "bfloat16"}

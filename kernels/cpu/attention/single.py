@@ -13,10 +13,10 @@ import numpy as np
 from numba import njit
 
 from kernels.cpu.attention.plan import ITEM_FIELDS
-from kernels.cpu.attention.softmax import EMPTY, INLINE, cap, divisor, fill, scaled_copy, soften
+from kernels.cpu.attention.softmax import EMPTY, cap, divisor, fill, scaled_copy, soften
 from kernels.cpu.cells import read_cells, write_cells
 from kernels.cpu.mathlib import LOG2_E, exp2
-from kernels.cpu.native import f32, f64, i32, i64, next_item
+from kernels.cpu.native import INLINE, f32, f64, i32, i64, next_item
 from kernels.cpu.vectors import LANES, LINE, add_tile_product, dots, lanes_of, prefetch
 
 NUM_PARAMETERS = 15

@@ -6,15 +6,14 @@ import numpy as np
 from numba import njit
 
 from kernels.cpu.mathlib import LOG2_E, exp2, tanh
-from kernels.cpu.native import FAST
+from kernels.cpu.native import FAST, INLINE
 
-INLINE = {"fastmath": FAST, "error_model": "numpy", "forceinline": True}
 EMPTY = np.float32(-1e30)  # the largest score of no keys: finite, so that differences are too
 _ZERO, _NAN = np.float32(0), np.float32("nan")
 
 
 # A NaN may be missed here: its own weight still becomes one, and so does the sum.
-@njit(fastmath=FAST | {"nnan"}, error_model="numpy", forceinline=True)
+@njit(**{**INLINE, "fastmath": FAST | {"nnan"}})
 def _largest(scores, first, end, best):
     seen = scores[first:end]
     for i in range(seen.shape[0]):

@@ -15,7 +15,7 @@ up with zeros to a multiple of 32.
 
 from __future__ import annotations
 
-from functools import cache
+import time
 
 import numpy as np
 import torch
@@ -24,12 +24,16 @@ from numba import njit
 from kernels.cpu import amx, isa
 from kernels.cpu.cells import read_cells, write_cells
 from kernels.cpu.matmul.float32 import PANEL
-from kernels.cpu.native import FAST, Kernel, f32, i64, next_item, u16
+from kernels.cpu.native import INLINE, Kernel, f32, i64, next_item, u16
 from kernels.cpu.threads import num_threads
 from kernels.cpu.vectors import DOTS, ORDERED, SOFT_DOTS, WIDENED, pair_tile_product
 
 STEP = 32  # inputs are a multiple of it
 NUM_PARAMETERS = 11
+FEW = 8  # rows from which on tiles are taken to be faster where no trial was made
+
+_TRIALS = 4
+_TILES_FROM: dict[tuple[int, int], int] = {}  # by inputs and outputs, as trials found
 
 _ROWS = 6  # rows a tile: with four vectors of outputs, what the registers hold
 _BLOCK = 72  # rows an item at most: they are read from the second-level cache
@@ -38,7 +42,6 @@ _DEPTH = 768  # inputs a pass: that much of a panel stays in the second-level ca
 _ENOUGH = 65536  # multiplications worth a second thread
 _ITEMS_A_THREAD = 4
 _LINE = PANEL * 4  # bytes of a pair's row of a panel
-_INLINE = {"fastmath": FAST, "error_model": "numpy", "forceinline": True}
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
@@ -83,7 +86,7 @@ def packed_product(
     out = x.new_empty((num, num_out), dtype=out_dtype or x.dtype)
     panels, depth = packed.shape[:2]
     threads = num_threads() if num * num_in * num_out >= _ENOUGH else 1
-    chosen = body or body_of(num)
+    chosen = body or body_of(num, _TILES_FROM.get((num_in, num_out), FEW))
     rows = min(num, _TILE_BLOCK if "tiles" in chosen else _BLOCK)
     BODIES[chosen].run(
         threads,
@@ -108,20 +111,47 @@ def _panels_an_item(num: int, rows: int, panels: int, threads: int) -> int:
     return max(1, min(panels, items // (threads * _ITEMS_A_THREAD)))
 
 
-def body_of(num: int) -> str:
-    """The body for so many rows on this processor."""
+def body_of(num: int, tiles_from: int = FEW) -> str:
+    """The body for so many rows on this processor; tiles_from: rows that tiles are worth it for."""
     if isa.LEVEL == "amx":
-        return "ordered" if num < _few_rows() else "tiles"
+        return "ordered" if num < tiles_from else "tiles"
     return "dots" if isa.LEVEL == "avx512_bf16" else "widened"
 
 
-@cache
-def _few_rows() -> int:
-    """Rows from which on tiles are worth their setting up."""
-    return 8
+def settle(packed: torch.Tensor, num_in: int, num_out: int) -> int | None:
+    """Find by trial from how many rows on tiles are faster for this shape, if there are tiles.
+
+    Returns the number if it was found now. It changes no result: both bodies sum alike.
+    """
+    if isa.LEVEL != "amx" or (num_in, num_out) in _TILES_FROM:
+        return None
+    found = tiles_from(packed, num_in, num_out, ("ordered", "tiles"))
+    _TILES_FROM[num_in, num_out] = found
+    return found
 
 
-@njit(**_INLINE)
+def tiles_from(
+    packed: torch.Tensor, num_in: int, num_out: int, bodies: tuple[str, str], longest: int = 32
+) -> int:
+    """Rows from which on the second body is at least as fast as the first: a power of two, at most
+    ``longest``."""
+    for num in (1 << n for n in range(longest.bit_length() - 1)):
+        x = packed.new_zeros((num, num_in))
+        first, second = (
+            min(_seconds(x, packed, num_out, body) for _ in range(_TRIALS)) for body in bodies
+        )
+        if second <= first:
+            return num
+    return longest
+
+
+def _seconds(x: torch.Tensor, packed: torch.Tensor, num_out: int, body: str) -> float:
+    began = time.perf_counter()
+    packed_product(x, packed, None, num_out, body=body)
+    return time.perf_counter() - began
+
+
+@njit(**INLINE)
 def _write(p, sums, first, count, panel):
     """Rows of a panel's sums, with the bias, to the output; p: the body's parameters."""
     num_out, size, start = p[8], p[11], panel * PANEL
@@ -208,7 +238,7 @@ def _vector_body(how: int):
     return body
 
 
-@njit(**_INLINE)
+@njit(**INLINE)
 def _prepare(source, target, num_in, width, size):
     """A row of bfloat16 in elements of `size` bytes, 4 or 2, with zeros after the last input."""
     if size == 4:
@@ -259,7 +289,7 @@ def _tile_body(soft: int):
     return body
 
 
-@njit(**_INLINE)
+@njit(**INLINE)
 def _to_tiles(source, target, count, num_in, depth):
     """Rows of bfloat16 to tiles [rows / 16, inputs / 32, 16, 32], zeros after the last input."""
     for r in range(count):

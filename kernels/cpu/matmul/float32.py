@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numba import njit
 
-from kernels.cpu.native import FAST, Kernel, f32, i64, next_item
+from kernels.cpu.native import INLINE, Kernel, f32, i64, next_item
 from kernels.cpu.threads import num_threads
 from kernels.cpu.vectors import panel_product
 
@@ -23,7 +23,6 @@ _BLOCK = 72  # rows at most that go through all panels before the next: x is the
 _DEPTH = 3072  # inputs a pass: that much of a panel stays in the second-level cache
 _ENOUGH = 65536  # multiplications worth a second thread
 _ITEMS_A_THREAD = 4
-_INLINE = {"fastmath": FAST, "error_model": "numpy", "forceinline": True}
 _ZERO = np.float32(0)
 
 
@@ -69,7 +68,7 @@ def rows_an_item(num: int, panels: int, threads: int) -> int:
     return min(_BLOCK, max(1, -(-num // (pieces * _ROWS))) * _ROWS)
 
 
-@njit(**_INLINE)
+@njit(**INLINE)
 def _begin(c, ldc, num, width, bias):
     """Rows of sums start at the bias, or at zero."""
     for row in range(num):

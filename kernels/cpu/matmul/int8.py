@@ -14,7 +14,7 @@ import torch
 from numba import njit
 
 from kernels.cpu.matmul.float32 import PANEL, rows_an_item
-from kernels.cpu.native import FAST, Kernel, f32, float_of_bits, i32, i64, next_item, u8
+from kernels.cpu.native import INLINE, Kernel, f32, float_of_bits, i32, i64, next_item, u8
 from kernels.cpu.threads import num_threads
 from kernels.cpu.vectors import HAS_BYTE_PRODUCT, byte_tile_product
 
@@ -24,7 +24,6 @@ _ROWS = 6
 _DEEP = 4  # inputs a lane takes at once
 _ZERO_POINT = 128
 _ENOUGH = 262144  # multiplications worth a second thread
-_INLINE = {"fastmath": FAST, "error_model": "numpy", "forceinline": True}
 _ZERO, _LARGEST = np.float32(0), np.float32(127)
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _ROUND = np.float32(_ZERO_POINT + 0.5)
@@ -112,7 +111,7 @@ def _quantize_body(row):
             integers[i] = np.uint8(_ZERO_POINT)
 
 
-@njit(**_INLINE)
+@njit(**INLINE)
 def _tile(a, lda, b, c, depth, count):
     """c[count, PANEL] = a[count] . b in integers; count <= _ROWS."""
     if count == 6:
@@ -147,7 +146,7 @@ def _bytes_body(row):
             _finish(p, totals, n, count, panel * PANEL, num_out)
 
 
-@njit(**_INLINE)
+@njit(**INLINE)
 def _finish(p, totals, first_row, count, first, num_out):
     """Integers to floats: both scales and the bias."""
     width = min(PANEL, num_out - first)

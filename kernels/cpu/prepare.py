@@ -1,0 +1,72 @@
+"""Kernels that every decoder needs, loaded or compiled before a request waits for them.
+
+They are found on disk, but for the first start on a kind of processor: then a second process
+compiles what comes behind the forward pass, which is needed last and takes longest, while this one
+compiles the rest. Numba compiles one at a time in a process, whatever the threads.
+"""
+
+from __future__ import annotations
+
+import atexit
+import subprocess
+import sys
+from collections.abc import Callable
+
+import torch
+
+from kernels.cpu import isa, logits, pointwise, rope, sampling, slots
+from kernels.cpu.disk_cache import cache_of_these_sources
+from kernels.cpu.matmul import bfloat16, float32
+
+_MAX_SECONDS = 300
+
+
+def prepare(dtype: torch.dtype = torch.float32, tell: Callable[[str], None] | None = None) -> None:
+    """Load what every decoder with weights of this dtype needs; for a thread, while they are read.
+
+    The first operation of a process would pay for it otherwise: most of a second, Numba's own.
+    tell: called with a line before something takes long.
+    """
+    size = 2 if dtype is torch.bfloat16 else 4
+    first, *products = bfloat16.PRODUCTS if size == 2 else (float32.PACKED[dtype.itemsize],)
+    first.prepare()
+    helper = None if first.was_kept else _start_helper(tell)
+    for kernel in (
+        *(*products, pointwise.NORM[size], rope.QKV[size, size], pointwise.ACT_MUL[size]),
+        *(slots.PREPARE, slots.ADVANCE, slots.GROW),
+    ):
+        kernel.prepare()
+    if helper is not None:
+        _wait_for(helper)
+    prepare_draws()
+
+
+def prepare_draws() -> None:
+    """Load what comes behind the forward pass."""
+    sampling.CHOOSE.prepare()
+    logits.prepare()
+
+
+def _start_helper(tell: Callable[[str], None] | None) -> subprocess.Popen[bytes] | None:
+    """The second process; ``None`` if nothing is kept on disk."""
+    with cache_of_these_sources() as is_writable:
+        if not is_writable:
+            return None
+    if tell is not None:
+        tell(f"first start with {isa.LEVEL} kernels: compiling them, which takes some 20 seconds")
+    code = "from kernels.cpu.prepare import prepare_draws; prepare_draws()"
+    helper = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    atexit.register(helper.kill)
+    sampling.CHOOSE.compile_after(lambda: _wait_for(helper))
+    return helper
+
+
+def _wait_for(helper: subprocess.Popen[bytes]) -> None:
+    """If it fails, this process compiles itself what is missing."""
+    try:
+        helper.wait(_MAX_SECONDS)
+    except subprocess.TimeoutExpired:
+        helper.kill()
+    atexit.unregister(helper.kill)
