@@ -159,6 +159,12 @@ class BFloat16Linear(Adaptable):
             out_dtype=self._out_dtype,
         )
 
+    def largest(self, x: torch.Tensor) -> torch.Tensor | None:
+        """See ``kernels.cpu.matmul.bfloat16.largest``; ``None`` where there is a bias."""
+        if self.bias is not None:
+            return None
+        return bfloat16.largest(x.bfloat16().contiguous(), self.packed, self.out_features)
+
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         return bfloat16.unpack_rows(self.packed, ids, self.in_features)
 

@@ -10,7 +10,7 @@ import torch
 import kernels
 from engine.layers.adapted import Linear
 from engine.layers.batch import Embeds, Wanted
-from engine.layers.linear import PlainLinear
+from engine.layers.linear import BFloat16Linear, PlainLinear
 from kernels.meta import AttentionMeta
 
 
@@ -193,6 +193,13 @@ class OutputLayer:
         self.linear = linear
         self.multiplier = multiplier
         self.softcap = softcap
+
+    def largest(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """The token with the largest score of each row [R] int32, -1 where scores are not sound;
+        ``None`` where scores must be worked out for it."""
+        if self.multiplier != 1.0 or self.softcap or not isinstance(self.linear, BFloat16Linear):
+            return None
+        return self.linear.largest(hidden)
 
     def __call__(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """hidden: [R, H] -> [R, V] float32, in ``out`` if it is given."""

@@ -155,6 +155,10 @@ class Decoder:
             hidden = hidden[batch.wanted.rows]
         return Hidden(hidden, tuple(aux[layer] for layer in batch.aux_layers))
 
+    def largest(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """See ``engine.models.model.Model``."""
+        return self.output.largest(hidden)
+
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """hidden: [R, H] rows of what ``forward`` returned -> scores [R, V] in float32."""
         return self.output(hidden, out)

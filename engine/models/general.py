@@ -98,6 +98,10 @@ class GeneralModel:
         hidden = output[0][0]
         return Hidden(hidden if batch.wanted is None else hidden[batch.wanted.rows], aux)
 
+    def largest(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """Only its scores tell."""
+        return None
+
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """hidden [R, H] -> [R, V] float32, with whatever the module does after its backbone."""

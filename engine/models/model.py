@@ -47,6 +47,11 @@ class Model(Protocol):
         """
         ...
 
+    def largest(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """The token with the largest score of each row [R] int32, found without storing the scores;
+        -1 where ``logits`` would not be sound. ``None`` if the model cannot do that."""
+        ...
+
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """hidden: [R, H] rows of what ``forward`` returned -> scores [R, V] in float32.
 

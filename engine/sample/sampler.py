@@ -107,6 +107,12 @@ class Sampler:
         self._num_prompt: dict[int, int] = {}  # of slots with processors
         self._edited: set[int] = set()  # slots that are in any of the three
         self._num_logprobs: dict[int, int] = {}
+        self._random: set[int] = set()  # slots whose tokens are drawn by chance
+
+    @property
+    def wants_largest_only(self) -> bool:
+        """Whether all that is done with logits, of any slot, is to take the largest."""
+        return not (self._random or self._edited or self._num_logprobs)
 
     def add(self, seq: NewSeq, spec: SamplingSpec) -> None:
         """Take over a slot for a new or resumed sequence; state of its last sequence is cleared."""
@@ -120,6 +126,8 @@ class Sampler:
             self._num_prompt[slot] = seq.num_prompt
         if self._edits.has(slot) or self._penalties.has(slot) or slot in self._processors:
             self._edited.add(slot)
+        if spec.temperature != 0:
+            self._random.add(slot)
         if spec.num_logprobs is not None:
             self._num_logprobs[slot] = spec.num_logprobs
         output = seq.token_ids[seq.num_prompt :]
@@ -135,6 +143,7 @@ class Sampler:
         self._num_prompt.pop(slot, None)
         self._edited.discard(slot)
         self._num_logprobs.pop(slot, None)
+        self._random.discard(slot)
 
     def prepare(self, rows: Rows, draws: Draws, masks: RowMasks | None = None) -> Drawing:
         """Everything between the model and the draw; changes logits [R, V] float32 in place.

@@ -71,7 +71,7 @@ class Driver:
             )
         elif len(plan.rows):
             try:
-                self._undrawn = runner.forward(staged.pop())
+                self._undrawn = runner.forward(staged.pop(), is_masked=True)
             except torch.AcceleratorError:  # the device is lost, and with it every request
                 raise
             except Exception as error:  # raised when the step is drawn, for the rows that need it
@@ -92,7 +92,7 @@ class Driver:
             forwarded = ready.pop() if ready else None
             if isinstance(forwarded, Exception):
                 raise forwarded
-            forwarded = forwarded or runner.forward(runner.stage(rows))
+            forwarded = forwarded or runner.forward(runner.stage(rows), is_masked=True)
             of_row = _masks_of(forwarded.staged.draws, first_mask[first:])
             return runner.draw(forwarded, RowMasks(words, of_row))
 
@@ -231,13 +231,16 @@ class Runner:
             self.machine.slots.apply(*staged.changes)
         return staged
 
-    def forward(self, staged: Staged, *, is_made_up: bool = False) -> Forwarded:
-        """The forward pass, and logits. Raises ``Unfit`` for a row that a feature has refused."""
+    def forward(
+        self, staged: Staged, *, is_made_up: bool = False, is_masked: bool = False
+    ) -> Forwarded:
+        """The forward pass, and logits; is_masked: masks will be laid on them. Raises ``Unfit`` for
+        a row that a feature has refused."""
         if self._unfit:
             for slot in staged.rows.slots.tolist():
                 if slot in self._unfit:
                     raise Unfit(self._unfit[slot])
-        step = self._step_for(staged, is_made_up)
+        step = self._step_for(staged, is_made_up, is_masked)
         return Forwarded(staged, step, step.forward())
 
     def draw(self, forwarded: Forwarded, masks: RowMasks | None = None) -> Homebound:
@@ -307,10 +310,19 @@ class Runner:
         step = self._graphed.holding(len(counts))
         return 0 if step is None else step.num_rows
 
-    def _step_for(self, staged: Staged, is_made_up: bool) -> EagerStep | GraphedStep:
+    def _step_for(
+        self, staged: Staged, is_made_up: bool, is_masked: bool
+    ) -> EagerStep | GraphedStep:
         if staged.picked is not None:
+            # Whether the largest is sound is looked at, for which a GPU would have to be waited.
+            may_take_largest = self.machine.platform.shares_memory and not is_masked
             return EagerStep(
-                self.machine, self._prompt_scores, staged, staged.picked, is_made_up=is_made_up
+                self.machine,
+                self._prompt_scores,
+                staged,
+                staged.picked,
+                is_made_up=is_made_up,
+                may_take_largest=may_take_largest,
             )
         graphed = self._graphed.holding(staged.room.num_seqs)
         assert graphed is not None, "staged for a size that is not recorded"

@@ -53,8 +53,12 @@ class EagerStep:
         picked: Picked,
         *,
         is_made_up: bool = False,
+        may_take_largest: bool = False,
     ) -> None:
+        """may_take_largest: nothing but the draw will look at the logits."""
         self._machine = machine
+        self._may_take_largest = may_take_largest
+        self._largest: torch.Tensor | None = None
         self._scores = scores
         self._staged = staged
         self._picked = picked
@@ -75,7 +79,7 @@ class EagerStep:
             hidden = hidden if picked.read is None else hidden[picked.read.tokens]
         if picked.slots.shape[0]:
             with section("logits"):
-                logits = machine.model.logits(hidden)
+                logits = self._logits_of(hidden)
         else:  # the hidden state of one token was read all the same
             logits = hidden.new_empty((0, machine.model.vocab_size), dtype=torch.float32)
         self.rows = Rows(logits, picked.slots, picked.positions)
@@ -84,7 +88,9 @@ class EagerStep:
     def draw(self) -> torch.Tensor:
         """Draw from the logits as they are now, and advance the slots; [R] int32."""
         step, picked = self._staged.step, self._picked
-        tokens = self._machine.sampler.draw(self.rows)
+        tokens = self._largest
+        if tokens is None:
+            tokens = self._machine.sampler.draw(self.rows)
         drawn = Drawn(tokens, picked.slots, step.draw_starts, picked.drafts)
         self._machine.slots.advance(step.slots, step.query_start, drawn)
         return tokens
@@ -94,6 +100,17 @@ class EagerStep:
         if not self._is_made_up:
             for feature in self._machine.features:
                 feature.drawn(self._staged.rows, self._hidden, drawn)
+
+    def _logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The logits; none if their largest is all that is wanted, and was found without them."""
+        model = self._machine.model
+        if self._may_take_largest and self._machine.sampler.wants_largest_only:
+            largest = model.largest(hidden)
+            # Why a row is not sound, its logits tell.
+            if largest is not None and np.count_nonzero(largest.numpy() < 0) == 0:
+                self._largest = largest
+                return hidden.new_empty((0, model.vocab_size), dtype=torch.float32)
+        return model.logits(hidden)
 
     def _extend(self, batch: ForwardBatch) -> None:
         rows, features = self._staged.rows, self._machine.features

@@ -71,6 +71,15 @@ def argmax(x):
 
 
 @njit(**INNER)
+def is_lowest(x):
+    """Whether there is nothing but -inf."""
+    count = 0
+    for i in range(len(x)):
+        count += x[i] == -INFINITY
+    return count == len(x)
+
+
+@njit(**INNER)
 def largest(values):
     largest = values[0]
     for i in range(1, len(values)):

@@ -55,6 +55,38 @@ def test_products(shape: tuple[int, int], body: str, rng: torch.Generator) -> No
         assert torch.equal(rounded, got.bfloat16())
 
 
+@pytest.mark.isa
+@pytest.mark.parametrize("shape", [(5, 7), (64, 32), (700, 96), (1000, 130)])
+def test_the_largest_is_found_without_storing_any(
+    shape: tuple[int, int], body: str, rng: torch.Generator
+) -> None:
+    weight, packed, _ = case(shape, rng)
+    weight[shape[0] // 2] = weight[1]  # as large as another, and further down
+    packed = bfloat16.pack(weight)
+    for num in (1, 2, 7, 40, 150):
+        x = torch.randn(num, shape[1], generator=rng).bfloat16()
+        sums = bfloat16.packed_product(
+            x, packed, None, shape[0], out_dtype=torch.float32, body=body
+        )
+        found = bfloat16.largest(x, packed, shape[0], body=body)
+        assert found.dtype is torch.int32
+        first = (sums == sums.amax(1, keepdim=True)).int().argmax(1)
+        assert torch.equal(found.long(), first)
+
+
+def test_what_is_not_sound_has_no_largest(body: str, rng: torch.Generator) -> None:
+    weight = torch.zeros(300, 32, dtype=torch.bfloat16)
+    weight[:, 0] = -1.0
+    weight[200, 1] = 1.0
+    packed = bfloat16.pack(weight)
+    x = torch.zeros(5, 32, dtype=torch.bfloat16)
+    x[1, 0] = torch.inf  # all -inf
+    x[2, 1] = torch.inf  # one +inf, and NaN where zeros meet it
+    x[3, 5] = torch.nan
+    x[4, 1] = 2.0
+    assert bfloat16.largest(x, packed, 300, body=body).tolist() == [0, -1, -1, -1, 200]
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_row_is_the_same_in_any_company(body: str, threads: int, rng: torch.Generator) -> None:
     before = num_threads()

@@ -56,6 +56,9 @@ class SumModel:
             hidden[first:last][batch.input_ids[first:last] == NAN] = torch.nan
         return Hidden(hidden if batch.wanted is None else hidden[batch.wanted.rows])
 
+    def largest(self, hidden):
+        return None
+
     def logits(self, hidden, out=None):
         logits = torch.zeros(len(hidden), VOCAB) if out is None else out.zero_()
         for row, total in enumerate(hidden[:, 0]):

@@ -16,20 +16,21 @@ up with zeros to a multiple of 32.
 from __future__ import annotations
 
 import time
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numba import njit
 
-from kernels.cpu import amx, isa
+from kernels.cpu import amx, isa, sweeps
 from kernels.cpu.cells import read_cells, write_cells
 from kernels.cpu.matmul.float32 import PANEL
-from kernels.cpu.native import INLINE, Kernel, f32, i64, next_item, u16
+from kernels.cpu.native import INLINE, Kernel, f32, i32, i64, next_item, u16
 from kernels.cpu.threads import num_threads
 from kernels.cpu.vectors import DOTS, ORDERED, SOFT_DOTS, WIDENED, pair_tile_product
 
 STEP = 32  # inputs are a multiple of it
-NUM_PARAMETERS = 11
+NUM_PARAMETERS = 12
 FEW = 8  # rows from which on tiles are taken to be faster where no trial was made
 
 _TRIALS = 4
@@ -82,33 +83,76 @@ def packed_product(
 
     bias: [out] float32. body: one of BODIES, for tests; None is this processor's.
     """
-    num, num_in = x.shape
-    out = x.new_empty((num, num_out), dtype=out_dtype or x.dtype)
-    panels, depth = packed.shape[:2]
-    threads = num_threads() if num * num_in * num_out >= _ENOUGH else 1
-    chosen = body or body_of(num, _TILES_FROM.get((num_in, num_out), FEW))
-    rows = min(num, _TILE_BLOCK if "tiles" in chosen else _BLOCK)
-    BODIES[chosen].run(
-        threads,
-        x.data_ptr(),
-        packed.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        out.data_ptr(),
-        num,
-        num_in,
-        depth,
-        num_out,
-        max(rows, 1),
-        _panels_an_item(num, max(rows, 1), panels, threads),
-        out.element_size(),
-    )
+    out = x.new_empty((len(x), num_out), dtype=out_dtype or x.dtype)
+    added = 0 if bias is None else bias.data_ptr()
+    target = _Target(out.data_ptr(), out.element_size(), added, 0)
+    _run(_plan(x, packed, num_out, body), x, packed, target)
     return out
 
 
-def _panels_an_item(num: int, rows: int, panels: int, threads: int) -> int:
-    """Rows are prepared once an item, so as many panels as leave enough items to share out."""
-    items = -(-num // rows) * panels
-    return max(1, min(panels, items // (threads * _ITEMS_A_THREAD)))
+def largest(
+    x: torch.Tensor, packed: torch.Tensor, num_out: int, *, body: str | None = None
+) -> torch.Tensor:
+    """The first of the largest outputs of each row [N] int32, none of which is stored; -1 where
+    there is NaN, +inf, or nothing but -inf. x: [N, in] contiguous bfloat16."""
+    num = len(x)
+    plan = _plan(x, packed, num_out, body)
+    groups = -(-packed.shape[0] // plan.panels)
+    values = np.empty((groups, num), np.float32)
+    ids = np.empty((groups, num), np.int32)
+    _run(plan, x, packed, _Target(values.ctypes.data, 0, 0, ids.ctypes.data))
+    best = values.argmax(axis=0)  # a NaN is the largest
+    columns = np.arange(num)
+    sound = np.isfinite(values[best, columns])
+    return torch.from_numpy(np.where(sound, ids[best, columns], np.int32(-1)))
+
+
+class _Target(NamedTuple):
+    """Addresses of what is written: the outputs, of `size` bytes each; or, if there are `ids`, the
+    largest output of each row in each group of panels, and which it is, both [groups, N]."""
+
+    out: int
+    size: int
+    bias: int
+    ids: int
+
+
+class _Plan(NamedTuple):
+    body: str
+    num_out: int
+    threads: int
+    rows: int  # an item
+    panels: int  # an item
+
+
+def _plan(x: torch.Tensor, packed: torch.Tensor, num_out: int, body: str | None) -> _Plan:
+    num, num_in = x.shape
+    threads = num_threads() if num * num_in * num_out >= _ENOUGH else 1
+    chosen = body or body_of(num, _TILES_FROM.get((num_in, num_out), FEW))
+    rows = max(1, min(num, _TILE_BLOCK if "tiles" in chosen else _BLOCK))
+    # Rows are prepared once an item, so as many panels as leave enough items to share out.
+    items = -(-num // rows) * packed.shape[0]
+    panels = max(1, min(packed.shape[0], items // (threads * _ITEMS_A_THREAD)))
+    return _Plan(chosen, num_out, threads, rows, panels)
+
+
+def _run(plan: _Plan, x: torch.Tensor, packed: torch.Tensor, target: _Target) -> None:
+    num, num_in = x.shape
+    BODIES[plan.body].run(
+        plan.threads,
+        x.data_ptr(),
+        packed.data_ptr(),
+        target.bias,
+        target.out,
+        num,
+        num_in,
+        packed.shape[1],
+        plan.num_out,
+        plan.rows,
+        plan.panels,
+        target.size,
+        target.ids,
+    )
 
 
 def body_of(num: int, tiles_from: int = FEW) -> str:
@@ -152,8 +196,36 @@ def _seconds(x: torch.Tensor, packed: torch.Tensor, num_out: int, body: str) -> 
 
 
 @njit(**INLINE)
+def _finish(p, sums, first, count, panel):
+    """What becomes of a panel's sums; p: the body's parameters."""
+    if p[12]:
+        _compare(p, sums, first, count, panel)
+    else:
+        _write(p, sums, first, count, panel)
+
+
+@njit(**INLINE)
+def _compare(p, sums, first, count, panel):
+    """Keep the largest of each row so far, of the panels of this item; NaN once one is unsound."""
+    num, num_out, start = p[5], p[8], panel * PANEL
+    place = (panel // p[10]) * num + first
+    values, ids = f32(p[4] + place * 4, (count,)), i32(p[12] + place * 4, (count,))
+    is_first = panel % p[10] == 0
+    for i in range(count):
+        if is_first:
+            values[i], ids[i] = -np.inf, 0
+        row = sums[i, : min(PANEL, num_out - start)]
+        where = sweeps.argmax(row)
+        if where >= 0:
+            if row[where] > values[i]:
+                values[i], ids[i] = row[where], start + where
+        elif not sweeps.is_lowest(row):
+            values[i] = np.nan
+
+
+@njit(**INLINE)
 def _write(p, sums, first, count, panel):
-    """Rows of a panel's sums, with the bias, to the output; p: the body's parameters."""
+    """Rows of sums, with the bias, to the output."""
     num_out, size, start = p[8], p[11], panel * PANEL
     width = min(PANEL, num_out - start)
     if p[3]:
@@ -233,7 +305,7 @@ def _vector_body(how: int):
                         _add_in_order(a, width * size, b, c, count, inputs // STEP)
                     else:
                         _add_pairs(a, width * size, b, c, count, inputs // 2, how)
-                _write(p, sums, first, count, panel)
+                _finish(p, sums, first, count, panel)
 
     return body
 
@@ -283,7 +355,7 @@ def _tile_body(soft: int):
                         _four_tiles(own, a, b + 128, c + 128, depth, soft)
                     else:
                         _one_row_of_tiles(own, a, b, c, depth, soft)
-                _write(p, sums, first, count, panel)
+                _finish(p, sums, first, count, panel)
         amx.end(state.ctypes.data, soft)
 
     return body
