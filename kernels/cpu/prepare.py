@@ -17,6 +17,7 @@ import torch
 from kernels.cpu import isa, logits, pointwise, rope, sampling, slots
 from kernels.cpu.disk_cache import cache_of_these_sources
 from kernels.cpu.matmul import bfloat16, float32
+from kernels.cpu.threads import num_threads
 
 _MAX_SECONDS = 300
 
@@ -48,12 +49,12 @@ def prepare_draws() -> None:
 
 
 def _start_helper(tell: Callable[[str], None] | None) -> subprocess.Popen[bytes] | None:
-    """The second process; ``None`` if nothing is kept on disk."""
-    with cache_of_these_sources() as is_writable:
-        if not is_writable:
-            return None
+    """The second process; ``None`` for one thread alone, or if nothing is kept on disk."""
     if tell is not None:
         tell(f"first start with {isa.LEVEL} kernels: compiling them, which takes some 20 seconds")
+    with cache_of_these_sources() as is_writable:
+        if not is_writable or num_threads() == 1:
+            return None
     code = "from kernels.cpu.prepare import prepare_draws; prepare_draws()"
     helper = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL

@@ -50,9 +50,10 @@ def test_norms(body: str, dtype: torch.dtype, add_one: bool) -> None:
     assert torch.equal(x, kept[0]) and torch.equal(residual, kept[1])
 
 
-@by_body
+@pytest.mark.parametrize("body", ["reference", "triton"])
 def test_norms_round_where_hugging_face_does(body: str) -> None:
-    """Bit for bit: before the weight in Llama's form, after it in Gemma's."""
+    """Bit for bit: before the weight in Llama's form, after it in Gemma's. The CPU's body rounds
+    once, at the end."""
     x, weight = random(20, 128, dtype=torch.bfloat16), random(128, dtype=torch.bfloat16)
     for add_one in (False, True):
         got = NORMS[body].rms_norm(x, weight, 1e-6, add_one=add_one)

@@ -13,7 +13,8 @@ def random_mixture(generator: torch.Generator, *, has_bias: bool = False) -> Mix
         return PlainLinear(torch.randn(rows, columns, generator=generator), bias)
 
     experts = [GatedMLP(linear(24, 8), linear(8, 12), "silu") for _ in range(5)]
-    return MixtureOfExperts(torch.randn(5, 8, generator=generator), experts, 2, True)
+    router = PlainLinear(torch.randn(5, 8, generator=generator), None)
+    return MixtureOfExperts(router, experts, 2, True)
 
 
 def test_grouped_experts_agree_with_single_ones(seed: int) -> None:
