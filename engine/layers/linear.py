@@ -83,7 +83,8 @@ def cpu_linear(
 ) -> Linear:
     if quantization == "int8":
         bias = None if bias is None else bias.float().contiguous()
-        return Int8Linear(weight, bias) if int8.IS_SUPPORTED else TorchInt8Linear(weight, bias)
+        made = Int8Linear if int8.IS_SUPPORTED else TorchInt8Linear
+        return made(weight, bias, keeps_float32)
     bias = None if bias is None else bias.contiguous()
     if weight.dtype is torch.bfloat16:
         return BFloat16Linear(weight, bias, keeps_float32)
@@ -174,16 +175,19 @@ class BFloat16Linear(Adaptable):
 
 
 class Int8Linear(Adaptable):
-    """Compiled product of 8-bit weights and activations; see kernels.cpu.int8."""
+    """Compiled product of 8-bit weights and activations; see kernels.cpu.matmul.int8."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, keeps_float32: bool = False
+    ) -> None:
+        self._keeps_float32 = keeps_float32
         self.weight = int8.quantize(weight)
         self.bias = bias
         self.out_features, self.in_features = weight.shape
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         y = int8.int8_product(x.float().contiguous(), self.weight, self.bias)
-        return y.to(x.dtype)
+        return y if self._keeps_float32 else y.to(x.dtype)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         packed, scales, _ = self.weight
@@ -199,7 +203,10 @@ class Int8Linear(Adaptable):
 class TorchInt8Linear(Adaptable):
     """The same arithmetic by torch, where the processor lacks the 8-bit dot product."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, keeps_float32: bool = False
+    ) -> None:
+        self._keeps_float32 = keeps_float32
         self.integers, self.scales = self._quantized(weight)
         self.bias = bias
         self.out_features, self.in_features = weight.shape
@@ -208,7 +215,8 @@ class TorchInt8Linear(Adaptable):
         scales = x.abs().amax(dim=1, keepdim=True).float().div_(127).clamp_(min=1e-30)
         rows = (x.float() / scales).round_().to(torch.int8)
         y = torch._int_mm(rows, self.integers.T).float() * scales * self.scales.T
-        return (y if self.bias is None else y + self.bias).to(x.dtype)
+        y = y if self.bias is None else y + self.bias
+        return y if self._keeps_float32 else y.to(x.dtype)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         return self.integers[ids] * self.scales[ids]

@@ -186,10 +186,10 @@ def compute_dtype(
 ) -> torch.dtype:
     """The dtype asked for; auto is the checkpoint's: the one that its config.json names, or else
     the one of most of its numbers, ``stored``."""
-    is_unsaid = config.dtype == "auto" and not info.dtype
-    if is_unsaid and stored is not None and stored in COMPUTE_DTYPES.values():
+    named = info.dtype.removeprefix("torch.") if config.dtype == "auto" else config.dtype
+    if named not in COMPUTE_DTYPES and stored in COMPUTE_DTYPES.values():
+        assert stored is not None
         return stored
-    named = info.dtype if config.dtype == "auto" else config.dtype
     is_cpu = torch.device(device).type == "cpu"
     return COMPUTE_DTYPES.get(named, torch.float32 if is_cpu else torch.bfloat16)
 

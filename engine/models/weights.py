@@ -8,6 +8,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from math import prod
 from typing import Protocol, Self
 
@@ -71,10 +72,16 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     num_bytes = prod(shape) * dtype.itemsize
     if num_bytes < OWN_PAGES_BYTES:
         return torch.empty(shape, dtype=dtype)
+    return own_pages(num_bytes).view(dtype).view(shape)
+
+
+def own_pages(num_bytes: int) -> torch.Tensor:
+    """Zeros [num_bytes] uint8 that no allocator keeps, in huge pages where the system has them: far
+    fewer faults while they are filled. No page is taken before it is written."""
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)  # far fewer page faults while it is filled
-    return torch.frombuffer(pages, dtype=dtype).view(shape)
+    with suppress(AttributeError, OSError):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 class StoredWeights:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import mmap
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ import torch
 from engine.config.gpu_memory import shortage
 from engine.errors import ConfigError
 from engine.kv.layout import KVSpec
+from engine.models.weights import own_pages
 from engine.worker.platform import Platform
 
 CGROUP = Path("/sys/fs/cgroup")
@@ -70,7 +70,7 @@ def make_kv_cache(
     shape = (num_blocks, 2, spec.num_kv_heads, block_size, spec.head_dim)
     try:
         return [zeros(shape, dtype) for _ in range(spec.num_layers)]
-    except (RuntimeError, MemoryError, OSError) as error:
+    except (RuntimeError, MemoryError, OSError, OverflowError) as error:
         gib = num_blocks * spec.block_bytes(block_size) / (1 << 30)
         raise ConfigError(
             f"no memory for {num_blocks} KV blocks of {block_size} tokens ({gib:.2f} GiB); "
@@ -84,10 +84,7 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     if num_bytes < LARGE:
         return torch.zeros(shape, dtype=dtype)
     # torch.zeros would write every page.
-    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)  # where the system allows it: fewer faults
-    return torch.frombuffer(pages, dtype=dtype).view(shape)
+    return own_pages(num_bytes).view(dtype).view(shape)
 
 
 class PagesAhead:

@@ -193,17 +193,22 @@ class ModelWorker:
     def shutdown(self) -> None:
         """Free model and memory; may be called twice."""
         self._profiler.close()
+        self._stop_pages()
         for feature in self._features:
             feature.shutdown()
-        if self._pages_ahead is not None:
-            self._pages_ahead.stop()
-            self._pages_ahead = None
         self._driver = None
 
     # -- helpers
 
+    def _stop_pages(self) -> None:
+        if self._pages_ahead is not None:
+            self._pages_ahead.stop()
+            self._pages_ahead = None
+
     def _make_kv(self, num_blocks: int) -> None:
         assert self._spec is not None
+        self._stop_pages()
+        self.driver.runner.machine.kv.clear()
         self.driver.runner.machine.kv[:] = make_kv_cache(
             self._spec,
             num_blocks,

@@ -186,7 +186,7 @@ def _soft_dot(state, total, left, right):
             for k in range(_FLOATS):
                 even = _fused(_wide(a[m, k, 0]), _wide(b[k, n, 0]), even)
                 odd = _fused(_wide(a[m, k, 1]), _wide(b[k, n, 1]), odd)
-            sums[m, n] += in_order(in_order(even) + in_order(odd))
+            sums[m, n] = in_order(sums[m, n] + in_order(in_order(even) + in_order(odd)))
 
 
 @njit(inline="always")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -19,6 +20,8 @@ from numba import config
 from numba.core import caching
 
 from kernels.cpu import isa
+
+_TURN = threading.RLock()
 
 
 @cache
@@ -58,12 +61,19 @@ class OneSaverAtATime(caching.IndexDataCacheFile):  # type: ignore[misc]
 def cache_of_these_sources() -> Iterator[bool]:
     """Functions handed to Numba meanwhile are kept there; says whether there is such a place.
 
-    Numba chooses place and class when a function is handed over, not when it is compiled.
+    Numba chooses place and class when a function is handed over, not when it is compiled. Both are
+    the process's: threads take turns.
     """
-    chosen = config.CACHE_DIR or _cache_directory()
-    before, config.CACHE_DIR = config.CACHE_DIR, chosen or ""
-    file, caching.IndexDataCacheFile = caching.IndexDataCacheFile, OneSaverAtATime
-    try:
-        yield chosen is not None
-    finally:
-        config.CACHE_DIR, caching.IndexDataCacheFile = before, file
+    with _TURN:
+        chosen = config.CACHE_DIR or _cache_directory()
+        before, config.CACHE_DIR = config.CACHE_DIR, chosen or ""
+        file, caching.IndexDataCacheFile = caching.IndexDataCacheFile, OneSaverAtATime
+        try:
+            yield chosen is not None
+        finally:
+            config.CACHE_DIR, caching.IndexDataCacheFile = before, file
+
+
+def is_kept() -> bool:
+    """Whether there is a place where compiled functions are kept."""
+    return bool(config.CACHE_DIR) or _cache_directory() is not None

@@ -35,6 +35,11 @@ _NEEDS: dict[str, tuple[str, ...]] = {
     "amx": ("amx-tile", "amx-bf16"),
 }
 LEVELS = tuple(_NEEDS)
+_FAMILIES = {
+    "avx2": ("avxvnni", "avxifma", "avxneconvert", "vaes", "vpclmulqdq"),
+    "avx512": ("avx512", "avx10"),
+    "amx": ("amx",),
+}
 
 # System calls: ask the kernel for the tiles' registers, which a thread's saved state then holds.
 _ARCH_PRCTL, _REQUEST, _TILE_DATA = 158, 0x1023, 18
@@ -92,7 +97,8 @@ def _settle() -> str:
         return available()[-1]
     above = LEVELS[LEVELS.index(level) + 1 :]
     without = {name for higher in above for name in _NEEDS[higher]}
-    families = [prefix for prefix in ("avx512", "amx") if prefix in above]
+    # Whole families, with what would bring them back: one feature of LLVM's implies others.
+    families = [prefix for level, more in _FAMILIES.items() if level in above for prefix in more]
     without |= {name for name in _HOST if name.startswith(tuple(families))}
     for name in without:
         _HOST[name] = False

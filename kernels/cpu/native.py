@@ -12,8 +12,9 @@ sets of threads that spin for each other's cores cost more than the loops save.
 from __future__ import annotations
 
 import struct
+import threading
 from collections.abc import Callable
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 from llvmlite import ir
@@ -148,25 +149,26 @@ class Kernel:
         self._body = body
         self._launch = launch_nogil if heavy else launch
         self._first: Callable[[], None] = _nothing
-
-    @cached_property
-    def _compiled(self) -> Any:
-        self._first()
-        with cache_of_these_sources() as is_writable:
-            options = {"cache": is_writable, "fastmath": FAST, "error_model": "numpy"}
-            return cfunc(types.void(types.intp), **options)(self._body)
-
-    @cached_property
-    def _address(self) -> int:
-        return self._compiled.address
+        self._lock = threading.Lock()
+        self._compiled: Any = None
+        self._address = 0
 
     def prepare(self) -> None:
         """Compile now, or load from the cache; the first of a process also starts Numba."""
-        _ = self._address
+        if self._address:
+            return
+        self._first()
+        with self._lock:
+            if self._compiled is None:
+                with cache_of_these_sources() as is_writable:
+                    options = {"cache": is_writable, "fastmath": FAST, "error_model": "numpy"}
+                    self._compiled = cfunc(types.void(types.intp), **options)(self._body)
+            self._address = self._compiled.address
 
     @property
     def was_kept(self) -> bool:
         """Whether it was found on disk rather than compiled."""
+        self.prepare()
         return bool(self._compiled.cache_hits)
 
     def compile_after(self, wait: Callable[[], None]) -> None:
@@ -175,6 +177,7 @@ class Kernel:
 
     def assembly(self) -> str:
         """The machine code as text, for who looks into it."""
+        self.prepare()
         text: str = self._compiled._library.get_asm_str()
         return text
 
@@ -182,4 +185,6 @@ class Kernel:
         """Parameter i is at index i + 1 of the body's row."""
         if threads > TEAM.size:
             TEAM.grow(threads)
+        if not self._address:
+            self.prepare()
         self._launch(TEAM.control, TEAM.syscall, self._address, threads, *parameters)

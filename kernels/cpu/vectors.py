@@ -225,7 +225,8 @@ class _OrderedTile(_PairTile):
             for i in range(2):
                 chains[i] = _fma(builder, pair[i], halves[i], chains[i])
         even, odd = (_fence(builder, chain) for chain in chains)
-        return builder.fadd(total, _fence(builder, builder.fadd(even, odd)))
+        both = _fence(builder, builder.fadd(even, odd))
+        return _fence(builder, builder.fadd(total, both))
 
 
 class _ByteTile:

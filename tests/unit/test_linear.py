@@ -60,6 +60,22 @@ def test_int8_is_near(shape: tuple[int, int], rng: torch.Generator) -> None:
             assert error < 0.02, f"{num} rows: {error:.4f}"
 
 
+def test_scores_of_8_bit_weights_are_not_rounded_to_bfloat16(rng: torch.Generator) -> None:
+    """Among many outputs, rounded ones would often be equal."""
+    weight = torch.randn(300, 64, generator=rng).bfloat16()
+    x = torch.randn(3, 64, generator=rng).bfloat16()
+    for dtype in (torch.bfloat16, torch.float32):
+        layer = make_linear(weight, quantization="int8", keeps_float32=dtype is torch.float32)
+        assert layer(x).dtype is dtype
+
+
+def test_rows_of_any_width_have_no_gaps(rng: torch.Generator) -> None:
+    """What is read row by row, and all at once, goes through the same body."""
+    for width in (48, 80, 96):
+        layer = make_linear(torch.randn(70, width, generator=rng).bfloat16())
+        assert layer.rows(torch.tensor([3, 1, 2])).is_contiguous()
+
+
 def test_int8_does_what_it_says(rng: torch.Generator) -> None:
     """Both bodies against the arithmetic written out: they differ by rounding of floats alone."""
     weight, x = torch.randn(70, 50, generator=rng), torch.randn(9, 50, generator=rng)

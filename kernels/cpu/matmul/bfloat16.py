@@ -9,8 +9,8 @@ in one operation each where there are none. One copy serves every body and any n
     tiles     AMX: 16 rows x 32 inputs times 32 inputs x 16 outputs; rows are copied to tiles first
     ordered   AMX, few rows: widened, but summed in the order of the tiles, to the last bit
 
-So a row's numbers do not depend on how many rows there are, nor on the threads. Inputs are filled
-up with zeros to a multiple of 32.
+So a row's numbers do not depend on how many rows there are, nor on the threads; but for denormal
+numbers, below 1e-38, which tiles take as zero. Inputs are filled up with zeros to a multiple of 32.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     if num_in % 2:
         weight = torch.nn.functional.pad(weight, (0, 1))
     # A pair is copied as one integer: torch turns those quickly.
+    if weight.storage_offset() % 2:
+        weight = weight.clone()
     pairs, places = weight.contiguous().view(torch.int32), packed.view(torch.int32)[..., 0]
     whole, used = num_out // PANEL, pairs.shape[1]
     blocks = pairs[: whole * PANEL].view(whole, PANEL, used)
@@ -66,8 +68,8 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_rows(packed: torch.Tensor, ids: torch.Tensor, num_in: int) -> torch.Tensor:
-    """Rows [I, in] of the weight that was packed."""
-    return packed[ids // PANEL, :, ids % PANEL].flatten(1)[:, :num_in]
+    """Rows [I, in] of the weight that was packed, without gaps."""
+    return packed[ids // PANEL, :, ids % PANEL].flatten(1)[:, :num_in].contiguous()
 
 
 def packed_product(
@@ -96,6 +98,8 @@ def largest(
     """The first of the largest outputs of each row [N] int32, none of which is stored; -1 where
     there is NaN, +inf, or nothing but -inf. x: [N, in] contiguous bfloat16."""
     num = len(x)
+    if not num_out:
+        return torch.full((num,), -1, dtype=torch.int32)
     plan = _plan(x, packed, num_out, body)
     groups = -(-packed.shape[0] // plan.panels)
     values = np.empty((groups, num), np.float32)
