@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from engine.layers.adapted import Linear
 from engine.layers.linear import make_linear
 
-PACKED = (torch.float32, torch.bfloat16, torch.float16)
+PACKED = (torch.bfloat16, torch.float16)  # torch's product of float32 is no slower than ours
 NUM_TRIED = 8  # rows of a table by which an embedding is tried
 
 Rows = Callable[[torch.Tensor], torch.Tensor]
@@ -29,7 +29,8 @@ Rows = Callable[[torch.Tensor], torch.Tensor]
 def pack_module(
     root: nn.Module, dtype: torch.dtype, *, head: nn.Module | None, transposed: type[nn.Module]
 ) -> None:
-    """Have the products of a module on the CPU computed by ours, layer by layer.
+    """Have a module's products of bfloat16 and float16 weights on the CPU computed by ours, layer
+    by layer. What the layers keep for torch is copied, so that no file stays mapped for it.
 
     dtype: of what flows between layers; what stays torch's and is float16 becomes that. head: the
     layer of the scores, which stay as they were summed, in float32. transposed: the class of linear
@@ -49,9 +50,8 @@ def pack_module(
                     read_rows(table, product.rows, dtype)
         elif is_experts(module):
             pack_experts(module)
-    if dtype is torch.float32:
-        for module in modules:
-            widen(module)
+    for module in modules:
+        take_over(module, dtype)
 
 
 class PackedLinear(nn.Linear):
@@ -128,16 +128,18 @@ def can_read_rows(table: nn.Module, dtype: torch.dtype) -> bool:
     return torch.allclose(trial(ids).float(), wanted.float(), rtol=1e-2)
 
 
-def widen(module: nn.Module) -> None:
-    """What a module itself holds in float16 becomes float32; rows of a table do when they are
-    read."""
-    is_table = isinstance(module, nn.Embedding) and module.weight.dtype is torch.float16
-    if is_table and can_read_rows(module, torch.float32):
-        rows = partial(F.embedding, weight=module.weight.detach())
-        read_rows(module, rows, torch.float32)
+def take_over(module: nn.Module, dtype: torch.dtype) -> None:
+    """Copy what a module itself still holds, float16 as `dtype`, but for tables: their rows become
+    that when they are read."""
+    if isinstance(module, RowsEmbedding):
+        return
+    weight = module.weight.detach() if isinstance(module, nn.Embedding) else None
+    if weight is not None and weight.dtype != dtype and can_read_rows(module, dtype):
+        read_rows(module, partial(F.embedding, weight=weight.clone()), dtype)
+        return
     for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
-        if tensor.dtype is torch.float16:
-            tensor.data = tensor.data.float()
+        is_half = tensor.dtype is torch.float16
+        tensor.data = tensor.data.to(dtype if is_half else tensor.dtype, copy=True)
 
 
 class PackedExperts(nn.Module):

@@ -29,7 +29,7 @@ from engine.kv.layout import KVSpec
 from engine.layers.adapted import AdapterState, Linear
 from engine.layers.batch import ForwardBatch, Hidden
 from engine.layers.linear import is_cpu
-from engine.layers.packed_modules import pack_module
+from engine.layers.packed_modules import PACKED, pack_module
 from engine.models.assemble import activation_dtype, compute_dtype
 from engine.models.general_attention import PAGED, STATE, TRIAL, PagedState
 from engine.models.general_rope import fix_frequencies
@@ -145,7 +145,8 @@ def load_general(
     try:
         check_class(type(causal), hf)
         fix_frequencies(causal, max_model_len)
-        if is_cpu(torch.device(device)):
+        is_packed = dtype in PACKED and is_cpu(torch.device(device))
+        if is_packed:
             head = causal.get_output_embeddings()
             pack_module(causal, flowing, head=head, transposed=Conv1D)
         model = _fitted(causal, max_model_len, flowing)
