@@ -50,8 +50,15 @@ class GeneralModel:
 
     can_be_recorded = False
 
-    def __init__(self, causal: PreTrainedModel, findings: Findings, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        causal: PreTrainedModel,
+        findings: Findings,
+        dtype: torch.dtype,
+        has_own_products: bool,
+    ) -> None:
         self.dtype = dtype
+        self.has_own_products = has_own_products
         self.vocab_size = findings.logits.shape[-1]
         self.kv_spec = KVSpec(
             num_layers=len(findings.layers),
@@ -149,7 +156,7 @@ def load_general(
         if is_packed:
             head = causal.get_output_embeddings()
             pack_module(causal, flowing, head=head, transposed=Conv1D)
-        model = _fitted(causal, max_model_len, flowing)
+        model = _fitted(causal, max_model_len, flowing, is_packed)
     except Misfit as reason:
         raise refusal(info, reason) from reason.__cause__
     logger.info("%s runs through transformers (%s)", type(causal).__name__, dtype)
@@ -206,7 +213,9 @@ def _no_progress_bar() -> Iterator[None]:
 
 
 @torch.inference_mode()
-def _fitted(causal: PreTrainedModel, max_model_len: int, dtype: torch.dtype) -> GeneralModel:
+def _fitted(
+    causal: PreTrainedModel, max_model_len: int, dtype: torch.dtype, is_packed: bool
+) -> GeneralModel:
     """The model, once a trial has shown that it fits. Raises ``Misfit``."""
     text = causal.config.get_text_config(decoder=True)
     try:
@@ -218,7 +227,7 @@ def _fitted(causal: PreTrainedModel, max_model_len: int, dtype: torch.dtype) -> 
     num_layers = text.num_hidden_layers
     if len(findings.layers) < num_layers:
         raise Misfit(f"it calls attention {len(findings.layers)} times in {num_layers} layers")
-    model = GeneralModel(causal, findings, dtype)
+    model = GeneralModel(causal, findings, dtype, is_packed)
     if not is_close(model.logits(findings.hidden), findings.logits.float()):
         raise Misfit("its logits depend on more than the output of its backbone")
     return model
