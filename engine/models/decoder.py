@@ -79,6 +79,8 @@ class Block:
 class Decoder:
     """A decoder-only language model over a paged KV cache; see ``engine.models.model.Model``."""
 
+    has_own_products = True
+
     def __init__(
         self,
         embedding: Embedding,

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as hf_logging
 
 from engine.config.model import ModelConfig, ModelInfo
@@ -27,7 +28,9 @@ from engine.errors import ConfigError, ModelError
 from engine.kv.layout import KVSpec
 from engine.layers.adapted import AdapterState, Linear
 from engine.layers.batch import ForwardBatch, Hidden
-from engine.models.assemble import compute_dtype
+from engine.layers.linear import is_cpu
+from engine.layers.packed_modules import PACKED, pack_module
+from engine.models.assemble import activation_dtype, compute_dtype
 from engine.models.general_attention import PAGED, STATE, TRIAL, PagedState
 from engine.models.general_rope import fix_frequencies
 from engine.models.general_support import (
@@ -47,8 +50,15 @@ class GeneralModel:
 
     can_be_recorded = False
 
-    def __init__(self, causal: PreTrainedModel, findings: Findings) -> None:
-        self.dtype = causal.dtype
+    def __init__(
+        self,
+        causal: PreTrainedModel,
+        findings: Findings,
+        dtype: torch.dtype,
+        has_own_products: bool,
+    ) -> None:
+        self.dtype = dtype
+        self.has_own_products = has_own_products
         self.vocab_size = findings.logits.shape[-1]
         self.kv_spec = KVSpec(
             num_layers=len(findings.layers),
@@ -142,10 +152,15 @@ def load_general(
             ) from error
         raise ModelError(f"transformers cannot load {info.path}: {error}") from error
     causal.eval().requires_grad_(False).to(device)
+    flowing = activation_dtype(dtype, device)
     try:
         check_class(type(causal), hf)
         fix_frequencies(causal, max_model_len)
-        model = _fitted(causal, max_model_len)
+        is_packed = dtype in PACKED and is_cpu(torch.device(device))
+        if is_packed:
+            head = causal.get_output_embeddings()
+            pack_module(causal, flowing, head=head, transposed=Conv1D)
+        model = _fitted(causal, max_model_len, flowing, is_packed)
     except Misfit as reason:
         raise refusal(info, reason) from reason.__cause__
     logger.info("%s runs through transformers (%s)", type(causal).__name__, dtype)
@@ -202,7 +217,9 @@ def _no_progress_bar() -> Iterator[None]:
 
 
 @torch.inference_mode()
-def _fitted(causal: PreTrainedModel, max_model_len: int) -> GeneralModel:
+def _fitted(
+    causal: PreTrainedModel, max_model_len: int, dtype: torch.dtype, is_packed: bool
+) -> GeneralModel:
     """The model, once a trial has shown that it fits. Raises ``Misfit``."""
     text = causal.config.get_text_config(decoder=True)
     try:
@@ -214,7 +231,7 @@ def _fitted(causal: PreTrainedModel, max_model_len: int) -> GeneralModel:
     num_layers = text.num_hidden_layers
     if len(findings.layers) < num_layers:
         raise Misfit(f"it calls attention {len(findings.layers)} times in {num_layers} layers")
-    model = GeneralModel(causal, findings)
+    model = GeneralModel(causal, findings, dtype, is_packed)
     if not is_close(model.logits(findings.hidden), findings.logits.float()):
         raise Misfit("its logits depend on more than the output of its backbone")
     return model

@@ -20,6 +20,8 @@ class Model(Protocol):
     vocab_size: int
     dtype: torch.dtype
     """Type of activations."""
+    has_own_products: bool
+    """Whether its large products on the CPU are those of the compiled kernels, not torch's."""
 
     @property
     def can_be_recorded(self) -> bool:

@@ -113,7 +113,7 @@ class ModelWorker:
             for feature in self._features:
                 feature.attach(machine)
         self._driver = Driver(Runner(machine, sched.max_model_len))
-        if is_cpu and isinstance(model, Decoder) and model.dtype in COMPILED:
+        if is_cpu and model.has_own_products and model.dtype in COMPILED:
             leave_threads_to_kernels()
         return ModelFacts(
             vocab_size=model.vocab_size,

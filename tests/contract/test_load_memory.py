@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import Starcoder2Config, Starcoder2ForCausalLM
 
 from engine.models.families import FAMILIES
 from engine.models.targets import targets
@@ -82,6 +83,66 @@ WRITERS: dict[str, tuple[Callable[..., int], int]] = {
     "float16": (partial(write, dtype=torch.float16), 2),
     "awq": (write_awq, 4),
 }
+
+
+# Peak of what the kernel cannot take back: transformers maps the files, whose pages it can.
+MEASURE_GENERAL = """
+import sys, threading
+from engine.config.model import ModelConfig, read_model_info
+from engine.models.load import load_model
+
+def kilobytes(name):
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+def load(path):
+    config, info = ModelConfig(model=path), read_model_info(path)
+    return load_model(config, info, device="cpu", max_model_len=64)
+
+load(sys.argv[1])
+before, peak, ended = kilobytes("RssAnon"), 0, threading.Event()
+
+def watch():
+    global peak
+    while not ended.wait(0.002):
+        peak = max(peak, kilobytes("RssAnon"))
+
+watcher = threading.Thread(target=watch)
+watcher.start()
+model = load(sys.argv[2])
+ended.set()
+watcher.join()
+with open("/proc/self/maps") as lines:
+    assert not any(sys.argv[2] in line for line in lines), "the files are still mapped"
+print(1024 * (peak - before))
+"""
+
+
+def write_general(root: Path, hf: dict[str, Any], dtype: torch.dtype) -> int:
+    """A tied StarCoder2 of random weights; returns how many numbers it holds."""
+    model = Starcoder2ForCausalLM(Starcoder2Config(**hf, tie_word_embeddings=True)).to(dtype)
+    model.save_pretrained(root)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_peak_memory_of_loading_through_transformers(tmp_path: Path, dtype: torch.dtype) -> None:
+    hf = {name: value for name, value in HF.items() if name not in ("architectures", "model_type")}
+    small = {"vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 1}
+    write_general(tmp_path / "small", hf | small, dtype)
+    num_bytes = dtype.itemsize * write_general(tmp_path / "model", hf, dtype)
+    arguments = [str(tmp_path / "small"), str(tmp_path / "model")]
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE_GENERAL, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    peak = int(done.stdout)
+    print(f"weights {num_bytes / 1e6:.0f} MB, peak {peak / 1e6:.0f} MB: {peak / num_bytes:.2f} x")
+    assert peak < LIMIT * num_bytes
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

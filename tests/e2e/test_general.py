@@ -146,6 +146,17 @@ def test_bfloat16(tmp_path: Path, seed: int) -> None:
     assert (ours - theirs).norm() < 0.05 * theirs.norm()
 
 
+@pytest.mark.parametrize("name", ["gpt2", "gpt-neox", "gemma", "olmoe", "deepseek-v3"])
+def test_float16_is_kept_and_computed_in_float32(tmp_path: Path, name: str, seed: int) -> None:
+    """Tables shared with the output layer and not, scaled ones, transposed layers, experts."""
+    path = make_general_model(name, tmp_path, torch.float16)
+    model = load(path)
+    assert model.dtype == torch.float32
+    tokens = random_tokens(seed, 20)
+    theirs = reference_logits(reference(path), tokens)
+    assert_same(PagedRun(model).prefill("a", tokens, 7), theirs, name)
+
+
 def test_the_choice_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="engine"):
         load(make_general_model("helium", tmp_path))

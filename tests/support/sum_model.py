@@ -29,6 +29,7 @@ class SumModel:
     vocab_size = VOCAB
     dtype = torch.float32
     can_be_recorded = True
+    has_own_products = False
     lowest_id = 0
     calls = 0
 
