@@ -90,7 +90,7 @@ def case(request, tiny_models: TinyModels, tmp_path_factory) -> tuple[str, Refer
 @pytest.mark.parametrize(("case", "mode"), halved(list(MODES)), indirect=["case"], scope="module")
 def test_same_tokens_as_transformers(case, mode, tally):
     path, reference = case
-    with engine_for(path, **MODES[mode]) as engine:
+    with engine_for(path, dtype="float32", **MODES[mode]) as engine:
         tokens, _ = run(engine, reference.prompts)
         compare(reference, tokens, tally)
         if mode.startswith("preempted"):
@@ -101,7 +101,8 @@ def test_same_tokens_as_transformers(case, mode, tally):
 def test_same_tokens_from_a_cold_a_warm_and_an_evicted_cache(case, depth, tally):
     path, reference = case
     made = reference.prompts
-    with engine_for(path, num_kv_blocks=36, async_scheduling=depth == 2) as engine:
+    options = {"num_kv_blocks": 36, "async_scheduling": depth == 2}
+    with engine_for(path, dtype="float32", **options) as engine:
         tokens, cached = run(engine, made)
         compare(reference, tokens, tally)
         for ids, right in zip(made, tokens, strict=True):  # warm: each right behind itself

@@ -22,7 +22,8 @@ MAX_MODEL_LEN = 256
 
 
 def load(path: str | os.PathLike, max_model_len: int = MAX_MODEL_LEN, **options) -> Model:
-    config = ModelConfig(model=str(path), **options)
+    """In float32 unless told otherwise: what is exact, and not how precise."""
+    config = ModelConfig(model=str(path), **{"dtype": "float32", **options})
     info = read_model_info(path)
     return load_model(config, info, device="cpu", max_model_len=max_model_len)
 

@@ -33,7 +33,7 @@ def case(request: pytest.FixtureRequest, tiny_models: TinyModels) -> tuple[str, 
 @pytest.mark.parametrize("mode", TRIED)
 def test_same_tokens_as_transformers(case: tuple[str, Reference], mode: str, tally: Tally) -> None:
     path, reference = case
-    with engine_for(path, **MODES[mode], **NGRAM) as engine:
+    with engine_for(path, dtype="float32", **MODES[mode], **NGRAM) as engine:
         tokens, _ = run(engine, reference.prompts, NUM_NEW)
         compare(reference, tokens, tally)
         tokens, _ = run(engine, reference.prompts, NUM_NEW)  # from a warm cache, if there is one
