@@ -355,8 +355,8 @@ def _tile_body(soft: int):
                 for r in range(0, count, 32):
                     a, c = tiles + r * depth * 4, sums.ctypes.data + r * _LINE
                     if count - r > 16:
-                        _four_tiles(own, a, b, c, depth, soft)
-                        _four_tiles(own, a, b + 128, c + 128, depth, soft)
+                        for half in range(0, _LINE, _LINE // 2):  # of the outputs, 128 bytes each
+                            _four_tiles(own, a, b + half, c + half, depth, soft)
                     else:
                         _one_row_of_tiles(own, a, b, c, depth, soft)
                 _finish(p, sums, first, count, panel)
