@@ -73,6 +73,15 @@ def head_dim(hf: HF) -> int:
     return size
 
 
+def heads(hf: HF) -> tuple[int, int] | None:
+    """Size of a head and query heads per key head, if config.json says them where most do."""
+    try:
+        found = attention(hf)
+    except ModelError:
+        return None
+    return found.head_dim, found.num_heads // found.num_kv_heads
+
+
 def attention(hf: HF, **differences: Any) -> AttentionSpec:
     """Heads and scale; ``differences`` are fields of ``AttentionSpec``."""
     num_heads = count(hf, "num_attention_heads")

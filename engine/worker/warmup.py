@@ -1,20 +1,42 @@
-"""Computes a few tokens before the first request arrives."""
+"""Gets everything ready before the first request arrives: kernels, and a few tokens computed."""
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
+from functools import partial
 
 import numpy as np
+import torch
 
+from engine.config.model import ModelInfo
 from engine.messages.params import SamplingParams
 from engine.messages.step import EMPTY, Column, NewSeq, StepPlan
+from engine.models.assemble import activation_dtype
+from engine.models.hf_config import heads
+from engine.worker.memory import choose_kv_dtype
 from engine.worker.runner import Driver, Runner
+from kernels.cpu.prepare import Heads, prepare
 
 logger = logging.getLogger("engine.worker")
 
 NUM_PROMPT, NUM_DECODES = 4, 2
 WORTH_SAYING = 2.0  # seconds
+
+
+def prepare_kernels(info: ModelInfo, dtype: torch.dtype, kv_dtype: str) -> None:
+    """Load the kernels of a model on the CPU in a thread, while its weights are read.
+
+    kv_dtype: ``kv_cache_dtype`` as asked for.
+    """
+    found, known = heads(info.hf), None
+    if found is not None:
+        computed_in = activation_dtype(dtype, "cpu")
+        cache = choose_kv_dtype(kv_dtype, computed_in, "cpu")
+        known = Heads(*found, (computed_in.itemsize, cache.itemsize))
+    prepared = partial(prepare, dtype, known, logger.info)
+    threading.Thread(target=prepared, name="prepare-kernels").start()
 
 
 def warm_up(driver: Driver, num_blocks: int) -> None:

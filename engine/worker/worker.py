@@ -8,7 +8,6 @@ What is decided in between (lengths, blocks) is up to `engine.config.decide`, fo
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -46,10 +45,9 @@ from engine.worker.profiler import TorchProfiler
 from engine.worker.runner import Driver, Runner
 from engine.worker.slots import LiveSeqs, Slots
 from engine.worker.steps import Pending
-from engine.worker.warmup import meet_shapes, warm_up
+from engine.worker.warmup import meet_shapes, prepare_kernels, warm_up
 from kernels.cpu import isa
 from kernels.cpu.cells import DTYPES as COMPILED
-from kernels.cpu.prepare import prepare
 from kernels.cpu.threads import leave_threads_to_kernels, set_threads
 
 OWN_PARTS = ("drafts", "masks")  # computed without a feature
@@ -96,8 +94,7 @@ class ModelWorker:
             num_threads = set_threads(config.num_threads or default_num_threads())
             logger.info("%d threads, %s kernels on %s", num_threads, cpu_level(), isa.processor())
             dtype = compute_dtype(config.model, self._info, "cpu")
-            prepared = partial(prepare, dtype, logger.info)
-            threading.Thread(target=prepared, name="prepare-kernels").start()
+            prepare_kernels(self._info, dtype, config.cache.kv_cache_dtype)
         device = platform.device.type
         with explained(platform, "the weights were loaded"):
             model = load_model(

@@ -10,7 +10,7 @@ import fcntl
 import hashlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 
 from numba import config
 from numba.core import caching
+from numba.core.registry import cpu_target
 
 from kernels.cpu import isa
 
@@ -74,6 +75,16 @@ def cache_of_these_sources() -> Iterator[bool]:
             config.CACHE_DIR, caching.IndexDataCacheFile = before, file
 
 
-def is_kept() -> bool:
+def is_kept(body: Callable[..., Any], signature: Any) -> bool:
+    """Whether what is compiled from this function is there, so that it need not be compiled."""
+    with cache_of_these_sources() as is_writable:
+        if not is_writable:
+            return False
+        kept = caching.FunctionCache(body)
+        key = kept._index_key(signature, cpu_target.target_context.codegen())
+        return key in kept._cache_file._load_index()
+
+
+def has_place() -> bool:
     """Whether there is a place where compiled functions are kept."""
     return bool(config.CACHE_DIR) or _cache_directory() is not None

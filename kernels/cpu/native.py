@@ -18,10 +18,12 @@ from functools import lru_cache
 from typing import Any
 
 from llvmlite import ir
-from numba import carray, cfunc, njit, types
+from numba import cfunc, types
+from numba.core import cgutils
 from numba.extending import intrinsic
+from numba.np.arrayobj import make_array, populate_array
 
-from kernels.cpu.disk_cache import cache_of_these_sources
+from kernels.cpu.disk_cache import cache_of_these_sources, is_kept
 from kernels.cpu.team import TEAM, launch, launch_nogil
 
 # All of fast math but "no NaNs" and "no infinities": what is not finite must come out not finite.
@@ -32,70 +34,37 @@ INNER = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 INLINE = {**INNER, "fastmath": FAST, "error_model": "numpy", "forceinline": True}
 
 _I64 = ir.IntType(64)
+_SIGNATURE = types.void(types.intp)
 
 
-def _pointer_to(dtype: types.Type) -> Callable[[int], Any]:
+def _array_at(dtype: types.Type) -> Callable[..., Any]:
+    """What a body reads and writes memory through: ``array(address, shape)``."""
+    size = dtype.bitwidth // 8
+
     @intrinsic
-    def cast(typing_context, address):
-        signature = types.CPointer(dtype)(types.intp)
+    def array(typing_context, address, shape):
+        result = types.Array(dtype, len(shape), "C")
 
         def build(context, builder, signature, args):
-            return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+            made = make_array(result)(context, builder)
+            extents = cgutils.unpack_tuple(builder, args[1])
+            strides = [ir.Constant(_I64, size)]
+            for extent in extents[:0:-1]:
+                strides.insert(0, builder.mul(strides[0], extent))
+            kind = context.get_data_type(dtype).as_pointer()
+            data = builder.inttoptr(args[0], kind)
+            populate_array(made, data, extents, strides, size, meminfo=None)
+            return made._getvalue()
 
-        return signature, build
+        return result(types.intp, types.UniTuple(types.intp, len(shape))), build
 
-    return cast
-
-
-_f32_pointer = _pointer_to(types.float32)
-_f64_pointer = _pointer_to(types.float64)
-_i32_pointer = _pointer_to(types.int32)
-_i64_pointer = _pointer_to(types.int64)
-_u8_pointer = _pointer_to(types.uint8)
-_u16_pointer = _pointer_to(types.uint16)
-_u64_pointer = _pointer_to(types.uint64)
-
-
-@njit(inline="always")
-def f32(address, shape):
-    """The float32 array of `shape` that starts at `address`."""
-    return carray(_f32_pointer(address), shape)
+    return array
 
 
-@njit(inline="always")
-def i32(address, shape):
-    """The int32 array of `shape` that starts at `address`."""
-    return carray(_i32_pointer(address), shape)
-
-
-@njit(inline="always")
-def i64(address, shape):
-    """The int64 array of `shape` that starts at `address`."""
-    return carray(_i64_pointer(address), shape)
-
-
-@njit(inline="always")
-def u8(address, shape):
-    """The uint8 array of `shape` that starts at `address`."""
-    return carray(_u8_pointer(address), shape)
-
-
-@njit(inline="always")
-def u16(address, shape):
-    """The uint16 array of `shape` that starts at `address`."""
-    return carray(_u16_pointer(address), shape)
-
-
-@njit(inline="always")
-def u64(address, shape):
-    """The uint64 array of `shape` that starts at `address`."""
-    return carray(_u64_pointer(address), shape)
-
-
-@njit(inline="always")
-def f64(address, shape):
-    """The float64 array of `shape` that starts at `address`."""
-    return carray(_f64_pointer(address), shape)
+# The contiguous array of `shape`, a tuple, that starts at an address.
+f32, f64 = _array_at(types.float32), _array_at(types.float64)
+i32, i64 = _array_at(types.int32), _array_at(types.int64)
+u8, u16, u64 = _array_at(types.uint8), _array_at(types.uint16), _array_at(types.uint64)
 
 
 @intrinsic
@@ -139,6 +108,21 @@ def _nothing() -> None:
     pass
 
 
+# Parameters are filled up to one of two numbers: what launches is compiled for each number anew.
+_NUMBERS = (12, 20)
+_FILLED_UP = [
+    (0,) * (next(number for number in _NUMBERS if number >= given) - given)
+    for given in range(_NUMBERS[-1] + 1)
+]
+
+
+def prepare_launches() -> None:
+    """Compile what starts bodies, or load it from the cache."""
+    for number in _NUMBERS:
+        for launched in (launch, launch_nogil):
+            launched.compile((types.int64,) * 4 + (types.UniTuple(types.int64, number),))
+
+
 class Kernel:
     """A body, compiled when first run and kept in Numba's cache on disk.
 
@@ -162,14 +146,13 @@ class Kernel:
             if self._compiled is None:
                 with cache_of_these_sources() as is_writable:
                     options = {"cache": is_writable, "fastmath": FAST, "error_model": "numpy"}
-                    self._compiled = cfunc(types.void(types.intp), **options)(self._body)
+                    self._compiled = cfunc(_SIGNATURE, **options)(self._body)
             self._address = self._compiled.address
 
     @property
-    def was_kept(self) -> bool:
-        """Whether it was found on disk rather than compiled."""
-        self.prepare()
-        return bool(self._compiled.cache_hits)
+    def is_kept(self) -> bool:
+        """Whether it is found on disk, and need not be compiled."""
+        return self._compiled is not None or is_kept(self._body, _SIGNATURE)
 
     def compile_after(self, wait: Callable[[], None]) -> None:
         """Call this before it is compiled or loaded: another process may have it ready then."""
@@ -187,4 +170,7 @@ class Kernel:
             TEAM.grow(threads)
         if not self._address:
             self.prepare()
-        self._launch(TEAM.control, TEAM.syscall, self._address, threads, *parameters)
+        given = len(parameters)
+        self._launch(
+            TEAM.control, TEAM.syscall, self._address, threads, *parameters, *_FILLED_UP[given]
+        )

@@ -19,12 +19,14 @@ _ENOUGH = 512
 
 
 @cache
-def _single(head_dim: int, group: int, sizes: tuple[int, int]) -> Kernel:
+def single_kernel(head_dim: int, group: int, sizes: tuple[int, int]) -> Kernel:
+    """Of single tokens; sizes: bytes of an element of the queries, and of the cache."""
     return Kernel(single_body(head_dim, group, sizes), heavy=True)
 
 
 @cache
-def _chunk(head_dim: int, group: int, sizes: tuple[int, int]) -> Kernel:
+def chunk_kernel(head_dim: int, group: int, sizes: tuple[int, int]) -> Kernel:
+    """Of several tokens of a sequence."""
     return Kernel(chunk_body(head_dim, group, sizes), heavy=True)
 
 
@@ -50,7 +52,7 @@ def paged_attention(
     numbers = (bits(variant.scale), bits(variant.softcap), sinks)
     if plan.singles.num:
         room = _partials(meta, plan, num_heads * (head_dim + 2)) if plan.is_cut else 0
-        _single(head_dim, group, sizes).run(
+        single_kernel(head_dim, group, sizes).run(
             threads if plan.singles.work * num_heads >= _ENOUGH else 1,
             *tensors,
             *shape,
@@ -61,7 +63,7 @@ def paged_attention(
             plan.first_items,
         )
     if plan.chunks.num:
-        _chunk(head_dim, group, sizes).run(
+        chunk_kernel(head_dim, group, sizes).run(
             threads if plan.chunks.work * num_heads >= _ENOUGH else 1,
             *tensors,
             *shape,
