@@ -174,6 +174,7 @@ class StepResult(msgspec.Struct, array_like=True):
     seconds: float = 0.0
     drafts: DraftPart | None = None  # proposed for the next step
     kv_transfer: KVReport | None = None
+    floor_seconds: float = 0.0  # that memory and arithmetic need at least; 0: not known
 
 
 def check_parts(plan: StepPlan, capabilities: frozenset[str]) -> None:

@@ -47,6 +47,8 @@ class Snapshot:
     counters: dict[str, int] = field(default_factory=dict)
     wait_seconds: dict[str, float] = field(default_factory=dict)
     hook_seconds: float = 0.0
+    step_seconds: float = 0.0
+    floor_seconds: float = 0.0
 
 
 class StatsLog:
@@ -112,6 +114,8 @@ class StatsLog:
             {name: getattr(stats, name) for name in SHOWN_COUNTERS} | stats.counters,
             dict(stats.wait_seconds),
             sum(stats.hook_seconds.values()),
+            stats.step_seconds,
+            stats.floor_seconds,
         )
 
 
@@ -132,6 +136,9 @@ def _particulars(
     share = (now.hook_seconds - before.hook_seconds) / seconds
     if share >= 0.005:
         yield f"policy hooks {100.0 * share:.1f} % of the time"
+    if steps := now.step_seconds - before.step_seconds:
+        share = (now.floor_seconds - before.floor_seconds) / steps
+        yield f"steps at {100.0 * share:.0f} % of the roofline"
     if stats.blocked:
         yield f"blocked: {stats.blocked}"
 

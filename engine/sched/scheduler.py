@@ -349,6 +349,9 @@ class Scheduler(SchedulerInterface):
         asks = self.guard.overrides("on_step")
         if plan.num_tokens or asks:
             self.view.note(plan, result.seconds)
+        if result.floor_seconds:
+            self.settler.counters.step_seconds += result.seconds
+            self.settler.counters.floor_seconds += result.floor_seconds
         outputs = self.settler.settle(plan, result)
         if asks:
             self.guard.on_step(self.view.last, self.view)
@@ -506,6 +509,8 @@ def make_stats(
         blocked=counters.blocked,
         num_cache_resets=kv.counts.num_resets,
         counters=of_resources,
+        step_seconds=counters.step_seconds,
+        floor_seconds=counters.floor_seconds,
     )
 
 

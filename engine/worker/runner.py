@@ -26,6 +26,7 @@ from engine.sample.sampler import Draws, RowMasks, RowScores
 from engine.worker.batches import PlanRows, Staged, draft_tokens
 from engine.worker.feature import Feature, Machine
 from engine.worker.prompt_scores import PromptScores
+from engine.worker.roofline import Roofline
 from engine.worker.slots import LiveSeqs
 from engine.worker.steps import (
     EagerStep,
@@ -51,6 +52,7 @@ class Driver:
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
+        self.roofline: Roofline | None = None  # where it is known
         self._undrawn: Forwarded | Exception | None = None  # the step that waits for masks
 
     @torch.inference_mode()
@@ -103,6 +105,8 @@ class Driver:
         """Sleep until a launched step is done and read its results."""
         with section("collect"):
             result = collect(ticket)
+        if self.roofline is not None and ticket.plan.num_tokens:
+            result.floor_seconds = self.roofline.floor(ticket.plan)
         for feature in self.runner.machine.features:
             feature.report(result)
         return result

@@ -39,17 +39,17 @@ def prepare_kernels(info: ModelInfo, dtype: torch.dtype, kv_dtype: str) -> None:
     threading.Thread(target=prepared, name="prepare-kernels").start()
 
 
-def warm_up(driver: Driver, num_blocks: int) -> None:
+def warm_up(driver: Driver, num_blocks: int) -> float:
     """Run a prompt and some decodes: kernels are compiled and loaded before the first request.
 
-    The KV written is zeroed. Failures are ignored here: requests will report them.
+    Returns seconds; the KV written is zeroed. Failures are ignored here: requests will report them.
     """
     machine = driver.runner.machine
     block_size = machine.slots.block_size
     longest = min(machine.live.tokens.shape[1] - 1, (num_blocks - 1) * block_size)
     num_prompt = min(NUM_PROMPT, longest - NUM_DECODES, machine.batches.max_num_tokens)
     if num_prompt < 1:
-        return
+        return 0.0
     started = time.perf_counter()
     params = SamplingParams(temperature=1.0, max_tokens=NUM_DECODES + 1, ignore_eos=True)
     seq = NewSeq("warm-up", 0, [0] * num_prompt, num_prompt, params, 0, [], [])
@@ -62,6 +62,7 @@ def warm_up(driver: Driver, num_blocks: int) -> None:
     seconds = time.perf_counter() - started
     if seconds > WORTH_SAYING:
         logger.info("kernels compiled in %.0f s; the next start finds them", seconds)
+    return seconds
 
 
 def _plan(

@@ -42,10 +42,11 @@ from engine.worker.memory import (
 )
 from engine.worker.platform import Platform
 from engine.worker.profiler import TorchProfiler
+from engine.worker.roofline import make_roofline
 from engine.worker.runner import Driver, Runner
 from engine.worker.slots import LiveSeqs, Slots
 from engine.worker.steps import Pending
-from engine.worker.warmup import meet_shapes, prepare_kernels, warm_up
+from engine.worker.warmup import WORTH_SAYING, meet_shapes, prepare_kernels, warm_up
 from kernels.cpu import isa
 from kernels.cpu.cells import DTYPES as COMPILED
 from kernels.cpu.threads import leave_threads_to_kernels, set_threads
@@ -147,11 +148,15 @@ class ModelWorker:
     def allocate(self, num_blocks: int) -> None:
         """Take memory for so many KV blocks, meet shapes, record decode steps."""
         self._make_kv(num_blocks)
-        runner, sched = self.driver.runner, self.config.scheduler
+        runner, config, sched = self.driver.runner, self.config, self.config.scheduler
         if self.platform.compiles:
             meet_shapes(runner, sched.max_num_batched_tokens, sched.max_model_len)
-        warm_up(self.driver, num_blocks)
+        seconds = warm_up(self.driver, num_blocks)
         if self.platform.shares_memory:
+            if isinstance(runner.machine.model, Decoder):
+                self.driver.roofline = make_roofline(
+                    config.model, self._info, self._kv_dtype, is_quiet=seconds < WORTH_SAYING
+                )
             self._pages_ahead = PagesAhead(runner.machine.kv)
             self._pages_ahead.start()
         else:

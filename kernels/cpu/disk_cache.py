@@ -85,6 +85,12 @@ def is_kept(body: Callable[..., Any], signature: Any) -> bool:
         return key in kept._cache_file._load_index()
 
 
+def kept_file(name: str) -> Path | None:
+    """Where something else that depends on the machine is kept, if there is such a place."""
+    directory = config.CACHE_DIR or _cache_directory()
+    return Path(directory) / name if directory else None
+
+
 def has_place() -> bool:
     """Whether there is a place where compiled functions are kept."""
     return bool(config.CACHE_DIR) or _cache_directory() is not None

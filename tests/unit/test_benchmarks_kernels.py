@@ -4,11 +4,14 @@ import json
 from pathlib import Path
 
 import cpu_kernels
+import numpy as np
 import pytest
 import roofline
+from numpy.typing import NDArray
 from shapes import SHAPES, Step, model_directory
 
 from engine.models.families import FAMILIES
+from engine.models.work import num_pairs
 from kernels import tuning
 
 
@@ -65,14 +68,21 @@ def test_floors_count_the_weights_that_shapes_count(name: str) -> None:
     assert work.operations == pytest.approx(2 * shape.num_read + pairs, rel=1e-3)
 
 
+def columns(*chunks: tuple[int, int]) -> NDArray[np.int64]:
+    return np.array(chunks, dtype=np.int64).T
+
+
 def test_floors_of_windows_and_of_what_is_shared() -> None:
     with model_directory(SHAPES["tiny"], 64) as root:
         model = roofline.Model.of(root)
     layers = SHAPES["tiny"].layers
-    assert model.attended([(3, 2)]) == (layers * (2 + 2 * 3), layers * (3 + 4 + 5))
-    assert model.attended([(1, 9), (1, 9)], shared=8) == (layers * (9 + 2 + 1 + 2), layers * 20)
-    assert roofline.num_pairs(4, 2, window=3) == 3 + 3 + 3 + 3
-    assert roofline.num_pairs(2, 1, window=9) == 2 + 3
+    assert model.attended(*columns((3, 2))) == (layers * (2 + 2 * 3), layers * (3 + 4 + 5))
+    assert model.attended(*columns((1, 9), (1, 9)), shared=8) == (
+        layers * (9 + 2 + 1 + 2),
+        layers * 20,
+    )
+    assert list(num_pairs(*columns((4, 2), (2, 0)), window=3)) == [3 + 3 + 3 + 3, 1 + 2]
+    assert list(num_pairs(*columns((2, 1)), window=9)) == [2 + 3]
 
 
 def test_experts_count_as_often_as_tokens_take_them() -> None:

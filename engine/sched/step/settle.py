@@ -356,6 +356,8 @@ class Counters:
     num_expired: int = 0
     num_rescued_steps: int = 0
     blocked: str = ""
+    step_seconds: float = 0.0
+    floor_seconds: float = 0.0
 
     def note_rescue(self, culprit: str, *, was_saved: bool) -> None:
         """The default order was tried in place of the policy's. Steps in which that granted tokens

@@ -1,0 +1,113 @@
+"""What a step must read and compute at least: the work that a roofline is made of.
+
+Each weight counts once a step, in the type that is computed in; keys and values, read by those that
+attend to them and written once; logits. Products count as two operations. The table of embeddings,
+of which a step reads some rows, does not count.
+
+Rooflines: Williams, Waterman and Patterson, "Roofline: An Insightful Visual Performance Model for
+Multicore Architectures", CACM 52 (2009).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.models.spec import DecoderSpec
+from engine.models.targets import targets
+
+LOGIT_BYTES = 4
+Tokens = NDArray[np.int64]
+"""One number a sequence."""
+
+
+class Work(NamedTuple):
+    """What must be read or written at least, and computed."""
+
+    bytes: float
+    operations: float
+
+
+class Shapes:
+    """What the shapes of a native family's decoder make of tokens."""
+
+    def __init__(self, spec: DecoderSpec) -> None:
+        self.spec = spec
+        sizes = {target.name: prod(target.shape) for target in targets(spec)}
+        self.num_weights = sum(sizes.values())
+        """All of them, the table of embeddings included."""
+        self._head = sizes["embed" if spec.tied else "head"]
+        del sizes["embed"]
+        sizes.pop("head", None)
+        self._experts = sum(size for name, size in sizes.items() if is_expert(name))
+        self._dense = sum(sizes.values()) - self._experts
+        self._windows = Counter(layer.window for layer in spec.layers)
+        self._each = self._dense + self._experts * self.share_of_experts(1)
+
+    def kv_bytes(self, cell: int) -> int:
+        """Of one token in all layers."""
+        return 2 * len(self.spec.layers) * self.spec.attention.kv_width * cell
+
+    def work(
+        self,
+        new: Tokens,
+        context: Tokens,
+        cells: tuple[int, int],
+        *,
+        num_logits: int,
+        shared: int = 0,
+    ) -> Work:
+        """One forward pass.
+
+        new: tokens of each sequence; context: those before them that are in the cache. cells: bytes
+        of a weight, and of a number in the cache. num_logits: rows of logits. shared: tokens that
+        all sequences have in common, of which keys and values are read once.
+        """
+        num_tokens = int(new.sum())
+        used = self._dense + self._experts * self.share_of_experts(num_tokens)
+        keys, pairs = self.attended(new, context, shared)
+        head = self._head if num_logits else 0
+        return Work(
+            cells[0] * (used + head)
+            + cells[1] * 2 * self.spec.attention.kv_width * keys
+            + LOGIT_BYTES * num_logits * self.spec.vocab_size,
+            2.0 * num_tokens * self._each
+            + 2.0 * num_logits * head
+            + 4.0 * self.spec.attention.q_width * pairs,
+        )
+
+    def attended(self, new: Tokens, context: Tokens, shared: int = 0) -> tuple[int, int]:
+        """Tokens of which keys and values are read or written, and pairs of query and key, summed
+        over the layers."""
+        keys = pairs = 0
+        for window, num_layers in self._windows.items():
+            before = np.minimum(context, window - 1) if window else context
+            known = np.clip(shared - (context - before), 0, before)
+            read = before.sum() - known[1:].sum() + 2 * new.sum()
+            keys += num_layers * int(read)
+            pairs += num_layers * int(num_pairs(new, context, window).sum())
+        return keys, pairs
+
+    def share_of_experts(self, num_tokens: int) -> float:
+        """That so many tokens use together, if routes are even and independent."""
+        moe = self.spec.moe
+        return 0.0 if moe is None else 1 - (1 - moe.top_k / moe.num_experts) ** num_tokens
+
+
+def is_expert(name: str) -> bool:
+    """Whether a target is of one expert: `layer.expert.matrix`."""
+    return name.count(".") == 2
+
+
+def num_pairs(new: Tokens, context: Tokens, window: int) -> Tokens:
+    """Pairs of query and key: a token sees what is before it and itself, at most a window."""
+    seen: Tokens = new * context + new * (new + 1) // 2
+    if window:  # without what the last tokens would see beyond it
+        beyond = np.maximum(context + new - window, 0)
+        first = np.maximum(context - window, 0)
+        seen = seen - (beyond * (beyond + 1) - first * (first + 1)) // 2
+    return seen
