@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -141,7 +142,20 @@ class Decoder:
             raise ValueError(
                 f"positions of {len(batch.positions)} rows, but this model counts along one"
             )
-        x, residual = self.embedding(batch.input_ids, batch.embeds), None
+        x = self.embedding(batch.input_ids, batch.embeds)
+        if batch.recorder is not None:
+            work, cache = partial(self._last_hidden, batch, kv), kv[0].data_ptr()
+            return Hidden(batch.recorder.run(work, x, batch.attn, cache))
+        return self._hidden(batch, kv, x)
+
+    def _last_hidden(
+        self, batch: ForwardBatch, kv: list[torch.Tensor], x: torch.Tensor
+    ) -> torch.Tensor:
+        return self._hidden(batch, kv, x).last
+
+    def _hidden(self, batch: ForwardBatch, kv: list[torch.Tensor], x: torch.Tensor) -> Hidden:
+        """From the embeddings [N, H] to what ``forward`` returns."""
+        residual = None
         aux: dict[int, torch.Tensor] = {}
         # Of the last layer only the rows that are read, unless all its outputs are.
         last = len(self.blocks) - 1

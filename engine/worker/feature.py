@@ -14,6 +14,7 @@ from engine.sample.sampler import Sampler
 from engine.worker.batches import Batches, PlanRows
 from engine.worker.platform import Platform
 from engine.worker.slots import LiveSeqs, Slots
+from kernels.cpu.recording import Recorder
 
 
 class Machine(NamedTuple):
@@ -27,6 +28,7 @@ class Machine(NamedTuple):
     sampler: Sampler  # what requests do to their logits
     batches: Batches  # the step that is being sent
     features: tuple[Feature, ...] = ()
+    recorder: Recorder | None = None  # of decode steps on a CPU
 
 
 class Feature:

@@ -49,6 +49,7 @@ from engine.worker.steps import Pending
 from engine.worker.warmup import WORTH_SAYING, meet_shapes, prepare_kernels, warm_up
 from kernels.cpu import isa
 from kernels.cpu.cells import DTYPES as COMPILED
+from kernels.cpu.recording import Recorder
 from kernels.cpu.threads import leave_threads_to_kernels, set_threads
 
 OWN_PARTS = ("drafts", "masks")  # computed without a feature
@@ -278,4 +279,5 @@ def make_machine(
             platform, slots, live, staging, batch_invariant=config.model.batch_invariant
         ),
         features=tuple(features),
+        recorder=Recorder() if platform.shares_memory else None,
     )

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import cfunc, types
@@ -24,7 +25,7 @@ from numba.extending import intrinsic
 from numba.np.arrayobj import make_array, populate_array
 
 from kernels.cpu.disk_cache import cache_of_these_sources, is_kept
-from kernels.cpu.team import TEAM, launch, launch_nogil
+from kernels.cpu.team import TEAM, launch, launch_all, launch_nogil
 
 # All of fast math but "no NaNs" and "no infinities": what is not finite must come out not finite.
 FAST = {"reassoc", "contract", "arcp", "nsz", "afn"}
@@ -121,6 +122,34 @@ def prepare_launches() -> None:
     for number in _NUMBERS:
         for launched in (launch, launch_nogil):
             launched.compile((types.int64,) * 4 + (types.UniTuple(types.int64, number),))
+    launch_all.compile((types.int64,) * 4)
+
+
+class Launch(NamedTuple):
+    """One run of a body."""
+
+    body: int
+    threads: int
+    parameters: tuple[int, ...]
+
+
+_NOTES: dict[int, list[Launch]] = {}  # by thread that takes them
+
+
+@contextmanager
+def noted() -> Iterator[list[Launch]]:
+    """What this thread launches meanwhile."""
+    thread = threading.get_ident()
+    notes = _NOTES[thread] = []
+    try:
+        yield notes
+    finally:
+        del _NOTES[thread]
+
+
+def is_recorded() -> bool:
+    """Whether this thread's launches are noted at this moment."""
+    return threading.get_ident() in _NOTES
 
 
 class Kernel:
@@ -170,6 +199,8 @@ class Kernel:
             TEAM.grow(threads)
         if not self._address:
             self.prepare()
+        if _NOTES and (notes := _NOTES.get(threading.get_ident())) is not None:
+            notes.append(Launch(self._address, threads, parameters))
         given = len(parameters)
         self._launch(
             TEAM.control, TEAM.syscall, self._address, threads, *parameters, *_FILLED_UP[given]

@@ -29,6 +29,8 @@ _BUSY = 192  # 1 while some thread leads a job
 _JOB = 256  # body, row of parameters, helpers wanted
 _BLOCK_BYTES = 320
 
+JOB_WORDS = 24  # int64: a job of those that are launched together
+
 _CLOSED = 1 << 40
 _SPINS = 20_000  # looks at the epoch before a helper sleeps
 _PATIENCE = 2_000  # looks at the helpers inside before yielding the core
@@ -86,7 +88,11 @@ def _lead(control, syscall, body, row, helpers):
 
 @njit(inline="always")
 def _run(control, syscall, body, threads, parameters):
-    row = atomics.lay_out(parameters)
+    _share(control, syscall, body, threads, atomics.lay_out(parameters))
+
+
+@njit(inline="always")
+def _share(control, syscall, body, threads, row):
     # If another thread leads a job at this moment, this one runs without helpers.
     if threads > 1 and atomics.exchange(control + _BUSY, 1) == 0:
         _lead(control, syscall, body, row, threads - 1)
@@ -105,10 +111,21 @@ def _launch_nogil(control, syscall, body, threads, *parameters):
     _run(control, syscall, body, threads, parameters)
 
 
+def _launch_all(control, syscall, jobs, num):
+    """Run bodies one after the other. jobs: address of `num` rows of JOB_WORDS int64: the body, its
+    threads, room for the counter of items, parameters."""
+    for index in range(num):
+        place = jobs + index * (JOB_WORDS * 8)
+        job = carray(_words(place), (3,))
+        job[2] = 0
+        _share(control, syscall, job[0], job[1], place + 16)
+
+
 with cache_of_these_sources() as is_writable:
     _serve_compiled = njit(cache=is_writable, nogil=True)(_serve)
     launch = njit(cache=is_writable)(_launch)
     launch_nogil = njit(cache=is_writable, nogil=True)(_launch_nogil)
+    launch_all = njit(cache=is_writable, nogil=True)(_launch_all)
 
 
 class Team:

@@ -7,15 +7,18 @@ from functools import cache
 import torch
 
 from kernels.cpu.attention.chunk import chunk_body, tokens_an_item
-from kernels.cpu.attention.plan import Plan, make_plan
+from kernels.cpu.attention.plan import CHUNKS, SINGLES, Heads, Plan, make_plan
 from kernels.cpu.attention.single import single_body
-from kernels.cpu.native import Kernel, bits
+from kernels.cpu.native import Kernel, bits, is_recorded
 from kernels.cpu.threads import num_threads
 from kernels.meta import AttentionMeta
 from kernels.reference import Variant
 
 # Pairs of query head and key worth a second thread.
 _ENOUGH = 512
+
+PlanKey = tuple[int, Heads]
+"""Window, and the heads of a layer."""
 
 
 @cache
@@ -38,11 +41,10 @@ def paged_attention(
     _, _, kv_heads, block, _ = kv_layer.shape
     group, threads = num_heads // kv_heads, num_threads()
     sizes = q.element_size(), kv_layer.element_size()
-    key = ("attention", variant.window, group)
+    key = variant.window, Heads(num_heads, group, head_dim)
     plan = meta.scratch.get(key)
     if plan is None:
-        plan = make_plan(meta, variant.window, tokens_an_item(group))
-        meta.scratch[key] = plan
+        plan = meta.scratch[key] = _planned(meta, *key)
     out = q.new_empty((num_tokens, num_heads * head_dim))
     if num_tokens > plan.num_rows:
         out.zero_()
@@ -50,35 +52,36 @@ def paged_attention(
     shape = (kv_heads, meta.block_tables.stride(0), block)
     sinks = 0 if variant.sinks is None else variant.sinks.data_ptr()
     numbers = (bits(variant.scale), bits(variant.softcap), sinks)
+    # A recorded launch is repeated over longer contexts.
+    enough = 0 if is_recorded() else _ENOUGH
     if plan.singles.num:
-        room = _partials(meta, plan, num_heads * (head_dim + 2)) if plan.is_cut else 0
         single_kernel(head_dim, group, sizes).run(
-            threads if plan.singles.work * num_heads >= _ENOUGH else 1,
+            threads if plan.singles.work * num_heads >= enough else 1,
             *tensors,
             *shape,
-            *plan.singles[:2],
+            plan.told(SINGLES),
             *numbers,
-            room,
-            plan.arrivals,
-            plan.first_items,
         )
     if plan.chunks.num:
         chunk_kernel(head_dim, group, sizes).run(
-            threads if plan.chunks.work * num_heads >= _ENOUGH else 1,
+            threads if plan.chunks.work * num_heads >= enough else 1,
             *tensors,
             *shape,
-            *plan.chunks[:2],
+            plan.told(CHUNKS),
             *numbers,
             variant.window,
         )
     return out
 
 
-def _partials(meta: AttentionMeta, plan: Plan, size: int) -> int:
-    """Address of room for the partial sums of cut sequences, shared by the step's layers."""
-    room = meta.scratch.get("attention partials")
-    if room is None or room.numel() < plan.singles.num * size:
-        room = meta.scratch["attention partials"] = torch.empty(
-            plan.singles.num * size, dtype=torch.float32
-        )
-    return room.data_ptr()
+def plan_again(meta: AttentionMeta, plans: dict[PlanKey, Plan]) -> list[Plan]:
+    """Tell launches that were recorded with these plans about a step of as many sequences. What is
+    returned is to be kept until they are done."""
+    renewed = [_planned(meta, *key) for key in plans]
+    for plan, new in zip(plans.values(), renewed, strict=True):
+        plan.header[:] = new.header
+    return renewed
+
+
+def _planned(meta: AttentionMeta, window: int, heads: Heads) -> Plan:
+    return make_plan(meta, window, heads, tokens_an_item(heads.group))

@@ -18,7 +18,7 @@ from kernels.cpu.mathlib import LOG2_E
 from kernels.cpu.native import INLINE, f32, f64, i32, i64, next_item
 from kernels.cpu.vectors import LANES, lanes_of, tile_product, transpose16
 
-NUM_PARAMETERS = 13
+NUM_PARAMETERS = 12
 
 _KEYS = 64  # keys at a time
 _ROWS = 48  # query rows an item
@@ -42,8 +42,9 @@ def chunk_body(head_dim: int, group: int, sizes: tuple[int, int]):
 
     def body(row):
         p, real = i64(row, (NUM_PARAMETERS + 1,)), f64(row, (NUM_PARAMETERS + 1,))
-        kv_heads, softcap = p[5], np.float32(real[11])
-        scale = np.float32(real[10]) * (LOG2_E if softcap == 0 else _ONE)
+        told = i64(p[8], (2,))
+        kv_heads, softcap = p[5], np.float32(real[10])
+        scale = np.float32(real[9]) * (LOG2_E if softcap == 0 else _ONE)
         q, acc = np.zeros((rows, head_dim), np.float32), np.empty((rows, head_dim), np.float32)
         scores = np.zeros((rows, _KEYS), np.float32)
         total, largest = np.empty((rows, 1), np.float32), np.empty(rows, np.float32)
@@ -51,9 +52,9 @@ def chunk_body(head_dim: int, group: int, sizes: tuple[int, int]):
         values = np.empty((_KEYS, head_dim), np.float32)
         while True:
             index = next_item(row)
-            if index >= p[9] * kv_heads:
+            if index >= told[1] * kv_heads:
                 break
-            item = i32(p[8] + (index // kv_heads) * (ITEM_FIELDS * 4), (ITEM_FIELDS,))
+            item = i32(told[0] + (index // kv_heads) * (ITEM_FIELDS * 4), (ITEM_FIELDS,))
             head, num = index % kv_heads, item[2] * group
             _begin(p, item, head, group, scale, q, token)
             fill(acc.reshape(-1), _ZERO)
@@ -155,7 +156,7 @@ def _turn(source, keys, cell):
 @njit(**INLINE)
 def _weigh(p, item, group, keys, softcap, scores, sums):
     """Scores become weights, zero where the row's token does not see the key."""
-    window, before = p[13], item[4] - item[2]
+    window, before = p[12], item[4] - item[2]
     base, count = keys
     largest, total, acc = sums
     for r in range(item[2] * group):
@@ -176,7 +177,7 @@ def _weigh(p, item, group, keys, softcap, scores, sums):
 def _finish(p, item, head, group, sums, token):
     acc, total, largest = sums
     width = group * acc.shape[1]
-    sinks = f32(p[12], (p[5] * group if p[12] else 0,))
+    sinks = f32(p[11], (p[5] * group if p[11] else 0,))
     for i in range(item[2]):
         for g in range(group):
             r = i * group + g

@@ -25,19 +25,38 @@ class Items(NamedTuple):
     owned: NDArray[np.int32]  # keeps the memory
 
 
+# The header: what the bodies are told of a plan, int64 addresses and numbers. A recorded step keeps
+# the place of its header, whatever is planned for the next one.
+SINGLES = 0  # address of the items, and their number
+ROOM = 2  # address of partial sums of singles that share rows, [items, heads, head_dim + 2] float32
+ARRIVALS = 3  # address of [S] int64, zero between operations: items of a sequence that are done
+FIRST_ITEMS = 4  # address of [S] int64: where a sequence's items start among the singles
+CHUNKS = 5  # address of the items, and their number
+
+
+class Heads(NamedTuple):
+    """Those of one layer."""
+
+    num: int
+    group: int  # query heads per key head
+    size: int
+
+
 class Plan(NamedTuple):
     """What a step's attention is cut into; sequences of one query token apart from the others."""
 
+    header: NDArray[np.int64]
     singles: Items
     chunks: Items
-    arrivals: int  # address of [S] int64, zero between operations: items of a sequence done
-    first_items: int  # address of [S] int64: where a sequence's items start among the singles
-    is_cut: bool  # whether singles share rows
     num_rows: int  # rows of the output that are written
     owned: tuple[NDArray, ...]
 
+    def told(self, part: int) -> int:
+        """Address of a part of the header."""
+        return int(self.header.ctypes.data) + 8 * part
 
-def make_plan(meta: AttentionMeta, window: int, tokens: int) -> Plan:
+
+def make_plan(meta: AttentionMeta, window: int, heads: Heads, tokens: int) -> Plan:
     """One token against many keys is cut by keys, many tokens into items of `tokens`."""
     starts, lens = meta.query_start.numpy(), meta.seq_lens.numpy()
     counts = np.where(lens > 0, np.diff(starts), 0)
@@ -47,15 +66,13 @@ def make_plan(meta: AttentionMeta, window: int, tokens: int) -> Plan:
     singles = cut.singles()
     arrivals, first_items = np.zeros(len(lens), np.int64), np.zeros(len(lens), np.int64)
     first_items[singles[::-1, 0]] = np.arange(len(singles) - 1, -1, -1)
-    return Plan(
-        _items(singles),
-        _items(cut.chunks(tokens) if meta.max_query_len >= fewest else singles[:0]),
-        arrivals.ctypes.data,
-        first_items.ctypes.data,
-        bool((singles[:, 5] > 1).any()),
-        int(counts.sum()),
-        (arrivals, first_items),
-    )
+    one = _items(singles)
+    many = _items(cut.chunks(tokens) if meta.max_query_len >= fewest else singles[:0])
+    is_cut = bool((singles[:, 5] > 1).any())
+    room = np.empty(len(singles) * heads.num * (heads.size + 2) if is_cut else 0, np.float32)
+    places = room.ctypes.data, arrivals.ctypes.data, first_items.ctypes.data
+    header = np.array([one.address, one.num, *places, many.address, many.num], np.int64)
+    return Plan(header, one, many, int(counts.sum()), (arrivals, first_items, room))
 
 
 def _items(rows: NDArray[np.int32]) -> Items:

@@ -12,14 +12,14 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from kernels.cpu.attention.plan import ITEM_FIELDS
+from kernels.cpu.attention.plan import ARRIVALS, FIRST_ITEMS, ITEM_FIELDS, ROOM
 from kernels.cpu.attention.softmax import EMPTY, cap, divisor, fill, scaled_copy, soften
 from kernels.cpu.cells import read_cells, write_cells
 from kernels.cpu.mathlib import LOG2_E, exp2
 from kernels.cpu.native import INLINE, f32, f64, i32, i64, next_item
 from kernels.cpu.vectors import LANES, LINE, add_tile_product, dots, lanes_of, prefetch
 
-NUM_PARAMETERS = 15
+NUM_PARAMETERS = 11
 _ZERO, _ONE = np.float32(0), np.float32(1)
 
 
@@ -33,17 +33,18 @@ def single_body(head_dim: int, group: int, sizes: tuple[int, int]):
 
     def body(row):
         p, real = i64(row, (NUM_PARAMETERS + 1,)), f64(row, (NUM_PARAMETERS + 1,))
-        kv_heads, block, softcap = p[5], p[7], np.float32(real[11])
+        told = i64(p[8], (ROOM + 3,))
+        kv_heads, block, softcap = p[5], p[7], np.float32(real[10])
         heads, page_size = kv_heads * group, 2 * kv_heads * block * head_dim * cell
-        scale = np.float32(real[10]) * (LOG2_E if softcap == 0 else _ONE)
+        scale = np.float32(real[9]) * (LOG2_E if softcap == 0 else _ONE)
         q, acc = np.empty((heads, head_dim), np.float32), np.empty((heads, head_dim), np.float32)
         scores = np.empty((heads, block), np.float32)
         total, largest = np.empty((heads, 1), np.float32), np.empty(heads, np.float32)
         while True:
             index = next_item(row)
-            if index >= p[9]:
+            if index >= told[1]:
                 break
-            item = i32(p[8] + index * (ITEM_FIELDS * 4), (ITEM_FIELDS,))
+            item = i32(told[0] + index * (ITEM_FIELDS * 4), (ITEM_FIELDS,))
             read_cells(p[1] + np.int64(item[1]) * (heads * head_dim * token), q.reshape(-1), token)
             scaled_copy(q.reshape(-1), q.reshape(-1), scale)
             fill(acc.reshape(-1), _ZERO)
@@ -65,7 +66,7 @@ def single_body(head_dim: int, group: int, sizes: tuple[int, int]):
                         cap(scores[h, first:end], softcap)
                     largest[h] = soften(scores[h], first, end, largest[h], total[h], acc[h])
                 _add((scores, acc), page, (first, end), group, vectors, lanes, cell)
-            _finish(p, item, index, acc, total, largest, token)
+            _finish(p, told, item, index, (acc, total, largest), token)
 
     return body
 
@@ -101,11 +102,15 @@ def _add(arrays, page, span, group, vectors, lanes, cell):
 
 
 @njit(**INLINE)
-def _finish(p, item, index, acc, total, largest, token):
-    """Write the row, or leave partial sums and merge them if this item is the last of its row."""
+def _finish(p, told, item, index, sums, token):
+    """Write the row, or leave partial sums and merge them if this item is the last of its row.
+
+    told: the plan's header; sums: acc, total, largest.
+    """
+    acc, total, largest = sums
     seq, shared = item[0], item[5]
     heads, head_dim = acc.shape
-    sinks = f32(p[12], (heads if p[12] else 0,))
+    sinks = f32(p[11], (heads if p[11] else 0,))
     out = p[4] + np.int64(item[1]) * (heads * head_dim * token)
     if shared == 1:
         for h in range(heads):
@@ -114,16 +119,16 @@ def _finish(p, item, index, acc, total, largest, token):
         write_cells(out, acc.reshape(-1), token)
         return
     size = heads * (head_dim + 2)
-    mine = f32(p[13] + index * (size * 4), (heads, head_dim + 2))
+    mine = f32(told[ROOM] + index * (size * 4), (heads, head_dim + 2))
     for h in range(heads):
         scaled_copy(acc[h], mine[h], _ONE)
         mine[h, head_dim] = total[h, 0]
         mine[h, head_dim + 1] = largest[h]
-    arrived = p[14] + np.int64(seq) * 8
+    arrived = told[ARRIVALS] + np.int64(seq) * 8
     if next_item(arrived) + 1 == shared:
         i64(arrived, (1,))[0] = 0
-        first = i64(p[15], (seq + 1,))[seq]
-        _merge(f32(p[13] + first * (size * 4), (shared, heads, head_dim + 2)), sinks, acc)
+        first = i64(told[FIRST_ITEMS], (seq + 1,))[seq]
+        _merge(f32(told[ROOM] + first * (size * 4), (shared, heads, head_dim + 2)), sinks, acc)
         write_cells(out, acc.reshape(-1), token)
 
 

@@ -1,0 +1,82 @@
+"""Decode steps that are recorded and replayed give what they give launch by launch."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from e2e.references import engine_for
+from e2e.tiny_models import VOCAB, make_tiny_model
+
+from engine import LLMEngine, SamplingParams
+from kernels.cpu.recording import Recorder, record
+from kernels.meta import AttentionMeta
+
+
+def scores(engine: LLMEngine, requests: list[tuple[list[int], int]]) -> list[list]:
+    """Tokens with log-probabilities; requests come one by one, so that steps of all sizes mix."""
+    waiting = list(enumerate(requests))
+    found: dict[str, list] = {}
+    while waiting or engine.has_unfinished_requests():
+        for index, (prompt, num_output) in waiting[:2]:
+            params = SamplingParams(
+                temperature=0.0, max_tokens=num_output, ignore_eos=True, logprobs=1
+            )
+            engine.add_request(str(index), {"prompt_token_ids": prompt}, params)
+        del waiting[:2]
+        for _ in range(7):
+            for output in engine.step():
+                entries = output.outputs[0].logprobs or []
+                found[output.request_id] = [
+                    {token: entry.logprob for token, entry in each.items()} for each in entries
+                ]
+    return [found[str(index)] for index in range(len(requests))]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen3-moe", "granite", "gemma2"])
+def test_replayed_steps_compute_the_same(
+    tmp_path: Path, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Over contexts that begin to be cut into items, in batches that grow and shrink."""
+    draw = random.Random(seed)
+    path = make_tiny_model(name, tmp_path, dtype)
+    config = json.loads((path / "config.json").read_text())
+    config["max_position_embeddings"] = 320
+    (path / "config.json").write_text(json.dumps(config))
+    lengths = [draw.choice((1, 15, 31, 250, 254)) for _ in range(8)]
+    requests = [
+        ([draw.randrange(3, VOCAB) for _ in range(length)], draw.randint(3, 24))
+        for length in lengths
+    ]
+    with engine_for(str(path), max_model_len=320) as engine:
+        replayed = scores(engine, requests)
+    with monkeypatch.context() as patch:
+        patch.setattr(Recorder, "run", lambda self, work, given, meta, kv: work(given))
+        with engine_for(str(path), max_model_len=320) as engine:
+            assert scores(engine, requests) == replayed
+
+
+def no_meta() -> AttentionMeta:
+    none = torch.zeros(0, dtype=torch.int32)
+    return AttentionMeta(none, none, none, none.long(), none.long(), 16, 0, 0, 0)
+
+
+def test_work_that_torch_computes_is_done_anew_each_time() -> None:
+    recorder = Recorder()
+    for value in range(5):
+        given = torch.full((3, 4), float(value))
+        found = recorder.run(lambda x: x * 2 + 1, given, no_meta(), kv=0)
+        assert torch.equal(found, given * 2 + 1)
+    assert record(lambda x: x.relu(), torch.ones(1), no_meta())[1] is None
+
+
+def test_no_more_memory_is_kept_than_allowed() -> None:
+    """Of work of many sizes, that which was done last."""
+    recorder = Recorder(max_bytes=4096)
+    for _ in range(3):
+        for size in (1, 2, 500, 3, 600, 2000):
+            given = torch.arange(float(size))
+            assert torch.equal(recorder.run(lambda x: x.view(-1), given, no_meta(), 0), given)
+    assert recorder.num_bytes <= 4096
