@@ -174,7 +174,8 @@ class StepResult(msgspec.Struct, array_like=True):
     seconds: float = 0.0
     drafts: DraftPart | None = None  # proposed for the next step
     kv_transfer: KVReport | None = None
-    floor_seconds: float = 0.0  # that memory and arithmetic need at least; 0: not known
+    measured_seconds: float = 0.0  # of steps since this was last told, this one among them
+    floor_seconds: float = 0.0  # that memory and arithmetic need for those at least
 
 
 def check_parts(plan: StepPlan, capabilities: frozenset[str]) -> None:

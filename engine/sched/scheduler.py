@@ -350,7 +350,7 @@ class Scheduler(SchedulerInterface):
         if plan.num_tokens or asks:
             self.view.note(plan, result.seconds)
         if result.floor_seconds:
-            self.settler.counters.step_seconds += result.seconds
+            self.settler.counters.step_seconds += result.measured_seconds
             self.settler.counters.floor_seconds += result.floor_seconds
         outputs = self.settler.settle(plan, result)
         if asks:

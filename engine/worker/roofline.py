@@ -1,8 +1,8 @@
 """How near the steps of a model on the CPU come to what memory and arithmetic allow.
 
 The machine's ceilings are measured once, in its second start, and kept beside the compiled
-kernels. The floor of a step is the larger of its bytes / bandwidth and its operations / peak; a
-result tells it beside the seconds that the step took (``SchedulerStats.floor_seconds``).
+kernels. The floor of a step is the larger of its bytes / bandwidth and its operations / peak; once
+a second a result tells it, beside the seconds that the steps took (``SchedulerStats``).
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from engine.config.model import ModelConfig, ModelInfo
-from engine.messages.step import StepPlan
+from engine.messages.step import Column
 from engine.models.assemble import compute_dtype
 from engine.models.load import native_spec
 from engine.models.quant import format_of
@@ -31,6 +33,8 @@ logger = logging.getLogger("engine.worker")
 READ_BYTES = 512 << 20
 SECONDS = 0.6  # of each probe, at least
 PRODUCTS = ((1024, 1024, 1024), (2048, 1024, 4096))  # rows, inputs, outputs
+TOLD_SECONDS = 1.0  # of steps of which the floors are told together
+TOLD_STEPS = 64  # or so many
 _QUICK = 0.05  # seconds of a probe behind a start
 _QUICK_BYTES = 128 << 20
 
@@ -54,6 +58,16 @@ class Ceilings:
         return max(work.bytes / self.bytes, work.operations / self.peak(dtype))
 
 
+class Measured(NamedTuple):
+    """A step: the seconds that it took, and of each row the new tokens, those before them, and
+    whether a token was drawn."""
+
+    seconds: float
+    counts: Column
+    starts: Column
+    samples: Column
+
+
 class Roofline:
     """The floors of one model's steps."""
 
@@ -65,15 +79,18 @@ class Roofline:
         self._dtype = str(dtype).removeprefix("torch.")
         self._cells = dtype.itemsize, kv_dtype.itemsize
 
-    def floor(self, plan: StepPlan) -> float:
-        """Seconds that the step takes at least."""
-        work = self._shapes.work(
-            plan.counts.astype("int64"),
-            plan.starts.astype("int64"),
-            self._cells,
-            num_logits=int(plan.samples.sum()),
+    def floor(self, steps: Sequence[Measured]) -> float:
+        """Seconds that the steps take at least."""
+        works = (
+            self._shapes.work(
+                step.counts.astype(np.int64),
+                step.starts.astype(np.int64),
+                self._cells,
+                num_logits=int(step.samples.sum()),
+            )
+            for step in steps
         )
-        return self._ceilings.floor(work, self._dtype)
+        return sum(self._ceilings.floor(work, self._dtype) for work in works)
 
 
 def make_roofline(

@@ -26,7 +26,7 @@ from engine.sample.sampler import Draws, RowMasks, RowScores
 from engine.worker.batches import PlanRows, Staged, draft_tokens
 from engine.worker.feature import Feature, Machine
 from engine.worker.prompt_scores import PromptScores
-from engine.worker.roofline import Roofline
+from engine.worker.roofline import TOLD_SECONDS, TOLD_STEPS, Measured, Roofline
 from engine.worker.slots import LiveSeqs
 from engine.worker.steps import (
     EagerStep,
@@ -53,6 +53,8 @@ class Driver:
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
         self.roofline: Roofline | None = None  # where it is known
+        self._measured: list[Measured] = []  # of which no floor was told
+        self._measured_seconds = 0.0
         self._undrawn: Forwarded | Exception | None = None  # the step that waits for masks
 
     @torch.inference_mode()
@@ -106,7 +108,7 @@ class Driver:
         with section("collect"):
             result = collect(ticket)
         if self.roofline is not None and ticket.plan.num_tokens:
-            result.floor_seconds = self.roofline.floor(ticket.plan)
+            self._measure(ticket.plan, result)
         for feature in self.runner.machine.features:
             feature.report(result)
         return result
@@ -116,6 +118,17 @@ class Driver:
         return self.collect(self.launch(plan))
 
     # -- helpers
+
+    def _measure(self, plan: StepPlan, result: StepResult) -> None:
+        """Floors are worked out for many steps together, about once a second."""
+        measured = Measured(result.seconds, plan.counts, plan.starts, plan.samples)
+        self._measured.append(measured)
+        self._measured_seconds += result.seconds
+        if self._measured_seconds >= TOLD_SECONDS or len(self._measured) == TOLD_STEPS:
+            assert self.roofline is not None
+            result.measured_seconds = self._measured_seconds
+            result.floor_seconds = self.roofline.floor(self._measured)
+            self._measured, self._measured_seconds = [], 0.0
 
     def _rows_of(self, plan: StepPlan) -> PlanRows:
         return PlanRows.of(plan, self.runner.machine.model.vocab_size)
