@@ -99,6 +99,7 @@ class Decoder:
         self.kv_spec = kv_spec
         self.vocab_size = output.linear.out_features
         self.dtype = embedding.dtype
+        self.weight_dtype = embedding.dtype  # in memory, unless they are quantised
         self._places = dict(places)
 
     @property
@@ -144,8 +145,8 @@ class Decoder:
             )
         x = self.embedding(batch.input_ids, batch.embeds)
         if batch.recorder is not None:
-            work, cache = partial(self._last_hidden, batch, kv), kv[0].data_ptr()
-            return Hidden(batch.recorder.run(work, x, batch.attn, cache))
+            work = partial(self._last_hidden, batch, kv)
+            return Hidden(batch.recorder.run(work, x, batch.attn))
         return self._hidden(batch, kv, x)
 
     def _last_hidden(

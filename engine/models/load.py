@@ -138,7 +138,9 @@ def load_decoder(
 
 def _build(spec: DecoderSpec, source: Source, dtype: torch.dtype, placement: Placement) -> Decoder:
     with Weights(targets(spec), source, dtype) as weights:
-        return assemble(spec, weights, placement)
+        decoder = assemble(spec, weights, placement)
+        decoder.weight_dtype = dtype
+        return decoder
 
 
 def really_tied(spec: DecoderSpec, checkpoint: Checkpoint) -> DecoderSpec:

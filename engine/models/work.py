@@ -2,7 +2,9 @@
 
 Each weight counts once a step, in the type that is computed in; keys and values, read by those that
 attend to them and written once; logits. Products count as two operations. The table of embeddings,
-of which a step reads some rows, does not count.
+of which a step reads some rows, does not count. It is an estimate where the engine finds a way to
+do less: of the last layer it computes only what is read, and a greedy token's logits are stored
+nowhere.
 
 Rooflines: Williams, Waterman and Patterson, "Roofline: An Insightful Visual Performance Model for
 Multicore Architectures", CACM 52 (2009).

@@ -72,7 +72,8 @@ class Feature:
 
         ``hidden``: what the model gave, with the outputs of all features' ``aux_layers`` in order.
         ``tokens``: [R] int32 on the device, a row for each place where one was drawn; negative
-        where none stands. What is queued here is done before the next step is launched.
+        where none stands. What is queued here is done before the next step is launched, which may
+        overwrite ``hidden``.
         """
 
     def report(self, result: StepResult) -> None:

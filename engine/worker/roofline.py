@@ -21,7 +21,7 @@ import torch
 
 from engine.config.model import ModelConfig, ModelInfo
 from engine.messages.step import Column
-from engine.models.assemble import compute_dtype
+from engine.models.decoder import Decoder
 from engine.models.load import native_spec
 from engine.models.quant import format_of
 from engine.models.work import Shapes, Work
@@ -94,7 +94,7 @@ class Roofline:
 
 
 def make_roofline(
-    config: ModelConfig, info: ModelInfo, kv_dtype: torch.dtype, *, is_quiet: bool
+    config: ModelConfig, info: ModelInfo, model: Decoder, kv_dtype: torch.dtype, *, is_quiet: bool
 ) -> Roofline | None:
     """``None`` where a step's work is not known: of general models and of quantized weights.
 
@@ -106,7 +106,7 @@ def make_roofline(
     ceilings = None if spec is None else known_ceilings(num_threads(), is_quiet=is_quiet)
     if spec is None or ceilings is None:
         return None
-    return Roofline(Shapes(spec), ceilings, compute_dtype(config, info, "cpu"), kv_dtype)
+    return Roofline(Shapes(spec), ceilings, model.weight_dtype, kv_dtype)
 
 
 def known_ceilings(threads: int, *, is_quiet: bool) -> Ceilings | None:

@@ -107,7 +107,7 @@ class Driver:
         """Sleep until a launched step is done and read its results."""
         with section("collect"):
             result = collect(ticket)
-        if self.roofline is not None and ticket.plan.num_tokens:
+        if self.roofline is not None and ticket.plan.num_tokens and not result.errors:
             self._measure(ticket.plan, result)
         for feature in self.runner.machine.features:
             feature.report(result)

@@ -154,9 +154,10 @@ class ModelWorker:
             meet_shapes(runner, sched.max_num_batched_tokens, sched.max_model_len)
         seconds = warm_up(self.driver, num_blocks)
         if self.platform.shares_memory:
-            if isinstance(runner.machine.model, Decoder):
+            model, is_quiet = runner.machine.model, seconds < WORTH_SAYING
+            if isinstance(model, Decoder):
                 self.driver.roofline = make_roofline(
-                    config.model, self._info, self._kv_dtype, is_quiet=seconds < WORTH_SAYING
+                    config.model, self._info, model, self._kv_dtype, is_quiet=is_quiet
                 )
             self._pages_ahead = PagesAhead(runner.machine.kv)
             self._pages_ahead.start()
@@ -211,8 +212,11 @@ class ModelWorker:
     def _make_kv(self, num_blocks: int) -> None:
         assert self._spec is not None
         self._stop_pages()
-        self.driver.runner.machine.kv.clear()
-        self.driver.runner.machine.kv[:] = make_kv_cache(
+        machine = self.driver.runner.machine
+        machine.kv.clear()
+        if machine.recorder is not None:
+            machine.recorder.forget()
+        machine.kv[:] = make_kv_cache(
             self._spec,
             num_blocks,
             self.config.block_size,

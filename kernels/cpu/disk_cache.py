@@ -82,7 +82,9 @@ def is_kept(body: Callable[..., Any], signature: Any) -> bool:
             return False
         kept = caching.FunctionCache(body)
         key = kept._index_key(signature, cpu_target.target_context.codegen())
-        return key in kept._cache_file._load_index()
+        file = kept._cache_file
+        data = file._load_index().get(key)
+        return data is not None and os.path.exists(file._data_path(data))
 
 
 def kept_file(name: str) -> Path | None:

@@ -5,15 +5,17 @@ them takes as long as the smallest. As a CUDA graph does on a GPU, a recording k
 one step with the memory they use. A later step of as many sequences writes its inputs to the same
 addresses, tells the attention's plan anew, and runs all of it without Python in between.
 
-A recording is kept only if the work was nothing but launches: whatever else torch was asked to
-compute meanwhile would be missing in the next step.
+Memory between the launches comes from one arena, in which each recording begins at the start: no
+two of them run at once. A recording is kept only if the work was nothing but launches: whatever
+else torch was asked to compute meanwhile would be missing in the next step.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import weakref
+from bisect import bisect_right, insort
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,22 +29,18 @@ from kernels.cpu.native import Launch, noted
 from kernels.cpu.team import JOB_WORDS, TEAM, launch_all
 from kernels.meta import AttentionMeta
 
-MAX_BYTES = 64 << 20  # of the memory that is kept for recorded steps
+MAX_BYTES = 64 << 20  # of the arena, of which only what is written takes memory
 
 Work = Callable[[torch.Tensor], torch.Tensor]
-"""Launches for an input, and their output."""
+"""Launches for an input, and their output. What it works out from a tensor's numbers on the host,
+unseen by torch, it must work out from what does not change between steps."""
 
-# What computes nothing: memory that is taken, and other looks at the same.
-_HARMLESS = {
-    *("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"),
-    *("view", "_unsafe_view", "reshape", "_reshape_alias", "slice", "select", "split"),
-    *("split_with_sizes", "narrow", "unsqueeze", "squeeze", "transpose", "t", "permute", "expand"),
-    *("as_strided", "alias", "detach", "unbind", "chunk"),
-}
+_ALIGNED = 64  # bytes
+_NEW = {"empty", "empty_like", "new_empty"}
 
 
 class Recording:
-    """The launches of a step, in order, with the memory that they read and write."""
+    """The launches of a step, in order."""
 
     def __init__(
         self,
@@ -50,18 +48,14 @@ class Recording:
         result: torch.Tensor,
         launches: list[Launch],
         plans: dict[PlanKey, Plan],
-        owned: list[torch.Tensor],
     ) -> None:
         self._given = given
         self._result = result
         self._plans = plans
-        self._owned = owned
         self._jobs = _jobs_of(launches)
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in owned}
-        self.num_bytes = sum(storage.nbytes() for storage in storages.values())
 
     def replay(self, given: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
-        """The result for another input; it is overwritten by the next replay."""
+        """The result for another input; it is overwritten by the next step."""
         self._given.copy_(given)
         kept = plan_again(meta, self._plans)
         launch_all(TEAM.control, TEAM.syscall, self._jobs.ctypes.data, len(self._jobs))
@@ -69,83 +63,140 @@ class Recording:
         return self._result
 
 
-class Key(NamedTuple):
-    """What a recording is of. Addresses of all else are those of the model and of the inputs, which
-    never change."""
-
-    num_tokens: int
-    kv: int  # address of the first layer's cache
-
-
 class Recorder:
     """Repeats a model's decode steps: the second of a size is recorded, later ones replayed."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
-        self._max_bytes = max_bytes
-        self._kept: OrderedDict[Key, Recording] = OrderedDict()
-        self._seen: set[Key] = set()
-        self._unfit: set[Key] = set()
+        self._memory = torch.empty(max_bytes, dtype=torch.uint8)
+        self.forget()
 
-    @property
-    def num_bytes(self) -> int:
-        """Of the memory that is kept for recorded steps."""
-        return sum(recording.num_bytes for recording in self._kept.values())
+    def forget(self) -> None:
+        """The model's cache lies elsewhere now."""
+        self._kept: dict[int, Recording] = {}
+        self._seen: set[int] = set()
+        self._unfit: set[int] = set()
 
-    def run(self, work: Work, given: torch.Tensor, meta: AttentionMeta, kv: int) -> torch.Tensor:
-        """What the work makes of an input, which it may overwrite. It must be the same each time.
+    def run(self, work: Work, given: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
+        """What the work makes of an input [N, ...], which it may overwrite. It must be the same
+        each time but for N.
 
         The result is overwritten by the next step.
         """
-        key = Key(len(given), kv)
-        recording = self._kept.get(key)
+        num = len(given)
+        recording = self._kept.get(num)
         if recording is not None:
-            self._kept.move_to_end(key)
             return recording.replay(given, meta)
-        if key in self._unfit or key not in self._seen:
-            self._seen.add(key)
+        if num in self._unfit or num not in self._seen:
+            self._seen.add(num)
             return work(given)
-        result, recording = record(work, given, meta)
-        if recording is None or recording.num_bytes > self._max_bytes:
-            self._unfit.add(key)
+        result, recording = record(work, given, meta, self._memory)
+        if recording is None:
+            self._unfit.add(num)
         else:
-            self._keep(key, recording)
+            self._kept[num] = recording
         return result
-
-    def _keep(self, key: Key, recording: Recording) -> None:
-        self._kept[key] = recording
-        while self.num_bytes > self._max_bytes:
-            oldest, _ = self._kept.popitem(last=False)
-            self._seen.remove(oldest)
 
 
 def record(
-    work: Work, given: torch.Tensor, meta: AttentionMeta
+    work: Work, given: torch.Tensor, meta: AttentionMeta, memory: torch.Tensor
 ) -> tuple[torch.Tensor, Recording | None]:
-    """Do the work and record it, if it can be repeated by its launches alone."""
-    given = given.clone()
-    with noted() as launches, _Watch() as watch:
+    """Do the work and record it, if it can be repeated by its launches alone. memory: bytes."""
+    watch = _Watch(memory)
+    given = watch.placed(torch.empty_like(given)).copy_(given)
+    with noted() as launches, watch:
         result = work(given)
     plans = {key: plan for key, plan in meta.scratch.items() if isinstance(plan, Plan)}
-    if watch.has_computed or len(plans) < len(meta.scratch):
+    if not watch.is_fit or len(plans) < len(meta.scratch):
         return result, None
-    return result, Recording(given, result, launches, plans, [given, *watch.made])
+    return result, Recording(given, result, launches, plans)
 
 
 class _Watch(TorchDispatchMode):
-    """Sees what torch is asked for."""
+    """Gives tensors their memory, and sees whether torch computes anything."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: torch.Tensor) -> None:
         super().__init__()
-        self.has_computed = False
-        self.made: list[torch.Tensor] = []
+        self.is_fit = True
+        self._memory = memory
+        self._base = memory.data_ptr()
+        self._skipped = -self._base % _ALIGNED
+        self._arena = Arena(len(memory) - self._skipped)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch's compiler need not be imported for it: that takes seconds."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func.overloadpacket.__name__ not in _HARMLESS:
-            # A conversion to what a tensor is already gives the tensor itself.
-            self.has_computed |= not args or result is not args[0] or func._schema.is_mutable
-        self.made += [one for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
+        if func.overloadpacket.__name__ in _NEW:
+            return self.placed(result)
+        # What changes nothing and gives another look at its argument's memory computes nothing.
+        looks = [one for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
+        self.is_fit &= bool(looks) and not func._schema.is_mutable
+        for look in looks:
+            self.is_fit &= look.untyped_storage().data_ptr() == _address(args[0])
+            self._hold(look)
         return result
+
+    def placed(self, made: torch.Tensor) -> torch.Tensor:
+        """A tensor in the arena in place of one that was made; that one, if there is no room."""
+        if not self.is_fit or not made.is_contiguous():
+            self.is_fit = False
+            return made
+        start = self._arena.take(made.nbytes)
+        if start is None:
+            self.is_fit = False
+            return made
+        start += self._skipped
+        placed = self._memory[start : start + made.nbytes].view(made.dtype).view(made.shape)
+        self._hold(placed)
+        return placed
+
+    def _hold(self, tensor: torch.Tensor) -> None:
+        """Its memory is in use for as long as Python has the tensor."""
+        offset = tensor.data_ptr() - self._base - self._skipped
+        if tensor.nbytes and 0 <= offset < self._arena.size:
+            weakref.finalize(tensor, self._arena.drop, self._arena.hold(offset)).atexit = False
+
+
+class Arena:
+    """Which parts of some memory are in use, and how often."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._used: list[tuple[int, int]] = []  # start and end, in order
+        self._holders: dict[int, int] = {}
+
+    def take(self, num_bytes: int) -> int | None:
+        """Start of the first free part that is large enough. It is free until it is held."""
+        before = 0
+        for start, end in [*self._used, (self.size, 0)]:
+            if start - before >= num_bytes:
+                insort(self._used, (before, before + max(num_bytes, 1)))
+                self._holders[before] = 0
+                return before
+            before = -(-end // _ALIGNED) * _ALIGNED
+        return None
+
+    def hold(self, offset: int) -> int:
+        """One more uses the part in which the offset lies; its start."""
+        start = self._used[bisect_right(self._used, (offset, self.size)) - 1][0]
+        self._holders[start] += 1
+        return start
+
+    def drop(self, start: int) -> None:
+        """One less."""
+        self._holders[start] -= 1
+        if not self._holders[start]:
+            del self._holders[start]
+            self._used.remove(next(part for part in self._used if part[0] == start))
+
+
+def _address(argument: Any) -> int:
+    """Of a tensor's memory."""
+    is_tensor = isinstance(argument, torch.Tensor)
+    return argument.untyped_storage().data_ptr() if is_tensor else 0
 
 
 def _jobs_of(launches: list[Launch]) -> NDArray[np.int64]:

@@ -53,7 +53,7 @@ def test_replayed_steps_compute_the_same(
     with engine_for(str(path), max_model_len=320) as engine:
         replayed = scores(engine, requests)
     with monkeypatch.context() as patch:
-        patch.setattr(Recorder, "run", lambda self, work, given, meta, kv: work(given))
+        patch.setattr(Recorder, "run", lambda self, work, given, meta: work(given))
         with engine_for(str(path), max_model_len=320) as engine:
             assert scores(engine, requests) == replayed
 
@@ -67,16 +67,40 @@ def test_work_that_torch_computes_is_done_anew_each_time() -> None:
     recorder = Recorder()
     for value in range(5):
         given = torch.full((3, 4), float(value))
-        found = recorder.run(lambda x: x * 2 + 1, given, no_meta(), kv=0)
-        assert torch.equal(found, given * 2 + 1)
-    assert record(lambda x: x.relu(), torch.ones(1), no_meta())[1] is None
+        assert torch.equal(recorder.run(lambda x: x * 2 + 1, given, no_meta()), given * 2 + 1)
 
 
-def test_no_more_memory_is_kept_than_allowed() -> None:
-    """Of work of many sizes, that which was done last."""
-    recorder = Recorder(max_bytes=4096)
-    for _ in range(3):
-        for size in (1, 2, 500, 3, 600, 2000):
-            given = torch.arange(float(size))
-            assert torch.equal(recorder.run(lambda x: x.view(-1), given, no_meta(), 0), given)
-    assert recorder.num_bytes <= 4096
+COMPUTED = {
+    "an operation": lambda x: x.relu(),
+    "in place": lambda x: x.mul_(2),
+    "a copy": lambda x: x.t().reshape(6),
+    "a conversion": lambda x: x.bfloat16().float(),
+    "a number read": lambda x: x.view(-1)[: int(x[0, 0].item()) + 1],
+    "chosen rows": lambda x: x[torch.tensor([0])],
+}
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_what_torch_computes_is_not_recorded(name: str) -> None:
+    memory, given = torch.empty(4096, dtype=torch.uint8), torch.ones(2, 3)
+    found, recording = record(COMPUTED[name], given, no_meta(), memory)
+    assert torch.equal(found, COMPUTED[name](torch.ones(2, 3))) and recording is None
+
+
+def test_other_looks_at_memory_are_recorded() -> None:
+    memory, given = torch.empty(4096, dtype=torch.uint8), torch.arange(6.0).view(2, 3)
+    looks = record(lambda x: x.float().contiguous().view(3, 2)[1:], given, no_meta(), memory)[1]
+    assert looks is not None
+    assert looks.replay(given + 5, no_meta()).tolist() == [[7.0, 8.0], [9.0, 10.0]]
+
+
+def test_work_that_needs_more_memory_than_there_is_goes_launch_by_launch() -> None:
+    memory = torch.empty(4096, dtype=torch.uint8)
+
+    def work(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(9):  # one after the other: each takes the place of the last
+            x = x.new_empty(x.shape)
+        return x
+
+    assert record(work, torch.zeros(300), no_meta(), memory)[1] is not None
+    assert record(work, torch.zeros(600), no_meta(), memory)[1] is None
