@@ -149,7 +149,7 @@ def check_same_paths(seed: int) -> int:
 
 
 def test_in_bulk_and_one_by_one_gives_the_same_plans():
-    assert sum(check_same_paths(seed) for seed in range(30)) > 1000
+    assert sum(check_same_paths(seed) for seed in range(12)) > 1000
 
 
 @pytest.mark.slow
