@@ -158,7 +158,9 @@ print(bfloat16.BODIES[{body!r}].assembly())
 VECTORS = "+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+avx512f,+avx512bw,+avx512cd,+avx512dq,+avx512vl"
 ELSEWHERE = [
     ("dots", "znver4", f"{VECTORS},+avx512bf16", ("vdpbf16ps",)),
-    ("dots", "cooperlake", f"{VECTORS},+avx512bf16", ("vdpbf16ps",)),
+    pytest.param(
+        *("dots", "cooperlake", f"{VECTORS},+avx512bf16", ("vdpbf16ps",)), marks=pytest.mark.slow
+    ),
     (
         "tiles",
         "sapphirerapids",

@@ -1,9 +1,10 @@
 """Loading needs little more memory than the weights it ends with."""
 
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,11 @@ HF: dict[str, Any] = {
     "max_position_embeddings": 512,
 }
 LIMIT = 1.2
+# For each line of a small and a large model: what loading the large one needs, in a copy of a
+# process that has loaded a small one of its kind. Plain: the peak. General: that of what the kernel
+# cannot take back, for transformers maps the files, whose pages it can.
 MEASURE = """
-import sys
+import os, sys, threading
 from engine.config.model import ModelConfig, read_model_info
 from engine.models.load import load_model
 
@@ -41,11 +45,59 @@ def load(path):
     config, info = ModelConfig(model=path), read_model_info(path)
     return load_model(config, info, device="cpu", max_model_len=64)
 
-load(sys.argv[1])  # what a first model costs once, whatever its size
-before = kilobytes("VmRSS")
-model = load(sys.argv[2])
-print(1024 * (kilobytes("VmHWM") - before))
+def plain(path):
+    before = kilobytes("VmRSS")
+    model = load(path)
+    return kilobytes("VmHWM") - before
+
+def general(path):
+    before, peak, ended = kilobytes("RssAnon"), 0, threading.Event()
+
+    def watch():
+        nonlocal peak
+        while not ended.wait(0.002):
+            peak = max(peak, kilobytes("RssAnon"))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    model = load(path)
+    ended.set()
+    watcher.join()
+    with open("/proc/self/maps") as lines:
+        assert not any(path in line for line in lines), "the files are still mapped"
+    return peak - before
+
+for line in sys.stdin:
+    how, small, path = line.split()
+    load(small)  # what a first model costs once, whatever its size
+    if not os.fork():
+        load(small)  # pages of libraries are not copied with a process
+        print(1024 * {"plain": plain, "general": general}[how](path), flush=True)
+        os._exit(0)
+    if os.wait()[1]:
+        print("failed", flush=True)
 """
+
+
+@pytest.fixture(scope="module")
+def measured() -> Iterator[Callable[[str, Path, Path], int]]:
+    """Bytes that loading a model needs, of how it is measured, a small model and the model."""
+    with subprocess.Popen(
+        [sys.executable, "-c", MEASURE],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},  # threads are not copied
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+
+        def measure(how: str, small: Path, model: Path) -> int:
+            process.stdin.write(f"{how} {small} {model}\n")
+            process.stdin.flush()
+            return int(process.stdout.readline())
+
+        yield measure
+        process.stdin.close()
 
 
 def write(root: Path, hf: dict[str, Any], dtype: torch.dtype) -> int:
@@ -85,39 +137,6 @@ WRITERS: dict[str, tuple[Callable[..., int], int]] = {
 }
 
 
-# Peak of what the kernel cannot take back: transformers maps the files, whose pages it can.
-MEASURE_GENERAL = """
-import sys, threading
-from engine.config.model import ModelConfig, read_model_info
-from engine.models.load import load_model
-
-def kilobytes(name):
-    with open("/proc/self/status") as lines:
-        return next(int(line.split()[1]) for line in lines if line.startswith(name))
-
-def load(path):
-    config, info = ModelConfig(model=path), read_model_info(path)
-    return load_model(config, info, device="cpu", max_model_len=64)
-
-load(sys.argv[1])
-before, peak, ended = kilobytes("RssAnon"), 0, threading.Event()
-
-def watch():
-    global peak
-    while not ended.wait(0.002):
-        peak = max(peak, kilobytes("RssAnon"))
-
-watcher = threading.Thread(target=watch)
-watcher.start()
-model = load(sys.argv[2])
-ended.set()
-watcher.join()
-with open("/proc/self/maps") as lines:
-    assert not any(sys.argv[2] in line for line in lines), "the files are still mapped"
-print(1024 * (peak - before))
-"""
-
-
 def write_general(root: Path, hf: dict[str, Any], dtype: torch.dtype) -> int:
     """A tied StarCoder2 of random weights; returns how many numbers it holds."""
     model = Starcoder2ForCausalLM(Starcoder2Config(**hf, tie_word_embeddings=True)).to(dtype)
@@ -127,37 +146,28 @@ def write_general(root: Path, hf: dict[str, Any], dtype: torch.dtype) -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_peak_memory_of_loading_through_transformers(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_peak_memory_of_loading_through_transformers(
+    tmp_path: Path, dtype: torch.dtype, measured: Callable[[str, Path, Path], int]
+) -> None:
     hf = {name: value for name, value in HF.items() if name not in ("architectures", "model_type")}
     small = {"vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 1}
     write_general(tmp_path / "small", hf | small, dtype)
     num_bytes = dtype.itemsize * write_general(tmp_path / "model", hf, dtype)
-    arguments = [str(tmp_path / "small"), str(tmp_path / "model")]
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE_GENERAL, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
-    peak = int(done.stdout)
+    peak = measured("general", tmp_path / "small", tmp_path / "model")
     print(f"weights {num_bytes / 1e6:.0f} MB, peak {peak / 1e6:.0f} MB: {peak / num_bytes:.2f} x")
     assert peak < LIMIT * num_bytes
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("stored", WRITERS)
-def test_peak_memory_of_loading(tmp_path: Path, stored: str) -> None:
+def test_peak_memory_of_loading(
+    tmp_path: Path, stored: str, measured: Callable[[str, Path, Path], int]
+) -> None:
     """Plain weights are kept as they are stored; quantised ones are made float32."""
     make, size = WRITERS[stored]
     small = {**HF, "vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 1}
     make(tmp_path / "small", small)
     num_bytes = size * make(tmp_path / "model", HF)
-    arguments = [str(tmp_path / "small"), str(tmp_path / "model")]
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, *arguments], capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
-    peak = int(done.stdout)
+    peak = measured("plain", tmp_path / "small", tmp_path / "model")
     print(f"weights {num_bytes / 1e6:.0f} MB, peak {peak / 1e6:.0f} MB: {peak / num_bytes:.2f} x")
     assert peak < LIMIT * num_bytes

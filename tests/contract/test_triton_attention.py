@@ -1,9 +1,9 @@
-"""Triton's attention kernels against the reference, under the interpreter."""
+"""Triton's attention, and its write of K and V, against the reference, under the interpreter."""
 
 import pytest
 from support import triton_interpreter
 
 
 @pytest.mark.timeout(300)
-def test_attention_agrees_with_the_reference() -> None:
-    triton_interpreter.check("test_attention.py")
+def test_attention_and_write_agree_with_the_reference() -> None:
+    triton_interpreter.check("test_attention.py", "test_kv_write.py")

@@ -1,20 +1,13 @@
-"""Products with quantised weights in Triton: interpreted, and compiled for devices not here."""
+"""Products with quantised weights in Triton, compiled for devices that are not here."""
 
 import os
 
 import pytest
-from support import triton_interpreter
 
 from kernels.triton import quant
 from kernels.triton.launch import Launch
 from tools.device_gate import DEVICES, compiling_for, judge
 from tools.shipped import beside_attention
-
-pytestmark = pytest.mark.timeout(300)  # a process of its own, maybe beside others
-
-
-def test_whole_models_keep_their_weights_packed() -> None:
-    triton_interpreter.check("test_quantized_models.py")
 
 
 def kernels_of(every: int) -> list[Launch]:

@@ -1,4 +1,7 @@
-"""The GPU's worker from end to end on the CPU: its kernels are interpreted."""
+"""The GPU's worker from end to end on the CPU, and whole models that keep their weights packed.
+
+Their kernels are interpreted, in one process, for it takes long to import what makes models.
+"""
 
 import pytest
 from support import triton_interpreter
@@ -6,8 +9,8 @@ from support import triton_interpreter
 pytestmark = pytest.mark.timeout(300)  # a process of its own, maybe beside others
 
 
-def test_cuda_worker_agrees_with_the_cpu_worker() -> None:
-    triton_interpreter.check("test_cuda_worker.py")
+def test_cuda_worker_agrees_with_the_cpu_worker_and_weights_stay_packed() -> None:
+    triton_interpreter.check("test_cuda_worker.py", "test_quantized_models.py")
 
 
 @pytest.mark.slow

@@ -28,12 +28,13 @@ def overloaded(policy: str, rng: random.Random, depth: int) -> TimedRun:
     )
 
 
+@pytest.mark.parametrize("num_runs", [2, pytest.param(12, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_everybody_gets_exactly_the_right_tokens_under_overload(policy, depth, seed):
+def test_everybody_gets_exactly_the_right_tokens_under_overload(policy, depth, num_runs, seed):
     rng = random.Random(seed)
     num_preemptions = 0
-    for _ in range(6):
+    for _ in range(num_runs):
         run = overloaded(policy, rng, depth)
         # As slai: its due decodes are offered before better ones that can wait, so are no victims.
         run.may_be_rescued = True

@@ -13,6 +13,7 @@ from scipy import stats
 from support.sampling import Bench
 
 from engine.messages.params import SamplingParams
+from engine.messages.step import NewSeq
 from kernels.cpu import sampling as compiled
 from kernels.reference import sampling as reference
 from kernels.slots import Rows
@@ -55,8 +56,10 @@ def expected(logits: NDArray[np.float32], params: SamplingParams) -> NDArray[np.
 def draws(params: SamplingParams, seeds: list[int], positions: list[int]) -> NDArray[np.int32]:
     """One token of LOGITS for each pair of a seed and a position."""
     bench = Bench(len(LOGITS), num_slots=len(seeds))
-    for slot, seed in enumerate(seeds):
-        bench.add(slot, params, [1], seed=seed)
+    settings = {"stop_token_ids": [], "bad_words_ids": []}
+    bench.add_all(
+        [NewSeq(f"r{i}", i, [1], 1, params, seed=seed, **settings) for i, seed in enumerate(seeds)]
+    )
     slots = np.repeat(np.arange(len(seeds), dtype=np.int32), len(positions))
     logits = torch.from_numpy(LOGITS).repeat(len(slots), 1)
     at = np.tile(np.array(positions, dtype=np.int32), len(seeds))

@@ -64,12 +64,16 @@ class Bench:
     ) -> None:
         known = prompt + (output or [])
         settings = {"seed": slot, "stop_token_ids": [], "bad_words_ids": [], **more}
-        seq = NewSeq(f"r{slot}", slot, known, len(prompt), params, **settings)
-        spec = SamplingSpec.of(seq, self.vocab_size)
-        self.sampler.add(seq, spec)
-        self.lengths[slot] = len(known)
+        self.add_all([NewSeq(f"r{slot}", slot, known, len(prompt), params, **settings)])
+
+    def add_all(self, new: list[NewSeq]) -> None:
+        """All in one step."""
+        specs = [SamplingSpec.of(seq, self.vocab_size) for seq in new]
+        for seq, spec in zip(new, specs, strict=True):
+            self.sampler.add(seq, spec)
+            self.lengths[seq.slot] = len(seq.token_ids)
         self.staging.open(0)
-        changes = stage_changes(plan_of([slot], new=[seq]), [spec], self.staging)
+        changes = stage_changes(plan_of([seq.slot for seq in new], new=new), specs, self.staging)
         self.staging.send()
         self.slots.apply(*changes)
 

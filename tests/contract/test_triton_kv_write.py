@@ -1,9 +1,0 @@
-"""Triton's write of K and V against the reference, under the interpreter."""
-
-import pytest
-from support import triton_interpreter
-
-
-@pytest.mark.timeout(300)
-def test_write_agrees_with_the_reference() -> None:
-    triton_interpreter.check("test_kv_write.py")
