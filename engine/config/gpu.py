@@ -12,12 +12,12 @@ MAX_GRAPH_ROWS = 512
 
 @dataclass(frozen=True, kw_only=True)
 class GPUConfig:
-    """How a GPU is used; the CPU reads none of it."""
+    """How a GPU is used; of it the CPU reads ``enforce_eager``."""
 
     gpu_memory_utilization: float = 0.9
     """Share of a GPU's memory the engine may take; the KV pool gets what it leaves of that."""
     enforce_eager: bool = False
-    """Launch every step call by call: no CUDA graphs."""
+    """Launch every step call by call: no CUDA graphs, and no recorded steps on a CPU."""
     cudagraph_capture_sizes: list[int] | tuple[int, ...] | None = None
     """Batch sizes decode steps are recorded for; 1, 2, 4, then every 8 and 16 up to max_num_seqs or
     512 if not given."""

@@ -283,5 +283,5 @@ def make_machine(
             platform, slots, live, staging, batch_invariant=config.model.batch_invariant
         ),
         features=tuple(features),
-        recorder=Recorder() if platform.shares_memory else None,
+        recorder=Recorder() if platform.shares_memory and not config.gpu.enforce_eager else None,
     )
