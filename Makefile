@@ -20,7 +20,7 @@ DECIDING := boundaries cache_behaviours columns cost example_policies find hook_
 DECISIONS = $(foreach kind,unit contract property,\
 	$(foreach part,$(DECIDING),$(wildcard tests/$(kind)/test_$(part)*.py)))
 
-.PHONY: run check lint types unit test coverage campaign bench clean
+.PHONY: run check lint types unit kernels test coverage campaign bench clean
 .DEFAULT_GOAL := check
 
 # torch goes first: the constraint picks the build meant for this machine before anything else asks for one.
@@ -46,8 +46,12 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
-unit: $(READY)
+unit: kernels
 	$(PYTEST) $(SHARED_OUT) $(FAST)
+
+# Once, before two workers would both do it.
+kernels: $(READY)
+	$(ONE_THREAD) $(BIN)/python -m kernels.cpu.prepare
 
 # Everything continuous integration runs; under 15 minutes on two cores.
 test: check

@@ -111,3 +111,8 @@ def _wait_for(helper: subprocess.Popen[bytes], kernel: Kernel | None = None) -> 
         if time.monotonic() > until or not threading.main_thread().is_alive():
             helper.kill()
         time.sleep(_GLANCE)
+
+
+if __name__ == "__main__":  # ahead of the first start, as when an image is built
+    for dtype in (torch.float32, torch.bfloat16):
+        prepare(dtype, tell=print)
