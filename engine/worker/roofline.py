@@ -32,7 +32,9 @@ logger = logging.getLogger("engine.worker")
 
 READ_BYTES = 512 << 20
 SECONDS = 0.6  # of each probe, at least
-PRODUCTS = ((1024, 1024, 1024), (2048, 1024, 4096))  # rows, inputs, outputs
+Product = tuple[int, int, int]
+"""Rows, inputs, outputs."""
+PRODUCTS: tuple[Product, ...] = ((1024, 1024, 1024), (2048, 1024, 4096))
 TOLD_SECONDS = 1.0  # of steps of which the floors are told together
 TOLD_STEPS = 64  # or so many
 _QUICK = 0.05  # seconds of a probe behind a start
@@ -120,7 +122,7 @@ def known_ceilings(threads: int, *, is_quiet: bool) -> Ceilings | None:
     except (OSError, ValueError, TypeError):  # not there, or not what was written
         if not is_quiet:
             return None
-    found = measured(threads, _QUICK, _QUICK_BYTES)
+    found = measured(threads, _QUICK, _QUICK_BYTES, PRODUCTS[:1])
     _keep(file, found)
     return found
 
@@ -132,7 +134,12 @@ def _keep(file: Path, ceilings: Ceilings) -> None:
         logger.warning("%s cannot be written: %s", file, error)
 
 
-def measured(threads: int, seconds: float = SECONDS, size: int = READ_BYTES) -> Ceilings:
+def measured(
+    threads: int,
+    seconds: float = SECONDS,
+    size: int = READ_BYTES,
+    products: Sequence[Product] = PRODUCTS,
+) -> Ceilings:
     """Find the ceilings by torch, with so many threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -143,16 +150,19 @@ def measured(threads: int, seconds: float = SECONDS, size: int = READ_BYTES) -> 
             one, other = source[:half], source[half:]
             reads = (source.sum, lambda: one.dot(other))
             read = min(least_seconds(call, seconds) for call in reads)
-            peaks = {name: peak(getattr(torch, name), seconds) for name in ("float32", "bfloat16")}
+            peaks = {
+                name: peak(getattr(torch, name), seconds, products)
+                for name in ("float32", "bfloat16")
+            }
     finally:
         torch.set_num_threads(before)
     return Ceilings(threads, source.nbytes / read, **peaks)
 
 
-def peak(dtype: torch.dtype, seconds: float) -> float:
+def peak(dtype: torch.dtype, seconds: float, products: Sequence[Product]) -> float:
     """Operations a second of the best of some products."""
     best = 0.0
-    for rows, inner, out in PRODUCTS:
+    for rows, inner, out in products:
         x, weight = torch.ones(rows, inner, dtype=dtype), torch.ones(out, inner, dtype=dtype)
         took = least_seconds(partial(torch.nn.functional.linear, x, weight), seconds)
         best = max(best, 2 * rows * inner * out / took)

@@ -17,7 +17,7 @@ from engine.models.assemble import activation_dtype
 from engine.models.hf_config import heads
 from engine.worker.memory import choose_kv_dtype
 from engine.worker.runner import Driver, Runner
-from kernels.cpu.prepare import Heads, prepare
+from kernels.cpu.prepare import AttentionKind, prepare
 
 logger = logging.getLogger("engine.worker")
 
@@ -30,12 +30,12 @@ def prepare_kernels(info: ModelInfo, dtype: torch.dtype, kv_dtype: str) -> None:
 
     kv_dtype: ``kv_cache_dtype`` as asked for.
     """
-    found, known = heads(info.hf), None
+    found, kind = heads(info.hf), None
     if found is not None:
         computed_in = activation_dtype(dtype, "cpu")
         cache = choose_kv_dtype(kv_dtype, computed_in, "cpu")
-        known = Heads(*found, (computed_in.itemsize, cache.itemsize))
-    prepared = partial(prepare, dtype, known, logger.info)
+        kind = AttentionKind(*found, (computed_in.itemsize, cache.itemsize))
+    prepared = partial(prepare, dtype, kind, logger.info)
     threading.Thread(target=prepared, name="prepare-kernels").start()
 
 

@@ -45,6 +45,11 @@ def _cache_directory() -> str | None:
     return None
 
 
+def _place() -> str | None:
+    """What Numba was told, else ours."""
+    return config.CACHE_DIR or _cache_directory()
+
+
 class OneSaverAtATime(caching.IndexDataCacheFile):  # type: ignore[misc]
     """The compiled variants of one function, to which several processes may add.
 
@@ -66,7 +71,7 @@ def cache_of_these_sources() -> Iterator[bool]:
     the process's: threads take turns.
     """
     with _TURN:
-        chosen = config.CACHE_DIR or _cache_directory()
+        chosen = _place()
         before, config.CACHE_DIR = config.CACHE_DIR, chosen or ""
         file, caching.IndexDataCacheFile = caching.IndexDataCacheFile, OneSaverAtATime
         try:
@@ -89,10 +94,10 @@ def is_kept(body: Callable[..., Any], signature: Any) -> bool:
 
 def kept_file(name: str) -> Path | None:
     """Where something else that depends on the machine is kept, if there is such a place."""
-    directory = config.CACHE_DIR or _cache_directory()
-    return Path(directory) / name if directory else None
+    place = _place()
+    return Path(place) / name if place else None
 
 
 def has_place() -> bool:
     """Whether there is a place where compiled functions are kept."""
-    return bool(config.CACHE_DIR) or _cache_directory() is not None
+    return _place() is not None

@@ -29,7 +29,7 @@ _MAX_SECONDS = 300
 _GLANCE = 0.05  # seconds
 
 
-class Heads(NamedTuple):
+class AttentionKind(NamedTuple):
     """What attention is compiled for."""
 
     head_dim: int
@@ -39,19 +39,19 @@ class Heads(NamedTuple):
 
 def prepare(
     dtype: torch.dtype = torch.float32,
-    heads: Heads | None = None,
+    kind: AttentionKind | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> None:
     """Load what every decoder with weights of this dtype needs; for a thread, while they are read.
 
     The first operation of a process would pay for it otherwise: most of a second, Numba's own.
-    heads: of the attention, if they are known. tell: called with a line before something takes
+    kind: of the attention, if it is known. tell: called with a line before something takes
     long.
     """
     size = 2 if dtype is torch.bfloat16 else 4
     first, *others = bfloat16.PRODUCTS if size == 2 else (float32.PACKED[dtype.itemsize],)
     others += [pointwise.NORM[size], rope.QKV[size, size], pointwise.ACT_MUL[size], sampling.CHOOSE]
-    helper = None if first.is_kept else _start_helper(heads, tell)
+    helper = None if first.is_kept else _start_helper(kind, tell)
     for load in (first.prepare, prepare_launches, *(kernel.prepare for kernel in others)):
         if not threading.main_thread().is_alive():  # the program ends, and waits for this thread
             break
@@ -59,23 +59,23 @@ def prepare(
     if helper is not None:
         _wait_for(helper)
     if threading.main_thread().is_alive():
-        prepare_rest(heads)
+        prepare_rest(kind)
 
 
-def prepare_rest(heads: Heads | None) -> None:
+def prepare_rest(kind: AttentionKind | None) -> None:
     """Load the other half of it: attention, what is kept of requests, edits of logits."""
-    for kernel in _rest(heads):
+    for kernel in _rest(kind):
         kernel.prepare()
     logits.prepare()
 
 
-def _rest(heads: Heads | None) -> list[Kernel]:
-    attention = [] if heads is None else [chunk_kernel(*heads), single_kernel(*heads)]
+def _rest(kind: AttentionKind | None) -> list[Kernel]:
+    attention = [] if kind is None else [chunk_kernel(*kind), single_kernel(*kind)]
     return [slots.GROW, slots.PREPARE, slots.ADVANCE, *attention]
 
 
 def _start_helper(
-    heads: Heads | None, tell: Callable[[str], None] | None
+    kind: AttentionKind | None, tell: Callable[[str], None] | None
 ) -> subprocess.Popen[bytes] | None:
     """The second process; ``None`` for one thread alone, or where it would be of no use."""
     if tell is not None:
@@ -87,7 +87,7 @@ def _start_helper(
     places = [str(Path(__file__).parents[2]), *filter(None, sys.path)]
     code = (
         f"import sys; sys.path[:] = {places}; "
-        f"from kernels.cpu.prepare import Heads, prepare_rest; prepare_rest({heads})"
+        f"from kernels.cpu.prepare import AttentionKind, prepare_rest; prepare_rest({kind})"
     )
     try:
         helper = subprocess.Popen(
@@ -98,7 +98,7 @@ def _start_helper(
         )
     except OSError:
         return None
-    for kernel in _rest(heads):
+    for kernel in _rest(kind):
         kernel.compile_after(partial(_wait_for, helper, kernel))
     return helper
 
