@@ -16,6 +16,7 @@ from support.watched import WAYS, watch
 
 BAR = 1.1  # how much farther than transformers' bfloat16 the engine may be
 ROWS_AT_ONCE = 64
+ROWS_KEPT = 256  # of logits that wait to be compared at once: decoding shows one row at a time
 MIN_BYTES_AT_ONCE = 1 << 30  # of exact logits in memory
 SHIFT = 16  # of a float32's bits: what is left is sign, exponent and 7 bits of the fraction
 NUM_BINS = 1 << (31 - SHIFT)
@@ -81,6 +82,38 @@ def quantile_of_bins(bins: np.ndarray, share: float) -> float:
     before = below[place] - bins[place]
     within = (rank - before) / max(1, bins[place])
     return float(edges[0] + within * (edges[1] - edges[0]))
+
+
+class Shown:
+    """Logits of a group of texts as the engine shows them, compared many rows at a time."""
+
+    def __init__(
+        self,
+        distances: tuple[Distance, Distance],
+        exact: Mapping[str, torch.Tensor],
+        rounded: Mapping[str, torch.Tensor],
+    ) -> None:
+        self._ours, self._theirs = distances
+        self._exact, self._rounded = exact, rounded
+        self._kept: dict[str, list[tuple[list[int], torch.Tensor]]] = {}
+
+    def __call__(self, name: str, at: list[int], logits: torch.Tensor) -> None:
+        """logits [len(at), V] may be overwritten behind this call."""
+        kept = self._kept.setdefault(name, [])
+        kept.append((at, logits.float().clone()))
+        if sum(len(some) for some, _ in kept) >= ROWS_KEPT:
+            self._compare(name)
+
+    def finish(self) -> None:
+        for name in list(self._kept):
+            self._compare(name)
+
+    def _compare(self, name: str) -> None:
+        kept = self._kept.pop(name)
+        at = [position for some, _ in kept for position in some]
+        exact = self._exact[name][at]
+        self._ours.add(name, torch.cat([logits for _, logits in kept]), exact)
+        self._theirs.add(name, self._rounded[name][at].float(), exact)
 
 
 class Ratio(NamedTuple):
@@ -157,14 +190,9 @@ def measure(
         num_threads = torch.get_num_threads()
         exact = dict(zip(group, transformers_logits(path, torch.float32, group), strict=True))
         rounded = dict(zip(group, transformers_logits(path, torch.bfloat16, group), strict=True))
-        for way, (ours, theirs) in distances.items():
-
-            def show(
-                name, at, logits, ours=ours, theirs=theirs, exact=exact, rounded=rounded
-            ) -> None:
-                ours.add(name, logits, exact[name][at])
-                theirs.add(name, rounded[name][at].float(), exact[name][at])
-
-            preempted[way] += watch(path, group, WAYS[way], show, **options).num_preemptions
+        for way, pair in distances.items():
+            shown = Shown(pair, exact, rounded)
+            preempted[way] += watch(path, group, WAYS[way], shown, **options).num_preemptions
+            shown.finish()
         torch.set_num_threads(num_threads)  # an engine may leave torch one
     return [compare(way, *distances[way], preempted[way]) for way in ways]
