@@ -7,6 +7,7 @@ from functools import cache
 import torch
 
 from kernels.cpu.attention.chunk import chunk_body, tokens_an_item
+from kernels.cpu.attention.paired import HOW, chosen, paired_body
 from kernels.cpu.attention.plan import CHUNKS, SINGLES, Heads, Plan, make_plan
 from kernels.cpu.attention.single import single_body
 from kernels.cpu.native import Kernel, bits, is_recorded
@@ -16,6 +17,8 @@ from kernels.reference import Variant
 
 # Pairs of query head and key worth a second thread.
 _ENOUGH = 512
+
+PAIRED = chosen()
 
 PlanKey = tuple[int, Heads]
 """Window, and the heads of a layer."""
@@ -27,10 +30,23 @@ def single_kernel(head_dim: int, group: int, sizes: tuple[int, int]) -> Kernel:
     return Kernel(single_body(head_dim, group, sizes), heavy=True)
 
 
-@cache
 def chunk_kernel(head_dim: int, group: int, sizes: tuple[int, int]) -> Kernel:
-    """Of several tokens of a sequence."""
+    """Of several tokens of a sequence: bfloat16 is multiplied in pairs where the processor can."""
+    if sizes == (2, 2) and PAIRED is not None:
+        return paired_kernel(head_dim, group, PAIRED)
+    return widened_kernel(head_dim, group, sizes)
+
+
+@cache
+def widened_kernel(head_dim: int, group: int, sizes: tuple[int, int]) -> Kernel:
+    """Of chunks, in float32."""
     return Kernel(chunk_body(head_dim, group, sizes), heavy=True)
+
+
+@cache
+def paired_kernel(head_dim: int, group: int, how: str) -> Kernel:
+    """Of chunks, in bfloat16; how: of ``paired.HOW``."""
+    return Kernel(paired_body(head_dim, group, HOW[how]), heavy=True)
 
 
 def paged_attention(

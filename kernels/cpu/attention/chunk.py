@@ -20,7 +20,7 @@ from kernels.cpu.vectors import LANES, lanes_of, tile_product, transpose16
 
 NUM_PARAMETERS = 12
 
-_KEYS = 64  # keys at a time
+KEYS = 64  # keys at a time
 _ROWS = 48  # query rows an item
 _STEP = 12  # rows are a multiple of this: of both tiles' rows
 _ZERO, _ONE = np.float32(0), np.float32(1)
@@ -46,10 +46,10 @@ def chunk_body(head_dim: int, group: int, sizes: tuple[int, int]):
         kv_heads, softcap = p[5], np.float32(real[10])
         scale = np.float32(real[9]) * (LOG2_E if softcap == 0 else _ONE)
         q, acc = np.zeros((rows, head_dim), np.float32), np.empty((rows, head_dim), np.float32)
-        scores = np.zeros((rows, _KEYS), np.float32)
+        scores = np.zeros((rows, KEYS), np.float32)
         total, largest = np.empty((rows, 1), np.float32), np.empty(rows, np.float32)
-        keys = np.empty((head_dim, _KEYS), np.float32)
-        values = np.empty((_KEYS, head_dim), np.float32)
+        keys = np.empty((head_dim, KEYS), np.float32)
+        values = np.empty((KEYS, head_dim), np.float32)
         while True:
             index = next_item(row)
             if index >= told[1] * kv_heads:
@@ -62,13 +62,13 @@ def chunk_body(head_dim: int, group: int, sizes: tuple[int, int]):
             fill(largest, EMPTY)
             base = item[3]
             while base < item[4]:
-                count = min(_KEYS - base % _KEYS, item[4] - base)
+                count = min(KEYS - base % KEYS, item[4] - base)
                 _gather(p, item[0], head, (base, count), (keys, values), cell)
                 _score(q, keys, scores, num, count)
-                _weigh(p, item, group, (base, count), softcap, scores, (largest, total, acc))
+                weigh(p, item, group, (base, count), softcap, scores, (largest, total, acc))
                 _add(scores, values, acc, num, count, vectors, lanes)
                 base += count
-            _finish(p, item, head, group, (acc, total, largest), token)
+            finish(p, item, head, group, (acc, total, largest), head_dim, token)
 
     return body
 
@@ -76,7 +76,7 @@ def chunk_body(head_dim: int, group: int, sizes: tuple[int, int]):
 @njit(**INLINE)
 def _score(q, keys, scores, num, count):
     """scores[num, count] = q[num] @ keys; whole tiles, whatever count."""
-    size, width = q.shape[1] * 4, _KEYS * 4
+    size, width = q.shape[1] * 4, KEYS * 4
     a, b, c = q.ctypes.data, keys.ctypes.data, scores.ctypes.data
     if count > LANES:
         for r in range(0, num, 6):
@@ -93,14 +93,14 @@ def _score(q, keys, scores, num, count):
 @njit(inline="always")
 def _add(scores, values, acc, num, count, vectors, lanes):
     """acc[num] += scores[num, count] @ values; the last two are literals."""
-    size, width = acc.shape[1] * 4, _KEYS * 4
+    size, width = acc.shape[1] * 4, KEYS * 4
     a, b, c = scores.ctypes.data, values.ctypes.data, acc.ctypes.data
     for r in range(0, num, 6):
         tile_product(a + r * width, width, b, size, c + r * size, size, count, 6, vectors, lanes, 0)
 
 
 @njit(**INLINE)
-def _row_address(start, index, head, p, size):
+def row_address(start, index, head, p, size):
     """Bytes from the start of q, or of the output, to the first query head of `head`; size: bytes
     of the query heads of one key head."""
     return ((np.int64(start) + index) * p[5] + head) * size
@@ -112,13 +112,13 @@ def _begin(p, item, head, group, scale, q, token):
     flat = q.reshape(-1)
     for i in range(item[2]):
         rows = flat[i * width : (i + 1) * width]
-        read_cells(p[1] + _row_address(item[1], i, head, p, width * token), rows, token)
+        read_cells(p[1] + row_address(item[1], i, head, p, width * token), rows, token)
         scaled_copy(rows, rows, scale)
 
 
 @njit(inline="always")
 def _gather(p, seq, head, span, targets, cell):
-    """Keys [head_dim, _KEYS] and values [_KEYS, head_dim] of one head from position span[0] on."""
+    """Keys [head_dim, KEYS] and values [KEYS, head_dim] of one head from position span[0] on."""
     keys, values = targets
     head_dim, block, kv_heads = keys.shape[0], p[7], p[5]
     base, count = span
@@ -135,7 +135,7 @@ def _gather(p, seq, head, span, targets, cell):
             for j in range(0, num, LANES):
                 for d in range(0, head_dim, LANES):
                     target = keys[d].ctypes.data + (done + j) * 4
-                    transpose16(source + j * size + d * cell, size, target, _KEYS * 4, cell)
+                    transpose16(source + j * size + d * cell, size, target, KEYS * 4, cell)
         else:
             _turn(source, keys[:, done : done + num], cell)
         places = values.reshape(-1)[done * head_dim : (done + num) * head_dim]
@@ -154,7 +154,7 @@ def _turn(source, keys, cell):
 
 
 @njit(**INLINE)
-def _weigh(p, item, group, keys, softcap, scores, sums):
+def weigh(p, item, group, keys, softcap, scores, sums):
     """Scores become weights, zero where the row's token does not see the key."""
     window, before = p[12], item[4] - item[2]
     base, count = keys
@@ -174,14 +174,15 @@ def _weigh(p, item, group, keys, softcap, scores, sums):
 
 
 @njit(**INLINE)
-def _finish(p, item, head, group, sums, token):
+def finish(p, item, head, group, sums, head_dim, token):
+    """Sums become outputs; acc has `head_dim` columns or more."""
     acc, total, largest = sums
-    width = group * acc.shape[1]
     sinks = f32(p[11], (p[5] * group if p[11] else 0,))
     for i in range(item[2]):
+        out = p[4] + row_address(item[1], i, head, p, group * head_dim * token)
         for g in range(group):
             r = i * group + g
             below = divisor(total[r, 0], sinks, head * group + g, largest[r])
-            scaled_copy(acc[r], acc[r], _ONE / below)
-        rows = acc.reshape(-1)[i * width : (i + 1) * width]
-        write_cells(p[4] + _row_address(item[1], i, head, p, width * token), rows, token)
+            values = acc[r][:head_dim]
+            scaled_copy(values, values, _ONE / below)
+            write_cells(out + g * head_dim * token, values, token)
