@@ -6,8 +6,8 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,8 +52,9 @@ def build_core(
     info = read_model_info(config.model.model)
     if config.model.load_format != "dummy":
         read_ahead(info.path)
-    from engine.worker.device import resolve_device
-    from engine.worker.worker import make_worker
+    with not_collecting():
+        from engine.worker.device import resolve_device
+        from engine.worker.worker import make_worker
 
     resolved = resolve(config, info, resolve_device(config.device))
     worker = make_worker(resolved, info, computing_halves(resolved))
@@ -64,8 +65,22 @@ def build_core(
     worker.allocate(decided.num_kv_blocks)
     core = wire(resolved, decided, worker, clock=clock, chosen=chosen)
     client = InprocClient(core, decided, clock=clock)
-    gc.freeze()  # or each full collection walks all that imports made, a tenth of a second
+    gc.freeze()  # the weights and all that was wired
     return client
+
+
+@contextmanager
+def not_collecting() -> Iterator[None]:
+    """For imports: what they make stays. To search it for garbage while they run takes a tenth of
+    their time, and a tenth of a second each time thereafter."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
 
 
 def log_pool(decided: Decided, facts: ModelFacts) -> None:
