@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from engine.messages.requests import Logprob as Logprob
     from engine.messages.requests import RequestMetrics as RequestMetrics
     from engine.messages.requests import RequestOutput as RequestOutput
+    from engine.messages.structured import StructuredOutputsParams as StructuredOutputsParams
     from engine.rpc.zmq_client import EngineCoreClient as EngineCoreClient
     from engine.sched.interface import SchedulerInterface as SchedulerInterface
     from engine.sched.policy import Policy as Policy
@@ -60,6 +61,7 @@ _HOMES = {
     "SamplingParams": "engine.messages.params",
     "Scheduler": "engine.sched.scheduler",
     "SchedulerInterface": "engine.sched.interface",
+    "StructuredOutputsParams": "engine.messages.structured",
     "WireError": "engine.errors",
 }
 

@@ -34,6 +34,8 @@ from engine.sched.plugins.find import Chosen, choose, make_scheduler
 from engine.sched.resource import Resource
 from engine.spec.decide import Drafts
 from engine.spec.ngram import NgramProposer
+from engine.structured.decide import CompiledAtOnce, GrammarCompiler, GrammarReadiness
+from engine.structured.guidance import guidance_of
 
 if TYPE_CHECKING:
     from engine.worker.feature import Feature
@@ -60,6 +62,7 @@ def build_core(
     worker = make_worker(resolved, info, computing_halves(resolved))
     check_capabilities(chosen.resources, worker.capabilities)
     facts = worker.load()
+    chosen = with_grammars(chosen, config, worker.capabilities, facts.vocab_size)
     decided = decide(resolved, info, facts, worker.measure, parts_of(chosen.resources))
     log_pool(decided, facts)
     worker.allocate(decided.num_kv_blocks)
@@ -147,6 +150,23 @@ def features_of(config: SchedulerOptions) -> list[Resource]:
     make = PROPOSERS[asked.method]
     proposer = make(asked.prompt_lookup_min, asked.prompt_lookup_max)
     return [Drafts(asked.num_speculative_tokens, proposer)]
+
+
+def with_grammars(
+    chosen: Chosen, config: EngineConfig, capabilities: frozenset[str], vocab_size: int
+) -> Chosen:
+    """Grammars are served where the worker computes masks and no plug-in writes its own."""
+    if "masks" not in capabilities or "masks" in parts_of(chosen.resources):
+        return chosen
+    compiler: GrammarCompiler = guidance_of(config.model, vocab_size)
+    if config.step_log is not None:
+        compiler = CompiledAtOnce(compiler)
+    grammars = GrammarReadiness(compiler, vocab_size)
+    for resource in chosen.resources:
+        # A replay has no tokenizer, and could not tell which drafts were cut.
+        if isinstance(resource, Drafts) and config.step_log is None:
+            resource.cut = grammars.num_allowed
+    return chosen._replace(resources=(grammars, *chosen.resources))
 
 
 def computing_halves(config: EngineConfig) -> list[Feature]:

@@ -20,6 +20,7 @@ from engine.errors import RequestError, RequestTypeError, WireError
 from engine.frontend.text_workers import TextPool
 from engine.messages.params import SamplingParams, check_params_for_vocab, is_finite
 from engine.messages.requests import AddRequest
+from engine.messages.structured import grammar_of
 from engine.messages.text import Rendering
 from engine.text.chat import Messages, chat_values
 from engine.text.tokenizer import Tokenizer
@@ -132,10 +133,11 @@ class InputProcessor:
         parts = self._parts(prompt)
         token_ids = self._checked_ids(parts, params.truncate_prompt_tokens, ahead)
         self._check_params(params)
+        grammar = self._grammar(params)
         first = AddRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
-            params=params,
+            params=params if grammar is None else _without_form(params),
             seed=self._seed(params),
             arrival_time=arrival_time,
             max_tokens=self._max_tokens(params, len(token_ids)),
@@ -146,6 +148,7 @@ class InputProcessor:
             cache_salt=parts.get("cache_salt"),
             bad_words_ids=self._bad_words_ids(params),
             hints=options.get("hints"),
+            grammar=grammar,
             queue_deadline=_seconds_after(arrival_time, options.get("queue_timeout")),
             end_deadline=_seconds_after(arrival_time, options.get("timeout")),
         )
@@ -163,6 +166,22 @@ class InputProcessor:
         """
         assert self._tokenizer is not None
         return render_chats(self._tokenizer, self._pool, conversations, options)
+
+    def _grammar(self, params: SamplingParams) -> str | None:
+        """What ``structured_outputs`` asks for, as the core gets it."""
+        if params.structured_outputs is None:
+            return None
+        if self._tokenizer is None:
+            raise RequestError(
+                "structured_outputs is given, but the engine has no tokenizer to know the texts of "
+                "tokens by: leave skip_tokenizer_init out"
+            )
+        if not self._limits.eos_token_ids:
+            raise RequestError(
+                "structured_outputs is given, but neither the model's configuration nor its "
+                "tokenizer names a token that ends text: set eos_token_id in config.json"
+            )
+        return grammar_of(params.structured_outputs)
 
     def _parts(self, prompt: Prompt) -> TextPrompt:
         if isinstance(prompt, str):
@@ -512,3 +531,8 @@ def _has_tuple(value: Any) -> bool:
     if isinstance(value, list):
         return any(_has_tuple(item) for item in value)
     return isinstance(value, tuple)
+
+
+def _without_form(params: SamplingParams) -> SamplingParams:
+    """The core gets a grammar in its place."""
+    return msgspec.structs.replace(params, structured_outputs=None)

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 import msgspec
 
 from engine.errors import RequestError, RequestTypeError
+from engine.messages.structured import StructuredOutputsParams
 
 OutputKind = Literal["cumulative", "delta", "final"]
 GREEDY_BELOW = 1e-5
@@ -25,7 +26,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     does so for prompt tokens from ``prompt_logprobs_start`` on. Log-probabilities are those of the
     model, before penalties and temperature. ``extra_args`` reaches policies and custom logits
     processors untouched. ``truncate_prompt_tokens=k`` keeps the last k tokens of a longer prompt
-    (-1: as many as leave room for one output token).
+    (-1: as many as leave room for one output token). ``structured_outputs`` is the form that the
+    text must have.
 
     Raises ``RequestError`` (a ``ValueError``) that names field, value and range.
     """
@@ -56,6 +58,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     output_kind: OutputKind = "cumulative"
     extra_args: dict[str, Any] | None = None
     truncate_prompt_tokens: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         self.stop = as_list(self.stop)
@@ -137,6 +140,7 @@ def check_params(params: SamplingParams) -> None:
     _check_lists(params)
     _check_logit_bias(params.logit_bias)
     _check_extra_args(params.extra_args)
+    _check_structured(params)
     _check_combinations(params)
 
 
@@ -258,6 +262,19 @@ def _check_extra_args(extra_args: Any) -> None:
     for key in extra_args:
         if not isinstance(key, str):
             _refuse_type("a key of extra_args", key, "a string")
+
+
+def _check_structured(params: SamplingParams) -> None:
+    asked = params.structured_outputs
+    if asked is None:
+        return
+    if not isinstance(asked, StructuredOutputsParams):
+        _refuse_type("structured_outputs", asked, "a StructuredOutputsParams")
+    if params.ignore_eos:
+        raise RequestError(
+            "ignore_eos is True with structured_outputs: a text that follows a grammar ends where "
+            "the grammar does; leave ignore_eos out"
+        )
 
 
 def _check_combinations(params: SamplingParams) -> None:

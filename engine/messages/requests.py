@@ -265,6 +265,11 @@ def check_request(request: AddRequest, vocab_size: int, capabilities: Collection
                 f"{name} is {getattr(request, name)!r:.80}, which takes the capability {part!r}; "
                 f"this core has {', '.join(sorted(capabilities)) or 'none'}: leave it out"
             )
+    if request.params.structured_outputs is not None:
+        raise RequestError(
+            "params.structured_outputs is set, which a core does not read: send "
+            "engine.messages.structured.grammar_of(structured_outputs) as grammar"
+        )
     check_params_for_vocab(request.params, vocab_size)
 
 

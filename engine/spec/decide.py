@@ -111,7 +111,7 @@ class Drafts(Resource):
         self.num_speculative_tokens = num_speculative_tokens
         self.stats = DraftStats(accepted_at=[0] * num_speculative_tokens)
         self._proposer = proposer
-        self._cut = cut
+        self.cut = cut
         self._running: dict[int, Request] = {}  # by row
         self._moved: set[int] = set()  # rows whose tokens have grown since the proposer was asked
         self._drafting: set[int] = set()  # rows with drafts in this step or for the next one
@@ -150,7 +150,7 @@ class Drafts(Resource):
             is_padded = is_decode and not self._has_prefill
             return min(self.num_speculative_tokens, room) if is_padded else 0
         drafts = self._proposed.get(req.row)
-        return min(self._cut(req, drafts), room) if drafts else 0
+        return min(self.cut(req, drafts), room) if drafts else 0
 
     def seated(self, req: Request, step: Step) -> None:
         self._running[req.row] = req

@@ -6,14 +6,18 @@ What a backend must offer is a ``GrammarCompiler``; no library is named here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from engine.messages.step import StepPlan, StepResult
+from engine.messages.step import Column, MaskPart, Masks, StepPlan, StepResult
 from engine.sched.request import Request
 from engine.sched.resource import AttachedScheduler, Fit, OnRefuse, Resource
 from engine.sched.step.builder import Step
+
+
+WORD = 32  # tokens a word of a mask
+ALL = np.int32(-1)
 
 
 class Matcher(Protocol):
@@ -28,9 +32,19 @@ class Matcher(Protocol):
     def advance(self, tokens: Sequence[int]) -> None:
         """Advance by these tokens, which are allowed."""
 
+    def fill(self, masks: Column, drafts: Sequence[int]) -> None:
+        """Set the bits of what may follow, and of what may follow each of the drafts up to the
+        first that is not allowed. Changes nothing else.
+
+        masks: [1 + drafts, words] int32, all zero; bit t % 32 of word t // 32 is token t.
+        """
+
 
 class Compilation(Protocol):
     """A grammar that is being compiled."""
+
+    def wait(self) -> Matcher:
+        """The same as ``poll``, once it is done."""
 
     def poll(self) -> Matcher | None:
         """A matcher at the beginning of the grammar, ``None`` while it is being compiled.
@@ -42,25 +56,61 @@ class Compilation(Protocol):
 class GrammarCompiler(Protocol):
     """Compiles in the background; equal grammars need compiling once."""
 
-    def submit(self, grammar: str) -> Compilation:
-        """Begin to compile and return at once. May raise like ``Compilation.poll``."""
+    def submit(self, grammar: str, eos_token_ids: Sequence[int]) -> Compilation:
+        """Begin to compile and return at once. May raise like ``Compilation.poll``.
+
+        eos_token_ids: allowed where the grammar may end, and nowhere else.
+        """
+
+
+class CompiledAtOnce:
+    """A ``GrammarCompiler`` for a run that is recorded: no request waits for its grammar, since
+    when it is ready would differ in a replay."""
+
+    def __init__(self, compiler: GrammarCompiler) -> None:
+        self._compiler = compiler
+
+    def submit(self, grammar: str, eos_token_ids: Sequence[int]) -> Compilation:
+        return Compiled(self._compiler.submit(grammar, eos_token_ids).wait())
+
+
+class Compiled:
+    """A ``Compilation`` that is over."""
+
+    def __init__(self, matcher: Matcher) -> None:
+        self._matcher = matcher
+
+    def poll(self) -> Matcher:
+        return self._matcher
+
+    def wait(self) -> Matcher:
+        return self._matcher
 
 
 class GrammarReadiness(Resource):
     """Compiles the grammars of requests as they come; those not ready are out of the queue.
 
     A grammar that is wrong, or a token that its own refuses, ends one request with an error. What
-    may come next depends on the last token, so a request with a grammar is in one step at a time.
+    may come next depends on the last token: masks are made when that is known, while the forward
+    pass of the next step is under way.
     """
 
     name = "grammar"
+    needs = ("masks",)
     on_refuse = OnRefuse.PARK
 
-    def __init__(self, compiler: GrammarCompiler) -> None:
+    def __init__(self, compiler: GrammarCompiler, vocab_size: int) -> None:
         self._compiler = compiler
+        self._num_words = -(-vocab_size // WORD)
+        self._broken: dict[str, str] = {}  # request id -> why no mask could be made
         self._compiling: dict[str, Compilation] = {}  # by request id
         self._faulty: dict[str, str] = {}  # request id -> what is wrong with its grammar
         self._matchers: dict[str, Matcher] = {}
+        self._num_followed: dict[str, int] = {}  # output tokens that its matcher has gone through
+        self._by_id: tuple[dict[str, Any], ...] = (
+            *(self._compiling, self._faulty, self._matchers),
+            *(self._num_followed, self._broken),
+        )
         self._by_row: dict[int, Request] = {}
         self._parked: set[str] = set()
 
@@ -72,16 +122,15 @@ class GrammarReadiness(Resource):
             return
         self._by_row[req.row] = req
         try:
-            self._compiling[req.request_id] = self._compiler.submit(req.add.grammar)
+            self._compiling[req.request_id] = self._compiler.submit(
+                req.add.grammar, req.add.eos_token_ids
+            )
         except Exception as error:  # whatever a backend raises
             self._faulty[req.request_id] = str(error)
 
     def watches(self, req: Request) -> bool:
         """Never: a request that runs has its compiled grammar."""
         return False
-
-    def serializes(self, req: Request) -> bool:
-        return req.add.grammar is not None
 
     def begin_step(self, step: Step) -> None:
         for request_id, compilation in list(self._compiling.items()):
@@ -104,29 +153,83 @@ class GrammarReadiness(Resource):
         if req.is_finished:
             self._by_row.pop(req.row, None)
             self._parked.discard(req.request_id)
-            for by_id in (self._compiling, self._faulty, self._matchers):
+            for by_id in self._by_id:
                 by_id.pop(req.request_id, None)
 
+    def describe(self, plan: StepPlan) -> None:
+        if not self._by_row:
+            return
+        rows = [
+            index
+            for index in np.flatnonzero(plan.samples).tolist()
+            if self._owner(plan, index) is not None
+        ]
+        if rows:
+            plan.masks = MaskPart(np.array(rows, dtype=np.int32))
+
+    def masks(self, plan: StepPlan) -> Masks:
+        """Of a request that has ended everything is allowed: nobody reads what is drawn."""
+        assert plan.masks is not None, "no row of this plan is masked"
+        rows = plan.masks.rows
+        drafts = [[]] * len(plan.rows) if plan.drafts is None else plan.drafts.by_row()
+        num_masks = len(rows) + sum(len(drafts[index]) for index in rows)
+        words: Column = np.zeros((num_masks, self._num_words), dtype=np.int32)
+        first = 0
+        for index in rows.tolist():
+            end = first + 1 + len(drafts[index])
+            req = self._owner(plan, index)
+            if req is None:
+                words[first:end] = ALL
+            else:
+                self._fill(req, words[first:end], drafts[index])
+            first = end
+        return Masks(words.reshape(-1), self._num_words)
+
     def settle(self, plan: StepPlan, result: StepResult) -> None:
-        """Follow the new tokens; one that is refused becomes the row's error."""
+        """A new token that is refused becomes the row's error. Matchers go on when the tokens
+        stand: another resource may have the row computed again."""
         if not self._matchers:
             return
         ends = np.cumsum(result.counts)
+        if self._broken and plan.masks is not None:
+            self._report_broken(plan, result)
         for index in np.flatnonzero(result.counts > 0).tolist():
-            row = int(plan.rows[index])
-            req = self._by_row.get(row)
-            if req is None or req.table.generation.at[row] != plan.generations[index]:
+            req = self._owner(plan, index)
+            if req is None:
                 continue
             first = int(ends[index] - result.counts[index])
-            if refusal := self._follow(req, result.token_ids[first : ends[index]].tolist()):
+            if refusal := self._refusal(req, result.token_ids[first : ends[index]].tolist()):
                 result.errors[index] = refusal
 
     def num_allowed(self, req: Request, drafts: Sequence[int]) -> int:
         """How many of these drafts the request's grammar would let pass."""
-        matcher = self._matchers.get(req.request_id)
-        return len(drafts) if matcher is None else matcher.num_allowed(drafts)
+        if req.request_id not in self._matchers:
+            return len(drafts)
+        return self._caught_up(req).num_allowed(drafts)
 
     # -- helpers
+
+    def _owner(self, plan: StepPlan, index: int) -> Request | None:
+        """The request with a grammar that a row of the plan belongs to, still."""
+        row = int(plan.rows[index])
+        req = self._by_row.get(row)
+        if req is None or req.table.generation.at[row] != plan.generations[index]:
+            return None
+        return req
+
+    def _fill(self, req: Request, masks: Column, drafts: Sequence[int]) -> None:
+        try:
+            self._caught_up(req).fill(masks, drafts)
+        except Exception as error:  # whatever a backend raises
+            self._broken[req.request_id] = f"the grammar cannot be followed: {error}"
+            masks[:] = 0
+
+    def _report_broken(self, plan: StepPlan, result: StepResult) -> None:
+        """The worker knows only that nothing was allowed."""
+        for index in plan.masks.rows.tolist():
+            req = self._owner(plan, index)
+            if req is not None and (why := self._broken.get(req.request_id)):
+                result.errors[index] = why
 
     def _is_over(self, request_id: str, compilation: Compilation) -> bool:
         """Has the compilation ended, successfully or not?"""
@@ -141,17 +244,24 @@ class GrammarReadiness(Resource):
         del self._compiling[request_id]
         return True
 
-    def _follow(self, req: Request, tokens: list[int]) -> str | None:
-        """Advance by the tokens up to one that may end the text; why one of them is wrong."""
+    def _caught_up(self, req: Request) -> Matcher:
+        """Its matcher, behind all tokens that are known. Raises for one that it refuses."""
+        matcher, name = self._matchers[req.request_id], req.request_id
+        followed = self._num_followed.get(name, 0)
+        if tokens := req.tokens[req.num_prompt + followed :].tolist():
+            matcher.advance(tokens)
+            self._num_followed[name] = followed + len(tokens)
+        return matcher
+
+    def _refusal(self, req: Request, tokens: list[int]) -> str | None:
+        """Why one of the tokens, up to one that may end the text, is wrong."""
         ends = [place for place, token in enumerate(tokens, 1) if token in req.stop_ids]
         tokens = tokens[: ends[0]] if ends else tokens
-        matcher = self._matchers[req.request_id]
         try:
-            allowed = matcher.num_allowed(tokens)
-            if allowed == len(tokens):
-                matcher.advance(tokens)
-                return None
+            allowed = self._caught_up(req).num_allowed(tokens)
         except Exception as error:  # whatever a backend raises
             return f"the grammar cannot be followed: {error}"
+        if allowed == len(tokens):
+            return None
         place = req.num_output + allowed
         return f"token {tokens[allowed]} at output {place} is not what the grammar allows"

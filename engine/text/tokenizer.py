@@ -291,6 +291,9 @@ class Backend(Protocol):
     def token_texts(self, skip_special_tokens: bool) -> TokenTexts | None:
         """The same token by token, if that is enough to know."""
 
+    def as_json(self) -> str | None:
+        """As tokenizer.json has it, added tokens included; ``None`` for one in Python."""
+
 
 class RustBackend:
     """A tokenizer of the ``tokenizers`` library."""
@@ -334,6 +337,10 @@ class RustBackend:
     def token_texts(self, skip_special_tokens: bool) -> TokenTexts | None:
         return self._token_texts.get(skip_special_tokens)
 
+    def as_json(self) -> str | None:
+        found: str = self._tokenizer.to_str()
+        return found
+
 
 class PythonBackend:
     """A tokenizer that transformers runs in Python."""
@@ -363,6 +370,9 @@ class PythonBackend:
         return WindowStream(self, context, skip_special_tokens)
 
     def token_texts(self, skip_special_tokens: bool) -> TokenTexts | None:
+        return None
+
+    def as_json(self) -> str | None:
         return None
 
 

@@ -46,6 +46,8 @@ def digest_of(tokens: Sequence[int]) -> int:
         digest = mix(digest, token)
     return digest
 
+NONE_LEFT = -1  # in place of a token, where a mask allows none
+
 
 def token_after(tokens: Sequence[int], vocab_size: int = 1000) -> int:
     """What the fake model says next."""
@@ -224,6 +226,9 @@ class DigestWorker(FakeExecutor):
             while num_right < len(work.drafts) and work.drafts[num_right] == drawn[num_right]:
                 num_right += 1
             sampled = drawn[: num_right + 1]
+            if NONE_LEFT in sampled:
+                error = error or "no token is left: a mask, as of a grammar, allows none"
+                result.errors[index] = error
             work.seq.tokens += sampled  # a step in flight behind a failure reads them too
             if not error:
                 tokens += sampled
@@ -297,8 +302,10 @@ class DigestWorker(FakeExecutor):
 
 
 def allowed(token: int, mask: NDArray[np.int32]) -> int:
-    """The first token from this one on, round and round, whose bit is set."""
+    """The first token from this one on, round and round, whose bit is set; NONE_LEFT: none is."""
     bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+    if not bits.any():
+        return NONE_LEFT
     return int(np.flatnonzero(np.roll(bits, -token))[0] + token) % len(bits)
 
 

@@ -16,7 +16,7 @@ from support.data_plane import (
     kept_by,
     make_feature_run,
 )
-from support.simulate import make_request
+from support.simulate import VOCAB_SIZE, make_request
 
 from engine.errors import RequestError
 from engine.kv_transfer.decide import RemoteKV
@@ -56,7 +56,7 @@ class Features:
 
 def make(rng: random.Random, depth: int, grammars: dict):
     k = rng.choice([0, 1, 3])
-    readiness = GrammarReadiness(Compiler(grammars))
+    readiness = GrammarReadiness(Compiler(grammars), VOCAB_SIZE)
     seats = rng.randint(1, 8)
     budget = rng.randint(max(seats, LONGEST_ITEM), 30)
     whole, aligned = rng.choice([(False, False), (True, False), (False, True)])

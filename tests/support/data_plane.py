@@ -315,6 +315,13 @@ class OneAnswer:
         assert self.num_allowed(tokens) == len(tokens), "advanced by what is not allowed"
         del self.tokens[: len(tokens)]
 
+    def fill(self, masks, drafts) -> None:
+        for place in range(min(len(masks), len(self.tokens))):
+            token = self.tokens[place]
+            masks[place, token // 32] |= np.uint32(1 << token % 32).astype(np.int32)
+            if place == len(drafts) or drafts[place] != token:
+                return
+
 
 @dataclass
 class Compiling:
@@ -340,7 +347,7 @@ class Compiler:
         self.grammars = grammars
         self.num_submitted = 0
 
-    def submit(self, grammar: str) -> Compiling:
+    def submit(self, grammar: str, eos_token_ids) -> Compiling:
         self.num_submitted += 1
         return self.grammars[grammar]()
 

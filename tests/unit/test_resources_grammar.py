@@ -12,7 +12,7 @@ from support.data_plane import (
     kept_by,
     make_feature_run,
 )
-from support.simulate import make_request
+from support.simulate import VOCAB_SIZE, make_request
 
 from engine.spec.decide import Drafts
 from engine.structured.decide import GrammarReadiness
@@ -28,7 +28,7 @@ def follows(request, polls, error="", upto=None):
 
 
 def make(grammars, resources=(), **options):
-    readiness = GrammarReadiness(Compiler(grammars))
+    readiness = GrammarReadiness(Compiler(grammars), VOCAB_SIZE)
     run = make_feature_run(resources=[readiness, *resources], **options)
     return readiness, run
 
@@ -114,12 +114,23 @@ def test_a_compiler_that_refuses_at_once_ends_one_request():
     assert run.finished["0"] == ("error", None) and run.outputs["1"] == answer(request)
 
 
+class Lax(OneAnswer):
+    """Its masks allow everything, as if the worker had not read them."""
+
+    def fill(self, masks, drafts):
+        masks[:] = -1
+
+
 @pytest.mark.behaviour(90)
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_token_that_the_grammar_refuses_ends_one_request(depth):
     requests = [request_of("0", "short"), request_of("1", "whole"), request_of("2")]
     _, run = make(
-        {"short": follows(requests[0], 1, upto=2), "whole": follows(requests[1], 1)}, depth=depth
+        {
+            "short": lambda: Compiling(Lax(answer(requests[0])[:2]), 1),
+            "whole": follows(requests[1], 1),
+        },
+        depth=depth,
     )
     for request in requests:
         run.add(request)
@@ -132,11 +143,29 @@ def test_a_token_that_the_grammar_refuses_ends_one_request(depth):
         assert run.outputs[request.request_id] == answer(request)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_grammar_that_allows_nothing_more_ends_one_request(depth):
+    requests = [request_of("0", "short"), request_of("1", "whole"), request_of("2")]
+    _, run = make(
+        {"short": follows(requests[0], 1, upto=2), "whole": follows(requests[1], 1)}, depth=depth
+    )
+    for request in requests:
+        run.add(request)
+    run.drain()
+    assert "no token is left" in run.ends["0"].message
+    assert run.outputs["0"] == answer(requests[0])[:2]
+    for request in requests[1:]:
+        assert run.outputs[request.request_id] == answer(request)
+
+
 @pytest.mark.behaviour(90)
 def test_a_matcher_that_breaks_ends_one_request():
     class Broken:
         def num_allowed(self, tokens):
             raise RuntimeError("out of states")
+
+        def fill(self, masks, drafts):
+            masks[:] = -1
 
     requests = [request_of("0", "broken"), request_of("1", "whole")]
     _, run = make(
@@ -150,14 +179,34 @@ def test_a_matcher_that_breaks_ends_one_request():
     assert not run.scheduler.guard.faults.messages
 
 
-def test_a_request_with_a_grammar_is_in_one_step_at_a_time():
+def test_a_matcher_that_gives_no_mask_ends_one_request():
+    class Broken(OneAnswer):
+        def fill(self, masks, drafts):
+            raise RuntimeError("out of states")
+
+    requests = [request_of("0", "broken"), request_of("1", "whole")]
+    _, run = make(
+        {"broken": lambda: Compiling(Broken([1]), 1), "whole": follows(requests[1], 1)},
+    )
+    for request in requests:
+        run.add(request)
+    run.drain()
+    assert run.ends["0"].message == "the grammar cannot be followed: out of states"
+    assert run.outputs == {"0": [], "1": answer(requests[1])}
+
+
+def test_the_next_step_is_planned_before_the_mask_of_this_one_is_known():
+    """A prompt's last chunk waits for nothing; nothing is launched behind a step without masks."""
     request = request_of("0", "its")
     _, run = make({"its": follows(request, 1)}, depth=2)
     run.add(request)
     run.add(request_of("1"))
     run.launch()
+    run.settle()
     run.launch()
-    assert run.plans == [{"0": 10, "1": 10}, {"1": 1}]
+    assert run.plans == [{"0": 10, "1": 10}, {"0": 1, "1": 1}]
+    run.drain()
+    assert run.outputs["0"] == answer(request)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -182,7 +231,7 @@ def test_a_preempted_request_goes_on_in_its_grammar(depth):
 def test_drafts_are_cut_to_what_the_grammar_allows():
     """Right drafts pass, wrong ones are not even tried."""
     request = request_of("0", "its", num_output=9)
-    readiness = GrammarReadiness(Compiler({"its": follows(request, 1)}))
+    readiness = GrammarReadiness(Compiler({"its": follows(request, 1)}), VOCAB_SIZE)
     drafts = Drafts(3, cut=readiness.num_allowed)
     run = make_feature_run(
         resources=[readiness, drafts], propose=lambda tokens: guess(tokens, 2, 3), num_drafts=3

@@ -1,0 +1,184 @@
+"""What the text of a request must look like, as users ask for it and as it travels to the core."""
+
+from __future__ import annotations
+
+import json as json_library
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from engine.errors import RequestError, RequestTypeError
+
+Kind = Literal["json", "regex", "choice", "grammar", "json_object"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+MAX_GRAMMAR_CHARS = 1 << 20
+OF_JSON = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
+_OTHERS = ("structural_tag",)  # of vLLM
+
+
+class StructuredOutputsParams(
+    msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """The form that the generated text has. Exactly one of the first five is given.
+
+    ``json``: a JSON schema, as a dict or as text. ``regex``: a regular expression that the whole
+    text matches (syntax of Rust's ``regex``, which has no look-around and no back references).
+    ``choice``: one of these texts. ``grammar``: a context-free grammar in the notation of Lark or
+    of GBNF. ``json_object``: any JSON object.
+
+    For the two of JSON: ``disable_any_whitespace`` writes none between tokens of JSON,
+    ``whitespace_pattern`` is what may stand there, ``disable_additional_properties`` allows only
+    properties that a schema names. Names are vLLM's; ``structural_tag`` is not offered yet.
+
+    Raises ``RequestError`` (a ``ValueError``) that names field, value and the way out. What a
+    schema or a grammar asks for and nobody can enforce fails its request when it is compiled.
+    """
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        _refuse_others(self)
+        if self.json_object is False:
+            self.json_object = None
+        given = [kind for kind in KINDS if getattr(self, kind) is not None]
+        if len(given) != 1:
+            found = " and ".join(given) or "none of them"
+            raise RequestError(
+                f"structured_outputs has {found}, must have exactly one of: {', '.join(KINDS)}"
+            )
+        _check_options(self, given[0])
+        _CHECKS[given[0]](getattr(self, given[0]))
+
+    @property
+    def kind(self) -> Kind:
+        """Which of the five was given."""
+        return next(kind for kind in KINDS if getattr(self, kind) is not None)
+
+
+class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What travels to the core, as JSON: equal texts are the same grammar."""
+
+    kind: Kind
+    text: str  # a schema is JSON, a choice a JSON list of its texts
+    is_dense: bool = False  # no whitespace between tokens of JSON
+    is_closed: bool = False  # only properties that a schema names
+    whitespace: str | None = None
+
+
+def grammar_of(params: StructuredOutputsParams) -> str:
+    """As ``AddRequest.grammar`` has it. Raises ``RequestError`` if it is too long."""
+    kind = params.kind
+    value = "{}" if kind == "json_object" else getattr(params, kind)
+    text = value if isinstance(value, str) else json_library.dumps(value)
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise RequestError(
+            f"the {kind} of structured_outputs has {len(text)} characters, the limit is "
+            f"{MAX_GRAMMAR_CHARS}"
+        )
+    grammar = Grammar(
+        kind,
+        text,
+        params.disable_any_whitespace,
+        params.disable_additional_properties,
+        params.whitespace_pattern,
+    )
+    return msgspec.json.encode(grammar).decode()
+
+
+def grammar_from(text: str) -> Grammar:
+    """The same on the other side. Raises ``msgspec.DecodeError`` for anything else."""
+    return msgspec.json.decode(text, type=Grammar)
+
+
+def _refuse_others(params: StructuredOutputsParams) -> None:
+    for name in _OTHERS:
+        if getattr(params, name) is not None:
+            raise RequestError(
+                f"structured_outputs has {name}, which is not offered; there are: "
+                f"{', '.join(KINDS)}"
+            )
+
+
+def _check_options(params: StructuredOutputsParams, kind: Kind) -> None:
+    for name in OF_JSON[:2]:
+        _check_type(name, getattr(params, name), bool)
+    if params.whitespace_pattern is not None:
+        _check_type("whitespace_pattern", params.whitespace_pattern, str)
+        if params.disable_any_whitespace:
+            raise RequestError(
+                f"whitespace_pattern is {params.whitespace_pattern!r:.80} and "
+                "disable_any_whitespace is True: leave one of them out"
+            )
+    if kind in ("json", "json_object"):
+        return
+    for name in OF_JSON:
+        if getattr(params, name):
+            raise RequestError(
+                f"structured_outputs has {name} with {kind}, but it is for json and json_object: "
+                "leave it out"
+            )
+
+
+def _check_type(name: str, value: object, *kinds: type) -> None:
+    if not isinstance(value, kinds):
+        names = " or ".join(kind.__name__ for kind in kinds)
+        raise RequestTypeError(
+            f"{name} of structured_outputs is {value!r:.80} ({type(value).__name__}), must be a "
+            f"{names}"
+        )
+
+
+def _check_json(value: Any) -> None:
+    _check_type("json", value, dict, str)
+    try:
+        schema = json_library.loads(value) if isinstance(value, str) else value
+        json_library.dumps(schema)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise RequestError(
+            f"the json of structured_outputs is {value!r:.80}, which is no JSON: {error}"
+        ) from error
+    if not isinstance(schema, dict | bool):
+        raise RequestError(
+            f"the json of structured_outputs is {value!r:.80}, must be a JSON schema: an object, "
+            "as {'type': 'object'}"
+        )
+
+
+def _check_text(name: str) -> Any:
+    def check(value: Any) -> None:
+        _check_type(name, value, str)
+        if not value:
+            raise RequestError(f"the {name} of structured_outputs is empty")
+
+    return check
+
+
+def _check_choice(value: Any) -> None:
+    _check_type("choice", value, list)
+    if not value:
+        raise RequestError("the choice of structured_outputs is [], must have at least one text")
+    for text in value:
+        _check_type("an entry of choice", text, str)
+        if not text:
+            raise RequestError("the choice of structured_outputs has an empty text")
+
+
+def _check_json_object(value: Any) -> None:
+    _check_type("json_object", value, bool)
+
+
+_CHECKS = {
+    "json": _check_json,
+    "regex": _check_text("regex"),
+    "choice": _check_choice,
+    "grammar": _check_text("grammar"),
+    "json_object": _check_json_object,
+}

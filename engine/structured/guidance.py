@@ -1,0 +1,286 @@
+"""Grammars compiled by llguidance, in threads of their own.
+
+The library works out which tokens may follow with an Earley parser over lexemes whose automata are
+built as they are met (https://github.com/guidance-ai/llguidance), so compiling takes milliseconds
+and what it may take is bounded: it refuses what is too large with words that a user understands.
+
+Its own view of the tokenizer takes half a second or more, during which no other thread of Python
+runs. It is made for the first grammar that comes, so that an engine without any never pays.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+from engine.config.model import ModelConfig
+from engine.errors import EngineError
+from engine.messages.step import Column
+from engine.messages.structured import Grammar, grammar_from
+from engine.structured.decide import ALL, Compiled
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+logger = logging.getLogger("engine.structured")
+
+MAX_SECONDS = 10.0  # for compiling one grammar, waiting for others included
+NUM_THREADS = 2
+# Between tokens of JSON: a few spaces, a new line and its indentation. A model that may write any
+# number of them writes some hundred, now and then, and never comes to an end.
+WHITESPACE = r"[ \t]{0,4}(\r?\n[ \t]{0,32})?"
+MAX_KEPT = 512  # compiled grammars
+MAX_KEPT_CHARS = 8 << 20  # of their texts
+
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_VALUES = ("enum", "const", "default", "examples")  # no schemas
+
+Eos = tuple[int, ...]
+
+
+class GrammarError(EngineError):
+    """What is wrong with a grammar, or with how it went on."""
+
+
+class GuidanceCompiler:
+    """A ``GrammarCompiler``; equal grammars are compiled once."""
+
+    def __init__(self, tokenizer: Callable[[Eos], LLTokenizer]) -> None:
+        """tokenizer: made once for the ids that end text, when it is needed."""
+        self._make_tokenizer = tokenizer
+        self._tokenizers: dict[Eos, LLTokenizer] = {}
+        self._making = Lock()
+        self._threads: ThreadPoolExecutor | None = None
+        self._kept: OrderedDict[tuple[str, Eos], GuidanceCompilation] = OrderedDict()
+        self._kept_chars = 0
+
+    def submit(self, grammar: str, eos_token_ids: Sequence[int]) -> GuidanceCompilation:
+        """Begin to compile and return at once."""
+        key = grammar, tuple(eos_token_ids)
+        if (found := self._kept.get(key)) is not None and not found.is_late:
+            self._kept.move_to_end(key)
+            return found
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
+        compilation = GuidanceCompilation(key[1])
+        compilation.future = self._threads.submit(self._compile, compilation, *key)
+        self._keep(key, compilation)
+        return compilation
+
+    def shutdown(self) -> None:
+        """What has not begun is not compiled."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _keep(self, key: tuple[str, Eos], compilation: GuidanceCompilation) -> None:
+        if self._kept.pop(key, None) is None:
+            self._kept_chars += len(key[0])
+        self._kept[key] = compilation
+        while len(self._kept) > MAX_KEPT or self._kept_chars > MAX_KEPT_CHARS:
+            if len(self._kept) == 1:
+                return
+            (grammar, _), _ = self._kept.popitem(last=False)
+            self._kept_chars -= len(grammar)
+
+    def _compile(self, compilation: GuidanceCompilation, grammar: str, eos: Eos) -> LLMatcher:
+        from llguidance import LLMatcher
+
+        tokenizer = self._tokenizer(eos)
+        compilation.began = time.monotonic()
+        matcher = LLMatcher(tokenizer, source_of(grammar_from(grammar)), log_level=0)
+        if matcher.is_error():
+            raise GrammarError(_words(matcher.get_error()))
+        return matcher
+
+    def _tokenizer(self, eos: Eos) -> LLTokenizer:
+        with self._making:
+            if eos not in self._tokenizers:
+                began = time.perf_counter()
+                self._tokenizers[eos] = self._make_tokenizer(eos)
+                seconds = time.perf_counter() - began
+                logger.info("the tokenizer was made ready for grammars in %.1f s", seconds)
+            return self._tokenizers[eos]
+
+
+class GuidanceCompilation:
+    """A ``Compilation``: every request that asks gets a matcher of its own."""
+
+    def __init__(self, eos: Eos) -> None:
+        self._eos = eos
+        self.future: Future[LLMatcher] = Future()
+        self.began: float | None = None  # seconds, once the tokenizer is there
+
+    @property
+    def is_late(self) -> bool:
+        return not self.future.done() and self.began is not None and self._seconds() > MAX_SECONDS
+
+    def poll(self) -> GuidanceMatcher | None:
+        if self.is_late:
+            raise GrammarError(
+                f"it was not compiled within {MAX_SECONDS:g} seconds: make it smaller"
+            )
+        return self.wait() if self.future.done() else None
+
+    def wait(self) -> GuidanceMatcher:
+        """The same, when it is done."""
+        return GuidanceMatcher(self.future.result().deep_copy(), self._eos)
+
+    def _seconds(self) -> float:
+        return 0.0 if self.began is None else time.monotonic() - self.began
+
+
+class GuidanceMatcher:
+    """A ``Matcher``. The library follows texts only up to their end."""
+
+    def __init__(self, matcher: LLMatcher, eos: Eos) -> None:
+        self._matcher = matcher
+        self._eos = eos
+
+    def num_allowed(self, tokens: Sequence[int]) -> int:
+        text = self._without_end(tokens)
+        found: int = self._matcher.validate_tokens(text) if text else 0
+        self._check()
+        return found + (found == len(text) < len(tokens) and self._may_end_behind(text))
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        if text := self._without_end(tokens):
+            self._matcher.consume_tokens(text)
+            self._check()
+
+    def fill(self, masks: Column, drafts: Sequence[int]) -> None:
+        num_taken = 0
+        for index in range(len(masks)):
+            words = masks[index]
+            self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            self._check()
+            if index == len(drafts) or drafts[index] in self._eos or drafts[index] < 0:
+                break
+            if self._matcher.try_consume_tokens([drafts[index]]) == 0:
+                break
+            num_taken += 1
+        self._go_back(num_taken)
+
+    def _without_end(self, tokens: Sequence[int]) -> list[int]:
+        """The tokens before the first that ends text."""
+        ends = [place for place, token in enumerate(tokens) if token in self._eos]
+        return list(tokens[: ends[0]] if ends else tokens)
+
+    def _may_end_behind(self, text: list[int]) -> bool:
+        self.advance(text)
+        may_end: bool = self._matcher.is_accepting()
+        self._go_back(len(text))
+        return may_end
+
+    def _go_back(self, num_tokens: int) -> None:
+        if num_tokens:
+            self._matcher.rollback(num_tokens)
+            self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise GrammarError(_words(self._matcher.get_error()))
+
+
+class CheckedOnly:
+    """A ``GrammarCompiler`` for a replay, which has no tokenizer: it refuses what is refused, and
+    its matchers take the tokens as they were."""
+
+    def submit(self, grammar: str, eos_token_ids: Sequence[int]) -> Compiled:
+        from llguidance import LLMatcher
+
+        if wrong := LLMatcher.validate_grammar(source_of(grammar_from(grammar))):
+            raise GrammarError(_words(wrong))
+        return Compiled(Follower())
+
+
+class Follower:
+    """A ``Matcher`` that allows everything."""
+
+    def num_allowed(self, tokens: Sequence[int]) -> int:
+        return len(tokens)
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        pass
+
+    def fill(self, masks: Column, drafts: Sequence[int]) -> None:
+        masks[:] = ALL
+
+
+def source_of(grammar: Grammar) -> str:
+    """The grammar as the library reads it. Raises ``GrammarError``."""
+    from llguidance import LLMatcher, grammar_from
+
+    if grammar.kind in ("json", "json_object"):
+        schema = {"type": "object"} if grammar.kind == "json_object" else json.loads(grammar.text)
+        if grammar.is_closed:
+            schema = closed(schema)
+        options: dict[str, Any] = {}
+        if grammar.is_dense:
+            options["whitespace_flexible"] = False
+        else:
+            options["whitespace_pattern"] = grammar.whitespace or WHITESPACE
+        found: str = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
+        return found
+    if grammar.kind == "regex":
+        return str(LLMatcher.grammar_from_regex(grammar.text))
+    if grammar.kind == "choice":
+        return str(LLMatcher.grammar_from_regex("|".join(map(_quoted, json.loads(grammar.text)))))
+    try:
+        return str(grammar_from("grammar", grammar.text))
+    except ValueError as error:
+        raise GrammarError(str(error)) from error
+
+
+def closed(schema: Any) -> Any:
+    """The schema without properties that it does not name."""
+    if isinstance(schema, list):
+        return [closed(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {}
+    for key, value in schema.items():
+        if key in _BY_NAME and isinstance(value, dict):
+            found[key] = {name: closed(each) for name, each in value.items()}
+        else:
+            found[key] = value if key in _VALUES else closed(value)
+    if "properties" in found or "patternProperties" in found or found.get("type") == "object":
+        found.setdefault("additionalProperties", False)
+    return found
+
+
+def guidance_of(config: ModelConfig, vocab_size: int) -> GuidanceCompiler:
+    """The compiler for a model; its tokenizer is read when the first grammar comes."""
+
+    def make(eos: Eos) -> LLTokenizer:
+        from llguidance import LLTokenizer
+
+        from engine.hub.fetch import fetched
+        from engine.text.tokenizer import load_tokenizer
+
+        tokenizer = load_tokenizer(fetched(config, for_core=False, for_text=True))
+        source = tokenizer.backend.as_json()
+        if source is None:
+            raise GrammarError(
+                "this model's tokenizer is no fast one, of which grammars know the tokens; convert "
+                "it to tokenizer.json"
+            )
+        return LLTokenizer(source, n_vocab=vocab_size, eos_token=list(eos))
+
+    return GuidanceCompiler(make)
+
+
+def _quoted(text: str) -> str:
+    """Matches the text itself in a regular expression of Rust's."""
+    return re.sub(r"([\\.+*?()|\[\]{}^$#&~/-])", r"\\\1", text)
+
+
+def _words(error: str) -> str:
+    """What the library says, without the trace behind it."""
+    return error.strip().split("\n<state>")[0][:2000]
