@@ -78,6 +78,9 @@ class Resource:
     ``engine.messages.step.CAPABILITIES``). An engine whose worker lacks one of them refuses the
     resource at its start."""
     on_refuse = OnRefuse.SKIP
+    serves = ""
+    """Field of a request that asks for it, as ``"grammar"``: until one with that field comes, none
+    of its hooks is called and it costs nothing. Empty: it concerns all requests."""
 
     def attach(self, scheduler: AttachedScheduler) -> None:
         """Called once. Keep it to ``wake`` what was parked, to read its ``config`` and ``view``.

@@ -15,7 +15,6 @@ from engine.sched.request import Request
 from engine.sched.resource import AttachedScheduler, Fit, OnRefuse, Resource
 from engine.sched.step.builder import Step
 
-
 WORD = 32  # tokens a word of a mask
 ALL = np.int32(-1)
 
@@ -96,6 +95,7 @@ class GrammarReadiness(Resource):
     """
 
     name = "grammar"
+    serves = "grammar"
     needs = ("masks",)
     on_refuse = OnRefuse.PARK
 
@@ -226,6 +226,7 @@ class GrammarReadiness(Resource):
 
     def _report_broken(self, plan: StepPlan, result: StepResult) -> None:
         """The worker knows only that nothing was allowed."""
+        assert plan.masks is not None
         for index in plan.masks.rows.tolist():
             req = self._owner(plan, index)
             if req is not None and (why := self._broken.get(req.request_id)):

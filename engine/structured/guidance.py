@@ -16,8 +16,10 @@ import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from threading import Lock
+from concurrent.futures import Future
+from functools import partial
+from queue import SimpleQueue
+from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any
 
 from engine.config.model import ModelConfig
@@ -28,14 +30,17 @@ from engine.structured.decide import ALL, Compiled
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
 
 logger = logging.getLogger("engine.structured")
 
 MAX_SECONDS = 10.0  # for compiling one grammar, waiting for others included
 NUM_THREADS = 2
+# Compiling takes time by the square of the symbols: a second for these. A state takes 1 to 2 KB.
+LIMITS = {"max_grammar_size": 20_000, "max_lexer_states": 50_000}
 # Between tokens of JSON: a few spaces, a new line and its indentation. A model that may write any
 # number of them writes some hundred, now and then, and never comes to an end.
-WHITESPACE = r"[ \t]{0,4}(\r?\n[ \t]{0,32})?"
+WHITESPACE = r"[ \t]{0,2}(\r?\n[ \t]{0,24})?"
 MAX_KEPT = 512  # compiled grammars
 MAX_KEPT_CHARS = 8 << 20  # of their texts
 
@@ -52,12 +57,14 @@ class GrammarError(EngineError):
 class GuidanceCompiler:
     """A ``GrammarCompiler``; equal grammars are compiled once."""
 
-    def __init__(self, tokenizer: Callable[[Eos], LLTokenizer]) -> None:
-        """tokenizer: made once for the ids that end text, when it is needed."""
-        self._make_tokenizer = tokenizer
+    def __init__(self, make_tokenizer: Callable[[Eos], LLTokenizer]) -> None:
+        """make_tokenizer: called once for the ids that end text, when they are first needed."""
+        self._make_tokenizer = make_tokenizer
         self._tokenizers: dict[Eos, LLTokenizer] = {}
         self._making = Lock()
-        self._threads: ThreadPoolExecutor | None = None
+        # Threads that the end of the program does not wait for, as it would for an executor's.
+        self._waiting: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._threads: list[Thread] = []
         self._kept: OrderedDict[tuple[str, Eos], GuidanceCompilation] = OrderedDict()
         self._kept_chars = 0
 
@@ -67,45 +74,54 @@ class GuidanceCompiler:
         if (found := self._kept.get(key)) is not None and not found.is_late:
             self._kept.move_to_end(key)
             return found
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
         compilation = GuidanceCompilation(key[1])
-        compilation.future = self._threads.submit(self._compile, compilation, *key)
+        if key[1] in self._tokenizers:
+            compilation.start_clock()
+        self._waiting.put(partial(self._compile, compilation, *key))
+        if len(self._threads) < NUM_THREADS:
+            self._threads.append(Thread(target=self._serve, name="grammar", daemon=True))
+            self._threads[-1].start()
         self._keep(key, compilation)
         return compilation
 
-    def shutdown(self) -> None:
-        """What has not begun is not compiled."""
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
+    def _serve(self) -> None:
+        while True:
+            self._waiting.get()()
 
     def _keep(self, key: tuple[str, Eos], compilation: GuidanceCompilation) -> None:
         if self._kept.pop(key, None) is None:
             self._kept_chars += len(key[0])
         self._kept[key] = compilation
-        while len(self._kept) > MAX_KEPT or self._kept_chars > MAX_KEPT_CHARS:
-            if len(self._kept) == 1:
-                return
+        while len(self._kept) > 1 and (
+            len(self._kept) > MAX_KEPT or self._kept_chars > MAX_KEPT_CHARS
+        ):
             (grammar, _), _ = self._kept.popitem(last=False)
             self._kept_chars -= len(grammar)
 
-    def _compile(self, compilation: GuidanceCompilation, grammar: str, eos: Eos) -> LLMatcher:
-        from llguidance import LLMatcher
+    def _compile(self, compilation: GuidanceCompilation, grammar: str, eos: Eos) -> None:
+        from llguidance import LLMatcher, LLParserLimits
 
-        tokenizer = self._tokenizer(eos)
-        compilation.began = time.monotonic()
-        matcher = LLMatcher(tokenizer, source_of(grammar_from(grammar)), log_level=0)
-        if matcher.is_error():
-            raise GrammarError(_words(matcher.get_error()))
-        return matcher
+        try:
+            tokenizer = self._tokenizer(eos)
+            compilation.start_clock()
+            source = source_of(grammar_from(grammar))
+            limits = LLParserLimits(**LIMITS, verbose_errors=False)
+            matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits)
+            if matcher.is_error():
+                raise GrammarError(_words(matcher.get_error()))
+        except BaseException as error:  # the library may panic, which is no Exception
+            compilation.future.set_exception(GrammarError(str(error)))
+        else:
+            compilation.future.set_result(matcher)
 
     def _tokenizer(self, eos: Eos) -> LLTokenizer:
         with self._making:
             if eos not in self._tokenizers:
                 began = time.perf_counter()
-                self._tokenizers[eos] = self._make_tokenizer(eos)
+                made = self._make_tokenizer(eos)
                 seconds = time.perf_counter() - began
                 logger.info("the tokenizer was made ready for grammars in %.1f s", seconds)
+                self._tokenizers[eos] = made
             return self._tokenizers[eos]
 
 
@@ -113,13 +129,19 @@ class GuidanceCompilation:
     """A ``Compilation``: every request that asks gets a matcher of its own."""
 
     def __init__(self, eos: Eos) -> None:
-        self._eos = eos
         self.future: Future[LLMatcher] = Future()
-        self.began: float | None = None  # seconds, once the tokenizer is there
+        self._eos = eos
+        self._began: float | None = None
+
+    def start_clock(self) -> None:
+        """The tokenizer is there: seconds count from now, if they do not yet."""
+        self._began = self._began or time.monotonic()
 
     @property
     def is_late(self) -> bool:
-        return not self.future.done() and self.began is not None and self._seconds() > MAX_SECONDS
+        if self.future.done() or self._began is None:
+            return False
+        return time.monotonic() - self._began > MAX_SECONDS
 
     def poll(self) -> GuidanceMatcher | None:
         if self.is_late:
@@ -129,11 +151,7 @@ class GuidanceCompilation:
         return self.wait() if self.future.done() else None
 
     def wait(self) -> GuidanceMatcher:
-        """The same, when it is done."""
         return GuidanceMatcher(self.future.result().deep_copy(), self._eos)
-
-    def _seconds(self) -> float:
-        return 0.0 if self.began is None else time.monotonic() - self.began
 
 
 class GuidanceMatcher:
@@ -221,11 +239,9 @@ def source_of(grammar: Grammar) -> str:
         schema = {"type": "object"} if grammar.kind == "json_object" else json.loads(grammar.text)
         if grammar.is_closed:
             schema = closed(schema)
-        options: dict[str, Any] = {}
+        options: JsonCompileOptions = {"whitespace_pattern": grammar.whitespace or WHITESPACE}
         if grammar.is_dense:
-            options["whitespace_flexible"] = False
-        else:
-            options["whitespace_pattern"] = grammar.whitespace or WHITESPACE
+            options = {"whitespace_flexible": False}
         found: str = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
         return found
     if grammar.kind == "regex":
@@ -244,7 +260,7 @@ def closed(schema: Any) -> Any:
         return [closed(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {}
+    found: dict[str, Any] = {}
     for key, value in schema.items():
         if key in _BY_NAME and isinstance(value, dict):
             found[key] = {name: closed(each) for name, each in value.items()}

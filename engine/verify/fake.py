@@ -46,6 +46,7 @@ def digest_of(tokens: Sequence[int]) -> int:
         digest = mix(digest, token)
     return digest
 
+
 NONE_LEFT = -1  # in place of a token, where a mask allows none
 
 

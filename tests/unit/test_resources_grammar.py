@@ -241,3 +241,22 @@ def test_drafts_are_cut_to_what_the_grammar_allows():
     assert run.plans[1:4] == [{"0": 3}, {"0": 3}, {"0": 2}]
     assert drafts.stats.num_draft_tokens == drafts.stats.num_accepted == 5
     assert run.outputs["0"] == answer(request)
+
+
+def test_without_a_request_that_asks_no_hook_is_called():
+    class Counting(GrammarReadiness):
+        num_calls = 0
+
+        def begin_step(self, step):
+            self.num_calls += 1
+            super().begin_step(step)
+
+    request = request_of("1", "its")
+    readiness = Counting(Compiler({"its": follows(request, 1)}), VOCAB_SIZE)
+    run = make_feature_run(resources=[readiness])
+    run.add(request_of("0"))
+    run.drain()
+    assert readiness.num_calls == 0
+    run.add(request)
+    run.drain()
+    assert readiness.num_calls > 0 and run.outputs["1"] == answer(request)

@@ -44,12 +44,15 @@ class Resources:
         self._timer = faults.timer
         self._seconds = faults.seconds
         self._num_faults = {id(resource): 0 for resource in resources}
+        self._asleep = {resource.serves for resource in resources if resource.serves}
         self._own = self._by_hook()
         self._parked: dict[Request, Resource] = {}  # which resource parked it
         self._orphans: list[Request] = []
 
     def objection(self, add: AddRequest) -> str | None:
         """Why some resource could never serve such a request."""
+        if self._asleep:
+            self._awaken(add)
         for own in self._own["objection"]:
             answer: str | None
             answer = self._ask(own, "objection", None, add, wrong=answers.wrong_objection)
@@ -151,12 +154,18 @@ class Resources:
 
     # -- helpers
 
+    def _awaken(self, add: AddRequest) -> None:
+        """A request may be the first to ask for some resource."""
+        if asked := {field for field in self._asleep if getattr(add, field, None)}:
+            self._asleep -= asked
+            self._own = self._by_hook()
+
     def _by_hook(self) -> dict[str, list[Own]]:
         return {
             hook: [
                 Own(resource, f"{type(resource).__name__}.{hook}")
                 for resource in self.members
-                if _has_own(resource, hook)
+                if resource.serves not in self._asleep and _has_own(resource, hook)
             ]
             for hook in HOOKS
         }
