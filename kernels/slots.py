@@ -33,6 +33,7 @@ __all__ = [
     "advance",
     "apply_bitmask",
     "apply_edits",
+    "are_sound",
     "count_tokens",
     "forbid_words",
     "grow_block_tables",
@@ -93,6 +94,10 @@ def advance(
 def sample(rows: Rows, columns: Columns) -> torch.Tensor:
     """See `kernels.reference.sampling`."""
     return _body(rows.logits, sampling).sample(rows, columns)
+
+
+def are_sound(scores: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    return _body(scores, logits).are_sound(scores, places)
 
 
 def apply_bitmask(scores: torch.Tensor, masks: torch.Tensor, mask_of_row: torch.Tensor) -> None:

@@ -161,7 +161,7 @@ class Sampler:
             return Drawing({}, [], None, None, raw)
         places = self._upload(np.array(edited))
         # Checked before the edits, as a mask would hide NaN or infinity of the model.
-        sound = torch.isfinite(rows.logits[places].amax(dim=1))
+        sound = on_slots.are_sound(rows.logits, places)
         errors = self._unsound(rows.logits, draws, edited, sound)
         if masks is not None:
             on_slots.apply_bitmask(rows.logits, masks.words, self._upload(masks.of_row))

@@ -37,7 +37,8 @@ logger = logging.getLogger("engine.structured")
 MAX_SECONDS = 10.0  # for compiling one grammar, waiting for others included
 NUM_THREADS = 2
 # Compiling takes time by the square of the symbols: a second for these. A state takes 1 to 2 KB.
-LIMITS = {"max_grammar_size": 20_000, "max_lexer_states": 50_000}
+MAX_SYMBOLS = 20_000
+MAX_LEXER_STATES = 50_000
 # Between tokens of JSON: a few spaces, a new line and its indentation. A model that may write any
 # number of them writes some hundred, now and then, and never comes to an end.
 WHITESPACE = r"[ \t]{0,2}(\r?\n[ \t]{0,24})?"
@@ -105,7 +106,11 @@ class GuidanceCompiler:
             tokenizer = self._tokenizer(eos)
             compilation.start_clock()
             source = source_of(grammar_from(grammar))
-            limits = LLParserLimits(**LIMITS, verbose_errors=False)
+            limits = LLParserLimits(
+                max_grammar_size=MAX_SYMBOLS,
+                max_lexer_states=MAX_LEXER_STATES,
+                verbose_errors=False,
+            )
             matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits)
             if matcher.is_error():
                 raise GrammarError(_words(matcher.get_error()))

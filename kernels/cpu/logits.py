@@ -10,8 +10,22 @@ import numpy as np
 import torch
 from numba import njit
 
+from kernels.cpu import masks
+from kernels.cpu.masks import apply_bitmask, are_sound
 from kernels.reference import logits as reference
 from kernels.reference.logits import BadWords, Edits, Penalties
+
+__all__ = [
+    "apply_bitmask",
+    "apply_edits",
+    "are_sound",
+    "count_tokens",
+    "forbid_words",
+    "penalise_rows",
+    "prepare",
+    "seat",
+    "token_logprobs",
+]
 
 WORD = reference.WORD
 MAX_CHUNK = 2**23  # logits looked at together: bounds the memory of what is worked out from them
@@ -29,16 +43,13 @@ def prepare() -> None:
     zero = torch.zeros(1, dtype=torch.float32)
     starts = torch.zeros(2, dtype=torch.int32)
     penalties = Penalties(table, table.clone(), zero + 1, zero, zero.clone())
-    apply_bitmask(x, table, one)
+    masks.MASK.prepare()
+    masks.SOUND.prepare()
     apply_edits(x, Edits(starts, none, zero[:0], none), one, one)
     forbid_words(x, BadWords(starts, starts, none), one, one, table, one)
     seat(penalties, 0, one, 1)
     count_tokens(penalties, one, table, one)
     penalise_rows(x, penalties, one)
-
-
-def apply_bitmask(logits: torch.Tensor, masks: torch.Tensor, mask_of_row: torch.Tensor) -> None:
-    _bitmask(logits.numpy(), masks.numpy(), mask_of_row.numpy())
 
 
 def apply_edits(
@@ -108,23 +119,6 @@ def _logprobs(x: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, t
     values = x.gather(1, token_ids)
     ranks = (x > values[:, :1]).sum(dim=1) + 1
     return values - x.logsumexp(dim=1, keepdim=True), ranks.int()
-
-
-@njit(cache=True)
-def _bitmask(x, masks, mask_of_row):
-    vocab_size = x.shape[1]
-    for row in range(len(mask_of_row)):
-        mask = mask_of_row[row]
-        if mask < 0:
-            continue
-        for word in range((vocab_size + WORD - 1) // WORD):
-            packed = masks[mask, word]
-            if packed == -1:
-                continue
-            first = word * WORD
-            for bit in range(min(WORD, vocab_size - first)):
-                if (packed >> bit) & 1 == 0:
-                    x[row, first + bit] = NOTHING
 
 
 @njit(cache=True)

@@ -94,6 +94,11 @@ def penalise_rows(
         logits[row] = torch.where(counts > 0, lowered, x).float()
 
 
+def are_sound(logits: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Whether the rows at these places [E] hold no NaN and no +inf, and are not all -inf [E]."""
+    return torch.isfinite(logits[places].amax(dim=1))
+
+
 def apply_bitmask(logits: torch.Tensor, masks: torch.Tensor, mask_of_row: torch.Tensor) -> None:
     """Forbid what a mask [M, ceil(V / 32)] int32 does not allow: bit t % 32 of word t // 32 is set.
 

@@ -1,5 +1,6 @@
 """Bodies for CUDA and ROCm devices. Same signatures as :mod:`kernels.reference`."""
 
+from kernels.reference.logits import are_sound
 from kernels.triton.activation import act_mul
 from kernels.triton.attention import paged_attention
 from kernels.triton.bitmask import apply_bitmask, apply_edits, forbid_words
@@ -19,6 +20,7 @@ __all__ = [
     "advance",
     "apply_bitmask",
     "apply_edits",
+    "are_sound",
     "choose_tokens",
     "count_tokens",
     "forbid_words",
