@@ -122,9 +122,8 @@ class EagerStep:
         batch.aux_layers = tuple(sorted({layer for f in asking for layer in f.aux_layers}))
         for feature in features:
             feature.extend(batch, rows)
-        room = self._staged.room
-        is_decodes = batch.wanted is None and room.num_tokens == room.num_seqs
-        if is_decodes and not any(feature.touches(rows) for feature in features):
+        # Where every token draws one, all rows are decodes, with drafts or without.
+        if batch.wanted is None and not any(feature.touches(rows) for feature in features):
             batch.recorder = self._machine.recorder
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_right, insort
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -64,7 +64,7 @@ class Recording:
 
 
 class Recorder:
-    """Repeats a model's decode steps: the second of a size is recorded, later ones replayed."""
+    """Repeats a model's decode steps: the second of a kind is recorded, later ones replayed."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._memory = torch.empty(max_bytes, dtype=torch.uint8)
@@ -72,29 +72,44 @@ class Recorder:
 
     def forget(self) -> None:
         """The model's cache lies elsewhere now."""
-        self._kept: dict[int, Recording] = {}
-        self._seen: set[int] = set()
-        self._unfit: set[int] = set()
+        self._kept: dict[_Kind, Recording] = {}
+        self._seen: set[_Kind] = set()
+        self._unfit: set[_Kind] = set()
 
     def run(self, work: Work, given: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
         """What the work makes of an input [N, ...], which it may overwrite. It must be the same
-        each time but for N.
+        each time but for N and for what attention is asked.
 
         The result is overwritten by the next step.
         """
-        num = len(given)
-        recording = self._kept.get(num)
+        kind = _kind_of(len(given), meta)
+        recording = self._kept.get(kind)
         if recording is not None:
             return recording.replay(given, meta)
-        if num in self._unfit or num not in self._seen:
-            self._seen.add(num)
+        if kind in self._unfit or kind not in self._seen:
+            self._seen.add(kind)
             return work(given)
         result, recording = record(work, given, meta, self._memory)
         if recording is None:
-            self._unfit.add(num)
+            self._unfit.add(kind)
         else:
-            self._kept[num] = recording
+            self._kept[kind] = recording
         return result
+
+
+class _Kind(NamedTuple):
+    """Steps that have the same launches."""
+
+    num_tokens: int
+    has_singles: bool  # sequences of one token; several are another launch of attention
+    has_chunks: bool
+
+
+def _kind_of(num_tokens: int, meta: AttentionMeta) -> _Kind:
+    if meta.max_query_len <= 1:
+        return _Kind(num_tokens, True, False)
+    counts = np.diff(meta.query_start.numpy())
+    return _Kind(num_tokens, bool((counts == 1).any()), True)
 
 
 def record(

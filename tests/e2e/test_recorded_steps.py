@@ -66,6 +66,31 @@ def test_replayed_steps_compute_the_same(
         assert scores(engine, requests) == replayed and not sizes
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral-window"])
+def test_steps_with_drafts_are_replayed_too(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Of one request and of several, some of which have drafts."""
+    sizes, replay = set(), Recording.replay
+
+    def seen(self: Recording, given: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
+        sizes.add((len(given), meta.query_start[1:].tolist()[-1], len(meta.seq_lens)))
+        return replay(self, given, meta)
+
+    monkeypatch.setattr(Recording, "replay", seen)
+    draw = random.Random(seed)
+    path = str(make_tiny_model(name, tmp_path, torch.bfloat16))
+    phrase = [draw.randrange(3, VOCAB) for _ in range(4)]
+    requests = [(phrase * draw.randint(3, 6), draw.randint(20, 60)) for _ in range(4)]
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 1}
+    found = []
+    for options in ({}, {"enforce_eager": True}):
+        with engine_for(path, speculative_config=drafts, **options) as engine:
+            found.append((scores(engine, requests[:1]), scores(engine, requests)))
+    assert found[0] == found[1]
+    assert any(num_tokens > num_seqs for num_tokens, _, num_seqs in sizes), sizes
+
+
 def no_meta() -> AttentionMeta:
     none = torch.zeros(0, dtype=torch.int32)
     return AttentionMeta(none, none, none, none.long(), none.long(), 16, 0, 0, 0)
