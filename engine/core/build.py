@@ -34,6 +34,7 @@ from engine.sched.plugins.find import Chosen, choose, make_scheduler
 from engine.sched.resource import Resource
 from engine.spec.decide import Drafts
 from engine.spec.ngram import NgramProposer
+from engine.spec.worth import Worth
 from engine.structured.decide import CompiledAtOnce, GrammarCompiler, GrammarReadiness
 from engine.structured.guidance import guidance_of
 
@@ -149,7 +150,8 @@ def features_of(config: SchedulerOptions) -> list[Resource]:
     asked = SpeculativeConfig.of(config.speculative_config)
     make = PROPOSERS[asked.method]
     proposer = make(asked.prompt_lookup_min, asked.prompt_lookup_max)
-    return [Drafts(asked.num_speculative_tokens, proposer)]
+    worth = Worth(asked.num_speculative_tokens)
+    return [Drafts(asked.num_speculative_tokens, proposer, worth=worth)]
 
 
 def with_grammars(

@@ -31,6 +31,7 @@ from engine.sched.plugins.answers import raised, shown
 from engine.sched.request import Request
 from engine.sched.resource import AttachedScheduler, Resource
 from engine.sched.step.builder import Step
+from engine.spec.worth import Worth
 
 MOST_TOKEN = 2**31 - 1  # what a column can hold
 
@@ -87,8 +88,8 @@ class Drafts(Resource):
 
     What a drafting row will have computed is known when its step is settled, so it is in one step
     at a time. ``proposer``: makes drafts; ``None``: the worker does. ``cut`` says how many leading
-    drafts of a request are worth a try: those its grammar allows. Raises ``ConfigError`` for a
-    number that cannot be.
+    drafts of a request may be right: those its grammar allows. ``worth`` chooses how many of a
+    proposer's are verified; ``None``: all. Raises ``ConfigError`` for a number that cannot be.
     """
 
     name = "drafts"
@@ -99,6 +100,7 @@ class Drafts(Resource):
         num_speculative_tokens: int,
         proposer: Proposer | None = None,
         cut: Cut = keep_all,
+        worth: Worth | None = None,
     ) -> None:
         check_kind("num_speculative_tokens", num_speculative_tokens, (int,))
         if not 0 <= num_speculative_tokens <= MAX_DRAFTS:
@@ -112,6 +114,7 @@ class Drafts(Resource):
         self.stats = DraftStats(accepted_at=[0] * num_speculative_tokens)
         self._proposer = proposer
         self.cut = cut
+        self._worth = worth
         self._running: dict[int, Request] = {}  # by row
         self._moved: set[int] = set()  # rows whose tokens have grown since the proposer was asked
         self._drafting: set[int] = set()  # rows with drafts in this step or for the next one
@@ -171,6 +174,8 @@ class Drafts(Resource):
         self._set_drafting(req, False)
         if req.is_finished and self._proposer is not None:
             self._proposer.release(req)
+        if req.is_finished and self._worth is not None:
+            self._worth.release(req)
 
     def describe(self, plan: StepPlan) -> None:
         if not self._taken:
@@ -191,7 +196,7 @@ class Drafts(Resource):
 
     def settle(self, plan: StepPlan, result: StepResult) -> None:
         if plan.drafts is not None:
-            self._count(plan.drafts, result)
+            self._count(plan, plan.drafts, result)
         if self._proposer is not None:
             self._moved.update(plan.rows[result.counts > 0].tolist())
         else:
@@ -205,21 +210,42 @@ class Drafts(Resource):
         One for which the proposer fails has no drafts and is asked about again when it has more.
         Raises ``ValueError`` for the first of these, when all others have been asked about.
         """
-        failed = ""
+        failed, price = "", None
         while self._moved:  # removed before the proposer is called
             if (req := self._running.get(self._moved.pop())) is None:
                 continue
+            if self._worth is not None and self._worth.rests(req):
+                self._forget(req)
+                continue
             drafts, fault = self._ask(proposer, req)
+            if self._worth is not None and drafts:
+                price = self._price() if price is None else price
+                drafts = drafts[: self._worth.num_worth(req, drafts, price)]
             if fault:
                 name = type(proposer).__name__
                 failed = failed or f"{name}.propose, request {req.request_id}: {fault}"
             if drafts:
                 self._proposed[req.row] = drafts
+                self._set_drafting(req, True)
             else:
-                self._proposed.pop(req.row, None)
-            self._set_drafting(req, len(drafts) > 0)
+                self._forget(req)
         if failed:
             raise ValueError(failed)
+
+    def _forget(self, req: Request) -> None:
+        """It has no drafts now."""
+        self._proposed.pop(req.row, None)
+        self._set_drafting(req, False)
+
+    def _price(self) -> float:
+        """Tokens that the running decodes would bring in the time that one draft more takes."""
+        view = self._scheduler.view
+        last, cost = view.last, view.cost
+        num = max(1, last.num_seqs)
+        alone = cost.step_seconds(num, num, last.context, last.context + num)
+        attended = last.context + num + last.context // num
+        more = cost.step_seconds(num, num + 1, last.context, attended)
+        return num * (more - alone) / alone if alone > 0 else 0.0
 
     def _ask(self, proposer: Proposer, req: Request) -> tuple[list[int], str]:
         """At most as many tokens as may be verified; or none, and the fault."""
@@ -258,10 +284,16 @@ class Drafts(Resource):
             (self._drafting.add if wish else self._drafting.remove)(req.row)
             self._scheduler.watch_again(req)
 
-    def _count(self, part: DraftPart, result: StepResult) -> None:
+    def _count(self, plan: StepPlan, part: DraftPart, result: StepResult) -> None:
         """Count accepted drafts. Padding is not a draft, and rows without a result are left out."""
         num_real = np.concatenate([[0], np.cumsum(part.tokens != PADDING)])
         ends = np.cumsum(part.counts)
         proposed = num_real[ends] - num_real[ends - part.counts]
         counted = (proposed > 0) & (result.counts > 0)
         self.stats.add(proposed[counted], result.counts[counted] - 1)
+        if self._worth is not None:
+            for index in np.flatnonzero(counted).tolist():
+                row = int(plan.rows[index])
+                req = self._running.get(row)
+                if req is not None and req.table.generation.at[row] == plan.generations[index]:
+                    self._worth.count(req, int(proposed[index]), int(result.counts[index]) - 1)

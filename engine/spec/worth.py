@@ -1,0 +1,97 @@
+"""How many drafts are worth verifying: what they bring against what a step with them costs.
+
+A draft at place j brings a token if it and all before it are right: with probability
+P_j = p_1 ... p_j. Verifying one more takes c seconds longer, in which a step of N sequences and T
+seconds would bring N c / T tokens. So drafts are verified up to the last with P_j > N c / T (the
+goodput of Liu et al. 2024, arXiv 2406.14066, at the margin). T and c come from the cost model that
+is fitted to the engine's own steps; p_i from how often a request's drafts at place i were right,
+drawn to how often those of all requests were while it has few (the mean of a Beta posterior).
+
+A request whose drafts are not worth it rests: it is not asked about for 2, 4, ... 64 tokens, and
+then with one draft. That is all that drafting costs where it brings nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.sched.request import Request
+
+FIRST = 0.6  # of right drafts, before any was verified
+PRIOR = 3.0  # drafts that what is known of all requests counts as
+KEEP = 0.9  # of what a request's earlier drafts count for, at each step with drafts
+KEEP_ALL = 0.99  # the same of all requests' together
+MOST_REST = 64  # tokens
+
+
+class Rates:
+    """How often drafts were right by place, given that those before them were; older ones weigh
+    less."""
+
+    def __init__(
+        self, num_places: int, keep: float, tried: float = 0.0, right: float = 0.0
+    ) -> None:
+        self._keep = keep
+        self.tried = [tried] * num_places
+        self.right = [right] * num_places
+
+    def add(self, num_verified: int, num_right: int) -> None:
+        """One step: drafts behind the first wrong one say nothing."""
+        tried, right, keep = self.tried, self.right, self._keep
+        for place in range(min(num_verified, num_right + 1)):
+            tried[place] = tried[place] * keep + 1.0
+            right[place] = right[place] * keep + (place < num_right)
+
+
+class Worth:
+    """Chooses the number of drafts of each request."""
+
+    def __init__(self, num_places: int) -> None:
+        self._num_places = num_places
+        self._all = Rates(num_places, KEEP_ALL, PRIOR, PRIOR * FIRST)
+        self._own: dict[int, Rates] = {}  # by number of the request
+        self._rest: dict[int, tuple[int, int]] = {}  # tokens at which it is asked again; last rest
+
+    def rests(self, req: Request) -> bool:
+        """Is it too early to ask for drafts again?"""
+        until = self._rest.get(req.arrival)
+        return until is not None and req.num_tokens < until[0]
+
+    def num_worth(self, req: Request, drafts: Sequence[int], price: float) -> int:
+        """How many of these drafts to verify. price: tokens that one draft more must bring."""
+        own, every = self._own.get(req.arrival), self._all
+        chance, num = 1.0, 0
+        for place in range(min(len(drafts), self._num_places)):
+            rate = every.right[place] / every.tried[place]
+            if own is not None:
+                rate = (own.right[place] + PRIOR * rate) / (own.tried[place] + PRIOR)
+            chance *= rate
+            if chance <= price:
+                break
+            num += 1
+        if num or not drafts:
+            return num
+        # One draft tells whether its text has begun to repeat itself, if that could ever pay.
+        has_rested = req.arrival in self._rest
+        self._let_rest(req)
+        return int(has_rested and price < 1.0)
+
+    def count(self, req: Request, num_verified: int, num_right: int) -> None:
+        """Drafts of the request were verified."""
+        own = self._own.get(req.arrival)
+        if own is None:
+            own = self._own[req.arrival] = Rates(self._num_places, KEEP)
+        own.add(num_verified, num_right)
+        self._all.add(num_verified, num_right)
+        if num_right:
+            self._rest.pop(req.arrival, None)
+
+    def release(self, req: Request) -> None:
+        """The request has ended."""
+        self._own.pop(req.arrival, None)
+        self._rest.pop(req.arrival, None)
+
+    def _let_rest(self, req: Request) -> None:
+        _, last = self._rest.get(req.arrival, (0, 1))
+        rest = min(2 * last, MOST_REST)
+        self._rest[req.arrival] = (req.num_tokens + rest, rest)
