@@ -1,0 +1,170 @@
+"""What structured outputs cost: throughput, the first token, and neighbours without a grammar.
+
+    python benchmarks/structured.py MODEL_DIR [--num 32] [--tokens 96] [--rounds 5] [--json FILE]
+
+One engine, loads in turn: as many requests without a grammar as with a schema, all of so many
+tokens; half of them with and half without, where the time between tokens of those without is
+compared with the load in which nobody has a schema; and single requests, whose first token is
+timed without a grammar, with a schema that was never seen, and with the first one of the process,
+for which the tokenizer is made ready. Medians over the rounds with 95 % intervals of the ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import machine
+from measure import median_interval, quantile
+from rich.console import Console
+from rich.table import Table
+
+from engine import EngineArgs, LLMEngine, SamplingParams, StructuredOutputsParams
+
+PROMPT = list(range(20, 84))
+ITEM = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 30},
+        "kind": {"enum": ["red", "green", "blue"]},
+        "size": {"type": "integer", "minimum": 0, "maximum": 9999},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 12}, "maxItems": 4},
+    },
+    "required": ["name", "kind", "size", "tags"],
+    "additionalProperties": False,
+}
+
+
+def long_schema() -> dict[str, Any]:
+    """More objects than a request has tokens for, so that all loads have as many."""
+    return {"type": "array", "items": ITEM, "minItems": 500, "maxItems": 600}
+
+
+def simple_schema(number: int) -> dict[str, Any]:
+    """One that was never seen before."""
+    fields = {f"field_{number}": {"type": "string"}, "count": {"type": "integer"}}
+    return {"type": "object", "properties": fields, "required": list(fields)}
+
+
+def params(num_tokens: int, seed: int, schema: dict[str, Any] | None) -> SamplingParams:
+    if schema is None:
+        return SamplingParams(
+            temperature=1.0, seed=seed, max_tokens=num_tokens, ignore_eos=True, detokenize=False
+        )
+    form = StructuredOutputsParams(json=schema)
+    return SamplingParams(
+        temperature=1.0, seed=seed, max_tokens=num_tokens, detokenize=False, structured_outputs=form
+    )
+
+
+class Load(NamedTuple):
+    """What one load took."""
+
+    tokens_per_second: float
+    gaps: list[float]
+    """Seconds between tokens of the requests that had no grammar."""
+
+
+def run(engine: LLMEngine, num_tokens: int, schemas: list[dict[str, Any] | None]) -> Load:
+    for index, schema in enumerate(schemas):
+        prompt = {"prompt_token_ids": PROMPT}
+        engine.add_request(str(index), prompt, params(num_tokens, index, schema))
+    began, total = time.perf_counter(), 0
+    last: dict[str, float] = {}
+    gaps: list[float] = []
+    while engine.has_unfinished_requests():
+        outputs, now = engine.step(), time.perf_counter()
+        for output in outputs:
+            total += int(output.finished) and len(output.outputs[0].token_ids)
+            if schemas[int(output.request_id)] is None:
+                if output.request_id in last:
+                    gaps.append(now - last[output.request_id])
+                last[output.request_id] = now
+    return Load(total / (time.perf_counter() - began), gaps)
+
+
+def first_token(engine: LLMEngine, schema: dict[str, Any] | None) -> float:
+    """Seconds, of a request alone."""
+    began = time.perf_counter()
+    engine.add_request("alone", {"prompt_token_ids": PROMPT}, params(1, 0, schema))
+    while engine.has_unfinished_requests():
+        engine.step()
+    return time.perf_counter() - began
+
+
+def measure(engine: LLMEngine, num: int, num_tokens: int, rounds: int) -> dict[str, Any]:
+    first_token(engine, None)
+    cold = first_token(engine, simple_schema(0)) - first_token(engine, None)
+    half = num // 2
+    loads = {
+        "without": [None] * num,
+        "with": [long_schema()] * num,
+        "half": [long_schema(), None] * half,
+    }
+    ratios: dict[str, list[float]] = {"throughput": [], "neighbours_p99": [], "neighbours_p50": []}
+    delays, rates = [], []
+    run(engine, 8, loads["half"])
+    for turn in range(rounds):
+        names = list(loads) if turn % 2 == 0 else list(loads)[::-1]
+        found = {name: run(engine, num_tokens, loads[name]) for name in names}
+        rates.append({name: load.tokens_per_second for name, load in found.items()})
+        ratios["throughput"].append(rates[-1]["with"] / rates[-1]["without"])
+        for share, name in ((0.99, "neighbours_p99"), (0.5, "neighbours_p50")):
+            beside, alone = (quantile(found[kind].gaps, share) for kind in ("half", "without"))
+            ratios[name].append(beside / alone)
+        alone = min(first_token(engine, None) for _ in range(3))
+        schemas = [simple_schema(3 * turn + n + 1) for n in range(3)]
+        delays.append(statistics.median(first_token(engine, s) for s in schemas) - alone)
+    return {
+        "tokens_per_second": {
+            name: statistics.median(rate[name] for rate in rates) for name in loads
+        },
+        "ratios": {
+            name: {"median": statistics.median(values), "interval": median_interval(values)}
+            for name, values in ratios.items()
+        },
+        "delay_of_a_new_schema_ms": 1e3 * statistics.median(delays),
+        "delay_of_the_first_schema_ms": 1e3 * cold,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("model", help="model directory with a tokenizer")
+    parser.add_argument("--num", type=int, default=32, help="requests at once")
+    parser.add_argument("--tokens", type=int, default=96, help="output tokens of each")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="keep the figures here")
+    asked = parser.parse_args()
+    args = EngineArgs(
+        model=asked.model, log_level="error", max_model_len=1024, max_num_seqs=asked.num
+    )
+    with LLMEngine.from_engine_args(args) as engine:
+        found = measure(engine, asked.num, asked.tokens, asked.rounds)
+    about = machine.describe()
+    table = Table("", "", title=f"{Path(asked.model).name}, {about['cpu']}")
+    for name, rate in found["tokens_per_second"].items():
+        table.add_row(f"tokens/s, schema: {name}", f"{rate:.1f}")
+    for name, ratio in found["ratios"].items():
+        low, high = ratio["interval"]
+        table.add_row(f"{name}, with to without", f"{ratio['median']:.3f} [{low:.3f}, {high:.3f}]")
+    table.add_row(
+        "first token later by, a new schema, ms", f"{found['delay_of_a_new_schema_ms']:.1f}"
+    )
+    table.add_row(
+        "the same, the first schema of a process, ms",
+        f"{found['delay_of_the_first_schema_ms']:.0f}",
+    )
+    Console().print(table)
+    if asked.json:
+        asked.json.write_text(json.dumps({"machine": about, **found}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
