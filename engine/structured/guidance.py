@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
-from threading import Lock, Thread
+from threading import Lock, Thread, stack_size
 from typing import TYPE_CHECKING, Any
 
 from engine.config.model import ModelConfig
@@ -29,13 +29,16 @@ from engine.messages.structured import Grammar, grammar_from
 from engine.structured.decide import ALL, Compiled
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
     from llguidance._lib import JsonCompileOptions
 
 logger = logging.getLogger("engine.structured")
 
 MAX_SECONDS = 10.0  # for compiling one grammar, waiting for others included
 NUM_THREADS = 2
+# The library calls itself for each rule or reference that a chain of them goes through; too deep
+# a chain ends the process. Enough for MAX_GRAMMAR_CHARS of them; what is not used takes no memory.
+STACK_BYTES = 512 << 20
 # Compiling takes time by the square of the symbols: a second for these. A state takes 1 to 2 KB.
 MAX_SYMBOLS = 20_000
 MAX_LEXER_STATES = 50_000
@@ -80,8 +83,7 @@ class GuidanceCompiler:
             compilation.start_clock()
         self._waiting.put(partial(self._compile, compilation, *key))
         if len(self._threads) < NUM_THREADS:
-            self._threads.append(Thread(target=self._serve, name="grammar", daemon=True))
-            self._threads[-1].start()
+            self._threads.append(started(self._serve))
         self._keep(key, compilation)
         return compilation
 
@@ -100,18 +102,13 @@ class GuidanceCompiler:
             self._kept_chars -= len(grammar)
 
     def _compile(self, compilation: GuidanceCompilation, grammar: str, eos: Eos) -> None:
-        from llguidance import LLMatcher, LLParserLimits
-
         try:
+            from llguidance import LLMatcher  # which may fail
+
             tokenizer = self._tokenizer(eos)
             compilation.start_clock()
             source = source_of(grammar_from(grammar))
-            limits = LLParserLimits(
-                max_grammar_size=MAX_SYMBOLS,
-                max_lexer_states=MAX_LEXER_STATES,
-                verbose_errors=False,
-            )
-            matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits)
+            matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits())
             if matcher.is_error():
                 raise GrammarError(_words(matcher.get_error()))
         except BaseException as error:  # the library may panic, which is no Exception
@@ -216,11 +213,16 @@ class CheckedOnly:
     its matchers take the tokens as they were."""
 
     def submit(self, grammar: str, eos_token_ids: Sequence[int]) -> Compiled:
-        from llguidance import LLMatcher
-
-        if wrong := LLMatcher.validate_grammar(source_of(grammar_from(grammar))):
+        if wrong := elsewhere(partial(_wrong_in, grammar)):
             raise GrammarError(_words(wrong))
         return Compiled(Follower())
+
+
+def _wrong_in(grammar: str) -> str:
+    from llguidance import LLMatcher
+
+    source = source_of(grammar_from(grammar))
+    return str(LLMatcher.validate_grammar(source, limits=limits()))
 
 
 class Follower:
@@ -234,6 +236,40 @@ class Follower:
 
     def fill(self, masks: Column, drafts: Sequence[int]) -> None:
         masks[:] = ALL
+
+
+def started(work: Callable[[], None]) -> Thread:
+    """A thread that may look at grammars."""
+    before = stack_size(STACK_BYTES)
+    try:
+        thread = Thread(target=work, name="grammar", daemon=True)
+        thread.start()
+    finally:
+        stack_size(before)
+    return thread
+
+
+def elsewhere(work: Callable[[], str]) -> str:
+    """What it returns or raises, in such a thread."""
+    future: Future[str] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # the library may panic, which is no Exception
+            future.set_exception(GrammarError(str(error)))
+
+    started(run)
+    return future.result()
+
+
+def limits() -> LLParserLimits:
+    """Of every grammar that is looked at."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        max_grammar_size=MAX_SYMBOLS, max_lexer_states=MAX_LEXER_STATES, verbose_errors=False
+    )
 
 
 def source_of(grammar: Grammar) -> str:

@@ -1,0 +1,80 @@
+"""What goes wrong around grammars hurts one request, and says what it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from e2e.test_structured import EXACT, answers, make, params
+
+from engine import SamplingParams, StructuredOutputsParams
+
+TOO_LARGE = {"type": "object", "properties": {f"p{i}": {} for i in range(40_000)}}
+
+
+def asked(**fields: Any) -> SamplingParams:
+    form = StructuredOutputsParams(**fields)
+    return SamplingParams(structured_outputs=form, max_tokens=12, temperature=0.0)
+
+
+def test_a_grammar_that_is_too_large_is_replayed(tmp_path: Path) -> None:
+    """In a process of its own: without limits the library overflows its stack."""
+    log = tmp_path / "steps.log"
+    with make(step_log=str(log), **EXACT) as engine:
+        (one, _) = answers(engine, [asked(json=TOO_LARGE), params("choice")])
+    assert one.finish_reason == "error"
+    program = "import sys; from engine.core.replay import replay; print(replay(sys.argv[1]))"
+    ran = subprocess.run(
+        [sys.executable, "-c", program, str(log)], capture_output=True, text=True, timeout=120
+    )
+    assert ran.returncode == 0, ran.stderr[-500:]
+    assert "identical" in ran.stdout
+
+
+LINKS = 15_000
+CHAINS: dict[str, dict[str, Any]] = {
+    "rules": {
+        "grammar": "".join(f"r{i}: r{i + 1}\n" for i in range(LINKS))
+        + f'r{LINKS}: "a"\nstart: r0\n'
+    },
+    "references": {
+        "json": {
+            "$defs": {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(LINKS)}
+            | {f"d{LINKS}": {"type": "integer"}},
+            "$ref": "#/$defs/d0",
+        }
+    },
+}
+FOLLOWING = """
+import sys, msgspec
+from pathlib import Path
+from engine import StructuredOutputsParams
+from engine.core.replay import replay
+from e2e.test_structured import EXACT, answers, make, params
+form = msgspec.json.decode(sys.stdin.buffer.read(), type=StructuredOutputsParams)
+asked = params("choice")
+asked.structured_outputs = form
+with make(step_log=sys.argv[1], **EXACT) as engine:
+    print(answers(engine, [asked, params("choice")])[1].text)
+print(replay(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_long_chain_does_not_end_the_engine(tmp_path: Path, name: str) -> None:
+    """In a process of its own, which it may kill."""
+    ran = subprocess.run(
+        [sys.executable, "-c", FOLLOWING, str(tmp_path / "steps.log")],
+        input=json.dumps(CHAINS[name]),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+    )
+    assert ran.returncode == 0, ran.stderr[-500:]
+    assert ran.stdout.startswith(("yes", "no", "may")) and "identical" in ran.stdout
