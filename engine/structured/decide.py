@@ -202,10 +202,14 @@ class GrammarReadiness(Resource):
                 result.errors[index] = refusal
 
     def num_allowed(self, req: Request, drafts: Sequence[int]) -> int:
-        """How many of these drafts the request's grammar would let pass."""
+        """How many of these drafts the request's grammar would let pass: none if that cannot be
+        told, of which the mask or the next token then says why."""
         if req.request_id not in self._matchers:
             return len(drafts)
-        return self._caught_up(req).num_allowed(drafts)
+        try:
+            return self._caught_up(req).num_allowed(drafts)
+        except Exception:  # whatever a backend raises
+            return 0
 
     # -- helpers
 
