@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from e2e.test_structured import EXACT, answers, make, params
 
-from engine import SamplingParams, StructuredOutputsParams
+from engine import RequestError, SamplingParams, StructuredOutputsParams
 
 TOO_LARGE = {"type": "object", "properties": {f"p{i}": {} for i in range(40_000)}}
 
@@ -78,3 +78,42 @@ def test_a_long_chain_does_not_end_the_engine(tmp_path: Path, name: str) -> None
     )
     assert ran.returncode == 0, ran.stderr[-500:]
     assert ran.stdout.startswith(("yes", "no", "may")) and "identical" in ran.stdout
+
+
+def nested(depth: int) -> Any:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"items": schema}
+    return schema
+
+
+UNREADABLE: dict[str, tuple[dict[str, Any], str]] = {
+    "half a character in an expression": ({"regex": "a\ud800"}, "no character"),
+    "half a character in a choice": ({"choice": ["a", "\udfff"]}, "no character"),
+    "half a character in a grammar": ({"grammar": 'start: "\ud800"'}, "no character"),
+    "half a character in a schema": ({"json": {"const": "\ud800"}}, "no character"),
+    "half a character in the text of a schema": ({"json": '{"const":"\\ud800"}'}, "no character"),
+    "half a character for whitespace": ({"json": {}, "whitespace_pattern": "\ud800"}, "no char"),
+    "no number": ({"json": {"const": float("nan")}}, "no JSON"),
+    "nested too deeply": ({"json": nested(10_000)}, "no JSON"),
+    "a schema that is true": ({"json": "true"}, "an object"),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_what_no_core_could_read_is_refused_at_once(name: str) -> None:
+    fields, says = UNREADABLE[name]
+    with pytest.raises(RequestError, match=says):
+        StructuredOutputsParams(**fields)
+
+
+def test_a_form_that_was_changed_is_checked_again() -> None:
+    wrong: dict[str, Any] = {"choice": None, "regex": "a", "json_object": 1}
+    with make() as engine:
+        for name, value in wrong.items():
+            one = params("choice")
+            assert one.structured_outputs is not None
+            setattr(one.structured_outputs, name, value)
+            with pytest.raises(RequestError, match="structured_outputs"):
+                engine.add_request(name, "A small example:", one)
+        assert not engine.has_unfinished_requests()
