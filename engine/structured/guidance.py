@@ -15,7 +15,7 @@ import logging
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
@@ -65,6 +65,7 @@ class GuidanceCompiler:
         """make_tokenizer: called once for the ids that end text, when they are first needed."""
         self._make_tokenizer = make_tokenizer
         self._tokenizers: dict[Eos, LLTokenizer] = {}
+        self._ready: dict[Eos, float] = {}  # since when
         self._making = Lock()
         # Threads that the end of the program does not wait for, as it would for an executor's.
         self._waiting: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -75,12 +76,10 @@ class GuidanceCompiler:
     def submit(self, grammar: str, eos_token_ids: Sequence[int]) -> GuidanceCompilation:
         """Begin to compile and return at once."""
         key = grammar, tuple(eos_token_ids)
-        if (found := self._kept.get(key)) is not None and not found.is_late:
+        if (found := self._kept.get(key)) is not None and not found.is_void:
             self._kept.move_to_end(key)
             return found
-        compilation = GuidanceCompilation(key[1])
-        if key[1] in self._tokenizers:
-            compilation.start_clock()
+        compilation = GuidanceCompilation(key[1], self._ready)
         self._waiting.put(partial(self._compile, compilation, *key))
         if len(self._threads) < NUM_THREADS:
             self._threads.append(started(self._serve))
@@ -102,11 +101,19 @@ class GuidanceCompiler:
             self._kept_chars -= len(grammar)
 
     def _compile(self, compilation: GuidanceCompilation, grammar: str, eos: Eos) -> None:
+        if compilation.is_late:  # every request that asked for it has been told so
+            compilation.is_void = True
+            compilation.future.set_exception(_late())
+            return
         try:
-            from llguidance import LLMatcher  # which may fail
+            from llguidance import LLMatcher
 
             tokenizer = self._tokenizer(eos)
-            compilation.start_clock()
+        except BaseException as error:  # no fault of the grammar
+            compilation.is_void = True
+            compilation.future.set_exception(GrammarError(str(error)))
+            return
+        try:
             source = source_of(grammar_from(grammar))
             matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits())
             if matcher.is_error():
@@ -124,32 +131,31 @@ class GuidanceCompiler:
                 seconds = time.perf_counter() - began
                 logger.info("the tokenizer was made ready for grammars in %.1f s", seconds)
                 self._tokenizers[eos] = made
+                self._ready[eos] = time.monotonic()
             return self._tokenizers[eos]
 
 
 class GuidanceCompilation:
     """A ``Compilation``: every request that asks gets a matcher of its own."""
 
-    def __init__(self, eos: Eos) -> None:
+    def __init__(self, eos: Eos, ready: Mapping[Eos, float]) -> None:
+        """ready: since when there is a tokenizer; seconds count from then, or from now."""
         self.future: Future[LLMatcher] = Future()
+        self.is_void = False  # it says nothing of the grammar: the next request is to try again
         self._eos = eos
-        self._began: float | None = None
-
-    def start_clock(self) -> None:
-        """The tokenizer is there: seconds count from now, if they do not yet."""
-        self._began = self._began or time.monotonic()
+        self._ready = ready
+        self._asked = time.monotonic()
 
     @property
     def is_late(self) -> bool:
-        if self.future.done() or self._began is None:
+        ready = self._ready.get(self._eos)
+        if self.future.done() or ready is None:
             return False
-        return time.monotonic() - self._began > MAX_SECONDS
+        return time.monotonic() - max(ready, self._asked) > MAX_SECONDS
 
     def poll(self) -> GuidanceMatcher | None:
         if self.is_late:
-            raise GrammarError(
-                f"it was not compiled within {MAX_SECONDS:g} seconds: make it smaller"
-            )
+            raise _late()
         return self.wait() if self.future.done() else None
 
     def wait(self) -> GuidanceMatcher:
@@ -331,6 +337,10 @@ def guidance_of(config: ModelConfig, vocab_size: int) -> GuidanceCompiler:
         return LLTokenizer(source, n_vocab=vocab_size, eos_token=list(eos))
 
     return GuidanceCompiler(make)
+
+
+def _late() -> GrammarError:
+    return GrammarError(f"it was not compiled within {MAX_SECONDS:g} seconds: make it smaller")
 
 
 def _quoted(text: str) -> str:

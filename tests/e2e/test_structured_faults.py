@@ -6,13 +6,20 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 from e2e.test_structured import EXACT, answers, make, params
 
 from engine import RequestError, SamplingParams, StructuredOutputsParams
+from engine.assets import BOX_MODEL
+from engine.config.model import ModelConfig
+from engine.messages.structured import grammar_of
+from engine.structured import guidance
+from engine.structured.guidance import GrammarError, GuidanceCompiler, guidance_of
 
 TOO_LARGE = {"type": "object", "properties": {f"p{i}": {} for i in range(40_000)}}
 
@@ -117,3 +124,61 @@ def test_a_form_that_was_changed_is_checked_again() -> None:
             with pytest.raises(RequestError, match="structured_outputs"):
                 engine.add_request(name, "A small example:", one)
         assert not engine.has_unfinished_requests()
+
+
+EOS = (2, 0)
+
+
+def grammar(**fields: Any) -> str:
+    return grammar_of(StructuredOutputsParams(**fields))
+
+
+def tokenizer_of_the_box() -> Any:
+    return guidance_of(ModelConfig(model=str(BOX_MODEL)), 4096)._tokenizer(EOS)
+
+
+def test_a_tokenizer_that_could_not_be_read_is_read_again() -> None:
+    reads = iter([OSError("the disk is away"), tokenizer_of_the_box()])
+
+    def read(eos: tuple[int, ...]) -> Any:
+        found = next(reads)
+        if isinstance(found, OSError):
+            raise found
+        return found
+
+    compiler, asked_for = GuidanceCompiler(read), grammar(choice=["yes"])
+    with pytest.raises(GrammarError, match="the disk is away"):
+        compiler.submit(asked_for, EOS).wait()
+    assert compiler.submit(asked_for, EOS).wait().num_allowed([2]) == 0
+
+
+def test_grammars_that_are_late_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What keeps the threads busy is not compiled again and again, and what all have given up
+    waiting for is not compiled at all; the next who asks is served."""
+    made, go_on = [], Event()
+    real = guidance.source_of
+
+    def source_of(form: Any) -> str:
+        made.append(form.text)
+        if form.kind == "regex":
+            go_on.wait(60)
+        return real(form)
+
+    monkeypatch.setattr(guidance, "source_of", source_of)
+    monkeypatch.setattr(guidance, "MAX_SECONDS", 0.05)
+    tokenizer = tokenizer_of_the_box()
+    compiler = GuidanceCompiler(lambda eos: tokenizer)
+    slow = [grammar(regex=text) for text in ("a+", "b+")]
+    quick = grammar(choice=["yes"])
+    for _ in range(3):
+        late = [compiler.submit(text, EOS) for text in (*slow, quick)]
+        for one in late:
+            with pytest.raises(GrammarError, match="not compiled within"):
+                while one.poll() is None:
+                    pass
+    go_on.set()
+    monkeypatch.setattr(guidance, "MAX_SECONDS", 60.0)
+    with suppress(GrammarError):
+        late[-1].wait()
+    assert compiler.submit(quick, EOS).wait() is not None
+    assert sorted(made[:2]) == ["a+", "b+"] and len(made) == 3
