@@ -34,7 +34,7 @@ from engine.sched.plugins.find import Chosen, choose, make_scheduler
 from engine.sched.resource import Resource
 from engine.spec.decide import Drafts
 from engine.spec.ngram import NgramProposer
-from engine.structured.decide import CompiledAtOnce, GrammarCompiler, GrammarReadiness
+from engine.structured.decide import CompiledAtOnce, GrammarCompiler, GrammarReadiness, beside
 from engine.structured.guidance import guidance_of
 
 if TYPE_CHECKING:
@@ -155,8 +155,9 @@ def features_of(config: SchedulerOptions) -> list[Resource]:
 def with_grammars(
     chosen: Chosen, config: EngineConfig, capabilities: frozenset[str], vocab_size: int
 ) -> Chosen:
-    """Grammars are served where the worker computes masks and no plug-in writes its own."""
-    if "masks" not in capabilities or "masks" in parts_of(chosen.resources):
+    """Grammars are served where the worker computes masks, and refused where a plug-in writes its
+    own."""
+    if "masks" not in capabilities:
         return chosen
     compiler: GrammarCompiler = guidance_of(config.model, vocab_size)
     if config.step_log is not None:
@@ -166,7 +167,7 @@ def with_grammars(
         # A replay has no tokenizer, and could not tell which drafts were cut.
         if isinstance(resource, Drafts) and config.step_log is None:
             resource.cut = grammars.num_allowed
-    return chosen._replace(resources=(grammars, *chosen.resources))
+    return chosen._replace(resources=beside(chosen.resources, grammars))
 
 
 def computing_halves(config: EngineConfig) -> list[Feature]:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from engine.messages.requests import AddRequest
 from engine.messages.step import Column, MaskPart, Masks, StepPlan, StepResult
 from engine.sched.request import Request
 from engine.sched.resource import AttachedScheduler, Fit, OnRefuse, Resource
@@ -84,6 +85,34 @@ class Compiled:
 
     def wait(self) -> Matcher:
         return self._matcher
+
+
+class GrammarsRefused(Resource):
+    """Beside a plug-in that writes masks of its own, which know nothing of grammars."""
+
+    name = "no grammar"
+    serves = "grammar"
+
+    def __init__(self, writer: str) -> None:
+        """writer: the name of that plug-in."""
+        self._writer = writer
+
+    def objection(self, add: AddRequest) -> str | None:
+        if not add.grammar:
+            return None
+        return (
+            "structured_outputs is given, but which tokens are allowed is said by the resource "
+            f"{self._writer!r} alone: leave one of them out"
+        )
+
+
+def beside(resources: Sequence[Resource], grammars: Resource) -> tuple[Resource, ...]:
+    """These resources with the one that serves grammars, unless one of them does; or with one that
+    refuses them, where a plug-in writes masks."""
+    writers = [resource for resource in resources if "masks" in resource.needs]
+    if any(resource.serves == GrammarReadiness.serves for resource in resources):
+        return tuple(resources)
+    return (GrammarsRefused(writers[0].name) if writers else grammars, *resources)
 
 
 class GrammarReadiness(Resource):

@@ -17,7 +17,9 @@ from e2e.test_structured import EXACT, answers, make, params
 from engine import RequestError, SamplingParams, StructuredOutputsParams
 from engine.assets import BOX_MODEL
 from engine.config.model import ModelConfig
+from engine.core.replay import replay
 from engine.messages.structured import grammar_of
+from engine.sched.resource import Resource
 from engine.structured import guidance
 from engine.structured.guidance import GrammarError, GuidanceCompiler, guidance_of
 
@@ -182,3 +184,22 @@ def test_grammars_that_are_late_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) 
         late[-1].wait()
     assert compiler.submit(quick, EOS).wait() is not None
     assert sorted(made[:2]) == ["a+", "b+"] and len(made) == 3
+
+
+class OwnMasks(Resource):
+    """A plug-in that says what may come next, of no grammar."""
+
+    name = "own masks"
+    needs = ("masks",)
+
+
+def test_beside_masks_of_a_plug_in_a_grammar_is_refused(tmp_path: Path) -> None:
+    """Or its text would follow no grammar, and its user would not know."""
+    log = str(tmp_path / "steps.log")
+    with make(resources=(OwnMasks,), step_log=log) as engine:
+        engine.add_request("0", "A small example:", SamplingParams(max_tokens=5))
+        with pytest.raises(RequestError, match="own masks"):
+            engine.add_request("1", "A small example:", params("choice"))
+        while engine.has_unfinished_requests():
+            engine.step()
+    assert replay(log).difference is None
