@@ -61,9 +61,12 @@ class GrammarError(EngineError):
 class GuidanceCompiler:
     """A ``GrammarCompiler``; equal grammars are compiled once."""
 
-    def __init__(self, make_tokenizer: Callable[[Eos], LLTokenizer]) -> None:
+    def __init__(
+        self, make_tokenizer: Callable[[Eos], LLTokenizer], max_seconds: float = MAX_SECONDS
+    ) -> None:
         """make_tokenizer: called once for the ids that end text, when they are first needed."""
         self._make_tokenizer = make_tokenizer
+        self.max_seconds = max_seconds  # for what comes from now on
         self._tokenizers: dict[Eos, LLTokenizer] = {}
         self._ready: dict[Eos, float] = {}  # since when
         self._making = Lock()
@@ -79,7 +82,7 @@ class GuidanceCompiler:
         if (found := self._kept.get(key)) is not None and not found.is_void:
             self._kept.move_to_end(key)
             return found
-        compilation = GuidanceCompilation(key[1], self._ready)
+        compilation = GuidanceCompilation(key[1], self._ready, self.max_seconds)
         self._waiting.put(partial(self._compile, compilation, *key))
         if len(self._threads) < NUM_THREADS:
             self._threads.append(started(self._serve))
@@ -103,7 +106,7 @@ class GuidanceCompiler:
     def _compile(self, compilation: GuidanceCompilation, grammar: str, eos: Eos) -> None:
         if compilation.is_late:  # every request that asked for it has been told so
             compilation.is_void = True
-            compilation.future.set_exception(_late())
+            compilation.future.set_exception(compilation.lateness)
             return
         try:
             from llguidance import LLMatcher
@@ -138,12 +141,13 @@ class GuidanceCompiler:
 class GuidanceCompilation:
     """A ``Compilation``: every request that asks gets a matcher of its own."""
 
-    def __init__(self, eos: Eos, ready: Mapping[Eos, float]) -> None:
+    def __init__(self, eos: Eos, ready: Mapping[Eos, float], max_seconds: float) -> None:
         """ready: since when there is a tokenizer; seconds count from then, or from now."""
         self.future: Future[LLMatcher] = Future()
         self.is_void = False  # it says nothing of the grammar: the next request is to try again
         self._eos = eos
         self._ready = ready
+        self._max_seconds = max_seconds
         self._asked = time.monotonic()
 
     @property
@@ -151,11 +155,16 @@ class GuidanceCompilation:
         ready = self._ready.get(self._eos)
         if self.future.done() or ready is None:
             return False
-        return time.monotonic() - max(ready, self._asked) > MAX_SECONDS
+        return time.monotonic() - max(ready, self._asked) > self._max_seconds
+
+    @property
+    def lateness(self) -> GrammarError:
+        limit = f"{self._max_seconds:g}"
+        return GrammarError(f"it was not compiled within {limit} seconds: make it smaller")
 
     def poll(self) -> GuidanceMatcher | None:
         if self.is_late:
-            raise _late()
+            raise self.lateness
         return self.wait() if self.future.done() else None
 
     def wait(self) -> GuidanceMatcher:
@@ -337,10 +346,6 @@ def guidance_of(config: ModelConfig, vocab_size: int) -> GuidanceCompiler:
         return LLTokenizer(source, n_vocab=vocab_size, eos_token=list(eos))
 
     return GuidanceCompiler(make)
-
-
-def _late() -> GrammarError:
-    return GrammarError(f"it was not compiled within {MAX_SECONDS:g} seconds: make it smaller")
 
 
 def _quoted(text: str) -> str:

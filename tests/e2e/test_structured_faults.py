@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from e2e.test_structured import EXACT, answers, make, params
+from llguidance import LLTokenizer
 
 from engine import RequestError, SamplingParams, StructuredOutputsParams
 from engine.assets import BOX_MODEL
@@ -21,7 +22,8 @@ from engine.core.replay import replay
 from engine.messages.structured import grammar_of
 from engine.sched.resource import Resource
 from engine.structured import guidance
-from engine.structured.guidance import GrammarError, GuidanceCompiler, guidance_of
+from engine.structured.guidance import GrammarError, GuidanceCompiler
+from engine.text.tokenizer import load_tokenizer
 
 TOO_LARGE = {"type": "object", "properties": {f"p{i}": {} for i in range(40_000)}}
 
@@ -136,7 +138,8 @@ def grammar(**fields: Any) -> str:
 
 
 def tokenizer_of_the_box() -> Any:
-    return guidance_of(ModelConfig(model=str(BOX_MODEL)), 4096)._tokenizer(EOS)
+    source = load_tokenizer(ModelConfig(model=str(BOX_MODEL))).backend.as_json()
+    return LLTokenizer(source, n_vocab=4096, eos_token=list(EOS))
 
 
 def test_a_tokenizer_that_could_not_be_read_is_read_again() -> None:
@@ -167,9 +170,8 @@ def test_grammars_that_are_late_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) 
         return real(form)
 
     monkeypatch.setattr(guidance, "source_of", source_of)
-    monkeypatch.setattr(guidance, "MAX_SECONDS", 0.05)
     tokenizer = tokenizer_of_the_box()
-    compiler = GuidanceCompiler(lambda eos: tokenizer)
+    compiler = GuidanceCompiler(lambda eos: tokenizer, max_seconds=0.05)
     slow = [grammar(regex=text) for text in ("a+", "b+")]
     quick = grammar(choice=["yes"])
     for _ in range(3):
@@ -179,7 +181,7 @@ def test_grammars_that_are_late_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) 
                 while one.poll() is None:
                     pass
     go_on.set()
-    monkeypatch.setattr(guidance, "MAX_SECONDS", 60.0)
+    compiler.max_seconds = 60.0
     with suppress(GrammarError):
         late[-1].wait()
     assert compiler.submit(quick, EOS).wait() is not None
