@@ -9,13 +9,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.config.cache import CacheConfig
 from engine.config.decide import GIB, Decided, ModelFacts, decide, resolve
 from engine.config.engine import EngineConfig
-from engine.config.model import read_model_info
+from engine.config.model import ModelConfig, read_model_info
 from engine.config.sched import SchedulerOptions
 from engine.config.speculative import SpeculativeConfig
 from engine.core.engine_core import EngineCore, Executor
@@ -35,8 +36,8 @@ from engine.sched.resource import Resource
 from engine.spec.decide import Drafts
 from engine.spec.ngram import NgramProposer
 from engine.spec.worth import Worth
-from engine.structured.decide import CompiledAtOnce, GrammarCompiler, GrammarReadiness
-from engine.structured.guidance import guidance_of
+from engine.structured.decide import CompiledAtOnce, GrammarCompiler, GrammarReadiness, beside
+from engine.structured.guidance import CheckedOnly, guidance_of
 
 if TYPE_CHECKING:
     from engine.worker.feature import Feature
@@ -157,10 +158,11 @@ def features_of(config: SchedulerOptions) -> list[Resource]:
 def with_grammars(
     chosen: Chosen, config: EngineConfig, capabilities: frozenset[str], vocab_size: int
 ) -> Chosen:
-    """Grammars are served where the worker computes masks and no plug-in writes its own."""
-    if "masks" not in capabilities or "masks" in parts_of(chosen.resources):
+    """Grammars are served where the worker computes masks, and refused where a plug-in writes its
+    own."""
+    if "masks" not in capabilities:
         return chosen
-    compiler: GrammarCompiler = guidance_of(config.model, vocab_size)
+    compiler: GrammarCompiler = guidance_of(partial(tokenizer_json, config.model), vocab_size)
     if config.step_log is not None:
         compiler = CompiledAtOnce(compiler)
     grammars = GrammarReadiness(compiler, vocab_size)
@@ -168,7 +170,20 @@ def with_grammars(
         # A replay has no tokenizer, and could not tell which drafts were cut.
         if isinstance(resource, Drafts) and config.step_log is None:
             resource.cut = grammars.num_allowed
-    return chosen._replace(resources=(grammars, *chosen.resources))
+    return chosen._replace(resources=beside(chosen.resources, grammars))
+
+
+def with_checked_grammars(chosen: Chosen) -> Chosen:
+    """The same for a replay, which computes nothing and has no tokenizer."""
+    grammars = GrammarReadiness(CheckedOnly(), vocab_size=0)
+    return chosen._replace(resources=beside(chosen.resources, grammars))
+
+
+def tokenizer_json(config: ModelConfig) -> str | None:
+    """The tokenizer as tokenizer.json has it; ``None`` if it is none of that kind."""
+    from engine.text.tokenizer import load_tokenizer
+
+    return load_tokenizer(fetched(config, for_core=False, for_text=True)).backend.as_json()
 
 
 def computing_halves(config: EngineConfig) -> list[Feature]:

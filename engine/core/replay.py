@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from engine.config.cache import CacheConfig
 from engine.config.sched import SchedulerConfig
-from engine.core.build import choose_all, make_hasher, parts_of
+from engine.core.build import choose_all, make_hasher, with_checked_grammars
 from engine.core.recording import OBJECT
 from engine.errors import ConfigError, RequestError
 from engine.kv.manager import KVManager
@@ -20,8 +20,6 @@ from engine.sched.interface import PauseState, SchedulerInterface
 from engine.sched.plugins.find import make_scheduler
 from engine.sched.predict.headroom import Judgement
 from engine.sched.request import Request
-from engine.structured.decide import GrammarReadiness
-from engine.structured.guidance import CheckedOnly
 
 NOTHING = "nothing"
 
@@ -128,10 +126,7 @@ class _Replay:
             hasher=make_hasher(cache, header.seed),
         )
         self._clock = ReplayClock()
-        chosen = choose_all(config)
-        if "masks" not in parts_of(chosen.resources):
-            grammars = GrammarReadiness(CheckedOnly(), vocab_size=0)
-            chosen = chosen._replace(resources=(grammars, *chosen.resources))
+        chosen = with_checked_grammars(choose_all(config))
         self._scheduler: SchedulerInterface = make_scheduler(
             config, kv, clock=self._clock, seed=header.seed, chosen=chosen
         )

@@ -45,6 +45,10 @@ class StructuredOutputsParams(
     whitespace_pattern: str | None = None
 
     def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Raise ``RequestError`` if it cannot be asked for."""
         _refuse_others(self)
         if self.json_object is False:
             self.json_object = None
@@ -75,6 +79,7 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def grammar_of(params: StructuredOutputsParams) -> str:
     """As ``AddRequest.grammar`` has it. Raises ``RequestError`` if it is too long."""
+    params.check()  # it may have been changed since
     kind = params.kind
     value = "{}" if kind == "json_object" else getattr(params, kind)
     text = value if isinstance(value, str) else json_library.dumps(value)
@@ -112,6 +117,7 @@ def _check_options(params: StructuredOutputsParams, kind: Kind) -> None:
         _check_type(name, getattr(params, name), bool)
     if params.whitespace_pattern is not None:
         _check_type("whitespace_pattern", params.whitespace_pattern, str)
+        _check_characters("whitespace_pattern", params.whitespace_pattern)
         if params.disable_any_whitespace:
             raise RequestError(
                 f"whitespace_pattern is {params.whitespace_pattern!r:.80} and "
@@ -131,7 +137,7 @@ def _check_type(name: str, value: object, *kinds: type) -> None:
     if not isinstance(value, kinds):
         names = " or ".join(kind.__name__ for kind in kinds)
         raise RequestTypeError(
-            f"{name} of structured_outputs is {value!r:.80} ({type(value).__name__}), must be a "
+            f"{name} of structured_outputs is {_shown(value)} ({type(value).__name__}), must be a "
             f"{names}"
         )
 
@@ -140,12 +146,13 @@ def _check_json(value: Any) -> None:
     _check_type("json", value, dict, str)
     try:
         schema = json_library.loads(value) if isinstance(value, str) else value
-        json_library.dumps(schema)
+        text = json_library.dumps(schema, allow_nan=False, ensure_ascii=False)
     except (ValueError, TypeError, RecursionError) as error:
         raise RequestError(
-            f"the json of structured_outputs is {value!r:.80}, which is no JSON: {error}"
+            f"the json of structured_outputs is {_shown(value)}, which is no JSON: {error}"
         ) from error
-    if not isinstance(schema, dict | bool):
+    _check_characters("json", text)
+    if not isinstance(schema, dict):
         raise RequestError(
             f"the json of structured_outputs is {value!r:.80}, must be a JSON schema: an object, "
             "as {'type': 'object'}"
@@ -157,8 +164,27 @@ def _check_text(name: str) -> Any:
         _check_type(name, value, str)
         if not value:
             raise RequestError(f"the {name} of structured_outputs is empty")
+        _check_characters(name, value)
 
     return check
+
+
+def _check_characters(name: str, text: str) -> None:
+    """Half of a surrogate pair is no character: no text that a model writes has it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"the {name} of structured_outputs has {text[error.start]!r} at {error.start}, which "
+            "is no character: leave it out"
+        ) from error
+
+
+def _shown(value: object) -> str:
+    try:
+        return f"{value!r:.80}"
+    except RecursionError:
+        return "nested too deeply to be shown"
 
 
 def _check_choice(value: Any) -> None:
@@ -169,6 +195,7 @@ def _check_choice(value: Any) -> None:
         _check_type("an entry of choice", text, str)
         if not text:
             raise RequestError("the choice of structured_outputs has an empty text")
+        _check_characters("choice", text)
 
 
 def _check_json_object(value: Any) -> None:

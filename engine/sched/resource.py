@@ -150,3 +150,6 @@ class Resource:
 
     def settle(self, plan: StepPlan, result: StepResult) -> None:
         """Read this feature's part of the result. An entry in ``result.errors`` ends that row."""
+
+    def shutdown(self) -> None:
+        """The engine ends: close what was opened."""

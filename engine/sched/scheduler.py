@@ -364,6 +364,7 @@ class Scheduler(SchedulerInterface):
         return self.settler.take_outputs()
 
     def shutdown(self) -> None:
+        self.resources.shutdown()
         self.kv.shutdown()
 
     # -- questions

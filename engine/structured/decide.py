@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from engine.messages.requests import AddRequest
 from engine.messages.step import Column, MaskPart, Masks, StepPlan, StepResult
 from engine.sched.request import Request
 from engine.sched.resource import AttachedScheduler, Fit, OnRefuse, Resource
@@ -61,6 +62,9 @@ class GrammarCompiler(Protocol):
         eos_token_ids: allowed where the grammar may end, and nowhere else.
         """
 
+    def shutdown(self) -> None:
+        """Let go of threads and memory."""
+
 
 class CompiledAtOnce:
     """A ``GrammarCompiler`` for a run that is recorded: no request waits for its grammar, since
@@ -71,6 +75,9 @@ class CompiledAtOnce:
 
     def submit(self, grammar: str, eos_token_ids: Sequence[int]) -> Compilation:
         return Compiled(self._compiler.submit(grammar, eos_token_ids).wait())
+
+    def shutdown(self) -> None:
+        self._compiler.shutdown()
 
 
 class Compiled:
@@ -84,6 +91,34 @@ class Compiled:
 
     def wait(self) -> Matcher:
         return self._matcher
+
+
+class GrammarsRefused(Resource):
+    """Beside a plug-in that writes masks of its own, which know nothing of grammars."""
+
+    name = "no grammar"
+    serves = "grammar"
+
+    def __init__(self, writer: str) -> None:
+        """writer: the name of that plug-in."""
+        self._writer = writer
+
+    def objection(self, add: AddRequest) -> str | None:
+        if not add.grammar:
+            return None
+        return (
+            "structured_outputs is given, but which tokens are allowed is said by the resource "
+            f"{self._writer!r} alone: leave one of them out"
+        )
+
+
+def beside(resources: Sequence[Resource], grammars: Resource) -> tuple[Resource, ...]:
+    """These resources with the one that serves grammars, unless one of them does; or with one that
+    refuses them, where a plug-in writes masks."""
+    writers = [resource for resource in resources if "masks" in resource.needs]
+    if any(resource.serves == GrammarReadiness.serves for resource in resources):
+        return tuple(resources)
+    return (GrammarsRefused(writers[0].name) if writers else grammars, *resources)
 
 
 class GrammarReadiness(Resource):
@@ -201,11 +236,18 @@ class GrammarReadiness(Resource):
             if refusal := self._refusal(req, result.token_ids[first : ends[index]].tolist()):
                 result.errors[index] = refusal
 
+    def shutdown(self) -> None:
+        self._compiler.shutdown()
+
     def num_allowed(self, req: Request, drafts: Sequence[int]) -> int:
-        """How many of these drafts the request's grammar would let pass."""
+        """How many of these drafts the request's grammar would let pass: none if that cannot be
+        told, of which the mask or the next token then says why."""
         if req.request_id not in self._matchers:
             return len(drafts)
-        return self._caught_up(req).num_allowed(drafts)
+        try:
+            return self._caught_up(req).num_allowed(drafts)
+        except Exception:  # whatever a backend raises
+            return 0
 
     # -- helpers
 

@@ -15,27 +15,29 @@ import logging
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
-from threading import Lock, Thread
+from threading import Lock, Thread, stack_size
 from typing import TYPE_CHECKING, Any
 
-from engine.config.model import ModelConfig
 from engine.errors import EngineError
 from engine.messages.step import Column
 from engine.messages.structured import Grammar, grammar_from
 from engine.structured.decide import ALL, Compiled
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
     from llguidance._lib import JsonCompileOptions
 
 logger = logging.getLogger("engine.structured")
 
 MAX_SECONDS = 10.0  # for compiling one grammar, waiting for others included
 NUM_THREADS = 2
+# The library calls itself for each rule or reference that a chain of them goes through; too deep
+# a chain ends the process. Enough for MAX_GRAMMAR_CHARS of them; what is not used takes no memory.
+STACK_BYTES = 512 << 20
 # Compiling takes time by the square of the symbols: a second for these. A state takes 1 to 2 KB.
 MAX_SYMBOLS = 20_000
 MAX_LEXER_STATES = 50_000
@@ -58,13 +60,17 @@ class GrammarError(EngineError):
 class GuidanceCompiler:
     """A ``GrammarCompiler``; equal grammars are compiled once."""
 
-    def __init__(self, make_tokenizer: Callable[[Eos], LLTokenizer]) -> None:
+    def __init__(
+        self, make_tokenizer: Callable[[Eos], LLTokenizer], max_seconds: float = MAX_SECONDS
+    ) -> None:
         """make_tokenizer: called once for the ids that end text, when they are first needed."""
         self._make_tokenizer = make_tokenizer
+        self.max_seconds = max_seconds  # for what comes from now on
         self._tokenizers: dict[Eos, LLTokenizer] = {}
+        self._ready: dict[Eos, float] = {}  # since when
         self._making = Lock()
         # Threads that the end of the program does not wait for, as it would for an executor's.
-        self._waiting: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._waiting: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._threads: list[Thread] = []
         self._kept: OrderedDict[tuple[str, Eos], GuidanceCompilation] = OrderedDict()
         self._kept_chars = 0
@@ -72,22 +78,27 @@ class GuidanceCompiler:
     def submit(self, grammar: str, eos_token_ids: Sequence[int]) -> GuidanceCompilation:
         """Begin to compile and return at once."""
         key = grammar, tuple(eos_token_ids)
-        if (found := self._kept.get(key)) is not None and not found.is_late:
+        if (found := self._kept.get(key)) is not None and not found.is_void:
             self._kept.move_to_end(key)
             return found
-        compilation = GuidanceCompilation(key[1])
-        if key[1] in self._tokenizers:
-            compilation.start_clock()
+        compilation = GuidanceCompilation(key[1], self._ready, self.max_seconds)
         self._waiting.put(partial(self._compile, compilation, *key))
         if len(self._threads) < NUM_THREADS:
-            self._threads.append(Thread(target=self._serve, name="grammar", daemon=True))
-            self._threads[-1].start()
+            self._threads.append(started(self._serve))
         self._keep(key, compilation)
         return compilation
 
+    def shutdown(self) -> None:
+        """Let go of tokenizers and threads; what is being compiled is finished for nobody."""
+        for _ in self._threads:
+            self._waiting.put(None)
+        self._threads = []
+        self._kept.clear()
+        self._tokenizers.clear()
+
     def _serve(self) -> None:
-        while True:
-            self._waiting.get()()
+        while (work := self._waiting.get()) is not None:
+            work()
 
     def _keep(self, key: tuple[str, Eos], compilation: GuidanceCompilation) -> None:
         if self._kept.pop(key, None) is None:
@@ -100,18 +111,21 @@ class GuidanceCompiler:
             self._kept_chars -= len(grammar)
 
     def _compile(self, compilation: GuidanceCompilation, grammar: str, eos: Eos) -> None:
-        from llguidance import LLMatcher, LLParserLimits
-
+        if compilation.is_late:  # every request that asked for it has been told so
+            compilation.is_void = True
+            compilation.future.set_exception(compilation.lateness)
+            return
         try:
+            from llguidance import LLMatcher
+
             tokenizer = self._tokenizer(eos)
-            compilation.start_clock()
+        except BaseException as error:  # no fault of the grammar
+            compilation.is_void = True
+            compilation.future.set_exception(GrammarError(str(error)))
+            return
+        try:
             source = source_of(grammar_from(grammar))
-            limits = LLParserLimits(
-                max_grammar_size=MAX_SYMBOLS,
-                max_lexer_states=MAX_LEXER_STATES,
-                verbose_errors=False,
-            )
-            matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits)
+            matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits())
             if matcher.is_error():
                 raise GrammarError(_words(matcher.get_error()))
         except BaseException as error:  # the library may panic, which is no Exception
@@ -127,32 +141,37 @@ class GuidanceCompiler:
                 seconds = time.perf_counter() - began
                 logger.info("the tokenizer was made ready for grammars in %.1f s", seconds)
                 self._tokenizers[eos] = made
+                self._ready[eos] = time.monotonic()
             return self._tokenizers[eos]
 
 
 class GuidanceCompilation:
     """A ``Compilation``: every request that asks gets a matcher of its own."""
 
-    def __init__(self, eos: Eos) -> None:
+    def __init__(self, eos: Eos, ready: Mapping[Eos, float], max_seconds: float) -> None:
+        """ready: since when there is a tokenizer; seconds count from then, or from now."""
         self.future: Future[LLMatcher] = Future()
+        self.is_void = False  # it says nothing of the grammar: the next request is to try again
         self._eos = eos
-        self._began: float | None = None
-
-    def start_clock(self) -> None:
-        """The tokenizer is there: seconds count from now, if they do not yet."""
-        self._began = self._began or time.monotonic()
+        self._ready = ready
+        self._max_seconds = max_seconds
+        self._asked = time.monotonic()
 
     @property
     def is_late(self) -> bool:
-        if self.future.done() or self._began is None:
+        ready = self._ready.get(self._eos)
+        if self.future.done() or ready is None:
             return False
-        return time.monotonic() - self._began > MAX_SECONDS
+        return time.monotonic() - max(ready, self._asked) > self._max_seconds
+
+    @property
+    def lateness(self) -> GrammarError:
+        limit = f"{self._max_seconds:g}"
+        return GrammarError(f"it was not compiled within {limit} seconds: make it smaller")
 
     def poll(self) -> GuidanceMatcher | None:
         if self.is_late:
-            raise GrammarError(
-                f"it was not compiled within {MAX_SECONDS:g} seconds: make it smaller"
-            )
+            raise self.lateness
         return self.wait() if self.future.done() else None
 
     def wait(self) -> GuidanceMatcher:
@@ -216,11 +235,19 @@ class CheckedOnly:
     its matchers take the tokens as they were."""
 
     def submit(self, grammar: str, eos_token_ids: Sequence[int]) -> Compiled:
-        from llguidance import LLMatcher
-
-        if wrong := LLMatcher.validate_grammar(source_of(grammar_from(grammar))):
+        if wrong := elsewhere(partial(_wrong_in, grammar)):
             raise GrammarError(_words(wrong))
         return Compiled(Follower())
+
+    def shutdown(self) -> None:
+        """Nothing is kept."""
+
+
+def _wrong_in(grammar: str) -> str:
+    from llguidance import LLMatcher
+
+    source = source_of(grammar_from(grammar))
+    return str(LLMatcher.validate_grammar(source, limits=limits()))
 
 
 class Follower:
@@ -234,6 +261,40 @@ class Follower:
 
     def fill(self, masks: Column, drafts: Sequence[int]) -> None:
         masks[:] = ALL
+
+
+def started(work: Callable[[], None]) -> Thread:
+    """A thread that may look at grammars."""
+    before = stack_size(STACK_BYTES)
+    try:
+        thread = Thread(target=work, name="grammar", daemon=True)
+        thread.start()
+    finally:
+        stack_size(before)
+    return thread
+
+
+def elsewhere(work: Callable[[], str]) -> str:
+    """What it returns or raises, in such a thread."""
+    future: Future[str] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # the library may panic, which is no Exception
+            future.set_exception(GrammarError(str(error)))
+
+    started(run)
+    return future.result()
+
+
+def limits() -> LLParserLimits:
+    """Of every grammar that is looked at."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        max_grammar_size=MAX_SYMBOLS, max_lexer_states=MAX_LEXER_STATES, verbose_errors=False
+    )
 
 
 def source_of(grammar: Grammar) -> str:
@@ -276,17 +337,14 @@ def closed(schema: Any) -> Any:
     return found
 
 
-def guidance_of(config: ModelConfig, vocab_size: int) -> GuidanceCompiler:
-    """The compiler for a model; its tokenizer is read when the first grammar comes."""
+def guidance_of(read_tokenizer: Callable[[], str | None], vocab_size: int) -> GuidanceCompiler:
+    """The compiler for a model. read_tokenizer: its tokenizer.json, called when the first grammar
+    comes; ``None`` if it has none."""
 
     def make(eos: Eos) -> LLTokenizer:
         from llguidance import LLTokenizer
 
-        from engine.hub.fetch import fetched
-        from engine.text.tokenizer import load_tokenizer
-
-        tokenizer = load_tokenizer(fetched(config, for_core=False, for_text=True))
-        source = tokenizer.backend.as_json()
+        source = read_tokenizer()
         if source is None:
             raise GrammarError(
                 "this model's tokenizer is no fast one, of which grammars know the tokens; convert "

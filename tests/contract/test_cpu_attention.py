@@ -10,10 +10,9 @@ import pytest
 import torch
 from support.paged_cache import Cache
 
-import kernels
 from kernels import AttentionMeta, reference
-from kernels.cpu import attention, isa
-from kernels.cpu.attention import paired
+from kernels.cpu import isa
+from kernels.cpu.attention import paged_attention, paired
 
 NEEDS = {"dots": "avx512_bf16", "tiles": "amx"}
 STEP = ((5, 0), (17, 13), (64, 40), (70, 1), (1, 9))
@@ -39,11 +38,10 @@ def rng(seed: int) -> torch.Generator:
 
 
 @pytest.fixture(params=list(paired.HOW))
-def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def how(request: pytest.FixtureRequest) -> str:
     level = NEEDS.get(request.param, "base")
     if level not in isa.LEVELS[: isa.LEVELS.index(isa.LEVEL) + 1]:
         pytest.skip(f"{isa.processor()} computes without {level}")
-    monkeypatch.setattr(attention, "PAIRED", request.param)
     return request.param
 
 
@@ -56,9 +54,16 @@ def step(
     return torch.randn(cache.num_tokens, 2 * group, head_dim, generator=rng).bfloat16(), cache
 
 
-def agrees(q: torch.Tensor, cache: Cache, **chosen: object) -> None:
+def attend(
+    how: str, q: torch.Tensor, cache: Cache, meta: AttentionMeta | None = None, **chosen: object
+) -> torch.Tensor:
+    variant = reference.Variant(**chosen)
+    return paged_attention(q.contiguous(), cache.kv, meta or cache.meta, variant, how)
+
+
+def agrees(how: str, q: torch.Tensor, cache: Cache, **chosen: object) -> None:
     """Weights are rounded to eight bits, and outputs again."""
-    got = kernels.paged_attention(q, cache.kv, cache.meta, **chosen)
+    got = attend(how, q, cache, **chosen)
     wanted = reference.paged_attention(
         q.double(), cache.kv.double(), cache.meta, reference.Variant(**chosen)
     )
@@ -73,17 +78,17 @@ def test_variants(name: str, how: str, rng: torch.Generator) -> None:
     q, cache = step((64, 3), rng, window=chosen.get("window", 0))
     if chosen.get("sinks"):
         chosen["sinks"] = torch.randn(6, generator=rng)
-    agrees(q, cache, **chosen)
+    agrees(how, q, cache, **chosen)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_shapes(shape: tuple[int, int], how: str, rng: torch.Generator) -> None:
-    agrees(*step(shape, rng), scale=shape[0] ** -0.5)
+    agrees(how, *step(shape, rng), scale=shape[0] ** -0.5)
 
 
 @pytest.mark.parametrize("block", [4, 24, 64])
 def test_block_sizes(block: int, how: str, rng: torch.Generator) -> None:
-    agrees(*step((32, 2), rng, block=block, window=50), scale=0.2, window=50)
+    agrees(how, *step((32, 2), rng, block=block, window=50), scale=0.2, window=50)
 
 
 @pytest.mark.parametrize("window", [0, 7, 40])
@@ -91,7 +96,7 @@ def test_a_token_is_the_same_however_its_prompt_was_cut(
     window: int, how: str, rng: torch.Generator
 ) -> None:
     q, cache = step((64, 3), rng)
-    together = kernels.paged_attention(q, cache.kv, cache.meta, scale=0.1, window=window)
+    together = attend(how, q, cache, scale=0.1, window=window)
     starts, lens = cache.meta.query_start.tolist(), cache.meta.seq_lens.tolist()
     for s in range(len(lens)):
         num = starts[s + 1] - starts[s]
@@ -110,18 +115,15 @@ def test_a_token_is_the_same_however_its_prompt_was_cut(
                 batch_invariant=True,
             )
             rows = slice(starts[s] + first, starts[s] + end)
-            got = kernels.paged_attention(q[rows], cache.kv, alone, scale=0.1, window=window)
+            got = attend(how, q[rows], cache, alone, scale=0.1, window=window)
             assert torch.equal(got, together[rows])
 
 
-def test_tiles_and_their_soft_form_are_alike(
-    rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tiles_and_their_soft_form_are_alike(rng: torch.Generator) -> None:
     found = []
     q, cache = step((64, 3), rng)
     for name in ("soft tiles", "tiles"):
         if name == "tiles" and isa.LEVEL != "amx":
             pytest.skip(f"{isa.processor()} computes without amx")
-        monkeypatch.setattr(attention, "PAIRED", name)
-        found.append(kernels.paged_attention(q, cache.kv, cache.meta, scale=0.1))
+        found.append(attend(name, q, cache, scale=0.1))
     assert torch.equal(*found)

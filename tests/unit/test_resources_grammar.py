@@ -260,3 +260,38 @@ def test_without_a_request_that_asks_no_hook_is_called():
     run.add(request)
     run.drain()
     assert readiness.num_calls > 0 and run.outputs["1"] == answer(request)
+
+
+def test_drafts_that_break_a_matcher_are_no_fault_of_drafts():
+    """What is wrong with one grammar must not cost all others their drafts."""
+
+    class Broken(OneAnswer):
+        def num_allowed(self, tokens):
+            if len(tokens) > 1:  # drafts
+                raise RuntimeError("out of states")
+            return super().num_allowed(tokens)
+
+    request = request_of("0", "broken", num_output=9)
+    readiness = GrammarReadiness(
+        Compiler({"broken": lambda: Compiling(Broken(answer(request)), 1)}), VOCAB_SIZE
+    )
+    drafts = Drafts(
+        3,
+        Right(),
+        cut=readiness.num_allowed,
+    )
+    run = make_feature_run(resources=[readiness, drafts])
+    run.add(request)
+    run.drain()
+    assert not run.scheduler.guard.faults.messages
+    assert run.outputs["0"] == answer(request)
+
+
+class Right:
+    """A proposer."""
+
+    def propose(self, req, num_tokens):
+        return guess(req.tokens.tolist(), num_tokens, num_tokens)
+
+    def release(self, req):
+        pass

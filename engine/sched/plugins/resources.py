@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 HOOKS = (
     *("objection", "added", "watches", "serializes", "begin_step", "extra", "fit", "seated"),
     *("take", "parked", "release", "describe", "masks", "settle"),
-    "counters",
+    *("counters", "shutdown"),
 )
 ROW_HOOKS = ("extra", "fit", "take")  # asked about one request in one step
 
@@ -138,6 +138,9 @@ class Resources:
 
     def settle(self, plan: StepPlan, result: StepResult) -> None:
         self._tell("settle", plan, result)
+
+    def shutdown(self) -> None:
+        self._tell("shutdown")
 
     def counters(self) -> dict[str, int]:
         """Counters of each resource, under its name."""

@@ -30,10 +30,12 @@ def single_kernel(head_dim: int, group: int, sizes: tuple[int, int]) -> Kernel:
     return Kernel(single_body(head_dim, group, sizes), heavy=True)
 
 
-def chunk_kernel(head_dim: int, group: int, sizes: tuple[int, int]) -> Kernel:
+def chunk_kernel(
+    head_dim: int, group: int, sizes: tuple[int, int], paired: str | None = PAIRED
+) -> Kernel:
     """Of several tokens of a sequence: bfloat16 is multiplied in pairs where the processor can."""
-    if sizes == (2, 2) and PAIRED is not None:
-        return paired_kernel(head_dim, group, PAIRED)
+    if sizes == (2, 2) and paired is not None:
+        return paired_kernel(head_dim, group, paired)
     return widened_kernel(head_dim, group, sizes)
 
 
@@ -50,9 +52,14 @@ def paired_kernel(head_dim: int, group: int, how: str) -> Kernel:
 
 
 def paged_attention(
-    q: torch.Tensor, kv_layer: torch.Tensor, meta: AttentionMeta, variant: Variant
+    q: torch.Tensor,
+    kv_layer: torch.Tensor,
+    meta: AttentionMeta,
+    variant: Variant,
+    paired: str | None = PAIRED,
 ) -> torch.Tensor:
-    """See kernels.ops.paged_attention. q: contiguous, float32 or bfloat16; sinks: float32."""
+    """See kernels.ops.paged_attention. q: contiguous, float32 or bfloat16; sinks: float32. paired:
+    how chunks in bfloat16 are multiplied, for tests."""
     num_tokens, num_heads, head_dim = q.shape
     _, _, kv_heads, block, _ = kv_layer.shape
     group, threads = num_heads // kv_heads, num_threads()
@@ -79,7 +86,7 @@ def paged_attention(
             *numbers,
         )
     if plan.chunks.num:
-        chunk_kernel(head_dim, group, sizes).run(
+        chunk_kernel(head_dim, group, sizes, paired).run(
             threads if plan.chunks.work * num_heads >= enough else 1,
             *tensors,
             *shape,
