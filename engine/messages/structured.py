@@ -12,6 +12,10 @@ from engine.errors import RequestError, RequestTypeError
 Kind = Literal["json", "regex", "choice", "grammar", "json_object"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 MAX_GRAMMAR_CHARS = 1 << 20
+# Compiling an expression takes time by the square of its length, and following a long literal time
+# for each token of all that run beside it.
+MAX_REGEX_CHARS = 8192
+MAX_CHOICE_CHARS = 4096  # of one text
 OF_JSON = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
 _OTHERS = ("structural_tag",)  # of vLLM
 
@@ -164,6 +168,8 @@ def _check_text(name: str) -> Any:
         _check_type(name, value, str)
         if not value:
             raise RequestError(f"the {name} of structured_outputs is empty")
+        if name == "regex":
+            _check_length("the regex", value, MAX_REGEX_CHARS)
         _check_characters(name, value)
 
     return check
@@ -187,6 +193,14 @@ def _shown(value: object) -> str:
         return "nested too deeply to be shown"
 
 
+def _check_length(what: str, text: str, limit: int) -> None:
+    if len(text) > limit:
+        raise RequestError(
+            f"{what} of structured_outputs, {text!r:.40}..., has {len(text)} characters, the limit "
+            f"is {limit}: make it shorter"
+        )
+
+
 def _check_choice(value: Any) -> None:
     _check_type("choice", value, list)
     if not value:
@@ -195,6 +209,7 @@ def _check_choice(value: Any) -> None:
         _check_type("an entry of choice", text, str)
         if not text:
             raise RequestError("the choice of structured_outputs has an empty text")
+        _check_length("a text of choice", text, MAX_CHOICE_CHARS)
         _check_characters("choice", text)
 
 

@@ -266,6 +266,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no choice": ({"choice": []}, "at least one"),
     "an empty choice": ({"choice": ["a", ""]}, "empty text"),
     "an empty expression": ({"regex": ""}, "regex"),
+    "a long expression": ({"regex": "[a-z]?" * 2000}, "12000 characters, the limit is 8192"),
+    "a long text": ({"choice": ["a" * 5000]}, "5000 characters, the limit is 4096"),
     "not offered": ({"structural_tag": "{}"}, "structural_tag"),
     "an option of JSON": ({"regex": "a", "disable_any_whitespace": True}, "disable_any_whitespace"),
     "two of whitespace": (
