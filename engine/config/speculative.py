@@ -15,6 +15,7 @@ METHODS = ("ngram", "suffix")
 NGRAM = 5  # tokens, if no size of n-grams is given
 MAX_NGRAM = 64  # each size has a table of all that was said
 MAX_DRAFTS = 256  # a row: what is verified is computed, and most of so many would be wrong
+DEPTH, CACHED, FACTOR, CHANCE = 24, 10_000, 1.0, 0.1  # of suffixes, as vLLM has them
 MAX_CACHED = 1 << 20  # requests; what is kept of them is bounded in bytes, too
 EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 4}'
 PREFIXES = {"prompt_lookup_": "ngram", "suffix_decoding_": "suffix"}  # of a method's own options
@@ -33,13 +34,13 @@ class SpeculativeConfig:
     """Tokens that must be the same, at least; prompt_lookup_max, or 5 if not given."""
     prompt_lookup_max: int = NGRAM
     """Tokens that are compared, at most; prompt_lookup_min, or 5 if not given."""
-    suffix_decoding_max_tree_depth: int = 24
+    suffix_decoding_max_tree_depth: int = DEPTH
     """Tokens that are compared, at most."""
-    suffix_decoding_max_cached_requests: int = 10_000
+    suffix_decoding_max_cached_requests: int = CACHED
     """Ended requests whose outputs are remembered, at most; 0: the request's own text only."""
-    suffix_decoding_max_spec_factor: float = 1.0
+    suffix_decoding_max_spec_factor: float = FACTOR
     """Drafts for each token that was the same, at most; one is always tried."""
-    suffix_decoding_min_token_prob: float = 0.1
+    suffix_decoding_min_token_prob: float = CHANCE
     """How often, at least, a draft and all before it followed in what was said before."""
 
     @classmethod
@@ -57,14 +58,26 @@ class SpeculativeConfig:
                 )
         given = {name: value for name, value in options.items() if value is not None}
         check_given(given)
-        method, drafts = given["method"], "num_speculative_tokens"
         sizes = [value for name, value in given.items() if name.startswith("prompt_lookup_")]
         try:
             # Before one option is taken for another: an error names what was given.
-            asked = SpeculativeConfig(**{drafts: 1, **given})
+            asked = SpeculativeConfig(
+                method=given["method"],
+                num_speculative_tokens=given.get("num_speculative_tokens", 1),
+                prompt_lookup_min=given.get("prompt_lookup_min", NGRAM),
+                prompt_lookup_max=given.get("prompt_lookup_max", NGRAM),
+                suffix_decoding_max_tree_depth=given.get("suffix_decoding_max_tree_depth", DEPTH),
+                suffix_decoding_max_cached_requests=given.get(
+                    "suffix_decoding_max_cached_requests", CACHED
+                ),
+                suffix_decoding_max_spec_factor=given.get(
+                    "suffix_decoding_max_spec_factor", FACTOR
+                ),
+                suffix_decoding_min_token_prob=given.get("suffix_decoding_min_token_prob", CHANCE),
+            )
             if len(sizes) == 1:
                 asked = replace(asked, prompt_lookup_min=sizes[0], prompt_lookup_max=sizes[0])
-            if method == "suffix" and drafts not in given:
+            if "num_speculative_tokens" not in given:  # with suffix, it may be left out
                 depth = asked.suffix_decoding_max_tree_depth
                 asked = replace(asked, num_speculative_tokens=depth)
             asked._check_order()
@@ -92,9 +105,8 @@ class SpeculativeConfig:
 
 def check_given(given: Mapping[str, Any]) -> None:
     """Raise ``ConfigError`` for what is missing, and for an option of another method."""
-    needed = ("method", "num_speculative_tokens")
-    for name in needed[:1] if given.get("method") == "suffix" else needed:
-        if name not in given:
+    for name in ("method", "num_speculative_tokens"):
+        if name not in given and given.get("method") != "suffix":
             raise ConfigError(f"speculative_config lacks {name!r}; one looks like {EXAMPLE}")
     for prefix, method in PREFIXES.items():
         for name, value in given.items():
