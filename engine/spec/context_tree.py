@@ -387,7 +387,14 @@ _long = types.int64
 
 def _called(*kinds: Any, returns: Any) -> Any:
     """Compiled for these parameters when the module is imported, or found on disk."""
-    return njit(returns(*kinds), cache=True, error_model="numpy")
+
+    def compile_it(function: Any) -> Any:
+        try:
+            return njit(returns(*kinds), cache=True, error_model="numpy")(function)
+        except RuntimeError:  # no place on disk may be written to
+            return njit(returns(*kinds), error_model="numpy")(function)
+
+    return compile_it
 
 
 @_called(_ints, returns=types.void)  # type: ignore[untyped-decorator]

@@ -22,7 +22,7 @@ from engine.spec import context_tree
 
 SHARED_TOKENS = 1 << 20  # of ended requests, at most
 SMALLEST = 256  # tokens for which a request's tree is made
-ROOT = 0  # what stands for no root
+NO_ROOT = 0
 
 # Tokens entered in a call, that a long text delays no step by much (1.3 us each): of the request's
 # own, and of those that have ended beside twice as many as are new.
@@ -37,7 +37,7 @@ class SuffixProposer:
     found, and only while the product of their relative frequencies is at least ``min_probability``.
     What the last ``max_requests`` requests to end have said is remembered, up to ``num_shared``
     tokens (a power of two). Of their prompts only the last ``max_depth`` tokens are, for what
-    followed them. A request is given drafts from those of its own cache salt only.
+    followed them. A request has drafts from those of its own cache salt only.
 
     The cost of a step grows with its new tokens, not with the length of the texts. A tree takes 164
     bytes for each token that it has room for. A request's has room for a power of two, 256 at
@@ -67,7 +67,7 @@ class SuffixProposer:
         if own is None:
             own = self._texts[req.arrival] = OwnText(len(tokens), depth)
         num_new = own.follow(tokens)
-        roots, other = (own.root, ROOT), own.tree
+        roots, other = (own.root, NO_ROOT), own.tree
         if ended is not None:
             ended.work(SHARED_PIECE + 2 * min(num_new, MAX_DRAFTS + 1))
             roots, other = (own.root, ended.root_of(req.cache_salt)), ended.tree
@@ -92,7 +92,7 @@ class OwnText:
 
     def __init__(self, num_tokens: int, depth: int) -> None:
         self.tree = context_tree.make(room_for(max(num_tokens, SMALLEST)), depth)
-        self.root = context_tree.change_roots(self.tree, ROOT)
+        self.root = context_tree.change_roots(self.tree, NO_ROOT)
         self._num_entered = 0
 
     def follow(self, tokens: array[int]) -> int:
@@ -141,7 +141,7 @@ class EndedTexts:
 
     def root_of(self, salt: str | None) -> int:
         """The root of what was said with this salt."""
-        return self._roots.get(salt, (ROOT, 0))[0]
+        return self._roots.get(salt, (NO_ROOT, 0))[0]
 
     def add(self, req: Request) -> None:
         """An output to be entered; of too many that wait, the oldest never is."""
@@ -176,8 +176,8 @@ class EndedTexts:
         """Give it a root, if there is room for one more text."""
         if len(self._held) >= self._max_requests:
             return False
-        root, num_texts = self._roots.get(text.salt, (ROOT, 0))
-        root = root or context_tree.change_roots(self.tree, ROOT)
+        root, num_texts = self._roots.get(text.salt, (NO_ROOT, 0))
+        root = root or context_tree.change_roots(self.tree, NO_ROOT)
         if not root:
             return False
         self._roots[text.salt] = root, num_texts + 1
