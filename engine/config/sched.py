@@ -53,9 +53,13 @@ class SchedulerOptions:
     speculative_config: dict[str, Any] | None = field(
         default=None, metadata={EXAMPLE: {"method": "ngram", "num_speculative_tokens": 4}}
     )
-    """Guess tokens and verify them beside a request's own: method (ngram: what followed when the
-    last tokens stood in its text before), num_speculative_tokens, prompt_lookup_min and
-    prompt_lookup_max (5 if not given). Tokens are the same as without."""
+    """Guess tokens and verify them beside a request's own: method and num_speculative_tokens; ngram
+    (what followed when the last tokens stood in its text before): prompt_lookup_min and
+    prompt_lookup_max (5 if not given); suffix (what mostly followed the longest end of its text,
+    there or in outputs of ended requests): suffix_decoding_max_tree_depth (24, also the number of
+    drafts if that is not given), suffix_decoding_max_cached_requests (10,000),
+    suffix_decoding_max_spec_factor (1.0), suffix_decoding_min_token_prob (0.1). Tokens are the
+    same as without."""
     length_predictor: Any = "none"
     """How policies are told output lengths: none (max_tokens), history, oracle, or your own."""
     user_weights: dict[str, float] = field(

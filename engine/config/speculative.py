@@ -11,11 +11,14 @@ from typing import Any
 from engine.config.check import check_kind, check_range, check_types
 from engine.errors import ConfigError
 
-METHODS = ("ngram",)
+METHODS = ("ngram", "suffix")
 NGRAM = 5  # tokens, if no size of n-grams is given
 MAX_NGRAM = 64  # each size has a table of all that was said
 MAX_DRAFTS = 256  # a row: what is verified is computed, and most of so many would be wrong
+DEPTH, CACHED, FACTOR, CHANCE = 24, 10_000, 1.0, 0.1  # of suffixes, as vLLM has them
+MAX_CACHED = 1 << 20  # requests; what is kept of them is bounded in bytes, too
 EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 4}'
+PREFIXES = {"prompt_lookup_": "ngram", "suffix_decoding_": "suffix"}  # of a method's own options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,13 +26,22 @@ class SpeculativeConfig:
     """How tokens are guessed that a decode verifies beside its own."""
 
     method: str
-    """ngram: what followed when the last tokens stood in the request's text before."""
+    """ngram: what followed when the last tokens stood in the request's text before; suffix: what
+    mostly followed the longest end of its text, there or in outputs of requests that have ended."""
     num_speculative_tokens: int
-    """Drafts for a decode, at most."""
+    """Drafts for a decode, at most; with suffix suffix_decoding_max_tree_depth if not given."""
     prompt_lookup_min: int = NGRAM
     """Tokens that must be the same, at least; prompt_lookup_max, or 5 if not given."""
     prompt_lookup_max: int = NGRAM
     """Tokens that are compared, at most; prompt_lookup_min, or 5 if not given."""
+    suffix_decoding_max_tree_depth: int = DEPTH
+    """Tokens that are compared, at most."""
+    suffix_decoding_max_cached_requests: int = CACHED
+    """Ended requests whose outputs are remembered, at most; 0: the request's own text only."""
+    suffix_decoding_max_spec_factor: float = FACTOR
+    """Drafts for each token that was the same, at most; one is always tried."""
+    suffix_decoding_min_token_prob: float = CHANCE
+    """How often, at least, a draft and all before it followed in what was said before."""
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> SpeculativeConfig:
@@ -45,20 +57,29 @@ class SpeculativeConfig:
                     f"{', '.join(known)}{hint}"
                 )
         given = {name: value for name, value in options.items() if value is not None}
-        for name in known[:2]:
-            if name not in given:
-                raise ConfigError(f"speculative_config lacks {name!r}; one looks like {EXAMPLE}")
-        sizes = [given[name] for name in known[2:] if name in given]
+        check_given(given)
+        sizes = [value for name, value in given.items() if name.startswith("prompt_lookup_")]
         try:
-            # Before one size is taken for both: an error names what was given.
+            # Before one option is taken for another: an error names what was given.
             asked = SpeculativeConfig(
                 method=given["method"],
-                num_speculative_tokens=given["num_speculative_tokens"],
+                num_speculative_tokens=given.get("num_speculative_tokens", 1),
                 prompt_lookup_min=given.get("prompt_lookup_min", NGRAM),
                 prompt_lookup_max=given.get("prompt_lookup_max", NGRAM),
+                suffix_decoding_max_tree_depth=given.get("suffix_decoding_max_tree_depth", DEPTH),
+                suffix_decoding_max_cached_requests=given.get(
+                    "suffix_decoding_max_cached_requests", CACHED
+                ),
+                suffix_decoding_max_spec_factor=given.get(
+                    "suffix_decoding_max_spec_factor", FACTOR
+                ),
+                suffix_decoding_min_token_prob=given.get("suffix_decoding_min_token_prob", CHANCE),
             )
             if len(sizes) == 1:
                 asked = replace(asked, prompt_lookup_min=sizes[0], prompt_lookup_max=sizes[0])
+            if "num_speculative_tokens" not in given:  # with suffix, it may be left out
+                depth = asked.suffix_decoding_max_tree_depth
+                asked = replace(asked, num_speculative_tokens=depth)
             asked._check_order()
         except ConfigError as error:
             raise ConfigError(f"speculative_config: {error}") from error
@@ -69,6 +90,10 @@ class SpeculativeConfig:
         check_types(self)
         check_range(self, 1, MAX_DRAFTS, "num_speculative_tokens")
         check_range(self, 1, MAX_NGRAM, "prompt_lookup_min", "prompt_lookup_max")
+        check_range(self, 1, MAX_DRAFTS, "suffix_decoding_max_tree_depth")
+        check_range(self, 0, MAX_CACHED, "suffix_decoding_max_cached_requests")
+        check_range(self, 0.0, float(MAX_DRAFTS), "suffix_decoding_max_spec_factor")
+        check_range(self, 0.0, 1.0, "suffix_decoding_min_token_prob")
 
     def _check_order(self) -> None:
         if self.prompt_lookup_min > self.prompt_lookup_max:
@@ -76,6 +101,20 @@ class SpeculativeConfig:
                 f"prompt_lookup_min ({self.prompt_lookup_min}) is above prompt_lookup_max "
                 f"({self.prompt_lookup_max}); lower the first or raise the second"
             )
+
+
+def check_given(given: Mapping[str, Any]) -> None:
+    """Raise ``ConfigError`` for what is missing, and for an option of another method."""
+    for name in ("method", "num_speculative_tokens"):
+        if name not in given and given.get("method") != "suffix":
+            raise ConfigError(f"speculative_config lacks {name!r}; one looks like {EXAMPLE}")
+    for prefix, method in PREFIXES.items():
+        for name, value in given.items():
+            if name.startswith(prefix) and method != given["method"]:
+                raise ConfigError(
+                    f"speculative_config: {name} is {value!r:.80}, which is for method {method!r} "
+                    f"and not {given['method']!r}; leave it out, or ask for method {method!r}"
+                )
 
 
 def check_method(method: object) -> None:

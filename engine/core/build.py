@@ -33,7 +33,7 @@ from engine.messages.step import CAPABILITIES, PARTS
 from engine.sched.interface import SchedulerInterface
 from engine.sched.plugins.find import Chosen, choose, make_scheduler
 from engine.sched.resource import Resource
-from engine.spec.decide import Drafts
+from engine.spec.decide import Drafts, Proposer
 from engine.spec.ngram import NgramProposer
 from engine.spec.worth import Worth
 from engine.structured.decide import CompiledAtOnce, GrammarCompiler, GrammarReadiness, beside
@@ -41,8 +41,6 @@ from engine.structured.guidance import CheckedOnly, guidance_of
 
 if TYPE_CHECKING:
     from engine.worker.feature import Feature
-
-PROPOSERS = {"ngram": NgramProposer}  # by method of ``speculative_config``
 
 logger = logging.getLogger("engine.core")
 
@@ -149,10 +147,22 @@ def features_of(config: SchedulerOptions) -> list[Resource]:
     if config.speculative_config is None:
         return []
     asked = SpeculativeConfig.of(config.speculative_config)
-    make = PROPOSERS[asked.method]
-    proposer = make(asked.prompt_lookup_min, asked.prompt_lookup_max)
     worth = Worth(asked.num_speculative_tokens)
-    return [Drafts(asked.num_speculative_tokens, proposer, worth=worth)]
+    return [Drafts(asked.num_speculative_tokens, proposer_of(asked), worth=worth)]
+
+
+def proposer_of(asked: SpeculativeConfig) -> Proposer:
+    """What makes drafts by the method that was asked for."""
+    if asked.method == "ngram":
+        return NgramProposer(asked.prompt_lookup_min, asked.prompt_lookup_max)
+    from engine.spec.suffix import SuffixProposer  # which brings a compiler
+
+    return SuffixProposer(
+        asked.suffix_decoding_max_tree_depth,
+        asked.suffix_decoding_max_cached_requests,
+        asked.suffix_decoding_max_spec_factor,
+        asked.suffix_decoding_min_token_prob,
+    )
 
 
 def with_grammars(

@@ -1,0 +1,465 @@
+"""What followed each context of a text, and how often: a tree of contexts, compiled.
+
+A context is what stands before a position, read backwards, so that the longest one that was there
+before is found in one descent. Sources: the contexts of PPM (Cleary and Witten 1984) in a
+path-compressed tree over a sliding window (Fiala and Greene 1989, Larsson 1999). An edge is read in
+the text itself, at the newest place of its context: whatever is forgotten, oldest first, no edge
+that remains is written there.
+
+All of a tree is one array of int32: a head, rows, an index of the rows, and the text, a ring. A row
+is known by its index in the array, 0 is none. There are two kinds. A *node* stands for all contexts
+that were in the same places. A *follower* is a token that was behind those. Contexts of several
+owners that must not meet have roots of their own.
+
+A token makes two nodes at most and, as a suffix automaton has at most three transitions for each
+token (Blumer et al. 1985), three followers: 5 rows of 32 bytes. Source code takes 3.5 of them,
+random numbers 2.7, random bits 4.8. There is room for 4 a token of the ring, so 164 bytes with the
+index and the text; a tree is full when rows or ring are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit, types
+from numpy.typing import NDArray
+
+Array = NDArray[np.int32]
+
+# The head: where the index and the text begin and how long they are, the tokens of a context, the
+# place that was entered last, the first row never taken, the first of those that were given back
+# (a list through TOKEN), and how many rows are free.
+INDEX, SLOTS, TEXT, LENGTH, DEPTH, NEWEST, FRESH, FREE, LEFT, HEAD = 0, 1, 2, 3, 4, 5, 6, 7, 8, 16
+# Of all rows, what the index knows them by. For a node it is the node above and ~ the first token
+# of the edge from there, for a follower its node and its token.
+OWNER, TOKEN = 0, 1
+# Of a node: the tokens of its longest context, the newest place of the last of them, how often they
+# were there, all nodes below XORed, and of its followers the first and the most frequent (0: to be
+# looked up).
+LONG, PLACE, COUNT, BELOW, FIRST, BEST = 2, 3, 4, 5, 6, 7
+# Of a follower: how often it was there, its neighbours among those of the node, its newest place.
+TIMES, NEXT, BEFORE, LAST = 2, 3, 4, 5
+ROW = 8
+NO_ROW = np.int64(0)
+GONE = -1  # the owner of a row that is free
+
+ROWS_A_TOKEN = 4
+SLOTS_A_TOKEN = 8
+NO_RING = np.int64((1 << 31) - 1)  # the mask of a text that is none
+ROUND = 1e-6  # 0.29 * 100 is less than 29
+
+# Compiled into those that are called from Python, which alone need a way in from there.
+compiled = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+
+
+def size(length: int) -> int:
+    """Of the array of a tree over so many tokens, in int32."""
+    return HEAD + length * (ROWS_A_TOKEN * ROW + SLOTS_A_TOKEN + 1)
+
+
+def make(length: int, depth: int) -> Array:
+    """An empty tree over a ring of so many tokens, a power of two, for contexts of up to ``depth``
+    tokens. Pages that are not yet used take no memory."""
+    tree: Array = np.zeros(size(length), dtype=np.int32)
+    tree[INDEX] = HEAD + length * ROWS_A_TOKEN * ROW
+    tree[SLOTS] = length * SLOTS_A_TOKEN
+    tree[TEXT] = tree[INDEX] + tree[SLOTS]
+    tree[LENGTH], tree[DEPTH], tree[FRESH] = length, depth, HEAD
+    tree[LEFT] = length * ROWS_A_TOKEN
+    return tree
+
+
+def text_of(tree: Array) -> Array:
+    """The ring of the text, to be written to."""
+    return tree[int(tree[TEXT]) :]
+
+
+def grown(tree: Array) -> Array:
+    """The same with room for twice as much; nothing may ever have been forgotten in it."""
+    larger = make(2 * int(tree[LENGTH]), int(tree[DEPTH]))
+    larger[FRESH] = fresh = int(tree[FRESH])
+    larger[NEWEST], larger[LEFT] = tree[NEWEST], larger[LEFT] - (fresh - HEAD) // ROW
+    larger[HEAD:fresh] = tree[HEAD:fresh]
+    text_of(larger)[: int(tree[LENGTH])] = text_of(tree)
+    enter_rows(larger)
+    return larger
+
+
+# -- rows and their index: open addressing; what is behind a free place moves up
+
+
+@compiled  # type: ignore[untyped-decorator]
+def _home(tree: Any, owner: Any, token: Any) -> Any:
+    """Where in the index the row of this owner and token is looked for first."""
+    code = (np.uint64(owner) << np.uint64(32)) ^ np.uint64(token)
+    code = (code ^ (code >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+    code = (code ^ (code >> np.uint64(32))) * np.uint64(0x94D049BB133111EB)
+    return np.int64(code >> np.uint64(33)) & (np.int64(tree[SLOTS]) - 1)
+
+
+@compiled  # type: ignore[untyped-decorator]
+def _find(tree: Any, owner: Any, token: Any) -> Any:
+    """Where the index has this row, or would have it: there it is 0."""
+    index, mask = np.int64(tree[INDEX]), np.int64(tree[SLOTS]) - 1
+    at = _home(tree, owner, token)
+    while True:
+        row = np.int64(tree[index + at])
+        if not row or (tree[row + OWNER] == owner and tree[row + TOKEN] == token):
+            return index + at
+        at = (at + 1) & mask
+
+
+@compiled  # type: ignore[untyped-decorator]
+def _get(tree: Any, owner: Any, token: Any) -> Any:
+    return np.int64(tree[_find(tree, owner, token)])
+
+
+@compiled  # type: ignore[untyped-decorator]
+def _leave_index(tree: Any, row: Any) -> None:
+    index, mask = np.int64(tree[INDEX]), np.int64(tree[SLOTS]) - 1
+    hole = _find(tree, np.int64(tree[row + OWNER]), np.int64(tree[row + TOKEN])) - index
+    at = (hole + 1) & mask
+    while tree[index + at]:
+        other = np.int64(tree[index + at])
+        home = _home(tree, np.int64(tree[other + OWNER]), np.int64(tree[other + TOKEN]))
+        if ((at - home) & mask) >= ((at - hole) & mask):
+            tree[index + hole] = other
+            hole = at
+        at = (at + 1) & mask
+    tree[index + hole] = 0
+
+
+@compiled  # type: ignore[untyped-decorator]
+def _take(tree: Any, owner: Any, token: Any) -> Any:
+    """A new row, known by these unless it has no owner; all else in it is 0."""
+    row = np.int64(tree[FREE])
+    if row:
+        tree[FREE] = tree[row + TOKEN]
+    else:
+        row = np.int64(tree[FRESH])
+        tree[FRESH] += ROW
+    tree[LEFT] -= 1
+    for at in range(row, row + ROW):
+        tree[at] = 0
+    tree[row + OWNER], tree[row + TOKEN] = owner, token
+    if owner:
+        tree[_find(tree, owner, token)] = row
+    return row
+
+
+@compiled  # type: ignore[untyped-decorator]
+def _give_back(tree: Any, row: Any) -> None:
+    tree[row + OWNER], tree[row + TOKEN] = GONE, tree[FREE]
+    tree[FREE] = row
+    tree[LEFT] += 1
+
+
+# -- followers
+
+
+@compiled  # type: ignore[untyped-decorator]
+def _new_follower(tree: Any, node: Any, token: Any) -> Any:
+    row = _take(tree, node, token)
+    first = np.int64(tree[node + FIRST])
+    tree[node + FIRST], tree[row + NEXT] = row, first
+    if first:
+        tree[first + BEFORE] = row
+    else:
+        tree[node + BEST] = row
+    return row
+
+
+@compiled  # type: ignore[untyped-decorator]
+def _drop_follower(tree: Any, node: Any, row: Any) -> None:
+    before, behind = np.int64(tree[row + BEFORE]), np.int64(tree[row + NEXT])
+    tree[(before + NEXT) if before else (node + FIRST)] = behind
+    if behind:
+        tree[behind + BEFORE] = before
+    if tree[node + BEST] == row:
+        tree[node + BEST] = 0
+    _leave_index(tree, row)
+    _give_back(tree, row)
+
+
+@compiled  # type: ignore[untyped-decorator]
+def _add(tree: Any, node: Any, token: Any, place: Any) -> None:
+    """The context was there once more, before this token."""
+    tree[node + COUNT] += 1
+    tree[node + PLACE] = place
+    row = _get(tree, node, token)
+    if not row:
+        row = _new_follower(tree, node, token)
+    tree[row + TIMES] += 1
+    tree[row + LAST] = place
+    best = np.int64(tree[node + BEST])
+    if best and tree[row + TIMES] >= tree[best + TIMES]:
+        tree[node + BEST] = row
+
+
+@compiled  # type: ignore[untyped-decorator]
+def _subtract(tree: Any, node: Any, token: Any) -> None:
+    tree[node + COUNT] -= 1
+    row = _get(tree, node, token)
+    tree[row + TIMES] -= 1
+    if tree[node + BEST] == row:
+        tree[node + BEST] = 0
+    if not tree[row + TIMES]:
+        _drop_follower(tree, node, row)
+
+
+@compiled  # type: ignore[untyped-decorator]
+def _best(tree: Any, node: Any) -> Any:
+    """The most frequent follower; of several the one that was there last."""
+    best = np.int64(tree[node + BEST])
+    if best:
+        return best
+    mask, newest = np.int64(tree[LENGTH]) - 1, np.int64(tree[NEWEST])
+    best = row = np.int64(tree[node + FIRST])
+    while row:
+        more = tree[row + TIMES] - tree[best + TIMES]
+        age = (newest - tree[row + LAST]) & mask
+        if more > 0 or (more == 0 and age < ((newest - tree[best + LAST]) & mask)):
+            best = row
+        row = np.int64(tree[row + NEXT])
+    tree[node + BEST] = best
+    return best
+
+
+# -- contexts
+
+
+@compiled  # type: ignore[untyped-decorator]
+def _descend(tree: Any, text: Any, last: Any, length: Any, path: Any) -> Any:
+    """Follow the ``length`` tokens of a text that end at index ``last``, from the root ``path[0]``.
+
+    ``text``: the array, the index in it at which the text begins, and the mask of a ring. Returns
+    the number of nodes in ``path``, the number of tokens found, and the node below if that is not
+    the last of the path: these tokens end within the edge to it.
+    """
+    array, base, text_mask = text
+    ring, mask = np.int64(tree[TEXT]), np.int64(tree[LENGTH]) - 1
+    count, at = 1, 0
+    while at < length:
+        below = _get(tree, path[count - 1], ~np.int64(array[base + ((last - at) & text_mask)]))
+        if not below:
+            break
+        long, place = np.int64(tree[below + LONG]), np.int64(tree[below + PLACE])
+        end = min(long, length)
+        at += 1
+        while at < end:
+            if tree[ring + ((place - at) & mask)] != array[base + ((last - at) & text_mask)]:
+                break
+            at += 1
+        if at < long:
+            return count, at, below
+        path[count] = below
+        count += 1
+    return count, at, 0
+
+
+@compiled  # type: ignore[untyped-decorator]
+def _replace(tree: Any, old: Any, new: Any) -> None:
+    """Put a node in the place of another, which hangs nowhere then."""
+    above, token = np.int64(tree[old + OWNER]), np.int64(tree[old + TOKEN])
+    tree[_find(tree, above, token)] = new
+    tree[new + OWNER], tree[new + TOKEN] = above, token
+    tree[above + BELOW] ^= old ^ new
+
+
+@compiled  # type: ignore[untyped-decorator]
+def _split(tree: Any, below: Any, at: Any) -> Any:
+    """A new node for the first ``at`` tokens of ``below``, which it is put over."""
+    place = np.int64(tree[below + PLACE])
+    node = _take(tree, NO_ROW, NO_ROW)
+    _replace(tree, below, node)
+    tree[node + PLACE], tree[node + COUNT] = place, tree[below + COUNT]
+    tree[node + LONG], tree[node + BELOW] = at, below
+    token = ~np.int64(tree[tree[TEXT] + ((place - at) & (np.int64(tree[LENGTH]) - 1))])
+    tree[below + OWNER], tree[below + TOKEN] = node, token
+    tree[_find(tree, node, token)] = below
+    row, best = np.int64(tree[below + FIRST]), 0
+    while row:
+        new = _new_follower(tree, node, np.int64(tree[row + TOKEN]))
+        tree[new + TIMES], tree[new + LAST] = tree[row + TIMES], tree[row + LAST]
+        if row == tree[below + BEST]:
+            best = new
+        row = np.int64(tree[row + NEXT])
+    tree[node + BEST] = best
+    return node
+
+
+@compiled  # type: ignore[untyped-decorator]
+def _join(tree: Any, node: Any) -> None:
+    """Take a node out if it was where the only one below it was, and nowhere else."""
+    below = np.int64(tree[node + BELOW])  # the one, or a number that is no such node
+    if not tree[node + LONG] or below < HEAD or below >= tree[FRESH] or (below - HEAD) % ROW:
+        return
+    # Only a node has such a token: the followers of a node have it for their owner, too.
+    if tree[below + OWNER] != node or tree[below + TOKEN] >= 0:
+        return
+    if tree[below + COUNT] != tree[node + COUNT]:
+        return
+    while tree[node + FIRST]:
+        _drop_follower(tree, node, np.int64(tree[node + FIRST]))
+    _leave_index(tree, below)
+    _replace(tree, node, below)
+    _give_back(tree, node)
+
+
+@compiled  # type: ignore[untyped-decorator]
+def _enter(tree: Any, behind: Any, length: Any, path: Any) -> Any:
+    """Enter the token at index ``behind``, after ``length`` others; False if there is no room."""
+    base, mask = np.int64(tree[TEXT]), np.int64(tree[LENGTH]) - 1
+    place = (behind - 1) & mask
+    token = np.int64(tree[base + (behind & mask)])
+    count, at, below = _descend(tree, (tree, base, mask), place, length, path)
+    num_needed = count + 4
+    row = np.int64(tree[below + FIRST]) if below else 0
+    while row:
+        num_needed += 1
+        row = np.int64(tree[row + NEXT])
+    if num_needed > tree[LEFT]:
+        return False
+    tree[NEWEST] = place
+    if below:
+        path[count] = _split(tree, below, at)
+        count += 1
+    if at < length:
+        first = ~np.int64(tree[base + ((place - at) & mask)])
+        leaf = _take(tree, path[count - 1], first)
+        tree[leaf + LONG] = length
+        tree[path[count - 1] + BELOW] ^= leaf
+        path[count] = leaf
+        count += 1
+    for index in range(1, count):
+        _add(tree, path[index], token, place)
+    return True
+
+
+@compiled  # type: ignore[untyped-decorator]
+def _forget(tree: Any, behind: Any, length: Any, path: Any) -> None:
+    """Undo that; of all tokens that are entered it must be the oldest."""
+    base, mask = np.int64(tree[TEXT]), np.int64(tree[LENGTH]) - 1
+    token = np.int64(tree[base + (behind & mask)])
+    count = _descend(tree, (tree, base, mask), (behind - 1) & mask, length, path)[0]
+    for index in range(1, count):
+        _subtract(tree, path[index], token)
+    node = path[count - 1]
+    if not tree[node + COUNT]:
+        above = np.int64(tree[node + OWNER])
+        _leave_index(tree, node)
+        tree[above + BELOW] ^= node
+        _give_back(tree, node)
+        node = above
+    _join(tree, node)
+
+
+@compiled  # type: ignore[untyped-decorator]
+def _draft(tree: Any, query: Any, known: Any, most: Any, limits: Any, path: Any) -> Any:
+    """Drafts behind the ``known`` tokens of ``query``: their number and expected right ones."""
+    num, chance, expected = 0, 1.0, 0.0
+    while num < most:
+        end = known + num
+        length = min(np.int64(tree[DEPTH]), end)
+        count, at, below = _descend(tree, (query, np.int64(0), NO_RING), end - 1, length, path)
+        if not at:
+            break
+        if not num:
+            most = min(most, max(1, np.int64(limits[0] * at + ROUND)))
+        node = below if below else path[count - 1]
+        best = _best(tree, node)
+        chance *= tree[best + TIMES] / tree[node + COUNT]
+        if chance < limits[1]:
+            break
+        query[end] = tree[best + TOKEN]
+        expected += chance
+        num += 1
+    return num, expected
+
+
+# -- what is called
+
+_ints = types.Array(types.int32, 1, "C")
+_floats = types.Array(types.float64, 1, "C")
+_long = types.int64
+
+
+def _called(*kinds: Any, returns: Any) -> Any:
+    """Compiled for these parameters when the module is imported, or found on disk."""
+
+    def compile_it(function: Any) -> Any:
+        try:
+            return njit(returns(*kinds), cache=True, error_model="numpy")(function)
+        except RuntimeError:  # no place on disk may be written to
+            return njit(returns(*kinds), error_model="numpy")(function)
+
+    return compile_it
+
+
+@_called(_ints, returns=types.void)  # type: ignore[untyped-decorator]
+def enter_rows(tree: Any) -> None:
+    """Fill the empty index of a tree in which no row was ever given back."""
+    for row in range(HEAD, np.int64(tree[FRESH]), ROW):
+        if tree[row + OWNER]:
+            at = _find(tree, np.int64(tree[row + OWNER]), np.int64(tree[row + TOKEN]))
+            tree[at] = row
+
+
+@_called(_ints, _long, returns=_long)  # type: ignore[untyped-decorator]
+def change_roots(tree: Any, root: Any) -> Any:
+    """Give back a root under which everything has been forgotten; or, for 0, a new one, 0 if there
+    is no room."""
+    if root:
+        _give_back(tree, root)
+        return 0
+    return _take(tree, NO_ROW, NO_ROW) if tree[LEFT] else 0
+
+
+@_called(_ints, types.UniTuple(_long, 4), types.boolean, returns=_long)  # type: ignore[untyped-decorator]
+def enter(tree: Any, span: Any, is_new: Any) -> Any:
+    """Enter tokens as far as there is room; or, if they are not new, forget them, the oldest.
+
+    ``span``: the root, where the text begins, and the first and the end of the tokens. These are
+    indices in the text, of which the ring has each at that index modulo its length; so it must for
+    ``DEPTH`` tokens before the first, too. Returns the first index that is not done.
+    """
+    root, begin, first, end = span
+    depth = np.int64(tree[DEPTH])
+    path = np.empty(depth + 2, dtype=np.int64)
+    path[0] = root
+    for behind in range(max(first, begin + 1), end):
+        length = min(depth, behind - begin)
+        if not is_new:
+            _forget(tree, behind, length, path)
+        elif not _enter(tree, behind, length, path):
+            return behind
+    return end
+
+
+@_called(  # type: ignore[untyped-decorator]
+    _ints, _ints, types.UniTuple(_long, 2), _ints, _long, _long, _floats, returns=_long
+)
+def draft(one: Any, other: Any, roots: Any, query: Any, known: Any, most: Any, limits: Any) -> Any:
+    """At most so many drafts behind the ``known`` tokens of ``query``, which are written there.
+
+    They come from the tree in which more of them are expected to be right, ``one`` if as many are;
+    a root 0 is none. ``limits``: drafts for each token of the context that was found, and the
+    probability that a draft must at least have. Returns their number.
+    """
+    path = np.empty(max(one[DEPTH], other[DEPTH]) + 2, dtype=np.int64)
+    kept = np.empty(most, dtype=np.int32)
+    num, expected = 0, 0.0
+    for which in range(2):
+        tree = one if which == 0 else other
+        path[0] = roots[which]
+        if not path[0]:
+            continue
+        num_found, num_right = _draft(tree, query, known, most, limits, path)
+        if num_right > expected:
+            num, expected = num_found, num_right
+            for at in range(num):  # as a slice it would take longer to compile than all the rest
+                kept[at] = query[known + at]
+    for at in range(num):
+        query[known + at] = kept[at]
+    return num

@@ -1,0 +1,226 @@
+"""Drafts from what followed the same tokens before, in this request or in those that have ended.
+
+Source: SuffixDecoding (Oliaro et al. 2024). Each draft is the token that most often followed the
+longest end of the text (drafts included) that was there before. There is a tree (``context_tree``)
+for each running request, over prompt and output, and one for the outputs of those that have ended;
+of the two, that one drafts of which more drafts are expected to be right. Nothing here reads a
+clock or random numbers: the same calls give the same drafts.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.config.speculative import MAX_DRAFTS
+from engine.sched.request import Request
+from engine.spec import context_tree
+
+SHARED_TOKENS = 1 << 20  # of ended requests, at most
+SMALLEST = 256  # tokens for which a request's tree is made
+NO_ROOT = 0
+
+# Tokens entered in a call, that a long text delays no step by much (1.3 us each): of the request's
+# own, and of those that have ended beside twice as many as are new.
+OWN_PIECE, SHARED_PIECE = 2048, 64
+STRIDE = 64  # tokens that are written into the ring, or forgotten, at a time
+
+
+class SuffixProposer:
+    """Drafts behind contexts of up to ``max_depth`` tokens.
+
+    At most ``max_factor`` drafts (rounded down, but one) for each token of the context that is
+    found, and only while the product of their relative frequencies is at least ``min_probability``.
+    What the last ``max_requests`` requests to end have said is remembered, up to ``num_shared``
+    tokens (a power of two). Of their prompts only the last ``max_depth`` tokens are, for what
+    followed them. A request has drafts from those of its own cache salt only.
+
+    The cost of a step grows with its new tokens, not with the length of the texts. A tree takes 164
+    bytes for each token that it has room for. A request's has room for a power of two, 256 at
+    least, and is made anew, twice as large, when it is full (5 ms for 32,768 tokens). That of ended
+    requests has room for ``num_shared``, takes memory as it fills, and forgets when it is full.
+    """
+
+    def __init__(
+        self,
+        max_depth: int,
+        max_requests: int,
+        max_factor: float,
+        min_probability: float,
+        *,
+        num_shared: int = SHARED_TOKENS,
+    ) -> None:
+        self._max_depth = max_depth
+        self._limits = np.array([max_factor, min_probability], dtype=np.float64)
+        self._texts: dict[int, OwnText] = {}  # by number of the request
+        self._ended = EndedTexts(max_depth, max_requests, num_shared) if max_requests else None
+        self._query = np.empty(0, dtype=np.int32)
+
+    def propose(self, req: Request, num_tokens: int) -> Sequence[int]:
+        """What most often followed the longest context; empty if none was there before."""
+        tokens, ended, depth = req.tokens, self._ended, self._max_depth
+        own = self._texts.get(req.arrival)
+        if own is None:
+            own = self._texts[req.arrival] = OwnText(len(tokens), depth)
+        num_new = own.follow(tokens)
+        roots, other = (own.root, NO_ROOT), own.tree
+        if ended is not None:
+            ended.work(SHARED_PIECE + 2 * min(num_new, MAX_DRAFTS + 1))
+            roots, other = (own.root, ended.root_of(req.cache_salt)), ended.tree
+        if len(self._query) < depth + num_tokens:
+            self._query = np.empty(depth + num_tokens, dtype=np.int32)
+        query, known = self._query, min(depth, len(tokens))
+        query[:known] = tokens[len(tokens) - known :]
+        num = context_tree.draft(own.tree, other, roots, query, known, num_tokens, self._limits)
+        drafts: list[int] = query[known : known + num].tolist()
+        return drafts
+
+    def release(self, req: Request) -> None:
+        """Forget the text; remember the output among those of ended requests."""
+        self._texts.pop(req.arrival, None)
+        if self._ended is not None and len(req.tokens) > req.num_prompt:
+            self._ended.add(req)
+            self._ended.work(SHARED_PIECE)
+
+
+class OwnText:
+    """The tree of a running request."""
+
+    def __init__(self, num_tokens: int, depth: int) -> None:
+        self.tree = context_tree.make(room_for(max(num_tokens, SMALLEST)), depth)
+        self.root = context_tree.change_roots(self.tree, NO_ROOT)
+        self._num_entered = 0
+
+    def follow(self, tokens: array[int]) -> int:
+        """Enter what is new, or a long piece of it. Returns how many tokens these are."""
+        first = self._num_entered
+        end = min(len(tokens), first + OWN_PIECE)
+        while end > self.tree[context_tree.LENGTH]:
+            self.tree = context_tree.grown(self.tree)
+        context_tree.text_of(self.tree)[first:end] = tokens[first:end]
+        at = first
+        while (at := context_tree.enter(self.tree, (self.root, 0, at, end), True)) < end:
+            self.tree = context_tree.grown(self.tree)
+        self._num_entered = end
+        return end - first
+
+
+@dataclass(slots=True)
+class Ended:
+    """A text that is remembered: where it begins, how much of it is in the ring and entered."""
+
+    salt: str | None
+    tokens: array[int]  # the end of the prompt and the output, until all is in the ring
+    num_tokens: int
+    num_prompt: int
+    begin: int = -1
+    num_placed: int = 0
+    num_entered: int = 0
+
+
+class EndedTexts:
+    """A tree over the outputs of ended requests, the oldest of which are forgotten.
+
+    They are entered and forgotten by ``work``, a few tokens at a time, in the order in which they
+    ended. Each cache salt has a root of its own.
+    """
+
+    def __init__(self, depth: int, max_requests: int, num_tokens: int) -> None:
+        self._depth = depth
+        self._max_requests = max_requests
+        self._num_tokens = max(num_tokens, room_for(4 * (depth + STRIDE)))
+        self.tree = context_tree.make(self._num_tokens, depth)
+        self._roots: dict[str | None, tuple[int, int]] = {}  # root and number of texts
+        self._held: deque[Ended] = deque()  # in the tree, the last one perhaps in part
+        self._waiting: deque[Ended] = deque()  # to be entered; the first may be held
+        self._oldest = self._next = 0  # indices: what is in the ring
+
+    def root_of(self, salt: str | None) -> int:
+        """The root of what was said with this salt."""
+        return self._roots.get(salt, (NO_ROOT, 0))[0]
+
+    def add(self, req: Request) -> None:
+        """An output to be entered; of too many that wait, the oldest never is."""
+        begin = max(0, req.num_prompt - self._depth)
+        tokens = req.tokens[begin:]
+        self._waiting.append(Ended(req.cache_salt, tokens, len(tokens), req.num_prompt - begin))
+        if len(self._waiting) > self._max_requests + 1:
+            del self._waiting[1]  # the first may be half entered
+
+    def work(self, num_tokens: int) -> None:
+        """Enter what waits: about so many tokens, those counted that are forgotten for it."""
+        while self._waiting and num_tokens > 0:
+            text = self._waiting[0]
+            if text.begin < 0 and not self._begin(text):
+                num_tokens -= self._forget()
+                continue
+            if text.num_placed < text.num_tokens and not self._place(text):
+                num_tokens -= self._forget()
+                continue
+            first = text.begin + max(text.num_entered, text.num_prompt)
+            end = text.begin + text.num_placed
+            reached = self._enter(text, first, end, True) if end > first else end
+            text.num_entered = reached - text.begin
+            num_tokens -= max(reached - first, 1)
+            if reached < end:
+                num_tokens -= self._forget()
+            elif end == text.begin + text.num_tokens:
+                text.tokens = array("i")
+                self._waiting.popleft()
+
+    def _begin(self, text: Ended) -> bool:
+        """Give it a root, if there is room for one more text."""
+        if len(self._held) >= self._max_requests:
+            return False
+        root, num_texts = self._roots.get(text.salt, (NO_ROOT, 0))
+        root = root or context_tree.change_roots(self.tree, NO_ROOT)
+        if not root:
+            return False
+        self._roots[text.salt] = root, num_texts + 1
+        text.begin = self._next
+        self._held.append(text)
+        return True
+
+    def _place(self, text: Ended) -> bool:
+        """Write its next tokens into the ring, if the contexts that are entered stay there."""
+        tokens = text.tokens[text.num_placed : text.num_placed + STRIDE]
+        if self._next + len(tokens) - self._oldest > self._num_tokens - self._depth:
+            return False
+        at = self._next % self._num_tokens
+        ring, num_before_end = context_tree.text_of(self.tree), self._num_tokens - at
+        ring[at : at + len(tokens)] = tokens[:num_before_end]
+        ring[: max(0, len(tokens) - num_before_end)] = tokens[num_before_end:]
+        text.num_placed += len(tokens)
+        self._next += len(tokens)
+        return True
+
+    def _forget(self) -> int:
+        """Forget the next piece of the oldest text. Returns its size, or 1."""
+        text, first = self._held[0], self._oldest
+        self._oldest = end = max(first, min(first + STRIDE, text.begin + text.num_entered))
+        first = max(first, text.begin + text.num_prompt)
+        size = max(end - first, 1)
+        if first < end:
+            self._enter(text, first, end, False)
+        if end == text.begin + text.num_tokens:
+            self._held.popleft()
+            root, num_texts = self._roots.pop(text.salt)
+            if num_texts > 1:
+                self._roots[text.salt] = root, num_texts - 1
+            else:
+                context_tree.change_roots(self.tree, root)
+        return size
+
+    def _enter(self, text: Ended, first: int, end: int, is_new: bool) -> int:
+        root = self._roots[text.salt][0]
+        reached: int = context_tree.enter(self.tree, (root, text.begin, first, end), is_new)
+        return reached
+
+
+def room_for(num_tokens: int) -> int:
+    """The power of two from which on there is room for so many."""
+    return 1 << (num_tokens - 1).bit_length()
