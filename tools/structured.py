@@ -1,6 +1,6 @@
 """Structured output on a corpus of our own: 300 schemas, 100 expressions, 30 grammars, 40 bombs.
 
-    python tools/structured.py [--model DIR] [--seeds 3] [--groups WORD,...] [--num 20] [--json FILE]
+    python tools/structured.py [--model DIR] [--seeds 3] [--groups WORD,...] [--num 20]
 
 Each entry is compiled; twenty right texts must pass its masks token by token to the end and twenty
 wrong ones must not, as the model's tokenizer cuts them and byte by byte; an engine with 32 running

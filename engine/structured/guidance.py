@@ -20,13 +20,14 @@ from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
 from threading import Lock, Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from engine.config.model import ModelConfig
 from engine.errors import EngineError
 from engine.messages.step import Column
 from engine.messages.structured import Grammar, grammar_from
 from engine.structured.decide import ALL, Compiled
+from engine.structured.schemas import prepared
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -42,11 +43,11 @@ MAX_LEXER_STATES = 50_000
 # Between tokens of JSON: a few spaces, a new line and its indentation. A model that may write any
 # number of them writes some hundred, now and then, and never comes to an end.
 WHITESPACE = r"[ \t]{0,2}(\r?\n[ \t]{0,24})?"
+# Where only one text can follow, the library would allow its tokenizer's tokens for it and no
+# others. What other tokens spell is as right, and the model says how likely each is.
+UNFORCED = '%llguidance {"no_forcing": true}\n'
 MAX_KEPT = 512  # compiled grammars
 MAX_KEPT_CHARS = 8 << 20  # of their texts
-
-_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_VALUES = ("enum", "const", "default", "examples")  # no schemas
 
 Eos = tuple[int, ...]
 
@@ -242,38 +243,25 @@ def source_of(grammar: Grammar) -> str:
 
     if grammar.kind in ("json", "json_object"):
         schema = {"type": "object"} if grammar.kind == "json_object" else json.loads(grammar.text)
-        if grammar.is_closed:
-            schema = closed(schema)
+        schema = prepared(schema, grammar.is_closed)
         options: JsonCompileOptions = {"whitespace_pattern": grammar.whitespace or WHITESPACE}
         if grammar.is_dense:
             options = {"whitespace_flexible": False}
-        found: str = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
-        return found
-    if grammar.kind == "regex":
-        return str(LLMatcher.grammar_from_regex(grammar.text))
-    if grammar.kind == "choice":
-        return str(LLMatcher.grammar_from_regex("|".join(map(_quoted, json.loads(grammar.text)))))
+        made = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
+        (asked,) = json.loads(made)["grammars"]
+        start = {"lark_grammar": f"start: @asked\n{UNFORCED}"}
+        return json.dumps({"grammars": [start, {**asked, "name": "asked"}]})
+    if grammar.kind in ("regex", "choice"):
+        expression = grammar.text
+        if grammar.kind == "choice":
+            expression = "|".join(map(_quoted, json.loads(grammar.text)))
+        made = LLMatcher.grammar_from_regex(expression)
+        (asked,) = json.loads(made)["grammars"]
+        return f"{asked['lark_grammar']}\n{UNFORCED}"
     try:
-        return str(grammar_from("grammar", grammar.text))
+        return f"{grammar_from('grammar', grammar.text)}\n{UNFORCED}"
     except ValueError as error:
         raise GrammarError(str(error)) from error
-
-
-def closed(schema: Any) -> Any:
-    """The schema without properties that it does not name."""
-    if isinstance(schema, list):
-        return [closed(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    found: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key in _BY_NAME and isinstance(value, dict):
-            found[key] = {name: closed(each) for name, each in value.items()}
-        else:
-            found[key] = value if key in _VALUES else closed(value)
-    if "properties" in found or "patternProperties" in found or found.get("type") == "object":
-        found.setdefault("additionalProperties", False)
-    return found
 
 
 def guidance_of(config: ModelConfig, vocab_size: int) -> GuidanceCompiler:

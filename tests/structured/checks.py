@@ -1,4 +1,4 @@
-"""What the compiler makes of an entry, followed token by token; and what an engine writes for it."""
+"""What the compiler makes of an entry, token by token; and what an engine writes for it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from structured.corpus import NUM, Entry
 
 from engine import LLMEngine, RequestError, SamplingParams, StructuredOutputsParams
 from engine.assets import BOX_MODEL
@@ -17,6 +16,7 @@ from engine.messages.structured import grammar_of
 from engine.structured.decide import WORD, Matcher
 from engine.structured.guidance import GrammarError, GuidanceCompilation, guidance_of
 from engine.text.tokenizer import load_tokenizer
+from structured.corpus import NUM, Entry
 
 PROMPT = "An example of what was asked for:\n"
 

@@ -1,4 +1,4 @@
-"""The corpus: what is asked, how it is judged, twenty texts that are right and twenty that are not."""
+"""The corpus: what is asked, how it is judged, twenty right texts and twenty wrong ones."""
 
 from __future__ import annotations
 

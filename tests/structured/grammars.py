@@ -127,7 +127,7 @@ LARK: dict[str, str] = {
     "unicode": """
         start: greeting ("、" greeting)*
         greeting: "こんにちは" | "你好" | "Grüß Gott" | "🙂" NAME
-        NAME: /[а-я]{1,5}/
+        NAME: /[ж-я]{1,5}/
     """,
     "counts": """
         start: "<" digit~4 ">" | "{" digit~2..3 "}"

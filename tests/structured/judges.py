@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import date
 from functools import cache
 from ipaddress import IPv4Address, IPv6Address
@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from uuid import UUID
 
 import jsonschema
+from jsonschema import validators
 from jsonschema.validators import validator_for
 
 Judge = Callable[[str], bool]
@@ -20,9 +21,10 @@ Judge = Callable[[str], bool]
 _ZONE = r"(Z|[+-]([01]\d|2[0-3]):[0-5]\d)"
 _TIME = re.compile(rf"([01]\d|2[0-3]):[0-5]\d:([0-5]\d|60)(\.\d+)?{_ZONE}", re.ASCII | re.I)
 _DATE = re.compile(r"\d{4}-\d\d-\d\d", re.ASCII)
-_DURATION = re.compile(
-    r"P(\d+W|(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+S)?)?)", re.ASCII
-)
+# Of RFC 3339, in which nothing is left out between two parts.
+_OF_TIME = r"T(\d+H(\d+M(\d+S)?)?|\d+M(\d+S)?|\d+S)"
+_OF_DAYS = r"(\d+Y(\d+M(\d+D)?)?|\d+M(\d+D)?|\d+D)"
+_DURATION = re.compile(rf"P(\d+W|{_OF_TIME}|{_OF_DAYS}({_OF_TIME})?)", re.ASCII)
 _LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?")
 _ATOM = re.compile(r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+(\.[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+)*")
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:([A-Za-z0-9._~:/?#\[\]@!$&'()*+,;=-]|%[0-9A-Fa-f]{2})*")
@@ -99,9 +101,9 @@ def _is_uri(text: object) -> bool:
 
 def json_judge(schema: Any) -> Judge:
     """By ``jsonschema``, with the formats above."""
-    validator = validator_for(schema, default=jsonschema.Draft202012Validator)(
-        schema, format_checker=formats
-    )
+    cls = validator_for(schema, default=jsonschema.Draft202012Validator)
+    cls = validators.extend(cls, {"pattern": _pattern})
+    validator = cls(schema, format_checker=formats)
 
     def is_right(text: str) -> bool:
         try:
@@ -111,6 +113,12 @@ def json_judge(schema: Any) -> Judge:
         return bool(validator.is_valid(value))
 
     return is_right
+
+
+def _pattern(validator: Any, pattern: str, text: object, schema: Any) -> Iterator[Any]:
+    r"""As JSON schema has it, in the dialect of ECMAScript, where \w and \d are of ASCII."""
+    if isinstance(text, str) and not re.search(pattern, text, re.ASCII):
+        yield jsonschema.ValidationError(f"{text!r} does not match {pattern!r}")
 
 
 def _refuse(name: str) -> None:
@@ -141,5 +149,3 @@ def grammar_judge(grammar: str) -> Judge:
         return True
 
     return is_right
-
-
