@@ -27,7 +27,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from structured.checks import Bench, Checked, check_generation, check_texts  # noqa: E402
+from structured.bombs import BOMBS  # noqa: E402
+from structured.checks import (  # noqa: E402
+    NEIGHBOURS,
+    Bench,
+    Checked,
+    check_bomb,
+    check_generation,
+    check_texts,
+    finished,
+)
 from structured.corpus import NUM, Entry, entries  # noqa: E402
 
 from engine import EngineArgs, LLMEngine  # noqa: E402
@@ -55,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         seconds = time.monotonic() - began
         print(f"{num_tokens} tokens written in {seconds:.0f} s: {num_tokens / seconds:.0f} /s")
     print_table(checked)
-    faults = [f"{one.entry.name}: {fault}" for one in checked for fault in one.faults]
+    faults = bomb_faults(options) if not options.groups or "bomb" in options.groups else []
+    faults += [f"{one.entry.name}: {fault}" for one in checked for fault in one.faults]
     faults += completion_faults(checked)
     for fault in faults:
         print("WRONG", fault)
@@ -72,7 +82,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--model", type=Path, default=BOX_MODEL, help="directory; by default the model in the box")
     add("--seeds", type=int, default=3, help="texts written for each entry; 0 writes none")
     add("--max-tokens", type=int, default=512, help="of each text")
-    add("--groups", default="", help="only groups with one of these words in their names")
+    add("--groups", default="", help="only groups with one of these words in their names, or bomb")
     add("--num", type=int, default=NUM, help="right texts of each entry, and wrong ones")
     add("--json", type=Path, help="what was found, by entry, goes to this file too")
     return parser.parse_args(argv)
@@ -120,6 +130,19 @@ def _row(group: str, found: Sequence[Checked]) -> tuple[str, ...]:
         f"{total('num_complete')}/{total('num_texts')}",
         f"{total('num_true')}/{total('num_complete')}",
     )
+
+
+def bomb_faults(options: argparse.Namespace) -> list[str]:
+    """Each bomb beside three neighbours, on one engine that must live through all of them."""
+    found = []
+    with LLMEngine.from_engine_args(_engine_args(options)) as engine:
+        alone = [one.token_ids for one in finished(engine, NEIGHBOURS)]
+        for name, fields in BOMBS.items():
+            try:
+                print(f"bomb, {name}: {check_bomb(engine, fields, alone)}", flush=True)
+            except AssertionError as error:
+                found.append(f"bomb, {name}: {error}")
+    return found
 
 
 def completion_faults(checked: Sequence[Checked]) -> list[str]:

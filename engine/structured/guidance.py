@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -37,6 +38,10 @@ logger = logging.getLogger("engine.structured")
 
 MAX_SECONDS = 10.0  # for compiling one grammar, waiting for others included
 NUM_THREADS = 2
+# The library goes down into what refers to something else, and ends the process where its stack
+# does. 4 to 10 KB a level: the longest text that is taken needs less than half of this.
+STACK_BYTES = 512 << 20
+MAX_RULES = 5_000  # of a grammar, whose compiling takes time by their square or more
 # Compiling takes time by the square of the symbols: a second for these. A state takes 1 to 2 KB.
 MAX_SYMBOLS = 20_000
 MAX_LEXER_STATES = 50_000
@@ -81,8 +86,7 @@ class GuidanceCompiler:
             compilation.start_clock()
         self._waiting.put(partial(self._compile, compilation, *key))
         if len(self._threads) < NUM_THREADS:
-            self._threads.append(Thread(target=self._serve, name="grammar", daemon=True))
-            self._threads[-1].start()
+            self._threads.append(_started(self._serve))
         self._keep(key, compilation)
         return compilation
 
@@ -115,6 +119,8 @@ class GuidanceCompiler:
             matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits)
             if matcher.is_error():
                 raise GrammarError(_words(matcher.get_error()))
+        except RecursionError:
+            compilation.future.set_exception(GrammarError("it is nested too deeply"))
         except BaseException as error:  # the library may panic, which is no Exception
             compilation.future.set_exception(GrammarError(str(error)))
         else:
@@ -217,11 +223,20 @@ class CheckedOnly:
     its matchers take the tokens as they were."""
 
     def submit(self, grammar: str, eos_token_ids: Sequence[int]) -> Compiled:
-        from llguidance import LLMatcher
-
-        if wrong := LLMatcher.validate_grammar(source_of(grammar_from(grammar))):
+        found: Future[str] = Future()
+        thread = _started(partial(self._check, grammar, found))
+        thread.join()
+        if wrong := found.result():
             raise GrammarError(_words(wrong))
         return Compiled(Follower())
+
+    def _check(self, grammar: str, found: Future[str]) -> None:
+        from llguidance import LLMatcher
+
+        try:
+            found.set_result(LLMatcher.validate_grammar(source_of(grammar_from(grammar))))
+        except BaseException as error:  # the library may panic, which is no Exception
+            found.set_exception(GrammarError(str(error)))
 
 
 class Follower:
@@ -235,6 +250,17 @@ class Follower:
 
     def fill(self, masks: Column, drafts: Sequence[int]) -> None:
         masks[:] = ALL
+
+
+def _started(target: Callable[[], None]) -> Thread:
+    """A thread that the end of the program does not wait for, with a deep stack."""
+    thread = Thread(target=target, name="grammar", daemon=True)
+    before = threading.stack_size(STACK_BYTES)
+    try:
+        thread.start()
+    finally:
+        threading.stack_size(before)
+    return thread
 
 
 def source_of(grammar: Grammar) -> str:
@@ -258,6 +284,8 @@ def source_of(grammar: Grammar) -> str:
         made = LLMatcher.grammar_from_regex(expression)
         (asked,) = json.loads(made)["grammars"]
         return f"{asked['lark_grammar']}\n{UNFORCED}"
+    if (count := len(re.findall(r"^\s*[?!]?[\w-]+[^:\n]*:", grammar.text, re.M))) > MAX_RULES:
+        raise GrammarError(f"the grammar has {count} rules, the limit is {MAX_RULES}")
     try:
         return f"{grammar_from('grammar', grammar.text)}\n{UNFORCED}"
     except ValueError as error:
@@ -292,4 +320,6 @@ def _quoted(text: str) -> str:
 
 def _words(error: str) -> str:
     """What the library says, without the trace behind it."""
+    if error.startswith("NoExtension"):
+        return "no text can go on from here: what is asked for cannot be met"
     return error.strip().split("\n<state>")[0][:2000]

@@ -8,6 +8,8 @@ from typing import Any
 
 from engine.errors import EngineError
 
+# Entries in all. Compiling takes time by their square: a few seconds for so many.
+MOST = {"properties": 3_000, "required": 3_000, "enum": 25_000}
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _VALUES = ("enum", "const", "default", "examples")  # no schemas
 
@@ -42,8 +44,26 @@ def prepared(schema: Any, is_closed: bool) -> Any:
 
     is_closed: no properties but those that it names.
     """
+    for key, limit in MOST.items():
+        if (count := _count(schema, key)) > limit:
+            raise SchemaError(f"{key} has {count} entries in all, the limit is {limit}")
+    return _prepared(schema, is_closed)
+
+
+def _count(schema: Any, key: str) -> int:
+    """Entries of all lists and objects with this key."""
     if isinstance(schema, list):
-        return [prepared(item, is_closed) for item in schema]
+        return sum(_count(item, key) for item in schema)
+    if not isinstance(schema, dict):
+        return 0
+    own = schema.get(key)
+    count = len(own) if isinstance(own, list | dict) else 0
+    return count + sum(_count(each, key) for each in schema.values())
+
+
+def _prepared(schema: Any, is_closed: bool) -> Any:
+    if isinstance(schema, list):
+        return [_prepared(item, is_closed) for item in schema]
     if not isinstance(schema, dict):
         return schema
     found: dict[str, Any] = {}
@@ -53,9 +73,9 @@ def prepared(schema: Any, is_closed: bool) -> Any:
         if any(type(value) is type(idle) and value == idle for idle in _IDLE.get(key, ())):
             continue
         if key in _BY_NAME and isinstance(value, dict):
-            found[key] = {name: prepared(each, is_closed) for name, each in value.items()}
+            found[key] = {name: _prepared(each, is_closed) for name, each in value.items()}
         else:
-            found[key] = value if key in _VALUES else prepared(value, is_closed)
+            found[key] = value if key in _VALUES else _prepared(value, is_closed)
     name = found.get("format")
     if isinstance(name, str) and name in _MORE_OF_FORMAT:
         found["allOf"] = [*found.get("allOf", []), _MORE_OF_FORMAT[name]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,11 +15,12 @@ from engine.assets import BOX_MODEL
 from engine.config.model import ModelConfig, read_model_info
 from engine.messages.structured import grammar_of
 from engine.structured.decide import WORD, Matcher
-from engine.structured.guidance import GrammarError, GuidanceCompilation, guidance_of
+from engine.structured.guidance import MAX_SECONDS, GrammarError, GuidanceCompilation, guidance_of
 from engine.text.tokenizer import load_tokenizer
 from structured.corpus import NUM, Entry
 
 PROMPT = "An example of what was asked for:\n"
+MAX_BOMB_SECONDS = MAX_SECONDS + 5
 
 
 class Bench:
@@ -175,3 +177,51 @@ def _judge(one: Checked, request_id: str, found: Any) -> None:
             one.faults.append(f"{request_id}: complete and wrong: {found.text!r}")
     elif found.finish_reason != "length":
         one.faults.append(f"{request_id}: ended with {found.finish_reason}: {found.error}")
+
+
+# -- bombs
+
+NEIGHBOURS = (
+    SamplingParams(temperature=0, max_tokens=24),
+    SamplingParams(temperature=1.0, seed=7, max_tokens=24),
+    SamplingParams(
+        temperature=1.0,
+        seed=8,
+        max_tokens=24,
+        structured_outputs=StructuredOutputsParams(regex="[a-z ]{20,60}"),
+    ),
+)
+
+
+def check_bomb(engine: LLMEngine, fields: dict[str, Any], alone: list[list[int]]) -> str:
+    """What became of it. Raises ``AssertionError`` if anything else was hurt.
+
+    alone: the neighbours' tokens without it.
+    """
+    began = time.monotonic()
+    try:
+        form = StructuredOutputsParams(**fields)
+        bomb = [SamplingParams(temperature=1.0, seed=1, max_tokens=24, structured_outputs=form)]
+        *neighbours, found = finished(engine, [*NEIGHBOURS, *bomb])
+    except RequestError as error:
+        return f"refused at once: {str(error)[-60:]}"
+    seconds = time.monotonic() - began
+    assert [one.token_ids for one in neighbours] == alone, "a neighbour wrote something else"
+    assert seconds < MAX_BOMB_SECONDS, f"it took {seconds:.1f} s"
+    if found.finish_reason == "error":
+        assert found.error and "grammar" in found.error, found.error
+        return f"failed in {seconds:.1f} s: {found.error[:110]!r}"
+    assert found.finish_reason in ("stop", "length"), found.finish_reason
+    return f"worked in {seconds:.1f} s: {found.text[:40]!r}"
+
+
+def finished(engine: LLMEngine, asked: Sequence[SamplingParams]) -> list[Any]:
+    """The answers, in the order of the requests; or the error of a request that is refused."""
+    for index, params in reversed(list(enumerate(asked))):  # the last is refused before others run
+        engine.add_request(str(index), PROMPT, params)
+    found: dict[str, Any] = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                (found[output.request_id],) = output.outputs
+    return [found[str(index)] for index in range(len(asked))]

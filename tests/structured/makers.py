@@ -144,6 +144,8 @@ class JsonMaker:
         drawn = self._rng.choice([low, high, self._rng.uniform(low, high)])
         places = self._rng.choice([0, 1, 2, 4])
         rounded = round(drawn, places)
+        if any(f"{end}".startswith(f"{rounded}") and end != rounded for end in _ends(schema)):
+            raise Unmakeable  # a known difference: an end of the range, cut off
         return int(rounded) if rounded == int(rounded) and self._rng.random() < 0.7 else rounded
 
     def _string(self, schema: dict[str, Any], depth: int) -> str:
@@ -294,6 +296,11 @@ def _bounds(schema: dict[str, Any]) -> tuple[float | None, float | None]:
     if (below := schema.get("exclusiveMaximum")) not in (None, True, False):
         high = below - step if high is None else min(high, below - step)
     return low, high
+
+
+def _ends(schema: dict[str, Any]) -> list[float]:
+    keys = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+    return [schema[key] for key in keys if key in schema]
 
 
 def written(value: Any, rng: Random) -> str:
