@@ -20,12 +20,13 @@ from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
 from threading import Lock, Thread, stack_size
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from engine.errors import EngineError
 from engine.messages.step import Column
 from engine.messages.structured import Grammar, grammar_from
 from engine.structured.decide import ALL, Compiled
+from engine.structured.schemas import prepared
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -38,17 +39,18 @@ NUM_THREADS = 2
 # The library calls itself for each rule or reference that a chain of them goes through; too deep
 # a chain ends the process. Enough for MAX_GRAMMAR_CHARS of them; what is not used takes no memory.
 STACK_BYTES = 512 << 20
+MAX_RULES = 5_000  # of a grammar, whose compiling takes time by their square or more
 # Compiling takes time by the square of the symbols: a second for these. A state takes 1 to 2 KB.
 MAX_SYMBOLS = 20_000
 MAX_LEXER_STATES = 50_000
 # Between tokens of JSON: a few spaces, a new line and its indentation. A model that may write any
 # number of them writes some hundred, now and then, and never comes to an end.
 WHITESPACE = r"[ \t]{0,2}(\r?\n[ \t]{0,24})?"
+# Where only one text can follow, the library would allow its tokenizer's tokens for it and no
+# others. What other tokens spell is as right, and the model says how likely each is.
+UNFORCED = '%llguidance {"no_forcing": true}\n'
 MAX_KEPT = 512  # compiled grammars
 MAX_KEPT_CHARS = 8 << 20  # of their texts
-
-_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_VALUES = ("enum", "const", "default", "examples")  # no schemas
 
 Eos = tuple[int, ...]
 
@@ -128,6 +130,8 @@ class GuidanceCompiler:
             matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits())
             if matcher.is_error():
                 raise GrammarError(_words(matcher.get_error()))
+        except RecursionError:
+            compilation.future.set_exception(GrammarError("it is nested too deeply"))
         except BaseException as error:  # the library may panic, which is no Exception
             compilation.future.set_exception(GrammarError(str(error)))
         else:
@@ -303,38 +307,27 @@ def source_of(grammar: Grammar) -> str:
 
     if grammar.kind in ("json", "json_object"):
         schema = {"type": "object"} if grammar.kind == "json_object" else json.loads(grammar.text)
-        if grammar.is_closed:
-            schema = closed(schema)
+        schema = prepared(schema, grammar.is_closed)
         options: JsonCompileOptions = {"whitespace_pattern": grammar.whitespace or WHITESPACE}
         if grammar.is_dense:
             options = {"whitespace_flexible": False}
-        found: str = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
-        return found
-    if grammar.kind == "regex":
-        return str(LLMatcher.grammar_from_regex(grammar.text))
-    if grammar.kind == "choice":
-        return str(LLMatcher.grammar_from_regex("|".join(map(_quoted, json.loads(grammar.text)))))
+        made = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
+        (asked,) = json.loads(made)["grammars"]
+        start = {"lark_grammar": f"start: @asked\n{UNFORCED}"}
+        return json.dumps({"grammars": [start, {**asked, "name": "asked"}]})
+    if grammar.kind in ("regex", "choice"):
+        expression = grammar.text
+        if grammar.kind == "choice":
+            expression = "|".join(map(_quoted, json.loads(grammar.text)))
+        made = LLMatcher.grammar_from_regex(expression)
+        (asked,) = json.loads(made)["grammars"]
+        return f"{asked['lark_grammar']}\n{UNFORCED}"
+    if (count := len(re.findall(r"^\s*[?!]?[\w-]+[^:\n]*:", grammar.text, re.M))) > MAX_RULES:
+        raise GrammarError(f"the grammar has {count} rules, the limit is {MAX_RULES}")
     try:
-        return str(grammar_from("grammar", grammar.text))
+        return f"{grammar_from('grammar', grammar.text)}\n{UNFORCED}"
     except ValueError as error:
         raise GrammarError(str(error)) from error
-
-
-def closed(schema: Any) -> Any:
-    """The schema without properties that it does not name."""
-    if isinstance(schema, list):
-        return [closed(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    found: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key in _BY_NAME and isinstance(value, dict):
-            found[key] = {name: closed(each) for name, each in value.items()}
-        else:
-            found[key] = value if key in _VALUES else closed(value)
-    if "properties" in found or "patternProperties" in found or found.get("type") == "object":
-        found.setdefault("additionalProperties", False)
-    return found
 
 
 def guidance_of(read_tokenizer: Callable[[], str | None], vocab_size: int) -> GuidanceCompiler:
@@ -362,4 +355,6 @@ def _quoted(text: str) -> str:
 
 def _words(error: str) -> str:
     """What the library says, without the trace behind it."""
+    if error.startswith("NoExtension"):
+        return "no text can go on from here: what is asked for cannot be met"
     return error.strip().split("\n<state>")[0][:2000]

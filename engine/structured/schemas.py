@@ -1,0 +1,121 @@
+"""JSON schemas as the library is given them: what it would ignore is refused by name, what it
+enforces in part is said in words that it enforces wholly, what says nothing is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from engine.errors import EngineError
+
+# Entries in all. Compiling takes time by their square: a few seconds for so many.
+MOST = {"properties": 3_000, "required": 3_000, "enum": 25_000}
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_VALUES = ("enum", "const", "default", "examples")  # no schemas
+
+_LEAP_YEAR = r"(?:\d\d(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+_YEAR = r"(?:[1-9]\d{3}|0[1-9]\d\d|00[1-9]\d|000[1-9])"
+_DAY = r"(?:\d\d-(?:[01]\d|2[0-8])|(?:0[13-9]|1[0-2])-(?:29|3[01]))"  # of any year, with its month
+# The library writes 29 February in every year, and the year 0000, which hardly a program can read.
+_MORE_OF_FORMAT: dict[str, dict[str, Any]] = {
+    "date": {"pattern": f"^(?:{_LEAP_YEAR}-02-29|{_YEAR}-{_DAY})"},
+    "date-time": {"pattern": f"^(?:{_LEAP_YEAR}-02-29|{_YEAR}-{_DAY})"},
+}
+
+# Keywords with a value for which they allow everything.
+_IDLE: dict[str, tuple[Any, ...]] = {
+    "uniqueItems": (False,),
+    "unevaluatedProperties": (True, {}),
+    "unevaluatedItems": (True, {}),
+    "propertyNames": (True, {}),
+    "dependencies": ({},),
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+    "minProperties": (0,),
+}
+
+
+class SchemaError(EngineError):
+    """A schema asks for what cannot be enforced."""
+
+
+def prepared(schema: Any, is_closed: bool) -> Any:
+    """The schema for the library. Raises ``SchemaError`` that names the keyword.
+
+    is_closed: no properties but those that it names.
+    """
+    for key, limit in MOST.items():
+        if (count := _count(schema, key)) > limit:
+            raise SchemaError(f"{key} has {count} entries in all, the limit is {limit}")
+    return _prepared(schema, is_closed)
+
+
+def _count(schema: Any, key: str) -> int:
+    """Entries of all lists and objects with this key."""
+    if isinstance(schema, list):
+        return sum(_count(item, key) for item in schema)
+    if not isinstance(schema, dict):
+        return 0
+    own = schema.get(key)
+    count = len(own) if isinstance(own, list | dict) else 0
+    return count + sum(_count(each, key) for each in schema.values())
+
+
+def _prepared(schema: Any, is_closed: bool) -> Any:
+    if isinstance(schema, list):
+        return [_prepared(item, is_closed) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _REFUSED and (why := _REFUSED[key](value, schema)):
+            raise SchemaError(f"{key} is {value!r:.80}, which {why}")
+        if any(type(value) is type(idle) and value == idle for idle in _IDLE.get(key, ())):
+            continue
+        if key in _BY_NAME and isinstance(value, dict):
+            found[key] = {name: _prepared(each, is_closed) for name, each in value.items()}
+        else:
+            found[key] = value if key in _VALUES else _prepared(value, is_closed)
+    name = found.get("format")
+    if isinstance(name, str) and name in _MORE_OF_FORMAT:
+        found["allOf"] = [*found.get("allOf", []), _MORE_OF_FORMAT[name]]
+    if is_closed and (
+        "properties" in found or "patternProperties" in found or found.get("type") == "object"
+    ):
+        found.setdefault("additionalProperties", False)
+    return found
+
+
+def _of_draft_3(instead: str) -> Callable[[Any, dict[str, Any]], str]:
+    return lambda value, schema: f"is a keyword of draft 3 and not enforced: {instead}"
+
+
+def _why_options(value: Any, schema: dict[str, Any]) -> str:
+    return "would set the library's own options: leave it out"
+
+
+def _why_required(value: Any, schema: dict[str, Any]) -> str | None:
+    if isinstance(value, bool):
+        return "is of draft 3 and not enforced: list the names in the object's required"
+    return None
+
+
+def _why_properties(value: Any, schema: dict[str, Any]) -> str | None:
+    """Properties without a name may be written twice, and then count once for who reads them."""
+    required = schema.get("required", [])
+    if not isinstance(value, int) or not isinstance(required, list):
+        return None  # the library says what is wrong
+    named = len({name for name in required if isinstance(name, str)})
+    if value > named + 1:
+        return f"is only enforced up to one more than the {named} required: name them in required"
+    return None
+
+
+_REFUSED: dict[str, Callable[[Any, dict[str, Any]], str | None]] = {
+    "x-guidance": _why_options,
+    "divisibleBy": _of_draft_3("use multipleOf"),
+    "disallow": _of_draft_3("use type"),
+    "extends": _of_draft_3("use allOf"),
+    "required": _why_required,
+    "minProperties": _why_properties,
+}

@@ -1,0 +1,121 @@
+"""What a compiled grammar lets pass, token by token."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+from structured.checks import Bench
+
+from engine.structured.guidance import GrammarError
+
+LEVEL = {
+    "type": "object",
+    "properties": {"level": {"type": "null"}},
+    "required": ["level"],
+    "additionalProperties": False,
+}
+ASKED: dict[str, tuple[dict[str, Any], str]] = {
+    "json": ({"json": LEVEL}, '{"level":null}'),
+    "expression": ({"regex": "level [0-9]"}, "level 7"),
+    "choice": ({"choice": ["level", "other"]}, "level"),
+    "Lark": ({"grammar": 'start: "level" /[0-9]/'}, "level7"),
+    "GBNF": ({"grammar": 'root ::= "level" [0-9]'}, "level7"),
+}
+
+
+@cache
+def bench() -> Bench:
+    return Bench()
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_every_way_to_spell_a_text_is_allowed(name: str) -> None:
+    """Also where the grammar leaves one text only: the model chooses among its tokens."""
+    fields, text = ASKED[name]
+    compilation = bench().compiled(fields)
+    ways = list(bench().tokenisations(text))
+    assert len(ways) == 2 and len(ways[0]) < len(ways[1]) == len(text)
+    for tokens in ways:
+        assert bench().num_accepted(compilation.wait(), tokens) == len(tokens) + 1
+
+
+def accepts(schema: Any, text: str) -> bool:
+    compilation = bench().compiled({"json": schema})
+    (tokens, *_) = bench().tokenisations(text)
+    return bench().num_accepted(compilation.wait(), tokens) == len(tokens) + 1
+
+
+FORMATS: dict[str, tuple[list[str], list[str]]] = {
+    "date": (
+        ["2024-02-29", "2000-02-29", "0004-02-29", "2023-02-28", "0001-01-01", "9999-12-31"],
+        ["2023-02-29", "1900-02-29", "0000-02-29", "0000-01-01", "2023-04-31", "2023-02-30"],
+    ),
+    "date-time": (
+        ["2024-02-29T00:00:00Z", "2023-12-31T23:59:59.5+01:00"],
+        ["2023-02-29T00:00:00Z", "0000-01-01T00:00:00Z", "2024-02-29"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_format_is_enforced_wholly(name: str) -> None:
+    """Days that are in the calendar; a pattern beside it holds too."""
+    right, wrong = FORMATS[name]
+    schema = {"type": "string", "format": name}
+    narrow = {**schema, "pattern": right[0][:3], "allOf": [{"minLength": 7}]}
+    for text in right:
+        assert accepts(schema, f'"{text}"'), text
+    for text in wrong:
+        assert not accepts(schema, f'"{text}"'), text
+    assert accepts(narrow, f'"{right[0]}"')
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "options of the library": (
+        {"type": "array", "x-guidance": {"lenient": True}, "uniqueItems": True},
+        "x-guidance",
+    ),
+    "options in a definition": (
+        {"$defs": {"a": {"x-guidance": {"lenient": True}}}, "$ref": "#/$defs/a"},
+        "x-guidance",
+    ),
+    "draft 3, a number": ({"type": "integer", "divisibleBy": 2}, "multipleOf"),
+    "draft 3, types": ({"disallow": "string"}, "disallow"),
+    "draft 3, another schema": ({"extends": {"type": "string"}}, "allOf"),
+    "draft 3, required": (
+        {"type": "object", "properties": {"a": {"type": "string", "required": True}}},
+        "required",
+    ),
+    "properties that may be the same": (
+        {"type": "object", "minProperties": 2, "additionalProperties": {"type": "integer"}},
+        "minProperties",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_be_ignored_is_refused_by_name(name: str) -> None:
+    schema, says = REFUSED[name]
+    with pytest.raises(GrammarError, match=says):
+        bench().compiled({"json": schema})
+
+
+IDLE: dict[str, dict[str, Any]] = {
+    "uniqueItems": {"type": "array", "uniqueItems": False},
+    "unevaluatedProperties": {"type": "object", "unevaluatedProperties": True},
+    "dependentRequired": {"type": "object", "dependentRequired": {}},
+    "minProperties": {"type": "object", "properties": {"a": {}}, "minProperties": 0},
+}
+
+
+@pytest.mark.parametrize("name", IDLE)
+def test_what_says_nothing_is_no_reason_to_refuse(name: str) -> None:
+    assert accepts(IDLE[name], "[]" if name == "uniqueItems" else "{}")
+
+
+def test_names_of_properties_are_no_keywords() -> None:
+    names = {name: {"type": "integer"} for name in ("extends", "x-guidance", "required", "format")}
+    assert accepts({"properties": names, "const": {"divisibleBy": 2}}, '{"divisibleBy":2}')
+    assert accepts({"type": "object", "properties": names}, '{"extends":1,"format":2}')
