@@ -76,7 +76,7 @@ print(replay(sys.argv[1]))
 """
 
 
-@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("name", ["rules", pytest.param("references", marks=pytest.mark.slow)])
 def test_a_long_chain_does_not_end_the_engine(tmp_path: Path, name: str) -> None:
     """In a process of its own, which it may kill."""
     ran = subprocess.run(

@@ -31,7 +31,7 @@ class Bench:
         self.eos = info.eos_token_ids
         self.tokenizer = load_tokenizer(ModelConfig(model=str(model)))
         self._num_words = -(-info.vocab_size // WORD)
-        self._compiler = guidance_of(ModelConfig(model=str(model)), info.vocab_size)
+        self._compiler = guidance_of(self.tokenizer.backend.as_json, info.vocab_size)
         self._bytes = byte_tokens(self.tokenizer)
 
     def compiled(self, fields: dict[str, Any]) -> GuidanceCompilation:
