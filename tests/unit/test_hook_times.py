@@ -190,6 +190,7 @@ def run_all(policy: Policy, meter: Meter, *resources: Resource, **options) -> di
         run.add(make_request(str(index), [index + 1] * 9, 12, priority=-index % 3))
         run.step()
     run.drain()
+    run.scheduler.shutdown()
     return run.scheduler.make_stats().hook_seconds
 
 
