@@ -173,6 +173,9 @@ class SlowResource(Resource):
         self.spend("counters")
         return {}
 
+    def shutdown(self):
+        self.spend("shutdown")
+
 
 def run_all(policy: Policy, meter: Meter, *resources: Resource, **options) -> dict[str, float]:
     """Eight requests in a small memory; what the statistics say of hooks."""
