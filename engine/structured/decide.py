@@ -44,7 +44,7 @@ class Compilation(Protocol):
     """A grammar that is being compiled."""
 
     def wait(self) -> Matcher:
-        """The same as ``poll``, once it is done."""
+        """The same as ``poll``, once it is done or late."""
 
     def poll(self) -> Matcher | None:
         """A matcher at the beginning of the grammar, ``None`` while it is being compiled.
@@ -125,8 +125,8 @@ class GrammarReadiness(Resource):
     """Compiles the grammars of requests as they come; those not ready are out of the queue.
 
     A grammar that is wrong, or a token that its own refuses, ends one request with an error. What
-    may come next depends on the last token: masks are made when that is known, while the forward
-    pass of the next step is under way.
+    may come next depends on the last token: the forward pass of the next step is launched before
+    that is known, and its masks are made when it is.
     """
 
     name = "grammar"
@@ -192,14 +192,7 @@ class GrammarReadiness(Resource):
                 by_id.pop(req.request_id, None)
 
     def describe(self, plan: StepPlan) -> None:
-        if not self._by_row:
-            return
-        rows = [
-            index
-            for index in np.flatnonzero(plan.samples).tolist()
-            if self._owner(plan, index) is not None
-        ]
-        if rows:
+        if rows := [index for index, _ in self._own_rows(plan, plan.samples)]:
             plan.masks = MaskPart(np.array(rows, dtype=np.int32))
 
     def masks(self, plan: StepPlan) -> Masks:
@@ -228,10 +221,7 @@ class GrammarReadiness(Resource):
         ends = np.cumsum(result.counts)
         if self._broken and plan.masks is not None:
             self._report_broken(plan, result)
-        for index in np.flatnonzero(result.counts > 0).tolist():
-            req = self._owner(plan, index)
-            if req is None:
-                continue
+        for index, req in self._own_rows(plan, result.counts):
             first = int(ends[index] - result.counts[index])
             if refusal := self._refusal(req, result.token_ids[first : ends[index]].tolist()):
                 result.errors[index] = refusal
@@ -250,6 +240,16 @@ class GrammarReadiness(Resource):
             return 0
 
     # -- helpers
+
+    def _own_rows(self, plan: StepPlan, counts: Column) -> list[tuple[int, Request]]:
+        """Rows of requests with a grammar that draw or have drawn something, and the requests.
+        The others of the step are passed over together."""
+        if not self._by_row:
+            return []
+        own = np.isin(plan.rows, np.fromiter(self._by_row, np.intp, len(self._by_row)))
+        places = np.flatnonzero(own & (counts > 0)).tolist()
+        found = ((index, self._owner(plan, index)) for index in places)
+        return [(index, req) for index, req in found if req is not None]
 
     def _owner(self, plan: StepPlan, index: int) -> Request | None:
         """The request with a grammar that a row of the plan belongs to, still."""

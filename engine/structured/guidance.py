@@ -17,6 +17,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from functools import partial
 from queue import SimpleQueue
 from threading import Lock, Thread, stack_size
@@ -36,6 +37,7 @@ logger = logging.getLogger("engine.structured")
 
 MAX_SECONDS = 10.0  # for compiling one grammar, waiting for others included
 NUM_THREADS = 2
+_GLANCE = 0.05  # seconds between two looks at whether a compilation is late
 # The library calls itself for each rule or reference that a chain of them goes through; too deep
 # a chain ends the process. Enough for MAX_GRAMMAR_CHARS of them; what is not used takes no memory.
 STACK_BYTES = 512 << 20
@@ -176,10 +178,14 @@ class GuidanceCompilation:
     def poll(self) -> GuidanceMatcher | None:
         if self.is_late:
             raise self.lateness
-        return self.wait() if self.future.done() else None
+        if not self.future.done():
+            return None
+        return GuidanceMatcher(self.future.result().deep_copy(), self._eos)
 
     def wait(self) -> GuidanceMatcher:
-        return GuidanceMatcher(self.future.result().deep_copy(), self._eos)
+        while (matcher := self.poll()) is None:
+            wait_for([self.future], timeout=_GLANCE)
+        return matcher
 
 
 class GuidanceMatcher:

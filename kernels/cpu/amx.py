@@ -29,6 +29,7 @@ _I8, _I64 = ir.IntType(8), ir.IntType(64)
 _HALF = np.int32(16)
 _ZERO = np.float32(0)
 _FLOATS = ROW_BYTES // 4
+_LINE = 4 * ROW_BYTES  # of four tiles side by side
 _TILE = ROWS * ROW_BYTES
 
 
@@ -144,6 +145,35 @@ def begin(state, soft):
             settings[_COLUMNS_AT + 2 * tile] = ROW_BYTES
             settings[_ROWS_AT + tile] = ROWS
     _configure(state, soft)
+
+
+@njit(inline="always")
+def row_product(state, left, right, target, steps, soft):
+    """[16, 64] float32 = [16, 32 * steps] @ [16 * steps pairs, 64, 2]: one tile of rows times four
+    of outputs, whose rows are 256 bytes.
+
+    left: address, bytes from a step's tile to the next, and from a row to the next.
+    """
+    address, step, stride = left
+    zero(state, 0, soft)
+    zero(state, 1, soft)
+    zero(state, 2, soft)
+    zero(state, 3, soft)
+    for k in range(steps):
+        some = right + k * (ROWS * _LINE)
+        load(state, 4, address + k * step, stride, soft)
+        load(state, 5, some, _LINE, soft)
+        load(state, 6, some + 64, _LINE, soft)
+        dot(state, 0, 4, 5, soft)
+        dot(state, 1, 4, 6, soft)
+        load(state, 5, some + 128, _LINE, soft)
+        load(state, 6, some + 192, _LINE, soft)
+        dot(state, 2, 4, 5, soft)
+        dot(state, 3, 4, 6, soft)
+    store(state, 0, target, _LINE, soft)
+    store(state, 1, target + 64, _LINE, soft)
+    store(state, 2, target + 128, _LINE, soft)
+    store(state, 3, target + 192, _LINE, soft)
 
 
 def _nothing(state):

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from support.paged_cache import Cache
+from support.paged_cache import VARIANTS, Cache
 
 from kernels import AttentionMeta, reference
 from kernels.cpu import isa
@@ -16,14 +16,6 @@ from kernels.cpu.attention import paged_attention, paired
 
 NEEDS = {"dots": "avx512_bf16", "tiles": "amx"}
 STEP = ((5, 0), (17, 13), (64, 40), (70, 1), (1, 9))
-VARIANTS = {
-    "full": {},
-    "window": {"window": 7},
-    "wide window": {"window": 40},
-    "softcap": {"softcap": 20.0},
-    "sinks": {"sinks": True},
-    "all": {"window": 33, "softcap": 30.0, "sinks": True},
-}
 # Odd numbers of queries a key head, sizes that are no whole number of tiles, more than 48 rows.
 SHAPES = [
     (80, 8),

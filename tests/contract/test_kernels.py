@@ -5,7 +5,7 @@ Cache blocks lie scattered, and what no sequence owns is NaN: reading it would s
 
 import pytest
 import torch
-from support.paged_cache import Cache
+from support.paged_cache import VARIANTS, Cache
 
 import kernels
 from kernels import AttentionMeta, reference
@@ -20,14 +20,6 @@ STEPS = {
     "prefill": ((37, 0), (1, 0), (5, 0)),
     "decode": ((1, 0), (1, 16), (1, 100), (1, 31)),
     "mixed": ((1, 20), (1, 700), (5, 0), (17, 13), (64, 40), (70, 1)),
-}
-VARIANTS = {
-    "full": {},
-    "window": {"window": 7},
-    "wide window": {"window": 40},
-    "softcap": {"softcap": 20.0},
-    "sinks": {"sinks": True},
-    "all": {"window": 33, "softcap": 30.0, "sinks": True},
 }
 
 

@@ -6,6 +6,16 @@ import torch
 
 from kernels import AttentionMeta
 
+# What families ask of attention beside a scale; ``sinks`` stands for a column of them.
+VARIANTS = {
+    "full": {},
+    "window": {"window": 7},
+    "wide window": {"window": 40},
+    "softcap": {"softcap": 20.0},
+    "sinks": {"sinks": True},
+    "all": {"window": 33, "softcap": 30.0, "sinks": True},
+}
+
 
 class Cache:
     """One layer's cache that holds the context of some sequences, and the step's metadata.

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from structured.checks import Bench
 
-from engine.structured.guidance import GrammarError
+from engine.structured.guidance import GrammarError, GuidanceCompilation
 
 LEVEL = {
     "type": "object",
@@ -119,3 +119,10 @@ def test_names_of_properties_are_no_keywords() -> None:
     names = {name: {"type": "integer"} for name in ("extends", "x-guidance", "required", "format")}
     assert accepts({"properties": names, "const": {"divisibleBy": 2}}, '{"divisibleBy":2}')
     assert accepts({"type": "object", "properties": names}, '{"extends":1,"format":2}')
+
+
+def test_a_run_that_is_recorded_waits_for_no_grammar_longer_than_others() -> None:
+    """Its requests are compiled within the step: what never ends would end the engine."""
+    endless = GuidanceCompilation((0,), {(0,): 0.0}, max_seconds=0.1)
+    with pytest.raises(GrammarError, match=r"within 0\.1 seconds"):
+        endless.wait()

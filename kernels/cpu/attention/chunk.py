@@ -107,6 +107,15 @@ def row_address(start, index, head, p, size):
 
 
 @njit(**INLINE)
+def key_address(p, table, head, position, size):
+    """Of the key at a position; size: bytes of one. The next of its block follow it, and its value
+    lies a half page behind it."""
+    block, kv_heads = p[7], p[5]
+    page = p[2] + np.int64(table[position // block]) * (2 * kv_heads * block * size)
+    return page + (head * block + position % block) * size
+
+
+@njit(**INLINE)
 def _begin(p, item, head, group, scale, q, token):
     width = group * q.shape[1]
     flat = q.reshape(-1)
@@ -127,10 +136,8 @@ def _gather(p, seq, head, span, targets, cell):
     aligned = block % LANES == 0 and head_dim % LANES == 0 and base % LANES == 0
     done = 0
     while done < count:
-        place, offset = (base + done) // block, (base + done) % block
-        page = p[2] + np.int64(table[place]) * (2 * kv_heads * block * size)
-        source = page + (head * block + offset) * size
-        num = min(block - offset, count - done)
+        source = key_address(p, table, head, base + done, size)
+        num = min(block - (base + done) % block, count - done)
         if aligned:
             for j in range(0, num, LANES):
                 for d in range(0, head_dim, LANES):

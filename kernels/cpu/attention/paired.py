@@ -22,6 +22,7 @@ from kernels.cpu.attention.chunk import (
     KEYS,
     NUM_PARAMETERS,
     finish,
+    key_address,
     row_address,
     tokens_an_item,
     weigh,
@@ -130,10 +131,8 @@ def _gather(p, seq, head, span, targets, head_dim):
     fill(values[(end + 1) // 2 :].reshape(-1), 0)
     done = first
     while done < end:
-        place, offset = (start + done) // block, (start + done) % block
-        page = p[2] + np.int64(table[place]) * (2 * kv_heads * block * size)
-        source = page + (head * block + offset) * size
-        num = min(block - offset, end - done)
+        source = key_address(p, table, head, start + done, size)
+        num = min(block - (start + done) % block, end - done)
         if aligned:
             for j in range(0, num, LANES):
                 for d in range(0, head_dim, 32):
@@ -197,26 +196,9 @@ def _score_tiles(own, q, keys, scores, num, soft):
     """scores[num, KEYS] = q[num] @ keys, a tile of rows times four of keys."""
     lda, width = q.shape[1] * 2, KEYS * 4
     for r in range(0, num, _TILE):
-        a, b, c = q.ctypes.data + r * lda, keys.ctypes.data, scores.ctypes.data + r * width
-        amx.zero(own, 0, soft)
-        amx.zero(own, 1, soft)
-        amx.zero(own, 2, soft)
-        amx.zero(own, 3, soft)
-        for k in range(keys.shape[0] // _TILE):
-            some = b + k * (_TILE * width)
-            amx.load(own, 4, a + k * 64, lda, soft)
-            amx.load(own, 5, some, width, soft)
-            amx.load(own, 6, some + 64, width, soft)
-            amx.dot(own, 0, 4, 5, soft)
-            amx.dot(own, 1, 4, 6, soft)
-            amx.load(own, 5, some + 128, width, soft)
-            amx.load(own, 6, some + 192, width, soft)
-            amx.dot(own, 2, 4, 5, soft)
-            amx.dot(own, 3, 4, 6, soft)
-        amx.store(own, 0, c, width, soft)
-        amx.store(own, 1, c + 64, width, soft)
-        amx.store(own, 2, c + 128, width, soft)
-        amx.store(own, 3, c + 192, width, soft)
+        left = (q.ctypes.data + r * lda, amx.ROW_BYTES, lda)
+        target = scores.ctypes.data + r * width
+        amx.row_product(own, left, keys.ctypes.data, target, keys.shape[0] // _TILE, soft)
 
 
 @njit(inline="always")

@@ -358,7 +358,7 @@ def _tile_body(soft: int):
                         for half in range(0, _LINE, _LINE // 2):  # of the outputs, 128 bytes each
                             _four_tiles(own, a, b + half, c + half, depth, soft)
                     else:
-                        _one_row_of_tiles(own, a, b, c, depth, soft)
+                        amx.row_product(own, (a, 1024, 64), b, c, depth // 16, soft)
                 _finish(p, sums, first, count, panel)
         amx.end(state.ctypes.data, soft)
 
@@ -400,30 +400,6 @@ def _four_tiles(own, a, b, c, depth, soft):
     amx.store(own, 1, c + 64, _LINE, soft)
     amx.store(own, 2, c + 16 * _LINE, _LINE, soft)
     amx.store(own, 3, c + 16 * _LINE + 64, _LINE, soft)
-
-
-@njit(inline="always")
-def _one_row_of_tiles(own, a, b, c, depth, soft):
-    """c [16, 64] = a @ b: one tile of rows times four of outputs."""
-    amx.zero(own, 0, soft)
-    amx.zero(own, 1, soft)
-    amx.zero(own, 2, soft)
-    amx.zero(own, 3, soft)
-    for k in range(depth // 16):
-        panel = b + k * (16 * _LINE)
-        amx.load(own, 4, a + k * 1024, 64, soft)
-        amx.load(own, 5, panel, _LINE, soft)
-        amx.load(own, 6, panel + 64, _LINE, soft)
-        amx.dot(own, 0, 4, 5, soft)
-        amx.dot(own, 1, 4, 6, soft)
-        amx.load(own, 5, panel + 128, _LINE, soft)
-        amx.load(own, 6, panel + 192, _LINE, soft)
-        amx.dot(own, 2, 4, 5, soft)
-        amx.dot(own, 3, 4, 6, soft)
-    amx.store(own, 0, c, _LINE, soft)
-    amx.store(own, 1, c + 64, _LINE, soft)
-    amx.store(own, 2, c + 128, _LINE, soft)
-    amx.store(own, 3, c + 192, _LINE, soft)
 
 
 BODIES = {
