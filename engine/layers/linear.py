@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import torch
 from torch.nn import functional as F
 
@@ -15,8 +13,6 @@ from kernels.bodies import CPU_TENSORS
 from kernels.cpu import isa
 from kernels.cpu.matmul import bfloat16, float32, int8
 from kernels.reference.quant import quantize_fp8, quantize_int8
-
-logger = logging.getLogger("engine.layers")
 
 QUANTIZATIONS = ("int8", "fp8")
 
@@ -146,10 +142,6 @@ class BFloat16Linear(Adaptable):
         self.bias = None if bias is None else bias.float()
         self.out_features, self.in_features = weight.shape
         self._out_dtype = torch.float32 if keeps_float32 else torch.bfloat16
-        rows = bfloat16.settle(self.packed, self.in_features, self.out_features)
-        if rows is not None:
-            shape = f"{self.in_features} x {self.out_features}"
-            logger.info("products of %s: by tiles from %d rows on", shape, rows)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return bfloat16.packed_product(

@@ -45,6 +45,9 @@ _FAMILIES = {
 _ARCH_PRCTL, _REQUEST, _TILE_DATA = 158, 0x1023, 18
 
 _HOST: dict[str, bool] = dict(binding.get_host_cpu_features())
+_ASKED = (config.CPU_FEATURES or "").split(",")
+if _ASKED != [""]:  # Numba's own option may take some away
+    _HOST = {name: on and f"+{name}" in _ASKED for name, on in _HOST.items()}
 
 
 @cache

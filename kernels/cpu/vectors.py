@@ -53,11 +53,14 @@ def _load_floats(builder, base, offset, lanes, size):
     return builder.bitcast(builder.shl(wide, ir.Constant(words, [16] * lanes)), floats)
 
 
-class _BFloat(ir.HalfType):
+class BFloat(ir.HalfType):
     """LLVM's bfloat, which llvmlite does not name."""
 
     def __str__(self) -> str:
         return "bfloat"
+
+
+BFloat._create_instance()  # a class of llvmlite's without an instance of its own gets its parent's
 
 
 def _halves(builder, words):
@@ -185,7 +188,7 @@ class _DotTile(_FloatTile):
     @staticmethod
     def multiply(builder, pair, pairs, total):
         name, lanes = f"llvm.x86.avx512bf16.dpbf16ps.{total.type.count * 32}", total.type.count * 2
-        operand = ir.VectorType(_BFloat(), lanes)
+        operand = ir.VectorType(BFloat(), lanes)
         function = builder.module.globals.get(name)
         if function is None:
             kind = ir.FunctionType(total.type, [total.type, operand, operand])
@@ -203,30 +206,6 @@ class _SoftDotTile(_DotTile):
         for scalar, vector in reversed(list(sides)):
             total = _fma(builder, scalar, vector, total)
         return total
-
-
-class _OrderedTile(_PairTile):
-    """The numbers of a tile processor: of every 32 inputs the even and the odd ones are summed
-    apart, each in order, and their sum is added to the total. A step is 32 inputs."""
-
-    rows = 16
-    left_bytes = rows * 8
-    registers = 3
-
-    @classmethod
-    def left(cls, builder, base, offset, lanes):
-        places = [builder.add(offset, _I64(8 * pair)) for pair in range(cls.rows)]
-        return [_PairTile.left(builder, base, place, lanes) for place in places]
-
-    @classmethod
-    def multiply(cls, builder, scalars, vectors, total):
-        chains = [ir.Constant(total.type, [cls.zero] * total.type.count)] * 2
-        for pair, halves in zip(scalars, vectors, strict=True):
-            for i in range(2):
-                chains[i] = _fma(builder, pair[i], halves[i], chains[i])
-        even, odd = (_fence(builder, chain) for chain in chains)
-        both = _fence(builder, builder.fadd(even, odd))
-        return _fence(builder, builder.fadd(total, both))
 
 
 class _ByteTile:
@@ -379,17 +358,17 @@ def panel_product(  # noqa: PLR0913
 
 
 # How pairs of bfloat16 are multiplied: `how` of `pair_tile_product`.
-WIDENED, DOTS, SOFT_DOTS, ORDERED = range(4)
-_PAIR_KINDS = (_PairTile, _DotTile, _SoftDotTile, _OrderedTile)
+WIDENED, DOTS, SOFT_DOTS = range(3)
+_PAIR_KINDS = (_PairTile, _DotTile, _SoftDotTile)
 
 
 @intrinsic(prefer_literal=True)
 def pair_tile_product(  # noqa: PLR0913
     typing_context, a, lda, b, ldb, c, ldc, depth, rows, vectors, lanes, is_fresh, how
 ):
-    """`tile_product` of a b of pairs, `depth` steps: of a pair each, or of 16 if how is ORDERED.
+    """`tile_product` of a b of pairs, `depth` of them.
 
-    a holds floats if `how` is WIDENED or ORDERED, else bfloat16.
+    a holds floats if `how` is WIDENED, else bfloat16.
     """
     return _typed_product(_PAIR_KINDS, (rows, vectors, lanes, is_fresh, how))
 
@@ -470,6 +449,21 @@ def prefetch(typing_context, address, vectors, lanes, size):
         return context.get_dummy_value()
 
     return types.void(types.intp, *literals), build
+
+
+@intrinsic
+def round16(typing_context, source, target):
+    """16 float32 to bfloat16, rounded to the nearest, ties to even, by AVX-512 BF16: a denormal
+    number becomes zero."""
+
+    def build(context, builder, signature, args):
+        floats = _load(builder, args[0], _I64(0), ir.VectorType(_F32, LANES))
+        halves = builder.fptrunc(floats, ir.VectorType(BFloat(), LANES))
+        place = builder.inttoptr(args[1], halves.type.as_pointer())
+        builder.store(halves, place, align=2)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp), build
 
 
 @intrinsic(prefer_literal=True)

@@ -102,28 +102,17 @@ def test_a_row_is_the_same_in_any_company(body: str, threads: int, rng: torch.Ge
         set_threads(before)
 
 
-@pytest.mark.isa
-def test_few_rows_are_summed_as_tiles_sum_them(rng: torch.Generator) -> None:
-    """To the last bit, as Intel defines it; on a processor with tiles, as it does it."""
-    for shape in SHAPES:
-        _, packed, bias = case(shape, rng)
-        x = torch.randn(50, shape[1], generator=rng).bfloat16()
-        names = ["ordered", "soft tiles", *(["tiles"] if isa.LEVEL == "amx" else [])]
-        first, *others = (
-            bfloat16.packed_product(x, packed, bias, shape[0], out_dtype=torch.float32, body=name)
-            for name in names
-        )
-        for other in others:
-            assert torch.equal(first, other)
-
-
-def test_a_trial_chooses_by_time(rng: torch.Generator) -> None:
-    """Soft tiles are slow at any number of rows, and what is as fast is taken at once."""
-    _, packed, _ = case((200, 96), rng)
-    assert bfloat16.tiles_from(packed, 96, 200, ("ordered", "soft tiles"), 8) == 8
-    assert bfloat16.tiles_from(packed, 96, 200, ("soft tiles", "ordered")) == 1
-    known = isa.LEVEL == "amx"
-    assert (bfloat16.settle(packed, 96, 200) is None) != known, "tiles are tried where they are"
+@pytest.mark.skipif(isa.LEVEL != "amx", reason=f"{isa.processor()} computes without amx")
+@pytest.mark.parametrize("shape", SHAPES)
+def test_soft_tiles_are_the_processors(shape: tuple[int, int], rng: torch.Generator) -> None:
+    """To the last bit."""
+    _, packed, bias = case(shape, rng)
+    x = torch.randn(50, shape[1], generator=rng).bfloat16()
+    soft, tiles = (
+        bfloat16.packed_product(x, packed, bias, shape[0], out_dtype=torch.float32, body=name)
+        for name in ("soft tiles", "tiles")
+    )
+    assert torch.equal(soft, tiles)
 
 
 def test_damage_stays_in_its_row(body: str, rng: torch.Generator) -> None:

@@ -6,16 +6,14 @@ in one operation each where there are none. One copy serves every body and any n
 
     widened   AVX2, AVX-512: a row's floats, broadcast, times pairs widened in registers
     dots      AVX-512 BF16: pairs of the row, broadcast, times pairs, as they lie
-    tiles     AMX: 16 rows x 32 inputs times 32 inputs x 16 outputs; rows are copied to tiles first
-    ordered   AMX, few rows: widened, but summed in the order of the tiles, to the last bit
+    tiles     AMX: 16 rows x 32 inputs times 32 inputs x 16 outputs, both as they lie
 
-So a row's numbers do not depend on how many rows there are, nor on the threads; but for denormal
-numbers, below 1e-38, which tiles take as zero. Inputs are filled up with zeros to a multiple of 32.
+So a row's numbers do not depend on how many rows there are, nor on the threads. Inputs are filled
+up with zeros to a multiple of 32.
 """
 
 from __future__ import annotations
 
-import time
 from typing import NamedTuple
 
 import numpy as np
@@ -27,18 +25,13 @@ from kernels.cpu.cells import read_cells, write_cells
 from kernels.cpu.matmul.float32 import PANEL
 from kernels.cpu.native import INLINE, Kernel, f32, i32, i64, next_item, u16
 from kernels.cpu.threads import num_threads
-from kernels.cpu.vectors import DOTS, ORDERED, SOFT_DOTS, WIDENED, pair_tile_product
+from kernels.cpu.vectors import DOTS, SOFT_DOTS, WIDENED, pair_tile_product
 
 STEP = 32  # inputs are a multiple of it
 NUM_PARAMETERS = 12
-FEW = 8  # rows from which on tiles are taken to be faster where no trial was made
-
-_TRIALS = 4
-_TILES_FROM: dict[tuple[int, int], int] = {}  # by inputs and outputs, as trials found
-
 _ROWS = 6  # rows a tile: with four vectors of outputs, what the registers hold
 _BLOCK = 72  # rows an item at most: they are read from the second-level cache
-_TILE_BLOCK = 128
+_TILE_BLOCK = 1 << 20  # bytes of rows an item at most, for tiles: half the second-level cache
 _DEPTH = 768  # inputs a pass: that much of a panel stays in the second-level cache
 _ENOUGH = 65536  # multiplications worth a second thread
 _ITEMS_A_THREAD = 4
@@ -132,9 +125,13 @@ class _Plan(NamedTuple):
 def _plan(x: torch.Tensor, packed: torch.Tensor, num_out: int, body: str | None) -> _Plan:
     num, num_in = x.shape
     threads = num_threads() if num * num_in * num_out >= _ENOUGH else 1
-    chosen = body or body_of(num, _TILES_FROM.get((num_in, num_out), FEW))
-    rows = max(1, min(num, _TILE_BLOCK if "tiles" in chosen else _BLOCK))
-    # Rows are prepared once an item, so as many panels as leave enough items to share out.
+    chosen = body or BODY
+    if "tiles" in chosen:
+        rows = _evenly(num, max(2 * amx.ROWS, _TILE_BLOCK // (packed.shape[1] * 4)))
+    else:
+        rows = max(1, min(num, _BLOCK))
+    # Rows are prepared once an item and memory is read best in order, so as many panels as leave
+    # enough items to share out.
     items = -(-num // rows) * packed.shape[0]
     panels = max(1, min(packed.shape[0], items // (threads * _ITEMS_A_THREAD)))
     return _Plan(chosen, num_out, threads, rows, panels)
@@ -159,44 +156,10 @@ def _run(plan: _Plan, x: torch.Tensor, packed: torch.Tensor, target: _Target) ->
     )
 
 
-def body_of(num: int, tiles_from: int = FEW) -> str:
-    """The body for so many rows on this processor; tiles_from: rows that tiles are worth it for."""
-    if isa.LEVEL == "amx":
-        return "ordered" if num < tiles_from else "tiles"
-    return "dots" if isa.LEVEL == "avx512_bf16" else "widened"
-
-
-def settle(packed: torch.Tensor, num_in: int, num_out: int) -> int | None:
-    """Find by trial from how many rows on tiles are faster for this shape, if there are tiles.
-
-    Returns the number if it was found now. It changes no result: both bodies sum alike.
-    """
-    if isa.LEVEL != "amx" or (num_in, num_out) in _TILES_FROM:
-        return None
-    found = tiles_from(packed, num_in, num_out, ("ordered", "tiles"))
-    _TILES_FROM[num_in, num_out] = found
-    return found
-
-
-def tiles_from(
-    packed: torch.Tensor, num_in: int, num_out: int, bodies: tuple[str, str], longest: int = 32
-) -> int:
-    """Rows from which on the second body is at least as fast as the first: a power of two, at most
-    ``longest``."""
-    for num in (1 << n for n in range(longest.bit_length() - 1)):
-        x = packed.new_zeros((num, num_in))
-        first, second = (
-            min(_seconds(x, packed, num_out, body) for _ in range(_TRIALS)) for body in bodies
-        )
-        if second <= first:
-            return num
-    return longest
-
-
-def _seconds(x: torch.Tensor, packed: torch.Tensor, num_out: int, body: str) -> float:
-    began = time.perf_counter()
-    packed_product(x, packed, None, num_out, body=body)
-    return time.perf_counter() - began
+def _evenly(num: int, most: int) -> int:
+    """Rows an item, of blocks as even as tiles allow."""
+    rows = -(-num // max(1, -(-num // most)))
+    return max(1, min(num, -(-rows // amx.ROWS) * amx.ROWS))
 
 
 @njit(**INLINE)
@@ -246,19 +209,6 @@ def _write(p, sums, first, count, panel):
 
 
 @njit(inline="always")
-def _add_in_order(a, lda, b, c, count, depth):
-    """c[count, PANEL] += a[count] @ b over `depth` steps of 32 inputs, two rows at a time."""
-    row, ldc = 0, PANEL * 4
-    while row + 2 <= count:
-        at = c + row * ldc
-        pair_tile_product(a + row * lda, lda, b, _LINE, at, ldc, depth, 2, 4, 16, 0, ORDERED)
-        row += 2
-    if row < count:
-        at = c + row * ldc
-        pair_tile_product(a + row * lda, lda, b, _LINE, at, ldc, depth, 1, 4, 16, 0, ORDERED)
-
-
-@njit(inline="always")
 def _add_pairs(a, lda, b, c, count, depth, how):
     """c[count, PANEL] += a[count] @ b over `depth` steps; `how` is a literal."""
     row, ldc = 0, PANEL * 4
@@ -279,8 +229,8 @@ def _add_pairs(a, lda, b, c, count, depth, how):
 
 
 def _vector_body(how: int):
-    """Of products in vector registers: WIDENED, DOTS, SOFT_DOTS or ORDERED."""
-    size = 4 if how in (WIDENED, ORDERED) else 2  # bytes of an element of a prepared row
+    """Of products in vector registers: WIDENED, DOTS or SOFT_DOTS."""
+    size = 4 if how == WIDENED else 2  # bytes of an element of a prepared row
 
     def body(row):
         p = i64(row, (NUM_PARAMETERS + 1,))
@@ -305,10 +255,7 @@ def _vector_body(how: int):
                     inputs = min(_DEPTH, width - begin)
                     b = p[2] + (panel * depth + begin // 2) * _LINE
                     a, c = rows.ctypes.data + begin * size, sums.ctypes.data
-                    if how == ORDERED:
-                        _add_in_order(a, width * size, b, c, count, inputs // STEP)
-                    else:
-                        _add_pairs(a, width * size, b, c, count, inputs // 2, how)
+                    _add_pairs(a, width * size, b, c, count, inputs // 2, how)
                 _finish(p, sums, first, count, panel)
 
     return body
@@ -335,9 +282,10 @@ def _tile_body(soft: int):
         p = i64(row, (NUM_PARAMETERS + 1,))
         num, num_in, depth, num_out, most, per = p[5], p[6], p[7], p[8], p[9], p[10]
         panels, blocks = (num_out + PANEL - 1) // PANEL, (num + most - 1) // most
-        groups, high = (panels + per - 1) // per, (most + 31) // 32 * 32
+        groups, high = (panels + per - 1) // per, (most + 15) // 16 * 16
         state = np.empty(amx.STATE + 64, np.uint8)
-        rows = np.zeros(high * depth * 2 + 32, np.uint16)
+        # Rows that are no whole tile, or whose inputs are no whole number of steps, are copied.
+        copied = np.empty((16 if num_in % STEP == 0 else high, depth * 2), np.uint16)
         sums = np.empty((high, PANEL), np.float32)
         amx.begin((state.ctypes.data + 63) & -64, soft)
         while True:
@@ -348,50 +296,46 @@ def _tile_body(soft: int):
             first, start = block * most, (item - block * groups) * per
             count = min(most, num - first)
             # Asked for in each round: Numba frees an array that is not named any more.
-            own, tiles = (state.ctypes.data + 63) & -64, (rows.ctypes.data + 63) & -64
-            _to_tiles(p[1] + first * num_in * 2, tiles, count, num_in, depth)
+            own, copies = (state.ctypes.data + 63) & -64, copied.ctypes.data
+            x, whole = p[1] + first * num_in * 2, count // 16 * 16 if num_in % STEP == 0 else 0
+            for r in range(whole, count):
+                target = copies + (r - whole) * depth * 4
+                _prepare(x + r * num_in * 2, target, num_in, depth * 2, 2)
             for panel in range(start, min(start + per, panels)):
-                b = p[2] + panel * depth * _LINE
-                for r in range(0, count, 32):
-                    a, c = tiles + r * depth * 4, sums.ctypes.data + r * _LINE
-                    if count - r > 16:
-                        for half in range(0, _LINE, _LINE // 2):  # of the outputs, 128 bytes each
-                            _four_tiles(own, a, b + half, c + half, depth, soft)
+                b, c = p[2] + panel * depth * _LINE, sums.ctypes.data
+                r = 0
+                while r < count:
+                    is_here = r < whole
+                    a = x + r * num_in * 2 if is_here else copies + (r - whole) * depth * 4
+                    # The first pass over a panel brings it from memory, and does so best in order.
+                    if r == 0 or r + 32 > (whole if is_here else count):
+                        left = (a, 64, num_in * 2 if is_here else depth * 4)
+                        amx.row_product(own, left, b, c + r * _LINE, depth // 16, soft)
+                        r += 16
                     else:
-                        amx.row_product(own, (a, 1024, 64), b, c, depth // 16, soft)
+                        lda = num_in * 2 if is_here else depth * 4
+                        for half in range(0, _LINE, _LINE // 2):  # of the outputs, 128 bytes each
+                            _four_tiles(own, a, lda, b + half, c + r * _LINE + half, depth, soft)
+                        r += 32
                 _finish(p, sums, first, count, panel)
         amx.end(state.ctypes.data, soft)
 
     return body
 
 
-@njit(**INLINE)
-def _to_tiles(source, target, count, num_in, depth):
-    """Rows of bfloat16 to tiles [rows / 16, inputs / 32, 16, 32], zeros after the last input."""
-    for r in range(count):
-        halves = u16(source + r * num_in * 2, (num_in,))
-        place = target + (r // 16) * depth * 64 + (r % 16) * 64
-        for k in range(0, num_in, 32):
-            piece, num = u16(place + k * 32, (32,)), min(32, num_in - k)
-            for i in range(num):
-                piece[i] = halves[k + i]
-            for i in range(num, 32):
-                piece[i] = 0
-
-
 @njit(inline="always")
-def _four_tiles(own, a, b, c, depth, soft):
+def _four_tiles(own, a, lda, b, c, depth, soft):
     """c [32, 32] = a @ b: two tiles of rows times two of outputs."""
     amx.zero(own, 0, soft)
     amx.zero(own, 1, soft)
     amx.zero(own, 2, soft)
     amx.zero(own, 3, soft)
-    below = a + depth * 64
+    below = a + 16 * lda
     for k in range(depth // 16):
-        amx.load(own, 4, a + k * 1024, 64, soft)
+        amx.load(own, 4, a + k * 64, lda, soft)
         amx.load(own, 6, b + k * (16 * _LINE), _LINE, soft)
         amx.load(own, 7, b + k * (16 * _LINE) + 64, _LINE, soft)
-        amx.load(own, 5, below + k * 1024, 64, soft)
+        amx.load(own, 5, below + k * 64, lda, soft)
         amx.dot(own, 0, 4, 6, soft)
         amx.dot(own, 1, 4, 7, soft)
         amx.dot(own, 2, 5, 6, soft)
@@ -406,10 +350,10 @@ BODIES = {
     "widened": Kernel(_vector_body(WIDENED), heavy=True),
     "dots": Kernel(_vector_body(DOTS), heavy=True),
     "soft dots": Kernel(_vector_body(SOFT_DOTS), heavy=True),
-    "ordered": Kernel(_vector_body(ORDERED), heavy=True),
     "tiles": Kernel(_tile_body(0), heavy=True),
     "soft tiles": Kernel(_tile_body(1), heavy=True),
 }
 
 # What this processor runs.
-PRODUCTS = tuple(BODIES[name] for name in sorted({body_of(1), body_of(1 << 30)}))
+BODY = {"amx": "tiles", "avx512_bf16": "dots"}.get(isa.LEVEL, "widened")
+PRODUCTS = (BODIES[BODY],)
