@@ -96,8 +96,10 @@ def _settle() -> str:
     """
     level = os.environ.get(VARIABLE, "")
     # Numba's own name for a context that is made when the first function is declared.
-    if level not in available() or "target_context" in vars(cpu_target):
+    if "target_context" in vars(cpu_target):
         return available()[-1]
+    if level not in available():
+        level = available()[-1]
     above = LEVELS[LEVELS.index(level) + 1 :]
     without = {name for higher in above for name in _NEEDS[higher]}
     # Whole families, with what would bring them back: one feature of LLVM's implies others.
@@ -105,8 +107,11 @@ def _settle() -> str:
     without |= {name for name in _HOST if name.startswith(tuple(families))}
     for name in without:
         _HOST[name] = False
-    config.CPU_NAME = binding.get_host_cpu_name()
-    config.CPU_FEATURES = ",".join(f"{'+' if on else '-'}{name}" for name, on in _HOST.items())
+    if not config.CPU_NAME:
+        config.CPU_NAME = binding.get_host_cpu_name()
+    features = [f"{'+' if on else '-'}{name}" for name, on in _HOST.items()]
+    # LLVM would fill half of each register where it makes vectors of loops by itself.
+    config.CPU_FEATURES = ",".join([*features, "-prefer-256-bit"])
     return level
 
 

@@ -119,8 +119,6 @@ class _FloatTile:
     zero = 0.0
     left_bytes = 4  # of a row of a, a step
     right_bytes = 4  # of a lane of a row of b
-    rows = 1  # of b, a step
-    registers = 1  # that a vector of sums takes
 
     @staticmethod
     def left(builder, base, offset, lanes):
@@ -215,8 +213,6 @@ class _ByteTile:
     zero = 0
     left_bytes = 4
     right_bytes = 4
-    rows = 1
-    registers = 1
 
     @staticmethod
     def left(builder, base, offset, lanes):
@@ -277,12 +273,7 @@ class _Tile(NamedTuple):
     def _right(self, k, vector):
         """What b gives a step for a vector of outputs."""
         kind, size = self.kind, self.kind.right_bytes
-        if kind.rows == 1:
-            return kind.right(self.builder, *self._place(self.b, k, vector, size), self.lanes)
-        first = self.builder.mul(k, _I64(kind.rows))
-        rows = (self.builder.add(first, _I64(i)) for i in range(kind.rows))
-        places = (self._place(self.b, row, vector, size) for row in rows)
-        return [kind.right(self.builder, *place, self.lanes) for place in places]
+        return kind.right(self.builder, *self._place(self.b, k, vector, size), self.lanes)
 
     def _place(self, matrix, row, vector, size=4) -> tuple[Any, Any]:
         """Address, and offset of a vector of elements of `size` bytes in a row of the matrix."""
@@ -309,7 +300,7 @@ def _emit_product(builder, kind, args, literals):
     a, lda, b, ldb, c, ldc, depth = args[:7]
     num_rows, num_vectors, lanes, is_fresh = literals
     per_row = min(num_vectors, _MAX_VECTORS)
-    for rows in _chunks(num_rows, max(1, _MAX_SUMS // (per_row * kind.registers))):
+    for rows in _chunks(num_rows, max(1, _MAX_SUMS // per_row)):
         for vectors in _chunks(num_vectors, per_row):
             tile = _Tile(builder, kind, (a, lda), (b, ldb), (c, ldc), rows, vectors, lanes)
             tile.emit(depth, bool(is_fresh))
@@ -449,6 +440,55 @@ def prefetch(typing_context, address, vectors, lanes, size):
         return context.get_dummy_value()
 
     return types.void(types.intp, *literals), build
+
+
+@intrinsic
+def largest(typing_context, address, count, start):
+    """The largest of `count` float32 at an address and of `start`; a NaN among them is passed over.
+
+    Written out: of a float maximum the compiler makes no vectors by itself.
+    """
+
+    def build(context, builder, signature, args):
+        address, count, start = args
+        vector, mask = ir.VectorType(_F32, LANES), ir.VectorType(ir.IntType(1), LANES)
+        first = _splat(builder, start, LANES)
+        whole = builder.and_(count, _I64(-LANES))
+        before = builder.block
+        loop, rest = (builder.append_basic_block(name) for name in ("whole", "rest"))
+        builder.cbranch(builder.icmp_signed(">", whole, _I64(0)), loop, rest)
+        builder.position_at_end(loop)
+        at, best = builder.phi(_I64), builder.phi(vector)
+        seen = _load(builder, address, builder.mul(at, _I64(4)), vector)
+        better = builder.select(builder.fcmp_ordered(">", seen, best), seen, best)
+        following = builder.add(at, _I64(LANES))
+        for phi, initial, last in ((at, _I64(0), following), (best, first, better)):
+            phi.add_incoming(initial, before)
+            phi.add_incoming(last, loop)
+        builder.cbranch(builder.icmp_signed("<", following, whole), loop, rest)
+        builder.position_at_end(rest)
+        best = builder.phi(vector)
+        best.add_incoming(first, before)
+        best.add_incoming(better, loop)
+        left = _splat(builder, builder.trunc(builder.sub(count, whole), _I32), LANES)
+        lanes = ir.Constant(left.type, list(range(LANES)))
+        is_there = builder.icmp_signed("<", lanes, left)
+        name = f"llvm.masked.load.v{LANES}f32.p0"
+        function = builder.module.globals.get(name)
+        if function is None:
+            kind = ir.FunctionType(vector, [vector.as_pointer(), _I32, mask, vector])
+            function = ir.Function(builder.module, kind, name)
+        place = builder.add(address, builder.mul(whole, _I64(4)))
+        place = builder.inttoptr(place, vector.as_pointer())
+        seen = builder.call(function, [place, _I32(4), is_there, best])
+        best = builder.select(builder.fcmp_ordered(">", seen, best), seen, best)
+        name = f"llvm.vector.reduce.fmax.v{LANES}f32"
+        function = builder.module.globals.get(name)
+        if function is None:
+            function = ir.Function(builder.module, ir.FunctionType(_F32, [vector]), name)
+        return builder.call(function, [best], fastmath=("nnan",))
+
+    return types.float32(types.intp, types.intp, types.float32), build
 
 
 @intrinsic

@@ -12,7 +12,7 @@ import numpy as np
 from numba import njit
 
 from kernels.cpu.attention.plan import ITEM_FIELDS
-from kernels.cpu.attention.softmax import EMPTY, cap, divisor, fill, scaled_copy, soften
+from kernels.cpu.attention.softmax import EMPTY, cap, divisor, fill, scale_by, soften
 from kernels.cpu.cells import read_cells, write_cells
 from kernels.cpu.mathlib import LOG2_E
 from kernels.cpu.native import INLINE, f32, f64, i32, i64, next_item
@@ -122,7 +122,7 @@ def _begin(p, item, head, group, scale, q, token):
     for i in range(item[2]):
         rows = flat[i * width : (i + 1) * width]
         read_cells(p[1] + row_address(item[1], i, head, p, width * token), rows, token)
-        scaled_copy(rows, rows, scale)
+        scale_by(scale, rows)
 
 
 @njit(inline="always")
@@ -191,5 +191,5 @@ def finish(p, item, head, group, sums, head_dim, token):
             r = i * group + g
             below = divisor(total[r, 0], sinks, head * group + g, largest[r])
             values = acc[r][:head_dim]
-            scaled_copy(values, values, _ONE / below)
+            scale_by(_ONE / below, values)
             write_cells(out + g * head_dim * token, values, token)

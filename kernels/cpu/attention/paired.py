@@ -28,7 +28,7 @@ from kernels.cpu.attention.chunk import (
     weigh,
 )
 from kernels.cpu.attention.plan import ITEM_FIELDS
-from kernels.cpu.attention.softmax import EMPTY, fill, scaled_copy
+from kernels.cpu.attention.softmax import EMPTY, fill, scale_by
 from kernels.cpu.cells import write_cells
 from kernels.cpu.mathlib import LOG2_E
 from kernels.cpu.native import INLINE, f64, i32, i64, next_item, u16
@@ -91,7 +91,7 @@ def paired_body(head_dim: int, group: int, how: int):
                     _score_tiles(own, q, keys, scores, num, soft)
                 else:
                     _score_dots(q, keys, scores, num, how)
-                scaled_copy(scores[:num].reshape(-1), scores[:num].reshape(-1), scale)
+                scale_by(scale, scores[:num].reshape(-1))
                 weigh(p, item, group, (start, end), softcap, scores, (largest, total, acc))
                 _round(scores, weights, num, end)
                 if is_tiled:
@@ -141,15 +141,28 @@ def _gather(p, seq, head, span, targets, head_dim):
         else:
             _turn(source, keys, done, num, head_dim)
         source += kv_heads * block * size
-        for j in range(num):
-            row, pair = u16(source + j * size, (head_dim,)), values[(done + j) // 2]
-            if (done + j) % 2:
-                for d in range(head_dim):
-                    pair[d] |= np.int32(row[d]) << 16
-            else:
-                for d in range(head_dim):
-                    pair[d] = np.int32(row[d])
+        _pair_up(source, values, done, num, head_dim)
         done += num
+
+
+@njit(**INLINE)
+def _pair_up(source, values, first, num, head_dim):
+    """Values [num, head_dim] at an address to the rows of pairs from that of key `first` on."""
+    j = 0
+    while j < num:
+        row, pair = u16(source + j * head_dim * _CELL, (head_dim,)), values[(first + j) // 2]
+        if (first + j) % 2:
+            for d in range(head_dim):
+                pair[d] |= np.int32(row[d]) << 16
+        elif j + 1 < num:
+            other = u16(source + (j + 1) * head_dim * _CELL, (head_dim,))
+            for d in range(head_dim):
+                pair[d] = np.int32(row[d]) | np.int32(other[d]) << 16
+            j += 1
+        else:
+            for d in range(head_dim):
+                pair[d] = np.int32(row[d])
+        j += 1
 
 
 @njit(**INLINE)

@@ -13,7 +13,7 @@ import numpy as np
 from numba import njit
 
 from kernels.cpu.attention.plan import ARRIVALS, FIRST_ITEMS, ITEM_FIELDS, ROOM
-from kernels.cpu.attention.softmax import EMPTY, cap, divisor, fill, scaled_copy, soften
+from kernels.cpu.attention.softmax import EMPTY, cap, copy, divisor, fill, scale_by, soften
 from kernels.cpu.cells import read_cells, write_cells
 from kernels.cpu.mathlib import LOG2_E, exp2
 from kernels.cpu.native import INLINE, f32, f64, i32, i64, next_item
@@ -46,7 +46,7 @@ def single_body(head_dim: int, group: int, sizes: tuple[int, int]):
                 break
             item = i32(told[0] + index * (ITEM_FIELDS * 4), (ITEM_FIELDS,))
             read_cells(p[1] + np.int64(item[1]) * (heads * head_dim * token), q.reshape(-1), token)
-            scaled_copy(q.reshape(-1), q.reshape(-1), scale)
+            scale_by(scale, q.reshape(-1))
             fill(acc.reshape(-1), _ZERO)
             fill(total.reshape(-1), _ZERO)
             fill(largest, EMPTY)
@@ -115,13 +115,13 @@ def _finish(p, told, item, index, sums, token):
     if shared == 1:
         for h in range(heads):
             below = divisor(total[h, 0], sinks, h, largest[h])
-            scaled_copy(acc[h], acc[h], _ONE / below)
+            scale_by(_ONE / below, acc[h])
         write_cells(out, acc.reshape(-1), token)
         return
     size = heads * (head_dim + 2)
     mine = f32(told[ROOM] + index * (size * 4), (heads, head_dim + 2))
     for h in range(heads):
-        scaled_copy(acc[h], mine[h], _ONE)
+        copy(acc[h], mine[h])
         mine[h, head_dim] = total[h, 0]
         mine[h, head_dim + 1] = largest[h]
     arrived = told[ARRIVALS] + np.int64(seq) * 8
@@ -145,4 +145,4 @@ def _merge(partials, sinks, out):
             below += partials[part, h, head_dim] * shrink
             for d in range(head_dim):
                 out[h, d] += partials[part, h, d] * shrink
-        scaled_copy(out[h], out[h], _ONE / divisor(below, sinks, h, best))
+        scale_by(_ONE / divisor(below, sinks, h, best), out[h])

@@ -6,19 +6,11 @@ import numpy as np
 from numba import njit
 
 from kernels.cpu.mathlib import LOG2_E, exp2, tanh
-from kernels.cpu.native import FAST, INLINE
+from kernels.cpu.native import INLINE
+from kernels.cpu.vectors import largest as largest_of
 
 EMPTY = np.float32(-1e30)  # the largest score of no keys: finite, so that differences are too
 _ZERO, _NAN = np.float32(0), np.float32("nan")
-
-
-# A NaN may be missed here: its own weight still becomes one, and so does the sum.
-@njit(**{**INLINE, "fastmath": FAST | {"nnan"}})
-def _largest(scores, first, end, best):
-    seen = scores[first:end]
-    for i in range(seen.shape[0]):
-        best = max(best, seen[i])
-    return best
 
 
 @njit(**INLINE)
@@ -27,7 +19,8 @@ def soften(scores, first, end, largest, total, acc):
 
     What was summed before, total[0] and acc, is rescaled to it. Scores are in units of log 2.
     """
-    best = _largest(scores, first, end, largest)
+    # A NaN may be missed here: its own weight still becomes one, and so does the sum.
+    best = largest_of(scores.ctypes.data + first * 4, end - first, largest)
     if best > largest:
         shrink = exp2(largest - best)
         total[0] *= shrink
@@ -61,9 +54,15 @@ def divisor(total, sinks, head, largest):
 
 
 @njit(**INLINE)
-def scaled_copy(source, target, factor):
+def scale_by(factor, target):
+    for i in range(target.shape[0]):
+        target[i] *= factor
+
+
+@njit(**INLINE)
+def copy(source, target):
     for i in range(source.shape[0]):
-        target[i] = source[i] * factor
+        target[i] = source[i]
 
 
 @njit(**INLINE)
