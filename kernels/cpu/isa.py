@@ -45,8 +45,8 @@ _FAMILIES = {
 _ARCH_PRCTL, _REQUEST, _TILE_DATA = 158, 0x1023, 18
 
 _HOST: dict[str, bool] = dict(binding.get_host_cpu_features())
-_ASKED = (config.CPU_FEATURES or "").split(",")
-if _ASKED != [""]:  # Numba's own option may take some away
+_ASKED = config.CPU_FEATURES.split(",") if config.CPU_FEATURES else []
+if _ASKED:  # Numba's own option, which may take some away
     _HOST = {name: on and f"+{name}" in _ASKED for name, on in _HOST.items()}
 
 
@@ -109,7 +109,7 @@ def _settle() -> str:
         _HOST[name] = False
     if not config.CPU_NAME:
         config.CPU_NAME = binding.get_host_cpu_name()
-    features = [f"{'+' if on else '-'}{name}" for name, on in _HOST.items()]
+    features = _ASKED or [f"{'+' if on else '-'}{name}" for name, on in _HOST.items()]
     # LLVM would fill half of each register where it makes vectors of loops by itself.
     config.CPU_FEATURES = ",".join([*features, "-prefer-256-bit"])
     return level

@@ -25,13 +25,23 @@ from kernels.cpu.cells import read_cells, write_cells
 from kernels.cpu.matmul.float32 import PANEL
 from kernels.cpu.native import INLINE, Kernel, f32, i32, i64, next_item, u16
 from kernels.cpu.threads import num_threads
-from kernels.cpu.vectors import DOTS, SOFT_DOTS, WIDENED, pair_tile_product
+from kernels.cpu.vectors import (
+    DOTS,
+    LANES,
+    LINE,
+    SOFT_DOTS,
+    WIDENED,
+    pair_tile_product,
+    prefetch,
+)
 
 STEP = 32  # inputs are a multiple of it
 NUM_PARAMETERS = 12
 _ROWS = 6  # rows a tile: with four vectors of outputs, what the registers hold
 _BLOCK = 72  # rows an item at most: they are read from the second-level cache
-_TILE_BLOCK = 1 << 20  # bytes of rows an item at most, for tiles: half the second-level cache
+# The same for tiles, and bytes: with a panel and the next, what the second-level cache holds.
+_TILE_ROWS, _TILE_BYTES = 256, 5 << 18
+_LINES_AHEAD = 4  # cache lines of the next panel that are asked for each step of 32 x 32 products
 _DEPTH = 768  # inputs a pass: that much of a panel stays in the second-level cache
 _ENOUGH = 65536  # multiplications worth a second thread
 _ITEMS_A_THREAD = 4
@@ -127,7 +137,7 @@ def _plan(x: torch.Tensor, packed: torch.Tensor, num_out: int, body: str | None)
     threads = num_threads() if num * num_in * num_out >= _ENOUGH else 1
     chosen = body or BODY
     if "tiles" in chosen:
-        rows = _evenly(num, max(2 * amx.ROWS, _TILE_BLOCK // (packed.shape[1] * 4)))
+        rows = _evenly(num, min(_TILE_ROWS, max(32, _TILE_BYTES // (packed.shape[1] * 4))))
     else:
         rows = max(1, min(num, _BLOCK))
     # Rows are prepared once an item and memory is read best in order, so as many panels as leave
@@ -286,7 +296,7 @@ def _tile_body(soft: int):
         state = np.empty(amx.STATE + 64, np.uint8)
         # Rows that are no whole tile, or whose inputs are no whole number of steps, are copied.
         copied = np.empty((16 if num_in % STEP == 0 else high, depth * 2), np.uint16)
-        sums = np.empty((high, PANEL), np.float32)
+        sums = np.empty((32, PANEL), np.float32)
         amx.begin((state.ctypes.data + 63) & -64, soft)
         while True:
             item = next_item(row)
@@ -295,43 +305,61 @@ def _tile_body(soft: int):
             block = item // groups
             first, start = block * most, (item - block * groups) * per
             count = min(most, num - first)
-            # Asked for in each round: Numba frees an array that is not named any more.
-            own, copies = (state.ctypes.data + 63) & -64, copied.ctypes.data
-            x, whole = p[1] + first * num_in * 2, count // 16 * 16 if num_in % STEP == 0 else 0
+            whole = count // 16 * 16 if num_in % STEP == 0 else 0
             for r in range(whole, count):
-                target = copies + (r - whole) * depth * 4
-                _prepare(x + r * num_in * 2, target, num_in, depth * 2, 2)
+                target = copied.ctypes.data + (r - whole) * depth * 4
+                _prepare(p[1] + (first + r) * num_in * 2, target, num_in, depth * 2, 2)
             for panel in range(start, min(start + per, panels)):
-                b, c = p[2] + panel * depth * _LINE, sums.ctypes.data
-                r = 0
-                while r < count:
-                    is_here = r < whole
-                    a = x + r * num_in * 2 if is_here else copies + (r - whole) * depth * 4
-                    # The first pass over a panel brings it from memory, and does so best in order.
-                    if r == 0 or r + 32 > (whole if is_here else count):
-                        left = (a, 64, num_in * 2 if is_here else depth * 4)
-                        amx.row_product(own, left, b, c + r * _LINE, depth // 16, soft)
-                        r += 16
-                    else:
-                        lda = num_in * 2 if is_here else depth * 4
-                        for half in range(0, _LINE, _LINE // 2):  # of the outputs, 128 bytes each
-                            _four_tiles(own, a, lda, b + half, c + r * _LINE + half, depth, soft)
-                        r += 32
-                _finish(p, sums, first, count, panel)
+                # Asked for in each round: Numba frees an array that is not named any more.
+                own = (state.ctypes.data + 63) & -64
+                _panel_tiles(p, own, (first, count, whole), copied.ctypes.data, sums, panel, soft)
         amx.end(state.ctypes.data, soft)
 
     return body
 
 
 @njit(inline="always")
-def _four_tiles(own, a, lda, b, c, depth, soft):
-    """c [32, 32] = a @ b: two tiles of rows times two of outputs."""
+def _panel_tiles(p, own, rows, copies, sums, panel, soft):
+    """Rows times one panel. rows: the first, how many, and how many of them lie in whole tiles."""
+    first, count, whole = rows
+    num_in, depth = p[6], p[7]
+    b, c = p[2] + panel * depth * _LINE, sums.ctypes.data
+    ahead, r = b + depth * _LINE, 0
+    end = ahead + (depth * _LINE if (panel + 1) * PANEL < p[8] else 0)
+    while r < count:
+        a, lda, left = p[1] + (first + r) * num_in * 2, num_in * 2, whole - r
+        if left <= 0:
+            a, lda, left = copies - left * depth * 4, depth * 4, count - r
+        # The first pass over a panel brings it from memory, and does so best in order.
+        if r == 0 or left < 32:
+            done = 16
+            amx.row_product(own, (a, 64, lda), b, c, depth // 16, soft)
+        else:
+            done = 32
+            for half in range(0, _LINE, _LINE // 2):  # of the outputs, 128 bytes each
+                if ahead < end:
+                    _four_tiles(own, (a, lda), b + half, c + half, depth, ahead, soft)
+                    ahead += depth // 16 * (_LINES_AHEAD * LINE)
+                else:
+                    _four_tiles(own, (a, lda), b + half, c + half, depth, 0, soft)
+        # While it is in the first-level cache.
+        _finish(p, sums, first + r, min(done, count - r), panel)
+        r += done
+
+
+@njit(inline="always")
+def _four_tiles(own, left, b, c, depth, ahead, soft):
+    """c [32, 32] = left @ b: two tiles of rows times two of outputs. left: address, and bytes from
+    a row to the next; ahead: what is wanted next, or a literal 0."""
+    a, lda = left
     amx.zero(own, 0, soft)
     amx.zero(own, 1, soft)
     amx.zero(own, 2, soft)
     amx.zero(own, 3, soft)
     below = a + 16 * lda
     for k in range(depth // 16):
+        if ahead:
+            prefetch(ahead + k * (_LINES_AHEAD * LINE), _LINES_AHEAD, LANES, 4)
         amx.load(own, 4, a + k * 64, lda, soft)
         amx.load(own, 6, b + k * (16 * _LINE), _LINE, soft)
         amx.load(own, 7, b + k * (16 * _LINE) + 64, _LINE, soft)
