@@ -18,11 +18,13 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from kernels.cpu.native import f32, float_of_bits, u8, u16
-from kernels.cpu.vectors import in_order
+from kernels.cpu.vectors import LANES, LINE, in_order, prefetch
 
 ROWS = 16  # of a tile
 ROW_BYTES = 64
 STATE = 8 * ROWS * ROW_BYTES  # soft tiles; of the instructions, 64 bytes of configuration
+
+LINES_AHEAD = 8
 
 _PALETTE, _COLUMNS_AT, _ROWS_AT = 1, 16, 48  # of the configuration
 _I8, _I64 = ir.IntType(8), ir.IntType(64)
@@ -148,11 +150,12 @@ def begin(state, soft):
 
 
 @njit(inline="always")
-def row_product(state, left, right, target, steps, soft):
+def row_product(state, left, right, target, steps, ahead, soft):
     """[16, 64] float32 = [16, 32 * steps] @ [16 * steps pairs, 64, 2]: one tile of rows times four
     of outputs, whose rows are 256 bytes.
 
-    left: address, bytes from a step's tile to the next, and from a row to the next.
+    left: address, bytes from a step's tile to the next, and from a row to the next. Meanwhile
+    LINES_AHEAD cache lines a step are brought to the second-level cache from `ahead` on.
     """
     address, step, stride = left
     zero(state, 0, soft)
@@ -161,6 +164,7 @@ def row_product(state, left, right, target, steps, soft):
     zero(state, 3, soft)
     for k in range(steps):
         some = right + k * (ROWS * _LINE)
+        prefetch(ahead + k * (LINES_AHEAD * LINE), LINES_AHEAD, LANES, 4)
         load(state, 4, address + k * step, stride, soft)
         load(state, 5, some, _LINE, soft)
         load(state, 6, some + 64, _LINE, soft)

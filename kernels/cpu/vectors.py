@@ -63,6 +63,16 @@ class BFloat(ir.HalfType):
 BFloat._create_instance()  # a class of llvmlite's without an instance of its own gets its parent's
 
 
+def _prefetch(builder, address):
+    byte = ir.IntType(8).as_pointer()
+    function = builder.module.globals.get("llvm.prefetch.p0")
+    if function is None:
+        kind = ir.FunctionType(ir.VoidType(), [byte, _I32, _I32, _I32])
+        function = ir.Function(builder.module, kind, "llvm.prefetch.p0")
+    place = builder.inttoptr(address, byte)
+    builder.call(function, [place, _I32(0), _I32(_SECOND_LEVEL), _I32(1)])
+
+
 def _halves(builder, words):
     """Vectors of the first and of the second bfloat16 of each word, as float32."""
     floats = ir.VectorType(_F32, words.type.count)
@@ -243,6 +253,7 @@ class _Tile(NamedTuple):
     rows: range
     vectors: range
     lanes: int
+    ahead: Any = None  # address from which on a cache line is asked for each step
 
     def emit(self, depth: Any, is_fresh: bool) -> None:
         builder, vector = self.builder, ir.VectorType(self.kind.element, self.lanes)
@@ -255,6 +266,8 @@ class _Tile(NamedTuple):
         builder.position_at_end(loop)
         k, *sums = (builder.phi(kind) for kind in [_I64] + [vector] * len(places))
         following = builder.add(k, _I64(1))
+        if self.ahead is not None:
+            _prefetch(builder, builder.add(self.ahead, builder.mul(k, _I64(LINE))))
         added = self._step(k, sums)
         for phi, first, last in zip(
             (k, *sums), (_I64(0), *initial), (following, *added), strict=True
@@ -295,14 +308,14 @@ class _Tile(NamedTuple):
         return added
 
 
-def _emit_product(builder, kind, args, literals):
+def _emit_product(builder, kind, args, literals, ahead=None):
     """The product in as many tiles as the registers ask for; literals as of `tile_product`."""
     a, lda, b, ldb, c, ldc, depth = args[:7]
     num_rows, num_vectors, lanes, is_fresh = literals
     per_row = min(num_vectors, _MAX_VECTORS)
     for rows in _chunks(num_rows, max(1, _MAX_SUMS // per_row)):
         for vectors in _chunks(num_vectors, per_row):
-            tile = _Tile(builder, kind, (a, lda), (b, ldb), (c, ldc), rows, vectors, lanes)
+            tile = _Tile(builder, kind, (a, lda), (b, ldb), (c, ldc), rows, vectors, lanes, ahead)
             tile.emit(depth, bool(is_fresh))
 
 
@@ -338,14 +351,22 @@ byte_tile_product = _product_intrinsic(_ByteTile)
 
 @intrinsic(prefer_literal=True)
 def panel_product(  # noqa: PLR0913
-    typing_context, a, lda, b, ldb, c, ldc, depth, rows, vectors, lanes, is_fresh, size
+    typing_context, a, lda, b, ldb, c, ldc, depth, ahead, rows, size
 ):
-    """`tile_product` with elements of b of `size` bytes, a literal: 4, or 2 for float16."""
-    if not isinstance(size, types.Literal):
+    """c[rows, 64] += a[rows, depth] @ b[depth, 64], elements of b of `size` bytes: 4, or 2 for
+    float16; the last two are literals. Meanwhile `depth` cache lines from `ahead` on are brought to
+    the second-level cache.
+    """
+    if not isinstance(size, types.Literal) or not isinstance(rows, types.Literal):
         return None
     kind = _FloatTile if size.literal_value == 4 else _Float16Tile
-    typed = _typed_product([kind], (rows, vectors, lanes, is_fresh))
-    return typed and (types.void(*typed[0].args, size), typed[1])
+    literals = (rows.literal_value, 4, LANES, 0)
+
+    def build(context, builder, signature, args):
+        _emit_product(builder, kind, args, literals, args[7])
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 8, rows, size), build
 
 
 # How pairs of bfloat16 are multiplied: `how` of `pair_tile_product`.
@@ -429,14 +450,8 @@ def prefetch(typing_context, address, vectors, lanes, size):
     num = -(-vectors.literal_value * lanes.literal_value * size.literal_value // LINE)
 
     def build(context, builder, signature, args):
-        byte = ir.IntType(8).as_pointer()
-        function = builder.module.globals.get("llvm.prefetch.p0")
-        if function is None:
-            kind = ir.FunctionType(ir.VoidType(), [byte, _I32, _I32, _I32])
-            function = ir.Function(builder.module, kind, "llvm.prefetch.p0")
         for line in range(num):
-            place = builder.inttoptr(builder.add(args[0], _I64(LINE * line)), byte)
-            builder.call(function, [place, _I32(0), _I32(_SECOND_LEVEL), _I32(1)])
+            _prefetch(builder, builder.add(args[0], _I64(LINE * line)))
         return context.get_dummy_value()
 
     return types.void(types.intp, *literals), build

@@ -22,7 +22,7 @@ from numba import njit
 
 from kernels.cpu import amx, isa, sweeps
 from kernels.cpu.cells import read_cells, write_cells
-from kernels.cpu.matmul.float32 import PANEL
+from kernels.cpu.matmul.float32 import PANEL, panels_an_item
 from kernels.cpu.native import INLINE, Kernel, f32, i32, i64, next_item, u16
 from kernels.cpu.threads import num_threads
 from kernels.cpu.vectors import (
@@ -44,7 +44,6 @@ _TILE_ROWS, _TILE_BYTES = 256, 5 << 18
 _LINES_AHEAD = 4  # cache lines of the next panel that are asked for each step of 32 x 32 products
 _DEPTH = 768  # inputs a pass: that much of a panel stays in the second-level cache
 _ENOUGH = 65536  # multiplications worth a second thread
-_ITEMS_A_THREAD = 4
 _LINE = PANEL * 4  # bytes of a pair's row of a panel
 
 
@@ -143,7 +142,7 @@ def _plan(x: torch.Tensor, packed: torch.Tensor, num_out: int, body: str | None)
     # Rows are prepared once an item and memory is read best in order, so as many panels as leave
     # enough items to share out.
     items = -(-num // rows) * packed.shape[0]
-    panels = max(1, min(packed.shape[0], items // (threads * _ITEMS_A_THREAD)))
+    panels = panels_an_item(packed.shape[0], items, threads)
     return _Plan(chosen, num_out, threads, rows, panels)
 
 
@@ -312,7 +311,8 @@ def _tile_body(soft: int):
             for panel in range(start, min(start + per, panels)):
                 # Asked for in each round: Numba frees an array that is not named any more.
                 own = (state.ctypes.data + 63) & -64
-                _panel_tiles(p, own, (first, count, whole), copied.ctypes.data, sums, panel, soft)
+                rows = first, count, whole, int(panel + 1 < min(start + per, panels))
+                _panel_tiles(p, own, rows, copied.ctypes.data, sums, panel, soft)
         amx.end(state.ctypes.data, soft)
 
     return body
@@ -320,12 +320,13 @@ def _tile_body(soft: int):
 
 @njit(inline="always")
 def _panel_tiles(p, own, rows, copies, sums, panel, soft):
-    """Rows times one panel. rows: the first, how many, and how many of them lie in whole tiles."""
-    first, count, whole = rows
+    """Rows times one panel. rows: the first, how many, how many of them lie in whole tiles, and
+    whether the next panel comes after it."""
+    first, count, whole, has_next = rows
     num_in, depth = p[6], p[7]
     b, c = p[2] + panel * depth * _LINE, sums.ctypes.data
     ahead, r = b + depth * _LINE, 0
-    end = ahead + (depth * _LINE if (panel + 1) * PANEL < p[8] else 0)
+    end = ahead + has_next * depth * _LINE
     while r < count:
         a, lda, left = p[1] + (first + r) * num_in * 2, num_in * 2, whole - r
         if left <= 0:
@@ -333,7 +334,10 @@ def _panel_tiles(p, own, rows, copies, sums, panel, soft):
         # The first pass over a panel brings it from memory, and does so best in order.
         if r == 0 or left < 32:
             done = 16
-            amx.row_product(own, (a, 64, lda), b, c, depth // 16, soft)
+            wanted = ahead if r > 0 and ahead < end else b
+            amx.row_product(own, (a, 64, lda), b, c, depth // 16, wanted, soft)
+            if r > 0:
+                ahead += depth // 16 * (amx.LINES_AHEAD * LINE)
         else:
             done = 32
             for half in range(0, _LINE, _LINE // 2):  # of the outputs, 128 bytes each

@@ -14,15 +14,17 @@ from numba import njit
 
 from kernels.cpu.native import INLINE, Kernel, f32, i64, next_item
 from kernels.cpu.threads import num_threads
-from kernels.cpu.vectors import panel_product
+from kernels.cpu.vectors import LINE, panel_product
 
 PANEL = 64  # outputs side by side
+NUM_PARAMETERS = 9
 
 _ROWS = 6  # rows a tile: with four vectors of outputs, what the registers hold
-_BLOCK = 72  # rows at most that go through all panels before the next: x is then read from cache
-_DEPTH = 3072  # inputs a pass: that much of a panel stays in the second-level cache
+_BLOCK = 288  # rows at most that go through all panels before the next: x is then read from cache
+_DEPTH = 128  # inputs a pass: that much of a panel stays in the first-level cache
 _ENOUGH = 65536  # multiplications worth a second thread
 _ITEMS_A_THREAD = 4
+_PANELS = 3  # an item, where there are few of them: the next one is brought while one is computed
 _ZERO = np.float32(0)
 
 
@@ -46,6 +48,8 @@ def packed_product(
     num, num_in = x.shape
     out = x.new_empty((num, num_out))
     threads = num_threads() if num * num_in * num_out >= _ENOUGH else 1
+    rows = rows_an_item(num, packed.shape[0], threads)
+    items = -(-num // max(rows, 1)) * packed.shape[0]
     PACKED[packed.element_size()].run(
         threads,
         x.data_ptr(),
@@ -55,7 +59,8 @@ def packed_product(
         num,
         num_in,
         num_out,
-        rows_an_item(num, packed.shape[0], threads),
+        rows,
+        panels_an_item(packed.shape[0], items, threads),
     )
     return out
 
@@ -66,6 +71,12 @@ def rows_an_item(num: int, panels: int, threads: int) -> int:
         return max(1, min(num, _BLOCK))
     pieces = -(-threads * _ITEMS_A_THREAD // panels)
     return min(_BLOCK, max(1, -(-num // (pieces * _ROWS))) * _ROWS)
+
+
+def panels_an_item(panels: int, items: int, threads: int) -> int:
+    """Memory is read best in order, so as many as leave enough items to share out."""
+    at_least = min(_PANELS, panels // threads)
+    return max(1, at_least, min(panels, items // (threads * _ITEMS_A_THREAD)))
 
 
 @njit(**INLINE)
@@ -83,60 +94,79 @@ def _begin(c, ldc, num, width, bias):
 
 
 @njit(inline="always")
-def _add_rows(a, lda, b, c, ldc, span, size):
-    """c[num, PANEL] += a[num, depth] @ b[depth, PANEL]; span: num and depth, size: bytes of an
-    element of b, a literal."""
-    num, depth = span
+def _add_rows(left, b, target, span, ahead, size):
+    """c[num, PANEL] += a[num, depth] @ b[depth, PANEL]. left, target: address of a and of c, and
+    bytes from a row to the next; span: num and depth; ahead: where memory is read next, and how
+    many lines of it, which is returned for the next call; size: bytes of an element of b, a
+    literal."""
+    (a, lda), (c, ldc), (num, depth), (wanted, lines) = left, target, span, ahead
     row, ldb = 0, PANEL * size
     while row + _ROWS <= num:
-        panel_product(a + row * lda, lda, b, ldb, c + row * ldc, ldc, depth, 6, 4, 16, 0, size)
+        # Rows after the first find b in the cache, and leave the way to memory free.
+        if row > 0 and lines > 0:
+            panel_product(a, lda, b, ldb, c, ldc, depth, wanted, 6, size)
+            wanted += depth * LINE
+            lines -= depth
+        else:
+            panel_product(a, lda, b, ldb, c, ldc, depth, b, 6, size)
+        a, c = a + _ROWS * lda, c + _ROWS * ldc
         row += _ROWS
-    a, c = a + row * lda, c + row * ldc
     if num - row == 5:
-        panel_product(a, lda, b, ldb, c, ldc, depth, 5, 4, 16, 0, size)
+        panel_product(a, lda, b, ldb, c, ldc, depth, b, 5, size)
     elif num - row == 4:
-        panel_product(a, lda, b, ldb, c, ldc, depth, 4, 4, 16, 0, size)
+        panel_product(a, lda, b, ldb, c, ldc, depth, b, 4, size)
     elif num - row == 3:
-        panel_product(a, lda, b, ldb, c, ldc, depth, 3, 4, 16, 0, size)
+        panel_product(a, lda, b, ldb, c, ldc, depth, b, 3, size)
     elif num - row == 2:
-        panel_product(a, lda, b, ldb, c, ldc, depth, 2, 4, 16, 0, size)
+        panel_product(a, lda, b, ldb, c, ldc, depth, b, 2, size)
     elif num - row == 1:
-        panel_product(a, lda, b, ldb, c, ldc, depth, 1, 4, 16, 0, size)
+        panel_product(a, lda, b, ldb, c, ldc, depth, b, 1, size)
+    return wanted, lines
 
 
 def _packed_body(size: int):
     """A body for the bytes of an element of the weights."""
 
     def body(row):
-        p = i64(row, (9,))
-        num, num_in, num_out, rows = p[5], p[6], p[7], p[8]
+        p = i64(row, (NUM_PARAMETERS + 1,))
+        num, num_out, rows, per = p[5], p[7], p[8], p[9]
         panels, blocks = (num_out + PANEL - 1) // PANEL, (num + rows - 1) // rows
+        groups = (panels + per - 1) // per
         edge = np.empty((rows, PANEL), np.float32)
         while True:
             item = next_item(row)
-            if item >= panels * blocks:
+            if item >= groups * blocks:
                 break
-            block = item // panels
-            panel = item - block * panels
-            first = block * rows
-            count, width = min(rows, num - first), min(PANEL, num_out - panel * PANEL)
-            out = p[4] + (first * num_out + panel * PANEL) * 4
-            target, stride = out, num_out * 4
-            if width < PANEL:
-                target, stride = edge.ctypes.data, PANEL * 4
-            _begin(target, stride, count, width, p[3] + panel * PANEL * 4 if p[3] else 0)
-            for start in range(0, num_in, _DEPTH):
-                depth = min(_DEPTH, num_in - start)
-                a = p[1] + (first * num_in + start) * 4
-                b = p[2] + (panel * num_in + start) * (PANEL * size)
-                _add_rows(a, num_in * 4, b, target, stride, (count, depth), size)
-            if width < PANEL:
-                for i in range(count):
-                    values = f32(out + i * num_out * 4, (width,))
-                    for j in range(width):
-                        values[j] = edge[i, j]
+            block = item // groups
+            first, start = block * rows, (item - block * groups) * per
+            count, end = min(rows, num - first), min(start + per, panels)
+            for panel in range(start, end):
+                _panel_rows(p, (first, count), panel, panel + 1 < end, edge, size)
 
     return body
+
+
+@njit(inline="always")
+def _panel_rows(p, rows, panel, has_next, edge, size):
+    """Rows times one panel. rows: the first, and how many; edge: room for their sums; has_next:
+    whether the next panel comes after it."""
+    (first, count), num_in, num_out = rows, p[6], p[7]
+    start, width = panel * PANEL, min(PANEL, num_out - panel * PANEL)
+    out, stride = p[4] + (first * num_out + start) * 4, num_out * 4
+    if width < PANEL:
+        out, stride = edge.ctypes.data, PANEL * 4
+    _begin(out, stride, count, width, p[3] + start * 4 if p[3] else 0)
+    a, b, line = p[1] + first * num_in * 4, p[2] + start * num_in * size, PANEL * size
+    ahead = b + num_in * line, num_in * line // LINE if has_next else 0
+    for k in range(0, num_in, _DEPTH):
+        span = count, min(_DEPTH, num_in - k)
+        left = a + k * 4, num_in * 4
+        ahead = _add_rows(left, b + k * line, (out, stride), span, ahead, size)
+    if width < PANEL:
+        for i in range(count):
+            values = f32(p[4] + ((first + i) * num_out + start) * 4, (width,))
+            for j in range(width):
+                values[j] = edge[i, j]
 
 
 # By bytes of an element of the weights.
