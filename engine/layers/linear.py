@@ -12,6 +12,7 @@ from engine.layers.quantized_linear import device_linear
 from kernels.bodies import CPU_TENSORS
 from kernels.cpu import isa
 from kernels.cpu.matmul import bfloat16, float32, int8
+from kernels.cpu.pointwise import ACTS
 from kernels.reference.quant import quantize_fp8, quantize_int8
 
 QUANTIZATIONS = ("int8", "fp8")
@@ -151,6 +152,14 @@ class BFloat16Linear(Adaptable):
             self.out_features,
             out_dtype=self._out_dtype,
         )
+
+    def gated(self, x: torch.Tensor, activation: str) -> torch.Tensor | None:
+        """See ``kernels.cpu.matmul.bfloat16.gated_product``; ``None`` for what it does not know."""
+        is_known = activation in ACTS and self._out_dtype is torch.bfloat16
+        if self.bias is not None or not is_known or self.out_features % (2 * float32.PANEL):
+            return None
+        x = x.bfloat16().contiguous()
+        return bfloat16.gated_product(x, self.packed, self.out_features, activation)
 
     def largest(self, x: torch.Tensor) -> torch.Tensor | None:
         """See ``kernels.cpu.matmul.bfloat16.largest``; ``None`` where there is a bias."""

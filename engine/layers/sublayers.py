@@ -112,7 +112,11 @@ class GatedMLP:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [N, H] -> [N, H]."""
-        return self.down(kernels.act_mul(self.gate_up(x), self.activation))
+        gated = getattr(self.gate_up, "gated", None)  # in one pass, where the layer can
+        hidden = gated and gated(x, self.activation)
+        if hidden is None:
+            hidden = kernels.act_mul(self.gate_up(x), self.activation)
+        return self.down(hidden)
 
 
 class MixtureOfExperts:

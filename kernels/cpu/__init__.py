@@ -14,8 +14,6 @@ from kernels import reference
 from kernels.cpu import attention, cells, pointwise, rope
 from kernels.meta import AttentionMeta
 
-_COMPILED_ACTS = ("silu", "gelu_tanh")
-
 
 def _is_plain(first: torch.Tensor, *others: torch.Tensor | None) -> bool:
     """Whether compiled loops can read these by address: all of one dtype that loops know."""
@@ -56,7 +54,7 @@ def add_rms_norm(
 
 
 def act_mul(gate_up: torch.Tensor, act: str) -> torch.Tensor:
-    if act in _COMPILED_ACTS and gate_up.dim() == 2 and _is_plain(gate_up):
+    if act in pointwise.ACTS and gate_up.dim() == 2 and _is_plain(gate_up):
         return pointwise.act_mul(gate_up, act)
     return reference.act_mul(gate_up, act)
 

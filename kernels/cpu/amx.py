@@ -155,7 +155,8 @@ def row_product(state, left, right, target, steps, ahead, soft):
     of outputs, whose rows are 256 bytes.
 
     left: address, bytes from a step's tile to the next, and from a row to the next. Meanwhile
-    LINES_AHEAD cache lines a step are brought to the second-level cache from `ahead` on.
+    LINES_AHEAD cache lines a step are brought to the second-level cache from `ahead` on, if it is
+    not 0.
     """
     address, step, stride = left
     zero(state, 0, soft)
@@ -164,7 +165,8 @@ def row_product(state, left, right, target, steps, ahead, soft):
     zero(state, 3, soft)
     for k in range(steps):
         some = right + k * (ROWS * _LINE)
-        prefetch(ahead + k * (LINES_AHEAD * LINE), LINES_AHEAD, LANES, 4)
+        if ahead:
+            prefetch(ahead + k * (LINES_AHEAD * LINE), LINES_AHEAD, LANES, 4)
         load(state, 4, address + k * step, stride, soft)
         load(state, 5, some, _LINE, soft)
         load(state, 6, some + 64, _LINE, soft)

@@ -13,6 +13,8 @@ LOG2_E = np.float32(1 / math.log(2))
 _SMALLEST, _LARGEST = np.float32(-126), np.float32(127.49)
 _BIAS, _BIAS_INT, _MANTISSA = np.float32(127), np.int32(127), np.int32(23)
 _HALF, _ONE, _TWO = np.float32(0.5), np.float32(1), np.float32(2)
+_GELU_INNER = np.float32(math.sqrt(2 / math.pi))
+_GELU_CUBE = np.float32(0.044715)
 # Taylor terms of 2^r: on |r| <= 1/2 the next one is below float32's last bit.
 _C = tuple(np.float32(math.log(2) ** n / math.factorial(n)) for n in range(8))
 
@@ -39,3 +41,16 @@ def sigmoid(x):
 def tanh(x):
     """Hyperbolic tangent, to about 1e-7 of 1."""
     return _ONE - _TWO / (exp2(x * (_TWO * LOG2_E)) + _ONE)
+
+
+@njit(inline="always", fastmath=FAST, error_model="numpy")
+def silu(x):
+    """x * sigmoid(x)."""
+    return x * sigmoid(x)
+
+
+@njit(inline="always", fastmath=FAST, error_model="numpy")
+def gelu_tanh(x):
+    """x times the normal distribution at x, by tanh (Hendrycks and Gimpel 2016)."""
+    inner = _GELU_INNER * x * (_ONE + _GELU_CUBE * x * x)
+    return _HALF * x * (_ONE + tanh(inner))

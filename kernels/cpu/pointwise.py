@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from kernels.cpu.cells import elements, get, put
-from kernels.cpu.mathlib import sigmoid, tanh
+from kernels.cpu.mathlib import gelu_tanh, silu
 from kernels.cpu.native import Kernel, bits, f64, i64, next_item
 from kernels.cpu.threads import num_threads
 
@@ -14,10 +14,8 @@ from kernels.cpu.threads import num_threads
 _ENOUGH = 16384
 _ROWS = 4  # rows an item
 _CHUNK = 1024  # elements an item
-_ACTS = {"silu": 0, "gelu_tanh": 1}
-_GELU_INNER = np.float32(0.7978845608028654)  # sqrt(2 / pi)
-_GELU_CUBE = np.float32(0.044715)
-_HALF, _ONE, _ZERO = np.float32(0.5), np.float32(1), np.float32(0)
+ACTS = {"silu": 0, "gelu_tanh": 1}
+_ZERO = np.float32(0)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, add_one: bool) -> torch.Tensor:
@@ -37,13 +35,13 @@ def add_rms_norm(
 
 
 def act_mul(gate_up: torch.Tensor, act: str) -> torch.Tensor:
-    """gate_up: [N, 2F] contiguous; act: a key of _ACTS."""
+    """gate_up: [N, 2F] contiguous; act: a key of ACTS."""
     num, width = gate_up.shape
     half = width // 2
     out = gate_up.new_empty((num, half))
     threads = num_threads() if num * half >= _ENOUGH else 1
     ACT_MUL[out.element_size()].run(
-        threads, gate_up.data_ptr(), out.data_ptr(), num, half, _ACTS[act]
+        threads, gate_up.data_ptr(), out.data_ptr(), num, half, ACTS[act]
     )
     return out
 
@@ -114,13 +112,10 @@ def _act_mul_body(cell: int):
             out = elements(p[2] + (n * half + first) * cell, (count,), cell)
             if act == 0:
                 for i in range(count):
-                    gate = get(gates, i)
-                    put(out, i, gate * sigmoid(gate) * get(ups, i))
+                    put(out, i, silu(get(gates, i)) * get(ups, i))
             else:
                 for i in range(count):
-                    gate = get(gates, i)
-                    inner = _GELU_INNER * gate * (_ONE + _GELU_CUBE * gate * gate)
-                    put(out, i, _HALF * gate * (_ONE + tanh(inner)) * get(ups, i))
+                    put(out, i, gelu_tanh(get(gates, i)) * get(ups, i))
 
     return body
 

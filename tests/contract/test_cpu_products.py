@@ -10,7 +10,8 @@ import torch
 from torch.nn import functional as F
 
 from engine.layers.linear import make_linear
-from kernels.cpu import isa
+from kernels import reference
+from kernels.cpu import isa, pointwise
 from kernels.cpu.matmul import bfloat16
 from kernels.cpu.threads import num_threads, set_threads
 
@@ -53,6 +54,22 @@ def test_products(shape: tuple[int, int], body: str, rng: torch.Generator) -> No
         torch.testing.assert_close(got.double() / scale, wanted / scale, rtol=0, atol=2e-5)
         rounded = bfloat16.packed_product(x, packed, added, shape[0], body=body)
         assert torch.equal(rounded, got.bfloat16())
+
+
+@pytest.mark.isa
+@pytest.mark.parametrize("act", pointwise.ACTS)
+@pytest.mark.parametrize(("half", "num_in"), [(64, 70), (128, 96)])
+def test_gates_are_applied_on_the_way(
+    half: int, num_in: int, act: str, body: str, rng: torch.Generator
+) -> None:
+    weight, packed, _ = case((2 * half, num_in), rng)
+    for num in (0, 1, 7, 16, 33, 150):
+        x = torch.randn(num, num_in, generator=rng).bfloat16()
+        sums = x.double() @ weight.double().T
+        wanted = reference.act_mul(sums, act)
+        got = bfloat16.gated_product(x, packed, 2 * half, act, body=body)
+        assert got.dtype is torch.bfloat16
+        torch.testing.assert_close(got.double(), wanted, rtol=2**-8, atol=1e-4)
 
 
 @pytest.mark.isa

@@ -211,8 +211,7 @@ def _score_tiles(own, q, keys, scores, num, soft):
     for r in range(0, num, _TILE):
         left = (q.ctypes.data + r * lda, amx.ROW_BYTES, lda)
         target = scores.ctypes.data + r * width
-        right = keys.ctypes.data
-        amx.row_product(own, left, right, target, keys.shape[0] // _TILE, right, soft)
+        amx.row_product(own, left, keys.ctypes.data, target, keys.shape[0] // _TILE, 0, soft)
 
 
 @njit(inline="always")

@@ -22,8 +22,10 @@ from numba import njit
 
 from kernels.cpu import amx, isa, sweeps
 from kernels.cpu.cells import read_cells, write_cells
+from kernels.cpu.mathlib import gelu_tanh, silu
 from kernels.cpu.matmul.float32 import PANEL, panels_an_item
 from kernels.cpu.native import INLINE, Kernel, f32, i32, i64, next_item, u16
+from kernels.cpu.pointwise import ACTS
 from kernels.cpu.threads import num_threads
 from kernels.cpu.vectors import (
     DOTS,
@@ -36,7 +38,7 @@ from kernels.cpu.vectors import (
 )
 
 STEP = 32  # inputs are a multiple of it
-NUM_PARAMETERS = 12
+NUM_PARAMETERS = 14
 _ROWS = 6  # rows a tile: with four vectors of outputs, what the registers hold
 _BLOCK = 72  # rows an item at most: they are read from the second-level cache
 # The same for tiles, and bytes: with a panel and the next, what the second-level cache holds.
@@ -94,6 +96,21 @@ def packed_product(
     return out
 
 
+def gated_product(
+    x: torch.Tensor, packed: torch.Tensor, num_out: int, act: str, *, body: str | None = None
+) -> torch.Tensor:
+    """act(first half of the outputs) * second half [N, out / 2], rounded once; the outputs are a
+    multiple of 2 * PANEL.
+
+    x: [N, in] contiguous bfloat16; act: a key of ``kernels.cpu.pointwise.ACTS``.
+    """
+    half = num_out // 2
+    out = x.new_empty((len(x), half))
+    target = _Target(out.data_ptr(), out.element_size(), 0, 0, half // PANEL, ACTS[act])
+    _run(_plan(x, packed[: half // PANEL], half, body), x, packed, target)
+    return out
+
+
 def largest(
     x: torch.Tensor, packed: torch.Tensor, num_out: int, *, body: str | None = None
 ) -> torch.Tensor:
@@ -121,6 +138,8 @@ class _Target(NamedTuple):
     size: int
     bias: int
     ids: int
+    gates: int = 0  # panels of gates, with as many behind them that they are multiplied with
+    act: int = 0
 
 
 class _Plan(NamedTuple):
@@ -162,6 +181,8 @@ def _run(plan: _Plan, x: torch.Tensor, packed: torch.Tensor, target: _Target) ->
         plan.panels,
         target.size,
         target.ids,
+        target.gates,
+        target.act,
     )
 
 
@@ -178,6 +199,19 @@ def _finish(p, sums, first, count, panel):
         _compare(p, sums, first, count, panel)
     else:
         _write(p, sums, first, count, panel)
+
+
+@njit(**INLINE)
+def _gate(p, gates, ups, count):
+    """gates [count, PANEL] become activations times ups; p: the body's parameters."""
+    for i in range(count):
+        gate, up = gates[i], ups[i]
+        if p[14] == 0:
+            for j in range(PANEL):
+                gate[j] = silu(gate[j]) * up[j]
+        else:
+            for j in range(PANEL):
+                gate[j] = gelu_tanh(gate[j]) * up[j]
 
 
 @njit(**INLINE)
@@ -247,7 +281,7 @@ def _vector_body(how: int):
         panels, blocks = (num_out + PANEL - 1) // PANEL, (num + most - 1) // most
         groups, width = (panels + per - 1) // per, depth * 2
         rows = np.empty(most * width * size, np.uint8)
-        sums = np.empty((most, PANEL), np.float32)
+        sums = np.empty((2 * most, PANEL), np.float32)
         while True:
             item = next_item(row)
             if item >= groups * blocks:
@@ -259,15 +293,26 @@ def _vector_body(how: int):
                 target = rows.ctypes.data + i * width * size
                 _prepare(p[1] + (first + i) * num_in * 2, target, num_in, width, size)
             for panel in range(start, min(start + per, panels)):
-                sums[:count] = 0
-                for begin in range(0, width, _DEPTH):
-                    inputs = min(_DEPTH, width - begin)
-                    b = p[2] + (panel * depth + begin // 2) * _LINE
-                    a, c = rows.ctypes.data + begin * size, sums.ctypes.data
-                    _add_pairs(a, width * size, b, c, count, inputs // 2, how)
+                a = rows.ctypes.data
+                _panel_pairs(p, a, sums, count, panel, how)
+                if p[13]:
+                    _panel_pairs(p, a, sums[most:], count, panel + p[13], how)
+                    _gate(p, sums, sums[most:], count)
                 _finish(p, sums, first, count, panel)
 
     return body
+
+
+@njit(inline="always")
+def _panel_pairs(p, a, sums, count, panel, how):
+    """Prepared rows times one panel."""
+    depth, size = p[7], 4 if how == WIDENED else 2
+    width = depth * 2
+    sums[:count] = 0
+    for begin in range(0, width, _DEPTH):
+        inputs = min(_DEPTH, width - begin)
+        b = p[2] + (panel * depth + begin // 2) * _LINE
+        _add_pairs(a + begin * size, width * size, b, sums.ctypes.data, count, inputs // 2, how)
 
 
 @njit(**INLINE)
@@ -295,7 +340,7 @@ def _tile_body(soft: int):
         state = np.empty(amx.STATE + 64, np.uint8)
         # Rows that are no whole tile, or whose inputs are no whole number of steps, are copied.
         copied = np.empty((16 if num_in % STEP == 0 else high, depth * 2), np.uint16)
-        sums = np.empty((32, PANEL), np.float32)
+        sums = np.empty((64, PANEL), np.float32)
         amx.begin((state.ctypes.data + 63) & -64, soft)
         while True:
             item = next_item(row)
@@ -320,41 +365,51 @@ def _tile_body(soft: int):
 
 @njit(inline="always")
 def _panel_tiles(p, own, rows, copies, sums, panel, soft):
-    """Rows times one panel. rows: the first, how many, how many of them lie in whole tiles, and
-    whether the next panel comes after it."""
+    """Rows times one panel, and times that of what they gate. rows: the first, how many, how many
+    of them lie in whole tiles, and whether the next panel comes after it."""
     first, count, whole, has_next = rows
-    num_in, depth = p[6], p[7]
-    b, c = p[2] + panel * depth * _LINE, sums.ctypes.data
-    ahead, r = b + depth * _LINE, 0
-    end = ahead + has_next * depth * _LINE
+    num_in, size, r = p[6], p[7] * _LINE, 0
+    b, c = p[2] + panel * size, sums.ctypes.data
+    asked, wanted = 0, has_next * size * (2 if p[13] else 1)
     while r < count:
         a, lda, left = p[1] + (first + r) * num_in * 2, num_in * 2, whole - r
         if left <= 0:
-            a, lda, left = copies - left * depth * 4, depth * 4, count - r
+            a, lda, left = copies - left * p[7] * 4, p[7] * 4, count - r
         # The first pass over a panel brings it from memory, and does so best in order.
-        if r == 0 or left < 32:
-            done = 16
-            wanted = ahead if r > 0 and ahead < end else b
-            amx.row_product(own, (a, 64, lda), b, c, depth // 16, wanted, soft)
-            if r > 0:
-                ahead += depth // 16 * (amx.LINES_AHEAD * LINE)
-        else:
-            done = 32
-            for half in range(0, _LINE, _LINE // 2):  # of the outputs, 128 bytes each
-                if ahead < end:
-                    _four_tiles(own, (a, lda), b + half, c + half, depth, ahead, soft)
-                    ahead += depth // 16 * (_LINES_AHEAD * LINE)
-                else:
-                    _four_tiles(own, (a, lda), b + half, c + half, depth, 0, soft)
+        done = 16 if r == 0 or left < 32 else 32
+        ahead = b + size + asked if asked < wanted else 0
+        if p[13]:
+            if asked >= size and ahead:
+                ahead += (p[13] - 1) * size
+            _row_tiles(own, (a, lda), b + p[13] * size, c + 32 * _LINE, (done, p[7]), 0, soft)
+        _row_tiles(own, (a, lda), b, c, (done, p[7]), ahead, soft)
+        if r > 0:
+            asked += p[7] // 16 * (2 * _LINES_AHEAD * LINE)
         # While it is in the first-level cache.
-        _finish(p, sums, first + r, min(done, count - r), panel)
+        num = min(done, count - r)
+        if p[13]:
+            _gate(p, sums, sums[32:], num)
+        _finish(p, sums, first + r, num, panel)
         r += done
+
+
+@njit(inline="always")
+def _row_tiles(own, left, b, c, span, ahead, soft):
+    """c [rows, PANEL] = left @ b. left: address, and bytes from a row to the next; span: rows, 16 or
+    32, and pairs of inputs; ahead: where memory is read next, or 0."""
+    num, depth = span
+    if num == 16:
+        amx.row_product(own, (left[0], 64, left[1]), b, c, depth // 16, ahead, soft)
+    else:
+        far = ahead + depth // 16 * (_LINES_AHEAD * LINE) if ahead else 0
+        _four_tiles(own, left, b, c, depth, ahead, soft)
+        _four_tiles(own, left, b + _LINE // 2, c + _LINE // 2, depth, far, soft)
 
 
 @njit(inline="always")
 def _four_tiles(own, left, b, c, depth, ahead, soft):
     """c [32, 32] = left @ b: two tiles of rows times two of outputs. left: address, and bytes from
-    a row to the next; ahead: what is wanted next, or a literal 0."""
+    a row to the next; ahead: as of `_row_tiles`."""
     a, lda = left
     amx.zero(own, 0, soft)
     amx.zero(own, 1, soft)
