@@ -8,15 +8,15 @@ import numpy as np
 from numba import njit
 
 from kernels.cpu.native import FAST, float_of_bits
+from kernels.cpu.vectors import BIAS, EXP2_TERMS, LARGEST, MANTISSA, SMALLEST
 
 LOG2_E = np.float32(1 / math.log(2))
-_SMALLEST, _LARGEST = np.float32(-126), np.float32(127.49)
-_BIAS, _BIAS_INT, _MANTISSA = np.float32(127), np.int32(127), np.int32(23)
+_SMALLEST, _LARGEST = np.float32(SMALLEST), np.float32(LARGEST)
+_BIAS, _BIAS_INT, _MANTISSA = np.float32(BIAS), np.int32(BIAS), np.int32(MANTISSA)
 _HALF, _ONE, _TWO = np.float32(0.5), np.float32(1), np.float32(2)
 _GELU_INNER = np.float32(math.sqrt(2 / math.pi))
 _GELU_CUBE = np.float32(0.044715)
-# Taylor terms of 2^r: on |r| <= 1/2 the next one is below float32's last bit.
-_C = tuple(np.float32(math.log(2) ** n / math.factorial(n)) for n in range(8))
+_C = tuple(map(np.float32, EXP2_TERMS))
 
 
 @njit(inline="always", fastmath=FAST, error_model="numpy")

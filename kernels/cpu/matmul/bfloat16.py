@@ -395,7 +395,7 @@ def _panel_tiles(p, own, rows, copies, sums, panel, soft):
 
 @njit(inline="always")
 def _row_tiles(own, left, b, c, span, ahead, soft):
-    """c [rows, PANEL] = left @ b. left: address, and bytes from a row to the next; span: rows, 16 or
+    """c [rows, PANEL] = left @ b. left: address, and bytes from a row to the next; span: 16 rows or
     32, and pairs of inputs; ahead: where memory is read next, or 0."""
     num, depth = span
     if num == 16:
