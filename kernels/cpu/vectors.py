@@ -394,6 +394,23 @@ def pair_tile_product(  # noqa: PLR0913
 
 
 @intrinsic(prefer_literal=True)
+def pair_panel_product(typing_context, a, lda, b, c, depth, ahead, rows, how):  # noqa: PLR0913
+    """c[rows, 64] += a[rows, depth pairs] @ b[depth, 64, 2] as `pair_tile_product` does, and what
+    `panel_product` does meanwhile; rows of b and c have 256 bytes."""
+    if not isinstance(how, types.Literal) or not isinstance(rows, types.Literal):
+        return None
+    kind, literals = _PAIR_KINDS[how.literal_value], (rows.literal_value, 4, LANES, 0)
+
+    def build(context, builder, signature, args):
+        line = _I64(4 * LINE)
+        operands = (args[0], args[1], args[2], line, args[3], line, args[4])
+        _emit_product(builder, kind, operands, literals, args[5])
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 6, rows, how), build
+
+
+@intrinsic(prefer_literal=True)
 def add_tile_product(  # noqa: PLR0913
     typing_context, a, lda, b, ldb, c, ldc, depth, rows, vectors, lanes, size
 ):

@@ -33,18 +33,19 @@ from kernels.cpu.vectors import (
     LINE,
     SOFT_DOTS,
     WIDENED,
-    pair_tile_product,
+    pair_panel_product,
     prefetch,
 )
 
 STEP = 32  # inputs are a multiple of it
 NUM_PARAMETERS = 14
 _ROWS = 6  # rows a tile: with four vectors of outputs, what the registers hold
-_BLOCK = 72  # rows an item at most: they are read from the second-level cache
+# Rows an item at most, and bytes of them: they are read from the second-level cache.
+_LEAST, _MOST, _BYTES = 72, 288, 3 << 18
 # The same for tiles, and bytes: with a panel and the next, what the second-level cache holds.
 _TILE_ROWS, _TILE_BYTES = 256, 5 << 18
 _LINES_AHEAD = 4  # cache lines of the next panel that are asked for each step of 32 x 32 products
-_DEPTH = 768  # inputs a pass: that much of a panel stays in the second-level cache
+_DEPTH = 128  # pairs of inputs a pass: that much of a panel stays in the first-level cache
 _ENOUGH = 65536  # multiplications worth a second thread
 _LINE = PANEL * 4  # bytes of a pair's row of a panel
 
@@ -157,7 +158,7 @@ def _plan(x: torch.Tensor, packed: torch.Tensor, num_out: int, body: str | None)
     if "tiles" in chosen:
         rows = _evenly(num, min(_TILE_ROWS, max(32, _TILE_BYTES // (packed.shape[1] * 4))))
     else:
-        rows = max(1, min(num, _BLOCK))
+        rows = max(1, min(num, _MOST, max(_LEAST, _BYTES // (packed.shape[1] * 8))))
     # Rows are prepared once an item and memory is read best in order, so as many panels as leave
     # enough items to share out.
     items = -(-num // rows) * packed.shape[0]
@@ -252,23 +253,33 @@ def _write(p, sums, first, count, panel):
 
 
 @njit(inline="always")
-def _add_pairs(a, lda, b, c, count, depth, how):
-    """c[count, PANEL] += a[count] @ b over `depth` steps; `how` is a literal."""
-    row, ldc = 0, PANEL * 4
-    while row + _ROWS <= count:
-        pair_tile_product(a + row * lda, lda, b, _LINE, c + row * ldc, ldc, depth, 6, 4, 16, 0, how)
+def _add_pairs(left, b, c, span, ahead, how):
+    """c[num, PANEL] += a[num] @ b. left: address of a, and bytes from a row to the next; span: num,
+    and pairs of inputs; ahead: where memory is read next, and how many lines of it, which is
+    returned for the next call; how: a literal."""
+    (a, lda), (num, depth), (wanted, lines) = left, span, ahead
+    row = 0
+    while row + _ROWS <= num:
+        # Rows after the first find b in the cache, and leave the way to memory free.
+        if row > 0 and lines > 0:
+            pair_panel_product(a, lda, b, c, depth, wanted, 6, how)
+            wanted += depth * LINE
+            lines -= depth
+        else:
+            pair_panel_product(a, lda, b, c, depth, b, 6, how)
+        a, c = a + _ROWS * lda, c + _ROWS * _LINE
         row += _ROWS
-    a, c = a + row * lda, c + row * ldc
-    if count - row == 5:
-        pair_tile_product(a, lda, b, _LINE, c, ldc, depth, 5, 4, 16, 0, how)
-    elif count - row == 4:
-        pair_tile_product(a, lda, b, _LINE, c, ldc, depth, 4, 4, 16, 0, how)
-    elif count - row == 3:
-        pair_tile_product(a, lda, b, _LINE, c, ldc, depth, 3, 4, 16, 0, how)
-    elif count - row == 2:
-        pair_tile_product(a, lda, b, _LINE, c, ldc, depth, 2, 4, 16, 0, how)
-    elif count - row == 1:
-        pair_tile_product(a, lda, b, _LINE, c, ldc, depth, 1, 4, 16, 0, how)
+    if num - row == 5:
+        pair_panel_product(a, lda, b, c, depth, b, 5, how)
+    elif num - row == 4:
+        pair_panel_product(a, lda, b, c, depth, b, 4, how)
+    elif num - row == 3:
+        pair_panel_product(a, lda, b, c, depth, b, 3, how)
+    elif num - row == 2:
+        pair_panel_product(a, lda, b, c, depth, b, 2, how)
+    elif num - row == 1:
+        pair_panel_product(a, lda, b, c, depth, b, 1, how)
+    return wanted, lines
 
 
 def _vector_body(how: int):
@@ -292,11 +303,13 @@ def _vector_body(how: int):
             for i in range(count):
                 target = rows.ctypes.data + i * width * size
                 _prepare(p[1] + (first + i) * num_in * 2, target, num_in, width, size)
-            for panel in range(start, min(start + per, panels)):
-                a = rows.ctypes.data
-                _panel_pairs(p, a, sums, count, panel, how)
+            end = min(start + per, panels)
+            for panel in range(start, end):
+                a, has_next = rows.ctypes.data, panel + 1 < end
+                _panel_pairs(p, a, sums, count, (panel, has_next), how)
                 if p[13]:
-                    _panel_pairs(p, a, sums[most:], count, panel + p[13], how)
+                    others = panel + p[13], has_next
+                    _panel_pairs(p, a, sums[most:], count, others, how)
                     _gate(p, sums, sums[most:], count)
                 _finish(p, sums, first, count, panel)
 
@@ -304,15 +317,15 @@ def _vector_body(how: int):
 
 
 @njit(inline="always")
-def _panel_pairs(p, a, sums, count, panel, how):
-    """Prepared rows times one panel."""
-    depth, size = p[7], 4 if how == WIDENED else 2
-    width = depth * 2
+def _panel_pairs(p, a, sums, count, place, how):
+    """Prepared rows times one panel. place: the panel, and whether the next comes after it."""
+    (panel, has_next), depth, size = place, p[7], 4 if how == WIDENED else 2
+    b, c, stride = p[2] + panel * depth * _LINE, sums.ctypes.data, depth * 2 * size
     sums[:count] = 0
-    for begin in range(0, width, _DEPTH):
-        inputs = min(_DEPTH, width - begin)
-        b = p[2] + (panel * depth + begin // 2) * _LINE
-        _add_pairs(a + begin * size, width * size, b, sums.ctypes.data, count, inputs // 2, how)
+    ahead = b + depth * _LINE, depth * (_LINE // LINE) if has_next else 0
+    for k in range(0, depth, _DEPTH):
+        span = count, min(_DEPTH, depth - k)
+        ahead = _add_pairs((a + k * 2 * size, stride), b + k * _LINE, c, span, ahead, how)
 
 
 @njit(**INLINE)
