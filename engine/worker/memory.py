@@ -23,6 +23,11 @@ PAGES_AHEAD = 256 << 20
 PAGES_AT_ONCE = 2 << 20
 MADV_POPULATE_WRITE = 23  # of Linux, from 5.14 on; mmap does not name it
 
+# Of glibc's mallopt: freed memory at the end of the heap that is kept, and what gets a mapping of
+# its own, which is given back when it is freed.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+KEPT, MAPPED = 64 << 20, 32 << 20
+
 Zeros = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 
@@ -85,6 +90,15 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
     # torch.zeros would write every page.
     return own_pages(num_bytes).view(dtype).view(shape)
+
+
+def keep_freed_memory() -> None:
+    """Have the allocator keep what a step's tensors took for those of the next: each page that is
+    given back to the system costs a fault when it is taken again, a fiftieth of a prefill."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_TRIM_THRESHOLD, KEPT)
+        mallopt(M_MMAP_THRESHOLD, MAPPED)
 
 
 class PagesAhead:

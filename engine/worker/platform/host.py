@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.config.gpu_memory import MemoryUse
-from engine.worker.memory import free_host_bytes, lazy_zeros
+from engine.worker.memory import free_host_bytes, keep_freed_memory, lazy_zeros
 from engine.worker.platform import Fetched, Graph, Mark, Work
 
 
@@ -84,6 +84,10 @@ class CpuPlatform(HostPlatform):
     """The CPU as the device."""
 
     shares_memory = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        keep_freed_memory()
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> Fetched:
         return Fetched(list(tensors), self.mark())  # no later step writes over them
