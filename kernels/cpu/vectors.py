@@ -216,6 +216,21 @@ class _SoftDotTile(_DotTile):
         return total
 
 
+def _interleaved(builder, base, offset, row_bytes, is_high):
+    """Pairs of two rows of bfloat16: in each quarter of 32 columns, its first or its last four."""
+    halves = ir.VectorType(_I16, 2 * LANES)
+    rows = [_load(builder, base, at, halves) for at in (offset, builder.add(offset, row_bytes))]
+    half = 4 * is_high
+    mask = [
+        row * 2 * LANES + quarter * 8 + half + i
+        for quarter in range(4)
+        for i in range(4)
+        for row in range(2)
+    ]
+    pairs = builder.shuffle_vector(*rows, ir.Constant(ir.VectorType(_I32, 2 * LANES), mask))
+    return builder.bitcast(pairs, ir.VectorType(_I32, LANES))
+
+
 class _ByteTile:
     """The same over four bytes of the depth a step: unsigned a, signed b, 32-bit sums."""
 
@@ -308,14 +323,39 @@ class _Tile(NamedTuple):
         return added
 
 
-def _emit_product(builder, kind, args, literals, ahead=None):
+class _TurnedTile(_Tile):
+    """a is [depth, rows] of pairs, and b rows of bfloat16 as they lie, two of them a step; the
+    columns of the sums are in the order of `_interleaved`."""
+
+    def _right(self, k, vector):
+        address, row_bytes = self.b
+        offset = self.builder.add(
+            self.builder.mul(self.builder.shl(k, _I64(1)), row_bytes), _I64(vector // 2 * LINE)
+        )
+        return _interleaved(self.builder, address, offset, row_bytes, vector % 2)
+
+    def _step(self, k, sums):
+        builder = self.builder
+        right = [self._right(k, v) for v in self.vectors]
+        start = builder.mul(self.a[1], k)
+        added = []
+        for i, row in enumerate(self.rows):
+            scalar = self.kind.left(
+                builder, self.a[0], builder.add(start, _I64(4 * row)), self.lanes
+            )
+            for j, value in enumerate(right):
+                added.append(self.kind.multiply(builder, scalar, value, sums[i * len(right) + j]))
+        return added
+
+
+def _emit_product(builder, kind, args, literals, ahead=None, tiles=_Tile):
     """The product in as many tiles as the registers ask for; literals as of `tile_product`."""
     a, lda, b, ldb, c, ldc, depth = args[:7]
     num_rows, num_vectors, lanes, is_fresh = literals
     per_row = min(num_vectors, _MAX_VECTORS)
     for rows in _chunks(num_rows, max(1, _MAX_SUMS // per_row)):
         for vectors in _chunks(num_vectors, per_row):
-            tile = _Tile(builder, kind, (a, lda), (b, ldb), (c, ldc), rows, vectors, lanes, ahead)
+            tile = tiles(builder, kind, (a, lda), (b, ldb), (c, ldc), rows, vectors, lanes, ahead)
             tile.emit(depth, bool(is_fresh))
 
 
@@ -398,6 +438,27 @@ def add_tile_product(  # noqa: PLR0913
 
     def build(context, builder, signature, args):
         _emit_product(builder, kind, args, [*sizes, 0])
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 7, *literals), build
+
+
+@intrinsic(prefer_literal=True)
+def add_rows_product(typing_context, a, lda, b, ldb, c, ldc, depth, rows, vectors, how):  # noqa: PLR0913
+    """c[rows, vectors * 16] += a.T @ b: a [depth, rows] of pairs of bfloat16, b [2 * depth,
+    vectors * 16] of bfloat16 as they lie. The last three are literals; vectors: even; how: DOTS or
+    SOFT_DOTS.
+
+    Columns of c are in another order: see `in_quarters`.
+    """
+    literals = (rows, vectors, how)
+    if not all(isinstance(given, types.Literal) for given in literals):
+        return None
+    num_rows, num_vectors, which = (given.literal_value for given in literals)
+
+    def build(context, builder, signature, args):
+        sizes = (num_rows, num_vectors, LANES, 0)
+        _emit_product(builder, _PAIR_KINDS[which], args, sizes, tiles=_TurnedTile)
         return context.get_dummy_value()
 
     return types.void(*[types.intp] * 7, *literals), build

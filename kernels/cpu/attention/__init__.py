@@ -8,6 +8,7 @@ import torch
 
 from kernels.cpu.attention.chunk import chunk_body, tokens_an_item
 from kernels.cpu.attention.paired import HOW, chosen, paired_body
+from kernels.cpu.attention.paired_single import fits, paired_single_body
 from kernels.cpu.attention.plan import CHUNKS, SINGLES, Heads, Plan, make_plan
 from kernels.cpu.attention.single import single_body
 from kernels.cpu.native import Kernel, bits, is_recorded
@@ -24,10 +25,25 @@ PlanKey = tuple[int, Heads]
 """Window, and the heads of a layer."""
 
 
+def single_kernel(
+    head_dim: int, group: int, sizes: tuple[int, int], block: int, paired: str | None = PAIRED
+) -> Kernel:
+    """Of single tokens."""
+    if sizes == (2, 2) and paired in ("tiles", "soft tiles") and fits(head_dim, block):
+        return paired_single_kernel(head_dim, group, paired)
+    return widened_single_kernel(head_dim, group, sizes)
+
+
 @cache
-def single_kernel(head_dim: int, group: int, sizes: tuple[int, int]) -> Kernel:
+def widened_single_kernel(head_dim: int, group: int, sizes: tuple[int, int]) -> Kernel:
     """Of single tokens; sizes: bytes of an element of the queries, and of the cache."""
     return Kernel(single_body(head_dim, group, sizes), heavy=True)
+
+
+@cache
+def paired_single_kernel(head_dim: int, group: int, how: str) -> Kernel:
+    """Of single tokens, in bfloat16; how: of ``paired.HOW``."""
+    return Kernel(paired_single_body(head_dim, group, HOW[how]), heavy=True)
 
 
 def chunk_kernel(
@@ -78,7 +94,7 @@ def paged_attention(
     # A recorded launch is repeated over longer contexts.
     enough = 0 if is_recorded() else _ENOUGH
     if plan.singles.num:
-        single_kernel(head_dim, group, sizes).run(
+        single_kernel(head_dim, group, sizes, block, paired).run(
             threads if plan.singles.work * num_heads >= enough else 1,
             *tensors,
             *shape,
