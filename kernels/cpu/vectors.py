@@ -216,21 +216,6 @@ class _SoftDotTile(_DotTile):
         return total
 
 
-def _interleaved(builder, base, offset, row_bytes, is_high):
-    """Pairs of two rows of bfloat16: in each quarter of 32 columns, its first or its last four."""
-    halves = ir.VectorType(_I16, 2 * LANES)
-    rows = [_load(builder, base, at, halves) for at in (offset, builder.add(offset, row_bytes))]
-    half = 4 * is_high
-    mask = [
-        row * 2 * LANES + quarter * 8 + half + i
-        for quarter in range(4)
-        for i in range(4)
-        for row in range(2)
-    ]
-    pairs = builder.shuffle_vector(*rows, ir.Constant(ir.VectorType(_I32, 2 * LANES), mask))
-    return builder.bitcast(pairs, ir.VectorType(_I32, LANES))
-
-
 class _ByteTile:
     """The same over four bytes of the depth a step: unsigned a, signed b, 32-bit sums."""
 
@@ -323,39 +308,14 @@ class _Tile(NamedTuple):
         return added
 
 
-class _TurnedTile(_Tile):
-    """a is [depth, rows] of pairs, and b rows of bfloat16 as they lie, two of them a step; the
-    columns of the sums are in the order of `_interleaved`."""
-
-    def _right(self, k, vector):
-        address, row_bytes = self.b
-        offset = self.builder.add(
-            self.builder.mul(self.builder.shl(k, _I64(1)), row_bytes), _I64(vector // 2 * LINE)
-        )
-        return _interleaved(self.builder, address, offset, row_bytes, vector % 2)
-
-    def _step(self, k, sums):
-        builder = self.builder
-        right = [self._right(k, v) for v in self.vectors]
-        start = builder.mul(self.a[1], k)
-        added = []
-        for i, row in enumerate(self.rows):
-            scalar = self.kind.left(
-                builder, self.a[0], builder.add(start, _I64(4 * row)), self.lanes
-            )
-            for j, value in enumerate(right):
-                added.append(self.kind.multiply(builder, scalar, value, sums[i * len(right) + j]))
-        return added
-
-
-def _emit_product(builder, kind, args, literals, ahead=None, tiles=_Tile):
+def _emit_product(builder, kind, args, literals, ahead=None):
     """The product in as many tiles as the registers ask for; literals as of `tile_product`."""
     a, lda, b, ldb, c, ldc, depth = args[:7]
     num_rows, num_vectors, lanes, is_fresh = literals
     per_row = min(num_vectors, _MAX_VECTORS)
     for rows in _chunks(num_rows, max(1, _MAX_SUMS // per_row)):
         for vectors in _chunks(num_vectors, per_row):
-            tile = tiles(builder, kind, (a, lda), (b, ldb), (c, ldc), rows, vectors, lanes, ahead)
+            tile = _Tile(builder, kind, (a, lda), (b, ldb), (c, ldc), rows, vectors, lanes, ahead)
             tile.emit(depth, bool(is_fresh))
 
 
@@ -438,27 +398,6 @@ def add_tile_product(  # noqa: PLR0913
 
     def build(context, builder, signature, args):
         _emit_product(builder, kind, args, [*sizes, 0])
-        return context.get_dummy_value()
-
-    return types.void(*[types.intp] * 7, *literals), build
-
-
-@intrinsic(prefer_literal=True)
-def add_rows_product(typing_context, a, lda, b, ldb, c, ldc, depth, rows, vectors, how):  # noqa: PLR0913
-    """c[rows, vectors * 16] += a.T @ b: a [depth, rows] of pairs of bfloat16, b [2 * depth,
-    vectors * 16] of bfloat16 as they lie. The last three are literals; vectors: even; how: DOTS or
-    SOFT_DOTS.
-
-    Columns of c are in another order: see `in_quarters`.
-    """
-    literals = (rows, vectors, how)
-    if not all(isinstance(given, types.Literal) for given in literals):
-        return None
-    num_rows, num_vectors, which = (given.literal_value for given in literals)
-
-    def build(context, builder, signature, args):
-        sizes = (num_rows, num_vectors, LANES, 0)
-        _emit_product(builder, _PAIR_KINDS[which], args, sizes, tiles=_TurnedTile)
         return context.get_dummy_value()
 
     return types.void(*[types.intp] * 7, *literals), build
@@ -630,3 +569,121 @@ def in_order(typing_context, value):
         return _fence(builder, args[0])
 
     return types.float32(types.float32), build
+
+
+def _over_rows(builder, rows, carried, step):
+    """Run step(offset, values) for each of `rows`, an address, the bytes between them and their
+    number; what it returns are the next values. Returns the last ones."""
+    _, stride, count = rows
+    before = builder.block
+    loop, done = (builder.append_basic_block(name) for name in ("rows", "all"))
+    builder.cbranch(builder.icmp_signed(">", count, _I64(0)), loop, done)
+    builder.position_at_end(loop)
+    at, *values = (builder.phi(kind) for kind in [_I64] + [value.type for value in carried])
+    following = step(builder.mul(at, stride), values)
+    ends, after = builder.block, builder.add(at, _I64(1))
+    for phi, initial, last in zip((at, *values), (_I64(0), *carried), (after, *following), strict=True):
+        phi.add_incoming(initial, before)
+        phi.add_incoming(last, ends)
+    builder.cbranch(builder.icmp_signed("<", after, count), loop, done)
+    builder.position_at_end(done)
+    results = [builder.phi(value.type) for value in carried]
+    for phi, initial, last in zip(results, carried, following, strict=True):
+        phi.add_incoming(initial, before)
+        phi.add_incoming(last, ends)
+    return results
+
+
+@intrinsic
+def lower_to_largest(typing_context, address, stride, count, largest):
+    """Of `count` rows of 16 float32: largest[i] = the largest of it and of column i, which it is
+    taken from. A NaN is passed over, and stays one."""
+
+    def build(context, builder, signature, args):
+        vector, zero = ir.VectorType(_F32, LANES), _I64(0)
+
+        def choose(offset, values):
+            seen = _load(builder, args[0], offset, vector)
+            return [builder.select(builder.fcmp_ordered(">", seen, values[0]), seen, values[0])]
+
+        def lower(offset, values):
+            seen = _load(builder, args[0], offset, vector)
+            _store(builder, builder.fsub(seen, best), args[0], offset)
+            return []
+
+        first = _load(builder, args[3], zero, vector)
+        (best,) = _over_rows(builder, args[:3], [first], choose)
+        _store(builder, best, args[3], zero)
+        _over_rows(builder, args[:3], [], lower)
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 4), build
+
+
+@intrinsic
+def pair_rows(typing_context, address, stride, count, target, total):
+    """Rows of 16 float32 two by two: target[k] = pairs of bfloat16, rounded to the nearest, ties to
+    even, of rows 2 * k and 2 * k + 1. count: of pairs; total[i] += the sum of column i."""
+
+    def build(context, builder, signature, args):
+        address, stride, count, target, total = args
+        vector = ir.VectorType(_F32, LANES)
+        twice = builder.shl(stride, _I64(1))
+
+        def step(offset, values):
+            rows = [_load(builder, address, at, vector) for at in (offset, builder.add(offset, stride))]
+            even, odd = (_rounded(builder, row) for row in rows)
+            sixteen = ir.Constant(even.type, [16] * LANES)
+            upper = ir.Constant(even.type, [_UPPER] * LANES)
+            pairs = builder.or_(builder.lshr(even, sixteen), builder.and_(odd, upper))
+            _store(builder, pairs, values[0], _I64(0))
+            return [builder.add(values[0], _I64(LINE)), builder.fadd(values[1], builder.fadd(*rows))]
+
+        sums = _load(builder, total, _I64(0), vector)
+        _, sums = _over_rows(builder, (address, twice, count), [target, sums], step)
+        _store(builder, sums, total, _I64(0))
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 5), build
+
+
+def _rounded(builder, floats):
+    """The bits of float32, the upper 16 rounded to the nearest bfloat16; the lower are left over."""
+    kind = ir.VectorType(_I32, LANES)
+
+    def all_of(number):
+        return ir.Constant(kind, [number] * LANES)
+
+    bits = builder.bitcast(floats, kind)
+    is_odd = builder.and_(builder.lshr(bits, all_of(16)), all_of(1))
+    up = builder.add(bits, builder.add(is_odd, all_of(0x7FFF)))
+    is_nan = builder.icmp_unsigned(">", builder.and_(bits, all_of(0x7FFFFFFF)), all_of(0x7F800000))
+    return builder.select(is_nan, all_of(0x7FC00000), up)
+
+
+@intrinsic
+def interleave16(typing_context, source, ld_source, target, ld_target):
+    """16 rows of 32 bfloat16 to the same in pairs, 8 rows of [16 columns, 2] each in two places.
+
+    Of each quarter of the columns the first four go to `target` + 64 * k, the others `ld_target`
+    behind them.
+    """
+
+    def build(context, builder, signature, args):
+        source, ld_source, target, ld_target = args
+        halves = ir.VectorType(_I16, 2 * LANES)
+        for k in range(LANES // 2):
+            rows = [
+                _load(builder, source, builder.mul(ld_source, _I64(2 * k + i)), halves)
+                for i in range(2)
+            ]
+            for upper in range(2):
+                columns = [quarter * 8 + 4 * upper + i for quarter in range(4) for i in range(4)]
+                mask = [row * 2 * LANES + column for column in columns for row in range(2)]
+                kind = ir.VectorType(_I32, 2 * LANES)
+                pairs = builder.shuffle_vector(*rows, ir.Constant(kind, mask))
+                place = builder.add(_I64(LINE * k), builder.mul(ld_target, _I64(upper)))
+                _store(builder, pairs, target, place)
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 4), build

@@ -10,10 +10,9 @@ from kernels.cpu.attention.paired import _TILES
 from kernels.cpu.attention.plan import ITEM_FIELDS, KEYS, ROOM
 from kernels.cpu.attention.single import NUM_PARAMETERS, _finish
 from kernels.cpu.attention.softmax import EMPTY, cap, fill, scale_by
-from kernels.cpu.cells import narrow
 from kernels.cpu.mathlib import LOG2_E, exp2
-from kernels.cpu.native import INLINE, f64, i32, i64, next_item, u16
-from kernels.cpu.vectors import DOTS, LANES, SOFT_DOTS, add_rows_product, prefetch
+from kernels.cpu.native import INLINE, f32, f64, i32, i64, next_item, u16
+from kernels.cpu.vectors import interleave16, lower_to_largest, pair_rows, prefetch, transpose16
 
 _CELL = 2
 _RUN = 16
@@ -26,9 +25,7 @@ def fits(head_dim: int, block: int) -> bool:
 
 
 def paired_single_body(head_dim: int, group: int, how: int):
-    soft = int(how != _TILES)
-    dots = SOFT_DOTS if soft else DOTS
-    vectors, steps = head_dim // LANES, head_dim // 32
+    soft, steps = int(how != _TILES), head_dim // 32
 
     def body(row):
         p, real = i64(row, (NUM_PARAMETERS + 1,)), f64(row, (NUM_PARAMETERS + 1,))
@@ -40,10 +37,11 @@ def paired_single_body(head_dim: int, group: int, how: int):
         width = tiles * _RUN
         state = np.empty(amx.STATE + 64, np.uint8)
         q = np.zeros(((tiles + kv_heads) * steps + 1, 16, 16), np.int32)
-        scores, pairs = np.empty((most + 1, width), np.float32), np.empty((most // 2, width), np.int32)
-        acc, sums = np.empty((heads, head_dim), np.float32), np.empty((heads, head_dim), np.float32)
-        total, largest = np.empty((width, 1), np.float32), np.empty(width, np.float32)
-        places, edge = np.empty(most // _RUN, np.int64), np.zeros((2, head_dim), np.uint16)
+        scores = np.empty((most, width), np.float32)
+        weights = np.zeros((most // 32 * width + 16, 16), np.int32)
+        acc, total = np.empty((heads, head_dim), np.float32), np.empty((width, 1), np.float32)
+        largest, places = np.empty(width, np.float32), np.empty(most // _RUN, np.int64)
+        scratch, edge = np.zeros((10, 16, 16), np.int32), np.zeros((_RUN, head_dim), np.uint16)
         amx.begin((state.ctypes.data + 63) & -64, soft)
         while True:
             index = next_item(row)
@@ -58,10 +56,8 @@ def paired_single_body(head_dim: int, group: int, how: int):
             _place(p, table, start, runs, head_dim * _CELL, places)
             own = (state.ctypes.data + 63) & -64
             _score(own, q, places, scores, (runs, kv_heads, block), group, head_dim, soft)
-            _weigh(scores, pairs, (first, end), scale, softcap, (largest, total))
-            fill(sums.reshape(-1), _ZERO)
-            _add(pairs, places, sums, edge, (first, end, block), group, vectors, dots)
-            _order(sums, acc)
+            _weigh(scores, scratch, weights, (first, end), scale, softcap, (largest, total))
+            _add(own, weights, places, acc, (scratch, edge), (first, end, kv_heads, block, width), group, head_dim, soft)
             _finish(p, told, item, index, (acc, total, largest), _CELL)
         amx.end(state.ctypes.data, soft)
 
@@ -133,61 +129,88 @@ def _score(own, q, places, scores, numbers, group, head_dim, soft):
 
 
 @njit(**INLINE)
-def _weigh(scores, pairs, span, scale, softcap, sums):
+def _weigh(scores, scratch, weights, span, scale, softcap, sums):
     first, end = span
     largest, total = sums
+    width = scores.shape[1]
     fill(largest, EMPTY)
     fill(total.reshape(-1), _ZERO)
-    scale_by(scale, scores[first:end].reshape(-1))
+    seen = scores[first:end].reshape(-1)
+    scale_by(scale, seen)
     if softcap > 0:
-        cap(scores[first:end].reshape(-1), softcap)
-    for r in range(first, end):
-        row = scores[r]
-        for c in range(largest.shape[0]):
-            largest[c] = row[c] if row[c] > largest[c] else largest[c]
+        cap(seen, softcap)
+    for c in range(0, width, 16):
+        lower_to_largest(scores[first].ctypes.data + c * 4, width * 4, end - first, largest.ctypes.data + c * 4)
+    for i in range(seen.shape[0]):
+        seen[i] = exp2(seen[i])
+    units = (end + 31) // 32
     fill(scores[:first].reshape(-1), _ZERO)
-    fill(scores[end:end + 1].reshape(-1), _ZERO)
-    flat = total.reshape(-1)
-    for r in range(first, end):
-        row = scores[r]
-        for c in range(largest.shape[0]):
-            w = exp2(row[c] - largest[c])
-            row[c] = w
-            flat[c] += w
-    for r in range(first // 2, (end + 1) // 2):
-        even, odd, target = scores[2 * r], scores[2 * r + 1], pairs[r]
-        for c in range(largest.shape[0]):
-            target[c] = np.int32(narrow(even[c])) | np.int32(narrow(odd[c])) << 16
+    fill(scores[end:units * 32].reshape(-1), _ZERO)
+    for u in range(units):
+        for c in range(0, width, 16):
+            pair_rows(scores[u * 32].ctypes.data + c * 4, width * 4, 16, scratch.ctypes.data, total.ctypes.data + c * 4)
+            transpose16(scratch.ctypes.data, 64, weights[u * width + c].ctypes.data, 64, 4)
 
 
 @njit(inline="always")
-def _add(pairs, places, sums, edge, span, group, vectors, how):
-    first, end, block = span
-    width, size = pairs.shape[1] * 4, sums.shape[1] * _CELL
-    kv_heads = sums.shape[0] // group
-    for r in range(first // 16, (end + 15) // 16):
-        low, high = max(first - r * 16, 0), min(end - r * 16, 16)
-        for h in range(kv_heads):
-            out = sums[h * group].ctypes.data
-            base = places[r] + (kv_heads + h) * block * size
-            ahead = places[r+1] + (kv_heads + h) * block * size
-            for k in range(vectors):
-                prefetch(ahead + k * (64*8), 8, 16, 4)
-            a, values, num = pairs[(r * 16 + low) // 2].ctypes.data + h * group * 4, base + low // 2 * 2 * size, high // 2 - low // 2
-            add_rows_product(a, width, values, size, out, size * 2, num, group, vectors, how)
-            if high % 2:
-                row = u16(base + (high - 1) * size, (size // 2,))
-                for d in range(row.shape[0]):
-                    edge[0, d] = row[d]
-                a = pairs[(r * 16 + high) // 2].ctypes.data + h * group * 4
-                add_rows_product(a, width, edge.ctypes.data, size, out, size * 2, 1, group, vectors, how)
+def _add(own, weights, places, acc, room, span, group, head_dim, soft):
+    first, end, kv_heads, block, width = span
+    scratch, edge = room
+    size = head_dim * _CELL
+    units = (end + 31) // 32
+    for h in range(kv_heads):
+        offset = (kv_heads + h) * block * size
+        for g in range(0, group, 16):
+            for d in range(0, head_dim, 64):
+                amx.zero(own, 0, soft)
+                amx.zero(own, 1, soft)
+                amx.zero(own, 2, soft)
+                amx.zero(own, 3, soft)
+                for u in range(units):
+                    base = scratch.ctypes.data + (u % 2) * 4096
+                    for i in range(2):
+                        r = u * 2 + i
+                        low, high = max(first - r * 16, 0), min(end - r * 16, 16)
+                        if low > 0 or high < 16:
+                            _tidy(places[r] + offset, max(low, 0), max(high, 0), edge)
+                            source = edge.ctypes.data
+                        else:
+                            source = places[r] + offset
+                            prefetch(source + block * size + d * 32, 32, 16, 4)
+                        interleave16(source + d * 2, size, base + i * 512, 1024)
+                        interleave16(source + d * 2 + 64, size, base + i * 512 + 2048, 1024)
+                    amx.load(own, 4, weights[u * width + h * group + g].ctypes.data, 64, soft)
+                    amx.load(own, 5, base, 64, soft)
+                    amx.dot(own, 0, 4, 5, soft)
+                    amx.load(own, 6, base + 1024, 64, soft)
+                    amx.dot(own, 1, 4, 6, soft)
+                    amx.load(own, 7, base + 2048, 64, soft)
+                    amx.dot(own, 2, 4, 7, soft)
+                    amx.load(own, 5, base + 3072, 64, soft)
+                    amx.dot(own, 3, 4, 5, soft)
+                base = scratch.ctypes.data
+                amx.store(own, 0, base, 256, soft)
+                amx.store(own, 1, base + 64, 256, soft)
+                amx.store(own, 2, base + 128, 256, soft)
+                amx.store(own, 3, base + 192, 256, soft)
+                for i in range(min(16, group - g)):
+                    _order(f32(base + i * 256, (2, 2, 4, 4)), f32(acc[h * group + g + i].ctypes.data + d * 4, (2, 4, 2, 4)))
 
 
 @njit(**INLINE)
-def _order(sums, acc):
-    num = sums.size // 32
-    a, b = sums.reshape((num, 2, 4, 4)), acc.reshape((num, 4, 2, 4))
-    for n in range(num):
+def _tidy(source, low, high, edge):
+    size = edge.shape[1]
+    fill(edge.reshape(-1), 0)
+    if low < high:
+        values = u16(source, (16, size))
+        for i in range(low, high):
+            for d in range(size):
+                edge[i, d] = values[i, d]
+
+
+@njit(**INLINE)
+def _order(a, b):
+    for n in range(2):
         for x in range(4):
             for y in range(2):
                 for i in range(4):
