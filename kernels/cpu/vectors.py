@@ -582,7 +582,9 @@ def _over_rows(builder, rows, carried, step):
     at, *values = (builder.phi(kind) for kind in [_I64] + [value.type for value in carried])
     following = step(builder.mul(at, stride), values)
     ends, after = builder.block, builder.add(at, _I64(1))
-    for phi, initial, last in zip((at, *values), (_I64(0), *carried), (after, *following), strict=True):
+    for phi, initial, last in zip(
+        (at, *values), (_I64(0), *carried), (after, *following), strict=True
+    ):
         phi.add_incoming(initial, before)
         phi.add_incoming(last, ends)
     builder.cbranch(builder.icmp_signed("<", after, count), loop, done)
@@ -631,13 +633,18 @@ def pair_rows(typing_context, address, stride, count, target, total):
         twice = builder.shl(stride, _I64(1))
 
         def step(offset, values):
-            rows = [_load(builder, address, at, vector) for at in (offset, builder.add(offset, stride))]
+            rows = [
+                _load(builder, address, at, vector) for at in (offset, builder.add(offset, stride))
+            ]
             even, odd = (_rounded(builder, row) for row in rows)
             sixteen = ir.Constant(even.type, [16] * LANES)
             upper = ir.Constant(even.type, [_UPPER] * LANES)
             pairs = builder.or_(builder.lshr(even, sixteen), builder.and_(odd, upper))
             _store(builder, pairs, values[0], _I64(0))
-            return [builder.add(values[0], _I64(LINE)), builder.fadd(values[1], builder.fadd(*rows))]
+            return [
+                builder.add(values[0], _I64(LINE)),
+                builder.fadd(values[1], builder.fadd(*rows)),
+            ]
 
         sums = _load(builder, total, _I64(0), vector)
         _, sums = _over_rows(builder, (address, twice, count), [target, sums], step)
@@ -648,7 +655,7 @@ def pair_rows(typing_context, address, stride, count, target, total):
 
 
 def _rounded(builder, floats):
-    """The bits of float32, the upper 16 rounded to the nearest bfloat16; the lower are left over."""
+    """The bits of float32, the upper 16 the nearest bfloat16's; the lower are left over."""
     kind = ir.VectorType(_I32, LANES)
 
     def all_of(number):
