@@ -4,9 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels import reference
-
-from kernels import AttentionMeta
+from kernels import AttentionMeta, reference
 
 # What families ask of attention beside a scale; ``sinks`` stands for a column of them.
 VARIANTS = {
