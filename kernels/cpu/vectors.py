@@ -27,7 +27,6 @@ SMALLEST, LARGEST = -126.0, 127.49
 BIAS, MANTISSA = 127, 23
 EXP2_TERMS = tuple(math.log(2) ** n / math.factorial(n) for n in range(8))
 
-_CHAINS = 4  # of a column's maximum and sum
 _SECOND_LEVEL = 2  # of LLVM's four degrees of locality
 _FLAGS = ("reassoc", "contract", "nsz")
 # Sums a tile may hold, in vectors: AVX-512 has 32 registers, AVX2 16 of half the size.
@@ -90,14 +89,14 @@ def _halves(builder, words):
     return builder.bitcast(first, floats), builder.bitcast(second, floats)
 
 
-def _splat(builder, scalar, lanes):
+def splat(builder, scalar, lanes):
     vector = ir.VectorType(scalar.type, lanes)
     first = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, _I32(0))
     zeros = ir.Constant(ir.VectorType(_I32, lanes), [0] * lanes)
     return builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), zeros)
 
 
-def _fma(builder, a, b, c):
+def fma(builder, a, b, c):
     kind = a.type
     name = f"llvm.fma.v{kind.count}f32"
     function = builder.module.globals.get(name)
@@ -140,7 +139,7 @@ class _FloatTile:
 
     @staticmethod
     def left(builder, base, offset, lanes):
-        return _splat(builder, _load(builder, base, offset, _F32), lanes)
+        return splat(builder, _load(builder, base, offset, _F32), lanes)
 
     @classmethod
     def right(cls, builder, base, offset, lanes):
@@ -148,7 +147,7 @@ class _FloatTile:
 
     @staticmethod
     def multiply(builder, scalar, vector, total):
-        return _fma(builder, scalar, vector, total)
+        return fma(builder, scalar, vector, total)
 
 
 class _HalfTile(_FloatTile):
@@ -177,7 +176,7 @@ class _PairTile(_FloatTile):
     @staticmethod
     def left(builder, base, offset, lanes):
         both = (offset, builder.add(offset, _I64(4)))
-        return tuple(_splat(builder, _load(builder, base, at, _F32), lanes) for at in both)
+        return tuple(splat(builder, _load(builder, base, at, _F32), lanes) for at in both)
 
     @staticmethod
     def right(builder, base, offset, lanes):
@@ -186,7 +185,7 @@ class _PairTile(_FloatTile):
     @staticmethod
     def multiply(builder, scalars, vectors, total):
         for scalar, vector in zip(scalars, vectors, strict=True):
-            total = _fma(builder, scalar, vector, total)
+            total = fma(builder, scalar, vector, total)
         return total
 
 
@@ -195,7 +194,7 @@ class _DotTile(_FloatTile):
 
     @staticmethod
     def left(builder, base, offset, lanes):
-        return _splat(builder, _load(builder, base, offset, _I32), lanes)
+        return splat(builder, _load(builder, base, offset, _I32), lanes)
 
     @staticmethod
     def right(builder, base, offset, lanes):
@@ -220,7 +219,7 @@ class _SoftDotTile(_DotTile):
     def multiply(builder, pair, pairs, total):
         sides = zip(_halves(builder, pair), _halves(builder, pairs), strict=True)
         for scalar, vector in reversed(list(sides)):
-            total = _fma(builder, scalar, vector, total)
+            total = fma(builder, scalar, vector, total)
         return total
 
 
@@ -234,7 +233,7 @@ class _ByteTile:
 
     @staticmethod
     def left(builder, base, offset, lanes):
-        return _splat(builder, _load(builder, base, offset, _I32), lanes)
+        return splat(builder, _load(builder, base, offset, _I32), lanes)
 
     @staticmethod
     def right(builder, base, offset, lanes):
@@ -456,7 +455,7 @@ def dots(  # noqa: PLR0913
             total = ir.Constant(vector, [0.0] * width)
             for v, value in enumerate(right):
                 left = _load(builder, a, builder.add(start, _I64(v * width * 4)), vector)
-                total = _fma(builder, left, value, total)
+                total = fma(builder, left, value, total)
             _store(builder, _sum(builder, total), out, builder.mul(ldo, _I64(row)))
         return context.get_dummy_value()
 
@@ -492,7 +491,7 @@ def largest(typing_context, address, count, start):
     def build(context, builder, signature, args):
         address, count, start = args
         vector, mask = ir.VectorType(_F32, LANES), ir.VectorType(ir.IntType(1), LANES)
-        first = _splat(builder, start, LANES)
+        first = splat(builder, start, LANES)
         whole = builder.and_(count, _I64(-LANES))
         before = builder.block
         loop, rest = (builder.append_basic_block(name) for name in ("whole", "rest"))
@@ -510,7 +509,7 @@ def largest(typing_context, address, count, start):
         best = builder.phi(vector)
         best.add_incoming(first, before)
         best.add_incoming(better, loop)
-        left = _splat(builder, builder.trunc(builder.sub(count, whole), _I32), LANES)
+        left = splat(builder, builder.trunc(builder.sub(count, whole), _I32), LANES)
         lanes = ir.Constant(left.type, list(range(LANES)))
         is_there = builder.icmp_signed("<", lanes, left)
         name = f"llvm.masked.load.v{LANES}f32.p0"
@@ -546,189 +545,6 @@ def round16(typing_context, source, target):
     return types.void(types.intp, types.intp), build
 
 
-def _constant(value, lanes, kind=_F32):
-    return ir.Constant(ir.VectorType(kind, lanes), [value] * lanes)
-
-
-def _exp2(builder, x):
-    """`kernels.cpu.mathlib.exp2` of a vector."""
-    lanes = x.type.count
-    words = ir.VectorType(_I32, lanes)
-    for limit, order in ((SMALLEST, "<"), (LARGEST, ">")):
-        bound = _constant(limit, lanes)
-        x = builder.select(builder.fcmp_ordered(order, x, bound), bound, x)
-    exponent = builder.fptosi(builder.fadd(x, _constant(BIAS + 0.5, lanes)), words)
-    whole = builder.sub(exponent, _constant(BIAS, lanes, _I32))
-    r = builder.fsub(x, builder.sitofp(whole, x.type))
-    mantissa = _constant(EXP2_TERMS[-1], lanes)
-    for term in EXP2_TERMS[-2::-1]:
-        mantissa = _fma(builder, mantissa, r, _constant(term, lanes))
-    power = builder.bitcast(builder.shl(exponent, _constant(MANTISSA, lanes, _I32)), x.type)
-    return builder.fmul(mantissa, power)
-
-
-def _each(builder, count, initial, body):
-    """Vectors after ``body(k, vectors)`` for each k of `count`."""
-    before = builder.block
-    loop, done = (builder.append_basic_block(name) for name in ("each", "done"))
-    builder.cbranch(builder.icmp_signed(">", count, _I64(0)), loop, done)
-    builder.position_at_end(loop)
-    k = builder.phi(_I64)
-    vectors = [builder.phi(one.type) for one in initial]
-    last = body(k, vectors)
-    following = builder.add(k, _I64(1))
-    end = builder.block
-    for phi, first, then in zip(
-        (k, *vectors), (_I64(0), *initial), (following, *last), strict=True
-    ):
-        phi.add_incoming(first, before)
-        phi.add_incoming(then, end)
-    builder.cbranch(builder.icmp_signed("<", following, count), loop, done)
-    builder.position_at_end(done)
-    results = [builder.phi(one.type) for one in initial]
-    for phi, first, then in zip(results, initial, last, strict=True):
-        phi.add_incoming(first, before)
-        phi.add_incoming(then, end)
-    return results
-
-
-def _sees(builder, key, bounds):
-    """Of each lane, whether the key is from the first it sees to the last. bounds: an address of
-    16 int32 of first keys, and 16 behind the last."""
-    words = ir.VectorType(_I32, LANES)
-    first = _load(builder, bounds, _I64(0), words)
-    end = _load(builder, bounds, _I64(LANES * 4), words)
-    place = _splat(builder, builder.trunc(key, _I32), LANES)
-    is_from = builder.icmp_signed(">=", place, first)
-    return builder.and_(is_from, builder.icmp_signed("<", place, end))
-
-
-def _column_pass(args, bounds, initial, join, work):
-    """Code that goes down 16 columns of scores, each fourth row by a chain of its own: what is
-    rows is a multiple of 4. args: of the intrinsics below; work(builder, scores, state, is_seen)
-    returns what is stored, and the state."""
-    vector = ir.VectorType(_F32, LANES)
-
-    def build(context, builder, signature, given):
-        scores, stride, count = given[:3]
-
-        def body(k, states):
-            after = []
-            for i, state in enumerate(states):
-                row = builder.add(builder.mul(k, _I64(_CHAINS)), _I64(i))
-                place = scores, builder.mul(row, stride)
-                seen = None if bounds is None else _sees(builder, row, given[bounds])
-                stored, state = work(builder, given, _load(builder, *place, vector), state, seen)
-                _store(builder, stored, *place)
-                after.append(state)
-            return after
-
-        place = given[args], _I64(0)
-        start = _constant(initial, LANES)
-        states = _each(builder, builder.sdiv(count, _I64(_CHAINS)), [start] * _CHAINS, body)
-        before = _load(builder, *place, vector)
-        pairs = [join(builder, states[0], states[1]), join(builder, states[2], states[3])]
-        _store(builder, join(builder, before, join(builder, *pairs)), *place)
-        return context.get_dummy_value()
-
-    return build
-
-
-def _greater(builder, one, other):
-    return builder.select(builder.fcmp_ordered(">", one, other), one, other)
-
-
-def _plus(builder, one, other):
-    return builder.fadd(one, other)
-
-
-@intrinsic(prefer_literal=True)
-def scale_columns(typing_context, scores, stride, count, factor, best, bounds):
-    """scores [count, 16] *= factor; best [16] becomes the largest of each column and of itself.
-
-    scores, best, bounds: addresses; stride: bytes from a row to the next. bounds: literal 0, or of
-    each column the first row that counts [16 int32] and the one behind the last. A NaN is passed
-    over.
-    """
-    is_bounded = not isinstance(bounds, types.Literal)
-
-    def work(builder, given, scores, state, seen):
-        scaled = builder.fmul(scores, _splat(builder, given[3], LANES))
-        if seen is None:
-            return scaled, _greater(builder, scaled, state)
-        counted = builder.select(seen, scaled, _constant(float("-inf"), LANES))
-        return scaled, _greater(builder, counted, state)
-
-    build = _column_pass(4, 5 if is_bounded else None, float("-inf"), _greater, work)
-    kinds = (types.float32, types.intp, types.intp if is_bounded else bounds)
-    return types.void(*[types.intp] * 3, *kinds), build
-
-
-@intrinsic(prefer_literal=True)
-def soften_columns(typing_context, scores, stride, count, best, total, bounds):
-    """scores [count, 16] become 2 ** (score - best) and are added to total [16]; zero where a row
-    does not count for its column. Addresses and bounds as of `scale_columns`."""
-    is_bounded = not isinstance(bounds, types.Literal)
-
-    def work(builder, given, scores, state, seen):
-        largest = _load(builder, given[3], _I64(0), scores.type)
-        weights = _exp2(builder, builder.fsub(scores, largest))
-        if seen is not None:
-            weights = builder.select(seen, weights, _constant(0.0, LANES))
-        return weights, _plus(builder, state, weights)
-
-    build = _column_pass(4, 5 if is_bounded else None, 0.0, _plus, work)
-    return types.void(*[types.intp] * 5, types.intp if is_bounded else bounds), build
-
-
-def _rounded(builder, floats):
-    """Words with bfloat16 in their lower halves, rounded to the nearest, ties to even."""
-    lanes = floats.type.count
-    words = ir.VectorType(_I32, lanes)
-    if isa.has("avx512bf16"):
-        halves = builder.fptrunc(floats, ir.VectorType(BFloat(), lanes))
-        return builder.zext(builder.bitcast(halves, ir.VectorType(_I16, lanes)), words)
-    bits = builder.bitcast(floats, words)
-    sixteen = _constant(16, lanes, _I32)
-    odd = builder.and_(builder.lshr(bits, sixteen), _constant(1, lanes, _I32))
-    raised = builder.add(bits, builder.add(odd, _constant(0x7FFF, lanes, _I32)))
-    is_nan = builder.fcmp_unordered("uno", floats, floats)
-    return builder.select(is_nan, _constant(0x7FC0, lanes, _I32), builder.lshr(raised, sixteen))
-
-
-@intrinsic
-def round_turned(typing_context, source, ld_source, target, ld_target):
-    """target[j, i] = source[i, j], 32 x 16 float32 to bfloat16 [16, 32]."""
-
-    def build(context, builder, signature, args):
-        source, ld_source, target, ld_target = args
-        vector, rows = ir.VectorType(_F32, LANES), []
-        for i in range(LANES):
-            even, odd = (
-                _rounded(builder, _load(builder, source, builder.mul(ld_source, _I64(row)), vector))
-                for row in (2 * i, 2 * i + 1)
-            )
-            rows.append(builder.or_(even, builder.shl(odd, _constant(16, LANES, _I32))))
-        for i, row in enumerate(_turned(builder, rows)):
-            _store(builder, row, target, builder.mul(ld_target, _I64(i)))
-        return context.get_dummy_value()
-
-    return types.void(*[types.intp] * 4), build
-
-
-def _turned(builder, rows):
-    """16 vectors of 16 words, columns for rows."""
-    step = LANES // 2
-    while step:
-        turned = list(rows)
-        for i in range(LANES):
-            if not i & step:
-                turned[i], turned[i + step] = _exchange(builder, rows[i], rows[i + step], step)
-        rows = turned
-        step //= 2
-    return rows
-
-
 @intrinsic(prefer_literal=True)
 def transpose16(typing_context, source, ld_source, target, ld_target, size):
     """target[j, i] = source[i, j] for 16 x 16, from elements of `size` bytes, a literal: 4 or 2."""
@@ -743,12 +559,25 @@ def transpose16(typing_context, source, ld_source, target, ld_target, size):
             )
             for i in range(LANES)
         ]
-        rows = _turned(builder, rows)
+        rows = turned(builder, rows)
         for i, row in enumerate(rows):
             _store(builder, row, target, builder.mul(ld_target, _I64(i)))
         return context.get_dummy_value()
 
     return types.void(*[types.intp] * 4, size), build
+
+
+def turned(builder, rows):
+    """16 vectors of 16 words, columns for rows."""
+    step = LANES // 2
+    while step:
+        after = list(rows)
+        for i in range(LANES):
+            if not i & step:
+                after[i], after[i + step] = _exchange(builder, rows[i], rows[i + step], step)
+        rows = after
+        step //= 2
+    return rows
 
 
 def _exchange(builder, low, high, step):

@@ -1,4 +1,6 @@
-"""Attention of chunks in bfloat16: each body this processor can run, and soft ones of the others.
+"""Attention in bfloat16: each body this processor can run, and soft ones of the others.
+
+Chunks come first, then single tokens, which tiles alone have a body for.
 
 Cache slots that no sequence owns are NaN: reading one would show.
 """
@@ -8,11 +10,12 @@ from itertools import pairwise
 
 import pytest
 import torch
-from support.paged_cache import VARIANTS, Cache
+from support.paged_cache import VARIANTS, Cache, assert_near
 
 from kernels import AttentionMeta, reference
 from kernels.cpu import isa
-from kernels.cpu.attention import paged_attention, paired
+from kernels.cpu.attention import paged_attention, paired, single_kernel, widened_single_kernel
+from kernels.cpu.threads import num_threads, set_threads
 
 NEEDS = {"dots": "avx512_bf16", "tiles": "amx"}
 STEP = ((5, 0), (17, 13), (64, 40), (70, 1), (1, 9))
@@ -31,10 +34,14 @@ def rng(seed: int) -> torch.Generator:
 
 @pytest.fixture(params=list(paired.HOW))
 def how(request: pytest.FixtureRequest) -> str:
-    level = NEEDS.get(request.param, "base")
+    return one_that_runs(request.param)
+
+
+def one_that_runs(how: str) -> str:
+    level = NEEDS.get(how, "base")
     if level not in isa.LEVELS[: isa.LEVELS.index(isa.LEVEL) + 1]:
         pytest.skip(f"{isa.processor()} computes without {level}")
-    return request.param
+    return how
 
 
 def step(
@@ -56,12 +63,7 @@ def attend(
 def agrees(how: str, q: torch.Tensor, cache: Cache, **chosen: object) -> None:
     """Weights are rounded to eight bits, and outputs again."""
     got = attend(how, q, cache, **chosen)
-    wanted = reference.paged_attention(
-        q.double(), cache.kv.double(), cache.meta, reference.Variant(**chosen)
-    )
-    assert got.dtype is torch.bfloat16
-    off = (got.double() - wanted).abs()
-    assert float(off.max()) < 0.03 and float(off.mean()) < 0.002
+    assert_near(got, q, cache, reference.Variant(**chosen), weights_rounded=True)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -119,3 +121,130 @@ def test_tiles_and_their_soft_form_are_alike(rng: torch.Generator) -> None:
             pytest.skip(f"{isa.processor()} computes without amx")
         found.append(attend(name, q, cache, scale=0.1))
     assert torch.equal(*found)
+
+
+# New tokens and context: one block and part of one, two items, and an odd number of keys.
+SINGLES = ((1, 0), (1, 16), (1, 100), (1, 31), (1, 700))
+# Key heads, query heads a key head, head size: tiles of scores that a key head shares with others,
+# or has several of; sizes of fewer and more columns than are summed together.
+SINGLE_SHAPES = [
+    (2, 3, 64),
+    (7, 5, 32),
+    *(
+        pytest.param(shape, marks=pytest.mark.slow)
+        for shape in ((3, 1, 96), (2, 8, 128), (2, 2, 256), (1, 50, 64), (2, 20, 96))
+    ),
+]
+
+
+@pytest.fixture(params=["tiles", "soft tiles"])
+def tiled(request: pytest.FixtureRequest) -> str:
+    return one_that_runs(request.param)
+
+
+def decode(
+    shape: tuple[int, int, int], rng: torch.Generator, **options: object
+) -> tuple[torch.Tensor, Cache]:
+    kv_heads, group, head_dim = shape
+    cache = Cache(SINGLES, (kv_heads, head_dim), rng, dtype=torch.bfloat16, **options)
+    q = torch.randn(cache.num_tokens, kv_heads * group, head_dim, generator=rng)
+    return q.bfloat16(), cache
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_of_single_tokens(name: str, tiled: str, rng: torch.Generator) -> None:
+    chosen = {"scale": 0.17, **VARIANTS[name]}
+    q, cache = decode((2, 3, 64), rng, window=chosen.get("window", 0))
+    if chosen.get("sinks"):
+        chosen["sinks"] = torch.randn(6, generator=rng)
+    agrees(tiled, q, cache, **chosen)
+
+
+@pytest.mark.parametrize("shape", SINGLE_SHAPES)
+def test_shapes_of_single_tokens(
+    shape: tuple[int, int, int], tiled: str, rng: torch.Generator
+) -> None:
+    agrees(tiled, *decode(shape, rng), scale=shape[2] ** -0.5)
+
+
+@pytest.mark.parametrize("block", [1, 4, 24, 64, 512])
+@pytest.mark.parametrize("window", [0, 50])
+def test_block_sizes_of_single_tokens(
+    block: int, window: int, tiled: str, rng: torch.Generator
+) -> None:
+    q, cache = decode((2, 2, 32), rng, block=block, window=window)
+    agrees(tiled, q, cache, scale=0.2, window=window)
+
+
+def test_single_tokens_take_tiles_where_keys_lie_so() -> None:
+    widened = widened_single_kernel(64, 3, (2, 2))
+    assert single_kernel(64, 3, (2, 2), 16, "tiles") is not widened
+    assert single_kernel(64, 3, (2, 2), 24, "tiles") is widened
+    assert single_kernel(64, 3, (2, 2), 16, "dots") is widened
+    assert single_kernel(80, 3, (2, 2), 16, "tiles") is widened_single_kernel(80, 3, (2, 2))
+    assert single_kernel(64, 3, (4, 2), 16, "tiles") is widened_single_kernel(64, 3, (4, 2))
+
+
+def alone_of(cache: Cache, s: int) -> AttentionMeta:
+    length = cache.meta.seq_lens[s : s + 1]
+    return AttentionMeta(
+        query_start=torch.tensor([0, 1], dtype=torch.int32),
+        seq_lens=length,
+        block_tables=cache.meta.block_tables[s : s + 1],
+        positions=length.long() - 1,
+        slots=cache.meta.slots[:1],
+        block_size=cache.meta.block_size,
+        num_decodes=1,
+        max_query_len=1,
+        max_seq_len=int(length),
+    )
+
+
+@pytest.mark.parametrize("window", [0, 7, 40])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_single_token_is_the_same_in_any_company(
+    window: int, threads: int, tiled: str, rng: torch.Generator
+) -> None:
+    q, cache = decode((2, 3, 64), rng)
+    together = attend(tiled, q, cache, scale=0.1, window=window)
+    before = num_threads()
+    set_threads(threads)
+    try:
+        for s in range(len(SINGLES)):
+            alone = attend(tiled, q[s : s + 1], cache, alone_of(cache, s), scale=0.1, window=window)
+            assert torch.equal(alone[0], together[s])
+    finally:
+        set_threads(before)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_damage_of_a_single_token_stays_in_its_row(
+    bad: float, tiled: str, rng: torch.Generator
+) -> None:
+    q, cache = decode((2, 3, 64), rng)
+    sound = attend(tiled, q, cache, scale=0.1)
+    q[1, 0, 3] = bad
+    # Of a key and of a value: each in the first block of a sequence.
+    cache.kv[cache.meta.block_tables[2, 0], 0, 0, 5, 3] = bad
+    cache.kv[cache.meta.block_tables[3, 0], 1, 0, 5, 3] = bad
+    got = attend(tiled, q, cache, scale=0.1)
+    for s in (1, 2, 3):
+        assert not got[s].isfinite().all()
+    for s in (0, 4):
+        assert torch.equal(got[s], sound[s])
+
+
+def test_what_a_window_has_passed_is_not_read(tiled: str, rng: torch.Generator) -> None:
+    q, cache = decode((2, 3, 64), rng)
+    sound = attend(tiled, q, cache, scale=0.1, window=7)
+    lens, tables = cache.meta.seq_lens.tolist(), cache.meta.block_tables.long()
+    for s, length in enumerate(lens):
+        passed = torch.arange(max(length - 7, 0))
+        cache.kv[tables[s, passed // 16], :, :, passed % 16] = float("nan")
+    assert torch.equal(attend(tiled, q, cache, scale=0.1, window=7), sound)
+
+
+def test_tiles_and_their_soft_form_are_alike_of_single_tokens(rng: torch.Generator) -> None:
+    q, cache = decode((2, 3, 64), rng)
+    names = ("soft tiles", one_that_runs("tiles"))
+    assert torch.equal(*(attend(name, q, cache, scale=0.1) for name in names))

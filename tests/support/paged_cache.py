@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels import AttentionMeta
+from kernels import AttentionMeta, reference
 
 # What families ask of attention beside a scale; ``sinks`` stands for a column of them.
 VARIANTS = {
@@ -68,3 +68,24 @@ class Cache:
     @property
     def num_tokens(self) -> int:
         return len(self.meta.positions)
+
+
+def assert_near(
+    got: torch.Tensor,
+    q: torch.Tensor,
+    cache: Cache,
+    variant: reference.Variant,
+    *,
+    weights_rounded: bool,
+) -> None:
+    """Attention in bfloat16 against float64: outputs were rounded to eight bits, and so were the
+    weights, if told so, each of which is multiplied by a value's magnitude."""
+    assert got.dtype is torch.bfloat16 and not got.isnan().any()
+    wanted = reference.paged_attention(q.double(), cache.kv.double(), cache.meta, variant)
+    bound = wanted.abs() * 2**-8 + 2e-5
+    if weights_rounded:
+        magnitudes = cache.kv.double()
+        magnitudes[:, 1] = magnitudes[:, 1].abs()
+        bound += reference.paged_attention(q.double(), magnitudes, cache.meta, variant) * 2**-8
+    off = (got.double() - wanted).abs()
+    assert (off <= bound).all(), f"{float((off - bound).max())} beyond its bound"

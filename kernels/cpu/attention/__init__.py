@@ -8,6 +8,7 @@ import torch
 
 from kernels.cpu.attention.chunk import chunk_body, tokens_an_item
 from kernels.cpu.attention.paired import HOW, chosen, paired_body
+from kernels.cpu.attention.paired_single import fits, paired_single_body
 from kernels.cpu.attention.plan import CHUNKS, SINGLES, Heads, Plan, make_plan
 from kernels.cpu.attention.single import single_body
 from kernels.cpu.native import Kernel, bits, is_recorded
@@ -19,15 +20,35 @@ from kernels.reference import Variant
 _ENOUGH = 512
 
 PAIRED = chosen()
+USUAL_BLOCK = 16  # keys of a block, where kernels are got ready ahead
 
 PlanKey = tuple[int, Heads]
 """Window, and the heads of a layer."""
 
 
+def single_kernel(
+    head_dim: int,
+    group: int,
+    sizes: tuple[int, int],
+    block: int = USUAL_BLOCK,
+    paired: str | None = PAIRED,
+) -> Kernel:
+    """Of single tokens: bfloat16 is multiplied in tiles where processor and block allow it."""
+    if sizes == (2, 2) and paired is not None and fits(head_dim, block, paired):
+        return paired_single_kernel(head_dim, group, paired)
+    return widened_single_kernel(head_dim, group, sizes)
+
+
 @cache
-def single_kernel(head_dim: int, group: int, sizes: tuple[int, int]) -> Kernel:
-    """Of single tokens; sizes: bytes of an element of the queries, and of the cache."""
+def widened_single_kernel(head_dim: int, group: int, sizes: tuple[int, int]) -> Kernel:
+    """Of single tokens, in float32; sizes: bytes of an element of the queries, and of the cache."""
     return Kernel(single_body(head_dim, group, sizes), heavy=True)
+
+
+@cache
+def paired_single_kernel(head_dim: int, group: int, how: str) -> Kernel:
+    """Of single tokens, in bfloat16; how: of ``paired.HOW``, one with tiles."""
+    return Kernel(paired_single_body(head_dim, group, HOW[how]), heavy=True)
 
 
 def chunk_kernel(
@@ -59,7 +80,7 @@ def paged_attention(
     paired: str | None = PAIRED,
 ) -> torch.Tensor:
     """See kernels.ops.paged_attention. q: contiguous, float32 or bfloat16; sinks: float32. paired:
-    how chunks in bfloat16 are multiplied, for tests."""
+    how bfloat16 is multiplied, for tests."""
     num_tokens, num_heads, head_dim = q.shape
     _, _, kv_heads, block, _ = kv_layer.shape
     group, threads = num_heads // kv_heads, num_threads()
@@ -78,7 +99,7 @@ def paged_attention(
     # A recorded launch is repeated over longer contexts.
     enough = 0 if is_recorded() else _ENOUGH
     if plan.singles.num:
-        single_kernel(head_dim, group, sizes).run(
+        single_kernel(head_dim, group, sizes, block, paired).run(
             threads if plan.singles.work * num_heads >= enough else 1,
             *tensors,
             *shape,

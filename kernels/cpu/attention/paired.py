@@ -34,6 +34,7 @@ from kernels.cpu.attention.chunk import (
 )
 from kernels.cpu.attention.plan import ITEM_FIELDS
 from kernels.cpu.attention.softmax import EMPTY, cap, fill, scale_by
+from kernels.cpu.columns import round_turned, scale_columns, soften_columns
 from kernels.cpu.mathlib import LOG2_E, exp2
 from kernels.cpu.native import INLINE, f64, i32, i64, next_item, u16
 from kernels.cpu.vectors import (
@@ -41,9 +42,6 @@ from kernels.cpu.vectors import (
     LANES,
     SOFT_DOTS,
     pair_tile_product,
-    round_turned,
-    scale_columns,
-    soften_columns,
     transpose16,
 )
 

@@ -13,7 +13,7 @@ ITEM_FIELDS = 6  # sequence, first row, rows, first key, end of keys, items that
 
 # Keys of a single token's item. It does not depend on what else is in the step, nor on the threads,
 # so a request computes the same numbers in any batch.
-_KEYS = 256
+KEYS = 256
 
 
 class Items(NamedTuple):
@@ -94,7 +94,7 @@ class _Cutter(NamedTuple):
         high = self.lens[who]
         low = np.maximum(high - self.window, 0) if self.window else np.zeros_like(high)
         aligned = low - low % self.block
-        most = max(_KEYS // self.block, 1) * self.block
+        most = max(KEYS // self.block, 1) * self.block
         parts = -((aligned - high) // most)
         each, part = _repeat(parts)
         items = np.empty((len(each), ITEM_FIELDS), np.int32)

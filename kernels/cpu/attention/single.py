@@ -66,7 +66,7 @@ def single_body(head_dim: int, group: int, sizes: tuple[int, int]):
                         cap(scores[h, first:end], softcap)
                     largest[h] = soften(scores[h], first, end, largest[h], total[h], acc[h])
                 _add((scores, acc), page, (first, end), group, vectors, lanes, cell)
-            _finish(p, told, item, index, (acc, total, largest), token)
+            finish(p, told, item, index, (acc, total, largest), token)
 
     return body
 
@@ -102,7 +102,7 @@ def _add(arrays, page, span, group, vectors, lanes, cell):
 
 
 @njit(**INLINE)
-def _finish(p, told, item, index, sums, token):
+def finish(p, told, item, index, sums, token):
     """Write the row, or leave partial sums and merge them if this item is the last of its row.
 
     told: the plan's header; sums: acc, total, largest.

@@ -1,0 +1,281 @@
+"""Attention of single query tokens in bfloat16, on processors that multiply it in tiles.
+
+As `kernels.cpu.attention.single`, whose items and outputs it shares; but the widening of keys and
+the sum across lanes for each of them take about as long there as memory. Here 16 keys of a head are
+a tile as they lie, the left operand. The right one holds queries, a head of them a column: up to 16
+heads make one tile of scores, to which each key head adds those of its own, and zeros for others.
+
+So scores are [keys, query heads], and the softmax runs along columns. All scores of an item are
+kept: its keys are gone through once, then its values, whose rows are put together in pairs.
+Queries go in as they are, weights rounded to bfloat16; sums are float32.
+
+A *run* is 16 keys, and a *unit* two of them, which is as many as a tile of weights has. Runs start
+where the item does, or up to 15 keys before, so that which keys are summed together depends on the
+item alone. Keys that are not the item's have weight zero, and zeros for values.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from kernels.cpu import amx
+from kernels.cpu.attention.paired import HOW
+from kernels.cpu.attention.plan import ITEM_FIELDS, KEYS, ROOM
+from kernels.cpu.attention.single import NUM_PARAMETERS, finish
+from kernels.cpu.attention.softmax import EMPTY, cap, fill, scale_by
+from kernels.cpu.columns import interleave16, lower_to_largest, pair_rows
+from kernels.cpu.mathlib import LOG2_E, exp2
+from kernels.cpu.native import INLINE, f32, f64, i32, i64, next_item, u16
+from kernels.cpu.vectors import prefetch, transpose16
+
+_CELL = 2  # bytes of an element of queries, cache and outputs
+_RUN = amx.ROWS
+_UNIT = 2 * _RUN
+_RUNS = 4  # whose scores are worked out together
+_LINE = amx.ROW_BYTES
+_STEP = _LINE // _CELL  # inputs of a tile
+_TILE = _RUN * _LINE
+_PIECES = 4 * _TILE  # bytes of a unit's values, 64 columns of them
+_ZERO, _ONE = np.float32(0), np.float32(1)
+
+
+def fits(head_dim: int, block: int, how: str | None) -> bool:
+    """Whether there are tiles, and keys lie as they take them; how: of ``paired.HOW``."""
+    return how in ("tiles", "soft tiles") and head_dim % _STEP == 0 and block % _RUN == 0
+
+
+def paired_single_body(head_dim: int, group: int, how: int):
+    """A body for one head size and number of query heads per key head; how: one with tiles."""
+    soft, steps = int(how != HOW["tiles"]), head_dim // _STEP
+
+    def body(row):
+        p, real = i64(row, (NUM_PARAMETERS + 1,)), f64(row, (NUM_PARAMETERS + 1,))
+        told = i64(p[8], (ROOM + 3,))
+        kv_heads, block, softcap = p[5], p[7], np.float32(real[10])
+        scale = np.float32(real[9]) * (LOG2_E if softcap == 0 else _ONE)
+        heads, most = kv_heads * group, max(KEYS // block, 1) * block + _RUNS * _RUN
+        tiles = (heads + _RUN - 1) // _RUN
+        width = tiles * _RUN
+        state = np.empty(amx.STATE + _LINE, np.uint8)
+        q = np.zeros((tiles + kv_heads, steps * _RUN, _RUN), np.int32)
+        places, scores = np.empty(most // _RUN, np.int64), np.empty((most, width), np.float32)
+        # A tile's rows behind a head's own are those of the next, or left over.
+        weights = np.empty((most // _UNIT * width + _RUN, _RUN), np.int32)
+        acc = np.empty((heads, head_dim), np.float32)
+        total, largest = np.empty((width, 1), np.float32), np.empty(width, np.float32)
+        pieces = np.empty(2 * _PIECES + _LINE, np.uint8)
+        edge, blank = np.zeros((_RUN, head_dim), np.uint16), np.zeros((_RUN, head_dim), np.uint16)
+        amx.begin((state.ctypes.data + _LINE - 1) & -_LINE, soft)
+        while True:
+            index = next_item(row)
+            if index >= told[1]:
+                break
+            item = i32(told[0] + index * (ITEM_FIELDS * 4), (ITEM_FIELDS,))
+            own = (state.ctypes.data + _LINE - 1) & -_LINE
+            room = (pieces.ctypes.data + _LINE - 1) & -_LINE
+            first = item[3] % _RUN
+            span = first, first + item[4] - item[3]
+            _turn(p, item, q, (group, head_dim))
+            _place(p, item, places, head_dim)
+            _score(own, (q, scores), places, span[1], (kv_heads, block), (group, head_dim), soft)
+            _weigh(scores, weights, room, span, (scale, softcap), (total.reshape(-1), largest))
+            arrays = (weights, acc, edge, blank)
+            _add(own, room, arrays, places, (span, block, width), group, soft)
+            finish(p, told, item, index, (acc, total, largest), _CELL)
+        amx.end(state.ctypes.data, soft)
+
+    return body
+
+
+@njit(**INLINE)
+def _turn(p, item, q, shape):
+    """Queries to columns of [tile, pairs, 16]: that of query head h is h % 16 of its tile of scores
+    h // 16. Tile and key head go up in turns, so that their sum tells all products apart."""
+    group, head_dim = shape
+    heads = p[5] * group
+    pairs = i32(p[1] + np.int64(item[1]) * (heads * head_dim * _CELL), (heads, head_dim // 2))
+    for h in range(heads):
+        tile = q[h // _RUN + h // group]
+        for d in range(pairs.shape[1]):
+            tile[d, h % _RUN] = pairs[h, d]
+
+
+@njit(**INLINE)
+def _place(p, item, places, head_dim):
+    """Addresses of the runs, in the first key head; of the last one again until they are `_RUNS`
+    together."""
+    table = i32(p[3] + item[0] * p[6] * 4, (p[6],))
+    block, size = p[7], head_dim * _CELL
+    start = item[3] - item[3] % _RUN
+    num = (item[4] - start + _RUNS * _RUN - 1) // (_RUNS * _RUN) * _RUNS
+    for r in range(num):
+        position = min(start + r * _RUN, (item[4] - 1) // _RUN * _RUN)
+        page = p[2] + np.int64(table[position // block]) * (2 * p[5] * block * size)
+        places[r] = page + position % block * size
+
+
+@njit(inline="always")
+def _score(own, arrays, places, end, heads, shape, soft):
+    """scores[key, query head] of the runs up to key `end`; arrays: q, scores; heads: of keys, and
+    keys of a block; the last is a literal. Meanwhile the next keys are fetched ahead, or the first
+    values."""
+    q, scores = arrays
+    (kv_heads, block), (group, head_dim) = heads, shape
+    size, line = head_dim * _CELL, scores.shape[1] * 4
+    for r in range(0, (end + _RUN - 1) // _RUN, _RUNS):
+        next_run, offset = r + _RUNS, 0
+        if next_run * _RUN >= end:
+            next_run, offset = 0, kv_heads * block * size
+        for t in range(line // _LINE):
+            amx.zero(own, 0, soft)
+            amx.zero(own, 1, soft)
+            amx.zero(own, 2, soft)
+            amx.zero(own, 3, soft)
+            for h in range(t * _RUN // group, min((t * _RUN + _RUN - 1) // group + 1, kv_heads)):
+                start = h * block * size
+                for k in range(head_dim // _STEP):
+                    at = start + k * _LINE
+                    amx.load(own, 7, q[t + h].ctypes.data + k * _TILE, _LINE, soft)
+                    amx.load(own, 4, places[r] + at, size, soft)
+                    amx.dot(own, 0, 4, 7, soft)
+                    amx.load(own, 5, places[r + 1] + at, size, soft)
+                    amx.dot(own, 1, 5, 7, soft)
+                    amx.load(own, 6, places[r + 2] + at, size, soft)
+                    amx.dot(own, 2, 6, 7, soft)
+                    amx.load(own, 4, places[r + 3] + at, size, soft)
+                    amx.dot(own, 3, 4, 7, soft)
+                    for i in range(_RUNS):
+                        ahead = places[next_run + i] + offset + start + k * _TILE
+                        prefetch(ahead, _RUN, _RUN, 4)
+            out = scores[r * _RUN].ctypes.data + t * _LINE
+            amx.store(own, 0, out, line, soft)
+            amx.store(own, 1, out + _RUN * line, line, soft)
+            amx.store(own, 2, out + 2 * _RUN * line, line, soft)
+            amx.store(own, 3, out + 3 * _RUN * line, line, soft)
+
+
+@njit(**INLINE)
+def _weigh(scores, weights, room, span, numbers, sums):
+    """Scores become weights, [unit, query head, key] of bfloat16; room: the address of a tile."""
+    (first, end), (scale, softcap), (total, largest) = span, numbers, sums
+    line = scores.shape[1] * 4
+    fill(largest, EMPTY)
+    fill(total, _ZERO)
+    seen = scores[first:end].reshape(-1)
+    scale_by(scale, seen)
+    if softcap > 0:
+        cap(seen, softcap)
+    for c in range(0, line, _LINE):
+        best = largest.ctypes.data + c
+        lower_to_largest(scores[first].ctypes.data + c, line, end - first, best)
+    for i in range(seen.shape[0]):
+        seen[i] = exp2(seen[i])
+    units = (end + _UNIT - 1) // _UNIT
+    fill(scores[:first].reshape(-1), _ZERO)
+    fill(scores[end : units * _UNIT].reshape(-1), _ZERO)
+    for u in range(units):
+        for c in range(0, line, _LINE):
+            rows, sums_of = scores[u * _UNIT].ctypes.data + c, total.ctypes.data + c
+            pair_rows(rows, line, _RUN, room, sums_of)
+            target = weights[u * scores.shape[1] + c // 4].ctypes.data
+            transpose16(room, _LINE, target, _LINE, 4)
+
+
+@njit(inline="always")
+def _add(own, room, arrays, places, numbers, group, soft):
+    """acc[h] = weights of query head h @ values; room: the address of two units' pieces; arrays:
+    weights, acc, edge, blank; the last is a literal."""
+    weights, acc, edge, blank = arrays
+    span, block, width = numbers
+    kv_heads, head_dim = acc.shape[0] // group, acc.shape[1]
+    columns = min(head_dim, 2 * _STEP)
+    for h in range(kv_heads):
+        offset = (kv_heads + h) * block * head_dim * _CELL
+        for d in range(0, head_dim, columns):
+            # The last columns are some of those before, too, if they are not a whole number.
+            column = min(d, head_dim - columns)
+            for g in range(0, group, _RUN):
+                amx.zero(own, 0, soft)
+                amx.zero(own, 1, soft)
+                amx.zero(own, 2, soft)
+                amx.zero(own, 3, soft)
+                for u in range((span[1] + _UNIT - 1) // _UNIT):
+                    base = room + u % 2 * _PIECES
+                    _pair_up(base, places, u, span, (edge, blank), (offset, block, column))
+                    left = weights[u * width + h * group + g].ctypes.data
+                    _add_unit(own, left, base, columns, soft)
+                _leave(own, room, acc, (h * group + g, min(_RUN, group - g)), column, soft)
+
+
+@njit(inline="always")
+def _add_unit(own, left, values, columns, soft):
+    amx.load(own, 4, left, _LINE, soft)
+    amx.load(own, 5, values, _LINE, soft)
+    amx.dot(own, 0, 4, 5, soft)
+    amx.load(own, 6, values + _TILE, _LINE, soft)
+    amx.dot(own, 1, 4, 6, soft)
+    if columns > _STEP:
+        amx.load(own, 7, values + 2 * _TILE, _LINE, soft)
+        amx.dot(own, 2, 4, 7, soft)
+        amx.load(own, 5, values + 3 * _TILE, _LINE, soft)
+        amx.dot(own, 3, 4, 5, soft)
+
+
+@njit(**INLINE)
+def _pair_up(base, places, u, span, rooms, numbers):
+    """Values of a unit to tiles of pairs; numbers: where a run's values start, keys of a block, and
+    the first of 64 columns. Those of the next key head are fetched ahead."""
+    (edge, blank), (offset, block, column) = rooms, numbers
+    size = edge.shape[1] * _CELL
+    for i in range(2):
+        r = 2 * u + i
+        low, high = span[0] - r * _RUN, span[1] - r * _RUN
+        source = places[min(r, places.shape[0] - 1)] + offset
+        if high <= 0:
+            source = blank.ctypes.data
+        elif low > 0 or high < _RUN:
+            _keep(source, max(low, 0), min(high, _RUN), edge)
+            source = edge.ctypes.data
+        else:
+            prefetch(source + block * size + column * _UNIT, _UNIT, _RUN, 4)
+        for d in range(0, min(edge.shape[1], 2 * _STEP), _STEP):
+            target = base + i * (_TILE // 2) + d // _STEP * (2 * _TILE)
+            interleave16(source + (column + d) * _CELL, size, target, _TILE)
+
+
+@njit(**INLINE)
+def _keep(source, low, high, edge):
+    """Rows [low, high) of a run, and zeros for the others, which may hold anything."""
+    values = u16(source, edge.shape)
+    for i in range(_RUN):
+        row, kept = values[i], edge[i]
+        if low <= i < high:
+            for d in range(kept.shape[0]):
+                kept[d] = row[d]
+        else:
+            fill(kept, 0)
+
+
+@njit(inline="always")
+def _leave(own, room, acc, rows, column, soft):
+    """Sums of 64 columns to acc[rows[0] + ...], rows[1] of them, in the order of the columns."""
+    line = 4 * _LINE
+    amx.store(own, 0, room, line, soft)
+    amx.store(own, 1, room + _LINE, line, soft)
+    amx.store(own, 2, room + 2 * _LINE, line, soft)
+    amx.store(own, 3, room + 3 * _LINE, line, soft)
+    for i in range(rows[1]):
+        _order(room + i * line, acc[rows[0] + i].ctypes.data + column * 4, acc.shape[1])
+
+
+@njit(**INLINE)
+def _order(source, target, head_dim):
+    """Of each 32 columns, `interleave16` has put the first four of each eight before the others."""
+    num = min(head_dim // _STEP, 2)
+    parted, whole = f32(source, (num, 2, 4, 4)), f32(target, (num, 4, 2, 4))
+    for n in range(num):
+        for quarter in range(4):
+            for half in range(2):
+                for i in range(4):
+                    whole[n, quarter, half, i] = parted[n, half, quarter, i]

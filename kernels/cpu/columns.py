@@ -1,0 +1,282 @@
+"""Rows of 16 columns gone through together, written as LLVM vector code.
+
+What runs down columns needs no sum across lanes: a vector's lanes stay apart, whatever the rows
+say. As in `kernels.cpu.vectors`, addresses and strides are in bytes.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from kernels.cpu import isa
+from kernels.cpu.vectors import (
+    BIAS,
+    EXP2_TERMS,
+    LANES,
+    LARGEST,
+    LINE,
+    MANTISSA,
+    SMALLEST,
+    BFloat,
+    fma,
+    splat,
+    turned,
+)
+
+_F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_FLOATS, _WORDS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
+_CHAINS = 4  # of a column's maximum and sum, so that none waits for the one before
+
+
+def _at(builder, base, offset, kind):
+    """The pointer to a `kind` that lies so many bytes behind an address."""
+    return builder.inttoptr(builder.add(base, offset), kind.as_pointer())
+
+
+def _row(builder, base, offset, kind=_FLOATS):
+    return builder.load(_at(builder, base, offset, kind), align=4)
+
+
+def _put(builder, row, base, offset):
+    builder.store(row, _at(builder, base, offset, row.type), align=4)
+
+
+def _over_rows(builder, rows, carried, step):
+    """Run step(offset, values) for each of `rows`, an address, the bytes between them and their
+    number; what it returns are the next values. Returns the last ones."""
+    _, stride, count = rows
+    before = builder.block
+    loop, done = (builder.append_basic_block(name) for name in ("rows", "all"))
+    builder.cbranch(builder.icmp_signed(">", count, _I64(0)), loop, done)
+    builder.position_at_end(loop)
+    at, *values = (builder.phi(kind) for kind in [_I64] + [value.type for value in carried])
+    following = step(builder.mul(at, stride), values)
+    ends, after = builder.block, builder.add(at, _I64(1))
+    for phi, initial, last in zip(
+        (at, *values), (_I64(0), *carried), (after, *following), strict=True
+    ):
+        phi.add_incoming(initial, before)
+        phi.add_incoming(last, ends)
+    builder.cbranch(builder.icmp_signed("<", after, count), loop, done)
+    builder.position_at_end(done)
+    results = [builder.phi(value.type) for value in carried]
+    for phi, initial, last in zip(results, carried, following, strict=True):
+        phi.add_incoming(initial, before)
+        phi.add_incoming(last, ends)
+    return results
+
+
+@intrinsic
+def lower_to_largest(typing_context, address, stride, count, largest):
+    """Of `count` rows of 16 float32: largest[i] = the largest of it and of column i, which it is
+    taken from. A NaN is passed over, and stays one."""
+
+    def build(context, builder, signature, args):
+        zero = _I64(0)
+
+        def choose(offset, values):
+            return [_greater(builder, _row(builder, args[0], offset), values[0])]
+
+        def lower(offset, values):
+            seen = _row(builder, args[0], offset)
+            _put(builder, builder.fsub(seen, best), args[0], offset)
+            return []
+
+        first = _row(builder, args[3], zero)
+        (best,) = _over_rows(builder, args[:3], [first], choose)
+        _put(builder, best, args[3], zero)
+        _over_rows(builder, args[:3], [], lower)
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 4), build
+
+
+@intrinsic
+def pair_rows(typing_context, address, stride, count, target, total):
+    """Rows of 16 float32 two by two: target[k] = pairs of bfloat16, rounded to the nearest, ties to
+    even, of rows 2 * k and 2 * k + 1. count: of pairs; total[i] += the sum of column i."""
+
+    def build(context, builder, signature, args):
+        address, stride, count, target, total = args
+        twice = builder.shl(stride, _I64(1))
+
+        def step(offset, values):
+            rows = [_row(builder, address, at) for at in (offset, builder.add(offset, stride))]
+            _put(builder, _pairs(builder, *rows), values[0], _I64(0))
+            return [
+                builder.add(values[0], _I64(LINE)),
+                builder.fadd(values[1], builder.fadd(*rows)),
+            ]
+
+        sums = _row(builder, total, _I64(0))
+        _, sums = _over_rows(builder, (address, twice, count), [target, sums], step)
+        _put(builder, sums, total, _I64(0))
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 5), build
+
+
+def _all(number):
+    """A vector of the same number, float32 or of 32 bits."""
+    return ir.Constant(_FLOATS if isinstance(number, float) else _WORDS, [number] * LANES)
+
+
+def _rounded(builder, floats):
+    """The bits of float32, the upper 16 the nearest bfloat16's; the lower are left over."""
+    if isa.has("avx512bf16"):
+        halves = builder.fptrunc(floats, ir.VectorType(BFloat(), LANES))
+        words = builder.zext(builder.bitcast(halves, ir.VectorType(_I16, LANES)), _WORDS)
+        return builder.shl(words, _all(16))
+    bits = builder.bitcast(floats, _WORDS)
+    is_odd = builder.and_(builder.lshr(bits, _all(16)), _all(1))
+    up = builder.add(bits, builder.add(is_odd, _all(0x7FFF)))
+    is_nan = builder.icmp_unsigned(">", builder.and_(bits, _all(0x7FFFFFFF)), _all(0x7F800000))
+    return builder.select(is_nan, _all(0x7FC00000), up)
+
+
+def _pairs(builder, even, odd):
+    """Words of two bfloat16, the nearest to two rows of float32."""
+    low = builder.lshr(_rounded(builder, even), _all(16))
+    return builder.or_(low, builder.and_(_rounded(builder, odd), _all(0xFFFF0000)))
+
+
+@intrinsic
+def interleave16(typing_context, source, ld_source, target, ld_target):
+    """16 rows of 32 bfloat16 to the same in pairs, 8 rows of [16 columns, 2] each in two places.
+
+    Of each quarter of the columns the first four go to `target` + 64 * k, the others `ld_target`
+    behind them.
+    """
+
+    def build(context, builder, signature, args):
+        source, ld_source, target, ld_target = args
+        halves = ir.VectorType(_I16, 2 * LANES)
+        for k in range(LANES // 2):
+            rows = [
+                _row(builder, source, builder.mul(ld_source, _I64(2 * k + i)), halves)
+                for i in range(2)
+            ]
+            for upper in range(2):
+                columns = [quarter * 8 + 4 * upper + i for quarter in range(4) for i in range(4)]
+                mask = [row * 2 * LANES + column for column in columns for row in range(2)]
+                kind = ir.VectorType(_I32, 2 * LANES)
+                pairs = builder.shuffle_vector(*rows, ir.Constant(kind, mask))
+                place = builder.add(_I64(LINE * k), builder.mul(ld_target, _I64(upper)))
+                _put(builder, pairs, target, place)
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 4), build
+
+
+@intrinsic
+def round_turned(typing_context, source, ld_source, target, ld_target):
+    """target[j, i] = source[i, j], 32 x 16 float32 to bfloat16 [16, 32], rounded to the nearest,
+    ties to even."""
+
+    def build(context, builder, signature, args):
+        source, ld_source, target, ld_target = args
+        places = [builder.mul(ld_source, _I64(i)) for i in range(2 * LANES)]
+        rows = [_row(builder, source, place) for place in places]
+        pairs = [_pairs(builder, rows[i], rows[i + 1]) for i in range(0, 2 * LANES, 2)]
+        for i, row in enumerate(turned(builder, pairs)):
+            _put(builder, row, target, builder.mul(ld_target, _I64(i)))
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 4), build
+
+
+@intrinsic(prefer_literal=True)
+def scale_columns(typing_context, scores, stride, count, factor, best, bounds):
+    """scores [count, 16] *= factor; best [16] becomes the largest of each column and of itself.
+
+    scores, best, bounds: addresses; count: a multiple of 4. bounds: literal 0, or of each column its
+    first row that counts [16 int32] and the one behind the last. A NaN is passed over.
+    """
+    is_bounded = not isinstance(bounds, types.Literal)
+
+    def work(builder, given, scores, state, is_seen):
+        scaled = builder.fmul(scores, splat(builder, given[3], LANES))
+        counted = scaled
+        if is_seen is not None:
+            counted = builder.select(is_seen, scaled, _all(float("-inf")))
+        return scaled, _greater(builder, counted, state)
+
+    build = _down_columns(4, 5 if is_bounded else None, float("-inf"), _greater, work)
+    kinds = (types.float32, types.intp, types.intp if is_bounded else bounds)
+    return types.void(*[types.intp] * 3, *kinds), build
+
+
+@intrinsic(prefer_literal=True)
+def soften_columns(typing_context, scores, stride, count, best, total, bounds):
+    """scores [count, 16] become 2 ** (score - best) and are added to total [16]; zero where a row
+    does not count for its column. Addresses, count and bounds as of `scale_columns`."""
+    is_bounded = not isinstance(bounds, types.Literal)
+
+    def work(builder, given, scores, state, is_seen):
+        weights = _exp2(builder, builder.fsub(scores, _row(builder, given[3], _I64(0))))
+        if is_seen is not None:
+            weights = builder.select(is_seen, weights, _all(0.0))
+        return weights, builder.fadd(state, weights)
+
+    def plus(builder, one, other):
+        return builder.fadd(one, other)
+
+    build = _down_columns(4, 5 if is_bounded else None, 0.0, plus, work)
+    return types.void(*[types.intp] * 5, types.intp if is_bounded else bounds), build
+
+
+def _down_columns(joined, bounds, initial, join, work):
+    """Code that goes down 16 columns of scores, each fourth row by a chain of its own, and joins
+    what the chains found to what lies at argument `joined`; bounds: an argument, or None.
+    work(builder, args, scores, state, is_seen) returns what is stored, and the next state."""
+
+    def build(context, builder, signature, args):
+        scores, stride, count = args[:3]
+        rows = scores, builder.mul(stride, _I64(_CHAINS)), builder.sdiv(count, _I64(_CHAINS))
+
+        def step(offset, values):
+            place, *states = values
+            after = []
+            for i, state in enumerate(states):
+                at = builder.add(offset, builder.mul(stride, _I64(i)))
+                row = builder.add(place, _all(i))
+                is_seen = None if bounds is None else _between(builder, row, args[bounds])
+                stored, state = work(builder, args, _row(builder, scores, at), state, is_seen)
+                _put(builder, stored, scores, at)
+                after.append(state)
+            return [builder.add(place, _all(_CHAINS)), *after]
+
+        carried = [_all(0), *[_all(initial)] * _CHAINS]
+        _, *states = _over_rows(builder, rows, carried, step)
+        pairs = [join(builder, states[0], states[1]), join(builder, states[2], states[3])]
+        whole = join(builder, _row(builder, args[joined], _I64(0)), join(builder, *pairs))
+        _put(builder, whole, args[joined], _I64(0))
+        return context.get_dummy_value()
+
+    return build
+
+
+def _greater(builder, one, other):
+    return builder.select(builder.fcmp_ordered(">", one, other), one, other)
+
+
+def _between(builder, rows, bounds):
+    """Of each lane, whether its row is from the first that counts to the last."""
+    first, end = (_row(builder, bounds, _I64(place), _WORDS) for place in (0, LINE))
+    is_from = builder.icmp_signed(">=", rows, first)
+    return builder.and_(is_from, builder.icmp_signed("<", rows, end))
+
+
+def _exp2(builder, x):
+    """`kernels.cpu.mathlib.exp2` of a vector."""
+    for limit, order in ((SMALLEST, "<"), (LARGEST, ">")):
+        x = builder.select(builder.fcmp_ordered(order, x, _all(limit)), _all(limit), x)
+    exponent = builder.fptosi(builder.fadd(x, _all(BIAS + 0.5)), _WORDS)
+    r = builder.fsub(x, builder.sitofp(builder.sub(exponent, _all(BIAS)), _FLOATS))
+    mantissa = _all(EXP2_TERMS[-1])
+    for term in EXP2_TERMS[-2::-1]:
+        mantissa = fma(builder, mantissa, r, _all(term))
+    power = builder.bitcast(builder.shl(exponent, _all(MANTISSA)), _FLOATS)
+    return builder.fmul(mantissa, power)
