@@ -18,20 +18,17 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from kernels.cpu.native import f32, float_of_bits, u8, u16
-from kernels.cpu.vectors import LANES, LINE, in_order, prefetch
+from kernels.cpu.vectors import in_order
 
 ROWS = 16  # of a tile
 ROW_BYTES = 64
 STATE = 8 * ROWS * ROW_BYTES  # soft tiles; of the instructions, 64 bytes of configuration
-
-LINES_AHEAD = 8
 
 _PALETTE, _COLUMNS_AT, _ROWS_AT = 1, 16, 48  # of the configuration
 _I8, _I64 = ir.IntType(8), ir.IntType(64)
 _HALF = np.int32(16)
 _ZERO = np.float32(0)
 _FLOATS = ROW_BYTES // 4
-_LINE = 4 * ROW_BYTES  # of four tiles side by side
 _TILE = ROWS * ROW_BYTES
 
 
@@ -114,6 +111,17 @@ def load(typing_context, state, tile, address, stride, soft):
 
 
 @intrinsic(prefer_literal=True)
+def load_once(typing_context, state, tile, address, stride, soft):
+    """As `load`, of what is not read again soon: it drives nothing out of the nearest cache."""
+
+    def emit(builder, args):
+        name = "llvm.x86.tileloaddt164"
+        _call(builder, name, _number(tile), _pointer(builder, args[2]), args[3])
+
+    return _operation(_soft_load, (state, tile, address, stride, soft), (tile, soft), emit)
+
+
+@intrinsic(prefer_literal=True)
 def store(typing_context, state, tile, address, stride, soft):
     """The 64 bytes at address + row * stride = tile[row]."""
 
@@ -147,39 +155,6 @@ def begin(state, soft):
             settings[_COLUMNS_AT + 2 * tile] = ROW_BYTES
             settings[_ROWS_AT + tile] = ROWS
     _configure(state, soft)
-
-
-@njit(inline="always")
-def row_product(state, left, right, target, steps, ahead, soft):
-    """[16, 64] float32 = [16, 32 * steps] @ [16 * steps pairs, 64, 2]: one tile of rows times four
-    of outputs, whose rows are 256 bytes.
-
-    left: address, bytes from a step's tile to the next, and from a row to the next. Meanwhile
-    LINES_AHEAD cache lines a step are brought to the second-level cache from `ahead` on, if it is
-    not 0.
-    """
-    address, step, stride = left
-    zero(state, 0, soft)
-    zero(state, 1, soft)
-    zero(state, 2, soft)
-    zero(state, 3, soft)
-    for k in range(steps):
-        some = right + k * (ROWS * _LINE)
-        if ahead:
-            prefetch(ahead + k * (LINES_AHEAD * LINE), LINES_AHEAD, LANES, 4)
-        load(state, 4, address + k * step, stride, soft)
-        load(state, 5, some, _LINE, soft)
-        load(state, 6, some + 64, _LINE, soft)
-        dot(state, 0, 4, 5, soft)
-        dot(state, 1, 4, 6, soft)
-        load(state, 5, some + 128, _LINE, soft)
-        load(state, 6, some + 192, _LINE, soft)
-        dot(state, 2, 4, 5, soft)
-        dot(state, 3, 4, 6, soft)
-    store(state, 0, target, _LINE, soft)
-    store(state, 1, target + 64, _LINE, soft)
-    store(state, 2, target + 128, _LINE, soft)
-    store(state, 3, target + 192, _LINE, soft)
 
 
 def _nothing(state):

@@ -191,8 +191,8 @@ def round_turned(typing_context, source, ld_source, target, ld_target):
 def scale_columns(typing_context, scores, stride, count, factor, best, bounds):
     """scores [count, 16] *= factor; best [16] becomes the largest of each column and of itself.
 
-    scores, best, bounds: addresses; count: a multiple of 4. bounds: literal 0, or of each column its
-    first row that counts [16 int32] and the one behind the last. A NaN is passed over.
+    scores, best, bounds: addresses; count: a multiple of 4. bounds: literal 0, or of each column
+    the first row that counts [16 int32] and the one behind the last. A NaN is passed over.
     """
     is_bounded = not isinstance(bounds, types.Literal)
 

@@ -34,15 +34,19 @@ def body(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def case(shape: tuple[int, int], rng: torch.Generator) -> tuple[torch.Tensor, ...]:
+def case(shape: tuple[int, int], body: str, rng: torch.Generator) -> tuple[torch.Tensor, ...]:
     weight = torch.randn(shape, generator=rng).bfloat16()
-    return weight, bfloat16.pack(weight), torch.randn(shape[0], generator=rng)
+    return weight, packed_for(weight, body), torch.randn(shape[0], generator=rng)
+
+
+def packed_for(weight: torch.Tensor, body: str) -> torch.Tensor:
+    return bfloat16.pack(weight, bfloat16.width_of(body))
 
 
 @pytest.mark.isa
 @pytest.mark.parametrize("shape", SHAPES)
 def test_products(shape: tuple[int, int], body: str, rng: torch.Generator) -> None:
-    weight, packed, bias = case(shape, rng)
+    weight, packed, bias = case(shape, body, rng)
     for num, has_bias in product(ROWS, (False, True)):
         x = torch.randn(num, shape[1], generator=rng).bfloat16()
         added = bias if has_bias else None
@@ -62,7 +66,7 @@ def test_products(shape: tuple[int, int], body: str, rng: torch.Generator) -> No
 def test_gates_are_applied_on_the_way(
     half: int, num_in: int, act: str, body: str, rng: torch.Generator
 ) -> None:
-    weight, packed, _ = case((2 * half, num_in), rng)
+    weight, packed, _ = case((2 * half, num_in), body, rng)
     for num in (0, 1, 7, 16, 33, 150):
         x = torch.randn(num, num_in, generator=rng).bfloat16()
         sums = x.double() @ weight.double().T
@@ -77,9 +81,9 @@ def test_gates_are_applied_on_the_way(
 def test_the_largest_is_found_without_storing_any(
     shape: tuple[int, int], body: str, rng: torch.Generator
 ) -> None:
-    weight, packed, _ = case(shape, rng)
+    weight, packed, _ = case(shape, body, rng)
     weight[shape[0] // 2] = weight[1]  # as large as another, and further down
-    packed = bfloat16.pack(weight)
+    packed = packed_for(weight, body)
     for num in (1, 2, 7, 40, 150):
         x = torch.randn(num, shape[1], generator=rng).bfloat16()
         sums = bfloat16.packed_product(
@@ -95,7 +99,7 @@ def test_what_is_not_sound_has_no_largest(body: str, rng: torch.Generator) -> No
     weight = torch.zeros(300, 32, dtype=torch.bfloat16)
     weight[:, 0] = -1.0
     weight[200, 1] = 1.0
-    packed = bfloat16.pack(weight)
+    packed = packed_for(weight, body)
     x = torch.zeros(5, 32, dtype=torch.bfloat16)
     x[1, 0] = torch.inf  # all -inf
     x[2, 1] = torch.inf  # one +inf, and NaN where zeros meet it
@@ -109,7 +113,7 @@ def test_a_row_is_the_same_in_any_company(body: str, threads: int, rng: torch.Ge
     before = num_threads()
     set_threads(threads)
     try:
-        _, packed, bias = case((200, 96), rng)
+        _, packed, bias = case((200, 96), body, rng)
         x = torch.randn(40, 96, generator=rng).bfloat16()
         together = bfloat16.packed_product(x, packed, bias, 200, body=body)
         for row in range(40):
@@ -123,7 +127,7 @@ def test_a_row_is_the_same_in_any_company(body: str, threads: int, rng: torch.Ge
 @pytest.mark.parametrize("shape", SHAPES)
 def test_soft_tiles_are_the_processors(shape: tuple[int, int], rng: torch.Generator) -> None:
     """To the last bit."""
-    _, packed, bias = case(shape, rng)
+    _, packed, bias = case(shape, "tiles", rng)
     x = torch.randn(50, shape[1], generator=rng).bfloat16()
     soft, tiles = (
         bfloat16.packed_product(x, packed, bias, shape[0], out_dtype=torch.float32, body=name)
@@ -133,7 +137,7 @@ def test_soft_tiles_are_the_processors(shape: tuple[int, int], rng: torch.Genera
 
 
 def test_damage_stays_in_its_row(body: str, rng: torch.Generator) -> None:
-    _, packed, _ = case((70, 40), rng)
+    _, packed, _ = case((70, 40), body, rng)
     x = torch.randn(20, 40, generator=rng).bfloat16()
     sound = bfloat16.packed_product(x, packed, None, 70, body=body)
     x[3, 5] = float("nan")

@@ -1,8 +1,8 @@
 """Products of bfloat16 rows with bfloat16 weights, summed in float32.
 
-Weights lie in panels ``[panels, depth, 64, 2]``: 64 outputs side by side, for each the inputs 2d
-and 2d + 1 together, which is what the instructions of bfloat16 take and what is widened to float32
-in one operation each where there are none. One copy serves every body and any number of rows:
+Weights lie in panels ``[panels, depth, width, 2]``: 64 outputs side by side, or 32 for tiles, for
+each the inputs 2d and 2d + 1 together, which is what the instructions of bfloat16 take and what is
+widened to float32 in one operation each where there are none. One copy serves any number of rows:
 
     widened   AVX2, AVX-512: a row's floats, broadcast, times pairs widened in registers
     dots      AVX-512 BF16: pairs of the row, broadcast, times pairs, as they lie
@@ -44,18 +44,30 @@ _ROWS = 6  # rows a tile: with four vectors of outputs, what the registers hold
 _LEAST, _MOST, _BYTES = 72, 288, 3 << 18
 # The same for tiles, and bytes: with a panel and the next, what the second-level cache holds.
 _TILE_ROWS, _TILE_BYTES = 256, 5 << 18
-_LINES_AHEAD = 4  # cache lines of the next panel that are asked for each step of 32 x 32 products
+_PIECE = 32 * 64  # bytes of a panel that tiles take in one step: 32 inputs of 32 outputs
+_PASS = 16  # steps: that much of a panel stays in the first-level cache, beside rows and sums
+_LEAD = 96  # rows up to which memory is what is waited for
+_AHEAD_OF_TWO, _AHEAD_OF_FOUR = 8, 4  # cache lines of the next panel that are asked for in a step
 _DEPTH = 128  # pairs of inputs a pass: that much of a panel stays in the first-level cache
 _ENOUGH = 65536  # multiplications worth a second thread
 _LINE = PANEL * 4  # bytes of a pair's row of a panel
 
 
-def pack(weight: torch.Tensor) -> torch.Tensor:
-    """[out, in] bfloat16 -> [panels, depth, PANEL, 2], zeros after the last output and input."""
+def width_of(body: str) -> int:
+    """Outputs of a panel, as a body wants them."""
+    return 2 * amx.ROWS if "tiles" in body else PANEL
+
+
+def pack(weight: torch.Tensor, width: int | None = None) -> torch.Tensor:
+    """[out, in] bfloat16 -> [panels, depth, width, 2], zeros after the last output and input.
+
+    width: that of another body than this processor's, for tests.
+    """
+    width = width or width_of(BODY)
     num_out, num_in = weight.shape
-    panels, depth = -(-num_out // PANEL), -(-num_in // STEP) * STEP // 2
-    packed = weight.new_empty((panels, depth, PANEL, 2))
-    if num_in % STEP or num_out % PANEL:
+    panels, depth = -(-num_out // width), -(-num_in // STEP) * STEP // 2
+    packed = weight.new_empty((panels, depth, width, 2))
+    if num_in % STEP or num_out % width:
         packed.zero_()
     if num_in % 2:
         weight = torch.nn.functional.pad(weight, (0, 1))
@@ -63,18 +75,19 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     if weight.storage_offset() % 2:
         weight = weight.clone()
     pairs, places = weight.contiguous().view(torch.int32), packed.view(torch.int32)[..., 0]
-    whole, used = num_out // PANEL, pairs.shape[1]
-    blocks = pairs[: whole * PANEL].view(whole, PANEL, used)
+    whole, used = num_out // width, pairs.shape[1]
+    blocks = pairs[: whole * width].view(whole, width, used)
     places[:whole, :used].copy_(blocks.transpose(1, 2))
     if whole < panels:
-        rest = pairs[whole * PANEL :]
+        rest = pairs[whole * width :]
         places[whole, :used, : len(rest)].copy_(rest.T)
     return packed
 
 
 def unpack_rows(packed: torch.Tensor, ids: torch.Tensor, num_in: int) -> torch.Tensor:
     """Rows [I, in] of the weight that was packed, without gaps."""
-    return packed[ids // PANEL, :, ids % PANEL].flatten(1)[:, :num_in].contiguous()
+    width = packed.shape[2]
+    return packed[ids // width, :, ids % width].flatten(1)[:, :num_in].contiguous()
 
 
 def packed_product(
@@ -101,14 +114,15 @@ def gated_product(
     x: torch.Tensor, packed: torch.Tensor, num_out: int, act: str, *, body: str | None = None
 ) -> torch.Tensor:
     """act(first half of the outputs) * second half [N, out / 2], rounded once; the outputs are a
-    multiple of 2 * PANEL.
+    multiple of twice a panel's.
 
     x: [N, in] contiguous bfloat16; act: a key of ``kernels.cpu.pointwise.ACTS``.
     """
     half = num_out // 2
     out = x.new_empty((len(x), half))
-    target = _Target(out.data_ptr(), out.element_size(), 0, 0, half // PANEL, ACTS[act])
-    _run(_plan(x, packed[: half // PANEL], half, body), x, packed, target)
+    panels = half // packed.shape[2]
+    target = _Target(out.data_ptr(), out.element_size(), 0, 0, panels, ACTS[act])
+    _run(_plan(x, packed[:panels], half, body), x, packed, target)
     return out
 
 
@@ -204,28 +218,28 @@ def _finish(p, sums, first, count, panel):
 
 @njit(**INLINE)
 def _gate(p, gates, ups, count):
-    """gates [count, PANEL] become activations times ups; p: the body's parameters."""
+    """gates [count, width] become activations times ups; p: the body's parameters."""
     for i in range(count):
         gate, up = gates[i], ups[i]
         if p[14] == 0:
-            for j in range(PANEL):
+            for j in range(gate.shape[0]):
                 gate[j] = silu(gate[j]) * up[j]
         else:
-            for j in range(PANEL):
+            for j in range(gate.shape[0]):
                 gate[j] = gelu_tanh(gate[j]) * up[j]
 
 
 @njit(**INLINE)
 def _compare(p, sums, first, count, panel):
     """Keep the largest of each row so far, of the panels of this item; NaN once one is unsound."""
-    num, num_out, start = p[5], p[8], panel * PANEL
+    num, num_out, start = p[5], p[8], panel * sums.shape[1]
     place = (panel // p[10]) * num + first
     values, ids = f32(p[4] + place * 4, (count,)), i32(p[12] + place * 4, (count,))
     is_first = panel % p[10] == 0
     for i in range(count):
         if is_first:
             values[i], ids[i] = -np.inf, 0
-        row = sums[i, : min(PANEL, num_out - start)]
+        row = sums[i, : min(sums.shape[1], num_out - start)]
         where = sweeps.argmax(row)
         if where >= 0:
             if row[where] > values[i]:
@@ -237,8 +251,8 @@ def _compare(p, sums, first, count, panel):
 @njit(**INLINE)
 def _write(p, sums, first, count, panel):
     """Rows of sums, with the bias, to the output."""
-    num_out, size, start = p[8], p[11], panel * PANEL
-    width = min(PANEL, num_out - start)
+    num_out, size, start = p[8], p[11], panel * sums.shape[1]
+    width = min(sums.shape[1], num_out - start)
     if p[3]:
         bias = f32(p[3] + start * 4, (width,))
         for i in range(count):
@@ -348,12 +362,12 @@ def _tile_body(soft: int):
     def body(row):
         p = i64(row, (NUM_PARAMETERS + 1,))
         num, num_in, depth, num_out, most, per = p[5], p[6], p[7], p[8], p[9], p[10]
-        panels, blocks = (num_out + PANEL - 1) // PANEL, (num + most - 1) // most
-        groups, high = (panels + per - 1) // per, (most + 15) // 16 * 16
+        panels, blocks = (num_out + 31) // 32, (num + most - 1) // most
+        groups, high = (panels + per - 1) // per, (most + 31) // 32 * 32
         state = np.empty(amx.STATE + 64, np.uint8)
         # Rows that are no whole tile, or whose inputs are no whole number of steps, are copied.
         copied = np.empty((16 if num_in % STEP == 0 else high, depth * 2), np.uint16)
-        sums = np.empty((64, PANEL), np.float32)
+        sums = np.empty((2 * high, 32), np.float32)
         amx.begin((state.ctypes.data + 63) & -64, soft)
         while True:
             item = next_item(row)
@@ -361,89 +375,112 @@ def _tile_body(soft: int):
                 break
             block = item // groups
             first, start = block * most, (item - block * groups) * per
-            count = min(most, num - first)
+            count, end = min(most, num - first), min(start + per, panels)
             whole = count // 16 * 16 if num_in % STEP == 0 else 0
             for r in range(whole, count):
                 target = copied.ctypes.data + (r - whole) * depth * 4
                 _prepare(p[1] + (first + r) * num_in * 2, target, num_in, depth * 2, 2)
-            for panel in range(start, min(start + per, panels)):
+            rows = first, count, whole
+            for panel in range(start, end):
                 # Asked for in each round: Numba frees an array that is not named any more.
-                own = (state.ctypes.data + 63) & -64
-                rows = first, count, whole, int(panel + 1 < min(start + per, panels))
-                _panel_tiles(p, own, rows, copied.ctypes.data, sums, panel, soft)
+                own, copies, has_next = (
+                    (state.ctypes.data + 63) & -64,
+                    copied.ctypes.data,
+                    panel + 1 < end,
+                )
+                _panel_tiles(p, own, rows, copies, sums, (panel, has_next), soft)
+                if p[13]:
+                    others = panel + p[13], has_next
+                    _panel_tiles(p, own, rows, copies, sums[high:], others, soft)
+                    _gate(p, sums, sums[high:], count)
+                _finish(p, sums, first, count, panel)
         amx.end(state.ctypes.data, soft)
 
     return body
 
 
 @njit(inline="always")
-def _panel_tiles(p, own, rows, copies, sums, panel, soft):
-    """Rows times one panel, and times that of what they gate. rows: the first, how many, how many
-    of them lie in whole tiles, and whether the next panel comes after it."""
-    first, count, whole, has_next = rows
-    num_in, size, r = p[6], p[7] * _LINE, 0
-    b, c = p[2] + panel * size, sums.ctypes.data
-    asked, wanted = 0, has_next * size * (2 if p[13] else 1)
-    while r < count:
-        a, lda, left = p[1] + (first + r) * num_in * 2, num_in * 2, whole - r
-        if left <= 0:
-            a, lda, left = copies - left * p[7] * 4, p[7] * 4, count - r
-        # The first pass over a panel brings it from memory, and does so best in order.
-        done = 16 if r == 0 or left < 32 else 32
-        ahead = b + size + asked if asked < wanted else 0
-        if p[13]:
-            if asked >= size and ahead:
-                ahead += (p[13] - 1) * size
-            _row_tiles(own, (a, lda), b + p[13] * size, c + 32 * _LINE, (done, p[7]), 0, soft)
-        _row_tiles(own, (a, lda), b, c, (done, p[7]), ahead, soft)
-        if r > 0:
-            asked += p[7] // 16 * (2 * _LINES_AHEAD * LINE)
-        # While it is in the first-level cache.
-        num = min(done, count - r)
-        if p[13]:
-            _gate(p, sums, sums[32:], num)
-        _finish(p, sums, first + r, num, panel)
-        r += done
+def _panel_tiles(p, own, rows, copies, sums, place, soft):
+    """Sums of rows times one panel. rows: the first, how many, and how many of them lie in whole
+    tiles; place: the panel, and whether the next one comes after it."""
+    (first, count, whole), (panel, has_next), steps = rows, place, p[7] // 16
+    size = steps * _PIECE
+    ahead = p[2] + (panel + 1) * size
+    end = ahead + (size if has_next else 0)
+    # What is read from memory now is read best in order, so by few rows.
+    lead = 16 if count <= _LEAD else 0
+    for begin in range(0, steps, _PASS):
+        num, b = min(_PASS, steps - begin), p[2] + panel * size + begin * _PIECE
+        r = 0
+        while r < count:
+            a, lda, left = p[1] + (first + r) * p[6] * 2, p[6] * 2, whole - r
+            if left <= 0:
+                a, lda, left = copies - left * p[7] * 4, p[7] * 4, count - r
+            c, span, wanted = sums[r:].ctypes.data, (begin, num), ahead if ahead < end else 0
+            if r < lead or left < 32:
+                _two_tiles(own, (a + begin * 64, lda), b, c, span, wanted if r else 0, soft)
+                ahead += num * (_AHEAD_OF_TWO * LINE) if r else 0
+                r += 16
+            else:
+                _four_tiles(own, (a + begin * 64, lda), b, c, span, wanted, soft)
+                ahead += num * (_AHEAD_OF_FOUR * LINE)
+                r += 32
 
 
 @njit(inline="always")
-def _row_tiles(own, left, b, c, span, ahead, soft):
-    """c [rows, PANEL] = left @ b. left: address, and bytes from a row to the next; span: 16 rows or
-    32, and pairs of inputs; ahead: where memory is read next, or 0."""
-    num, depth = span
-    if num == 16:
-        amx.row_product(own, (left[0], 64, left[1]), b, c, depth // 16, ahead, soft)
+def _two_tiles(own, left, b, c, span, ahead, soft):
+    """c [16, 32] (+)= left @ b. left: address, and bytes from a row to the next; span: the first
+    step of 32 inputs, and how many; ahead: where memory is read next, or 0."""
+    (a, lda), (begin, num) = left, span
+    if begin:
+        amx.load(own, 0, c, 128, soft)
+        amx.load(own, 1, c + 64, 128, soft)
     else:
-        far = ahead + depth // 16 * (_LINES_AHEAD * LINE) if ahead else 0
-        _four_tiles(own, left, b, c, depth, ahead, soft)
-        _four_tiles(own, left, b + _LINE // 2, c + _LINE // 2, depth, far, soft)
+        amx.zero(own, 0, soft)
+        amx.zero(own, 1, soft)
+    for k in range(num):
+        if ahead:
+            prefetch(ahead + k * (_AHEAD_OF_TWO * LINE), _AHEAD_OF_TWO, LANES, 4)
+        amx.load(own, 4, a + k * 64, lda, soft)
+        amx.load(own, 6, b + k * _PIECE, 128, soft)
+        amx.dot(own, 0, 4, 6, soft)
+        amx.load(own, 7, b + k * _PIECE + 64, 128, soft)
+        amx.dot(own, 1, 4, 7, soft)
+    amx.store(own, 0, c, 128, soft)
+    amx.store(own, 1, c + 64, 128, soft)
 
 
 @njit(inline="always")
-def _four_tiles(own, left, b, c, depth, ahead, soft):
-    """c [32, 32] = left @ b: two tiles of rows times two of outputs. left: address, and bytes from
-    a row to the next; ahead: as of `_row_tiles`."""
-    a, lda = left
-    amx.zero(own, 0, soft)
-    amx.zero(own, 1, soft)
-    amx.zero(own, 2, soft)
-    amx.zero(own, 3, soft)
-    below = a + 16 * lda
-    for k in range(depth // 16):
+def _four_tiles(own, left, b, c, span, ahead, soft):
+    """c [32, 32] (+)= left @ b, as `_two_tiles`. Rows pass the first-level cache by: what stays
+    there is b."""
+    (a, lda), (begin, num) = left, span
+    below, low = a + 16 * lda, c + 16 * 128
+    if begin:
+        amx.load_once(own, 0, c, 128, soft)
+        amx.load_once(own, 1, c + 64, 128, soft)
+        amx.load_once(own, 2, low, 128, soft)
+        amx.load_once(own, 3, low + 64, 128, soft)
+    else:
+        amx.zero(own, 0, soft)
+        amx.zero(own, 1, soft)
+        amx.zero(own, 2, soft)
+        amx.zero(own, 3, soft)
+    for k in range(num):
         if ahead:
-            prefetch(ahead + k * (_LINES_AHEAD * LINE), _LINES_AHEAD, LANES, 4)
-        amx.load(own, 4, a + k * 64, lda, soft)
-        amx.load(own, 6, b + k * (16 * _LINE), _LINE, soft)
-        amx.load(own, 7, b + k * (16 * _LINE) + 64, _LINE, soft)
-        amx.load(own, 5, below + k * 64, lda, soft)
+            prefetch(ahead + k * (_AHEAD_OF_FOUR * LINE), _AHEAD_OF_FOUR, LANES, 4)
+        amx.load_once(own, 4, a + k * 64, lda, soft)
+        amx.load(own, 6, b + k * _PIECE, 128, soft)
+        amx.load(own, 7, b + k * _PIECE + 64, 128, soft)
         amx.dot(own, 0, 4, 6, soft)
+        amx.load_once(own, 5, below + k * 64, lda, soft)
         amx.dot(own, 1, 4, 7, soft)
         amx.dot(own, 2, 5, 6, soft)
         amx.dot(own, 3, 5, 7, soft)
-    amx.store(own, 0, c, _LINE, soft)
-    amx.store(own, 1, c + 64, _LINE, soft)
-    amx.store(own, 2, c + 16 * _LINE, _LINE, soft)
-    amx.store(own, 3, c + 16 * _LINE + 64, _LINE, soft)
+    amx.store(own, 0, c, 128, soft)
+    amx.store(own, 1, c + 64, 128, soft)
+    amx.store(own, 2, low, 128, soft)
+    amx.store(own, 3, low + 64, 128, soft)
 
 
 BODIES = {
