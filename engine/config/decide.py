@@ -17,7 +17,9 @@ logger = logging.getLogger("engine.config")
 
 GIB = 1 << 30
 TOKEN_BUDGET = 8192  # of a step
-CPU_CHUNK = 512  # of a step on a CPU: larger ones gain nothing and delay requests that decode
+# Of a step on a CPU: what takes some tenths of a second, for larger ones gain little and delay
+# requests that decode. The second is of those that multiply what the model is computed in by tiles.
+CPU_CHUNK, FAST_CPU_CHUNK = 512, 2048
 CPU_BLOCK_SIZE = 16
 GPU_BLOCK_SIZE = 64  # a tile of keys is one block then
 
@@ -56,8 +58,12 @@ class ModelFacts:
     """Bytes of one KV block over all layers."""
 
 
-def resolve(config: EngineConfig, info: ModelInfo, device: Device) -> ResolvedConfig:
+def resolve(
+    config: EngineConfig, info: ModelInfo, device: Device, *, has_tiles: bool = False
+) -> ResolvedConfig:
     """Decide open options by the device, and the length, at most the model's own.
+
+    has_tiles: whether the CPU multiplies what the model is computed in by tiles (AMX).
 
     Raises ``ConfigError``.
     """
@@ -66,7 +72,7 @@ def resolve(config: EngineConfig, info: ModelInfo, device: Device) -> ResolvedCo
     scheduler = part(
         SchedulerConfig,
         asked,
-        max_num_batched_tokens=decide_token_budget(asked, is_cpu=is_cpu),
+        max_num_batched_tokens=decide_token_budget(asked, is_cpu=is_cpu, has_tiles=has_tiles),
         max_model_len=decide_max_model_len(asked, info),
         num_steps_in_flight=2 if overlaps else 1,
     )
@@ -107,12 +113,13 @@ def decide(
     )
 
 
-def decide_token_budget(asked: SchedulerOptions, *, is_cpu: bool) -> int:
+def decide_token_budget(asked: SchedulerOptions, *, is_cpu: bool, has_tiles: bool = False) -> int:
     """Tokens of a step: as asked, or by the device, and at least one for each seat."""
     if asked.max_num_batched_tokens is not None:
         return asked.max_num_batched_tokens
     is_small = is_cpu and asked.enable_chunked_prefill
-    return max(CPU_CHUNK if is_small else TOKEN_BUDGET, asked.max_num_seqs)
+    chunk = FAST_CPU_CHUNK if has_tiles else CPU_CHUNK
+    return max(chunk if is_small else TOKEN_BUDGET, asked.max_num_seqs)
 
 
 def decide_max_model_len(asked: SchedulerOptions, info: ModelInfo) -> int:

@@ -27,8 +27,9 @@ class SchedulerOptions:
     max_num_seqs: int = 256
     """Requests that may run at once."""
     max_num_batched_tokens: int | None = None
-    """Token budget of a step; 8192 if not given (with chunked prefill on a CPU 512, where larger
-    steps gain nothing and delay requests that decode), or max_num_seqs if that is more."""
+    """Token budget of a step; 8192 if not given (with chunked prefill on a CPU 512, or 2048 where
+    AMX multiplies bfloat16: larger steps gain little and delay requests that decode), or
+    max_num_seqs if that is more."""
     enable_chunked_prefill: bool = True
     """Compute a long prompt in pieces beside decodes."""
     long_prefill_token_threshold: int = 0

@@ -55,10 +55,11 @@ def build_core(
     if config.model.load_format != "dummy":
         read_ahead(info.path)
     with not_collecting():
-        from engine.worker.device import resolve_device
+        from engine.worker.device import has_tiles, resolve_device
         from engine.worker.worker import make_worker
 
-    resolved = resolve(config, info, resolve_device(config.device))
+    device = resolve_device(config.device)
+    resolved = resolve(config, info, device, has_tiles=has_tiles(config.model, info, device))
     worker = make_worker(resolved, info, computing_halves(resolved))
     check_capabilities(chosen.resources, worker.capabilities)
     facts = worker.load()

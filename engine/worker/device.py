@@ -6,11 +6,14 @@ import torch
 
 from engine.config.engine import Device
 from engine.config.env import INTERPRET_CUDA, interprets_cuda
+from engine.config.model import ModelConfig, ModelInfo
 from engine.errors import ConfigError
+from engine.models.assemble import compute_dtype
 from engine.worker.platform import Platform
 from engine.worker.platform.cuda import CudaPlatform
 from engine.worker.platform.host import CpuPlatform, HostPlatform
 from kernels.bodies import CPU_TENSORS
+from kernels.cpu import isa
 
 LEAST_CAPABILITY = (8, 0)  # of the kernels: Ampere
 
@@ -29,6 +32,12 @@ def resolve_device(asked: Device) -> Device:
             "'cpu' or 'auto', or look at the driver and CUDA_VISIBLE_DEVICES"
         )
     return "cuda"
+
+
+def has_tiles(model: ModelConfig, info: ModelInfo, device: Device) -> bool:
+    """Whether a CPU computes this model by tiles of bfloat16."""
+    is_plain = model.quantization is None and isa.LEVEL == "amx"
+    return is_plain and device == "cpu" and compute_dtype(model, info, device) is torch.bfloat16
 
 
 def make_platform(device: Device) -> Platform:

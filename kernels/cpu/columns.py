@@ -21,8 +21,8 @@ from kernels.cpu.vectors import (
     SMALLEST,
     BFloat,
     fma,
+    load_floats,
     splat,
-    turned,
 )
 
 _F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
@@ -180,7 +180,7 @@ def round_turned(typing_context, source, ld_source, target, ld_target):
         places = [builder.mul(ld_source, _I64(i)) for i in range(2 * LANES)]
         rows = [_row(builder, source, place) for place in places]
         pairs = [_pairs(builder, rows[i], rows[i + 1]) for i in range(0, 2 * LANES, 2)]
-        for i, row in enumerate(turned(builder, pairs)):
+        for i, row in enumerate(_turned(builder, pairs)):
             _put(builder, row, target, builder.mul(ld_target, _I64(i)))
         return context.get_dummy_value()
 
@@ -280,3 +280,47 @@ def _exp2(builder, x):
         mantissa = fma(builder, mantissa, r, _all(term))
     power = builder.bitcast(builder.shl(exponent, _all(MANTISSA)), _FLOATS)
     return builder.fmul(mantissa, power)
+
+
+@intrinsic(prefer_literal=True)
+def transpose16(typing_context, source, ld_source, target, ld_target, size):
+    """target[j, i] = source[i, j] for 16 x 16, from elements of `size` bytes, a literal: 4 or 2."""
+    if not isinstance(size, types.Literal):
+        return None
+
+    def build(context, builder, signature, args):
+        source, ld_source, target, ld_target = args[:4]
+        rows = [
+            load_floats(builder, source, builder.mul(ld_source, _I64(i)), LANES, size.literal_value)
+            for i in range(LANES)
+        ]
+        rows = _turned(builder, rows)
+        for i, row in enumerate(rows):
+            _put(builder, row, target, builder.mul(ld_target, _I64(i)))
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 4, size), build
+
+
+def _turned(builder, rows):
+    """16 vectors of 16 words, columns for rows."""
+    step = LANES // 2
+    while step:
+        after = list(rows)
+        for i in range(LANES):
+            if not i & step:
+                after[i], after[i + step] = _exchange(builder, rows[i], rows[i + step], step)
+        rows = after
+        step //= 2
+    return rows
+
+
+def _exchange(builder, low, high, step):
+    """Swap the off-diagonal blocks of `step` lanes of two rows."""
+    first = [j if not j & step else LANES + j - step for j in range(LANES)]
+    second = [j + step if not j & step else LANES + j for j in range(LANES)]
+    kind = ir.VectorType(_I32, LANES)
+    return (
+        builder.shuffle_vector(low, high, ir.Constant(kind, first)),
+        builder.shuffle_vector(low, high, ir.Constant(kind, second)),
+    )

@@ -49,7 +49,7 @@ def _store(builder, value, base, offset):
     builder.store(value, place, align=4)
 
 
-def _load_floats(builder, base, offset, lanes, size):
+def load_floats(builder, base, offset, lanes, size):
     """A vector of float32 from elements of `size` bytes: 4, or 2 for bfloat16, its upper half."""
     floats = ir.VectorType(_F32, lanes)
     if size == 4:
@@ -143,7 +143,7 @@ class _FloatTile:
 
     @classmethod
     def right(cls, builder, base, offset, lanes):
-        return _load_floats(builder, base, offset, lanes, cls.right_bytes)
+        return load_floats(builder, base, offset, lanes, cls.right_bytes)
 
     @staticmethod
     def multiply(builder, scalar, vector, total):
@@ -447,7 +447,7 @@ def dots(  # noqa: PLR0913
         a, lda, b, out, ldo = args[:5]
         vector = ir.VectorType(_F32, width)
         right = [
-            _load_floats(builder, b, _I64(v * width * right_bytes), width, right_bytes)
+            load_floats(builder, b, _I64(v * width * right_bytes), width, right_bytes)
             for v in range(num_vectors)
         ]
         for row in range(num_rows):
@@ -543,52 +543,6 @@ def round16(typing_context, source, target):
         return context.get_dummy_value()
 
     return types.void(types.intp, types.intp), build
-
-
-@intrinsic(prefer_literal=True)
-def transpose16(typing_context, source, ld_source, target, ld_target, size):
-    """target[j, i] = source[i, j] for 16 x 16, from elements of `size` bytes, a literal: 4 or 2."""
-    if not isinstance(size, types.Literal):
-        return None
-
-    def build(context, builder, signature, args):
-        source, ld_source, target, ld_target = args[:4]
-        rows = [
-            _load_floats(
-                builder, source, builder.mul(ld_source, _I64(i)), LANES, size.literal_value
-            )
-            for i in range(LANES)
-        ]
-        rows = turned(builder, rows)
-        for i, row in enumerate(rows):
-            _store(builder, row, target, builder.mul(ld_target, _I64(i)))
-        return context.get_dummy_value()
-
-    return types.void(*[types.intp] * 4, size), build
-
-
-def turned(builder, rows):
-    """16 vectors of 16 words, columns for rows."""
-    step = LANES // 2
-    while step:
-        after = list(rows)
-        for i in range(LANES):
-            if not i & step:
-                after[i], after[i + step] = _exchange(builder, rows[i], rows[i + step], step)
-        rows = after
-        step //= 2
-    return rows
-
-
-def _exchange(builder, low, high, step):
-    """Swap the off-diagonal blocks of `step` lanes of two rows."""
-    first = [j if not j & step else LANES + j - step for j in range(LANES)]
-    second = [j + step if not j & step else LANES + j for j in range(LANES)]
-    kind = ir.VectorType(_I32, LANES)
-    return (
-        builder.shuffle_vector(low, high, ir.Constant(kind, first)),
-        builder.shuffle_vector(low, high, ir.Constant(kind, second)),
-    )
 
 
 @intrinsic

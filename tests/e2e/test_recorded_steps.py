@@ -70,8 +70,8 @@ def test_replayed_steps_compute_the_same(
 def test_steps_with_drafts_are_replayed_too(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """Of one request and of several, some of which have drafts. How many are worth it is a matter of
-    time, so a token must be the same whether it was computed alone or among drafts."""
+    """Of one request and of several, some of which have drafts. How many are worth it is a matter
+    of time, so a token must be the same whether it was computed alone or among drafts."""
     sizes, replay = set(), Recording.replay
 
     def seen(self: Recording, given: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:

@@ -259,6 +259,9 @@ def test_what_is_left_open_is_decided_for_the_device(device, options, decided):
     asked = EngineArgs(**options).create_config()
     info = ModelInfo(path=Path("m"), architecture="", model_type="", hf={})
     found = resolve(asked, info, device)
+    if device == "cpu" and not options:
+        fast = resolve(asked, info, device, has_tiles=True)
+        assert fast.scheduler.max_num_batched_tokens == 2048
     sched = found.scheduler
     sizes = (sched.max_num_batched_tokens, sched.num_steps_in_flight, found.block_size)
     assert sizes == decided and found.device == device

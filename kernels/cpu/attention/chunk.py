@@ -14,9 +14,10 @@ from numba import njit
 from kernels.cpu.attention.plan import ITEM_FIELDS
 from kernels.cpu.attention.softmax import EMPTY, cap, divisor, fill, scale_by, soften
 from kernels.cpu.cells import read_cells, write_cells
+from kernels.cpu.columns import transpose16
 from kernels.cpu.mathlib import LOG2_E
 from kernels.cpu.native import INLINE, f32, f64, i32, i64, next_item
-from kernels.cpu.vectors import LANES, lanes_of, tile_product, transpose16
+from kernels.cpu.vectors import LANES, lanes_of, tile_product
 
 NUM_PARAMETERS = 12
 

@@ -34,7 +34,7 @@ from kernels.cpu.attention.chunk import (
 )
 from kernels.cpu.attention.plan import ITEM_FIELDS
 from kernels.cpu.attention.softmax import EMPTY, cap, fill, scale_by
-from kernels.cpu.columns import round_turned, scale_columns, soften_columns
+from kernels.cpu.columns import round_turned, scale_columns, soften_columns, transpose16
 from kernels.cpu.mathlib import LOG2_E, exp2
 from kernels.cpu.native import INLINE, f64, i32, i64, next_item, u16
 from kernels.cpu.vectors import (
@@ -42,7 +42,6 @@ from kernels.cpu.vectors import (
     LANES,
     SOFT_DOTS,
     pair_tile_product,
-    transpose16,
 )
 
 _SOFT_TILES, _TILES = 8, 9  # beside what `pair_tile_product` knows
@@ -71,7 +70,7 @@ def paired_body(head_dim: int, group: int, how: int):
     is_tiled, soft = int(how in (_TILES, _SOFT_TILES)), int(how != _TILES)
 
     def body(row):
-        p, real = i64(row, (NUM_PARAMETERS + 1,)), f64(row, (NUM_PARAMETERS + 1,))
+        p = i64(row, (NUM_PARAMETERS + 1,))
         told, kv_heads = i64(p[8], (2,)), p[5]
         state = np.empty(amx.STATE + 64, np.uint8)
         flat, q = np.zeros((rows, depth), np.uint16), np.empty((depth // 2, rows), np.int32)
@@ -81,7 +80,7 @@ def paired_body(head_dim: int, group: int, how: int):
         largest, shrink = np.empty(rows, np.float32), np.empty(rows, np.float32)
         positions, bounds = np.empty(rows, np.int32), np.empty((rows // LANES, 2, LANES), np.int32)
         queries, sums = (flat, q, positions), (largest, shrink, total, acc)
-        room = copies, values, scores, weights, bounds
+        room = copies, values, scores, weights, bounds, sums
         if is_tiled:
             amx.begin((state.ctypes.data + 63) & -64, soft)
         while True:
@@ -97,7 +96,7 @@ def paired_body(head_dim: int, group: int, how: int):
             base = item[3]
             while base < item[4]:
                 own = (state.ctypes.data + 63) & -64
-                _weigh(p, real, own, (item, head, base), queries, sums, room, head_dim, how)
+                _weigh(row, own, (item, head, base), queries, room, head_dim, how)
                 num = item[2] * group
                 for r in range(num):
                     if shrink[r] != _ONE:
@@ -115,11 +114,12 @@ def paired_body(head_dim: int, group: int, how: int):
 
 
 @njit(inline="always")
-def _weigh(p, real, own, place, queries, sums, room, head_dim, how):  # noqa: PLR0913
-    """Weights and paired values of an item's rows and up to 64 keys; place: item, key head, and the
-    first key."""
+def _weigh(row, own, place, queries, room, head_dim, how):
+    """Weights and paired values of an item's rows and up to 64 keys; row: of the body; place: item,
+    key head, and the first key."""
+    p, real = i64(row, (NUM_PARAMETERS + 1,)), f64(row, (NUM_PARAMETERS + 1,))
     (item, head, base), (_, q, positions) = place, queries
-    copies, values, scores, weights, bounds = room
+    copies, values, scores, weights, bounds, sums = room
     softcap = np.float32(real[10])
     scale = np.float32(real[9]) * (LOG2_E if softcap == 0 else _ONE)
     start = base - base % KEYS

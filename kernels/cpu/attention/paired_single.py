@@ -24,10 +24,10 @@ from kernels.cpu.attention.paired import HOW
 from kernels.cpu.attention.plan import ITEM_FIELDS, KEYS, ROOM
 from kernels.cpu.attention.single import NUM_PARAMETERS, finish
 from kernels.cpu.attention.softmax import EMPTY, cap, fill, scale_by
-from kernels.cpu.columns import interleave16, lower_to_largest, pair_rows
+from kernels.cpu.columns import interleave16, lower_to_largest, pair_rows, transpose16
 from kernels.cpu.mathlib import LOG2_E, exp2
 from kernels.cpu.native import INLINE, f32, f64, i32, i64, next_item, u16
-from kernels.cpu.vectors import prefetch, transpose16
+from kernels.cpu.vectors import prefetch
 
 _CELL = 2  # bytes of an element of queries, cache and outputs
 _RUN = amx.ROWS
