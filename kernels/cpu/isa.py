@@ -96,8 +96,8 @@ def _settle() -> str:
     """
     level = os.environ.get(VARIABLE, "")
     # Numba's own name for a context that is made when the first function is declared.
-    if "target_context" in vars(cpu_target):
-        return available()[-1]
+    if "target_context" in vars(cpu_target) or len(available()) == 1:
+        return available()[-1]  # too late, or nothing to choose
     if level not in available():
         level = available()[-1]
     above = LEVELS[LEVELS.index(level) + 1 :]
@@ -110,8 +110,11 @@ def _settle() -> str:
     if not config.CPU_NAME:
         config.CPU_NAME = binding.get_host_cpu_name()
     features = _ASKED or [f"{'+' if on else '-'}{name}" for name, on in _HOST.items()]
-    # LLVM would fill half of each register where it makes vectors of loops by itself.
-    config.CPU_FEATURES = ",".join([*features, "-prefer-256-bit"])
+    features = [*features, *(f"-{name}" for name in sorted(without))]
+    if _HOST.get("avx512f"):
+        # LLVM would fill half of each register where it makes vectors of loops by itself.
+        features.append("-prefer-256-bit")
+    config.CPU_FEATURES = ",".join(features)
     return level
 
 
