@@ -279,7 +279,7 @@ def configurations() -> Iterator[Launch]:
     for dtype in (torch.bfloat16, torch.float32):
         rows, columns = meta_rows(dtype, 151936)
         slots = rows.slots
-        cuts = Cuts(slots.float(), slots, slots)
+        cuts = Cuts(slots.float(), *[slots] * 3)
         drafts = Drafts(slots, slots, rows.logits.float(), 4)
         out = Verified(slots.new_empty((63, 5)), slots[1:])
         yield from launches(rows, columns, (drafts, cuts), out, SIZES)

@@ -1,9 +1,9 @@
-"""Choosing tokens without a sort, in four launches of which greedy rows take part in two.
+"""Choosing tokens without a sort, in five launches of which greedy rows take part in two.
 
-`survey` finds the largest logit of every short stretch. From these `cut` picks the tokens of greedy
-rows and finds where the others are cut. `race` adds noise to what remains, block by block: numbers
-of few digits tell which tokens of the block may win, and these few are worked out in float64.
-`finish` compares the blocks' winners. Tokens are those of `kernels.cpu.sampling`.
+Four of them cut rows and pick the tokens of greedy ones: `kernels.triton.truncate`. Then `race`
+adds noise to what remains, block by block: numbers of few digits tell which tokens of the block may
+win, and these few are worked out in float64. The last of its programs to be done with a row
+compares the blocks' winners. Tokens are those of `kernels.cpu.sampling`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,19 @@ import triton.language as tl
 from numpy.typing import NDArray
 
 from kernels.reference.sampling import Columns, Rows
-from kernels.triton.cut import cut_row, load_part
+from kernels.triton.cut import load_part
 from kernels.triton.launch import Launch
 from kernels.triton.noise import gumbel, rough_gumbel, row_key, steps_of
+from kernels.triton.truncate import (
+    MARKS,
+    MASSES,
+    STATE,
+    aim_kernel,
+    count_kernel,
+    gather_kernel,
+    is_last,
+    survey_kernel,
+)
 from kernels.tuning import pad_power
 
 MARGIN = tl.constexpr(1e-3)  # by how much rough scores may be wrong; they are within 1e-4
@@ -31,8 +41,9 @@ class Sizes(NamedTuple):
 
     BLOCK: int = 4096  # logits a program
     STRETCH: int = 128  # logits of which the largest is kept
-    TILE: int = 1024  # candidates looked at together
-    CAPACITY: int = 16384  # candidates a row
+    BINS: int = 256  # that logits are counted in
+    TILE: int = 4096  # candidates looked at together
+    CAPACITY: int = 16384  # candidates a row, beyond which the row itself is searched
 
 
 SIZES = Sizes()
@@ -44,64 +55,7 @@ class Cuts(NamedTuple):
     value: torch.Tensor  # [R] float32; +inf where nothing can be sampled
     last_tie: torch.Tensor  # [R] int32
     greedy: torch.Tensor  # [R] int32: the largest of greedy rows, else -1
-
-
-@triton.jit(do_not_specialize=["num_maxima"])
-def survey_kernel(logits, slots, maxima, stride, vocab_size, num_maxima, S: tl.constexpr):
-    """Program (row, block). A NaN counts as +inf: neither can be sampled from."""
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
-    if tl.load(slots + row) < 0:
-        return
-    x = load_part(logits + row * stride, block * S.BLOCK, vocab_size, S.BLOCK)
-    x = tl.where(x != x, float("inf"), x)
-    largest = tl.max(tl.reshape(x, [S.BLOCK // S.STRETCH, S.STRETCH]), 1)
-    place = block * (S.BLOCK // S.STRETCH) + tl.arange(0, S.BLOCK // S.STRETCH)
-    tl.store(maxima + row * num_maxima + place, largest)
-
-
-@triton.jit
-def first_of(row, vocab_size, maxima, peak, PAD: tl.constexpr, S: tl.constexpr):
-    """The lowest id of a logit equal to the peak."""
-    stretch = tl.min(tl.where(maxima == peak, tl.arange(0, PAD), PAD))
-    ids = stretch * S.STRETCH + tl.arange(0, S.STRETCH)
-    x = load_part(row, stretch * S.STRETCH, vocab_size, S.STRETCH)
-    return tl.min(tl.where(x == peak, ids, vocab_size))
-
-
-@triton.jit(do_not_specialize=["num_maxima"])
-def cut_kernel(  # noqa: PLR0913
-    logits, slots, maxima, room, temperature, top_k, top_p, min_p, value, last_tie, greedy,
-    stride, vocab_size, num_maxima, PAD: tl.constexpr, S: tl.constexpr,
-):  # fmt: skip
-    """Program row."""
-    n = tl.program_id(0).to(tl.int64)
-    tl.store(value + n, float("inf"))
-    tl.store(greedy + n, -1)
-    slot = tl.load(slots + n)
-    if slot < 0:
-        return
-    place = tl.arange(0, PAD)
-    peaks = tl.load(maxima + n * num_maxima + place, mask=place < num_maxima, other=float("-inf"))
-    peak = tl.max(peaks)
-    if (peak == float("inf")) | (peak == float("-inf")):
-        return
-    row = logits + n * stride
-    heat = tl.load(temperature + slot)
-    if heat == 0:
-        tl.store(greedy + n, first_of(row, vocab_size, peaks, peak, PAD, S))
-        return
-    k = tl.load(top_k + slot)
-    k = tl.where((k < 1) | (k > vocab_size), vocab_size, k)
-    p = tl.load(top_p + slot)
-    floor = tl.load(min_p + slot)
-    if (k == vocab_size) & (p >= 1) & (floor <= 0):
-        tl.store(value + n, float("-inf"))
-        tl.store(last_tie + n, -1)
-        return
-    cut, last = cut_row(row, vocab_size, room + n * S.CAPACITY, peaks, heat, (k, p, floor), S)
-    tl.store(value + n, cut)
-    tl.store(last_tie + n, last)
+    arrived: torch.Tensor  # [R] int32: 0, to count the programs that are done with a row's race
 
 
 @triton.jit
@@ -139,42 +93,40 @@ def kept(row, start, vocab_size, value, last_tie, S: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def race_kernel(  # noqa: PLR0913
-    logits, slots, positions, temperature, seeds, value, last_tie, scores, winners,
-    stride, vocab_size, num_blocks, S: tl.constexpr,
+    logits, slots, positions, temperature, seeds, value, last_tie, greedy, arrived, scores,
+    winners, chosen, stride, vocab_size, num_blocks, PAD: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, block)."""
+    """Program (row, block); the last of a row finishes it."""
     n = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    here = n * num_blocks + block
     cut = tl.load(value + n)
     slot = tl.load(slots + n)
     if (cut == float("inf")) | (slot < 0):
+        tl.store(chosen + n, tl.load(greedy + n), mask=block == 0)
         return
+    scores += n * num_blocks
+    winners += n * num_blocks
     heat = tl.load(temperature + slot)
     row = logits + n * stride
     x, ids = kept(row, block * S.BLOCK, vocab_size, cut, tl.load(last_tie + n), S)
-    tl.store(scores + here, float("-inf"))
     if tl.max(x) > float("-inf"):
         key = row_key(tl.load(seeds + slot), tl.load(positions + n))
         best, winner = race(row, x, ids, key, heat, S)
-        tl.store(scores + here, best)
-        tl.store(winners + here, winner)
+        tl.store(scores + block, best)
+        tl.store(winners + block, winner)
+    else:
+        tl.store(scores + block, float("-inf"))
+    if is_last(arrived + n, num_blocks):
+        tl.store(chosen + n, finish(scores, winners, num_blocks, PAD))
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
-def finish_kernel(scores, winners, value, greedy, chosen, num_blocks, PAD: tl.constexpr):
-    """Program row."""
-    n = tl.program_id(0).to(tl.int64)
-    token = tl.load(greedy + n)
-    if tl.load(value + n) < float("inf"):
-        place = tl.arange(0, PAD)
-        is_block = place < num_blocks
-        score = tl.load(scores + n * num_blocks + place, mask=is_block, other=float("-inf"))
-        best = tl.max(score)
-        is_best = (score == best) & (score > float("-inf"))
-        ids = tl.load(winners + n * num_blocks + place, mask=is_best, other=2**31 - 1)
-        token = tl.min(ids)
-    tl.store(chosen + n, token)
+@triton.jit
+def finish(scores, winners, num_blocks, PAD: tl.constexpr):
+    """The winner of the best score, the lowest id of equal ones."""
+    place = tl.arange(0, PAD)
+    score = tl.load(scores + place, mask=place < num_blocks, other=float("-inf"))
+    is_best = (score == tl.max(score)) & (score > float("-inf"))
+    return tl.min(tl.load(winners + place, mask=is_best, other=2**31 - 1))
 
 
 def choose_tokens(
@@ -202,8 +154,7 @@ def sample(rows: Rows, columns: Columns, sizes: Sizes = SIZES) -> torch.Tensor:
     chosen = torch.empty_like(rows.slots)
     if len(chosen):
         cuts = cut(rows, columns, sizes)
-        for launch in race_launches(rows, columns, cuts, chosen, sizes):
-            launch.run()
+        race_launch(rows, columns, cuts, chosen, sizes).run()
     return chosen
 
 
@@ -212,6 +163,7 @@ def cut(rows: Rows, columns: Columns, sizes: Sizes = SIZES) -> Cuts:
     slots = rows.slots
     cuts = Cuts(
         torch.empty(len(slots), dtype=torch.float32, device=slots.device),
+        torch.empty_like(slots),
         torch.empty_like(slots),
         torch.empty_like(slots),
     )
@@ -225,57 +177,58 @@ def cut_launches(rows: Rows, columns: Columns, cuts: Cuts, sizes: Sizes) -> list
     num_rows, vocab_size = logits.shape
     num_blocks = triton.cdiv(vocab_size, sizes.BLOCK)
     num_maxima = num_blocks * (sizes.BLOCK // sizes.STRETCH)
-    common = {
+    room = (num_rows, sizes.CAPACITY)
+    everything = {
+        **columns._asdict(),
+        **cuts._asdict(),
         "logits": logits,
         "slots": slots,
         "maxima": logits.new_empty((num_rows, num_maxima), dtype=torch.float32),
+        "state": slots.new_empty((num_rows, STATE.value)),
+        "marks": logits.new_empty((num_rows, MARKS.value), dtype=torch.float32),
+        "bins": slots.new_empty((num_rows, sizes.BINS)),
+        "masses": slots.new_empty((num_rows, MASSES.value), dtype=torch.int64),
+        "room": logits.new_empty(room),
+        "room_ids": slots.new_empty(room),
         "stride": logits.stride(0),
         "vocab_size": vocab_size,
         "num_maxima": num_maxima,
+        "PAD": pad_power(num_maxima),
         "S": sizes,
     }
-    wanted = columns._asdict()
-    del wanted["seeds"]
-    cut = {
-        **common,
-        **wanted,
-        **cuts._asdict(),
-        "room": logits.new_empty((num_rows, sizes.CAPACITY)),
-        "PAD": pad_power(num_maxima),
-    }
+    plan = (
+        (survey_kernel, (num_rows, num_blocks), 4),
+        (aim_kernel, (num_rows,), 8),
+        (count_kernel, (num_rows, num_blocks), 8),
+        (gather_kernel, (num_rows, num_blocks), 16),
+    )
     return [
-        Launch(survey_kernel, (num_rows, num_blocks), common, 4, 1),
-        Launch(cut_kernel, (num_rows,), cut, 8, 1),
+        Launch(kernel, grid, {name: everything[name] for name in kernel.arg_names}, warps, 1)
+        for kernel, grid, warps in plan
     ]
 
 
-def race_launches(
+def race_launch(
     rows: Rows, columns: Columns, cuts: Cuts, chosen: torch.Tensor, sizes: Sizes
-) -> list[Launch]:
+) -> Launch:
     num_rows, vocab_size = rows.logits.shape
     num_blocks = triton.cdiv(vocab_size, sizes.BLOCK)
     shape = (num_rows, num_blocks)
-    between = {
-        "scores": rows.logits.new_empty(shape, dtype=torch.float64),
-        "winners": rows.slots.new_empty(shape),
-        "value": cuts.value,
-        "num_blocks": num_blocks,
-    }
-    race = {
+    args = {
         **rows._asdict(),
-        **between,
+        **cuts._asdict(),
         "temperature": columns.temperature,
         "seeds": columns.seeds,
-        "last_tie": cuts.last_tie,
+        "scores": rows.logits.new_empty(shape, dtype=torch.float64),
+        "winners": rows.slots.new_empty(shape),
+        "chosen": chosen,
         "stride": rows.logits.stride(0),
         "vocab_size": vocab_size,
+        "num_blocks": num_blocks,
+        "PAD": pad_power(num_blocks),
         "S": sizes,
     }
-    finish = {**between, "greedy": cuts.greedy, "chosen": chosen, "PAD": pad_power(num_blocks)}
-    return [
-        Launch(race_kernel, shape, race, 8, 1),
-        Launch(finish_kernel, (num_rows,), finish, 1, 1),
-    ]
+    return Launch(race_kernel, shape, args, 8, 1)
 
 
 def meta_rows(dtype: torch.dtype, vocab_size: int) -> tuple[Rows, Columns]:
@@ -291,6 +244,6 @@ def configurations() -> Iterator[Launch]:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for vocab_size in (32000, 151936):
             rows, columns = meta_rows(dtype, vocab_size)
-            cuts = Cuts(columns.top_p.float(), rows.slots, rows.slots)
+            cuts = Cuts(columns.top_p.float(), *[rows.slots] * 3)
             yield from cut_launches(rows, columns, cuts, SIZES)
-            yield from race_launches(rows, columns, cuts, rows.slots, SIZES)
+            yield race_launch(rows, columns, cuts, rows.slots, SIZES)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 BODIES = {"cpu": cpu, "triton": sampling}
 by_body = pytest.mark.parametrize("body", BODIES)
-SMALL = Sizes(BLOCK=256, STRETCH=16, TILE=64, CAPACITY=128)
+SMALL = Sizes(BLOCK=256, STRETCH=16, BINS=16, TILE=64, CAPACITY=128)
 
 TEMPERATURES = (0.0, 0.3, 1.0, 4.0)
 TOP_KS = (0, 1, 7, 60, 10**6)
@@ -124,18 +124,89 @@ def test_of_equal_logits_the_lower_id_comes_first(body: str) -> None:
         assert got.tolist() == reference.choose_tokens(logits, **asked).tolist()
 
 
+def kept_by(
+    sizes: Sizes, logits: torch.Tensor, asked: dict[str, np.ndarray]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which tokens remain, by our cuts and by the reference."""
+    slots = torch.arange(len(logits)).int()
+    cuts = sampling.cut(Rows(logits, slots, slots), on_device(asked), sizes)
+    value, last = cuts.value[:, None], cuts.last_tie[:, None]
+    ids = torch.arange(logits.shape[1])
+    stays = (logits > value) | ((logits == value) & (ids <= last) & logits.isfinite())
+    column = {name: torch.from_numpy(asked[name])[:, None] for name in asked if name != "seeds"}
+    wanted = reference.truncate(
+        logits.double() / column["temperature"], column["top_k"], column["top_p"], column["min_p"]
+    )
+    return stays, wanted.isfinite()
+
+
 def test_cuts_keep_exactly_the_tokens_of_the_reference(rng: np.random.Generator) -> None:
     """Sampling would show a token too many only if it won."""
     num, vocab_size = 32, 700
     logits, asked = logits_of(num, vocab_size, rng), asked_of(num, rng)
     asked["temperature"] = np.maximum(asked["temperature"], 0.5)
-    slots = torch.arange(num).int()
-    cuts = sampling.cut(Rows(logits, slots, slots), on_device(asked), SMALL)
-    value, last = cuts.value[:, None], cuts.last_tie[:, None]
-    ids = torch.arange(vocab_size)
-    stays = (logits > value) | ((logits == value) & (ids <= last) & logits.isfinite())
-    column = {name: torch.from_numpy(asked[name])[:, None] for name in asked if name != "seeds"}
-    wanted = reference.truncate(
-        logits.double() / column["temperature"], column["top_k"], column["top_p"], column["min_p"]
-    ).isfinite()
+    stays, wanted = kept_by(SMALL, logits, asked)
     assert torch.equal(stays, wanted)
+
+
+SHAPES = {
+    "normal": lambda x: 3 * x,
+    "flat": lambda x: 0.01 * x,
+    "equal": lambda x: 0 * x + 2.5,
+    "ties": lambda x: np.round(x),
+    "peaked": lambda x: np.where(x > x.max(1, keepdims=True) - 0.2, 30 + x, x),
+    "bulk far below": lambda x: np.where(x == x.max(1, keepdims=True), 9.0, 0.01 * x),
+    "masked": lambda x: np.where(x < 1, -np.inf, x),
+    "finite mask": lambda x: np.where(x < 0.5, -1e30, 4 * x),
+    "large": lambda x: 1e4 + 50 * x,
+}
+CUTS = [(0, 0.9, 0), (0, 0.999, 0), (0, 0.5, 0.01), (50, 1, 0), (50, 0.8, 0.05), (400, 0.7, 0)]
+TIGHT = Sizes(BLOCK=512, STRETCH=32, BINS=32, TILE=128, CAPACITY=200)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("vocab_size", [127, 1100])
+def test_rows_of_every_shape_are_cut_where_the_reference_cuts(
+    shape: str, vocab_size: int, rng: np.random.Generator
+) -> None:
+    """From what was gathered or, where there is no room, from the row itself.
+
+    Where a nucleus ends is a matter of the last digits of a sum, but of nothing that weighs much.
+    """
+    num = len(CUTS)
+    x = rng.normal(0, 1, (num, vocab_size))
+    logits = torch.from_numpy(SHAPES[shape](x).astype(np.float32))
+    asked = asked_of(num, rng)
+    asked["top_k"], asked["top_p"], asked["min_p"] = np.array(CUTS).T.copy()
+    asked["top_k"] = asked["top_k"].astype(np.int32)
+    asked["temperature"] = rng.choice([0.1, 0.7, 1.0, 2.0, 5.0], num)
+    stays, wanted = kept_by(TIGHT, logits, asked)
+    weights = (logits.double() / torch.from_numpy(asked["temperature"])[:, None]).softmax(1)
+    assert (weights * (stays != wanted)).sum(1).max() < 1e-5
+    assert (stays.sum(1) - wanted.sum(1)).abs().max() <= 1
+    assert torch.equal(stays[3], wanted[3])
+
+
+@pytest.mark.parametrize("vocab_size", [1, 127, 4096, 4097, 50_000])
+def test_tokens_of_vocabularies_of_every_size(vocab_size: int, rng: np.random.Generator) -> None:
+    num = 8 if vocab_size > 10_000 else 16
+    logits, asked = logits_of(num, vocab_size, rng), asked_of(num, rng)
+    asked["temperature"] = rng.uniform(0.1, 5, num)
+    asked["top_p"][::2], asked["top_k"][::4] = 0.9, 0
+    logits[-1, vocab_size // 2] = torch.nan
+    got = sampling.choose_tokens(logits, **asked)
+    assert got[-1] == -1
+    assert got[:-1].tolist() == reference.choose_tokens(logits, **asked)[:-1].tolist()
+
+
+def test_a_row_is_cut_alike_whatever_rows_stand_beside_it(rng: np.random.Generator) -> None:
+    logits, asked = logits_of(12, 2000, rng), asked_of(12, rng)
+    slots = torch.arange(12).int()
+    together = sampling.cut(Rows(logits, slots, slots), on_device(asked), TIGHT)
+    for n in range(12):
+        row = Rows(logits[n : n + 1], slots[n : n + 1], slots[n : n + 1])
+        alone = sampling.cut(row, on_device(asked), TIGHT)
+        assert alone.value[0] == together.value[n]
+        assert alone.greedy[0] == together.greedy[n]
+        if alone.value[0] < torch.inf:
+            assert alone.last_tie[0] == together.last_tie[n]
