@@ -28,3 +28,6 @@ class AttentionMeta:
     scratch: dict[Any, Any] = field(default_factory=dict)  # what an operation works out once a step
     # Each row's arithmetic has one order, whatever else is in the batch.
     batch_invariant: bool = False
+    # Recorded for whatever sequences fit: num_decodes is 0, the longest are the longest there may
+    # be, and which sequence has how many tokens is for the device to see. See kernels.tuning.fits.
+    is_mixed: bool = False

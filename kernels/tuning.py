@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 # Processors of the largest device of a family; decode attention asks for twice as many programs.
 PROCESSORS = {"sm_90": 132, "sm_80": 108, "gfx942": 304}
 MAX_SPLITS = 32
@@ -17,9 +20,19 @@ MAX_SPLITS = 32
 FIXED_SPLITS = 16
 # Fewer keys are not worth a split of their own.
 MIN_SPLIT_KEYS = 128
+# In batches that fill the device: what one program takes of a sequence that is longer than most.
+LONG_SPLIT_KEYS = 4096
+# Programs beyond this only to split further: an empty one takes its time to begin and to end.
+MOST_PROGRAMS = 4096
+# Of a chunk's part: its sums go through memory in float32 once more.
+LEAST_PREFILL_KEYS = 512
 # Query tokens up to which a sequence is split as single tokens are.
 MAX_DECODE_TOKENS = 8
 MAX_PREFILL_ROWS = 128
+# Of a recorded step with prompt tokens: sequences of more tokens than decode attention takes.
+MOST_CHUNKS = 8
+# Rows times parts of the keys that such a step has memory for.
+MOST_PART_ROWS = 4096
 
 
 class Tile(NamedTuple):
@@ -39,6 +52,13 @@ class Kind(NamedTuple):
     head_dim: int  # at least 64: smaller heads take its settings
 
 
+class Splits(NamedTuple):
+    """Into how many parts the keys of each sequence are split at most, and the least of a part."""
+
+    num: int
+    least_keys: int
+
+
 # Query rows a program -> (keys, warps, stages); the first entry that holds the rows is taken.
 _Rows = dict[int, tuple[int, int, int]]
 _Table = dict[str, dict[Kind, _Rows]]
@@ -46,7 +66,7 @@ _Table = dict[str, dict[Kind, _Rows]]
 _DECODE: _Table = {
     "sm_90": {
         Kind(2, 2, 64): {64: (64, 4, 3), 128: (64, 8, 3)},
-        Kind(2, 2, 128): {64: (64, 4, 3), 128: (64, 8, 3)},
+        Kind(2, 2, 128): {16: (64, 2, 2), 64: (64, 4, 3), 128: (64, 8, 3)},
         Kind(2, 2, 256): {32: (32, 4, 3), 64: (32, 8, 2)},
         Kind(2, 1, 64): {64: (64, 4, 3), 128: (64, 8, 3)},
         Kind(2, 1, 128): {16: (64, 4, 3), 32: (64, 8, 2), 128: (32, 8, 2)},
@@ -141,6 +161,11 @@ def _entry(by_rows: _Rows, rows: int) -> Tile:
     return Tile(min(rows, held), *by_rows[held])
 
 
+def fits(counts: NDArray[np.int32]) -> bool:
+    """Whether sequences of so many new tokens each are few enough chunks for a recorded step."""
+    return int(np.count_nonzero(counts > MAX_DECODE_TOKENS)) <= MOST_CHUNKS
+
+
 def most_decode_rows(arch: str, kind: Kind) -> int:
     return max(_rows_of(_DECODE, arch, kind))
 
@@ -156,13 +181,30 @@ def prefill_tile(arch: str, kind: Kind, longest: int, *, is_fixed: bool) -> Tile
     return _entry(_rows_of(_PREFILL, arch, kind), wanted)
 
 
-def num_splits(arch: str, num_programs: int, max_seq_len: int, *, is_fixed: bool) -> int:
-    """Parts of the keys of each sequence, for `num_programs` sequences times blocks of heads."""
+def decode_splits(arch: str, num_programs: int, max_seq_len: int, *, is_fixed: bool) -> Splits:
+    """For `num_programs` sequences times blocks of heads.
+
+    Few programs split what there is among all processors. Many do not need to, unless one sequence
+    is much longer than the others: all would wait for the one program that walks through it.
+    """
     if is_fixed:
-        return FIXED_SPLITS
+        return Splits(FIXED_SPLITS, MIN_SPLIT_KEYS)
     wanted = -(-2 * PROCESSORS[arch] // max(num_programs, 1))
-    useful = -(-max_seq_len // MIN_SPLIT_KEYS)
-    return pad_power(max(1, min(wanted, useful, MAX_SPLITS)), 1)
+    if wanted == 1 and max_seq_len <= 2 * LONG_SPLIT_KEYS:
+        return Splits(1, max_seq_len)
+    shared_out = max(MIN_SPLIT_KEYS, 1024 // wanted)
+    least = LONG_SPLIT_KEYS if wanted == 1 else shared_out
+    most = min(MAX_SPLITS, max(1, MOST_PROGRAMS // num_programs))
+    return Splits(min(pad_power(-(-max_seq_len // least), 1), pad_power(most, 1)), least)
+
+
+def prefill_splits(arch: str, num_programs: int, max_seq_len: int, *, is_fixed: bool) -> Splits:
+    """For `num_programs` items of work times blocks of heads; one fills a processor."""
+    wanted = PROCESSORS[arch] // max(num_programs, 1)
+    useful = max_seq_len // LEAST_PREFILL_KEYS
+    if is_fixed or min(wanted, useful) < 2:
+        return Splits(1, max_seq_len)
+    return Splits(pad_power(min(wanted, useful, MAX_SPLITS), 1), LEAST_PREFILL_KEYS)
 
 
 def write_heads(num_tokens: int, num_kv_heads: int) -> int:

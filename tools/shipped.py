@@ -16,6 +16,7 @@ from kernels.reference import HeadNorm, Rope, Variant
 from kernels.triton import (
     activation,
     bitmask,
+    gemv,
     index,
     logprobs,
     lora,
@@ -27,7 +28,7 @@ from kernels.triton import (
 )
 from kernels.triton import norm as norms
 from kernels.triton.attention_decode import decode_launches
-from kernels.triton.attention_prefill import prefill_launch
+from kernels.triton.attention_prefill import prefill_launches
 from kernels.triton.kv_write import write_launch
 from kernels.triton.launch import Launch
 from kernels.triton.merge import merge_launch
@@ -54,6 +55,7 @@ ROPES = ("none", "halves", "neighbours", "partial")
 OTHERS = (
     activation,
     bitmask,
+    gemv,
     index,
     logprobs,
     lora,
@@ -85,7 +87,7 @@ def attention(dtype: str, head_dim: int, page: int, form: str, switches: frozens
         variant = _variant(switches, KV_HEADS * group, kv_dtype is FP8)
         if form in DECODES:
             return decode_launches(q, kv, meta, variant, 4, torch.empty_like(q))[0]
-        return prefill_launch(q, kv, meta, variant, torch.empty_like(q))
+        return prefill_launches(q, kv, meta, variant, torch.empty_like(q))[0]
 
     name = f"{form}, {dtype}, head {head_dim}, page {page}, {' + '.join(sorted(switches))}"
     return Shipped(name, build, dtype)

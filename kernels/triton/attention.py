@@ -7,8 +7,10 @@ import torch
 from kernels import tuning
 from kernels.meta import AttentionMeta
 from kernels.reference import Variant
-from kernels.triton.attention_decode import decode_attention
-from kernels.triton.attention_prefill import prefill_attention
+from kernels.triton.attention_decode import decode_attention, decode_launch, tile_of
+from kernels.triton.attention_prefill import cut, prefill_attention, prefill_launch
+from kernels.triton.launch import Launch, arch_of
+from kernels.triton.merge import Parts
 
 
 def paged_attention(
@@ -33,6 +35,10 @@ def _attend(
     variant: Variant,
     out: torch.Tensor,
 ) -> None:
+    if meta.is_mixed:
+        for launch in mixed_launches(q, kv_layer, meta, variant, out):
+            launch.run()
+        return
     num_seqs, singles = len(meta.seq_lens), meta.num_decodes
     # Batch-invariant: a draft always takes the chunk kernel, whatever else is in the step.
     longest = 1 if meta.batch_invariant else tuning.MAX_DECODE_TOKENS
@@ -43,3 +49,36 @@ def _attend(
         decode_attention(q[:singles], kv_layer, meta, variant, singles, out[:singles])
     if singles < num_seqs and len(q) > singles:
         prefill_attention(q, kv_layer, meta, variant, out)
+
+
+def mixed_launches(
+    q: torch.Tensor,
+    kv_layer: torch.Tensor,
+    meta: AttentionMeta,
+    variant: Variant,
+    out: torch.Tensor,
+) -> list[Launch]:
+    """Both kernels over the same sequences: each leaves those to the other that it is not for."""
+    arch, num_seqs, num_heads = arch_of(q), len(meta.seq_lens), q.shape[1]
+    chunks = cut(q, kv_layer, meta)
+    most = tuning.MAX_DECODE_TOKENS
+    tile, heads = tile_of(q, kv_layer, most)
+    asked = (
+        tuning.decode_splits(arch, num_seqs * num_heads // heads, meta.max_seq_len, is_fixed=False),
+        tuning.prefill_splits(
+            arch, len(chunks.work) * num_heads // chunks.heads, meta.max_seq_len, is_fixed=False
+        ),
+    )
+    # Their parts lie in the same memory, of which there is so much for each row.
+    room = max(1, tuning.MOST_PART_ROWS // len(q))
+    count = min(max(one.num for one in asked), tuning.pad_power(room, 1))
+    splits = tuning.Splits(count, min(one.least_keys for one in asked))
+    parts = Parts.of(out, splits, owns_all=False)
+    step = (q, kv_layer, meta, variant)
+    decodes = decode_launch(step, (num_seqs, most), (tile, heads), parts)
+    fills = arch != "gfx942"
+    return [
+        decodes._replace(fills_registers=fills),
+        prefill_launch(step, chunks, parts),
+        *parts.merges,
+    ]

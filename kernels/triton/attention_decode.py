@@ -13,7 +13,7 @@ from kernels import tuning
 from kernels.meta import AttentionMeta
 from kernels.reference import Variant
 from kernels.triton.launch import Launch, arch_of
-from kernels.triton.merge import merge_launch
+from kernels.triton.merge import Parts
 from kernels.triton.tiles import (
     LOG2E,
     Shape,
@@ -24,28 +24,30 @@ from kernels.triton.tiles import (
     kind_of,
     load_queries,
     scale_of,
+    split_of,
     start_state,
     store_rows,
     visible_tiles,
 )
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_splits", "min_tiles"])
+@triton.jit(do_not_specialize=["out_row0", "num_rows", "num_splits", "min_tiles", "most_tokens"])
 def decode_kernel(  # noqa: PLR0913
     q, kv, tables, query_start, seq_lens, out, lse, sinks, slopes, kv_scales,
-    stride_q, stride_block, stride_table, num_rows, num_splits, min_tiles, S: tl.constexpr,
+    stride_q, stride_block, stride_table, out_row0, num_rows, num_splits, min_tiles, most_tokens,
+    S: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence, head block, split) -> out [splits, num_rows, Hq, D].
 
-    Of several splits also lse [splits, num_rows, Hq], logarithms of the sums of the softmax. A
-    split is so many tiles as the sequence alone and the number of splits make it.
+    Of several splits also lse [splits, num_rows, Hq], logarithms of the sums of the softmax. What
+    has more than most_tokens is left to the other kernel.
     """
     seq = tl.program_id(0)
     first_head = tl.program_id(1) * S.HEADS
     split = tl.program_id(2)
     row0 = tl.load(query_start + seq)
     num_tokens = tl.load(query_start + seq + 1) - row0
-    if num_tokens == 0:
+    if (num_tokens == 0) | (num_tokens > most_tokens):
         return
     rows = head_rows(first_head, num_tokens, S)
     token, head, is_ours = rows
@@ -54,12 +56,10 @@ def decode_kernel(  # noqa: PLR0913
     end_key = tl.load(seq_lens + seq)
     first_pos = end_key - num_tokens
     bounds = visible_tiles(first_pos, end_key - 1, S)
-    num_tiles = bounds[3] - bounds[0]
-    share = tl.maximum((num_tiles + num_splits - 1) // num_splits, min_tiles)
-    first = bounds[0] + split * share
-    where = split.to(tl.int64) * num_rows + row0 + token
+    tiles = split_of(split, bounds, num_splits, min_tiles)
+    where = split.to(tl.int64) * num_rows + row0 - out_row0 + token
     where = where * (S.KV_HEADS * S.GROUP) + head
-    if split > 0 and first >= bounds[3]:
+    if split > 0 and tiles[0] >= bounds[3]:
         if lse is not None:
             tl.store(lse + where, tl.full([S.ROWS], float("-inf"), tl.float32), mask=is_ours)
         return
@@ -74,7 +74,6 @@ def decode_kernel(  # noqa: PLR0913
     if slopes is not None:
         slopes = tl.load(slopes + head).to(tl.float32) * LOG2E
     bias = (scale_of(kv_scales, kv_head, S), slopes)
-    tiles = (first, tl.minimum(first + share, bounds[3]))
     state = attend_range(state, queries, cache, span, bias, tiles, bounds, S)
     store_rows(state, out, lse, kv_scales, where, rows, kv_head, S)
 
@@ -104,30 +103,39 @@ def decode_launches(
     num_seqs: int,
     out: torch.Tensor,
 ) -> list[Launch]:
-    num_rows, num_heads, _ = q.shape
     is_single = num_seqs == meta.num_decodes
     tokens = 1 if is_single else meta.max_query_len
-    arch, kind, is_fixed = arch_of(q), kind_of(q, kv_layer), meta.batch_invariant
-    group, most = num_heads // kv_layer.shape[2], tuning.most_decode_rows(arch, kind) // tokens
-    heads = tuning.heads_a_program(group, most)
-    tile = tuning.decode_tile(arch, kind, tuning.pad_power(tokens * heads))
-    blocks = num_heads // heads
-    splits = tuning.num_splits(arch, num_seqs * blocks, meta.max_seq_len, is_fixed=is_fixed)
-    merges: list[Launch] = []
-    part_lse = None
-    if splits > 1:
-        parts = q.new_empty((splits, *q.shape), dtype=torch.float32)
-        part_lse = parts.new_empty(parts.shape[:-1])
-        if not is_single:  # no program writes padding rows
-            part_lse.fill_(float("-inf"))
-        merges = [merge_launch(parts, part_lse, out)]
-        out = parts
-    shape = Shape.of(q, kv_layer, variant, heads, tile)
-    args = attention_args(q, kv_layer, meta, variant, out, shape)
-    args |= {"lse": part_lse, "num_rows": num_rows, "num_splits": splits}
-    args["min_tiles"] = -(-tuning.MIN_SPLIT_KEYS // tile.keys)
-    grid = (num_seqs, blocks, splits)
+    tile, heads = tile_of(q, kv_layer, tokens)
+    programs = num_seqs * (q.shape[1] // heads)
+    splits = tuning.decode_splits(
+        arch_of(q), programs, meta.max_seq_len, is_fixed=meta.batch_invariant
+    )
+    parts = Parts.of(out, splits, owns_all=is_single)  # no program writes padding rows
     # Single tokens are bound by memory: there, more programs a processor are worth more.
-    fills = not is_single and arch != "gfx942"
-    launch = Launch(decode_kernel, grid, args, tile.warps, tile.stages, fills_registers=fills)
-    return [launch, *merges]
+    fills = not is_single and arch_of(q) != "gfx942"
+    launch = decode_launch((q, kv_layer, meta, variant), (num_seqs, tokens), (tile, heads), parts)
+    return [launch._replace(fills_registers=fills), *parts.merges]
+
+
+def tile_of(q: torch.Tensor, kv_layer: torch.Tensor, tokens: int) -> tuple[tuning.Tile, int]:
+    """Tile and query heads of a program, for sequences of up to so many tokens."""
+    arch, kind = arch_of(q), kind_of(q, kv_layer)
+    group, most = q.shape[1] // kv_layer.shape[2], tuning.most_decode_rows(arch, kind) // tokens
+    heads = tuning.heads_a_program(group, most)
+    return tuning.decode_tile(arch, kind, tuning.pad_power(tokens * heads)), heads
+
+
+def decode_launch(
+    step: tuple[torch.Tensor, torch.Tensor, AttentionMeta, Variant],
+    sizes: tuple[int, int],
+    tile_heads: tuple[tuning.Tile, int],
+    parts: Parts,
+) -> Launch:
+    """step: queries, cache, sequences, variant; sizes: sequences, and tokens of one at most."""
+    q, kv_layer, meta, variant = step
+    (num_seqs, most_tokens), (tile, heads) = sizes, tile_heads
+    shape = Shape.of(q, kv_layer, variant, heads, tile)
+    args = attention_args(q, kv_layer, meta, variant, shape) | parts.args(tile.keys)
+    args["most_tokens"] = most_tokens
+    grid = (num_seqs, q.shape[1] // heads, parts.splits.num)
+    return Launch(decode_kernel, grid, args, tile.warps, tile.stages)

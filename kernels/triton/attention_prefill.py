@@ -1,10 +1,13 @@
 """Attention of sequences with many query tokens: tiles of 64 or 128 packed rows on tensor cores.
 
 Bound by arithmetic, so what counts is that a tile is large enough for the warpgroup instructions
-and that the loop over keys which all rows see has no mask.
+and that the loop over keys which all rows see has no mask. A few tokens behind a long context make
+too few tiles for a device: there the keys are split among programs, as those of decodes are.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -14,6 +17,7 @@ from kernels import tuning
 from kernels.meta import AttentionMeta
 from kernels.reference import Variant
 from kernels.triton.launch import Launch, arch_of
+from kernels.triton.merge import Parts
 from kernels.triton.tiles import (
     LOG2E,
     Shape,
@@ -24,18 +28,23 @@ from kernels.triton.tiles import (
     kind_of,
     load_queries,
     scale_of,
+    split_of,
     start_state,
     store_rows,
     visible_tiles,
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_splits", "min_tiles", "out_row0"])
 def prefill_kernel(  # noqa: PLR0913
-    work, q, kv, tables, query_start, seq_lens, out, sinks, slopes, kv_scales,
-    stride_q, stride_block, stride_table, S: tl.constexpr,
+    work, q, kv, tables, query_start, seq_lens, out, lse, sinks, slopes, kv_scales,
+    stride_q, stride_block, stride_table, out_row0, num_rows, num_splits, min_tiles,
+    S: tl.constexpr,
 ):  # fmt: skip
-    """Program (item of work, head block); work [items, 2]: sequence (-1: none), first token."""
+    """Program (item of work, head block, split) -> out [splits, num_rows, Hq, D], lse as decodes'.
+
+    work [items, 2]: sequence (-1: none), first token. Row 0 of out is row out_row0 of q.
+    """
     seq = tl.load(work + tl.program_id(0) * 2)
     if seq < 0:
         return
@@ -53,18 +62,22 @@ def prefill_kernel(  # noqa: PLR0913
     if S.WINDOW > 0:
         first_key = first_pos - S.WINDOW + 1
     bounds = visible_tiles(first_pos, end_key - 1, S)
+    split = tl.program_id(2)
+    tiles = split_of(split, bounds, num_splits, min_tiles)
+    where = split.to(tl.int64) * num_rows + row0 - out_row0 + token0 + token
+    where = where * (S.KV_HEADS * S.GROUP) + head
+    if split > 0 and tiles[0] >= bounds[3]:
+        return  # its part of lse says so from the beginning
     kv_head = first_head // S.GROUP
     queries = load_queries(q, stride_q, row0 + token0, rows, S)
-    state = start_state(sinks, head, True, S)
+    state = start_state(sinks, head, split == 0, S)
     cache = cache_of(kv, tables + seq.to(tl.int64) * stride_table, stride_block, kv_head, S)
     span = (first_pos + token, first_key, end_key)
     if slopes is not None:
         slopes = tl.load(slopes + head).to(tl.float32) * LOG2E
     bias = (scale_of(kv_scales, kv_head, S), slopes)
-    tiles = (bounds[0], bounds[3])
     state = attend_range(state, queries, cache, span, bias, tiles, bounds, S)
-    where = (row0 + token0 + token).to(tl.int64) * (S.KV_HEADS * S.GROUP) + head
-    store_rows(state, out, None, kv_scales, where, rows, kv_head, S)
+    store_rows(state, out, lse, kv_scales, where, rows, kv_head, S)
 
 
 def make_work(meta: AttentionMeta, num_tokens: int, tokens_a_program: int) -> torch.Tensor:
@@ -74,9 +87,13 @@ def make_work(meta: AttentionMeta, num_tokens: int, tokens_a_program: int) -> to
     """
     query_lens = meta.query_start.diff()
     num_items = (query_lens + tokens_a_program - 1) // tokens_a_program
-    num_items[: meta.num_decodes] = 0
-    ends = num_items.cumsum(0)
     num_others = len(query_lens) - meta.num_decodes
+    if meta.is_mixed:
+        num_items[query_lens <= tuning.MAX_DECODE_TOKENS] = 0
+        num_others = min(num_others, tuning.MOST_CHUNKS)
+    else:
+        num_items[: meta.num_decodes] = 0
+    ends = num_items.cumsum(0)
     bound = (num_tokens - meta.num_decodes) // tokens_a_program + num_others
     item = torch.arange(bound, device=ends.device)
     seq = torch.searchsorted(ends, item, right=True)
@@ -88,6 +105,28 @@ def make_work(meta: AttentionMeta, num_tokens: int, tokens_a_program: int) -> to
     return torch.stack((torch.where(is_real, seq, -1), token0), dim=1)[longest].to(torch.int32)
 
 
+class Chunks(NamedTuple):
+    """How chunks are cut: a program's tile and query heads, and its items of work."""
+
+    tile: tuning.Tile
+    heads: int
+    work: torch.Tensor
+
+
+def cut(q: torch.Tensor, kv_layer: torch.Tensor, meta: AttentionMeta) -> Chunks:
+    """All layers of a step share it."""
+    key = ("chunks", q.shape[1:], kv_layer.dtype)
+    if key not in meta.scratch:
+        arch, kind, group = arch_of(q), kind_of(q, kv_layer), q.shape[1] // kv_layer.shape[2]
+        rows = meta.max_query_len * group
+        tile = tuning.prefill_tile(arch, kind, rows, is_fixed=meta.batch_invariant)
+        heads = tuning.heads_a_program(group, tile.rows)
+        work = make_work(meta, len(q), tile.rows // heads)
+        meta.scratch[key] = Chunks(tile, heads, work)
+    found: Chunks = meta.scratch[key]
+    return found
+
+
 def prefill_attention(
     q: torch.Tensor,
     kv_layer: torch.Tensor,
@@ -96,28 +135,36 @@ def prefill_attention(
     out: torch.Tensor,
 ) -> None:
     """Attend every sequence after the first num_decodes. q, out: [N, Hq, D]."""
-    prefill_launch(q, kv_layer, meta, variant, out).run()
+    for launch in prefill_launches(q, kv_layer, meta, variant, out):
+        launch.run()
 
 
-def prefill_launch(
+def prefill_launches(
     q: torch.Tensor,
     kv_layer: torch.Tensor,
     meta: AttentionMeta,
     variant: Variant,
     out: torch.Tensor,
+) -> list[Launch]:
+    chunks = cut(q, kv_layer, meta)
+    programs = len(chunks.work) * (q.shape[1] // chunks.heads)
+    splits = tuning.prefill_splits(
+        arch_of(q), programs, meta.max_seq_len, is_fixed=meta.batch_invariant
+    )
+    first = meta.num_decodes if splits.num > 1 else 0
+    parts = Parts.of(out[first:], splits, first_row=first, owns_all=False)
+    return [prefill_launch((q, kv_layer, meta, variant), chunks, parts), *parts.merges]
+
+
+def prefill_launch(
+    step: tuple[torch.Tensor, torch.Tensor, AttentionMeta, Variant], chunks: Chunks, parts: Parts
 ) -> Launch:
-    num_tokens, num_heads, _ = q.shape
-    group = num_heads // kv_layer.shape[2]
-    arch, kind, is_fixed = arch_of(q), kind_of(q, kv_layer), meta.batch_invariant
-    tile = tuning.prefill_tile(arch, kind, meta.max_query_len * group, is_fixed=is_fixed)
-    heads = tuning.heads_a_program(group, tile.rows)
-    tokens = tile.rows // heads
-    key = ("prefill work", tokens)
-    if key not in meta.scratch:
-        meta.scratch[key] = make_work(meta, num_tokens, tokens)
-    shape = Shape.of(q, kv_layer, variant, heads, tile)
-    args = attention_args(q, kv_layer, meta, variant, out, shape)
-    args["work"] = meta.scratch[key]
-    grid = (len(args["work"]), num_heads // heads)
-    is_nvidia = arch != "gfx942"
+    """step: queries, cache, sequences, variant."""
+    q, kv_layer, meta, variant = step
+    tile = chunks.tile
+    shape = Shape.of(q, kv_layer, variant, chunks.heads, tile)
+    args = attention_args(q, kv_layer, meta, variant, shape) | parts.args(tile.keys)
+    args["work"] = chunks.work
+    grid = (len(chunks.work), q.shape[1] // chunks.heads, parts.splits.num)
+    is_nvidia = arch_of(q) != "gfx942"
     return Launch(prefill_kernel, grid, args, tile.warps, tile.stages, fills_registers=is_nvidia)

@@ -2,26 +2,61 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from kernels.triton.launch import Launch
 from kernels.triton.tiles import LOG2E
-from kernels.tuning import pad_power
+from kernels.tuning import Splits, pad_power
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+class Parts(NamedTuple):
+    """Where attention is written, whole or in parts of the keys that are merged afterwards."""
+
+    out: torch.Tensor  # [n, Hq, D], or [splits, n, Hq, D] float32
+    lse: torch.Tensor | None  # [splits, n, Hq], logarithms of the sums of the softmax
+    splits: Splits
+    first_row: int  # of the batch: row 0 of out
+    merges: list[Launch]
+
+    @classmethod
+    def of(cls, out: torch.Tensor, splits: Splits, *, first_row: int = 0, owns_all: bool) -> Parts:
+        """For these rows of the output. owns_all: each is written, or says that it is empty."""
+        if splits.num == 1:
+            return cls(out, None, splits, first_row, [])
+        parts = out.new_empty((splits.num, *out.shape), dtype=torch.float32)
+        lse = parts.new_empty(parts.shape[:-1])
+        if not owns_all:
+            lse.fill_(float("-inf"))
+        return cls(parts, lse, splits, first_row, [merge_launch(parts, lse, out)])
+
+    def args(self, keys_a_tile: int) -> dict[str, object]:
+        """What decode and prefill kernels take of it."""
+        return {
+            "out": self.out,
+            "lse": self.lse,
+            "out_row0": self.first_row,
+            "num_rows": self.out.shape[-3],
+            "num_splits": self.splits.num,
+            "min_tiles": -(-self.splits.least_keys // keys_a_tile),
+        }
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_parts"])
 def merge_kernel(  # noqa: PLR0913
-    parts, part_lse, out, num_rows,
-    P: tl.constexpr, PAD_P: tl.constexpr, D: tl.constexpr, PAD_D: tl.constexpr,
+    parts, part_lse, out, num_rows, num_parts,
+    PAD_P: tl.constexpr, D: tl.constexpr, PAD_D: tl.constexpr,
 ):  # fmt: skip
-    """Program row; parts [P, num_rows, D], part_lse [P, num_rows]. An empty part is not read."""
+    """Program row; parts [num_parts, num_rows, D], part_lse [num_parts, num_rows]. An empty part
+    is not read."""
     row = tl.program_id(0)
     part = tl.arange(0, PAD_P)
     dims = tl.arange(0, PAD_D)
     where = part.to(tl.int64) * num_rows + row
-    logs = tl.load(part_lse + where, mask=part < P, other=float("-inf"))
+    logs = tl.load(part_lse + where, mask=part < num_parts, other=float("-inf"))
     peak = tl.max(logs, 0)
     base = tl.where(peak == float("-inf"), 0.0, peak)
     weights = tl.exp2((logs - base) * LOG2E)
@@ -41,10 +76,11 @@ def merge_launch(parts: torch.Tensor, part_lse: torch.Tensor, out: torch.Tensor)
         "part_lse": part_lse,
         "out": out,
         "num_rows": num_tokens * num_heads,
-        "P": num_parts,
-        "PAD_P": pad_power(num_parts, 2),
+        "num_parts": num_parts,
+        # Of two sizes only: each is compiled for itself.
+        "PAD_P": 8 if num_parts <= 8 else pad_power(num_parts, 32),
         "D": head_dim,
         "PAD_D": pad_power(head_dim),
     }
-    warps = 4 if num_parts * head_dim > 1024 else 1
+    warps = 4 if num_parts > 8 or head_dim > 128 else 1
     return Launch(merge_kernel, (num_tokens * num_heads,), args, warps, 1)

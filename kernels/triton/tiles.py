@@ -59,10 +59,9 @@ def attention_args(
     kv_layer: torch.Tensor,
     meta: AttentionMeta,
     variant: Variant,
-    out: torch.Tensor,
     shape: Shape,
 ) -> dict[str, Any]:
-    """What prefill and decode kernels both take."""
+    """What prefill and decode kernels both take, less where they write."""
     if not kv_layer[0].is_contiguous() or not q[0].is_contiguous():
         raise ValueError("attention needs contiguous query rows and contiguous cache blocks")
     return {
@@ -71,7 +70,6 @@ def attention_args(
         "tables": meta.block_tables,
         "query_start": meta.query_start,
         "seq_lens": meta.seq_lens,
-        "out": out,
         "sinks": variant.sinks,
         "slopes": variant.alibi,
         "kv_scales": variant.kv_scales,
@@ -114,12 +112,20 @@ def visible_tiles(first_pos, last_pos, S: tl.constexpr):
 
 
 @triton.jit
-def cache_rows(table, stride_block, tile, end_key, S: tl.constexpr, MASKED: tl.constexpr):
+def block_at(table, tile, S: tl.constexpr):
+    """The block that a tile lies in; 0 where tiles span several."""
+    block = tl.full([], 0, tl.int32)
+    if S.PAGE % S.KEYS == 0:
+        block = tl.load(table + tile * S.KEYS // S.PAGE)
+    return block
+
+
+@triton.jit
+def cache_rows(table, stride_block, tile, block, end_key, S: tl.constexpr, MASKED: tl.constexpr):
     """Offsets [KEYS] of a tile's rows within one head of the cache."""
     place = tile * S.KEYS + tl.arange(0, S.KEYS)
-    if S.PAGE % S.KEYS == 0:  # the tile lies within one block
-        block = tl.load(table + tile * S.KEYS // S.PAGE).to(tl.int64)
-        rows = block * stride_block + (place % S.PAGE) * S.D
+    if S.PAGE % S.KEYS == 0:
+        rows = block.to(tl.int64) * stride_block + (place % S.PAGE) * S.D
     else:
         if MASKED:
             blocks = tl.load(table + place // S.PAGE, mask=place < end_key, other=0)
@@ -145,46 +151,60 @@ def load_tile(base, rows, is_seen, S: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def scores_of(products, scale, slopes, row_pos, key_pos, S: tl.constexpr):
-    """Scores in base 2: scaled, capped, biased by distance."""
+    """(scores, a factor that is still to be laid on them): in base 2, capped, biased by distance.
+
+    The factor is left to the multiply-add that takes the largest away: scores cost an instruction
+    less, and masked and whole tiles round alike, whatever a compiler contracts.
+    """
+    factor = scale * LOG2E
+    scores = products
     if S.SOFTCAP > 0:
         # tanh by a form that saturates instead of overflowing.
         grown = tl.exp2(products * (scale * (2 * LOG2E / S.SOFTCAP)))
-        scores = (1 - 2 / (grown + 1)) * (S.SOFTCAP * LOG2E)
-    else:
-        scores = products * (scale * LOG2E)
+        scores = 1 - 2 / (grown + 1)
+        factor = tl.full([], S.SOFTCAP * LOG2E, tl.float32)
     if slopes is not None:
-        scores += slopes[:, None] * (key_pos[None, :] - row_pos[:, None]).to(tl.float32)
-    return scores
+        bias = slopes[:, None] * (key_pos[None, :] - row_pos[:, None]).to(tl.float32)
+        scores = tl.fma(scores, factor, bias)
+        factor = tl.full([], 1.0, tl.float32)
+    return scores, factor
 
 
 @triton.jit
 def attend_tiles(  # noqa: PLR0913
     state, q, cache, span, bias, tiles, S: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Take tiles[0] .. tiles[1] - 1 into the running softmax `state`."""
+    """Take tiles[0] .. tiles[1] - 1 into the running softmax `state`.
+
+    A tile's block is looked up while the tile before it is computed: an address that a load of the
+    same round gives would keep keys and values from being fetched ahead.
+    """
     acc, peak, total = state
     keys, values, table, stride_block = cache
     row_pos, first_key, end_key = span
     scale, slopes = bias
+    last = tl.maximum(tiles[1] - 1, 0)
+    block = block_at(table, tl.minimum(tiles[0], last), S)
     for tile in tl.range(tiles[0], tiles[1]):
         key_pos = tile * S.KEYS + tl.arange(0, S.KEYS)
         is_seen = (key_pos >= first_key) & (key_pos < end_key)
-        rows = cache_rows(table, stride_block, tile, end_key, S, MASKED)
+        rows = cache_rows(table, stride_block, tile, block, end_key, S, MASKED)
+        block = block_at(table, tl.minimum(tile + 1, last), S)
         k = load_tile(keys, rows, is_seen, S, MASKED).to(q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        scores = scores_of(scores, scale, slopes, row_pos, key_pos, S)
+        products = tl.dot(q, tl.trans(k), input_precision="ieee")
+        scores, factor = scores_of(products, scale, slopes, row_pos, key_pos, S)
         if MASKED:
             seen = is_seen[None, :] & (key_pos[None, :] <= row_pos[:, None])
             if S.WINDOW > 0:
                 seen = seen & (key_pos[None, :] > row_pos[:, None] - S.WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        new_peak = tl.maximum(peak, tl.max(scores, 1) * factor)
         base = new_peak
         if MASKED:  # a row may have seen nothing yet
             base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        weights = tl.exp2(scores - base[:, None])
+        weights = tl.exp2(tl.fma(scores, factor, -base[:, None]))
         decay = tl.exp2(peak - base)
-        total = total * decay + tl.sum(weights, 1)
+        total = tl.fma(total, decay, tl.sum(weights, 1))
         v = load_tile(values, rows, is_seen, S, MASKED).to(q.dtype)
         acc = tl.dot(weights.to(q.dtype), v, acc * decay[:, None], input_precision="ieee")
         peak = new_peak
@@ -218,6 +238,16 @@ def attend_range(  # noqa: PLR0913
     state = attend_tiles(state, q, cache, span, bias, whole, S, False)
     tail = (tl.maximum(first, whole_to), end)
     return attend_tiles(state, q, cache, span, bias, tail, S, True)
+
+
+@triton.jit
+def split_of(split, bounds, num_splits, min_tiles):
+    """First and end of a split's tiles, in even parts, each of min_tiles at least; an empty one
+    begins at the end or behind it. Hangs on the sequence and the number of splits alone."""
+    num_tiles = bounds[3] - bounds[0]
+    share = tl.maximum((num_tiles + num_splits - 1) // num_splits, min_tiles)
+    first = bounds[0] + split * share
+    return first, tl.minimum(first + share, bounds[3])
 
 
 @triton.jit

@@ -3,6 +3,7 @@
 Where nothing may be read lies NaN: free blocks, blocks a window left, the rest of a last block.
 """
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -19,6 +20,7 @@ STEPS = {
     "drafts": ((4, 20), (2, 140), (1, 63), (3, 0)),
     "prefill": ((37, 0), (1, 0), (5, 0)),
     "mixed": ((1, 20), (1, 150), (5, 0), (17, 13), (40, 61)),
+    "behind long contexts": ((1, 20), (12, 1600), (30, 900)),
 }
 SWITCHES = {
     "step": list(STEPS),
@@ -71,6 +73,25 @@ def a_variant(case: dict[str, Any], num_heads: int, rng: torch.Generator) -> ref
     )
 
 
+def as_recorded(meta: AttentionMeta, num_tokens: int) -> AttentionMeta:
+    """The same sequences as a recorded step meets them: bounds instead of sizes, and padding."""
+    last, padding = meta.query_start[-1:], torch.zeros(3, dtype=torch.int32)
+    tables = torch.cat(
+        (meta.block_tables, meta.block_tables.new_zeros(3, len(meta.block_tables[0])))
+    )
+    return dataclasses.replace(
+        meta,
+        query_start=torch.cat((meta.query_start, last.expand(3))),
+        seq_lens=torch.cat((meta.seq_lens, padding)),
+        block_tables=tables,
+        num_decodes=0,
+        max_query_len=num_tokens,
+        max_seq_len=9000,
+        scratch={},
+        is_mixed=True,
+    )
+
+
 def queries(num: int, case: dict[str, Any], rng: torch.Generator) -> torch.Tensor:
     """Rows of a wider tensor, as the projection of queries, keys and values makes them."""
     heads, dim = KV_HEADS * case.get("group", 3), case["head_dim"]
@@ -89,6 +110,9 @@ def test_attention_over_pairs_of_switches(case: dict[str, Any], rng: torch.Gener
 
     tolerance = TOLERANCE[q.dtype]
     close(bodies.paged_attention(q, kv, cache.meta, variant), wanted, tolerance)
+    if not case["batch_invariant"]:
+        recorded = as_recorded(cache.meta, len(q))
+        close(bodies.paged_attention(q, kv, recorded, variant), wanted, tolerance)
     if q.dtype is torch.float32 and case["page"] == 16:
         close(cpu.paged_attention(q.contiguous(), kv, cache.meta, variant), wanted, tolerance)
     close(reference.paged_attention(q, kv, cache.meta, variant), wanted, tolerance)
