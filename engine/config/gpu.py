@@ -8,6 +8,7 @@ from engine.config.check import check_kind, check_types
 from engine.errors import ConfigError
 
 MAX_GRAPH_ROWS = 512
+MIXED_SIZES = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 1024)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +20,9 @@ class GPUConfig:
     enforce_eager: bool = False
     """Launch every step call by call: no CUDA graphs, and no recorded steps on a CPU."""
     cudagraph_capture_sizes: list[int] | tuple[int, ...] | None = None
-    """Batch sizes decode steps are recorded for; 1, 2, 4, then every 8 and 16 up to max_num_seqs or
-    512 if not given."""
+    """Sizes that steps are recorded for: rows of decode steps, and tokens of steps with chunks of
+    prompts or drafts. If not given, 1, 2, 4, then every 8 and 16 rows up to max_num_seqs or 512,
+    and 14 numbers of tokens up to 1024."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -43,3 +45,13 @@ def graph_sizes(config: GPUConfig, max_num_seqs: int) -> list[int]:
     most = min(max_num_seqs, MAX_GRAPH_ROWS)
     steps = (1, 2, 4, *range(8, 256, 8), *range(256, MAX_GRAPH_ROWS, 16))
     return [*(size for size in steps if size < most), most]
+
+
+def mixed_sizes(config: GPUConfig, max_num_tokens: int) -> list[int]:
+    """Tokens of steps with chunks or drafts to record the forward pass of, ascending."""
+    sizes = config.cudagraph_capture_sizes
+    if sizes is None:
+        sizes = MIXED_SIZES
+    if config.enforce_eager:
+        return []
+    return sorted({size for size in sizes if size <= max_num_tokens})

@@ -69,6 +69,7 @@ class Extent(NamedTuple):
     num_decodes: int
     max_query_len: int
     max_seq_len: int
+    is_mixed: bool = False  # whatever sequences fit; see ``AttentionMeta``
 
 
 class Read(NamedTuple):
@@ -111,6 +112,7 @@ class Staged(NamedTuple):
     draws: Draws
     picked: Picked | None  # None: rows have one token each, as many as a graph holds
     changes: Changes | None
+    mixed: int  # tokens of the graph that it is for, 0: none
 
     @property
     def step(self) -> DeviceColumns:
@@ -151,16 +153,22 @@ class Batches:
         specs: Sequence[SamplingSpec] = (),
         *,
         padded: int = 0,
+        mixed: int = 0,
     ) -> Staged:
         """Send these rows, and with a plan all that it changes: one copy.
 
         ``specs``: of the plan's new sequences. padded: these rows have one token each, and are made
-        up to so many with padding.
+        up to so many with padding. mixed: they are for a graph of so many tokens; see
+        ``mixed_room``.
         """
         tokens = locate(rows)
         num_tokens = max(len(tokens.slots), padded)
-        host = self._staging.open(num_tokens)
+        host = self._staging.open(max(num_tokens, mixed))
         self._fill(host, rows, tokens, padded)
+        if mixed:  # sequences of no tokens; the tokens behind the last belong to none
+            num, end = len(rows.counts), self._most_seqs(mixed)
+            host.slots[num:end] = -1
+            host.query_start[num + 1 : end + 1] = len(tokens.slots)
         if padded:
             draws, picked = _padded_draws(host, rows, padded), None
         else:
@@ -170,7 +178,11 @@ class Batches:
         changes = None if plan is None else stage_changes(plan, specs, self._staging)
         self._staging.send()
         room = self._room(max(len(rows.counts), padded), num_tokens)
-        return Staged(rows, tokens, room, draws, picked, changes)
+        return Staged(rows, tokens, room, draws, picked, changes, mixed)
+
+    def mixed_room(self, num_tokens: int) -> Room:
+        """Of any step of so many tokens at most: as many sequences as there can be then."""
+        return self._room(self._most_seqs(num_tokens), num_tokens)
 
     def build(self, room: Room, extent: Extent) -> ForwardBatch:
         """The forward pass of a step; every hidden state is wanted."""
@@ -187,6 +199,7 @@ class Batches:
             max_query_len=extent.max_query_len,
             max_seq_len=extent.max_seq_len,
             batch_invariant=self._batch_invariant,
+            is_mixed=extent.is_mixed,
         )
         return ForwardBatch(inputs.input_ids, inputs.positions, meta)
 
@@ -205,6 +218,9 @@ class Batches:
     def seq_lens(self, num_seqs: int) -> torch.Tensor:
         """Position of the next token of each sequence, as computed by `build`."""
         return self._inputs.seq_lens[:num_seqs]
+
+    def _most_seqs(self, num_tokens: int) -> int:
+        return min(num_tokens, len(self._staging.device.slots))
 
     def _room(self, num_seqs: int, num_tokens: int) -> Room:
         """Made once for each size: while the same requests decode, steps have the same."""

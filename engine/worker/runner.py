@@ -29,17 +29,20 @@ from engine.worker.prompt_scores import PromptScores
 from engine.worker.roofline import TOLD_SECONDS, TOLD_STEPS, Measured, Roofline
 from engine.worker.slots import LiveSeqs
 from engine.worker.steps import (
+    BySize,
     EagerStep,
     Failed,
     GraphedStep,
-    GraphedSteps,
     Homebound,
+    MixedGraph,
     Pending,
     collect,
     record,
+    record_mixed,
     section,
 )
 from kernels.slots import Rows
+from kernels.tuning import fits
 
 logger = logging.getLogger("engine.worker")
 Compute = Callable[[PlanRows, int], Homebound]
@@ -220,7 +223,8 @@ class Runner:
     def __init__(self, machine: Machine, max_model_len: int) -> None:
         self.machine = machine
         self._max_model_len = max_model_len
-        self._graphed = GraphedSteps()
+        self._graphed: BySize[GraphedStep] = BySize()
+        self._mixed: BySize[MixedGraph] = BySize()
         self._prompt_scores = PromptScores(machine.model.logits)
         self._unfit: dict[int, str] = {}  # slots, and why a feature cannot compute what is there
 
@@ -243,7 +247,9 @@ class Runner:
         self, rows: PlanRows, plan: StepPlan | None = None, specs: Sequence[SamplingSpec] = ()
     ) -> Staged:
         """Send these rows and, with a plan, all its changes."""
-        staged = self.machine.batches.stage(rows, plan, specs, padded=self._size_for(rows))
+        padded = self._size_for(rows)
+        mixed = 0 if padded else self._mixed_size_for(rows)
+        staged = self.machine.batches.stage(rows, plan, specs, padded=padded, mixed=mixed)
         if staged.changes is not None:
             self.machine.slots.apply(*staged.changes)
         return staged
@@ -295,9 +301,11 @@ class Runner:
         self.machine.live.prompt_scored.discard(slot)
 
     @torch.inference_mode()
-    def capture(self, sizes: Sequence[int]) -> None:
-        """Record decode steps of these numbers of rows; larger steps are launched call by call."""
+    def capture(self, sizes: Sequence[int], mixed_sizes: Sequence[int] = ()) -> None:
+        """Record decode steps of these numbers of rows, and forward passes of so many tokens;
+        larger steps are launched call by call."""
         self._graphed = record(self.machine, sizes, self._max_model_len)
+        self._mixed = record_mixed(self.machine, mixed_sizes, self._max_model_len)
 
     @torch.inference_mode()
     def profile_run(self, num_tokens: int, num_seqs: int, context: int = 0) -> None:
@@ -327,6 +335,15 @@ class Runner:
         step = self._graphed.holding(len(counts))
         return 0 if step is None else step.num_rows
 
+    def _mixed_size_for(self, rows: PlanRows) -> int:
+        """Tokens of the graph that computes these rows' forward pass; 0 if none does."""
+        if not self._mixed.sizes or not len(rows.counts) or not fits(rows.counts):
+            return 0
+        if any(feature.touches(rows) for feature in self.machine.features):
+            return 0
+        graph = self._mixed.holding(int(rows.counts.sum()))
+        return 0 if graph is None else graph.num_rows
+
     def _step_for(
         self, staged: Staged, is_made_up: bool, is_masked: bool
     ) -> EagerStep | GraphedStep:
@@ -338,6 +355,7 @@ class Runner:
                 self._prompt_scores,
                 staged,
                 staged.picked,
+                graph=self._mixed.holding(staged.mixed) if staged.mixed else None,
                 is_made_up=is_made_up,
                 may_take_largest=may_take_largest,
             )

@@ -1,13 +1,15 @@
-"""Two ways to compute a step: call by call, or by replaying a graph of decodes; and its results."""
+"""Ways to compute a step, and its results: call by call, or by replaying what was recorded, of
+decodes the whole step, of any few tokens the forward pass."""
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -43,7 +45,8 @@ def section(name: str) -> AbstractContextManager[object]:
 
 
 class EagerStep:
-    """A staged step, launched call by call: chunks of prompts, and what no graph holds."""
+    """A staged step, launched call by call: chunks of prompts, and what no graph holds. The forward
+    pass of few tokens is replayed."""
 
     def __init__(
         self,
@@ -52,11 +55,13 @@ class EagerStep:
         staged: Staged,
         picked: Picked,
         *,
+        graph: MixedGraph | None = None,
         is_made_up: bool = False,
         may_take_largest: bool = False,
     ) -> None:
         """may_take_largest: nothing but the draw will look at the logits."""
         self._machine = machine
+        self._graph = graph
         self._may_take_largest = may_take_largest
         self._largest: torch.Tensor | None = None
         self._scores = scores
@@ -68,15 +73,12 @@ class EagerStep:
     def forward(self) -> Rows:
         """Logits of the rows behind which a token is drawn."""
         machine, picked, live = self._machine, self._picked, self._machine.live
-        read = None if live.prompt_scored else picked.read
-        batch = machine.batches.build_picked(self._staged, read)
-        self._extend(batch)
         with section("forward"):
-            self._hidden = machine.model.forward(batch, machine.kv)
-        hidden = self._hidden.last
+            hidden = self._forward()
         if live.prompt_scored:
             self.prompt_logprobs = self._scores.collect(self._staged.rows, hidden, live)
-            hidden = hidden if picked.read is None else hidden[picked.read.tokens]
+        if picked.read is not None and (live.prompt_scored or self._graph is not None):
+            hidden = hidden[picked.read.tokens]
         if picked.slots.shape[0]:
             with section("logits"):
                 logits = self._logits_of(hidden)
@@ -96,10 +98,21 @@ class EagerStep:
         return tokens
 
     def tell(self, drawn: torch.Tensor) -> None:
-        """Pass what was computed and drawn to the features."""
-        if not self._is_made_up:
+        """Pass what was computed and drawn to the features; none touches the rows of a graph."""
+        if not self._is_made_up and self._graph is None:
             for feature in self._machine.features:
                 feature.drawn(self._staged.rows, self._hidden, drawn)
+
+    def _forward(self) -> torch.Tensor:
+        """Hidden states of the tokens that are read, or of all tokens."""
+        machine, staged = self._machine, self._staged
+        if self._graph is not None:
+            return self._graph.replay()[: len(staged.tokens.slots)]
+        read = None if machine.live.prompt_scored else self._picked.read
+        batch = machine.batches.build_picked(staged, read)
+        self._extend(batch)
+        self._hidden = machine.model.forward(batch, machine.kv)
+        return self._hidden.last
 
     def _logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
         """The logits; none if their largest is all that is wanted, and was found without them."""
@@ -159,32 +172,69 @@ class GraphedStep:
         """Nothing to do: no feature touches its rows."""
 
 
-class GraphedSteps:
+class MixedGraph:
+    """The forward pass of any step of so many tokens at most: chunks of prompts among decodes, and
+    drafts. What is drawn behind it hangs on the step."""
+
+    def __init__(self, graph: Graph, hidden: torch.Tensor) -> None:
+        self._graph = graph
+        self._hidden = hidden
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens."""
+        return len(self._hidden)
+
+    def replay(self) -> torch.Tensor:
+        """Hidden states behind the final norm [N, H], of every token; the next replay of any of
+        these graphs writes over them."""
+        self._graph.replay()
+        return self._hidden
+
+
+G = TypeVar("G", GraphedStep, MixedGraph)
+
+
+class BySize(Generic[G]):
     """The graphs of all sizes. A step takes the smallest that holds it; the rest is padding."""
 
-    def __init__(self, steps: Sequence[GraphedStep] = ()) -> None:
-        self._steps = sorted(steps, key=lambda step: step.num_rows)
-        self.sizes = [step.num_rows for step in self._steps]
+    def __init__(self, graphs: Sequence[G] = ()) -> None:
+        self._graphs: list[G] = sorted(graphs, key=lambda graph: graph.num_rows)
+        self.sizes: list[int] = [graph.num_rows for graph in self._graphs]
 
-    def holding(self, num_rows: int) -> GraphedStep | None:
+    def holding(self, num_rows: int) -> G | None:
         """The smallest that has so many rows; ``None`` if they are too many for any."""
         index = bisect.bisect_left(self.sizes, num_rows)
-        return self._steps[index] if index < len(self._steps) else None
+        return self._graphs[index] if index < len(self._graphs) else None
 
 
-def record(machine: Machine, sizes: Sequence[int], max_model_len: int) -> GraphedSteps:
+def record(machine: Machine, sizes: Sequence[int], max_model_len: int) -> BySize[GraphedStep]:
     """Record decode steps of these sizes, the largest first: the others fit into its memory."""
     if not sizes:
-        return GraphedSteps()
+        return BySize()
     most, platform = max(sizes), machine.platform
     logits = platform.zeros((most, machine.model.vocab_size), torch.float32)
     drawn = platform.zeros((most,), torch.int32)
-    return GraphedSteps(
+    return BySize(
         [
             _recorded(machine, logits[:size], drawn[:size], max_model_len)
             for size in sorted(set(sizes), reverse=True)
         ]
     )
+
+
+def record_mixed(machine: Machine, sizes: Sequence[int], max_model_len: int) -> BySize[MixedGraph]:
+    """Record the forward pass of steps of so many tokens, the largest first."""
+    graphs: list[MixedGraph] = []
+    whole: torch.Tensor | None = None
+    for size in sorted(set(sizes), reverse=True):
+        hidden = _mixed_hidden(machine, size, max_model_len)
+        if whole is None:
+            whole = torch.empty_like(hidden())
+        graph, place = machine.platform.graph(), whole[:size]
+        graph.capture(partial(_copy, place, hidden))
+        graphs.append(MixedGraph(graph, place))
+    return BySize(graphs)
 
 
 class Failed(NamedTuple):
@@ -269,6 +319,22 @@ def _recorded(
     for graph, work in zip(graphs, (forward, draw), strict=True):
         graph.capture(work)
     return GraphedStep(graphs, rows, drawn)
+
+
+def _mixed_hidden(machine: Machine, size: int, max_model_len: int) -> Callable[[], torch.Tensor]:
+    """The forward pass of so many tokens; while it is recorded they are padding."""
+    machine.batches.stage(PlanRows(EMPTY, EMPTY, EMPTY, EMPTY), mixed=size)
+    room = machine.batches.mixed_room(size)
+    extent = Extent(0, max_query_len=size, max_seq_len=max_model_len, is_mixed=True)
+
+    def hidden() -> torch.Tensor:
+        return machine.model.forward(machine.batches.build(room, extent), machine.kv).last
+
+    return hidden
+
+
+def _copy(place: torch.Tensor, made: Callable[[], torch.Tensor]) -> None:
+    place.copy_(made())
 
 
 def _read(part: Homebound | Failed, result: StepResult) -> tuple[Column, Column]:

@@ -19,7 +19,7 @@ import torch
 from engine.config.decide import ModelFacts
 from engine.config.engine import ResolvedConfig
 from engine.config.env import default_num_threads
-from engine.config.gpu import graph_sizes
+from engine.config.gpu import graph_sizes, mixed_sizes
 from engine.config.gpu_memory import GIB, kv_budget
 from engine.config.model import ModelInfo
 from engine.errors import ConfigError
@@ -225,16 +225,19 @@ class ModelWorker:
         )
 
     def _record(self, runner: Runner) -> None:
-        sizes = graph_sizes(self.config.gpu, self.config.scheduler.max_num_seqs)
+        gpu, sched = self.config.gpu, self.config.scheduler
+        sizes = graph_sizes(gpu, sched.max_num_seqs)
+        mixed = mixed_sizes(gpu, sched.max_num_batched_tokens)
         if not runner.machine.model.can_be_recorded and sizes:
             logger.info("this model's decode steps are launched call by call: it waits for the GPU")
             return
         started = time.perf_counter()
         with explained(self.platform, "decode steps were recorded"):
-            runner.capture(sizes)
+            runner.capture(sizes, mixed)
         if sizes:
             seconds = time.perf_counter() - started
-            logger.info("decode steps of %d sizes recorded in %.1f s", len(sizes), seconds)
+            counts = (len(sizes), len(mixed))
+            logger.info("decodes of %d sizes, mixed steps of %d recorded: %.1f s", *counts, seconds)
 
     def _profile(self, what: str) -> list[str] | None:
         """Start or stop a trace; returns the files written."""

@@ -23,6 +23,8 @@ MODES = {
     "recorded, depth 2": {},
     "call by call, depth 1": {"enforce_eager": True, "async_scheduling": False},
     "chunks": {"max_num_batched_tokens": 16, "cudagraph_capture_sizes": [2, 8]},
+    "recorded chunks": {"max_num_batched_tokens": 24, "cudagraph_capture_sizes": [8, 12, 24]},
+    "drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
     "preempted": {"num_kv_blocks": 12},
 }
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from e2e.general_models import make_general_model
 from e2e.tiny_models import CASES, Case, config_of, random_model, save
-from support import made_tokenizers
+from support import made_tokenizers, triton_interpreter
 
 from engine import LLM, RequestOutput, SamplingParams
 from engine.config.env import INTERPRET_CUDA
@@ -32,13 +32,14 @@ MODES = {
         "enforce_eager": True,
         "max_num_batched_tokens": 9,
     },
-    "depth 2, recorded, preempted": {"num_kv_blocks": 5, "cudagraph_capture_sizes": [3]},
+    "depth 2, recorded, preempted": {"num_kv_blocks": 5, "cudagraph_capture_sizes": [3, 24]},
 }
 
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(INTERPRET_CUDA, "1")
+    if triton_interpreter.IS_INTERPRETING:  # else on a GPU
+        monkeypatch.setenv(INTERPRET_CUDA, "1")
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +132,7 @@ def test_seeds_edits_and_logprobs_are_those_of_the_cpu_worker(models, tokenizer)
         ),
     ]
     found = []
-    for options in ({"device": "cpu"}, {"device": "cuda", "cudagraph_capture_sizes": [4]}):
+    for options in ({"device": "cpu"}, {"device": "cuda", "cudagraph_capture_sizes": [4, 32]}):
         with llm_for(models["llama"], tokenizer=tokenizer, **options) as llm:
             found.append(run(llm, asked))
     assert tokens(found[1]) == tokens(found[0])
