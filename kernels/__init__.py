@@ -5,12 +5,21 @@ of this name and would take it for the one it knows.
 """
 
 from kernels.meta import AttentionMeta
-from kernels.ops import act_mul, add_rms_norm, mixture, paged_attention, qkv_rope_write, rms_norm
+from kernels.ops import (
+    act_mul,
+    add_rms_norm,
+    linear,
+    mixture,
+    paged_attention,
+    qkv_rope_write,
+    rms_norm,
+)
 
 __all__ = [
     "AttentionMeta",
     "act_mul",
     "add_rms_norm",
+    "linear",
     "mixture",
     "paged_attention",
     "qkv_rope_write",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+import kernels
 from engine.errors import ConfigError
 from engine.layers.adapted import Adaptable, Linear
 from engine.layers.quantized import QuantizedWeight, Weight, plain
@@ -91,7 +92,7 @@ def cpu_linear(
 
 
 class PlainLinear(Adaptable):
-    """torch's own product on the weights as they are."""
+    """The product on the weights as they are: torch's, or on a GPU that of one row."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.weight = weight
@@ -99,7 +100,7 @@ class PlainLinear(Adaptable):
         self.out_features, self.in_features = weight.shape
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return kernels.linear(x, self.weight, self.bias)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(ids, self.weight)

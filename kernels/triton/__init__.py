@@ -4,6 +4,7 @@ from kernels.reference.logits import are_sound
 from kernels.triton.activation import act_mul
 from kernels.triton.attention import paged_attention
 from kernels.triton.bitmask import apply_bitmask, apply_edits, forbid_words
+from kernels.triton.gemv import matvec
 from kernels.triton.index import advance, grow_block_tables, preparation, remember
 from kernels.triton.kv_write import qkv_rope_write
 from kernels.triton.launch import is_interpreting
@@ -26,6 +27,7 @@ __all__ = [
     "forbid_words",
     "grow_block_tables",
     "is_interpreting",
+    "matvec",
     "mixture",
     "paged_attention",
     "penalise_rows",
