@@ -30,6 +30,7 @@ from rich.table import Table
 from engine import EngineArgs, LLMEngine, Request, SamplingParams
 from engine.messages.step import StepResult
 from engine.spec.decide import Drafts
+from engine.spec.payoff import Payoff
 from engine.spec.worth import Worth
 
 PROMPT = list(range(20, 148))
@@ -113,7 +114,9 @@ def costs(engine: LLMEngine, oracle: Oracle, num_tokens: int) -> dict[int, float
 
 
 def drafting_engine(asked: argparse.Namespace, oracle: Oracle) -> LLMEngine:
-    return engine_for(asked.model, (Drafts(asked.drafts, oracle, worth=Worth(asked.drafts)),))
+    return engine_for(
+        asked.model, (Drafts(asked.drafts, oracle, worth=Worth(asked.drafts), payoff=Payoff()),)
+    )
 
 
 def ratio(plain: LLMEngine, drafting: LLMEngine, oracle: Oracle, num_tokens: int) -> float:

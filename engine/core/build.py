@@ -35,6 +35,7 @@ from engine.sched.plugins.find import Chosen, choose, make_scheduler
 from engine.sched.resource import Resource
 from engine.spec.decide import Drafts, Proposer
 from engine.spec.ngram import NgramProposer
+from engine.spec.payoff import Payoff
 from engine.spec.worth import Worth
 from engine.structured.decide import CompiledAtOnce, GrammarCompiler, GrammarReadiness, beside
 from engine.structured.guidance import CheckedOnly, guidance_of
@@ -149,7 +150,8 @@ def features_of(config: SchedulerOptions) -> list[Resource]:
         return []
     asked = SpeculativeConfig.of(config.speculative_config)
     worth = Worth(asked.num_speculative_tokens)
-    return [Drafts(asked.num_speculative_tokens, proposer_of(asked), worth=worth)]
+    drafts = (asked.num_speculative_tokens, proposer_of(asked))
+    return [Drafts(*drafts, worth=worth, payoff=Payoff())]
 
 
 def proposer_of(asked: SpeculativeConfig) -> Proposer:

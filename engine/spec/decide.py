@@ -31,6 +31,7 @@ from engine.sched.plugins.answers import raised, shown
 from engine.sched.request import Request
 from engine.sched.resource import AttachedScheduler, Resource
 from engine.sched.step.builder import Step
+from engine.spec.payoff import Payoff
 from engine.spec.worth import Worth
 
 MOST_TOKEN = 2**31 - 1  # what a column can hold
@@ -89,7 +90,8 @@ class Drafts(Resource):
     What a drafting row will have computed is known when its step is settled, so it is in one step
     at a time. ``proposer``: makes drafts; ``None``: the worker does. ``cut`` says how many leading
     drafts of a request may be right: those its grammar allows. ``worth`` chooses how many of a
-    proposer's are verified; ``None``: all. Raises ``ConfigError`` for a number that cannot be.
+    proposer's are verified; ``None``: all. ``payoff`` says whether a step is worth it; ``None``: it
+    is. Raises ``ConfigError`` for a number that cannot be.
     """
 
     name = "drafts"
@@ -101,6 +103,7 @@ class Drafts(Resource):
         proposer: Proposer | None = None,
         cut: Cut = keep_all,
         worth: Worth | None = None,
+        payoff: Payoff | None = None,
     ) -> None:
         check_kind("num_speculative_tokens", num_speculative_tokens, (int,))
         if not 0 <= num_speculative_tokens <= MAX_DRAFTS:
@@ -115,6 +118,7 @@ class Drafts(Resource):
         self._proposer = proposer
         self.cut = cut
         self._worth = worth
+        self._payoff = payoff
         self._running: dict[int, Request] = {}  # by row
         self._moved: set[int] = set()  # rows whose tokens have grown since the proposer was asked
         self._drafting: set[int] = set()  # rows with drafts in this step or for the next one
@@ -136,7 +140,7 @@ class Drafts(Resource):
     def begin_step(self, step: Step) -> None:
         self._taken.clear()
         self._has_prefill = False
-        if self._proposer is not None:
+        if self._proposer is not None and self._moved:
             self._propose(self._proposer)
 
     def extra(self, req: Request, step: Step) -> int:
@@ -157,6 +161,8 @@ class Drafts(Resource):
 
     def seated(self, req: Request, step: Step) -> None:
         self._running[req.row] = req
+        if self._payoff is not None:
+            self._payoff.load(len(self._running)).lend(1 / len(self._running))
 
     def take(self, req: Request, num_tokens: int, step: Step) -> None:
         drafts = list(self._proposed.pop(req.row, ()))
@@ -197,6 +203,8 @@ class Drafts(Resource):
     def settle(self, plan: StepPlan, result: StepResult) -> None:
         if plan.drafts is not None:
             self._count(plan, plan.drafts, result)
+        if self._payoff is not None:
+            self._measure(self._payoff, plan, result)
         if self._proposer is not None:
             self._moved.update(plan.rows[result.counts > 0].tolist())
         else:
@@ -210,27 +218,50 @@ class Drafts(Resource):
         One for which the proposer fails has no drafts and is asked about again when it has more.
         Raises ``ValueError`` for the first of these, when all others have been asked about.
         """
-        failed, price = "", None
+        failed, price, expected = "", None, 0.0
+        load = None if self._payoff is None else self._payoff.load(len(self._running))
+        asks = load is None or load.asks()
+        tries = load is None or load.tries()
+        asked: list[Request] = []
         while self._moved:  # removed before the proposer is called
             if (req := self._running.get(self._moved.pop())) is None:
                 continue
-            if self._worth is not None and self._worth.rests(req):
+            if not asks or not self._is_due(req, tries):
                 self._forget(req)
                 continue
             drafts, fault = self._ask(proposer, req)
             if self._worth is not None and drafts:
                 price = self._price() if price is None else price
                 drafts = drafts[: self._worth.num_worth(req, drafts, price)]
+                expected += self._worth.expect(req, len(drafts))[1]
             if fault:
                 name = type(proposer).__name__
                 failed = failed or f"{name}.propose, request {req.request_id}: {fault}"
             if drafts:
                 self._proposed[req.row] = drafts
                 self._set_drafting(req, True)
+                asked.append(req)
             else:
+                self._forget(req)
+        if asked and load is not None and not load.takes(len(self._running), expected):
+            for req in asked:
                 self._forget(req)
         if failed:
             raise ValueError(failed)
+
+    def _is_due(self, req: Request, tries: bool) -> bool:
+        """Is it asked for drafts? tries: also one of which nothing good is known."""
+        if self._worth is None:
+            return True
+        return not self._worth.rests(req) and (tries or not self._worth.has_rested(req))
+
+    def _measure(self, payoff: Payoff, plan: StepPlan, result: StepResult) -> None:
+        num_drafts = 0 if plan.drafts is None else int(plan.drafts.counts.sum())
+        now, is_busy = self._scheduler.view.now, len(self._running) > 0
+        if plan.num_tokens - num_drafts > len(plan.rows) or result.errors:
+            payoff.interrupted(now, is_busy=is_busy)
+            return
+        payoff.settled(len(plan.rows), now, has_drafts=num_drafts > 0, is_busy=is_busy)
 
     def _forget(self, req: Request) -> None:
         """It has no drafts now."""

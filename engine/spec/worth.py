@@ -8,7 +8,7 @@ is fitted to the engine's own steps; p_i from how often a request's drafts at pl
 drawn to how often those of all requests were while it has few (the mean of a Beta posterior).
 
 A request whose drafts are not worth it rests: it is not asked about for 2, 4, ... 64 tokens, and
-then with one draft. That is all that drafting costs where it brings nothing.
+then with a few drafts. What a step with drafts costs as such is up to `payoff`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from engine.sched.request import Request
 
 FIRST = 0.6  # of right drafts, before any was verified
-PRIOR = 3.0  # drafts that what is known of all requests counts as
+PRIOR = 1.0  # drafts that what is known of all requests counts as
+TRIED = 0.25  # tokens that drafts may cost which only tell whether a text repeats itself by now
 KEEP = 0.9  # of what a request's earlier drafts count for, at each step with drafts
 KEEP_ALL = 0.99  # the same of all requests' together
 MOST_REST = 64  # tokens
@@ -57,11 +58,27 @@ class Worth:
         until = self._rest.get(req.arrival)
         return until is not None and req.num_tokens < until[0]
 
+    def has_rested(self, req: Request) -> bool:
+        """Were its drafts not worth it when it was last asked?"""
+        return req.arrival in self._rest
+
     def num_worth(self, req: Request, drafts: Sequence[int], price: float) -> int:
         """How many of these drafts to verify. price: tokens that one draft more must bring."""
+        num = self.expect(req, len(drafts), price)[0]
+        if num or not drafts:
+            return num
+        # A few drafts tell whether its text has begun to repeat itself, if that could ever pay.
+        has_rested = self.has_rested(req)
+        self._let_rest(req)
+        if not has_rested or price >= 1.0:
+            return 0
+        return min(len(drafts), self._num_places, max(1, int(TRIED / max(price, 1e-3))))
+
+    def expect(self, req: Request, most: int, price: float = -1.0) -> tuple[int, float]:
+        """How many of so many drafts bring more than the price, and tokens they bring together."""
         own, every = self._own.get(req.arrival), self._all
-        chance, num = 1.0, 0
-        for place in range(min(len(drafts), self._num_places)):
+        chance, num, together = 1.0, 0, 0.0
+        for place in range(min(most, self._num_places)):
             rate = every.right[place] / every.tried[place]
             if own is not None:
                 rate = (own.right[place] + PRIOR * rate) / (own.tried[place] + PRIOR)
@@ -69,12 +86,8 @@ class Worth:
             if chance <= price:
                 break
             num += 1
-        if num or not drafts:
-            return num
-        # One draft tells whether its text has begun to repeat itself, if that could ever pay.
-        has_rested = req.arrival in self._rest
-        self._let_rest(req)
-        return int(has_rested and price < 1.0)
+            together += chance
+        return num, together
 
     def count(self, req: Request, num_verified: int, num_right: int) -> None:
         """Drafts of the request were verified."""

@@ -1,0 +1,109 @@
+"""What a step loses by having drafts at all, and whether what they may bring is worth that.
+
+What a draft costs at the margin is in the cost model; what drafting costs as such is not. A step
+with drafts waits for the one before it, may not be recorded, is put together by more of the host:
+between 0 and 20 ms, which no line through sizes of steps tells. So it is measured on the engine's
+own clock, from the end of a step to the end of the next, for numbers of running requests apart.
+
+Drafts of which less is expected are verified only as far as a credit goes, a token of each request
+and a hundredth of all: what nobody tries, nobody learns to be right. All requests that want to try
+do so in the same step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+
+WINDOW = 16  # steps of each kind that count
+ENOUGH = 4  # steps with drafts, before there is a cost
+FIRST_LOOK, LOOK = 8, 256  # steps with drafts in a row, then a few without; nothing known, or known
+FEW = 3  # the first of them cannot overlap with the one before it, so it says too little
+SHARE = 0.01  # of the tokens that may be lost by trying
+MOST_CREDIT = 3.0  # steps; whatever a cost was measured to be, so much buys a try
+MOST_WAIT = 16  # steps in which nobody is asked for drafts, after drafts that were not worth it
+
+
+def usual(seconds: Sequence[float]) -> float:
+    """The median; of few the least, as the first steps of a kind may compile something."""
+    return median(seconds) if len(seconds) >= WINDOW // 2 else min(seconds)
+
+
+class Load:
+    """What steps with about so many requests running take, with drafts and without."""
+
+    def __init__(self) -> None:
+        self._drafting: deque[float] = deque(maxlen=WINDOW)  # seconds
+        self._plain: deque[float] = deque(maxlen=WINDOW)
+        self._in_a_row = 0  # steps with drafts
+        self._looks = 0  # steps without that are still to be made
+        self._wait, self._waited = 0, 0
+        self._credit = MOST_CREDIT  # steps
+
+    def asks(self) -> bool:
+        """May this step have drafts? To be asked once a step."""
+        if self._looks:
+            self._looks -= 1
+            return False
+        if self._wait:
+            self._wait -= 1
+            return False
+        return True
+
+    def tries(self) -> bool:
+        """May it have drafts of which nothing is known?"""
+        return self._credit >= min(self.cost(), MOST_CREDIT)
+
+    def takes(self, num_seqs: int, expected: float) -> bool:
+        """Are drafts that bring so many tokens worth it?"""
+        lost = self.cost() - expected / num_seqs
+        if lost <= 0:
+            self._waited = 0
+            return True
+        if self.tries():
+            self._credit -= min(lost, MOST_CREDIT)
+            return True
+        self._wait = self._waited = min(2 * self._waited + 1, MOST_WAIT)
+        return False
+
+    def cost(self) -> float:
+        """Of drafts in a step, as a share of a step without."""
+        if len(self._drafting) < ENOUGH or len(self._plain) < FEW:
+            return 0.0
+        plain = usual(self._plain)
+        return max(0.0, usual(self._drafting) / plain - 1.0) if plain > 0 else 0.0
+
+    def lend(self, steps: float) -> None:
+        """So many more may be lost by trying."""
+        self._credit = min(self._credit + steps, MOST_CREDIT)
+
+    def add(self, seconds: float, *, has_drafts: bool) -> None:
+        """A step has taken so long."""
+        self.lend(SHARE)
+        (self._drafting if has_drafts else self._plain).append(seconds)
+        self._in_a_row = self._in_a_row + 1 if has_drafts else 0
+        if self._in_a_row == (LOOK if len(self._plain) >= FEW else FIRST_LOOK):
+            self._in_a_row, self._looks = 0, FEW
+
+
+class Payoff:
+    """The loads of an engine, and its clock."""
+
+    def __init__(self) -> None:
+        self._loads: dict[int, Load] = {}  # by the power of two that holds the running requests
+        self._last: float | None = None  # when a step had ended and others were on their way
+
+    def load(self, num_running: int) -> Load:
+        """That of so many requests."""
+        return self._loads.setdefault(num_running.bit_length(), Load())
+
+    def settled(self, num_seqs: int, now: float, *, has_drafts: bool, is_busy: bool) -> None:
+        """A step of decodes has ended. is_busy: another one follows it."""
+        if self._last is not None:
+            self.load(num_seqs).add(now - self._last, has_drafts=has_drafts)
+        self._last = now if is_busy else None
+
+    def interrupted(self, now: float, *, is_busy: bool) -> None:
+        """A step that tells nothing, as it computed prompts, has ended."""
+        self._last = now if is_busy else None
