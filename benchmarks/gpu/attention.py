@@ -52,21 +52,23 @@ def decodes(box: Box) -> Rows:
         for batch in box.sizes((1, 8, 64, 256), (2,)):
             for model, shape in box.shapes().items():
                 for dtype in (box.dtype,) if box.is_dry else (box.dtype, FP8):
-                    yield _decode(box, model, shape, (batch, context), dtype)
+                    yield _decode(box, model, shape, [context] * batch, dtype)
                     box.clear()
+    for model, shape in box.shapes().items():  # one long request among many
+        yield _decode(box, model, shape, [70] if box.is_dry else [100_000] + [1024] * 63, box.dtype)
+        box.clear()
 
 
-def _decode(box: Box, model: str, shape: Shape, size: tuple[int, int], dtype: torch.dtype) -> Row:
-    batch, context = size
-    step = Step([(1, context - 1)] * batch, BLOCK, box.device)
+def _decode(box: Box, model: str, shape: Shape, lengths: Sequence[int], dtype: torch.dtype) -> Row:
+    step = Step([(1, length - 1) for length in lengths], BLOCK, box.device)
     kept = layers_of(box, shape, step, dtype)
     timed = box.time(calls_of(box, shape, step, dtype, kept))
     num_bytes = 2 * step.num_keys * shape.kv_heads * shape.head_dim * dtype.itemsize
     floor = num_bytes / box.ceilings.bytes
     return {
         "model": model,
-        "batch": batch,
-        "context": context,
+        "batch": len(lengths),
+        "context": max(lengths),
         "cache": str(dtype).removeprefix("torch."),
         "us": 1e6 * timed.least,
         "median us": 1e6 * timed.median,
@@ -83,6 +85,7 @@ PROMPTS = {
     "1 x 16k": [(16384, 0)],
     "8 x 1k": [(1024, 0)] * 8,
     "2k after 8k": [(2048, 8192)],
+    "64 after 100k": [(64, 100_000)],
     "64 decodes + 2k": [(1, 1023)] * 64 + [(2048, 0)],
 }
 DRY_PROMPTS = {"1 x 40": [(40, 0)], "20 after 30": [(20, 30)]}

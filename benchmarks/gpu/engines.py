@@ -170,6 +170,27 @@ def _headline(box: Box, llm: LLM, shape: Shape) -> Row:
     }
 
 
+def _arrivals(box: Box, llm: LLM, label: str) -> Row:
+    """Steps with a prompt in each: one request of 64 tokens arrives a step, and 64 decode."""
+    length, num_new, count = (5, 3, 5) if box.is_dry else (64, 64, 192)
+    engine, gaps = llm.llm_engine, []
+    params = SamplingParams(temperature=0, max_tokens=num_new, ignore_eos=True, detokenize=False)
+    for index in range(count):
+        engine.add_request(str(index), _prompt(length, index), params)
+        before = time.perf_counter()
+        engine.step()
+        gaps.append(time.perf_counter() - before)
+    while engine.has_unfinished_requests():
+        engine.step()
+    taken = statistics.median(gaps[num_new + 1 :] or gaps)
+    return {
+        "what": f"a prompt of {length} each step, {label}",
+        "requests": num_new,
+        "ms": 1e3 * taken,
+        "tok/s": num_new / taken,
+    }
+
+
 def of_model(name: str, box: Box) -> Rows:
     """Start-up, one request alone, the headline, steps; then steps without graphs."""
     shape = box.shapes()[name]
@@ -179,5 +200,7 @@ def of_model(name: str, box: Box) -> Rows:
         yield _alone(box, llm, shape)
         yield _headline(box, llm, shape)
         yield from _steps(box, llm, shape, "graphs")
+        yield _arrivals(box, llm, "graphs")
     with engine_of(box, shape, enforce_eager=True) as llm:
         yield from _steps(box, llm, shape, "call by call")
+        yield _arrivals(box, llm, "call by call")

@@ -60,6 +60,7 @@ def test_logits_are_those_of_rounded_keys_and_values(case, seed: int) -> None:
 
 def engine_for(path, **options) -> LLMEngine:
     fixed = {"skip_tokenizer_init": True, "log_level": "error", "num_threads": 1, "block_size": 8}
+    fixed["device"] = "cpu"  # a GPU keeps keys and values in the type that it computes in
     return LLMEngine.from_engine_args(
         EngineArgs(model=path, max_model_len=128, max_num_seqs=4, **{**fixed, **options})
     )

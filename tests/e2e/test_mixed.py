@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from e2e.box_engine import EXACT
 
 from engine import EngineArgs, LLMEngine, SamplingParams
 
@@ -83,14 +84,14 @@ def test_two_hundred_mixed_requests_end_as_if_each_were_alone(depth):
     requests = make_requests(200)
     rng = random.Random(SEED)
     abort = {name for name, _, _ in requests if rng.random() < 0.1}
+    common = {"max_model_len": 512, **EXACT}
     options = {"max_num_seqs": 24, "max_num_batched_tokens": 64, "num_kv_blocks": 150}
-    with engine_for(async_scheduling=depth == 2, max_model_len=512, **options) as engine:
+    with engine_for(async_scheduling=depth == 2, **common, **options) as engine:
         together = run(engine, requests, abort, rng)
         stats = engine.stats()
         assert stats.kv_usage == 0.0 and stats.num_running == stats.num_waiting == 0
         assert stats.num_failed == 0
-    alone_options = {"max_num_seqs": 1, "enable_prefix_caching": False, "max_model_len": 512}
-    with engine_for(**alone_options) as engine:
+    with engine_for(max_num_seqs=1, enable_prefix_caching=False, **common) as engine:
         for request_id, prompt, params in requests[depth - 1 :: 2]:  # half for each depth
             if request_id in abort:
                 assert together[request_id].outputs[0].finish_reason in ("abort", "stop", "length")

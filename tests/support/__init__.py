@@ -59,6 +59,8 @@ Models, kernels, devices
   paged_cache: A paged cache whose blocks lie scattered, and where NaN is what no sequence owns.
   triton_interpreter: Triton kernels on the CPU: Triton's interpreter, with 16 and 8 bit floats
       as devices round them.
+  lent_to_gpu: Triton kernels given tensors on the CPU, computed by a GPU: what an interpreter
+      is held to, a device is held to.
   made_quantized: Random quantised matrices of every kind that files hold.
   made_tokenizers: Small tokenizers of the kinds that models ship with, made on the spot, as
       model directories.
