@@ -11,7 +11,7 @@ from typing import Any
 from engine.config.check import check_kind, check_range, check_types
 from engine.errors import ConfigError
 
-METHODS = ("ngram", "suffix")
+METHODS = ("ngram", "suffix", "grammar")
 NGRAM = 5  # tokens, if no size of n-grams is given
 MAX_NGRAM = 64  # each size has a table of all that was said
 MAX_DRAFTS = 256  # a row: what is verified is computed, and most of so many would be wrong
@@ -27,7 +27,8 @@ class SpeculativeConfig:
 
     method: str
     """ngram: what followed when the last tokens stood in the request's text before; suffix: what
-    mostly followed the longest end of its text, there or in outputs of requests that have ended."""
+    mostly followed the longest end of its text, there or in outputs of requests that have ended;
+    grammar: nothing else than the text that a structured output forces, which all methods draft."""
     num_speculative_tokens: int
     """Drafts for a decode, at most; with suffix suffix_decoding_max_tree_depth if not given."""
     prompt_lookup_min: int = NGRAM

@@ -33,7 +33,7 @@ from engine.messages.step import CAPABILITIES, PARTS
 from engine.sched.interface import SchedulerInterface
 from engine.sched.plugins.find import Chosen, choose, make_scheduler
 from engine.sched.resource import Resource
-from engine.spec.decide import Drafts, Proposer
+from engine.spec.decide import Drafts, NoProposer, Proposer
 from engine.spec.ngram import NgramProposer
 from engine.spec.payoff import Payoff
 from engine.spec.worth import Worth
@@ -156,6 +156,8 @@ def features_of(config: SchedulerOptions) -> list[Resource]:
 
 def proposer_of(asked: SpeculativeConfig) -> Proposer:
     """What makes drafts by the method that was asked for."""
+    if asked.method == "grammar":
+        return NoProposer()
     if asked.method == "ngram":
         return NgramProposer(asked.prompt_lookup_min, asked.prompt_lookup_max)
     from engine.spec.suffix import SuffixProposer  # which brings a compiler
@@ -182,7 +184,7 @@ def with_grammars(
     for resource in chosen.resources:
         # A replay has no tokenizer, and could not tell which drafts were cut.
         if isinstance(resource, Drafts) and config.step_log is None:
-            resource.cut = grammars.num_allowed
+            resource.cut, resource.forced = grammars.num_allowed, grammars.forced
     return chosen._replace(resources=beside(chosen.resources, grammars))
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from numbers import Integral
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,8 @@ from engine.spec.worth import Worth
 MOST_TOKEN = 2**31 - 1  # what a column can hold
 
 Cut = Callable[[Request, Sequence[int]], int]
+Forced = Callable[[Request, int], Sequence[int]]
+FORCED = 0.8  # of a text without a choice, before any was verified: models may cut it otherwise
 
 
 class Proposer(Protocol):
@@ -54,6 +56,37 @@ class Proposer(Protocol):
 def keep_all(req: Request, drafts: Sequence[int]) -> int:
     """Every draft may be verified."""
     return len(drafts)
+
+
+def none_forced(req: Request, num_tokens: int) -> Sequence[int]:
+    """Every token has a choice."""
+    return ()
+
+
+class NoProposer:
+    """Guesses nothing: only what a grammar forces is drafted."""
+
+    def propose(self, req: Request, num_tokens: int) -> Sequence[int]:
+        return ()
+
+    def release(self, req: Request) -> None:
+        """Nothing is kept."""
+
+
+class Offer(NamedTuple):
+    """Drafts of a request, the tokens they are expected to bring, and what is wrong with them."""
+
+    drafts: Sequence[int]
+    expected: float = 0.0
+    fault: str = ""
+
+
+NO_OFFER = Offer(())
+
+
+def is_due(worth: Worth | None, req: Request, tries: bool) -> bool:
+    """Are drafts of the request looked for? tries: also if nothing good is known of them."""
+    return worth is None or not (worth.rests(req) or (worth.has_rested(req) and not tries))
 
 
 def is_token(value: object) -> bool:
@@ -89,7 +122,8 @@ class Drafts(Resource):
 
     What a drafting row will have computed is known when its step is settled, so it is in one step
     at a time. ``proposer``: makes drafts; ``None``: the worker does. ``cut`` says how many leading
-    drafts of a request may be right: those its grammar allows. ``worth`` chooses how many of a
+    drafts of a request may be right: those its grammar allows; ``forced`` which tokens it leaves no
+    choice about, which go before any proposal. ``worth`` chooses how many of a
     proposer's are verified; ``None``: all. ``payoff`` says whether a step is worth it; ``None``: it
     is. Raises ``ConfigError`` for a number that cannot be.
     """
@@ -117,6 +151,9 @@ class Drafts(Resource):
         self.stats = DraftStats(accepted_at=[0] * num_speculative_tokens)
         self._proposer = proposer
         self.cut = cut
+        self.forced: Forced = none_forced
+        self._worth_of_forced = None if worth is None else Worth(num_speculative_tokens, FORCED)
+        self._are_forced: set[int] = set()  # rows whose drafts are
         self._worth = worth
         self._payoff = payoff
         self._running: dict[int, Request] = {}  # by row
@@ -124,6 +161,7 @@ class Drafts(Resource):
         self._drafting: set[int] = set()  # rows with drafts in this step or for the next one
         self._proposed: dict[int, Sequence[int]] = {}  # by row, for its next step
         self._taken: dict[int, list[int]] = {}  # by row, in the step being planned
+        self._price: float | None = None  # of a draft in the step being planned
         self._has_prefill = False  # the step being planned computes a part of a prompt
 
     def attach(self, scheduler: AttachedScheduler) -> None:
@@ -177,11 +215,14 @@ class Drafts(Resource):
         self._running.pop(req.row, None)
         self._proposed.pop(req.row, None)
         self._moved.discard(req.row)
+        self._are_forced.discard(req.row)
         self._set_drafting(req, False)
         if req.is_finished and self._proposer is not None:
             self._proposer.release(req)
-        if req.is_finished and self._worth is not None:
-            self._worth.release(req)
+        if req.is_finished:
+            for worth in (self._worth, self._worth_of_forced):
+                if worth is not None:
+                    worth.release(req)
 
     def describe(self, plan: StepPlan) -> None:
         if not self._taken:
@@ -218,42 +259,53 @@ class Drafts(Resource):
         One for which the proposer fails has no drafts and is asked about again when it has more.
         Raises ``ValueError`` for the first of these, when all others have been asked about.
         """
-        failed, price, expected = "", None, 0.0
+        failed, expected, offered = "", 0.0, []
         load = None if self._payoff is None else self._payoff.load(len(self._running))
         asks = load is None or load.asks()
         tries = load is None or load.tries()
-        asked: list[Request] = []
+        self._price = None
         while self._moved:  # removed before the proposer is called
             if (req := self._running.get(self._moved.pop())) is None:
                 continue
-            if not asks or not self._is_due(req, tries):
-                self._forget(req)
-                continue
-            drafts, fault = self._ask(proposer, req)
-            if self._worth is not None and drafts:
-                price = self._price() if price is None else price
-                drafts = drafts[: self._worth.num_worth(req, drafts, price)]
-                expected += self._worth.expect(req, len(drafts))[1]
-            if fault:
+            offer = self._offer_of(proposer, req, tries) if asks else NO_OFFER
+            if offer.fault:
                 name = type(proposer).__name__
-                failed = failed or f"{name}.propose, request {req.request_id}: {fault}"
-            if drafts:
-                self._proposed[req.row] = drafts
+                failed = failed or f"{name}.propose, request {req.request_id}: {offer.fault}"
+            if offer.drafts:
+                self._proposed[req.row] = offer.drafts
                 self._set_drafting(req, True)
-                asked.append(req)
+                offered.append(req)
+                expected += offer.expected
             else:
                 self._forget(req)
-        if asked and load is not None and not load.takes(len(self._running), expected):
-            for req in asked:
+        if offered and load is not None and not load.takes(len(self._running), expected):
+            for req in offered:
                 self._forget(req)
         if failed:
             raise ValueError(failed)
 
-    def _is_due(self, req: Request, tries: bool) -> bool:
-        """Is it asked for drafts? tries: also one of which nothing good is known."""
-        if self._worth is None:
-            return True
-        return not self._worth.rests(req) and (tries or not self._worth.has_rested(req))
+    def _offer_of(self, proposer: Proposer, req: Request, tries: bool) -> Offer:
+        """Drafts of a request: what its grammar forces, or a proposal. tries: also of one of whose
+        drafts nothing good is known."""
+        self._are_forced.discard(req.row)
+        if is_due(self._worth_of_forced, req, tries):
+            forced = list(self.forced(req, self.num_speculative_tokens))
+            if (offer := self._judged(self._worth_of_forced, req, forced)).drafts:
+                self._are_forced.add(req.row)
+                return offer
+        if not is_due(self._worth, req, tries):
+            return NO_OFFER
+        drafts, fault = self._ask(proposer, req)
+        return self._judged(self._worth, req, drafts)._replace(fault=fault)
+
+    def _judged(self, worth: Worth | None, req: Request, drafts: Sequence[int]) -> Offer:
+        """As many of the drafts as are worth it."""
+        if worth is None or not drafts:
+            return Offer(drafts)
+        if self._price is None:
+            self._price = self._price_of_a_draft()
+        drafts = drafts[: worth.num_worth(req, drafts, self._price)]
+        return Offer(drafts, worth.expect(req, len(drafts))[1])
 
     def _measure(self, payoff: Payoff, plan: StepPlan, result: StepResult) -> None:
         num_drafts = 0 if plan.drafts is None else int(plan.drafts.counts.sum())
@@ -268,7 +320,7 @@ class Drafts(Resource):
         self._proposed.pop(req.row, None)
         self._set_drafting(req, False)
 
-    def _price(self) -> float:
+    def _price_of_a_draft(self) -> float:
         """Tokens that the running decodes would bring in the time that one draft more takes."""
         view = self._scheduler.view
         last, cost = view.last, view.cost
@@ -322,9 +374,10 @@ class Drafts(Resource):
         proposed = num_real[ends] - num_real[ends - part.counts]
         counted = (proposed > 0) & (result.counts > 0)
         self.stats.add(proposed[counted], result.counts[counted] - 1)
-        if self._worth is not None:
-            for index in np.flatnonzero(counted).tolist():
-                row = int(plan.rows[index])
-                req = self._running.get(row)
-                if req is not None and req.table.generation.at[row] == plan.generations[index]:
-                    self._worth.count(req, int(proposed[index]), int(result.counts[index]) - 1)
+        for index in np.flatnonzero(counted).tolist():
+            row = int(plan.rows[index])
+            req = self._running.get(row)
+            worth = self._worth_of_forced if row in self._are_forced else self._worth
+            is_own = req is not None and req.table.generation.at[row] == plan.generations[index]
+            if req is not None and is_own and worth is not None:
+                worth.count(req, int(proposed[index]), int(result.counts[index]) - 1)

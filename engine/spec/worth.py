@@ -47,9 +47,10 @@ class Rates:
 class Worth:
     """Chooses the number of drafts of each request."""
 
-    def __init__(self, num_places: int) -> None:
+    def __init__(self, num_places: int, first: float = FIRST) -> None:
+        """first: how many drafts are taken to be right before any was verified."""
         self._num_places = num_places
-        self._all = Rates(num_places, KEEP_ALL, PRIOR, PRIOR * FIRST)
+        self._all = Rates(num_places, KEEP_ALL, PRIOR, PRIOR * first)
         self._own: dict[int, Rates] = {}  # by number of the request
         self._rest: dict[int, tuple[int, int]] = {}  # tokens at which it is asked again; last rest
 

@@ -18,6 +18,7 @@ from engine.sched.step.builder import Step
 
 WORD = 32  # tokens a word of a mask
 ALL = np.int32(-1)
+RECENT = 4  # tokens that a tokenizer may look back at
 
 
 class Matcher(Protocol):
@@ -38,6 +39,10 @@ class Matcher(Protocol):
 
         masks: [1 + drafts, words] int32, all zero; bit t % 32 of word t // 32 is token t.
         """
+
+    def forced(self, recent: Sequence[int], most: int) -> Sequence[int]:
+        """At most so many tokens of the text that must follow, as the tokenizer would cut it behind
+        the recent tokens; empty where there is a choice. Changes nothing."""
 
 
 class Compilation(Protocol):
@@ -238,6 +243,16 @@ class GrammarReadiness(Resource):
             return self._caught_up(req).num_allowed(drafts)
         except Exception:  # whatever a backend raises
             return 0
+
+    def forced(self, req: Request, most: int) -> Sequence[int]:
+        """Tokens that the request's grammar leaves no choice about, at most so many. The model may
+        cut the same text into other tokens, so they are drafts."""
+        if req.request_id not in self._matchers:
+            return ()
+        try:
+            return self._caught_up(req).forced(req.tokens[-RECENT:].tolist(), most)
+        except Exception:  # whatever a backend raises: the mask or the next token says why
+            return ()
 
     # -- helpers
 

@@ -137,7 +137,7 @@ class GuidanceCompiler:
         except BaseException as error:  # the library may panic, which is no Exception
             compilation.future.set_exception(GrammarError(str(error)))
         else:
-            compilation.future.set_result(matcher)
+            compilation.future.set_result((matcher, tokenizer))
 
     def _tokenizer(self, eos: Eos) -> LLTokenizer:
         with self._making:
@@ -156,7 +156,7 @@ class GuidanceCompilation:
 
     def __init__(self, eos: Eos, ready: Mapping[Eos, float], max_seconds: float) -> None:
         """ready: since when there is a tokenizer; seconds count from then, or from now."""
-        self.future: Future[LLMatcher] = Future()
+        self.future: Future[tuple[LLMatcher, LLTokenizer]] = Future()
         self.is_void = False  # it says nothing of the grammar: the next request is to try again
         self._eos = eos
         self._ready = ready
@@ -180,7 +180,8 @@ class GuidanceCompilation:
             raise self.lateness
         if not self.future.done():
             return None
-        return GuidanceMatcher(self.future.result().deep_copy(), self._eos)
+        matcher, tokenizer = self.future.result()
+        return GuidanceMatcher(matcher.deep_copy(), tokenizer, self._eos)
 
     def wait(self) -> GuidanceMatcher:
         while (matcher := self.poll()) is None:
@@ -191,8 +192,9 @@ class GuidanceCompilation:
 class GuidanceMatcher:
     """A ``Matcher``. The library follows texts only up to their end."""
 
-    def __init__(self, matcher: LLMatcher, eos: Eos) -> None:
+    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, eos: Eos) -> None:
         self._matcher = matcher
+        self._tokenizer = tokenizer
         self._eos = eos
 
     def num_allowed(self, tokens: Sequence[int]) -> int:
@@ -218,6 +220,15 @@ class GuidanceMatcher:
                 break
             num_taken += 1
         self._go_back(num_taken)
+
+    def forced(self, recent: Sequence[int], most: int) -> list[int]:
+        text = self._matcher.compute_ff_bytes()
+        self._check()
+        if not text:
+            return []
+        # Less the end of the text, which may be one token with what follows it.
+        tokens, _ = self._tokenizer.tokenize_partial(text, recent_tokens=list(recent))
+        return list(tokens[:most])
 
     def _without_end(self, tokens: Sequence[int]) -> list[int]:
         """The tokens before the first that ends text."""
@@ -271,6 +282,9 @@ class Follower:
 
     def fill(self, masks: Column, drafts: Sequence[int]) -> None:
         masks[:] = ALL
+
+    def forced(self, recent: Sequence[int], most: int) -> Sequence[int]:
+        return ()
 
 
 def started(work: Callable[[], None]) -> Thread:

@@ -41,6 +41,26 @@ def test_every_way_to_spell_a_text_is_allowed(name: str) -> None:
         assert bench().num_accepted(compilation.wait(), tokens) == len(tokens) + 1
 
 
+@pytest.mark.parametrize("name", ["json", "choice of one", "Lark"])
+def test_forced_tokens_are_how_the_tokenizer_cuts_what_must_follow(name: str) -> None:
+    """Less what may be one token with what follows; looking changes nothing."""
+    fields, text = {**ASKED, "choice of one": ({"choice": ["level"]}, "level")}[name]
+    matcher = bench().compiled(fields).wait()
+    (tokens, *_) = bench().tokenisations(text)
+    forced = list(matcher.forced([], 99))
+    assert forced == list(matcher.forced([], 99)) == tokens[: len(forced)]
+    assert list(matcher.forced([], 1)) == forced[:1]
+    assert bench().num_accepted(matcher, tokens) == len(tokens) + 1
+
+
+def test_nothing_is_forced_where_there_is_a_choice() -> None:
+    matcher = bench().compiled({"choice": ["level", "other"]}).wait()
+    assert list(matcher.forced([], 9)) == []
+    (tokens, *_) = bench().tokenisations("level")
+    matcher.advance(tokens)
+    assert list(matcher.forced(tokens, 9)) == []
+
+
 def accepts(schema: Any, text: str) -> bool:
     compilation = bench().compiled({"json": schema})
     (tokens, *_) = bench().tokenisations(text)
