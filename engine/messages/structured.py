@@ -9,7 +9,7 @@ import msgspec
 
 from engine.errors import RequestError, RequestTypeError
 
-Kind = Literal["json", "regex", "choice", "grammar", "json_object"]
+Kind = Literal["json", "regex", "choice", "grammar", "json_object", "structural_tag"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 MAX_GRAMMAR_CHARS = 1 << 20
 # Compiling an expression takes time by the square of its length, and following a long literal time
@@ -17,22 +17,28 @@ MAX_GRAMMAR_CHARS = 1 << 20
 MAX_REGEX_CHARS = 8192
 MAX_CHOICE_CHARS = 4096  # of one text
 OF_JSON = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
-_OTHERS = ("structural_tag",)  # of vLLM
+MAX_TAGS = 256
+TAG_EXAMPLE = (
+    '{"structures": [{"begin": "<function=f>", "schema": {"type": "object"}, "end": "</function>"}]'
+    ', "triggers": ["<function="]}'
+)
 
 
 class StructuredOutputsParams(
     msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """The form that the generated text has. Exactly one of the first five is given.
+    """The form that the generated text has. Exactly one of the first six is given.
 
     ``json``: a JSON schema, as a dict or as text. ``regex``: a regular expression that the whole
     text matches (syntax of Rust's ``regex``, which has no look-around and no back references).
     ``choice``: one of these texts. ``grammar``: a context-free grammar in the notation of Lark or
-    of GBNF. ``json_object``: any JSON object.
+    of GBNF. ``json_object``: any JSON object. ``structural_tag``: free text in which some
+    beginnings open a part that follows a schema, as tool calls do; ``{"structures": [{"begin",
+    "schema", "end"}, ...], "triggers": [...]}`` as a dict or as text.
 
-    For the two of JSON: ``disable_any_whitespace`` writes none between tokens of JSON,
+    For the schemas among them: ``disable_any_whitespace`` writes none between tokens of JSON,
     ``whitespace_pattern`` is what may stand there, ``disable_additional_properties`` allows only
-    properties that a schema names. Names are vLLM's; ``structural_tag`` is not offered yet.
+    properties that a schema names. Names are vLLM's.
 
     Raises ``RequestError`` (a ``ValueError``) that names field, value and the way out. What a
     schema or a grammar asks for and nobody can enforce fails its request when it is compiled.
@@ -43,7 +49,7 @@ class StructuredOutputsParams(
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
-    structural_tag: str | None = None
+    structural_tag: dict[str, Any] | str | None = None
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
@@ -53,7 +59,6 @@ class StructuredOutputsParams(
 
     def check(self) -> None:
         """Raise ``RequestError`` if it cannot be asked for."""
-        _refuse_others(self)
         if self.json_object is False:
             self.json_object = None
         given = [kind for kind in KINDS if getattr(self, kind) is not None]
@@ -67,7 +72,7 @@ class StructuredOutputsParams(
 
     @property
     def kind(self) -> Kind:
-        """Which of the five was given."""
+        """Which of the six was given."""
         return next(kind for kind in KINDS if getattr(self, kind) is not None)
 
 
@@ -75,7 +80,7 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
     """What travels to the core, as JSON: equal texts are the same grammar."""
 
     kind: Kind
-    text: str  # a schema is JSON, a choice a JSON list of its texts
+    text: str  # a schema or a tag is JSON, a choice a JSON list of its texts
     is_dense: bool = False  # no whitespace between tokens of JSON
     is_closed: bool = False  # only properties that a schema names
     whitespace: str | None = None
@@ -107,15 +112,6 @@ def grammar_from(text: str) -> Grammar:
     return msgspec.json.decode(text, type=Grammar)
 
 
-def _refuse_others(params: StructuredOutputsParams) -> None:
-    for name in _OTHERS:
-        if getattr(params, name) is not None:
-            raise RequestError(
-                f"structured_outputs has {name}, which is not offered; there are: "
-                f"{', '.join(KINDS)}"
-            )
-
-
 def _check_options(params: StructuredOutputsParams, kind: Kind) -> None:
     for name in OF_JSON[:2]:
         _check_type(name, getattr(params, name), bool)
@@ -127,13 +123,13 @@ def _check_options(params: StructuredOutputsParams, kind: Kind) -> None:
                 f"whitespace_pattern is {params.whitespace_pattern!r:.80} and "
                 "disable_any_whitespace is True: leave one of them out"
             )
-    if kind in ("json", "json_object"):
+    if kind in ("json", "json_object", "structural_tag"):
         return
     for name in OF_JSON:
         if getattr(params, name):
             raise RequestError(
-                f"structured_outputs has {name} with {kind}, but it is for json and json_object: "
-                "leave it out"
+                f"structured_outputs has {name} with {kind}, but it is for json, json_object and "
+                "structural_tag: leave it out"
             )
 
 
@@ -146,16 +142,21 @@ def _check_type(name: str, value: object, *kinds: type) -> None:
         )
 
 
-def _check_json(value: Any) -> None:
-    _check_type("json", value, dict, str)
+def _read_json(name: str, value: Any) -> Any:
+    _check_type(name, value, dict, str)
     try:
-        schema = json_library.loads(value) if isinstance(value, str) else value
-        text = json_library.dumps(schema, allow_nan=False, ensure_ascii=False)
+        read = json_library.loads(value) if isinstance(value, str) else value
+        text = json_library.dumps(read, allow_nan=False, ensure_ascii=False)
     except (ValueError, TypeError, RecursionError) as error:
         raise RequestError(
-            f"the json of structured_outputs is {_shown(value)}, which is no JSON: {error}"
+            f"the {name} of structured_outputs is {_shown(value)}, which is no JSON: {error}"
         ) from error
-    _check_characters("json", text)
+    _check_characters(name, text)
+    return read
+
+
+def _check_json(value: Any) -> None:
+    schema = _read_json("json", value)
     if not isinstance(schema, dict):
         raise RequestError(
             f"the json of structured_outputs is {value!r:.80}, must be a JSON schema: an object, "
@@ -213,6 +214,51 @@ def _check_choice(value: Any) -> None:
         _check_characters("choice", text)
 
 
+def _check_tag(value: Any) -> None:
+    asked = _read_json("structural_tag", value)
+    if isinstance(asked, dict) and "format" in asked and "structures" not in asked:
+        raise RequestError(
+            "the structural_tag of structured_outputs has a format, which is not offered; say it "
+            f"by structures and triggers, as {TAG_EXAMPLE}"
+        )
+    if not isinstance(asked, dict) or not {"structures", "triggers"} <= asked.keys():
+        raise RequestError(
+            f"the structural_tag of structured_outputs is {asked!r:.80}, must have structures and "
+            f"triggers, as {TAG_EXAMPLE}"
+        )
+    structures, triggers = asked["structures"], asked["triggers"]
+    for name, entries in (("structures", structures), ("triggers", triggers)):
+        _check_type(f"{name} in structural_tag", entries, list)
+        if not 0 < len(entries) <= MAX_TAGS:
+            raise RequestError(
+                f"{name} in structural_tag of structured_outputs has {len(entries)} entries, must "
+                f"have 1 to {MAX_TAGS}"
+            )
+    for trigger in triggers:
+        _check_type("a trigger in structural_tag", trigger, str)
+        if not trigger:
+            raise RequestError("a trigger in structural_tag of structured_outputs is empty")
+    for structure in structures:
+        _check_structure(structure, triggers)
+
+
+def _check_structure(structure: Any, triggers: list[str]) -> None:
+    _check_type("an entry of structures in structural_tag", structure, dict)
+    if structure.keys() != {"begin", "schema", "end"}:
+        raise RequestError(
+            "an entry of structures in structural_tag of structured_outputs has "
+            f"{', '.join(map(str, structure)) or 'nothing'}, must have begin, schema and end"
+        )
+    for name in ("begin", "end"):
+        _check_type(f"{name} in structural_tag", structure[name], str)
+    _check_type("schema in structural_tag", structure["schema"], dict)
+    if not any(structure["begin"].startswith(trigger) for trigger in triggers):
+        raise RequestError(
+            f"begin in structural_tag of structured_outputs is {structure['begin']!r:.80}, must "
+            f"start with one of the triggers: {', '.join(map(repr, triggers))!s:.200}"
+        )
+
+
 def _check_json_object(value: Any) -> None:
     _check_type("json_object", value, bool)
 
@@ -223,4 +269,5 @@ _CHECKS = {
     "choice": _check_choice,
     "grammar": _check_text("grammar"),
     "json_object": _check_json_object,
+    "structural_tag": _check_tag,
 }

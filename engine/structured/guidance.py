@@ -21,13 +21,14 @@ from concurrent.futures import wait as wait_for
 from functools import partial
 from queue import SimpleQueue
 from threading import Lock, Thread, stack_size
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine.errors import EngineError
 from engine.messages.step import Column
 from engine.messages.structured import Grammar, grammar_from
 from engine.structured.decide import ALL, Compiled
 from engine.structured.schemas import prepared
+from engine.structured.tags import SpecialOf, lark_of, none_special
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -128,7 +129,7 @@ class GuidanceCompiler:
             compilation.future.set_exception(GrammarError(str(error)))
             return
         try:
-            source = source_of(grammar_from(grammar))
+            source = source_of(grammar_from(grammar), partial(special_of, tokenizer))
             matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits())
             if matcher.is_error():
                 raise GrammarError(_words(matcher.get_error()))
@@ -298,6 +299,13 @@ def started(work: Callable[[], None]) -> Thread:
     return thread
 
 
+def special_of(tokenizer: LLTokenizer, text: str) -> int | None:
+    """The token that this text is, if it is one that no text spells."""
+    tokens = tokenizer.tokenize_str(text)
+    is_one = len(tokens) == 1 and tokenizer.is_special_token(tokens[0])
+    return tokens[0] if is_one else None
+
+
 def elsewhere(work: Callable[[], str]) -> str:
     """What it returns or raises, in such a thread."""
     future: Future[str] = Future()
@@ -321,20 +329,35 @@ def limits() -> LLParserLimits:
     )
 
 
-def source_of(grammar: Grammar) -> str:
-    """The grammar as the library reads it. Raises ``GrammarError``."""
+def of_schema(schema: Any, grammar: Grammar, name: str) -> dict[str, Any]:
+    """A schema as a grammar by name among others. Raises ``SchemaError``."""
+    from llguidance import LLMatcher
+
+    options: JsonCompileOptions = {"whitespace_pattern": grammar.whitespace or WHITESPACE}
+    if grammar.is_dense:
+        options = {"whitespace_flexible": False}
+    text = json.dumps(prepared(schema, grammar.is_closed))
+    (asked,) = json.loads(LLMatcher.grammar_from_json_schema(text, overrides=options))["grammars"]
+    return {**asked, "name": name}
+
+
+def source_of(grammar: Grammar, special_of: SpecialOf = none_special) -> str:
+    """The grammar as the library reads it. special_of: the special token that a text is. Raises
+    ``GrammarError``."""
     from llguidance import LLMatcher, grammar_from
 
     if grammar.kind in ("json", "json_object"):
         schema = {"type": "object"} if grammar.kind == "json_object" else json.loads(grammar.text)
-        schema = prepared(schema, grammar.is_closed)
-        options: JsonCompileOptions = {"whitespace_pattern": grammar.whitespace or WHITESPACE}
-        if grammar.is_dense:
-            options = {"whitespace_flexible": False}
-        made = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
-        (asked,) = json.loads(made)["grammars"]
         start = {"lark_grammar": f"start: @asked\n{UNFORCED}"}
-        return json.dumps({"grammars": [start, {**asked, "name": "asked"}]})
+        return json.dumps({"grammars": [start, of_schema(schema, grammar, "asked")]})
+    if grammar.kind == "structural_tag":
+        tags = json.loads(grammar.text)
+        start = {"lark_grammar": f"{lark_of(tags, special_of)}\n{UNFORCED}"}
+        schemas = [
+            of_schema(structure["schema"], grammar, f"of_{number}")
+            for number, structure in enumerate(tags["structures"])
+        ]
+        return json.dumps({"grammars": [start, *schemas]})
     if grammar.kind in ("regex", "choice"):
         expression = grammar.text
         if grammar.kind == "choice":

@@ -58,6 +58,7 @@ WHEN = {
     "required": ["day", "code", "at"],
     "additionalProperties": False,
 }
+TAG = {"begin": "<f=a>", "schema": {"type": "object"}, "end": "</f>"}
 EXPRESSION = r"[a-z]{3}-\d{2,4}(!|\?)?"
 SUM = 'start: term ("+" term)*\nterm: /[0-9]{1,3}/ | "(" start ")"\n'
 ASKED: dict[str, dict[str, Any]] = {
@@ -196,6 +197,25 @@ def test_the_same_in_every_way(mode: str, told: list[tuple[str, list[int]]]) -> 
             assert engine.stats().counters["drafts.num_accepted"] > 0
 
 
+def test_what_a_trigger_opens_follows_its_schema(engine: LLMEngine) -> None:
+    """A small model calls functions of one number all the time, once it may not do otherwise."""
+    tag = {"begin": "(", "schema": {"type": "integer"}, "end": ")"}
+    form = StructuredOutputsParams(structural_tag={"structures": [tag], "triggers": ["("]})
+    asked = [
+        SamplingParams(temperature=1.0, seed=seed, max_tokens=60, structured_outputs=form)
+        for seed in range(16)
+    ]
+    opened = 0
+    for out in answers(engine, asked, "def f(x):\n    return g"):
+        whole, *rest = re.split(r"\(-?(?:0|[1-9][0-9]*)\)", out.text)
+        opened += len(rest)
+        for piece in (whole, *rest[:-1]):
+            assert "(" not in piece, out.text
+        last = rest[-1] if rest else whole
+        assert re.fullmatch(r"[^(]*(\(-?[0-9]*)?", last), out.text
+    assert opened > 5
+
+
 def test_several_answers_of_one_request(engine: LLMEngine) -> None:
     found = answers(engine, [params("expression", 5, n=4)])
     assert len({one.text for one in found}) > 1
@@ -269,7 +289,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an empty expression": ({"regex": ""}, "regex"),
     "a long expression": ({"regex": "[a-z]?" * 2000}, "12000 characters, the limit is 8192"),
     "a long text": ({"choice": ["a" * 5000]}, "5000 characters, the limit is 4096"),
-    "not offered": ({"structural_tag": "{}"}, "structural_tag"),
+    "a tag of nothing": ({"structural_tag": "{}"}, "must have structures and triggers, as {"),
+    "a newer tag": ({"structural_tag": {"format": {}}}, "say it by structures and triggers"),
+    "a tag without a trigger": (
+        {"structural_tag": {"structures": [TAG], "triggers": ["[f"]}},
+        "is '<f=a>', must start with one of the triggers: '[f'",
+    ),
+    "half a tag": (
+        {"structural_tag": {"structures": [{"begin": "<f"}], "triggers": ["<f"]}},
+        "has begin, must have begin, schema and end",
+    ),
     "an option of JSON": ({"regex": "a", "disable_any_whitespace": True}, "disable_any_whitespace"),
     "two of whitespace": (
         {"json": {}, "disable_any_whitespace": True, "whitespace_pattern": " "},

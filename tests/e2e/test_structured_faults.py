@@ -162,7 +162,7 @@ def test_grammars_that_are_late_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) 
     made, go_on = [], Event()
     real = guidance.source_of
 
-    def source_of(form: Any) -> str:
+    def source_of(form: Any, *rest: Any) -> str:
         made.append(form.text)
         if form.kind == "regex":
             go_on.wait(60)

@@ -1,0 +1,53 @@
+"""Structural tags: free text in which certain beginnings open a part that follows a schema.
+
+    text ... <function=search>{"query": "..."}</function> text ...
+
+A trigger is where free text ends: as soon as it is written, one of the tags that begin so must go
+on. The form is vLLM's older one, of ``structures`` and ``triggers``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+SpecialOf = Callable[[str], int | None]
+
+
+def none_special(text: str) -> int | None:
+    """No text is a token that other text cannot spell."""
+    return None
+
+
+def lark_of(asked: dict[str, Any], special_of: SpecialOf) -> str:
+    """Lark's notation; the schema of the n-th structure is the grammar ``of_n`` beside it.
+
+    special_of: the special token that a text is, if it is one: then a model writes that token.
+    """
+    structures = asked["structures"]
+    rules = []
+    for number, structure in enumerate(structures):
+        trigger = trigger_of(structure, asked["triggers"])
+        rest = _text(structure["begin"][len(trigger) :])
+        body = f"{rest} @of_{number} {_text(structure['end'])}"
+        token = special_of(trigger)
+        if token is not None:
+            rules.append(f"tag_{number}: TEXT <[{token}]> {body}")
+        else:
+            rules.append(f"opened_{number}[lazy]: TEXT {_text(trigger)}")
+            rules.append(f"tag_{number}: opened_{number} {body}")
+    tags = " | ".join(f"tag_{number}" for number in range(len(structures)))
+    return "\n".join([f"start: ({tags})* rest", "rest: TEXT", "TEXT: /(.|\\n)*/", *rules])
+
+
+def trigger_of(structure: dict[str, Any], triggers: list[str]) -> str:
+    """The longest trigger that the tag begins with. Raises ``ValueError`` if there is none."""
+    found = [trigger for trigger in triggers if structure["begin"].startswith(trigger)]
+    if not found:
+        raise ValueError(f"begin is {structure['begin']!r:.80}, which starts with no trigger")
+    return max(found, key=len)
+
+
+def _text(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False) if text else ""
