@@ -31,6 +31,8 @@ class SpeculativeConfig:
     grammar: nothing else than the text that a structured output forces, which all methods draft."""
     num_speculative_tokens: int
     """Drafts for a decode, at most; with suffix suffix_decoding_max_tree_depth if not given."""
+    adaptive: bool = True
+    """Verify only drafts that bring more than they cost, as measured; else all proposed ones."""
     prompt_lookup_min: int = NGRAM
     """Tokens that must be the same, at least; prompt_lookup_max, or 5 if not given."""
     prompt_lookup_max: int = NGRAM
@@ -65,6 +67,7 @@ class SpeculativeConfig:
             asked = SpeculativeConfig(
                 method=given["method"],
                 num_speculative_tokens=given.get("num_speculative_tokens", 1),
+                adaptive=given.get("adaptive", True),
                 prompt_lookup_min=given.get("prompt_lookup_min", NGRAM),
                 prompt_lookup_max=given.get("prompt_lookup_max", NGRAM),
                 suffix_decoding_max_tree_depth=given.get("suffix_decoding_max_tree_depth", DEPTH),

@@ -149,9 +149,10 @@ def features_of(config: SchedulerOptions) -> list[Resource]:
     if config.speculative_config is None:
         return []
     asked = SpeculativeConfig.of(config.speculative_config)
-    worth = Worth(asked.num_speculative_tokens)
     drafts = (asked.num_speculative_tokens, proposer_of(asked))
-    return [Drafts(*drafts, worth=worth, payoff=Payoff())]
+    if not asked.adaptive:
+        return [Drafts(*drafts)]
+    return [Drafts(*drafts, worth=Worth(asked.num_speculative_tokens), payoff=Payoff())]
 
 
 def proposer_of(asked: SpeculativeConfig) -> Proposer:

@@ -16,6 +16,7 @@ from engine import LLM, EngineArgs, LLMEngine, SamplingParams
 from engine.core.replay import replay
 
 SIZES = {"num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+SIZES["adaptive"] = False  # what a step takes here is no matter of time
 NGRAM: dict[str, Any] = {"speculative_config": {"method": "ngram", **SIZES}}
 FAMILIES = ["llama-llama3", "gemma3", "mixtral", "llama-bf16"]
 TRIED = ["batched", "depth-2", "chunk-7", "preempted", "preempted-depth-2"]
@@ -158,12 +159,9 @@ def test_a_text_that_repeats_itself_takes_a_step_for_five_tokens(
         SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, allowed_token_ids=[77])
     ]
     wanted, num_plain = answers(plain, params)
-    steps = []
-    for _ in range(5):  # where drafts have brought nothing, a request or two only try
-        found, num_drafting = answers(drafting, params)
-        assert found[0].token_ids == wanted[0].token_ids == [77] * 100
-        steps.append(num_drafting)
-    assert num_plain >= 100 and min(steps) <= 24, steps
+    found, num_drafting = answers(drafting, params)
+    assert found[0].token_ids == wanted[0].token_ids == [77] * 100
+    assert num_plain >= 100 and num_drafting <= 24
 
 
 def assert_close(found: Any, wanted: Any) -> None:

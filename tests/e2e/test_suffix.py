@@ -19,6 +19,7 @@ SUFFIX: dict[str, Any] = {
     "speculative_config": {
         "method": "suffix",
         "num_speculative_tokens": 6,
+        "adaptive": False,
         "suffix_decoding_max_tree_depth": 8,
         "suffix_decoding_max_spec_factor": 2.0,
     }
@@ -41,7 +42,7 @@ def test_same_tokens_as_transformers_with_suffixes(
 ) -> None:
     path, reference = case
     with engine_for(path, dtype="float32", **MODES[mode], **SUFFIX) as engine:
-        for _ in range(6):  # then with what the first ones said, once drafts are tried again
+        for _ in range(2):  # then with what the first ones said
             tokens, _ = run(engine, reference.prompts, NUM_NEW)
             compare(reference, tokens, tally)
         assert engine.stats().counters["drafts.num_accepted"] > 0
@@ -92,9 +93,9 @@ def test_what_was_answered_before_takes_fewer_steps_but_with_its_own_salt_only()
         told = {}
         for salt in (None, "a", "b"):
             tokens, first = num_steps(engine, salt)
-            again, steps = zip(*(num_steps(engine, salt) for _ in range(4)), strict=True)
-            assert all(tokens == said for said in again) and len(tokens) == 60
-            assert min(steps) <= 12 and min(steps) < first / 3, steps
+            again, second = num_steps(engine, salt)
+            assert tokens == again and len(tokens) == 60
+            assert second <= 12 and second < first / 3
             told[salt] = tokens, first
         assert told[None] == told["a"] == told["b"], "as if none had been answered before"
 
