@@ -14,17 +14,22 @@ NUM_NEW = 24
 QUICK = ("qwen3-window-biased", "olmo2", "granite")  # beside those that other files have
 
 
+# Transformers takes other tables of positions from a length on that is passed here, for new tokens
+# alone: there the engine without drafts says what is right.
+CHANGING = ("llama-longrope", "phi3-longrope")
 FAMILIES = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in CASES]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def case(request: pytest.FixtureRequest, tiny_models: TinyModels) -> tuple[str, Reference]:
     made = [(ids * 3)[:50] for ids in prompts()]  # texts that say things again
-    model = tiny_models.reference(request.param)
-    told = [generate(model, ids, NUM_NEW) for ids in made]
-    return str(tiny_models.path(request.param)), Reference(
-        made, *map(list, zip(*told, strict=True))
-    )
+    path = str(tiny_models.path(request.param))
+    if request.param in CHANGING:
+        with engine_for(path, dtype="float32") as engine:
+            said, _ = run(engine, made, NUM_NEW)
+        return path, Reference(made, said, [[1.0] * NUM_NEW for _ in made])
+    told = [generate(tiny_models.reference(request.param), ids, NUM_NEW) for ids in made]
+    return path, Reference(made, *map(list, zip(*told, strict=True)))
 
 
 @pytest.mark.parametrize("method", METHODS)
