@@ -29,5 +29,6 @@ class AttentionMeta:
     # Each row's arithmetic has one order, whatever else is in the batch.
     batch_invariant: bool = False
     # Recorded for whatever sequences fit: num_decodes is 0, the longest are the longest there may
-    # be, and which sequence has how many tokens is for the device to see. See kernels.tuning.fits.
+    # be, and which sequence has how many tokens is for the device to see. See
+    # kernels.tuning.has_few_chunks.
     is_mixed: bool = False

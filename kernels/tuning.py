@@ -161,7 +161,7 @@ def _entry(by_rows: _Rows, rows: int) -> Tile:
     return Tile(min(rows, held), *by_rows[held])
 
 
-def fits(counts: NDArray[np.int32]) -> bool:
+def has_few_chunks(counts: NDArray[np.int32]) -> bool:
     """Whether sequences of so many new tokens each are few enough chunks for a recorded step."""
     return int(np.count_nonzero(counts > MAX_DECODE_TOKENS)) <= MOST_CHUNKS
 

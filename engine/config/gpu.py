@@ -49,9 +49,8 @@ def graph_sizes(config: GPUConfig, max_num_seqs: int) -> list[int]:
 
 def mixed_sizes(config: GPUConfig, max_num_tokens: int) -> list[int]:
     """Tokens of steps with chunks or drafts to record the forward pass of, ascending."""
-    sizes = config.cudagraph_capture_sizes
-    if sizes is None:
-        sizes = MIXED_SIZES
     if config.enforce_eager:
         return []
+    asked = config.cudagraph_capture_sizes
+    sizes = MIXED_SIZES if asked is None else asked
     return sorted({size for size in sizes if size <= max_num_tokens})

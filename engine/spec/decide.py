@@ -301,7 +301,7 @@ class Drafts(Resource):
     def _judged(self, worth: Worth | None, req: Request, drafts: Sequence[int]) -> Offer:
         """As many of the drafts as are worth it."""
         if worth is None or not drafts:
-            return Offer(drafts)
+            return Offer(drafts, float(len(drafts)))
         if self._price is None:
             self._price = self._price_of_a_draft()
         drafts = drafts[: worth.num_worth(req, drafts, self._price)]

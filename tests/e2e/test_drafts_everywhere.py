@@ -42,3 +42,4 @@ def test_same_tokens_as_transformers(
             for _ in range(2):  # from a warm cache, if there is one, and with what was said before
                 tokens, _ = run(engine, reference.prompts, NUM_NEW)
                 compare(reference, tokens, tally)
+            assert engine.stats().counters["drafts.num_drafts"] > 0, mode

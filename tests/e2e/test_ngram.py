@@ -210,11 +210,16 @@ def test_with_the_core_in_a_process() -> None:
     assert told[0] == told[1] == told[2]
 
 
+@pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_run_with_drafts_replays_to_identical_plans(tmp_path: Path, depth: int) -> None:
+def test_a_run_with_drafts_replays_to_identical_plans(
+    tmp_path: Path, depth: int, adaptive: bool
+) -> None:
+    """How many are worth it is a matter of time, which the log tells."""
     log = tmp_path / "steps.log"
-    sizes = {**BOX, "num_kv_blocks": 16, "max_model_len": 128, "max_num_seqs": 4}
-    args = EngineArgs(**sizes, **NGRAM, step_log=log, async_scheduling=depth == 2)
+    options = {**BOX, "num_kv_blocks": 16, "max_model_len": 128, "max_num_seqs": 4}
+    options["speculative_config"] = {**NGRAM["speculative_config"], "adaptive": adaptive}
+    args = EngineArgs(**options, step_log=log, async_scheduling=depth == 2)
     with LLMEngine.from_engine_args(args) as engine:
         answers(engine, [make() for make in ASKED.values()])
     outcome = replay(log)

@@ -71,7 +71,9 @@ class SumModel:
 def make_run(
     depth: int = 1, sizes=CPU, num_blocks: int = 64, model=None, features=(), **options
 ) -> Run:
-    """Scheduler and worker around a model; ``sizes`` of recorded steps, or the CPU for itself."""
+    """Scheduler and worker around a model; ``sizes`` of recorded steps, or the CPU for itself.
+    ``mixed_sizes``: of recorded forward passes."""
+    mixed_sizes = options.pop("mixed_sizes", () if sizes is CPU or not sizes else (6, 16, 40))
     num_drafts = options.pop("num_drafts", 0)
     options = {"max_model_len": LONGEST, "num_steps_in_flight": depth, **options}
     scheduler = make_scheduler(num_blocks=num_blocks, block_size=BLOCK, **options)
@@ -83,5 +85,6 @@ def make_run(
     machine.kv.append(torch.full((num_blocks, 2, 1, BLOCK, 1), torch.nan))
     machine.kv[0][0] = 0  # the null block takes what nobody reads
     runner = Runner(machine, LONGEST)
-    runner.capture([size for size in sizes or () if size <= scheduler.config.max_num_seqs])
+    decode_sizes = [size for size in sizes or () if size <= scheduler.config.max_num_seqs]
+    runner.capture(decode_sizes, mixed_sizes)
     return Run(scheduler, Driver(runner), depth, num_drafts=num_drafts)

@@ -17,7 +17,7 @@ from support.sum_model import CPU, EAGER, FEW, GRAPHS, LONGEST, NAN, POISON, mak
 
 from engine.config.args import EngineArgs
 from engine.config.decide import resolve
-from engine.config.gpu import GPUConfig, graph_sizes
+from engine.config.gpu import GPUConfig, graph_sizes, mixed_sizes
 from engine.config.gpu_memory import MemoryUse, kv_budget, shortage
 from engine.config.model import ModelInfo
 from engine.errors import ConfigError
@@ -222,7 +222,7 @@ def test_a_graph_reads_new_data_at_old_addresses():
 
 def test_a_step_takes_the_smallest_graph_that_holds_it():
     """Above the largest it runs without one, and without padding."""
-    run, num_rows = make_run(sizes=(8, 2, 4)), []
+    run, num_rows = make_run(sizes=(8, 2, 4), mixed_sizes=()), []
     for num_decodes in range(1, 10):
         for index in range(num_decodes):
             run.add(make_request(f"{num_decodes}/{index}", [1 + index], 3, params=GREEDY))
@@ -237,6 +237,27 @@ def test_sizes_of_graphs():
     assert graph_sizes(GPUConfig(), 10_000)[-3:] == [480, 496, 512]
     assert graph_sizes(GPUConfig(enforce_eager=True), 256) == []
     assert graph_sizes(GPUConfig(cudagraph_capture_sizes=(300, 7, 7, 2)), 256) == [2, 7]
+
+
+def test_steps_with_prompts_take_the_smallest_graph_that_holds_their_tokens() -> None:
+    said = []
+    for sizes in ((), (6, 16)):
+        run = make_run(sizes=(2,), mixed_sizes=sizes)
+        run.worker.runner.machine.model.num_rows.clear()
+        for length in (5, 11, 30):
+            prompt = [(length + place) % 38 for place in range(length)]
+            run.add(make_request(str(length), prompt, 1, params=GREEDY))
+            run.drain()
+        said.append((run.worker.runner.machine.model.num_rows, run.outputs))
+    assert said[0][0] == [5, 11, 30] and said[1][0] == [6, 16, 30]
+    assert said[0][1] == said[1][1]
+
+
+def test_steps_with_prompts_are_recorded_for_so_many_tokens() -> None:
+    assert mixed_sizes(GPUConfig(), 60) == [8, 16, 32, 48]
+    assert mixed_sizes(GPUConfig(), 8192)[-1] == 1024
+    assert mixed_sizes(GPUConfig(enforce_eager=True), 256) == []
+    assert mixed_sizes(GPUConfig(cudagraph_capture_sizes=(300, 7, 7, 2)), 256) == [2, 7]
 
 
 @pytest.mark.parametrize(
