@@ -31,7 +31,9 @@ MAX_NEAR = 3  # names that are proposed in place of an unknown one
 # Options of vLLM that have another name here, or do not exist, with the way out: in Python and, as
 # JSON, on the command line.
 _NGRAM = 'speculative_config={{"method": "ngram", "num_speculative_tokens": 4{}}}'
-_NO_DRAFT_MODELS = "there are no draft models, drafts are looked up in the request's own tokens"
+_DRAFT_MODEL = (
+    'speculative_config={"method": "draft_model", "model": "...", "num_speculative_tokens": 4}'
+)
 
 FOREIGN: dict[str, str] = {
     "max_num_queued_reqs": "set max_waiting_requests, which counts those that wait and not those "
@@ -46,7 +48,7 @@ FOREIGN: dict[str, str] = {
     "scheduler_reserve_full_isl": "a request starts only if its whole prompt fits, always; "
     "watermark says how many blocks it is to leave free",
     "num_speculative_tokens": f"it is a key of speculative_config: {_NGRAM.format('')}",
-    "speculative_model": f"{_NO_DRAFT_MODELS}: {_NGRAM.format('')}",
+    "speculative_model": f"it is the key 'model' of speculative_config: {_DRAFT_MODEL}",
     "ngram_prompt_lookup_max": "it is the key 'prompt_lookup_max' of speculative_config: "
     + _NGRAM.format(', "prompt_lookup_max": 4'),
     "ngram_prompt_lookup_min": "it is the key 'prompt_lookup_min' of speculative_config: "
@@ -59,7 +61,7 @@ FOREIGN: dict[str, str] = {
     "out, or leave out speculative_config where batches are large",
     "num_lookahead_slots": "room for drafts follows from num_speculative_tokens of "
     "speculative_config; leave it out",
-    "speculative_draft_tensor_parallel_size": f"{_NO_DRAFT_MODELS}; leave it out",
+    "speculative_draft_tensor_parallel_size": "a draft model is computed where the model is; leave it out",
 }
 
 

@@ -6,19 +6,29 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from types import NoneType
-from typing import Any
+from typing import Any, Literal
 
 from engine.config.check import check_kind, check_range, check_types
 from engine.errors import ConfigError
 
-METHODS = ("ngram", "suffix", "grammar")
+METHODS = ("ngram", "suffix", "draft_model", "grammar")
 NGRAM = 5  # tokens, if no size of n-grams is given
 MAX_NGRAM = 64  # each size has a table of all that was said
 MAX_DRAFTS = 256  # a row: what is verified is computed, and most of so many would be wrong
 DEPTH, CACHED, FACTOR, CHANCE = 24, 10_000, 1.0, 0.1  # of suffixes, as vLLM has them
 MAX_CACHED = 1 << 20  # requests; what is kept of them is bounded in bytes, too
+EXAMPLE_OF_MODEL = (
+    '{"method": "draft_model", "model": "path/or/name", "num_speculative_tokens": 4}'
+)
 EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 4}'
-PREFIXES = {"prompt_lookup_": "ngram", "suffix_decoding_": "suffix"}  # of a method's own options
+# Beginnings of a method's own options.
+PREFIXES = {
+    "prompt_lookup_": "ngram",
+    "suffix_decoding_": "suffix",
+    "model": "draft_model",
+    "revision": "draft_model",
+    "quantization": "draft_model",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +38,17 @@ class SpeculativeConfig:
     method: str
     """ngram: what followed when the last tokens stood in the request's text before; suffix: what
     mostly followed the longest end of its text, there or in outputs of requests that have ended;
-    grammar: nothing else than the text that a structured output forces, which all methods draft."""
+    draft_model: what a smaller model would say; grammar: nothing else than the text that a structured output forces, which all methods draft."""
     num_speculative_tokens: int
     """Drafts for a decode, at most; with suffix suffix_decoding_max_tree_depth if not given."""
     adaptive: bool = True
     """Verify only drafts that bring more than they cost, as measured; else all proposed ones."""
+    model: str | None = None
+    """Directory of the draft model, or its name on a hub; it must have the model's tokens."""
+    revision: str | None = None
+    """Branch, tag or commit of a draft model given by name."""
+    quantization: Literal["int8", "fp8"] | None = None
+    """Quantise the draft model's plain weights when they are loaded: int8, or fp8 on a GPU."""
     prompt_lookup_min: int = NGRAM
     """Tokens that must be the same, at least; prompt_lookup_max, or 5 if not given."""
     prompt_lookup_max: int = NGRAM
@@ -68,6 +84,9 @@ class SpeculativeConfig:
                 method=given["method"],
                 num_speculative_tokens=given.get("num_speculative_tokens", 1),
                 adaptive=given.get("adaptive", True),
+                model=given.get("model"),
+                revision=given.get("revision"),
+                quantization=given.get("quantization"),
                 prompt_lookup_min=given.get("prompt_lookup_min", NGRAM),
                 prompt_lookup_max=given.get("prompt_lookup_max", NGRAM),
                 suffix_decoding_max_tree_depth=given.get("suffix_decoding_max_tree_depth", DEPTH),
@@ -112,6 +131,11 @@ def check_given(given: Mapping[str, Any]) -> None:
     for name in ("method", "num_speculative_tokens"):
         if name not in given and given.get("method") != "suffix":
             raise ConfigError(f"speculative_config lacks {name!r}; one looks like {EXAMPLE}")
+    if given["method"] == "draft_model" and "model" not in given:
+        raise ConfigError(
+            "speculative_config lacks 'model', a directory or name of the draft model; one looks "
+            f"like {EXAMPLE_OF_MODEL}"
+        )
     for prefix, method in PREFIXES.items():
         for name, value in given.items():
             if name.startswith(prefix) and method != given["method"]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.config.cache import CacheConfig
 from engine.config.decide import GIB, Decided, ModelFacts, decide, resolve
-from engine.config.engine import EngineConfig
+from engine.config.engine import EngineConfig, ResolvedConfig
 from engine.config.model import ModelConfig, read_model_info
 from engine.config.sched import SchedulerOptions
 from engine.config.speculative import SpeculativeConfig
@@ -52,6 +52,7 @@ def build_core(
     """Load the model and wire scheduler, KV manager and worker. Raises ``ConfigError``."""
     chosen = choose_all(config.scheduler)  # or its ConfigError, before minutes of loading
     config = replace(config, model=fetched(config.model, for_core=True, for_text=False))
+    drafting = fetched_draft_model(config)
     info = read_model_info(config.model.model)
     if config.model.load_format != "dummy":
         read_ahead(info.path)
@@ -61,7 +62,7 @@ def build_core(
 
     device = resolve_device(config.device)
     resolved = resolve(config, info, device, has_tiles=has_tiles(config.model, info, device))
-    worker = make_worker(resolved, info, computing_halves(resolved))
+    worker = make_worker(resolved, info, computing_halves(resolved, drafting))
     check_capabilities(chosen.resources, worker.capabilities)
     facts = worker.load()
     chosen = with_grammars(chosen, config, worker.capabilities, facts.vocab_size)
@@ -155,8 +156,10 @@ def features_of(config: SchedulerOptions) -> list[Resource]:
     return [Drafts(*drafts, worth=Worth(asked.num_speculative_tokens), payoff=Payoff())]
 
 
-def proposer_of(asked: SpeculativeConfig) -> Proposer:
-    """What makes drafts by the method that was asked for."""
+def proposer_of(asked: SpeculativeConfig) -> Proposer | None:
+    """What makes drafts by the method that was asked for; ``None``: the worker does."""
+    if asked.method == "draft_model":
+        return None
     if asked.method == "grammar":
         return NoProposer()
     if asked.method == "ngram":
@@ -202,9 +205,38 @@ def tokenizer_json(config: ModelConfig) -> str | None:
     return load_tokenizer(fetched(config, for_core=False, for_text=True)).backend.as_json()
 
 
-def computing_halves(config: EngineConfig) -> list[Feature]:
-    """What the worker needs for the same features, beside what it can do itself (drafts, masks)."""
-    return []
+def fetched_draft_model(config: EngineConfig) -> ModelConfig | None:
+    """The model that drafts, in a directory of this machine; ``None`` if none does."""
+    options = config.scheduler.speculative_config
+    asked = None if options is None else SpeculativeConfig.of(options)
+    if asked is None or asked.model is None:
+        return None
+    try:
+        return fetched(
+            replace(
+                config.model,
+                model=asked.model,
+                revision=asked.revision,
+                quantization=asked.quantization,
+                tokenizer=None,
+                tokenizer_revision=None,
+                batch_invariant=False,
+            ),
+            for_core=True,
+            for_text=False,
+        )
+    except ConfigError as error:
+        raise ConfigError(f"speculative_config: {error}") from error
+
+
+def computing_halves(config: ResolvedConfig, drafting: ModelConfig | None) -> list[Feature]:
+    """What the worker needs for the same features, beside what it can do itself (drafts, masks).
+    drafting: the draft model, if there is one."""
+    if drafting is None:
+        return []
+    from engine.spec.compute import DraftModel
+
+    return [DraftModel(drafting, read_model_info(drafting.model), config)]
 
 
 def parts_of(resources: Iterable[Resource]) -> tuple[str, ...]:

@@ -73,6 +73,29 @@ class NoProposer:
         """Nothing is kept."""
 
 
+class WorkersProposals:
+    """What the worker proposed with its last result for a row, while that is one request's."""
+
+    def __init__(self) -> None:
+        self._by_row: dict[int, tuple[int, list[int]]] = {}  # generation of the row, tokens
+
+    def take(self, plan: StepPlan, result: StepResult) -> None:
+        """A step has ended."""
+        if result.drafts is None:
+            return
+        columns = zip(
+            plan.rows.tolist(), plan.generations.tolist(), result.drafts.by_row(), strict=True
+        )
+        self._by_row.update({row: (generation, drafts) for row, generation, drafts in columns})
+
+    def propose(self, req: Request, num_tokens: int) -> Sequence[int]:
+        generation, drafts = self._by_row.pop(req.row, (None, []))
+        return drafts[:num_tokens] if req.table.generation.at[req.row] == generation else []
+
+    def release(self, req: Request) -> None:
+        """What is left of it is another generation's."""
+
+
 class Offer(NamedTuple):
     """Drafts of a request, the tokens they are expected to bring, and what is wrong with them."""
 
@@ -145,8 +168,10 @@ class Drafts(Resource):
                 f"num_speculative_tokens is {num_speculative_tokens}, must be in "
                 f"0..{MAX_DRAFTS}; 0 asks for none"
             )
+        self._workers: WorkersProposals | None = None
         if proposer is None and num_speculative_tokens:
             self.needs = (*self.needs, "proposals")  # of a worker that never has any: no drafts
+            proposer = self._workers = WorkersProposals()
         self.num_speculative_tokens = num_speculative_tokens
         self.stats = DraftStats(accepted_at=[0] * num_speculative_tokens)
         self._proposer = proposer
@@ -168,8 +193,7 @@ class Drafts(Resource):
         self._scheduler = scheduler
 
     def serializes(self, req: Request) -> bool:
-        is_workers = self._proposer is None and self.num_speculative_tokens > 0
-        return is_workers or req.row in self._drafting
+        return self._workers is not None or req.row in self._drafting
 
     def watches(self, req: Request) -> bool:
         """True for requests with drafts; the others are planned like any decode."""
@@ -189,7 +213,7 @@ class Drafts(Resource):
             return 0
         room = req.max_total - req.num_tokens - 1
         if req.is_waiting:
-            if self._proposer is not None:
+            if self._workers is None:
                 return 0
             is_decode = step.has_running or self._scheduler.view.start_of(req) > 0
             is_padded = is_decode and not self._has_prefill
@@ -225,6 +249,8 @@ class Drafts(Resource):
                     worth.release(req)
 
     def describe(self, plan: StepPlan) -> None:
+        if self._workers is not None:
+            plan.proposals = plan.samples * np.int32(self.num_speculative_tokens)
         if not self._taken:
             return
         by_row = [self._taken.get(row, []) for row in plan.rows.tolist()]
@@ -246,10 +272,10 @@ class Drafts(Resource):
             self._count(plan, plan.drafts, result)
         if self._payoff is not None:
             self._measure(self._payoff, plan, result)
+        if self._workers is not None:
+            self._workers.take(plan, result)
         if self._proposer is not None:
             self._moved.update(plan.rows[result.counts > 0].tolist())
-        else:
-            self._take_proposals(plan, result)
 
     # -- helpers
 
@@ -347,20 +373,6 @@ class Drafts(Resource):
                     f"{MOST_TOKEN}, which {shown(token)} is not"
                 )
         return [int(token) for token in tokens], ""
-
-    def _take_proposals(self, plan: StepPlan, result: StepResult) -> None:
-        """What the worker has proposed for rows that still belong to their requests."""
-        if result.drafts is None and not self._drafting:
-            return
-        proposals = [[]] * len(plan.rows) if result.drafts is None else result.drafts.by_row()
-        columns = zip(plan.rows.tolist(), plan.generations.tolist(), proposals, strict=True)
-        for row, generation, proposed in columns:
-            req = self._running.get(row)
-            if req is not None and req.table.generation.at[row] == generation:
-                drafts = proposed[: self.num_speculative_tokens]
-                if drafts:
-                    self._proposed[row] = drafts
-                self._set_drafting(req, len(drafts) > 0)
 
     def _set_drafting(self, req: Request, wish: bool) -> None:
         if wish != (req.row in self._drafting):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +49,21 @@ class Feature:
         ``machine.kv`` is empty until it is allocated. Raises ``ConfigError``.
         """
 
+    def block_bytes(self, block_size: int) -> int:
+        """Bytes that it keeps of each KV block, beside the model's."""
+        return 0
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes that it keeps of KV beside the pool."""
+        return 0
+
+    def allocate(self, num_blocks: int) -> None:
+        """Take memory for what it keeps of so many KV blocks; what it had is forgotten."""
+
+    def capture(self, sizes: Sequence[int]) -> None:
+        """Decode steps of these sizes are being recorded: record what follows them."""
+
     def begin(self, plan: StepPlan, live: LiveSeqs) -> Mapping[int, str] | None:
         """A plan has arrived, maybe without rows: its part is ``getattr(plan, self.part)``.
 
@@ -66,6 +81,14 @@ class Feature:
 
     def profile(self, batch: ForwardBatch) -> None:
         """As ``extend``, for the largest possible step of made-up rows, to measure its memory."""
+
+    def beside(self, batch: ForwardBatch) -> None:
+        """The model has computed these tokens: compute what else is kept of them. A graph that
+        records the forward pass records this, too."""
+
+    def follow(self, rows: PlanRows) -> None:
+        """These rows are drawn, and the slots advanced, in any step. If it raises, that is logged
+        and the step goes on."""
 
     def drawn(self, rows: PlanRows, hidden: Hidden, tokens: torch.Tensor) -> None:
         """These rows are computed and drawn, in a step that no graph computed.

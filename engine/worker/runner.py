@@ -278,6 +278,8 @@ class Runner:
             drawn = step.draw()
         try:
             step.tell(drawn)
+            for feature in machine.features:
+                _follow(feature, staged.rows)
             scores = machine.sampler.finish(rows, staged.draws, drawing, drawn)
             wanted = [drawn] if drawing.sound is None else [drawn, drawing.sound]
             fetched = machine.platform.fetch(wanted + columns_of(scores))
@@ -306,6 +308,8 @@ class Runner:
         larger steps are launched call by call."""
         self._graphed = record(self.machine, sizes, self._max_model_len)
         self._mixed = record_mixed(self.machine, mixed_sizes, self._max_model_len)
+        for feature in self.machine.features:
+            feature.capture(sizes)
 
     @torch.inference_mode()
     def profile_run(self, num_tokens: int, num_seqs: int, context: int = 0) -> None:
@@ -388,6 +392,16 @@ def _begin(feature: Feature, plan: StepPlan, live: LiveSeqs) -> dict[int, str]:
         message = f"{type(feature).__name__} raised {type(error).__name__}: {error}"
         logger.exception("step %d: %s", plan.step, message)
         return dict.fromkeys(plan.slots.tolist(), message)
+
+
+def _follow(feature: Feature, rows: PlanRows) -> None:
+    """Let the feature compute behind the draw, which it cannot undo by failing."""
+    try:
+        feature.follow(rows)
+    except torch.AcceleratorError:  # the device is lost, and with it every request
+        raise
+    except Exception:
+        logger.exception("%s failed behind a step, which stands", type(feature).__name__)
 
 
 def columns_of(scores: Sequence[RowScores]) -> list[torch.Tensor]:

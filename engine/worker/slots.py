@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 
 import numpy as np
 import torch
@@ -70,6 +71,13 @@ class Slots:
             history=column(torch.int32, max_model_len + 1),
             num_prompt=column(torch.int32),
         )
+
+    def twin(self, platform: Platform) -> Slots:
+        """The same sequences for a second model, with lengths, last tokens and blocks of its own.
+        What was asked of them and what was drawn is shared."""
+        other = copy(self)
+        other.state = SlotState(*(platform.zeros(tuple(c.shape), c.dtype) for c in self.state))
+        return other
 
     def apply(self, newcomers: Sequence[torch.Tensor], blocks: Sequence[torch.Tensor]) -> None:
         """Enter new sequences, then grow block tables. newcomers: their slots, then a value for

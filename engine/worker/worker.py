@@ -114,17 +114,15 @@ class ModelWorker:
         self._driver = Driver(Runner(machine, sched.max_model_len))
         if is_cpu and model.has_own_products and model.dtype in COMPILED:
             leave_threads_to_kernels()
-        return ModelFacts(
-            vocab_size=model.vocab_size,
-            block_bytes=self._spec.block_bytes(config.block_size),
-        )
+        return ModelFacts(vocab_size=model.vocab_size, block_bytes=self._block_bytes())
 
     def measure(self) -> int:
         """Bytes that the KV pool may take: a share of the host's free memory, or what a step as
         large as there can be leaves of a GPU's. Raises ``ConfigError`` if that holds no request."""
         config, sched, platform = self.config, self.config.scheduler, self.platform
         if platform.shares_memory:
-            return int(free_host_bytes() * config.cache.memory_utilization)
+            beside = sum(feature.own_bytes for feature in self._features)
+            return max(0, int(free_host_bytes() * config.cache.memory_utilization) - beside)
         self._make_kv(1)
         run = partial(
             self.driver.runner.profile_run, sched.max_num_batched_tokens, sched.max_num_seqs
@@ -139,11 +137,10 @@ class ModelWorker:
         )
         block_size = config.block_size
         blocks_of_one = -(-sched.max_model_len // block_size) + 1  # and the null block
-        assert self._spec is not None
         return kv_budget(
             use,
             config.gpu.gpu_memory_utilization,
-            one_request=blocks_of_one * self._spec.block_bytes(block_size),
+            one_request=blocks_of_one * self._block_bytes(),
         )
 
     def allocate(self, num_blocks: int) -> None:
@@ -204,6 +201,12 @@ class ModelWorker:
 
     # -- helpers
 
+    def _block_bytes(self) -> int:
+        """Of one KV block, with what features keep of it."""
+        assert self._spec is not None
+        size = self.config.block_size
+        return self._spec.block_bytes(size) + sum(f.block_bytes(size) for f in self._features)
+
     def _stop_pages(self) -> None:
         if self._pages_ahead is not None:
             self._pages_ahead.stop()
@@ -223,6 +226,8 @@ class ModelWorker:
             dtype=self._kv_dtype,
             zeros=self.platform.zeros,
         )
+        for feature in self._features:
+            feature.allocate(num_blocks)
 
     def _record(self, runner: Runner) -> None:
         gpu, sched = self.config.gpu, self.config.scheduler
