@@ -1,18 +1,16 @@
 """A draft model: a smaller model guesses tokens, which the next step verifies beside its own.
 
-    beside   the draft model computes the step's tokens too, so that its cache holds what the
-             model's holds, in blocks of the same numbers: a prefix that is found is found for both
-    follow   behind what was drawn, a decode of the draft model for each token to propose
+    begin    new blocks are entered
+    follow   behind the draw: the draft model computes the tokens of the step that it lacks and the
+             one that was drawn, then a decode for each further token to propose
     report   the proposals go to the scheduler with the step's result
 
-Its tokens are drawn with the request's own parameters, seed and noise, at the position where the
-model's will stand. As both take the largest of the same noise plus their own logits, they agree
-more often the nearer their distributions are (at least (1 - d) / (1 + d), for a distance d in total
-variation: Daliri, Musco, Suresh 2024, arXiv 2408.07978), and what is drawn in the end is the
-model's own token: the same with drafts and without.
-
-Proposals reach beyond the blocks of a sequence. There the draft model's table has blocks that only
-it has, a few for each slot; what it writes to them is computed again once it is known to stand.
+Its keys and values lie in blocks of the same numbers as the model's (see `kept`). Its tokens are
+drawn with the request's own parameters, seed and noise, at the position where the model's will
+stand. As both take the largest of the same noise plus their own logits, they agree the more often
+the nearer their distributions are (at least (1 - d) / (1 + d) of the time for a distance d in total
+variation: Daliri, Musco, Suresh 2024, arXiv 2408.07978). And what stands in the end is the model's
+own token, with drafts and without.
 """
 
 from __future__ import annotations
@@ -30,23 +28,36 @@ from engine.config.engine import ResolvedConfig
 from engine.config.model import ModelConfig, ModelInfo
 from engine.config.speculative import SpeculativeConfig
 from engine.errors import ConfigError
-from engine.layers.batch import ForwardBatch
-from engine.messages.step import DraftPart, StepPlan, StepResult
+from engine.messages.step import Column, DraftPart, StepPlan, StepResult
 from engine.models.assemble import compute_dtype
 from engine.models.decoder import Decoder
 from engine.models.load import load_model
+from engine.models.model import Model
 from engine.sample.sampler import Sampler
-from engine.worker.batches import Batches, PlanRows, Staging
+from engine.spec.kept import Kept, SpareBlocks, Work
+from engine.worker.batches import (
+    Batches,
+    Extent,
+    PlanRows,
+    Room,
+    Staged,
+    Staging,
+    wanted_rows,
+)
 from engine.worker.feature import Feature, Machine
 from engine.worker.memory import choose_kv_dtype, make_kv_cache
 from engine.worker.platform import Fetched
-from engine.worker.slots import LiveSeqs, Slots
-from engine.worker.steps import BySize, GraphedStep, decode, record
+from engine.worker.slots import LiveSeqs
+from engine.worker.steps import BySize, GraphedStep, MixedGraph, advance, record, record_mixed
 from engine.worker.warmup import prepare_kernels
 from kernels import slots as on_slots
 from kernels.cpu.recording import Recorder
+from kernels.slots import Rows
+from kernels.tuning import has_few_chunks
 
 logger = logging.getLogger("engine.spec")
+
+FEW = 16  # tokens of a row that was computed a step ago: its pass is like the one before
 
 
 class DraftModel(Feature):
@@ -58,54 +69,39 @@ class DraftModel(Feature):
         """model, info: the draft model, in a directory; config: of the worker."""
         assert config.scheduler.speculative_config is not None, "it says how many drafts"
         asked = SpeculativeConfig.of(config.scheduler.speculative_config)
-        self._num_drafts = asked.num_speculative_tokens
         self._config = config
         self._info = info
         self._model_config = model
-        self._graphed: BySize[GraphedStep] = BySize()
-        self._plans: deque[_Proposed] = deque()  # launched and not collected
+        sched = config.scheduler
+        self._limit = min(info.max_position_embeddings, sched.max_model_len)
+        self._spare = SpareBlocks(
+            sched.max_num_seqs, asked.num_speculative_tokens, config.block_size
+        )
+        self._proposals: deque[_Proposals] = deque()  # of steps that are not collected
 
     def attach(self, machine: Machine) -> None:
         """Load the model. Raises ``ConfigError`` for one that cannot draft for the other."""
         config, sched, platform = self._config, self._config.scheduler, machine.platform
-        own = self._info.max_position_embeddings
-        self._limit = min(own, sched.max_model_len)
-        if platform.shares_memory:
-            dtype = compute_dtype(self._model_config, self._info, "cpu")
-            prepare_kernels(self._info, dtype, config.cache.kv_cache_dtype)
-        model = load_model(
-            self._model_config,
-            self._info,
-            device=platform.device.type,
-            max_model_len=self._limit,
-        )
-        if model.vocab_size != machine.model.vocab_size:
-            raise ConfigError(
-                f"speculative_config: the draft model {self._info.name} has {model.vocab_size} "
-                f"tokens and the model {machine.model.vocab_size}; both must have the same: give "
-                "one of the same family"
-            )
-        if isinstance(model, Decoder) and not platform.shares_memory:
-            model.group_experts()
+        model = self._load(machine)
         computed_on = "cpu" if platform.shares_memory else "cuda"
         self._kv_dtype = choose_kv_dtype(config.cache.kv_cache_dtype, model.dtype, computed_on)
         self._spec = replace(model.kv_spec, dtype_bytes=self._kv_dtype.itemsize)
         self._target = machine
         slots = machine.slots.twin(platform)
-        num_seqs = sched.max_num_seqs
-        staging = Staging(platform, num_seqs, num_seqs, sched.num_steps_in_flight)
-        live = LiveSeqs(num_seqs, 0)  # no token is the host's: all come from the device
-        self._machine = Machine(
+        num_seqs, num_tokens = sched.max_num_seqs, sched.max_num_batched_tokens
+        # Two passes are staged for each step.
+        staging = Staging(platform, num_seqs, num_tokens, 2 * sched.num_steps_in_flight)
+        own = Machine(
             model=model,
             kv=[],
             platform=platform,
-            live=live,
+            live=machine.live,
             slots=slots,
             sampler=Sampler(platform.upload, slots.tables, model.vocab_size),
-            batches=Batches(platform, slots, live, staging),
+            batches=Batches(platform, slots, machine.live, staging),
             recorder=None if machine.recorder is None else Recorder(),
         )
-        self._spare = SpareBlocks(num_seqs, self._num_drafts, config.block_size)
+        self._passes = Passes(own, machine, self._limit)
 
     def block_bytes(self, block_size: int) -> int:
         return self._spec.block_bytes(block_size)
@@ -115,139 +111,231 @@ class DraftModel(Feature):
         return self._spare.num_blocks * self._spec.block_bytes(self._config.block_size)
 
     def allocate(self, num_blocks: int) -> None:
-        machine = self._machine
+        block_size, machine = self._config.block_size, self._passes.machine
         machine.kv.clear()
         if machine.recorder is not None:
             machine.recorder.forget()
         machine.kv[:] = make_kv_cache(
             self._spec,
             num_blocks + self._spare.num_blocks,
-            self._config.block_size,
+            block_size,
             dtype=self._kv_dtype,
             zeros=machine.platform.zeros,
         )
         tables = machine.slots.state.block_tables
-        width = tables.shape[1]
-        self._spare_rows = machine.platform.upload(self._spare.tables(num_blocks, width))
-        tables.copy_(self._spare_rows)
+        self._no_blocks = machine.platform.upload(self._spare.tables(num_blocks, tables.shape[1]))
+        tables.copy_(self._no_blocks)
+        self._kept = Kept(len(tables), num_blocks, block_size)
 
-    def capture(self, sizes: Sequence[int]) -> None:
-        self._graphed = record(self._machine, sizes, self._limit)
+    def capture(self, sizes: Sequence[int], mixed_sizes: Sequence[int]) -> None:
+        self._passes.capture(sizes, mixed_sizes)
 
     def begin(self, plan: StepPlan, live: LiveSeqs) -> None:
-        tables, upload = self._machine.slots.state.block_tables, self._machine.platform.upload
+        machine = self._passes.machine
+        tables, upload = machine.slots.state.block_tables, machine.platform.upload
         if plan.new:
             slots = upload(np.array([seq.slot for seq in plan.new], dtype=np.int64))
-            tables[slots] = self._spare_rows[slots]
+            tables[slots] = self._no_blocks[slots]
         if len(plan.block_ids):
-            deltas = (plan.block_slots, plan.block_indices, plan.block_ids)
-            on_slots.grow_block_tables(
-                tables, *(upload(column.astype(np.int32, copy=False)) for column in deltas)
-            )
-        self._plans.append(_Proposed(plan))
-
-    def beside(self, batch: ForwardBatch) -> None:
-        machine = self._machine
-        own = ForwardBatch(
-            batch.input_ids,
-            batch.positions,
-            replace(batch.attn, scratch={}),
-            wanted=batch.wanted,
-            recorder=None if batch.recorder is None else machine.recorder,
-        )
-        if self._limit < self._config.scheduler.max_model_len:
-            own.move(batch.positions.clamp(max=self._limit - 1))  # nothing is drafted there
-        machine.model.forward(own, machine.kv)
+            columns = (plan.block_slots, plan.block_indices, plan.block_ids)
+            deltas = (upload(column.astype(np.int32, copy=False)) for column in columns)
+            on_slots.grow_block_tables(tables, *deltas)
+        self._proposals.append(_Proposals(plan))
+        self._kept.begin(plan)
 
     def follow(self, rows: PlanRows) -> None:
-        if not self._plans:  # made-up rows
+        if not self._proposals or self._proposals[-1].plan.proposals is None:  # made up, or no wish
             return
-        wanted = self._plans[-1].wanted(rows)
-        # Where fewer drafts stand than were verified, it ends before that.
-        ends = rows.starts + rows.counts + self._num_drafts
-        wanted = np.where(ends <= self._limit, wanted, 0)
-        if not wanted.any():
+        wanted = self._proposals[-1].wanted(rows)
+        num_drafts = wanted * 0 if rows.drafts is None else rows.drafts.counts
+        budget = self._passes.machine.batches.max_num_tokens
+        step = Work(rows.slots, rows.starts, rows.counts, wanted)
+        work = self._kept.work(step, num_drafts, self._limit, budget)
+        if not len(work.slots):
             return
-        drawing = wanted > 0
-        ones = np.ones(int(drawing.sum()), dtype=np.int32)
-        starts = (rows.starts + rows.counts)[drawing]
-        decodes = PlanRows(rows.slots[drawing], starts, ones, ones)
-        tokens = self._decode(decodes, int(wanted.max()))
-        fetched = self._machine.platform.fetch([tokens])
-        self._plans[-1].parts.append((decodes.slots, wanted[drawing], fetched))
+        drafts = self._passes.run(work)
+        if drafts is not None:
+            self._proposals[-1].add(work, self._passes.machine.platform.fetch([drafts]))
 
     def report(self, result: StepResult) -> None:
-        result.drafts = self._plans.popleft().drafts()
+        result.drafts = self._proposals.popleft().drafts()
 
-    def _decode(self, rows: PlanRows, num_drafts: int) -> torch.Tensor:
-        """So many tokens behind the last of each row [drafts, rows] int32; negative: none."""
-        machine, target = self._machine, self._target
-        for own, known in zip(machine.slots.state[:2], target.slots.state[:2], strict=True):
-            own.copy_(known)  # lengths, and the tokens that were drawn last
-        graphed = self._graphed.holding(len(rows.slots))
-        padded = len(rows.slots) if graphed is None else graphed.num_rows
-        staged = machine.batches.stage(rows, padded=padded)
-        drawn = []
-        for place in range(num_drafts):
-            if graphed is not None:
-                graphed.forward()
-                tokens = graphed.draw()
+    # -- helpers
+
+    def _load(self, machine: Machine) -> Model:
+        platform, own = machine.platform, self._model_config
+        if platform.shares_memory:
+            dtype = compute_dtype(own, self._info, "cpu")
+            prepare_kernels(self._info, dtype, self._config.cache.kv_cache_dtype)
+        model = load_model(
+            own, self._info, device=platform.device.type, max_model_len=self._limit
+        )
+        if model.vocab_size != machine.model.vocab_size:
+            raise ConfigError(
+                f"speculative_config: the draft model {self._info.name} has {model.vocab_size} "
+                f"tokens, the model {machine.model.vocab_size}; both must have the same: give a "
+                "draft model of the same family"
+            )
+        if isinstance(model, Decoder) and not platform.shares_memory:
+            model.group_experts()
+        return model
+
+
+class Passes:
+    """The forward passes of the draft model behind a step."""
+
+    def __init__(self, machine: Machine, target: Machine, limit: int) -> None:
+        """machine: the draft model's, with slots of its own; target: the model's. limit: of
+        positions."""
+        self.machine = machine
+        self._target = target
+        self._limit = limit
+        self._graphed: BySize[GraphedStep] = BySize()
+        self._mixed: BySize[MixedGraph] = BySize()
+
+    def capture(self, sizes: Sequence[int], mixed_sizes: Sequence[int]) -> None:
+        """Record passes of so many rows, and first ones of so many tokens."""
+        if self.machine.model.can_be_recorded:
+            self._graphed = record(self.machine, sizes, self._limit)
+            self._mixed = record_mixed(self.machine, mixed_sizes, self._limit)
+
+    def run(self, work: Work) -> torch.Tensor | None:
+        """Compute these tokens. Returns the drafts [most wanted, rows that want some] int32 on the
+        device, negative where there is none; ``None`` if none are wanted."""
+        wants = work.wanted > 0
+        slots = self.machine.platform.upload(work.slots[wants].astype(np.int32))
+        # Where the token stands that was drawn last; the host knows only how far it may be.
+        last = self._target.slots.state.num_computed[slots.long()]
+        hidden = self._first(work, last)
+        if not wants.any():
+            return None
+        drafts = [self._draw(hidden, slots, last + 1)]
+        num_more = int(work.wanted.max()) - 1
+        if num_more:
+            ends, ones = (work.starts + work.counts)[wants], np.ones_like(work.slots[wants])
+            rows = PlanRows(work.slots[wants], ends, ones, ones)
+            drafts += self._further(rows, drafts[0], num_more)
+        return torch.stack(drafts)
+
+    # -- helpers
+
+    def _first(self, work: Work, last: torch.Tensor) -> torch.Tensor:
+        """Compute the tokens. Returns the hidden states [R, H] of the last that stands of each row
+        that wants drafts."""
+        machine, upload = self.machine, self.machine.platform.upload
+        seqs = np.flatnonzero(work.wanted)
+        rows = PlanRows(work.slots, work.starts, work.counts, work.wanted * 0)
+        graph = self._mixed.holding(int(work.counts.sum())) if self._mixed.sizes else None
+        if graph is not None and not has_few_chunks(work.counts):
+            graph = None
+        machine.slots.state.num_computed[upload(work.slots.astype(np.int64))] = upload(work.starts)
+        staged = machine.batches.stage(rows, mixed=0 if graph is None else graph.num_rows)
+        self._fill_ids(staged)
+        starts = staged.tokens.query_start[seqs] - work.starts[seqs]
+        places = upload(starts.astype(np.int64)) + last
+        if graph is not None:
+            return graph.replay()[places]
+        num_decodes = int((work.counts != 1).argmax()) if (work.counts != 1).any() else len(seqs)
+        longest = int((work.starts + work.counts).max())
+        extent = Extent(num_decodes, int(work.counts.max()), longest)
+        batch = machine.batches.build(staged.room, extent)
+        if len(seqs) and int(work.counts.max()) <= FEW:
+            batch.recorder = machine.recorder
+            return machine.model.forward(batch, machine.kv).last[places]
+        if len(seqs):
+            batch.wanted = wanted_rows(batch.attn, places, upload(seqs.astype(np.int64)), last + 1)
+        else:  # the last layer must have something to compute
+            batch.wanted = wanted_rows(batch.attn, *map(upload, _last_token(work)))
+        return machine.model.forward(batch, machine.kv).last
+
+    def _fill_ids(self, staged: Staged) -> None:
+        """Fill in the ids that only the device knows: of what was drawn and drafted."""
+        tokens, history = staged.tokens, self._target.slots.tables.history
+        is_sent = tokens.positions < self._target.live.num_sent[tokens.slots]
+        places = np.flatnonzero(~is_sent)
+        if len(places):
+            slots, positions = tokens.slots[places], tokens.positions[places]
+            upload = self.machine.platform.upload
+            drawn = history[upload(slots.astype(np.int64)), upload(positions)]
+            staged.step.host_ids[upload(places)] = drawn
+
+    def _further(
+        self, rows: PlanRows, drafts: torch.Tensor, num_more: int
+    ) -> list[torch.Tensor]:
+        """A decode for each token more. rows: of one token each; drafts [R]: the first."""
+        machine, target = self.machine, self._target
+        graph = self._graphed.holding(len(drafts))
+        padded = len(drafts) if graph is None else graph.num_rows
+        room = machine.batches.stage(rows, padded=padded).room
+        machine.slots.state.num_computed.copy_(target.slots.state.num_computed)
+        first = drafts.new_zeros(padded)
+        first[: len(drafts)] = drafts
+        advance(machine, room, first)
+        longest, more = int(rows.starts.max()) + 1, []
+        for place in range(num_more):
+            if graph is None:
+                drawn = self._decode(room, longest + place)
             else:
-                longest = int(rows.starts.max()) + place + 1
-                largest_only = target.sampler.wants_largest_only
-                tokens = decode(machine, staged.room, longest, largest_only=largest_only)
-            drawn.append(tokens[: len(rows.slots)].clone())
-        return torch.stack(drawn)
+                graph.forward()
+                drawn = graph.draw()
+            more.append(drawn[: len(drafts)].clone())
+        return more
 
-    def shutdown(self) -> None:
-        self._plans.clear()
+    def _decode(self, room: Room, longest: int) -> torch.Tensor:
+        """One decode, launched call by call. longest: of the sequences with it, at most."""
+        machine, num = self.machine, room.num_seqs
+        batch = machine.batches.build(room, Extent(num, max_query_len=1, max_seq_len=longest))
+        batch.recorder = machine.recorder
+        hidden = machine.model.forward(batch, machine.kv).last
+        drawn = self._draw(hidden, room.step.draw_slots, machine.batches.seq_lens(num))
+        advance(machine, room, drawn)
+        return drawn
 
-
-class SpareBlocks:
-    """Blocks behind those of the pool, for what lies beyond a sequence's own."""
-
-    def __init__(self, num_slots: int, num_drafts: int, block_size: int) -> None:
-        self._num_slots = num_slots
-        self._each = -(-(num_drafts - 1) // block_size) + 1  # they may begin anywhere in a block
-
-    @property
-    def num_blocks(self) -> int:
-        return self._num_slots * self._each
-
-    def tables(self, num_blocks: int, width: int) -> NDArray[np.int32]:
-        """Block tables [slots, width] of sequences that have no block of a pool of so many: as many
-        neighbours in a table as may be needed at once are different blocks."""
-        slots = np.arange(self._num_slots, dtype=np.int32)[:, None]
-        turns = np.arange(width, dtype=np.int32) % self._each
-        tables: NDArray[np.int32] = num_blocks + slots * self._each + turns
-        return tables
+    def _draw(
+        self, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """A token for each row [R] int32. positions: where they will stand."""
+        machine, drawn = self.machine, None
+        if self._target.sampler.wants_largest_only:
+            drawn = machine.model.largest(hidden)
+        if drawn is None:
+            drawn = machine.sampler.draw(Rows(machine.model.logits(hidden), slots, positions))
+        return drawn
 
 
-class _Proposed:
+def _last_token(work: Work) -> tuple[NDArray[np.int64], NDArray[np.int64], Column]:
+    """The very last: its row of the batch, its sequence, and the keys that it sees."""
+    rows = np.array([int(work.counts.sum()) - 1])
+    return rows, np.array([len(work.slots) - 1]), (work.starts + work.counts)[-1:]
+
+
+class _Proposals:
     """What is proposed in a step."""
 
     def __init__(self, plan: StepPlan) -> None:
         self.plan = plan
-        self.parts: list[tuple[NDArray[np.int32], NDArray[np.int32], Fetched]] = []
+        self._parts: list[tuple[Work, Fetched]] = []  # rows may be computed in several
 
-    def wanted(self, rows: PlanRows) -> NDArray[np.int32]:
+    def wanted(self, rows: PlanRows) -> Column:
         """Drafts wanted behind some rows of the step."""
-        if self.plan.proposals is None:
-            return np.zeros(len(rows.slots), dtype=np.int32)
+        assert self.plan.proposals is not None
         by_slot = dict(zip(self.plan.slots.tolist(), self.plan.proposals.tolist(), strict=True))
-        found = [by_slot[slot] for slot in rows.slots.tolist()]
-        wanted: NDArray[np.int32] = np.array(found, dtype=np.int32) * rows.samples
-        return wanted
+        wanted: Column = np.array([by_slot[slot] for slot in rows.slots.tolist()], dtype=np.int32)
+        return wanted * rows.samples
+
+    def add(self, work: Work, fetched: Fetched) -> None:
+        """Drafts of the rows that want some are on their way."""
+        self._parts.append((work, fetched))
 
     def drafts(self) -> DraftPart | None:
         """Wait for them; by row of the plan."""
         by_slot: dict[int, list[int]] = {}
-        for slots, wanted, fetched in self.parts:
+        for work, fetched in self._parts:
             fetched.done.synchronize()
-            (tokens,) = fetched.tensors
-            columns = tokens.numpy().T.tolist()
-            for slot, num, drafts in zip(slots.tolist(), wanted.tolist(), columns, strict=True):
-                by_slot[slot] = until_none(drafts[:num])
+            wants = work.wanted > 0
+            columns = (work.slots[wants], work.wanted[wants], fetched.tensors[0].numpy().T)
+            for slot, num, tokens in zip(*(c.tolist() for c in columns), strict=True):
+                by_slot[slot] = until_none(tokens[:num])
         if not by_slot:
             return None
         rows = [by_slot.get(slot, []) for slot in self.plan.slots.tolist()]
@@ -261,4 +349,3 @@ def until_none(tokens: list[int]) -> list[int]:
     """The tokens before one that could not be drawn."""
     bad = next((place for place, token in enumerate(tokens) if token < 0), len(tokens))
     return tokens[:bad]
-

@@ -61,8 +61,8 @@ class Feature:
     def allocate(self, num_blocks: int) -> None:
         """Take memory for what it keeps of so many KV blocks; what it had is forgotten."""
 
-    def capture(self, sizes: Sequence[int]) -> None:
-        """Decode steps of these sizes are being recorded: record what follows them."""
+    def capture(self, sizes: Sequence[int], mixed_sizes: Sequence[int]) -> None:
+        """Steps are being recorded, of so many rows and of so many tokens: record what follows."""
 
     def begin(self, plan: StepPlan, live: LiveSeqs) -> Mapping[int, str] | None:
         """A plan has arrived, maybe without rows: its part is ``getattr(plan, self.part)``.
@@ -81,10 +81,6 @@ class Feature:
 
     def profile(self, batch: ForwardBatch) -> None:
         """As ``extend``, for the largest possible step of made-up rows, to measure its memory."""
-
-    def beside(self, batch: ForwardBatch) -> None:
-        """The model has computed these tokens: compute what else is kept of them. A graph that
-        records the forward pass records this, too."""
 
     def follow(self, rows: PlanRows) -> None:
         """These rows are drawn, and the slots advanced, in any step. If it raises, that is logged

@@ -309,7 +309,7 @@ class Runner:
         self._graphed = record(self.machine, sizes, self._max_model_len)
         self._mixed = record_mixed(self.machine, mixed_sizes, self._max_model_len)
         for feature in self.machine.features:
-            feature.capture(sizes)
+            feature.capture(sizes, mixed_sizes)
 
     @torch.inference_mode()
     def profile_run(self, num_tokens: int, num_seqs: int, context: int = 0) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch.autograd import profiler as torch_profiler
 from torch.profiler import record_function
 
-from engine.layers.batch import ForwardBatch, Hidden
+from engine.layers.batch import ForwardBatch
 from engine.messages.requests import TokenLogprobs
 from engine.messages.step import EMPTY, Column, StepPlan, StepResult
 from engine.sample.logprobs import Scored
@@ -44,37 +44,11 @@ def section(name: str) -> AbstractContextManager[object]:
     return record_function(name) if is_recording() else NOTHING
 
 
-def compute(machine: Machine, batch: ForwardBatch) -> Hidden:
-    """The forward pass of a step, and what features compute beside it."""
-    hidden = machine.model.forward(batch, machine.kv)
-    for feature in machine.features:
-        feature.beside(batch)
-    return hidden
-
-
 def advance(machine: Machine, room: Room, drawn: torch.Tensor) -> None:
     """Advance the slots of a decode step by one token each [R] int32."""
     step = room.step
     tokens = Drawn(drawn, step.draw_slots, step.draw_starts, None)
     machine.slots.advance(step.slots, step.query_start, tokens)
-
-
-def decode(machine: Machine, room: Room, longest: int, *, largest_only: bool) -> torch.Tensor:
-    """A decode step of sequences that only the device knows, launched call by call: one token for
-    each [R] int32, -1 where there is none.
-
-    longest: of the sequences with it, at most. largest_only: no token is drawn by chance.
-    """
-    model, num = machine.model, room.num_seqs
-    batch = machine.batches.build(room, Extent(num, max_query_len=1, max_seq_len=longest))
-    batch.recorder = machine.recorder
-    hidden = compute(machine, batch).last
-    drawn = model.largest(hidden) if largest_only else None
-    if drawn is None:
-        rows = Rows(model.logits(hidden), room.step.draw_slots, machine.batches.seq_lens(num))
-        drawn = machine.sampler.draw(rows)
-    advance(machine, room, drawn)
-    return drawn
 
 
 class EagerStep:
@@ -144,7 +118,7 @@ class EagerStep:
         read = None if machine.live.prompt_scored else self._picked.read
         batch = machine.batches.build_picked(staged, read)
         self._extend(batch)
-        self._hidden = compute(machine, batch)
+        self._hidden = machine.model.forward(batch, machine.kv)
         return self._hidden.last
 
     def _logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -340,7 +314,7 @@ def _recorded(
 
     def forward() -> None:
         batch = machine.batches.build(room, extent)
-        machine.model.logits(compute(machine, batch).last, out=logits)
+        machine.model.logits(machine.model.forward(batch, machine.kv).last, out=logits)
 
     def draw() -> None:
         drawn.copy_(machine.sampler.draw(rows))
@@ -359,7 +333,7 @@ def _mixed_hidden(machine: Machine, size: int, max_model_len: int) -> Callable[[
     extent = Extent(0, max_query_len=size, max_seq_len=max_model_len, is_mixed=True)
 
     def hidden() -> torch.Tensor:
-        return compute(machine, machine.batches.build(room, extent)).last
+        return machine.model.forward(machine.batches.build(room, extent), machine.kv).last
 
     return hidden
 

@@ -1,0 +1,107 @@
+"""What a draft model keeps of the tokens that its model has computed: by slot and by block.
+
+The two share block numbers, so a prefix that is found is found for both. But the draft model
+computes only where drafts are wanted, and then catches up first: with what other requests computed
+while none were, too.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.messages.step import Column, StepPlan
+
+
+class Work(NamedTuple):
+    """What the draft model computes behind a step, by row: tokens [start, start + count)."""
+
+    slots: Column
+    starts: Column
+    counts: Column
+    wanted: Column  # drafts behind the last token, 0: none
+
+
+class Kept:
+    """Which tokens of each sequence, and which blocks, the draft model has computed.
+
+    ``limit``: no token is computed at this position or behind it. ``budget``: tokens at once.
+    """
+
+    def __init__(self, num_slots: int, num_blocks: int, block_size: int) -> None:
+        self._block_size = block_size
+        self._upto: Column = np.zeros(num_slots, dtype=np.int32)  # by slot: tokens before this
+        self._has_block = np.zeros(num_blocks, dtype=np.bool_)  # all of its tokens
+        self._blocks: dict[int, list[int]] = {}  # by slot, in order
+
+    def begin(self, plan: StepPlan) -> None:
+        """Blocks that a sequence comes with hold what they held; those that it grows by nothing."""
+        size = self._block_size
+        starts = dict(zip(plan.slots.tolist(), plan.starts.tolist(), strict=True))
+        found = {seq.slot: starts[seq.slot] // size for seq in plan.new}  # blocks
+        for slot in plan.freed_slots:
+            self._blocks.pop(slot, None)
+        for slot in found:
+            self._blocks[slot] = []
+        columns = (plan.block_slots, plan.block_indices, plan.block_ids)
+        for slot, index, block in zip(*(column.tolist() for column in columns), strict=True):
+            blocks = self._blocks[slot]
+            blocks[index:] = [block]
+            if index >= found.get(slot, 0):
+                self._has_block[block] = False
+        for slot, num in found.items():
+            has = self._has_block[self._blocks[slot][:num]]
+            num_kept = int(has.argmin()) if not has.all() else num
+            self._upto[slot] = starts[slot] if num_kept == num else num_kept * size
+
+    def work(self, rows: Work, num_drafts: Column, limit: int, budget: int) -> Work:
+        """What to compute behind a step's rows, which are what the step computed. num_drafts: of
+        these tokens, which may not stand. limit: no token at this position or behind it is
+        computed. budget: tokens.
+
+        A row of which too much is missing catches up as far as the budget goes, and has no drafts.
+        """
+        ends = rows.starts + rows.counts
+        wanted = np.where(ends + rows.wanted <= limit, rows.wanted, 0)
+        starts = np.minimum(self._upto[rows.slots], rows.starts)
+        counts = np.minimum(ends + (wanted > 0), limit) - starts  # and the token that was drawn
+        before = np.cumsum(counts) - counts
+        given = np.clip(budget - before, 0, counts)
+        wanted = np.where(given == counts, wanted, 0)
+        upto = starts + given - (wanted > 0)
+        self._upto[rows.slots] = upto
+        self._commit(rows.slots, starts, np.minimum(upto, ends - num_drafts))
+        works = given > 0
+        columns = (rows.slots, starts, given, wanted)
+        return Work(*(column[works].astype(np.int32) for column in columns))
+
+    def _commit(self, slots: Column, starts: Column, certain: Column) -> None:
+        """Tokens [start, certain) of these rows are there, and will stand."""
+        size = self._block_size
+        columns = (slots.tolist(), (starts // size).tolist(), (certain // size).tolist())
+        for slot, first, end in zip(*columns, strict=True):
+            if end > first:
+                self._has_block[self._blocks[slot][first:end]] = True
+
+
+class SpareBlocks:
+    """Blocks behind those of the pool: drafts reach beyond the blocks of their sequence. What is
+    written there is computed again once it is known to stand."""
+
+    def __init__(self, num_slots: int, num_drafts: int, block_size: int) -> None:
+        self._num_slots = num_slots
+        self._each = -(-(num_drafts - 1) // block_size) + 1  # they may begin anywhere in a block
+
+    @property
+    def num_blocks(self) -> int:
+        return self._num_slots * self._each
+
+    def tables(self, num_blocks: int, width: int) -> NDArray[np.int32]:
+        """Block tables [slots, width] of sequences that have no block of a pool of so many: as many
+        neighbours in a table as may be needed at once are different blocks."""
+        slots = np.arange(self._num_slots, dtype=np.int32)[:, None]
+        turns = np.arange(width, dtype=np.int32) % self._each
+        tables: NDArray[np.int32] = num_blocks + slots * self._each + turns
+        return tables
