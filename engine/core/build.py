@@ -236,7 +236,10 @@ def computing_halves(config: ResolvedConfig, drafting: ModelConfig | None) -> li
         return []
     from engine.spec.compute import DraftModel
 
-    return [DraftModel(drafting, read_model_info(drafting.model), config)]
+    options = config.scheduler.speculative_config
+    assert options is not None, "it names the draft model"
+    num_drafts = SpeculativeConfig.of(options).num_speculative_tokens
+    return [DraftModel(drafting, read_model_info(drafting.model), config, num_drafts)]
 
 
 def parts_of(resources: Iterable[Resource]) -> tuple[str, ...]:

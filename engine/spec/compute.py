@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 
 from engine.config.engine import ResolvedConfig
 from engine.config.model import ModelConfig, ModelInfo
-from engine.config.speculative import SpeculativeConfig
 from engine.errors import ConfigError
 from engine.messages.step import Column, DraftPart, StepPlan, StepResult
 from engine.models.assemble import compute_dtype
@@ -65,24 +64,23 @@ class DraftModel(Feature):
 
     part = "proposals"
 
-    def __init__(self, model: ModelConfig, info: ModelInfo, config: ResolvedConfig) -> None:
-        """model, info: the draft model, in a directory; config: of the worker."""
-        assert config.scheduler.speculative_config is not None, "it says how many drafts"
-        asked = SpeculativeConfig.of(config.scheduler.speculative_config)
+    def __init__(
+        self, model: ModelConfig, info: ModelInfo, config: ResolvedConfig, num_drafts: int
+    ) -> None:
+        """model, info: the draft model, in a directory. config: of the worker. num_drafts: of a
+        row, at most."""
         self._config = config
         self._info = info
         self._model_config = model
         sched = config.scheduler
         self._limit = min(info.max_position_embeddings, sched.max_model_len)
-        self._spare = SpareBlocks(
-            sched.max_num_seqs, asked.num_speculative_tokens, config.block_size
-        )
+        self._spare = SpareBlocks(sched.max_num_seqs, num_drafts, config.block_size)
         self._proposals: deque[_Proposals] = deque()  # of steps that are not collected
 
     def attach(self, machine: Machine) -> None:
         """Load the model. Raises ``ConfigError`` for one that cannot draft for the other."""
         config, sched, platform = self._config, self._config.scheduler, machine.platform
-        model = self._load(machine)
+        model = self.load(machine)
         computed_on = "cpu" if platform.shares_memory else "cuda"
         self._kv_dtype = choose_kv_dtype(config.cache.kv_cache_dtype, model.dtype, computed_on)
         self._spec = replace(model.kv_spec, dtype_bytes=self._kv_dtype.itemsize)
@@ -102,6 +100,25 @@ class DraftModel(Feature):
             recorder=None if machine.recorder is None else Recorder(),
         )
         self._passes = Passes(own, machine, self._limit)
+
+    def load(self, machine: Machine) -> Model:
+        """The draft model. Raises ``ConfigError`` for one that cannot draft for the machine's."""
+        platform, own = machine.platform, self._model_config
+        if platform.shares_memory:
+            dtype = compute_dtype(own, self._info, "cpu")
+            prepare_kernels(self._info, dtype, self._config.cache.kv_cache_dtype)
+        model = load_model(
+            own, self._info, device=platform.device.type, max_model_len=self._limit
+        )
+        if model.vocab_size != machine.model.vocab_size:
+            raise ConfigError(
+                f"speculative_config: the draft model {self._info.name} has {model.vocab_size} "
+                f"tokens, the model {machine.model.vocab_size}; both must have the same: give a "
+                "draft model of the same family"
+            )
+        if isinstance(model, Decoder) and not platform.shares_memory:
+            model.group_experts()
+        return model
 
     def block_bytes(self, block_size: int) -> int:
         return self._spec.block_bytes(block_size)
@@ -159,26 +176,6 @@ class DraftModel(Feature):
 
     def report(self, result: StepResult) -> None:
         result.drafts = self._proposals.popleft().drafts()
-
-    # -- helpers
-
-    def _load(self, machine: Machine) -> Model:
-        platform, own = machine.platform, self._model_config
-        if platform.shares_memory:
-            dtype = compute_dtype(own, self._info, "cpu")
-            prepare_kernels(self._info, dtype, self._config.cache.kv_cache_dtype)
-        model = load_model(
-            own, self._info, device=platform.device.type, max_model_len=self._limit
-        )
-        if model.vocab_size != machine.model.vocab_size:
-            raise ConfigError(
-                f"speculative_config: the draft model {self._info.name} has {model.vocab_size} "
-                f"tokens, the model {machine.model.vocab_size}; both must have the same: give a "
-                "draft model of the same family"
-            )
-        if isinstance(model, Decoder) and not platform.shares_memory:
-            model.group_experts()
-        return model
 
 
 class Passes:

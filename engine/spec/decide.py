@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from engine.config.check import check_kind
 from engine.config.speculative import MAX_DRAFTS
 from engine.errors import ConfigError
-from engine.messages.step import PADDING, DraftPart, StepPlan, StepResult
+from engine.messages.step import PADDING, Column, DraftPart, StepPlan, StepResult
 from engine.sched.plugins.answers import raised, shown
 from engine.sched.request import Request
 from engine.sched.resource import AttachedScheduler, Resource
@@ -202,7 +202,12 @@ class Drafts(Resource):
     def begin_step(self, step: Step) -> None:
         self._taken.clear()
         self._has_prefill = False
-        if self._proposer is not None and self._moved:
+        self._price = None
+        if not self._moved:
+            return
+        if self._workers is not None:
+            self._take_up(self._workers)
+        elif self._proposer is not None:
             self._propose(self._proposer)
 
     def extra(self, req: Request, step: Step) -> int:
@@ -250,7 +255,7 @@ class Drafts(Resource):
 
     def describe(self, plan: StepPlan) -> None:
         if self._workers is not None:
-            plan.proposals = plan.samples * np.int32(self.num_speculative_tokens)
+            plan.proposals = self._wished(plan)
         if not self._taken:
             return
         by_row = [self._taken.get(row, []) for row in plan.rows.tolist()]
@@ -289,7 +294,6 @@ class Drafts(Resource):
         load = None if self._payoff is None else self._payoff.load(len(self._running))
         asks = load is None or load.asks()
         tries = load is None or load.tries()
-        self._price = None
         while self._moved:  # removed before the proposer is called
             if (req := self._running.get(self._moved.pop())) is None:
                 continue
@@ -310,19 +314,58 @@ class Drafts(Resource):
         if failed:
             raise ValueError(failed)
 
+    def _take_up(self, workers: WorkersProposals) -> None:
+        """Drafts of every request that has new tokens: those that its grammar forces, or that the
+        worker has made already, as many as it was asked for."""
+        while self._moved:
+            if (req := self._running.get(self._moved.pop())) is None:
+                continue
+            made = workers.propose(req, self.num_speculative_tokens)
+            drafts = self._forced_of(req, tries=True).drafts or made
+            if drafts:
+                self._proposed[req.row] = drafts
+            self._set_drafting(req, len(drafts) > 0)
+
+    def _wished(self, plan: StepPlan) -> Column | None:
+        """How many drafts the worker is to make behind each row of this step; ``None``: it need
+        not even compute what its drafts would follow."""
+        most = self.num_speculative_tokens
+        if self._worth is None or self._payoff is None:
+            return plan.samples * np.int32(most)
+        load = self._payoff.load(len(self._running))
+        if not load.asks():
+            return None
+        wished, expected, tries = np.zeros_like(plan.samples), 0.0, load.tries()
+        price = load.cost() / most or self._price_of_a_draft()
+        for index in np.flatnonzero(plan.samples).tolist():
+            req = self._running.get(int(plan.rows[index]))
+            if req is not None and is_due(self._worth, req, tries):
+                wished[index] = self._worth.num_worth(req, range(most), price)
+                expected += self._worth.expect(req, int(wished[index]))[1]
+        if wished.any() and load.takes(max(1, len(self._running)), expected):
+            return wished
+        # A long prompt need not be gone through later.
+        return None if plan.samples.all() else wished * 0
+
     def _offer_of(self, proposer: Proposer, req: Request, tries: bool) -> Offer:
         """Drafts of a request: what its grammar forces, or a proposal. tries: also of one of whose
         drafts nothing good is known."""
-        self._are_forced.discard(req.row)
-        if is_due(self._worth_of_forced, req, tries):
-            forced = list(self.forced(req, self.num_speculative_tokens))
-            if (offer := self._judged(self._worth_of_forced, req, forced)).drafts:
-                self._are_forced.add(req.row)
-                return offer
+        if (offer := self._forced_of(req, tries=tries)).drafts:
+            return offer
         if not is_due(self._worth, req, tries):
             return NO_OFFER
         drafts, fault = self._ask(proposer, req)
         return self._judged(self._worth, req, drafts)._replace(fault=fault)
+
+    def _forced_of(self, req: Request, *, tries: bool) -> Offer:
+        """Drafts that its grammar forces."""
+        self._are_forced.discard(req.row)
+        if not is_due(self._worth_of_forced, req, tries):
+            return NO_OFFER
+        forced = list(self.forced(req, self.num_speculative_tokens))
+        if (offer := self._judged(self._worth_of_forced, req, forced)).drafts:
+            self._are_forced.add(req.row)
+        return offer
 
     def _judged(self, worth: Worth | None, req: Request, drafts: Sequence[int]) -> Offer:
         """As many of the drafts as are worth it."""
@@ -339,7 +382,8 @@ class Drafts(Resource):
         if plan.num_tokens - num_drafts > len(plan.rows) or result.errors:
             payoff.interrupted(now, is_busy=is_busy)
             return
-        payoff.settled(len(plan.rows), now, has_drafts=num_drafts > 0, is_busy=is_busy)
+        has_drafts = num_drafts > 0 or (plan.proposals is not None and bool(plan.proposals.any()))
+        payoff.settled(len(plan.rows), now, has_drafts=has_drafts, is_busy=is_busy)
 
     def _forget(self, req: Request) -> None:
         """It has no drafts now."""

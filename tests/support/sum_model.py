@@ -72,18 +72,25 @@ def make_run(
     depth: int = 1, sizes=CPU, num_blocks: int = 64, model=None, features=(), **options
 ) -> Run:
     """Scheduler and worker around a model; ``sizes`` of recorded steps, or the CPU for itself.
-    ``mixed_sizes``: of recorded forward passes."""
+    ``mixed_sizes``: of recorded forward passes. ``make_feature``: from the worker's configuration.
+    """
     mixed_sizes = options.pop("mixed_sizes", () if sizes is CPU or not sizes else (6, 16, 40))
     num_drafts = options.pop("num_drafts", 0)
+    make_feature = options.pop("make_feature", None)
     options = {"max_model_len": LONGEST, "num_steps_in_flight": depth, **options}
     scheduler = make_scheduler(num_blocks=num_blocks, block_size=BLOCK, **options)
     config = ResolvedConfig(
         model=ModelConfig(model="m"), scheduler=scheduler.config, block_size=BLOCK
     )
     platform = CpuPlatform() if sizes is CPU else HostPlatform()
+    made_here = [] if make_feature is None else [make_feature(config)]
+    features = (*features, *made_here)
     machine = make_machine(model or SumModel(), platform, config, features)
     machine.kv.append(torch.full((num_blocks, 2, 1, BLOCK, 1), torch.nan))
     machine.kv[0][0] = 0  # the null block takes what nobody reads
+    for feature in made_here:
+        feature.attach(machine)
+        feature.allocate(num_blocks)
     runner = Runner(machine, LONGEST)
     decode_sizes = [size for size in sizes or () if size <= scheduler.config.max_num_seqs]
     runner.capture(decode_sizes, mixed_sizes)

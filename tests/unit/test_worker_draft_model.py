@@ -1,0 +1,278 @@
+"""A draft model in the worker: what it guesses, what it keeps, and what it may not change."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.one_bad import check_that_one_fails_alone, says
+from support.simulate import make_request
+from support.sum_model import (
+    CPU,
+    EAGER,
+    GRAPHS,
+    LONGEST,
+    NAN,
+    POISON,
+    VOCAB,
+    SumModel,
+    make_run,
+)
+
+from engine.config.model import ModelConfig, ModelInfo
+from engine.messages.params import SamplingParams
+from engine.messages.step import DraftPart
+from engine.spec.compute import DraftModel
+from engine.spec.decide import Drafts
+
+modes = pytest.mark.parametrize("sizes", [CPU, EAGER, GRAPHS], ids=["cpu", "eager", "graphs"])
+depths = pytest.mark.parametrize("depth", [1, 2])
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+K = 4
+
+
+class DraftingSum(SumModel):
+    """The same model with a cache of its own, of which nothing is there that was not written."""
+
+    def __init__(self, wrong_every=0):
+        super().__init__()
+        self.wrong_every = wrong_every
+        self.cleared = None
+
+    def forward(self, batch, kv):
+        if self.cleared is not kv[0]:
+            kv[0].fill_(torch.nan)
+            kv[0][0], self.cleared = 0, kv[0]
+        return super().forward(batch, kv)
+
+    def logits(self, hidden, out=None):
+        logits = super().logits(hidden, out)
+        if self.wrong_every:
+            for row, total in enumerate(hidden[:, 0].nan_to_num()):
+                if int(total) % self.wrong_every == 0:
+                    logits[row, (int(total) + 1) % 40] = 9.0
+        return logits
+
+
+class Drafting(DraftModel):
+    """Drafts with such a model; some may be spoiled, some withheld."""
+
+    def __init__(self, config, model, longest=LONGEST):
+        info = ModelInfo(
+            path=Path("d"),
+            architecture="",
+            model_type="",
+            hf={"max_position_embeddings": longest},
+        )
+        super().__init__(ModelConfig(model="d"), info, config, K)
+        self.model = model
+        self.dice: random.Random | None = None
+        self.num_right: dict[int, int] = {}
+
+    def load(self, machine):
+        return self.model
+
+    def report(self, result):
+        super().report(result)
+        part, dice = result.drafts, self.dice
+        if part is None or dice is None:
+            return
+        rows = part.by_row()
+        for row in rows:
+            if row:
+                place = dice.randrange(len(row))
+                row[place] = (row[place] + 1) % 40
+        tokens = [token for row in rows for token in row]
+        result.drafts = DraftPart(part.counts, np.array(tokens, dtype=np.int32))
+
+
+class Whims(Drafts):
+    """Wants drafts or not, as it likes."""
+
+    def __init__(self, dice):
+        super().__init__(K)
+        self.dice = dice
+
+    def describe(self, plan):
+        super().describe(plan)
+        plan.proposals = self.dice.choice(
+            [None, plan.proposals * 0, plan.proposals, plan.proposals // 2]
+        )
+
+
+def run_with(drafts, model=None, dice=None, longest=LONGEST, target=None, **options):
+    made = deque()
+
+    def make(config):
+        made.append(Drafting(config, model or DraftingSum(), longest))
+        made[-1].dice = dice
+        return made[-1]
+
+    return make_run(
+        resources=[drafts], num_drafts=K, make_feature=make, model=target, **options
+    )
+
+
+@depths
+@modes
+def test_a_draft_model_that_is_the_model_is_always_right(depth, sizes):
+    drafts = Drafts(K)
+    run = run_with(drafts, depth=depth, sizes=sizes)
+    for index in range(4):
+        run.add(make_request(str(index), [7 * index + 1, 2, 3], 12, params=GREEDY))
+    run.drain()
+    for index in range(4):
+        assert run.outputs[str(index)] == says([7 * index + 1, 2, 3], 12)
+    assert drafts.stats.num_accepted == drafts.stats.num_draft_tokens >= 4 * 8
+    assert len(run.plans) <= 4 + 2 * depth
+
+
+SITUATIONS = {
+    "chunks": {"max_num_batched_tokens": 7, "max_num_seqs": 4},
+    "prefix hits": {"num_blocks": 80},
+    "preempted": {"num_blocks": 20, "watermark": 0.0},
+    "preempted, nothing cached": {"num_blocks": 20, "watermark": 0.0, "caching": False},
+}
+
+
+@depths
+@modes
+@pytest.mark.parametrize("situation", SITUATIONS)
+@pytest.mark.parametrize("spoiled", [False, True])
+def test_it_is_right_wherever_the_model_has_been(depth, sizes, situation, spoiled, seed):
+    """Behind chunks, hits, preemptions and, spoiled, behind what was rejected."""
+    dice = random.Random(seed)
+    drafts = Drafts(K)
+    options = {"max_num_seqs": 5, "max_num_batched_tokens": 40, **SITUATIONS[situation]}
+    run = run_with(drafts, dice=dice if spoiled else None, depth=depth, sizes=sizes, **options)
+    shared = [dice.randrange(40) for _ in range(30)]
+    prompts = {}
+    for index in range(14):
+        prompt = [*shared[: dice.randrange(30)], dice.randrange(40)]
+        num = dice.randint(1, 30)
+        prompts[str(index)] = (prompt, num)
+        own = SamplingParams(temperature=0, max_tokens=num, ignore_eos=True)
+        run.add(make_request(str(index), prompt, num, params=own))
+        for _ in range(dice.randrange(3)):
+            run.step()
+    run.drain()
+    for name, (prompt, num) in prompts.items():
+        assert run.outputs[name] == says(prompt, num), name
+    stats = drafts.stats
+    if not spoiled:
+        assert stats.num_accepted == stats.num_draft_tokens > 0
+    else:
+        assert 0 < stats.num_accepted < stats.num_draft_tokens
+    if situation.startswith("preempted"):
+        assert run.scheduler.make_stats().num_preemptions > 0
+
+
+@modes
+def test_it_catches_up_where_it_was_not_asked(sizes, seed):
+    dice = random.Random(seed)
+    drafts = Whims(dice)
+    run = run_with(drafts, sizes=sizes, max_num_seqs=5, max_num_batched_tokens=30, num_blocks=60)
+    shared = [dice.randrange(40) for _ in range(30)]
+    prompts = {str(i): [*shared[: dice.randrange(30)], i] for i in range(12)}
+    for name, prompt in prompts.items():
+        own = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+        run.add(make_request(name, prompt, 20, params=own))
+        run.step()
+    run.drain()
+    for name, prompt in prompts.items():
+        assert run.outputs[name] == says(prompt, 20), name
+    assert drafts.stats.num_accepted == drafts.stats.num_draft_tokens > 0
+
+
+class NoisySum(DraftingSum):
+    """Many tokens are likely; which, depends on the sum of all before."""
+
+    def logits(self, hidden, out=None):
+        logits = torch.zeros(len(hidden), VOCAB) if out is None else out.zero_()
+        ids = torch.arange(VOCAB)
+        for row, total in enumerate(hidden[:, 0]):
+            logits[row] = 1.5 * torch.sin(0.7 * ids * (1 + int(total.nan_to_num()) % 11))
+        logits[:, 40:] = -torch.inf  # the bad ones
+        return logits
+
+
+@depths
+@modes
+def test_what_is_drawn_by_chance_is_guessed_with_the_same_chance(depth, sizes):
+    """The same model with the same noise draws the same token, so every draft is right."""
+    params = {
+        "seeded": SamplingParams(temperature=0.8, max_tokens=14, ignore_eos=True),
+        "cut": SamplingParams(
+            temperature=1.3, top_k=9, top_p=0.8, min_p=0.02, max_tokens=14, ignore_eos=True
+        ),
+        "cold": SamplingParams(temperature=0, max_tokens=14, ignore_eos=True),
+    }
+    told = []
+    for drafts in (None, Drafts(K)):
+        if drafts is None:
+            run = make_run(depth=depth, sizes=sizes, model=NoisySum())
+        else:
+            run = run_with(drafts, NoisySum(), depth=depth, sizes=sizes, target=NoisySum())
+        for index, (name, own) in enumerate(params.items()):
+            run.add(make_request(name, [index + 1, 5, 7], 14, params=own, seed=100 + index))
+        run.drain()
+        told.append(run.outputs)
+    assert told[0] == told[1]
+    assert drafts.stats.num_accepted == drafts.stats.num_draft_tokens > 20
+
+
+@modes
+@pytest.mark.parametrize("bad", [POISON, NAN])
+def test_one_request_fails_alone_beside_drafts(sizes, bad):
+    run = run_with(Drafts(K), sizes=sizes)
+    check_that_one_fails_alone(run, bad, SamplingParams(temperature=0, max_tokens=6))
+
+
+@modes
+def test_a_model_that_is_mostly_wrong_changes_nothing(sizes):
+    drafts = Drafts(K)
+    run = run_with(drafts, DraftingSum(wrong_every=3), sizes=sizes)
+    run.add(make_request("a", [1, 2, 3], 30, params=GREEDY))
+    run.drain()
+    assert run.outputs["a"] == says([1, 2, 3], 30)
+    assert 0 < drafts.stats.num_accepted < drafts.stats.num_draft_tokens
+
+
+@modes
+def test_a_shorter_draft_model_drafts_as_far_as_it_reaches(sizes):
+    drafts = Drafts(K)
+    model = DraftingSum()
+    reached = []
+    forward = model.forward
+
+    def watched(batch, kv):
+        reached.append(int(batch.positions.max()))
+        return forward(batch, kv)
+
+    model.forward = watched
+    run = run_with(drafts, model, longest=20, sizes=sizes)
+    run.add(make_request("a", [1, 2, 3], 40, params=GREEDY))
+    run.drain()
+    assert run.outputs["a"] == says([1, 2, 3], 40)
+    assert max(reached) < 20 and drafts.stats.num_accepted == drafts.stats.num_draft_tokens >= 8
+
+
+@modes
+def test_a_draft_model_that_raises_takes_only_its_drafts_with_it(sizes):
+    model = DraftingSum()
+    forward = model.forward
+
+    def failing(batch, kv):
+        if model.calls > 3:
+            raise RuntimeError("no more")
+        return forward(batch, kv)
+
+    run = run_with(Drafts(K), model, sizes=EAGER if sizes is GRAPHS else sizes)
+    model.forward = failing
+    run.add(make_request("a", [1, 2, 3], 12, params=GREEDY))
+    run.drain()
+    assert run.outputs["a"] == says([1, 2, 3], 12)
