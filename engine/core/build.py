@@ -239,7 +239,11 @@ def computing_halves(config: ResolvedConfig, drafting: ModelConfig | None) -> li
     options = config.scheduler.speculative_config
     assert options is not None, "it names the draft model"
     num_drafts = SpeculativeConfig.of(options).num_speculative_tokens
-    return [DraftModel(drafting, read_model_info(drafting.model), config, num_drafts)]
+    try:
+        info = read_model_info(drafting.model)
+    except ConfigError as error:
+        raise ConfigError(f"speculative_config: {error}") from error
+    return [DraftModel(drafting, info, config, num_drafts)]
 
 
 def parts_of(resources: Iterable[Resource]) -> tuple[str, ...]:

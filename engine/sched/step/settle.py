@@ -525,7 +525,8 @@ class OutputColumns:
             finished.index = index
             out.finished.append(finished)
         if at in result.logprobs:
-            out.logprobs[index] = result.logprobs[at]
+            num = 1 if self._counts is None else self._counts[i]
+            out.logprobs[index] = result.logprobs[at][:num]  # drafts may stand behind a stop token
         if at in result.prompt_logprobs:
             out.prompt_logprobs[index] = result.prompt_logprobs[at]
 

@@ -1,0 +1,202 @@
+"""A draft model, end to end: every token as without it, and what goes wrong said at the start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from e2e.references import engine_for, run
+from e2e.test_ngram import ASKED, BOX, NUM_NEW, answers, assert_close
+from e2e.test_structured import answers as structured_answers
+from e2e.test_structured import make as structured
+from e2e.test_structured import params as structured_params
+from e2e.tiny_models import VOCAB, TinyModels
+
+from engine import LLM, EngineArgs, LLMEngine, SamplingParams
+from engine.assets import BOX_MODEL
+from engine.core.replay import replay
+from engine.errors import ConfigError
+
+SELF: dict[str, Any] = {
+    "method": "draft_model",
+    "model": str(BOX_MODEL),
+    "num_speculative_tokens": 4,
+    "adaptive": False,
+}
+ROUGH = {**SELF, "quantization": "int8"}  # right most of the time
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def engines(request: pytest.FixtureRequest) -> Iterator[tuple[LLMEngine, LLMEngine]]:
+    """One without drafts and one with, with so many steps in flight."""
+    options = {**BOX, "async_scheduling": request.param == 2}
+    with (
+        LLMEngine.from_engine_args(EngineArgs(**options)) as plain,
+        LLMEngine.from_engine_args(EngineArgs(**options, speculative_config=ROUGH)) as drafting,
+    ):
+        yield plain, drafting
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_a_request_hears_the_same_with_drafts(
+    engines: tuple[LLMEngine, LLMEngine], name: str
+) -> None:
+    plain, drafting = engines
+    for index in range(3):
+        own = ASKED[name]()
+        own.seed = None if own.seed is None else own.seed + 100 * index
+        found, num_drafting = answers(drafting, [own])
+        wanted, num_plain = answers(plain, [own])
+        assert [k._replace(logprobs=None) for k in found] == [
+            k._replace(logprobs=None) for k in wanted
+        ]
+        assert_close(found[0].logprobs, wanted[0].logprobs)
+        assert num_drafting < num_plain or len(wanted[0].token_ids) < 8
+
+
+def test_requests_of_every_kind_together_hear_what_they_hear_alone(
+    engines: tuple[LLMEngine, LLMEngine],
+) -> None:
+    plain, drafting = engines
+    params = [make() for make in ASKED.values()]
+    found, _ = answers(drafting, params)
+    wanted, _ = answers(plain, params)
+    assert [k.token_ids for k in found] == [k.token_ids for k in wanted]
+    assert [k.text for k in found] == [k.text for k in wanted]
+
+
+def test_most_drafts_of_the_same_model_in_int8_are_right(
+    engines: tuple[LLMEngine, LLMEngine],
+) -> None:
+    _, drafting = engines
+    before = drafting.stats().counters
+    answers(drafting, [ASKED["greedy"](), ASKED["warm"](), ASKED["hot"]()])
+    after = drafting.stats().counters
+    num, right = (
+        after[f"drafts.{name}"] - before[f"drafts.{name}"]
+        for name in ("num_draft_tokens", "num_accepted")
+    )
+    assert 0.5 * num < right < num
+
+
+def test_the_model_itself_is_always_right_and_takes_a_step_for_five_tokens() -> None:
+    params = [SamplingParams(temperature=t, seed=3, max_tokens=50, ignore_eos=True) for t in (0, 1)]
+    with LLMEngine.from_engine_args(EngineArgs(**BOX, speculative_config=SELF)) as engine:
+        _, steps = answers(engine, params)
+        counters = engine.stats().counters
+    assert counters["drafts.num_accepted"] == counters["drafts.num_draft_tokens"] > 70
+    assert steps <= 12
+
+
+def test_scores_end_with_the_text() -> None:
+    """Drafts that stand behind a stop token belong to no text."""
+    with LLM(**BOX, speculative_config=SELF) as llm:
+        plain = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        said = list(llm.generate("one two three", plain, use_tqdm=False)[0].outputs[0].token_ids)
+        for place, token in enumerate(said):
+            own = SamplingParams(temperature=0, max_tokens=12, logprobs=1, stop_token_ids=[token])
+            out = llm.generate("one two three", own, use_tqdm=False)[0].outputs[0]
+            assert out.logprobs is not None
+            assert len(out.logprobs) == len(out.token_ids) == said.index(token) + 1 <= place + 1
+
+
+def test_as_transformers_with_an_assistant(tiny_models: TinyModels) -> None:
+    """Assisted generation there, and ours, say what each says without."""
+    path, draft = tiny_models.path("llama"), tiny_models.path("qwen2")
+    model = tiny_models.reference("llama")
+    assistant = transformers.AutoModelForCausalLM.from_pretrained(draft)
+    prompts = [[5 + (7 * i + 3 * j) % (VOCAB - 5) for j in range(20 + i)] for i in range(4)]
+    wanted = [assisted(model, assistant, ids) for ids in prompts]
+    config = {**SELF, "model": str(draft)}
+    with engine_for(str(path), dtype="float32", speculative_config=config) as engine:
+        assert run(engine, prompts, NUM_NEW)[0] == wanted
+        assert engine.stats().counters["drafts.num_drafts"] > 0
+
+
+def assisted(model: Any, assistant: Any, ids: list[int]) -> list[int]:
+    import torch
+
+    options = {"do_sample": False, "max_new_tokens": NUM_NEW, "min_new_tokens": NUM_NEW}
+    inputs = torch.tensor([ids])
+    said = model.generate(
+        inputs, attention_mask=torch.ones_like(inputs), assistant_model=assistant, **options
+    )
+    tokens: list[int] = said[0, len(ids) :].tolist()
+    return tokens
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_with_grammars(adaptive: bool) -> None:
+    """Drafts that the grammar forbids are cut, text that it forces goes before them."""
+    names = ("person, dense", "when", "choice", "grammar")
+    asked = [structured_params(name, seed, max_tokens=60) for seed, name in enumerate(names)]
+    told = []
+    for options in ({}, {"speculative_config": {**SELF, "adaptive": adaptive}}):
+        with structured(dtype="float32", **options) as engine:
+            told.append([list(out.token_ids) for out in structured_answers(engine, asked)])
+            counters = engine.stats().counters
+    assert told[0] == told[1]
+    assert adaptive or counters["drafts.num_accepted"] > 0
+
+
+def test_in_bfloat16_the_same_bits_in_any_company() -> None:
+    """Where results do not depend on the batch, drafts change no greedy token either."""
+    params = [SamplingParams(temperature=0, max_tokens=60, ignore_eos=True) for _ in range(3)]
+    told = []
+    for options in ({}, {"speculative_config": ROUGH}):
+        args = EngineArgs(**{**BOX, "dtype": "bfloat16", "batch_invariant": True}, **options)
+        with LLMEngine.from_engine_args(args) as engine:
+            found, _ = answers(engine, params)
+            told.append([k.token_ids for k in found])
+    assert told[0] == told[1]
+
+
+def test_with_the_core_in_a_process_and_several_answers() -> None:
+    params = SamplingParams(temperature=0.7, seed=11, max_tokens=NUM_NEW, n=2, ignore_eos=True)
+    told = []
+    for options in ({}, {"speculative_config": ROUGH, "multiprocess": True}):
+        with LLM(**BOX, **options) as llm:
+            outputs = llm.generate(["a b c a b c a b", "x = x + x = x"], params, use_tqdm=False)
+            told.append([[list(one.token_ids) for one in out.outputs] for out in outputs])
+    assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_run_with_a_draft_model_replays_to_identical_plans(tmp_path: Path, depth: int) -> None:
+    log = tmp_path / "steps.log"
+    options = {**BOX, "num_kv_blocks": 16, "max_model_len": 128, "max_num_seqs": 4}
+    options["speculative_config"] = {**ROUGH, "adaptive": True}
+    args = EngineArgs(**options, step_log=log, async_scheduling=depth == 2)
+    with LLMEngine.from_engine_args(args) as engine:
+        answers(engine, [make() for make in ASKED.values()])
+    outcome = replay(log)
+    assert outcome.difference is None, str(outcome)
+    assert outcome.num_requests == len(ASKED)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "no model": ({"model": None}, "lacks 'model'.*one looks like"),
+    "no directory": ({"model": "/no/such"}, "speculative_config: .*'/no/such' does not exist"),
+    "other method": (
+        {"method": "ngram"},
+        "model is .* for method 'draft_model' and not 'ngram'",
+    ),
+    "no number": ({"num_speculative_tokens": None}, "lacks 'num_speculative_tokens'"),
+    "unknown quantization": ({"quantization": "int3"}, "quantization.*int3"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_is_refused_by_name(name: str) -> None:
+    options, message = WRONG[name]
+    with pytest.raises(ConfigError, match=message):
+        LLM(**BOX, speculative_config={**SELF, **options})
+
+
+def test_a_draft_model_with_other_tokens_is_refused(tiny_models: TinyModels) -> None:
+    config = {**SELF, "model": str(tiny_models.path("llama"))}
+    with pytest.raises(ConfigError, match=r"has 300 tokens, the model \d+; both must have the sam"):
+        LLM(**BOX, speculative_config=config)
