@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from e2e.general_models import make_general_model
 from e2e.references import Reference, Tally, compare, engine_for, generate, prompts, run
 from e2e.test_equality import MODES
 from e2e.test_ngram import NGRAM
 from e2e.test_suffix import SUFFIX
 from e2e.tiny_models import CASES, TinyModels
 
-METHODS = {"ngram": NGRAM, "suffix": SUFFIX}  # of which all that is proposed is verified
+METHODS = ("ngram", "suffix", "draft_model")  # of which all that is proposed is verified
 NUM_NEW = 24
 QUICK = ("qwen3-window-biased", "olmo2", "granite")  # beside those that other files have
 
@@ -32,14 +35,41 @@ def case(request: pytest.FixtureRequest, tiny_models: TinyModels) -> tuple[str, 
     return path, Reference(made, *map(list, zip(*told, strict=True)))
 
 
+def drafting(method: str, path: str) -> dict[str, Any]:
+    """Options for drafts; a draft model is the model itself."""
+    if method == "draft_model":
+        own = {"model": path, "num_speculative_tokens": 3, "adaptive": False}
+        return {"speculative_config": {"method": method, **own}}
+    return {"ngram": NGRAM, "suffix": SUFFIX}[method]
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_same_tokens_as_transformers(
     case: tuple[str, Reference], method: str, tally: Tally
 ) -> None:
     path, reference = case
     for mode in ("batched", "chunk-7", "preempted-depth-2"):
-        with engine_for(path, dtype="float32", **MODES[mode], **METHODS[method]) as engine:
+        options = {**MODES[mode], **drafting(method, path)}
+        with engine_for(path, dtype="float32", **options) as engine:
             for _ in range(2):  # from a warm cache, if there is one, and with what was said before
                 tokens, _ = run(engine, reference.prompts, NUM_NEW)
                 compare(reference, tokens, tally)
-            assert engine.stats().counters["drafts.num_drafts"] > 0, mode
+            counters = engine.stats().counters
+            assert counters["drafts.num_drafts"] > 0, mode
+            if method == "draft_model":
+                right = counters["drafts.num_accepted"]
+                assert right == counters["drafts.num_draft_tokens"], mode
+
+
+@pytest.mark.parametrize("name", ["gpt2", "cohere"])
+def test_a_model_that_runs_through_transformers_drafts_too(
+    name: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = str(make_general_model(name, tmp_path_factory.mktemp("general")))
+    made, told = prompts(), []
+    for options in ({}, drafting("draft_model", path)):
+        with engine_for(path, dtype="float32", **options) as engine:
+            told.append(run(engine, made, NUM_NEW)[0])
+            counters = engine.stats().counters
+    assert told[0] == told[1]
+    assert counters["drafts.num_accepted"] == counters["drafts.num_draft_tokens"] > 0
