@@ -80,15 +80,9 @@ def remember(
     _body(slots, index).remember(history, slots, positions, tokens)
 
 
-def advance(
-    state: SlotState,
-    history: torch.Tensor,
-    slots: torch.Tensor,
-    query_start: torch.Tensor,
-    drawn: Drawn,
-) -> None:
+def advance(state: SlotState, slots: torch.Tensor, query_start: torch.Tensor, drawn: Drawn) -> None:
     """See `kernels.reference.index`."""
-    _body(slots, index).advance(state, history, slots, query_start, drawn)
+    _body(slots, index).advance(state, slots, query_start, drawn)
 
 
 def sample(rows: Rows, columns: Columns) -> torch.Tensor:

@@ -23,7 +23,6 @@ from kernels.triton import (
     moe,
     penalties,
     quant,
-    rejection,
     sampling,
 )
 from kernels.triton import norm as norms
@@ -63,7 +62,6 @@ OTHERS = (
     norms,
     penalties,
     quant,
-    rejection,
     sampling,
 )
 

@@ -61,7 +61,8 @@ FOREIGN: dict[str, str] = {
     "out, or leave out speculative_config where batches are large",
     "num_lookahead_slots": "room for drafts follows from num_speculative_tokens of "
     "speculative_config; leave it out",
-    "speculative_draft_tensor_parallel_size": "a draft model is computed where the model is; leave it out",
+    "speculative_draft_tensor_parallel_size": "a draft model is computed where the model is; "
+    "leave it out",
 }
 
 

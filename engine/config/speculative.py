@@ -17,9 +17,7 @@ MAX_NGRAM = 64  # each size has a table of all that was said
 MAX_DRAFTS = 256  # a row: what is verified is computed, and most of so many would be wrong
 DEPTH, CACHED, FACTOR, CHANCE = 24, 10_000, 1.0, 0.1  # of suffixes, as vLLM has them
 MAX_CACHED = 1 << 20  # requests; what is kept of them is bounded in bytes, too
-EXAMPLE_OF_MODEL = (
-    '{"method": "draft_model", "model": "path/or/name", "num_speculative_tokens": 4}'
-)
+EXAMPLE_OF_MODEL = '{"method": "draft_model", "model": "path/or/name", "num_speculative_tokens": 4}'
 EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 4}'
 # Beginnings of a method's own options.
 PREFIXES = {
@@ -38,7 +36,8 @@ class SpeculativeConfig:
     method: str
     """ngram: what followed when the last tokens stood in the request's text before; suffix: what
     mostly followed the longest end of its text, there or in outputs of requests that have ended;
-    draft_model: what a smaller model would say; grammar: nothing else than the text that a structured output forces, which all methods draft."""
+    draft_model: what a smaller model would say; grammar: nothing else than the text that a
+    structured output forces, which all methods draft."""
     num_speculative_tokens: int
     """Drafts for a decode, at most; with suffix suffix_decoding_max_tree_depth if not given."""
     adaptive: bool = True

@@ -128,7 +128,7 @@ class StepPlan(msgspec.Struct, array_like=True):
     media: MediaPart | None = None
     kv_transfer: bytes | None = None  # what the KV source tells its half in the worker
     block_groups: Column | None = None  # KV group of each block-table delta; None: all of group 0
-    proposals: Column | None = None  # drafts that a worker with "proposals" may make behind each row
+    proposals: Column | None = None  # drafts that the worker may make behind each row, if it can
 
     @property
     def parts(self) -> list[str]:

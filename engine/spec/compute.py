@@ -39,7 +39,6 @@ from engine.worker.batches import (
     Extent,
     PlanRows,
     Room,
-    Staged,
     Staging,
     wanted_rows,
 )
@@ -107,9 +106,7 @@ class DraftModel(Feature):
         if platform.shares_memory:
             dtype = compute_dtype(own, self._info, "cpu")
             prepare_kernels(self._info, dtype, self._config.cache.kv_cache_dtype)
-        model = load_model(
-            own, self._info, device=platform.device.type, max_model_len=self._limit
-        )
+        model = load_model(own, self._info, device=platform.device.type, max_model_len=self._limit)
         if model.vocab_size != machine.model.vocab_size:
             raise ConfigError(
                 f"speculative_config: the draft model {self._info.name} has {model.vocab_size} "
@@ -227,7 +224,6 @@ class Passes:
             graph = None
         machine.slots.state.num_computed[upload(work.slots.astype(np.int64))] = upload(work.starts)
         staged = machine.batches.stage(rows, mixed=0 if graph is None else graph.num_rows)
-        self._fill_ids(staged)
         starts = staged.tokens.query_start[seqs] - work.starts[seqs]
         places = upload(starts.astype(np.int64)) + last
         if graph is not None:
@@ -242,23 +238,11 @@ class Passes:
         if len(seqs):
             batch.wanted = wanted_rows(batch.attn, places, upload(seqs.astype(np.int64)), last + 1)
         else:  # the last layer must have something to compute
-            batch.wanted = wanted_rows(batch.attn, *map(upload, _last_token(work)))
+            token, seq, length = (upload(column) for column in _last_token(work))
+            batch.wanted = wanted_rows(batch.attn, token, seq, length)
         return machine.model.forward(batch, machine.kv).last
 
-    def _fill_ids(self, staged: Staged) -> None:
-        """Fill in the ids that only the device knows: of what was drawn and drafted."""
-        tokens, history = staged.tokens, self._target.slots.tables.history
-        is_sent = tokens.positions < self._target.live.num_sent[tokens.slots]
-        places = np.flatnonzero(~is_sent)
-        if len(places):
-            slots, positions = tokens.slots[places], tokens.positions[places]
-            upload = self.machine.platform.upload
-            drawn = history[upload(slots.astype(np.int64)), upload(positions)]
-            staged.step.host_ids[upload(places)] = drawn
-
-    def _further(
-        self, rows: PlanRows, drafts: torch.Tensor, num_more: int
-    ) -> list[torch.Tensor]:
+    def _further(self, rows: PlanRows, drafts: torch.Tensor, num_more: int) -> list[torch.Tensor]:
         """A decode for each token more. rows: of one token each; drafts [R]: the first."""
         machine, target = self.machine, self._target
         graph = self._graphed.holding(len(drafts))

@@ -54,10 +54,10 @@ class Slots:
         def column(dtype: torch.dtype, *width: int) -> torch.Tensor:
             return platform.zeros((max_num_seqs, *width), dtype)
 
+        history = column(torch.int32, max_model_len + 1)
         self.state = SlotState(
             num_computed=column(torch.int32),
-            last_tokens=column(torch.int32),
-            drafts=column(torch.int32, 1),
+            history=history,
             block_tables=column(torch.int32, -(-max_model_len // block_size)),
         )
         self.tables = SlotTables(
@@ -68,15 +68,19 @@ class Slots:
                 min_p=column(torch.float64),
                 seeds=column(torch.int64),
             ),
-            history=column(torch.int32, max_model_len + 1),
+            history=history,
             num_prompt=column(torch.int32),
         )
 
     def twin(self, platform: Platform) -> Slots:
-        """The same sequences for a second model, with lengths, last tokens and blocks of its own.
-        What was asked of them and what was drawn is shared."""
-        other = copy(self)
-        other.state = SlotState(*(platform.zeros(tuple(c.shape), c.dtype) for c in self.state))
+        """The same sequences for a second model, with lengths and blocks of its own. What was asked
+        of them and what was drawn is shared."""
+        other, state = copy(self), self.state
+        lengths, tables = (
+            platform.zeros(tuple(column.shape), column.dtype)
+            for column in (state.num_computed, state.block_tables)
+        )
+        other.state = state._replace(num_computed=lengths, block_tables=tables)
         return other
 
     def apply(self, newcomers: Sequence[torch.Tensor], blocks: Sequence[torch.Tensor]) -> None:
@@ -97,4 +101,4 @@ class Slots:
 
     def advance(self, slots: torch.Tensor, query_start: torch.Tensor, drawn: Drawn) -> None:
         """Advance the slots [S] of a step by what was computed and drawn for them."""
-        on_slots.advance(self.state, self.tables.history, slots, query_start, drawn)
+        on_slots.advance(self.state, slots, query_start, drawn)

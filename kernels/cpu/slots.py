@@ -27,7 +27,7 @@ def preparation(
         *(tensor.data_ptr() for tensor in tensors),
         slots.shape[0],
         inputs.input_ids.shape[0],
-        state.drafts.shape[1],
+        state.history.stride(0),
         state.block_tables.stride(0),
         inputs.block_tables.stride(0),
         block_size,
@@ -53,23 +53,16 @@ def remember(
     history.numpy()[slots.numpy(), positions.numpy()] = tokens.numpy()
 
 
-def advance(
-    state: SlotState,
-    history: torch.Tensor,
-    slots: torch.Tensor,
-    query_start: torch.Tensor,
-    drawn: Drawn,
-) -> None:
+def advance(state: SlotState, slots: torch.Tensor, query_start: torch.Tensor, drawn: Drawn) -> None:
     tensors = (slots, query_start, drawn.starts, drawn.slots, drawn.tokens)
     ADVANCE.run(
         1,
         *(tensor.data_ptr() for tensor in tensors),
         0 if drawn.drafts is None else drawn.drafts.data_ptr(),
         state.num_computed.data_ptr(),
-        state.last_tokens.data_ptr(),
-        history.data_ptr(),
+        state.history.data_ptr(),
         slots.shape[0],
-        history.stride(0),
+        state.history.stride(0),
     )
 
 
@@ -83,13 +76,13 @@ def _nobody(input_ids, positions, cache_slots, first, end):
 
 
 def _prepare_body(row):
-    p = i64(row, (19,))
-    num_seqs, num_tokens, width = p[13], p[14], p[15]
-    stride_table, stride_seq_table, size = p[16], p[17], p[18]
+    p = i64(row, (18,))
+    num_seqs, num_tokens, stride_history = p[12], p[13], p[14]
+    stride_table, stride_seq_table, size = p[15], p[16], p[17]
     slots, starts = i32(p[1], (num_seqs,)), i32(p[2], (num_seqs + 1,))
     host_ids = i32(p[3], (num_tokens,))
-    input_ids, positions = i32(p[8], (num_tokens,)), i64(p[9], (num_tokens,))
-    cache_slots, seq_lens = i64(p[10], (num_tokens,)), i32(p[11], (num_seqs,))
+    input_ids, positions = i32(p[7], (num_tokens,)), i64(p[8], (num_tokens,))
+    cache_slots, seq_lens = i64(p[9], (num_tokens,)), i32(p[10], (num_seqs,))
     first = 0
     for s in range(num_seqs):
         slot, end = slots[s], starts[s + 1]
@@ -98,20 +91,16 @@ def _prepare_body(row):
             first = _nobody(input_ids, positions, cache_slots, first, end)
             continue
         context = i32(p[4] + 4 * slot, (1,))[0]
-        last = i32(p[5] + 4 * slot, (1,))[0]
-        drafts = i32(p[6] + 4 * slot * width, (width,))
         length = context + end - first
+        drawn = i32(p[5] + 4 * slot * stride_history, (length,))
         used = (length + size - 1) // size
-        table = i32(p[7] + 4 * slot * stride_table, (used,))
-        seq_table = i32(p[12] + 4 * s * stride_seq_table, (used,))
+        table = i32(p[6] + 4 * slot * stride_table, (used,))
+        seq_table = i32(p[11] + 4 * s * stride_seq_table, (used,))
         for place in range(used):
             seq_table[place] = table[place]
         for n in range(first, end):
-            token, known = n - first, host_ids[n]
-            if known == UNKNOWN:
-                known = last if token == 0 else drafts[min(token, width) - 1]
-            place = context + token
-            input_ids[n] = known
+            place, known = context + n - first, host_ids[n]
+            input_ids[n] = drawn[place] if known == UNKNOWN else known
             positions[n] = place
             cache_slots[n] = table[place // size] * size + place % size
         seq_lens[s] = length
@@ -120,8 +109,8 @@ def _prepare_body(row):
 
 
 def _advance_body(row):
-    p = i64(row, (12,))
-    num_seqs, stride = p[10], p[11]
+    p = i64(row, (11,))
+    num_seqs, stride = p[9], p[10]
     slots, bounds = i32(p[1], (num_seqs,)), i32(p[2], (num_seqs + 1,))
     starts = i32(p[3], (num_seqs + 1,))
     num_rows = starts[num_seqs]
@@ -132,15 +121,14 @@ def _advance_body(row):
         if slot < 0:
             continue
         num_computed = i32(p[7] + 4 * slot, (1,))
-        last = i32(p[8] + 4 * slot, (1,))
         upto = num_computed[0] + bounds[s + 1] - bounds[s]
         first, end = starts[s], starts[s + 1]
         if end > first and row_slots[first] >= 0:
-            said = i32(p[9] + 4 * (slot * stride + upto - (end - first) + 1), (end - first,))
+            said = i32(p[8] + 4 * (slot * stride + upto - (end - first) + 1), (end - first,))
             num_kept, stands = 0, True
             while stands:
                 token = tokens[first + num_kept]
-                last[0] = said[num_kept] = max(token, 0)
+                said[num_kept] = max(token, 0)
                 is_right = token >= 0 and drafts.shape[0] > 0 and token == drafts[first + num_kept]
                 num_kept += 1
                 stands = is_right and first + num_kept < end and tokens[first + num_kept] >= 0

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-UNKNOWN = -1  # an input id that the host does not know: sampled or drafted on the device
+UNKNOWN = -1  # an input id that the host does not know: drawn on the device
 REJECTED = -2  # in place of a token drawn behind a draft that does not stand
 
 
@@ -20,8 +20,7 @@ class SlotState(NamedTuple):
     """What the device knows of the sequence in each slot."""
 
     num_computed: torch.Tensor  # [slots] int32: tokens whose keys and values are in the cache
-    last_tokens: torch.Tensor  # [slots] int32: sampled last, not computed yet
-    drafts: torch.Tensor  # [slots, K] int32: proposals that follow it
+    history: torch.Tensor  # [slots, max_len] int32: tokens by position, as far as drawn here
     block_tables: torch.Tensor  # [slots, max_blocks] int32
 
 
@@ -67,8 +66,8 @@ def prepare_inputs(
 ) -> None:
     """Fill `inputs`. slots [S] int32, -1: padding; query_start [S + 1] int32; host_ids [N] int32.
 
-    An id is the host's unless it is `UNKNOWN`: then a sequence's first token is the one sampled
-    last, the j-th after it draft j - 1. Of a block table only blocks in use are copied.
+    An id is the host's unless it is `UNKNOWN`: then it is what was drawn for its place. Of a block
+    table only blocks in use are copied.
     """
     inputs.input_ids.zero_()
     inputs.positions.zero_()
@@ -82,10 +81,8 @@ def prepare_inputs(
         context = int(state.num_computed[slot])
         rows = slice(bounds[s], bounds[s + 1])
         place = torch.arange(context, context + num, device=slots.device)
-        unknown = torch.cat((state.last_tokens[slot : slot + 1], state.drafts[slot]))
-        from_device = unknown[torch.arange(num, device=slots.device).clamp(max=len(unknown) - 1)]
         ids = host_ids[rows]
-        inputs.input_ids[rows] = torch.where(ids == UNKNOWN, from_device, ids)
+        inputs.input_ids[rows] = torch.where(ids == UNKNOWN, state.history[slot, place], ids)
         inputs.positions[rows] = place
         blocks = state.block_tables[slot, place // block_size].long()
         inputs.cache_slots[rows] = blocks * block_size + place % block_size
@@ -109,13 +106,7 @@ def remember(
     history[slots.long(), positions.long()] = tokens
 
 
-def advance(
-    state: SlotState,
-    history: torch.Tensor,
-    slots: torch.Tensor,
-    query_start: torch.Tensor,
-    drawn: Drawn,
-) -> None:
+def advance(state: SlotState, slots: torch.Tensor, query_start: torch.Tensor, drawn: Drawn) -> None:
     """Advance slots [S] by what was computed and drawn for them; query_start [S + 1].
 
     A sequence that draws has a row of ``drawn`` behind each draft that it computed, and one more.
@@ -124,7 +115,7 @@ def advance(
     are the same with drafts and without). The others are rejected: their rows become
     ``REJECTED``. So does a row behind drafts that has no token: the next step computes it again as
     the first of its sequence, and only a first row tells a failure, as without drafts. Tokens that
-    stand are entered into the history [slots, max_len] int32, 0 for a first row that failed.
+    stand are entered into the history, 0 for a first row that failed.
     """
     bounds, starts = query_start.tolist(), drawn.starts.tolist()
     for s, slot in enumerate(slots.tolist()):
@@ -138,7 +129,7 @@ def advance(
                 token = int(drawn.tokens[row])
                 if token < 0 and num_kept:
                     break
-                history[slot, first + num_kept] = state.last_tokens[slot] = max(token, 0)
+                state.history[slot, first + num_kept] = max(token, 0)
                 num_kept += 1
                 draft = -1 if drawn.drafts is None else int(drawn.drafts[row])
                 if token < 0 or token != draft:

@@ -16,11 +16,11 @@ TILE = 256  # tokens or blocks looked at together
 REJECTED = tl.constexpr(reference.REJECTED)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_tokens", "width"])
+@triton.jit(do_not_specialize=["num_seqs", "num_tokens", "stride_history"])
 def prepare_kernel(  # noqa: PLR0913
-    slots, query_start, host_ids, num_computed, last_tokens, drafts, tables,
+    slots, query_start, host_ids, num_computed, history, tables,
     input_ids, positions, cache_slots, seq_lens, seq_tables, stride_table, stride_seq_table,
-    num_seqs, num_tokens, width, PAGE: tl.constexpr, TILE: tl.constexpr,
+    num_seqs, num_tokens, stride_history, PAGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Program sequence; the one after the last writes the padding tokens."""
     seq = tl.program_id(0)
@@ -44,17 +44,15 @@ def prepare_kernel(  # noqa: PLR0913
     length = context + row1 - row0
     tl.store(seq_lens + seq, length)
     table = tables + slot * stride_table
-    last = tl.load(last_tokens + slot)
+    drawn = history + slot * stride_history
     for start in range(row0, row1, TILE):
         row = start + tl.arange(0, TILE)
         mask = row < row1
         token = row - row0
         known = tl.load(host_ids + row, mask=mask, other=0)
-        draft = (known < 0) & (token > 0) & (token <= width)
-        drafted = tl.load(drafts + slot * width + token - 1, mask=mask & draft, other=0)
-        made = tl.where(token == 0, last, drafted)
-        tl.store(input_ids + row, tl.where(known < 0, made, known), mask=mask)
         place = context + token
+        made = tl.load(drawn + place, mask=mask & (known < 0), other=0)
+        tl.store(input_ids + row, tl.where(known < 0, made, known), mask=mask)
         tl.store(positions + row, place.to(tl.int64), mask=mask)
         block = tl.load(table + place // PAGE, mask=mask, other=0).to(tl.int64)
         tl.store(cache_slots + row, block * PAGE + place % PAGE, mask=mask)
@@ -78,8 +76,7 @@ def grow_kernel(tables, slots, places, blocks, stride, num, TILE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["stride_history"])
 def advance_kernel(  # noqa: PLR0913
-    slots, query_start, starts, row_slots, tokens, drafts, num_computed, last_tokens, history,
-    stride_history,
+    slots, query_start, starts, row_slots, tokens, drafts, num_computed, history, stride_history,
 ):  # fmt: skip
     """Program sequence. drafts: [R] or None."""
     seq = tl.program_id(0)
@@ -101,7 +98,6 @@ def advance_kernel(  # noqa: PLR0913
         stands = (num_right == i) & ((token >= 0) | (i == 0))
         known = tl.maximum(token, 0)
         tl.store(there + i, known, mask=stands)
-        tl.store(last_tokens + slot, known, mask=stands)
         tl.store(tokens + row0 + i, REJECTED, mask=stands == 0)
         num_kept += stands.to(tl.int32)
         if drafts is not None:
@@ -133,8 +129,7 @@ def prepare_launch(
         "query_start": query_start,
         "host_ids": host_ids,
         "num_computed": state.num_computed,
-        "last_tokens": state.last_tokens,
-        "drafts": state.drafts,
+        "history": state.history,
         "tables": state.block_tables,
         "input_ids": inputs.input_ids,
         "positions": inputs.positions,
@@ -145,7 +140,7 @@ def prepare_launch(
         "stride_seq_table": inputs.block_tables.stride(0),
         "num_seqs": len(slots),
         "num_tokens": len(inputs.input_ids),
-        "width": state.drafts.shape[1],
+        "stride_history": state.history.stride(0),
         "PAGE": block_size,
         "TILE": TILE,
     }
@@ -182,21 +177,13 @@ def remember(
     reference.remember(history, slots, positions, tokens)
 
 
-def advance(
-    state: SlotState,
-    history: torch.Tensor,
-    slots: torch.Tensor,
-    query_start: torch.Tensor,
-    drawn: Drawn,
-) -> None:
+def advance(state: SlotState, slots: torch.Tensor, query_start: torch.Tensor, drawn: Drawn) -> None:
     """See kernels.reference.index.advance."""
     if len(slots):
-        advance_launch(state, history, (slots, query_start), drawn).run()
+        advance_launch(state, (slots, query_start), drawn).run()
 
 
-def advance_launch(
-    state: SlotState, history: torch.Tensor, batch: tuple[torch.Tensor, ...], drawn: Drawn
-) -> Launch:
+def advance_launch(state: SlotState, batch: tuple[torch.Tensor, ...], drawn: Drawn) -> Launch:
     """batch: slots and query_start."""
     slots, query_start = batch
     args = {
@@ -207,9 +194,8 @@ def advance_launch(
         "tokens": drawn.tokens,
         "drafts": drawn.drafts,
         "num_computed": state.num_computed,
-        "last_tokens": state.last_tokens,
-        "history": history,
-        "stride_history": history.stride(0),
+        "history": state.history,
+        "stride_history": state.history.stride(0),
     }
     return Launch(advance_kernel, (len(slots),), args, 1, 1)
 
@@ -218,11 +204,11 @@ def configurations() -> Iterator[Launch]:
     """Cache blocks of 16 to 64 tokens."""
     column = torch.empty(64, dtype=torch.int32, device="meta")
     table = torch.empty((64, 512), dtype=torch.int32, device="meta")
-    state = SlotState(column, column, table, table)
+    state = SlotState(column, table, table)
     inputs = Inputs(column, column.long(), column.long(), column, table)
     for block_size in (16, 32, 64):
         yield prepare_launch(state, (column, column, column), inputs, block_size)
     yield grow_launch(table, column, column, column)
     for drafts in (None, column):
         drawn = Drawn(column, column, column, drafts)
-        yield advance_launch(state, table, (column, column), drawn)
+        yield advance_launch(state, (column, column), drawn)

@@ -22,7 +22,6 @@ MODULES = (
     "penalties",
     "bitmask",
     "logprobs",
-    "rejection",
     "index",
     "moe",
     "lora",

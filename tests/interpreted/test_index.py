@@ -10,7 +10,7 @@ from kernels.reference.index import UNKNOWN, Inputs, SlotState
 from kernels.triton import index
 
 BLOCK = 16
-NUM_SLOTS, MAX_BLOCKS, MAX_DRAFTS = 6, 40, 3
+NUM_SLOTS, MAX_BLOCKS, MOST_TOKENS = 6, 40, 512
 POISON = -77
 
 bodies = pytest.mark.parametrize("body", [reference, index, cpu], ids=["torch", "triton", "cpu"])
@@ -28,8 +28,7 @@ def ints(rng: np.random.Generator, low: int, high: int, *size: int) -> torch.Ten
 def new_state(rng: np.random.Generator) -> SlotState:
     return SlotState(
         num_computed=ints(rng, 0, 100, NUM_SLOTS),
-        last_tokens=ints(rng, 0, 1000, NUM_SLOTS),
-        drafts=ints(rng, 0, 1000, NUM_SLOTS, MAX_DRAFTS),
+        history=ints(rng, 0, 1000, NUM_SLOTS, MOST_TOKENS),
         block_tables=ints(rng, 1, 2**27, NUM_SLOTS, MAX_BLOCKS),  # slots beyond 32 bits
     )
 
@@ -66,8 +65,9 @@ def test_inputs_of_a_mixed_step(body: object, rng: np.random.Generator) -> None:
     for mine, theirs in zip(got, wanted, strict=True):
         assert torch.equal(mine, theirs)
     assert all(torch.equal(*pair) for pair in zip(state, kept, strict=True))
-    assert got.input_ids[0] == state.last_tokens[3]
-    assert got.input_ids[1:5].tolist() == [int(state.last_tokens[0]), *state.drafts[0].tolist()]
+    assert got.input_ids[0] == state.history[3, state.num_computed[3]]
+    there = slice(int(state.num_computed[0]), int(state.num_computed[0]) + 4)
+    assert torch.equal(got.input_ids[1:5], state.history[0, there])
     assert got.input_ids[5:305].tolist() == host_ids[5:305].tolist()
     assert (got.cache_slots[307:] == -1).all() and got.seq_lens[4] == 0
 
@@ -102,16 +102,17 @@ def test_block_tables_grow_by_what_was_added(body: object, rng: np.random.Genera
     assert torch.equal(tables, wanted)
 
 
-def new_history() -> torch.Tensor:
-    return torch.full((NUM_SLOTS, 200), POISON, dtype=torch.int32)
+def unwritten(state: SlotState) -> SlotState:
+    """Nothing was drawn yet."""
+    return state._replace(history=torch.full_like(state.history, POISON))
 
 
 @bodies
 def test_slots_advance_by_what_stands(body: object, rng: np.random.Generator) -> None:
     """A decode, all drafts, one of them, none, half a prompt, nobody, a row that failed, one that
     draws nothing, a draft in the place of a failure."""
-    state, history = new_state(rng), new_history()
-    before = [column.clone() for column in state]
+    state = unwritten(new_state(rng))
+    before = state.num_computed.clone()
     slots = torch.tensor([4, 0, 2, 1, 5, -1, 3], dtype=torch.int32)
     counts, rows = [1, 4, 4, 3, 50, 1, 2], [1, 4, 4, 3, 0, 1, 2]
     tokens = ints(rng, 0, 1000, sum(rows))
@@ -124,21 +125,17 @@ def test_slots_advance_by_what_stands(body: object, rng: np.random.Generator) ->
     drafts[13] = -1
     row_slots = slots.repeat_interleave(torch.tensor(rows))
     drawn = reference.Drawn(tokens.clone(), row_slots, starts_of(rows), drafts)
-    body.advance(state, history, slots, starts_of(counts), drawn)
-    assert (state.num_computed - before[0]).tolist() == [4, 1, 2, 1, 1, 50]
-    last = before[1].clone()
-    last[[4, 0, 2, 1]] = tokens[[0, 4, 6, 9]]
-    last[3] = 0
-    assert torch.equal(state.last_tokens, last)
+    body.advance(state, slots, starts_of(counts), drawn)
+    assert (state.num_computed - before).tolist() == [4, 1, 2, 1, 1, 50]
     kept = tokens.clone()
     kept[[7, 8, 10, 11, 14]] = reference.REJECTED
     assert torch.equal(drawn.tokens, kept)
-    wanted = new_history()
+    wanted = torch.full_like(state.history, POISON)
     for slot, said in ((4, [0]), (0, [1, 2, 3, 4]), (2, [5, 6]), (1, [9])):
-        begin = int(before[0][slot]) + 1
+        begin = int(before[slot]) + 1
         wanted[slot, begin : begin + len(said)] = tokens[said]
-    wanted[3, int(before[0][3]) + 1] = 0
-    assert torch.equal(history, wanted)
+    wanted[3, int(before[3]) + 1] = 0
+    assert torch.equal(state.history, wanted)
 
 
 @bodies
@@ -146,41 +143,40 @@ def test_a_row_behind_drafts_that_has_no_token_is_computed_again(
     body: object, rng: np.random.Generator
 ) -> None:
     """Two drafts are right and the row behind the second has failed; all fail; the second does."""
-    state, history = new_state(rng), new_history()
+    state = new_state(rng)
     before = state.num_computed.clone()
     slots = torch.tensor([3, 1, 0], dtype=torch.int32)
     tokens = torch.tensor([5, 6, -1, -1, 8, 9, 4, -1, 3], dtype=torch.int32)
     drafts = torch.tensor([5, 6, -1, 7, 8, -1, 4, 2, -1], dtype=torch.int32)
     starts = starts_of([3, 3, 3])
     drawn = reference.Drawn(tokens.clone(), slots.repeat_interleave(3), starts, drafts)
-    body.advance(state, history, slots, starts, drawn)
+    body.advance(state, slots, starts, drawn)
     R = reference.REJECTED
     assert drawn.tokens.tolist() == [5, 6, R, -1, R, R, 4, R, R]
     assert (state.num_computed - before).tolist() == [1, 1, 0, 2, 0, 0]
-    assert [int(state.last_tokens[slot]) for slot in (3, 1, 0)] == [6, 0, 4]
+    said = [int(state.history[slot, state.num_computed[slot]]) for slot in (3, 1, 0)]
+    assert said == [6, 0, 4]
 
 
 @bodies
 def test_rows_without_drafts_all_stand(body: object, rng: np.random.Generator) -> None:
-    state, history = new_state(rng), new_history()
+    state = unwritten(new_state(rng))
     before = state.num_computed.clone()
     slots = torch.tensor([2, -1, 5, 0], dtype=torch.int32)
     row_slots = torch.tensor([2, -1, -1, 0], dtype=torch.int32)  # slot 5 is not to draw
     tokens = torch.tensor([7, 8, 9, -1], dtype=torch.int32)
     starts = starts_of([1, 1, 1, 1])
     drawn = reference.Drawn(tokens.clone(), row_slots, starts, None)
-    last = state.last_tokens.clone()
-    body.advance(state, history, slots, starts, drawn)
+    body.advance(state, slots, starts, drawn)
     assert torch.equal(drawn.tokens, tokens)
     assert (state.num_computed - before).tolist() == [1, 0, 1, 0, 0, 1]
-    last[2], last[0] = 7, 0
-    assert torch.equal(state.last_tokens, last)
-    assert (history != POISON).sum() == 2
+    assert [int(state.history[slot, state.num_computed[slot]]) for slot in (2, 0)] == [7, 0]
+    assert (state.history != POISON).sum() == 2
 
 
 @bodies
 def test_drafts_are_remembered_where_they_stand(body: object, rng: np.random.Generator) -> None:
-    history = new_history()
+    history = unwritten(new_state(rng)).history
     slots, positions = (torch.tensor(x, dtype=torch.int32) for x in ([1, 1, 4], [3, 4, 9]))
     body.remember(history, slots, positions, torch.tensor([5, 6, 7], dtype=torch.int32))
     assert history[1, 3:5].tolist() == [5, 6] and history[4, 9] == 7
@@ -190,11 +186,11 @@ def test_drafts_are_remembered_where_they_stand(body: object, rng: np.random.Gen
 @bodies
 def test_a_token_goes_round_without_the_host(body: object, rng: np.random.Generator) -> None:
     """What one step samples is the next one's input, one place further."""
-    state, history = new_state(rng), new_history()
+    state = new_state(rng)
     slots, starts = torch.tensor([3, 1], dtype=torch.int32), starts_of([1, 1])
     unknown = torch.full((2,), UNKNOWN, dtype=torch.int32)
     first = state.num_computed[slots.long()].tolist()
-    sampled = state.last_tokens[slots.long()]
+    sampled = state.history[slots.long(), state.num_computed[slots.long()].long()]
     for step in range(3):
         inputs = room(2, 2)
         body.preparation(state, slots, starts, unknown, inputs, BLOCK)()
@@ -202,4 +198,4 @@ def test_a_token_goes_round_without_the_host(body: object, rng: np.random.Genera
         assert torch.equal(inputs.input_ids, sampled)
         sampled = ints(rng, 0, 1000, 2)
         drawn = reference.Drawn(sampled.clone(), slots, starts, None)
-        body.advance(state, history, slots, starts, drawn)
+        body.advance(state, slots, starts, drawn)

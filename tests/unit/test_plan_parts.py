@@ -71,6 +71,7 @@ def full_plan() -> StepPlan:
         media=MediaPart(["old"], {1: [MediaItem(0, 1, "m")]}, [(1, 0)]),
         kv_transfer=b"\x00orders",
         block_groups=ints(1),
+        proposals=ints(2),
     )
 
 

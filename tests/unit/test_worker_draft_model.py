@@ -112,9 +112,7 @@ def run_with(drafts, model=None, dice=None, longest=LONGEST, target=None, **opti
         made[-1].dice = dice
         return made[-1]
 
-    return make_run(
-        resources=[drafts], num_drafts=K, make_feature=make, model=target, **options
-    )
+    return make_run(resources=[drafts], num_drafts=K, make_feature=make, model=target, **options)
 
 
 @depths
