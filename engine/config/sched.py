@@ -59,8 +59,8 @@ class SchedulerOptions:
     prompt_lookup_max (5 if not given); suffix (what mostly followed the longest end of its text,
     there or in outputs of ended requests): suffix_decoding_max_tree_depth (24, also the number of
     drafts if that is not given), suffix_decoding_max_cached_requests (10,000),
-    suffix_decoding_max_spec_factor (1.0), suffix_decoding_min_token_prob (0.1). Tokens are the
-    same as without."""
+    suffix_decoding_max_spec_factor (1.0), suffix_decoding_min_token_prob (0.1); draft_model (what a
+    smaller model would say): model, revision, quantization. Tokens are the same as without."""
     length_predictor: Any = "none"
     """How policies are told output lengths: none (max_tokens), history, oracle, or your own."""
     user_weights: dict[str, float] = field(
