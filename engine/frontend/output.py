@@ -381,6 +381,11 @@ class RequestState:
             for cause, seconds in each.waits.items():
                 waits[cause] = waits.get(cause, 0.0) + seconds
         metrics.waits = waits
+        counters: dict[str, int] = {}
+        for end in every:
+            for name, num in getattr(end, "counters", {}).items():
+                counters[name] = counters.get(name, 0) + num
+        metrics.counters = counters
         metrics.events = sorted((e for each in every for e in each.events), key=itemgetter(1))
 
     def output(self, moved: Sequence[OutputSequence]) -> RequestOutput | None:

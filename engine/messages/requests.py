@@ -105,6 +105,7 @@ class Finished(msgspec.Struct, array_like=True, gc=False):
     waits: dict[str, float] = {}  # seconds in the queue by cause; they sum up to its queue time
     events: list[tuple[str, float]] = []  # what happened to it, and when
     kv_transfer_params: dict[str, Any] | None = None  # from the KV connector
+    counters: dict[str, int] = {}  # what features counted of it, named as in the statistics
 
 
 class CoreOutputs(msgspec.Struct, array_like=True, gc=False):
@@ -149,6 +150,9 @@ class RequestMetrics(msgspec.Struct, gc=False):
     num_preemptions: int = 0
     waits: dict[str, float] = {}
     events: list[tuple[str, float]] = []  # queued, scheduled, preempted
+    counters: dict[str, int] = {}
+    """Of sequences that have ended: what features counted, as ``drafts.num_draft_tokens``; of one
+    that ended at a stop string, nothing."""
 
 
 class CompletionOutput(msgspec.Struct, gc=False):

@@ -28,6 +28,6 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     hook_seconds: dict[str, float] = {}  # spent in the hooks of policy and resources
     blocked: str = ""  # the head of a queue that does not move, and why
     num_cache_resets: int = 0  # times the prefix cache was emptied on request
-    counters: dict[str, int] = {}  # what features have counted: "drafts.num_accepted"
+    counters: dict[str, int] = {}  # what features have counted: "drafts.num_accepted_tokens"
     step_seconds: float = 0.0  # computing, of steps of which the floor is known
     floor_seconds: float = 0.0  # that these steps take at least: their share is the roofline's

@@ -144,6 +144,11 @@ class RequestHistory:
     own_cause: str | None = None  # its own cause of waiting, if it has one now
     totals_at_entry: dict[str, float] = field(default_factory=dict)
     kv_transfer_params: dict[str, Any] | None = None  # for the engine that continues with its KV
+    counters: dict[str, int] = field(default_factory=dict)  # what resources counted of it
+
+    def count(self, name: str, num: int) -> None:
+        """Add to a counter of its own."""
+        self.counters[name] = self.counters.get(name, 0) + num
 
 
 def as_array(tokens: list[int]) -> array[int]:

@@ -123,21 +123,21 @@ def is_token(value: object) -> bool:
 class DraftStats:
     """Statistics of drafting. A row with any drafts in a step counts as one of ``num_drafts``.
 
-    ``accepted_at[i]``: how often the draft at place i was right.
+    ``num_accepted_tokens_per_pos[i]``: how often the draft at place i was right.
     """
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
-    num_accepted: int = 0
-    accepted_at: list[int] = field(default_factory=list)
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
 
-    def add(self, num_proposed: NDArray[np.int32], num_accepted: NDArray[np.int32]) -> None:
+    def add(self, num_proposed: NDArray[np.int32], num_right: NDArray[np.int32]) -> None:
         """The rows of one step that had drafts."""
         self.num_drafts += len(num_proposed)
         self.num_draft_tokens += int(num_proposed.sum())
-        self.num_accepted += int(num_accepted.sum())
-        for place in range(len(self.accepted_at)):
-            self.accepted_at[place] += int(np.count_nonzero(num_accepted > place))
+        self.num_accepted_tokens += int(num_right.sum())
+        for place in range(len(self.num_accepted_tokens_per_pos)):
+            self.num_accepted_tokens_per_pos[place] += int(np.count_nonzero(num_right > place))
 
 
 class Drafts(Resource):
@@ -173,7 +173,7 @@ class Drafts(Resource):
             self.needs = (*self.needs, "proposals")  # of a worker that never has any: no drafts
             proposer = self._workers = WorkersProposals()
         self.num_speculative_tokens = num_speculative_tokens
-        self.stats = DraftStats(accepted_at=[0] * num_speculative_tokens)
+        self.stats = DraftStats(num_accepted_tokens_per_pos=[0] * num_speculative_tokens)
         self._proposer = proposer
         self.cut = cut
         self.forced: Forced = none_forced
@@ -266,10 +266,12 @@ class Drafts(Resource):
 
     def counters(self) -> dict[str, int]:
         stats = self.stats
+        by_place = enumerate(stats.num_accepted_tokens_per_pos)
         return {
             "num_drafts": stats.num_drafts,
             "num_draft_tokens": stats.num_draft_tokens,
-            "num_accepted": stats.num_accepted,
+            "num_accepted_tokens": stats.num_accepted_tokens,
+            **{f"num_accepted_tokens_per_pos.{place}": num for place, num in by_place if num},
         }
 
     def settle(self, plan: StepPlan, result: StepResult) -> None:
@@ -433,7 +435,12 @@ class Drafts(Resource):
         for index in np.flatnonzero(counted).tolist():
             row = int(plan.rows[index])
             req = self._running.get(row)
+            if req is None or req.table.generation.at[row] != plan.generations[index]:
+                continue
+            num, num_right = int(proposed[index]), int(result.counts[index]) - 1
+            req.history.count("drafts.num_drafts", 1)
+            req.history.count("drafts.num_draft_tokens", num)
+            req.history.count("drafts.num_accepted_tokens", num_right)
             worth = self._worth_of_forced if row in self._are_forced else self._worth
-            is_own = req is not None and req.table.generation.at[row] == plan.generations[index]
-            if req is not None and is_own and worth is not None:
-                worth.count(req, int(proposed[index]), int(result.counts[index]) - 1)
+            if worth is not None:
+                worth.count(req, num, num_right)

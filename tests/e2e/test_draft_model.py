@@ -69,7 +69,7 @@ def test_together_most_drafts_of_the_same_model_in_int8_are_right(
     after = drafting.stats().counters
     num, right = (
         after[f"drafts.{name}"] - before[f"drafts.{name}"]
-        for name in ("num_draft_tokens", "num_accepted")
+        for name in ("num_draft_tokens", "num_accepted_tokens")
     )
     assert 0.5 * num < right < num
 
@@ -79,8 +79,21 @@ def test_the_model_itself_is_always_right_and_takes_a_step_for_five_tokens() -> 
     with LLMEngine.from_engine_args(EngineArgs(**BOX, speculative_config=SELF)) as engine:
         _, steps = answers(engine, params)
         counters = engine.stats().counters
-    assert counters["drafts.num_accepted"] == counters["drafts.num_draft_tokens"] > 70
+    assert counters["drafts.num_accepted_tokens"] == counters["drafts.num_draft_tokens"] > 70
     assert steps <= 12
+
+
+def test_what_was_drafted_is_counted_by_request() -> None:
+    params = SamplingParams(temperature=0.6, seed=5, max_tokens=20, n=2, ignore_eos=True)
+    with LLM(**BOX, speculative_config=ROUGH) as llm:
+        outputs = llm.generate(["one two", "three four five"], params, use_tqdm=False)
+        counters = llm.llm_engine.stats().counters
+    for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+        told = [out.metrics.counters[f"drafts.{name}"] for out in outputs if out.metrics]
+        assert sum(told) == counters[f"drafts.{name}"] > 0 and len(told) == 2
+    places = [counters.get(f"drafts.num_accepted_tokens_per_pos.{place}", 0) for place in range(5)]
+    assert sum(places) == counters["drafts.num_accepted_tokens"] and places[4] == 0
+    assert places == sorted(places, reverse=True)
 
 
 def test_scores_end_with_the_text() -> None:
@@ -131,7 +144,7 @@ def test_with_grammars(adaptive: bool) -> None:
             told.append([list(out.token_ids) for out in structured_answers(engine, asked)])
             counters = engine.stats().counters
     assert told[0] == told[1]
-    assert adaptive or counters["drafts.num_accepted"] > 0
+    assert adaptive or counters["drafts.num_accepted_tokens"] > 0
 
 
 def test_in_bfloat16_the_same_bits_in_any_company() -> None:

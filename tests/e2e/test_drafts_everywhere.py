@@ -57,7 +57,7 @@ def test_same_tokens_as_transformers(
             counters = engine.stats().counters
             assert counters["drafts.num_drafts"] > 0, mode
             if method == "draft_model":
-                right = counters["drafts.num_accepted"]
+                right = counters["drafts.num_accepted_tokens"]
                 assert right == counters["drafts.num_draft_tokens"], mode
 
 
@@ -72,4 +72,4 @@ def test_a_model_that_runs_through_transformers_drafts_too(
             told.append(run(engine, made, NUM_NEW)[0])
             counters = engine.stats().counters
     assert told[0] == told[1]
-    assert counters["drafts.num_accepted"] == counters["drafts.num_draft_tokens"] > 0
+    assert counters["drafts.num_accepted_tokens"] == counters["drafts.num_draft_tokens"] > 0

@@ -197,7 +197,7 @@ def test_a_processor_that_never_allowed_a_draft_fails_nobody() -> None:
             told.append((output.outputs[0].finish_reason, list(output.outputs[0].token_ids)))
             counters = llm.llm_engine.stats().counters
     assert told[0] == told[1] and told[0][0] == "length"
-    assert counters["drafts.num_draft_tokens"] > counters["drafts.num_accepted"] > 0
+    assert counters["drafts.num_draft_tokens"] > counters["drafts.num_accepted_tokens"] > 0
 
 
 def test_with_the_core_in_a_process() -> None:

@@ -194,7 +194,7 @@ def test_the_same_in_every_way(mode: str, told: list[tuple[str, list[int]]]) -> 
         if mode == "preempted":
             assert engine.stats().num_preemptions > 0
         if "drafts" in mode:
-            assert engine.stats().counters["drafts.num_accepted"] > 0
+            assert engine.stats().counters["drafts.num_accepted_tokens"] > 0
 
 
 def test_what_a_trigger_opens_follows_its_schema(engine: LLMEngine) -> None:

@@ -62,7 +62,7 @@ def test_answers_are_those_without_drafts(mode: str, wanted: list[Any]) -> None:
         for _ in range(2):
             assert told(engine, everything()) == wanted
         if mode != "as many as pay":
-            assert engine.stats().counters["drafts.num_accepted"] > 0
+            assert engine.stats().counters["drafts.num_accepted_tokens"] > 0
 
 
 def test_a_form_takes_fewer_steps_than_tokens() -> None:

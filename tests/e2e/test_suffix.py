@@ -45,7 +45,7 @@ def test_same_tokens_as_transformers_with_suffixes(
         for _ in range(2):  # then with what the first ones said
             tokens, _ = run(engine, reference.prompts, NUM_NEW)
             compare(reference, tokens, tally)
-        assert engine.stats().counters["drafts.num_accepted"] > 0
+        assert engine.stats().counters["drafts.num_accepted_tokens"] > 0
 
 
 @pytest.fixture(scope="module", params=[1, 2])
@@ -119,7 +119,7 @@ def test_a_run_with_suffixes_replays_to_identical_plans(tmp_path: Path, depth: i
     with LLMEngine.from_engine_args(args) as engine:
         for _ in range(2):
             answers(engine, [make() for make in ASKED.values()])
-        assert engine.stats().counters["drafts.num_accepted"] > 0
+        assert engine.stats().counters["drafts.num_accepted_tokens"] > 0
     outcome = replay(log)
     assert outcome.difference is None, str(outcome)
     assert outcome.num_requests == 2 * len(ASKED) and outcome.num_steps > 30

@@ -179,7 +179,7 @@ def check_end(run, request: AddRequest, fails_on_error: bool) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_all_features_at_once(depth):
-    num_preempted = num_loads = num_accepted = 0
+    num_preempted = num_loads = num_accepted_tokens = 0
     for seed in range(1000 * depth, 1000 * depth + 40):
         print(f"seed {seed}")
         rng = random.Random(seed)
@@ -195,5 +195,5 @@ def test_all_features_at_once(depth):
                 check_end(run, request, features.remote.kv_load_failure_policy == "fail")
         num_preempted += run.scheduler.settler.counters.num_preemptions
         num_loads += run.scheduler.kv.source.num_loads
-        num_accepted += features.drafts.stats.num_accepted
-    assert num_preempted > 100 and num_loads > 100 and num_accepted > 100
+        num_accepted_tokens += features.drafts.stats.num_accepted_tokens
+    assert num_preempted > 100 and num_loads > 100 and num_accepted_tokens > 100

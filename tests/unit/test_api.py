@@ -228,7 +228,7 @@ def test_stats_log_tells_what_is_out_of_the_ordinary(caplog: pytest.LogCaptureFi
     stats.wait_seconds = {"seats": 1.0, "preempted": 3.0}
     stats.hook_seconds = {"Own.rank": 0.5}
     stats.step_seconds, stats.floor_seconds = 4.0, 1.0
-    stats.counters = {"drafts.num_drafts": 8, "drafts.num_accepted": 0}
+    stats.counters = {"drafts.num_drafts": 8, "drafts.num_accepted_tokens": 0}
     assert line().endswith(
         ", parked 2, preempted 3, refused 4, expired 5, policy faults 1, "
         "drafts.num_drafts 8, waited for preempted 75 %, seats 25 %, "

@@ -38,9 +38,12 @@ def add(run, request_id="0", length=20, num_output=16, **fields):
 
 @pytest.mark.behaviour(81, 82)
 @pytest.mark.parametrize(
-    ("num_right", "accepted_at", "computed"), [(3, [1, 1, 1], 24), (1, [1, 0, 0], 22)]
+    ("num_right", "num_accepted_tokens_per_pos", "computed"),
+    [(3, [1, 1, 1], 24), (1, [1, 0, 0], 22)],
 )
-def test_right_drafts_are_counted_and_wrong_ones_rolled_back(num_right, accepted_at, computed):
+def test_right_drafts_are_counted_and_wrong_ones_rolled_back(
+    num_right, num_accepted_tokens_per_pos, computed
+):
     drafts, run = make(num_right)
     add(run)
     run.step()
@@ -51,7 +54,10 @@ def test_right_drafts_are_counted_and_wrong_ones_rolled_back(num_right, accepted
     assert req.num_computed == computed and req.num_tokens == computed + 1
     stats = drafts.stats
     assert (stats.num_drafts, stats.num_draft_tokens) == (1, 3)
-    assert (stats.num_accepted, stats.accepted_at) == (sum(accepted_at), accepted_at)
+    assert (stats.num_accepted_tokens, stats.num_accepted_tokens_per_pos) == (
+        sum(num_accepted_tokens_per_pos),
+        num_accepted_tokens_per_pos,
+    )
 
 
 @pytest.mark.behaviour(83)
@@ -65,10 +71,11 @@ def test_requests_add_up_and_no_drafts_are_no_drafts():
     run.step()
     run.step()
     stats = drafts.stats
-    assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted) == (3, 9, 3)
-    told = {"drafts.num_drafts": 3, "drafts.num_draft_tokens": 9, "drafts.num_accepted": 3}
+    assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (3, 9, 3)
+    told = {"drafts.num_drafts": 3, "drafts.num_draft_tokens": 9, "drafts.num_accepted_tokens": 3}
+    told["drafts.num_accepted_tokens_per_pos.0"] = 3
     assert run.scheduler.make_stats().counters == told
-    assert stats.accepted_at == [3, 0, 0]
+    assert stats.num_accepted_tokens_per_pos == [3, 0, 0]
 
 
 @pytest.mark.behaviour(84)
@@ -317,8 +324,12 @@ def test_drafts_change_nobody_s_tokens(k, depth):
         for request in requests:
             assert run.outputs[request.request_id] == answer(request), f"seed {seed}"
         stats = drafts.stats
-        assert stats.num_accepted == sum(stats.accepted_at) <= stats.num_draft_tokens, seed
-        assert (stats.num_accepted > 0) == (k > 0), f"seed {seed}"
+        assert (
+            stats.num_accepted_tokens
+            == sum(stats.num_accepted_tokens_per_pos)
+            <= stats.num_draft_tokens
+        ), seed
+        assert (stats.num_accepted_tokens > 0) == (k > 0), f"seed {seed}"
 
 
 @pytest.mark.parametrize("preempts", [False, True])
@@ -347,7 +358,7 @@ def test_drafts_stand_beside_a_decode_with_two_steps_in_flight(preempts):
         run.add(request)
     run.drain()
     assert run.outputs == {request.request_id: answer(request) for request in requests}
-    assert drafts.stats.num_accepted == drafts.stats.num_draft_tokens >= 27
+    assert drafts.stats.num_accepted_tokens == drafts.stats.num_draft_tokens >= 27
 
 
 def test_results_may_come_without_proposals():

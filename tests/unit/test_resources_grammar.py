@@ -239,7 +239,7 @@ def test_drafts_are_cut_to_what_the_grammar_allows():
     run.add(request)
     run.drain()
     assert run.plans[1:4] == [{"0": 3}, {"0": 3}, {"0": 2}]
-    assert drafts.stats.num_draft_tokens == drafts.stats.num_accepted == 5
+    assert drafts.stats.num_draft_tokens == drafts.stats.num_accepted_tokens == 5
     assert run.outputs["0"] == answer(request)
 
 

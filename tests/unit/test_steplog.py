@@ -162,7 +162,7 @@ def test_what_features_learn_from_results_is_replayed(tmp_path: Path, seed: int)
     while core.has_work:
         core.step()
     scheduler.shutdown()
-    assert features[0].stats.num_accepted > 20
+    assert features[0].stats.num_accepted_tokens > 20
     outcome = replay(path, resources=(Drafts(3), AdapterSlots(1)))
     assert outcome.difference is None and outcome.num_steps > 20
     assert replay(path, resources=(Drafts(2), AdapterSlots(1))).difference is not None

@@ -125,7 +125,7 @@ def test_a_draft_model_that_is_the_model_is_always_right(depth, sizes):
     run.drain()
     for index in range(4):
         assert run.outputs[str(index)] == says([7 * index + 1, 2, 3], 12)
-    assert drafts.stats.num_accepted == drafts.stats.num_draft_tokens >= 4 * 8
+    assert drafts.stats.num_accepted_tokens == drafts.stats.num_draft_tokens >= 4 * 8
     assert len(run.plans) <= 4 + 2 * depth
 
 
@@ -162,9 +162,9 @@ def test_it_is_right_wherever_the_model_has_been(depth, sizes, situation, spoile
         assert run.outputs[name] == says(prompt, num), name
     stats = drafts.stats
     if not spoiled:
-        assert stats.num_accepted == stats.num_draft_tokens > 0
+        assert stats.num_accepted_tokens == stats.num_draft_tokens > 0
     else:
-        assert 0 < stats.num_accepted < stats.num_draft_tokens
+        assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
     if situation.startswith("preempted"):
         assert run.scheduler.make_stats().num_preemptions > 0
 
@@ -183,7 +183,7 @@ def test_it_catches_up_where_it_was_not_asked(sizes, seed):
     run.drain()
     for name, prompt in prompts.items():
         assert run.outputs[name] == says(prompt, 20), name
-    assert drafts.stats.num_accepted == drafts.stats.num_draft_tokens > 0
+    assert drafts.stats.num_accepted_tokens == drafts.stats.num_draft_tokens > 0
 
 
 class NoisySum(DraftingSum):
@@ -220,7 +220,7 @@ def test_what_is_drawn_by_chance_is_guessed_with_the_same_chance(depth, sizes):
         run.drain()
         told.append(run.outputs)
     assert told[0] == told[1]
-    assert drafts.stats.num_accepted == drafts.stats.num_draft_tokens > 20
+    assert drafts.stats.num_accepted_tokens == drafts.stats.num_draft_tokens > 20
 
 
 @modes
@@ -237,7 +237,7 @@ def test_a_model_that_is_mostly_wrong_changes_nothing(sizes):
     run.add(make_request("a", [1, 2, 3], 30, params=GREEDY))
     run.drain()
     assert run.outputs["a"] == says([1, 2, 3], 30)
-    assert 0 < drafts.stats.num_accepted < drafts.stats.num_draft_tokens
+    assert 0 < drafts.stats.num_accepted_tokens < drafts.stats.num_draft_tokens
 
 
 @modes
@@ -256,7 +256,9 @@ def test_a_shorter_draft_model_drafts_as_far_as_it_reaches(sizes):
     run.add(make_request("a", [1, 2, 3], 40, params=GREEDY))
     run.drain()
     assert run.outputs["a"] == says([1, 2, 3], 40)
-    assert max(reached) < 20 and drafts.stats.num_accepted == drafts.stats.num_draft_tokens >= 8
+    assert (
+        max(reached) < 20 and drafts.stats.num_accepted_tokens == drafts.stats.num_draft_tokens >= 8
+    )
 
 
 @modes

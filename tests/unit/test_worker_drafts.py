@@ -71,8 +71,8 @@ def test_tokens_are_the_same_with_drafts_and_without(depth, sizes, seed):
     for index in range(4):
         prompt = [(7 * index + place) % 40 for place in range(3 + 2 * index)]
         assert run.outputs[str(index)] == says(prompt, 12)
-    assert drafts.stats.num_accepted > 0
-    assert drafts.stats.num_draft_tokens > drafts.stats.num_accepted
+    assert drafts.stats.num_accepted_tokens > 0
+    assert drafts.stats.num_draft_tokens > drafts.stats.num_accepted_tokens
     assert sorted(guesses.released) == ["0", "1", "2", "3"]
 
 
@@ -118,7 +118,7 @@ def test_whatever_a_request_asks_for_its_tokens_are_the_same(name, sizes, seed):
     drafts = Drafts(4, Echo(random.Random(seed)))
     run = run_with(drafts, asked, model=NoisyModel(), sizes=sizes)
     assert run.outputs == wanted
-    assert drafts.stats.num_accepted > 8
+    assert drafts.stats.num_accepted_tokens > 8
     assert len(run.plans) < len(plain.plans)
 
 
@@ -289,7 +289,7 @@ def test_a_draft_that_is_no_token_is_never_right(sizes):
     run = make_run(resources=[drafts], num_drafts=3, sizes=sizes)
     run.add(make_request("a", [1, 2], 9, params=GREEDY))
     run.drain()
-    assert run.outputs["a"] == says([1, 2], 9) and drafts.stats.num_accepted > 0
+    assert run.outputs["a"] == says([1, 2], 9) and drafts.stats.num_accepted_tokens > 0
 
 
 def test_a_step_that_waits_for_masks_and_has_failed_is_not_run_again_as_a_whole():

@@ -562,4 +562,5 @@ def end_of(
         waits=history.waits,
         events=history.events,
         kv_transfer_params=history.kv_transfer_params,
+        counters=history.counters,
     )
