@@ -39,6 +39,7 @@ from rich.table import Table
 
 HERE = Path(__file__).resolve().parent
 OURS = "metronome"
+BESIDE = "with other options"
 RUN_SECONDS = 1800
 Runs = dict[str, list[dict[str, Any]]]
 """What each engine's process told, by round."""
@@ -159,6 +160,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="NAME=JSON",
         help="an engine option of ours, such as quantization='\"int8\"'",
     )
+    parser.add_argument(
+        "--beside",
+        action="append",
+        default=[],
+        metavar="NAME=JSON",
+        help="options of a second engine of ours, which is compared as a peer is",
+    )
     parser.add_argument("--label", default="", help="part of the name of the result file")
     return parser.parse_args(argv)
 
@@ -167,13 +175,13 @@ def peers(asked: argparse.Namespace) -> list[Peer]:
     workloads = asked.workloads.split(",")
     found = []
     if not asked.no_ours:
-        options = {
-            name: json.loads(value)
-            for name, _, value in (option.partition("=") for option in asked.option)
-        }
-        found.append(
-            Peer(OURS, "peers.metronome", sys.executable, asked.model, workloads, options=options)
+        options = options_in(asked.option)
+        ours = Peer(
+            OURS, "peers.metronome", sys.executable, asked.model, workloads, options=options
         )
+        found.append(ours)
+        if asked.beside:
+            found.append(replace(ours, name=BESIDE, options=options | options_in(asked.beside)))
     if asked.vllm_python:
         found.append(
             Peer(
@@ -189,6 +197,13 @@ def peers(asked: argparse.Namespace) -> list[Peer]:
         single = [name for name in workloads if name == "W2"]
         found.append(Peer("llama.cpp", "peers.llamacpp", asked.llamacpp_python, asked.gguf, single))
     return found
+
+
+def options_in(asked: list[str]) -> dict[str, Any]:
+    """NAME=JSON each."""
+    return {
+        name: json.loads(value) for name, _, value in (option.partition("=") for option in asked)
+    }
 
 
 def vllm_environment(asked: argparse.Namespace) -> dict[str, str]:
