@@ -45,9 +45,10 @@ from engine.worker.batches import (
 from engine.worker.feature import Feature, Machine
 from engine.worker.memory import choose_kv_dtype, make_kv_cache
 from engine.worker.platform import Fetched
+from engine.worker.runner import Runner
 from engine.worker.slots import LiveSeqs
 from engine.worker.steps import BySize, GraphedStep, MixedGraph, advance, record, record_mixed
-from engine.worker.warmup import prepare_kernels
+from engine.worker.warmup import meet_shapes, prepare_kernels
 from kernels import slots as on_slots
 from kernels.cpu.recording import Recorder
 from kernels.slots import Rows
@@ -139,9 +140,12 @@ class DraftModel(Feature):
         tables = machine.slots.state.block_tables
         self._no_blocks = machine.platform.upload(self._spare.tables(num_blocks, tables.shape[1]))
         tables.copy_(self._no_blocks)
-        self._kept = Kept(len(tables), num_blocks, block_size)
+        self._kept = Kept(len(tables), num_blocks, block_size, tables.shape[1])
 
     def capture(self, sizes: Sequence[int], mixed_sizes: Sequence[int]) -> None:
+        machine = self._passes.machine
+        if machine.platform.compiles:
+            meet_shapes(Runner(machine, self._limit), machine.batches.max_num_tokens, self._limit)
         self._passes.capture(sizes, mixed_sizes)
 
     def begin(self, plan: StepPlan, live: LiveSeqs) -> None:
@@ -228,9 +232,9 @@ class Passes:
         places = upload(starts.astype(np.int64)) + last
         if graph is not None:
             return graph.replay()[places]
-        num_decodes = int((work.counts != 1).argmax()) if (work.counts != 1).any() else len(seqs)
+        is_single = np.append(work.counts == 1, False)
         longest = int((work.starts + work.counts).max())
-        extent = Extent(num_decodes, int(work.counts.max()), longest)
+        extent = Extent(int(is_single.argmin()), int(work.counts.max()), longest)
         batch = machine.batches.build(staged.room, extent)
         if len(seqs) and int(work.counts.max()) <= FEW:
             batch.recorder = machine.recorder
@@ -300,9 +304,9 @@ class _Proposals:
     def wanted(self, rows: PlanRows) -> Column:
         """Drafts wanted behind some rows of the step."""
         assert self.plan.proposals is not None
-        by_slot = dict(zip(self.plan.slots.tolist(), self.plan.proposals.tolist(), strict=True))
-        wanted: Column = np.array([by_slot[slot] for slot in rows.slots.tolist()], dtype=np.int32)
-        return wanted * rows.samples
+        by_slot: Column = np.zeros(int(self.plan.slots.max()) + 1, dtype=np.int32)
+        by_slot[self.plan.slots] = self.plan.proposals
+        return by_slot[rows.slots] * rows.samples
 
     def add(self, work: Work, fetched: Fetched) -> None:
         """Drafts of the rows that want some are on their way."""

@@ -331,23 +331,33 @@ class Drafts(Resource):
     def _wished(self, plan: StepPlan) -> Column | None:
         """How many drafts the worker is to make behind each row of this step; ``None``: it need
         not even compute what its drafts would follow."""
-        most = self.num_speculative_tokens
+        useful = self._useful(plan)
         if self._worth is None or self._payoff is None:
-            return plan.samples * np.int32(most)
+            return useful
+        most = self.num_speculative_tokens
         load = self._payoff.load(len(self._running))
         if not load.asks():
             return None
-        wished, expected, tries = np.zeros_like(plan.samples), 0.0, load.tries()
+        wished, expected, tries = np.zeros_like(useful), 0.0, load.tries()
         price = load.cost() / most or self._price_of_a_draft()
-        for index in np.flatnonzero(plan.samples).tolist():
+        for index in np.flatnonzero(useful).tolist():
             req = self._running.get(int(plan.rows[index]))
             if req is not None and is_due(self._worth, req, tries):
-                wished[index] = self._worth.num_worth(req, range(most), price)
+                wished[index] = self._worth.num_worth(req, range(useful[index]), price)
                 expected += self._worth.expect(req, int(wished[index]))[1]
         if wished.any() and load.takes(max(1, len(self._running)), expected):
             return wished
         # A long prompt need not be gone through later.
         return None if plan.samples.all() else wished * 0
+
+    def _useful(self, plan: StepPlan) -> Column:
+        """Drafts that may be verified behind each row of this step: none behind the last token."""
+        useful: Column = plan.samples * np.int32(self.num_speculative_tokens)
+        for index in np.flatnonzero(useful).tolist():
+            req = self._running.get(int(plan.rows[index]))
+            left = 0 if req is None else req.max_total - req.num_tokens - 2
+            useful[index] = max(0, min(useful[index], left))
+        return useful
 
     def _offer_of(self, proposer: Proposer, req: Request, tries: bool) -> Offer:
         """Drafts of a request: what its grammar forces, or a proposal. tries: also of one of whose

@@ -25,36 +25,32 @@ class Work(NamedTuple):
 
 
 class Kept:
-    """Which tokens of each sequence, and which blocks, the draft model has computed.
+    """Which tokens of each sequence, and which blocks, the draft model has computed."""
 
-    ``limit``: no token is computed at this position or behind it. ``budget``: tokens at once.
-    """
-
-    def __init__(self, num_slots: int, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_slots: int, num_blocks: int, block_size: int, width: int) -> None:
+        """width: of a block table."""
         self._block_size = block_size
         self._upto: Column = np.zeros(num_slots, dtype=np.int32)  # by slot: tokens before this
+        self._num_found: Column = np.zeros(num_slots, dtype=np.int32)  # blocks that it came with
+        self._tables: NDArray[np.int32] = np.zeros((num_slots, width), dtype=np.int32)
         self._has_block = np.zeros(num_blocks, dtype=np.bool_)  # all of its tokens
-        self._blocks: dict[int, list[int]] = {}  # by slot, in order
 
     def begin(self, plan: StepPlan) -> None:
         """Blocks that a sequence comes with hold what they held; those that it grows by nothing."""
-        size = self._block_size
-        starts = dict(zip(plan.slots.tolist(), plan.starts.tolist(), strict=True))
-        found = {seq.slot: starts[seq.slot] // size for seq in plan.new}  # blocks
-        for slot in plan.freed_slots:
-            self._blocks.pop(slot, None)
-        for slot in found:
-            self._blocks[slot] = []
-        columns = (plan.block_slots, plan.block_indices, plan.block_ids)
-        for slot, index, block in zip(*(column.tolist() for column in columns), strict=True):
-            blocks = self._blocks[slot]
-            blocks[index:] = [block]
-            if index >= found.get(slot, 0):
-                self._has_block[block] = False
-        for slot, num in found.items():
-            has = self._has_block[self._blocks[slot][:num]]
-            num_kept = int(has.argmin()) if not has.all() else num
-            self._upto[slot] = starts[slot] if num_kept == num else num_kept * size
+        if plan.new:
+            starts = dict(zip(plan.slots.tolist(), plan.starts.tolist(), strict=True))
+            for seq in plan.new:
+                self._num_found[seq.slot] = starts[seq.slot] // self._block_size
+        slots, indices, blocks = plan.block_slots, plan.block_indices, plan.block_ids
+        self._tables[slots, indices] = blocks
+        self._has_block[blocks[indices >= self._num_found[slots]]] = False
+        for seq in plan.new:
+            num = int(self._num_found[seq.slot])
+            has = self._has_block[self._tables[seq.slot, :num]]
+            is_whole = bool(has.all())
+            self._upto[seq.slot] = (
+                starts[seq.slot] if is_whole else int(has.argmin()) * self._block_size
+            )
 
     def work(self, rows: Work, num_drafts: Column, limit: int, budget: int) -> Work:
         """What to compute behind a step's rows, which are what the step computed. num_drafts: of
@@ -66,7 +62,8 @@ class Kept:
         ends = rows.starts + rows.counts
         wanted = np.where(ends + rows.wanted <= limit, rows.wanted, 0)
         starts = np.minimum(self._upto[rows.slots], rows.starts)
-        counts = np.minimum(ends + (wanted > 0), limit) - starts  # and the token that was drawn
+        # With the token that was drawn.
+        counts = np.maximum(np.minimum(ends + (wanted > 0), limit) - starts, 0)
         before = np.cumsum(counts) - counts
         given = np.clip(budget - before, 0, counts)
         wanted = np.where(given == counts, wanted, 0)
@@ -83,7 +80,7 @@ class Kept:
         columns = (slots.tolist(), (starts // size).tolist(), (certain // size).tolist())
         for slot, first, end in zip(*columns, strict=True):
             if end > first:
-                self._has_block[self._blocks[slot][first:end]] = True
+                self._has_block[self._tables[slot, first:end]] = True
 
 
 class SpareBlocks:

@@ -92,6 +92,7 @@ def _plan(
         block_ids=indices + 1,
         freed_slots=freed or [],
         num_tokens=count,
+        proposals=one * 2,  # a draft model has a first pass and further ones
     )
 
 
