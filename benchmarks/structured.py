@@ -1,12 +1,15 @@
 """What structured outputs cost: throughput, the first token, and neighbours without a grammar.
 
-    python benchmarks/structured.py MODEL_DIR [--num 32] [--tokens 96] [--rounds 5] [--json FILE]
+    python benchmarks/structured.py MODEL_DIR [--num 32] [--tokens 96] [--rounds 5] [--bombs]
+                                    [--json FILE]
 
 One engine, loads in turn: as many requests without a grammar as with a schema, all of so many
 tokens; half of them with and half without, where the time between tokens of those without is
 compared with the load in which nobody has a schema; and single requests, whose first token is
 timed without a grammar, with a schema that was never seen, and with the first one of the process,
-for which the tokenizer is made ready. Medians over the rounds with 95 % intervals of the ratios.
+for which the tokenizer is made ready. --bombs: instead, requests without a grammar beside the forty
+harmful or broken grammars of the tests, one every few steps, against the same requests alone.
+Medians over the rounds with 95 % intervals of the ratios.
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ from measure import median_interval, quantile
 from rich.console import Console
 from rich.table import Table
 
-from engine import EngineArgs, LLMEngine, SamplingParams, StructuredOutputsParams
+from engine import EngineArgs, LLMEngine, RequestError, SamplingParams, StructuredOutputsParams
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 PROMPT = list(range(20, 84))
 ITEM = {
@@ -133,20 +138,92 @@ def measure(engine: LLMEngine, num: int, num_tokens: int, rounds: int) -> dict[s
     }
 
 
+def run_beside(engine: LLMEngine, num: int, num_tokens: int, bombs: list[Any]) -> list[float]:
+    """Seconds between tokens of requests without a grammar, while a bomb joins every few steps."""
+    for index in range(num):
+        engine.add_request(
+            str(index), {"prompt_token_ids": PROMPT}, params(num_tokens, index, None)
+        )
+    every = max(1, num_tokens // (len(bombs) + 1))
+    last: dict[str, float] = {}
+    gaps: list[float] = []
+    step = 0
+    while engine.has_unfinished_requests():
+        step += 1
+        if bombs and step % every == 0 and step // every <= len(bombs):
+            submit_bomb(engine, f"bomb {step}", bombs[step // every - 1])
+        outputs, now = engine.step(), time.perf_counter()
+        for output in outputs:
+            if output.request_id.startswith("bomb"):
+                continue
+            if output.request_id in last:
+                gaps.append(now - last[output.request_id])
+            last[output.request_id] = now
+    return gaps
+
+
+def submit_bomb(engine: LLMEngine, name: str, fields: dict[str, Any]) -> None:
+    try:
+        form = StructuredOutputsParams(**fields)
+        own = SamplingParams(
+            temperature=1.0, seed=1, max_tokens=24, detokenize=False, structured_outputs=form
+        )
+        engine.add_request(name, {"prompt_token_ids": PROMPT}, own)
+    except RequestError:
+        pass  # refused before it joins
+
+
+def measure_bombs(engine: LLMEngine, num: int, num_tokens: int, rounds: int) -> dict[str, Any]:
+    from tests.structured.bombs import BOMBS
+
+    run_beside(engine, num, 8, [])
+    first_token(engine, simple_schema(0))
+    found: dict[str, list[float]] = {"p50": [], "p99": [], "most": []}
+    for turn in range(rounds):
+        loads = {"alone": [], "beside": list(BOMBS.values())}
+        names = list(loads) if turn % 2 == 0 else list(loads)[::-1]
+        gaps = {name: run_beside(engine, num, num_tokens, loads[name]) for name in names}
+        for share, name in ((0.5, "p50"), (0.99, "p99"), (1.0, "most")):
+            beside, alone = (quantile(gaps[kind], share) for kind in ("beside", "alone"))
+            found[name].append(beside / alone)
+    return {
+        name: {"median": statistics.median(values), "interval": median_interval(values)}
+        for name, values in found.items()
+    }
+
+
+def show_bombs(title: str, found: dict[str, Any]) -> None:
+    table = Table("", "", title=title)
+    for name, ratio in found.items():
+        low, high = ratio["interval"]
+        table.add_row(
+            f"between tokens, {name}, beside to alone",
+            f"{ratio['median']:.3f} [{low:.3f}, {high:.3f}]",
+        )
+    Console().print(table)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("model", help="model directory with a tokenizer")
     parser.add_argument("--num", type=int, default=32, help="requests at once")
     parser.add_argument("--tokens", type=int, default=96, help="output tokens of each")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--bombs", action="store_true", help="neighbours of harmful grammars")
     parser.add_argument("--json", type=Path, help="keep the figures here")
     asked = parser.parse_args()
     args = EngineArgs(
         model=asked.model, log_level="error", max_model_len=1024, max_num_seqs=asked.num
     )
     with LLMEngine.from_engine_args(args) as engine:
-        found = measure(engine, asked.num, asked.tokens, asked.rounds)
+        how = measure_bombs if asked.bombs else measure
+        found = how(engine, asked.num, asked.tokens, asked.rounds)
     about = machine.describe()
+    if asked.json:
+        asked.json.write_text(json.dumps({"machine": about, **found}, indent=1) + "\n")
+    if asked.bombs:
+        show_bombs(f"{Path(asked.model).name}, {about['cpu']}", found)
+        return 0
     table = Table("", "", title=f"{Path(asked.model).name}, {about['cpu']}")
     for name, rate in found["tokens_per_second"].items():
         table.add_row(f"tokens/s, schema: {name}", f"{rate:.1f}")
@@ -161,8 +238,6 @@ def main() -> int:
         f"{found['delay_of_the_first_schema_ms']:.0f}",
     )
     Console().print(table)
-    if asked.json:
-        asked.json.write_text(json.dumps({"machine": about, **found}, indent=1) + "\n")
     return 0
 
 
