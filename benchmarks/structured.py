@@ -26,34 +26,13 @@ import machine
 from measure import median_interval, quantile
 from rich.console import Console
 from rich.table import Table
+from schemas_for_peers import long_schema, simple_schema
 
 from engine import EngineArgs, LLMEngine, RequestError, SamplingParams, StructuredOutputsParams
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 PROMPT = list(range(20, 84))
-ITEM = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 30},
-        "kind": {"enum": ["red", "green", "blue"]},
-        "size": {"type": "integer", "minimum": 0, "maximum": 9999},
-        "tags": {"type": "array", "items": {"type": "string", "maxLength": 12}, "maxItems": 4},
-    },
-    "required": ["name", "kind", "size", "tags"],
-    "additionalProperties": False,
-}
-
-
-def long_schema() -> dict[str, Any]:
-    """More objects than a request has tokens for, so that all loads have as many."""
-    return {"type": "array", "items": ITEM, "minItems": 500, "maxItems": 600}
-
-
-def simple_schema(number: int) -> dict[str, Any]:
-    """One that was never seen before."""
-    fields = {f"field_{number}": {"type": "string"}, "count": {"type": "integer"}}
-    return {"type": "object", "properties": fields, "required": list(fields)}
 
 
 def params(num_tokens: int, seed: int, schema: dict[str, Any] | None) -> SamplingParams:
