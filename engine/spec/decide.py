@@ -254,15 +254,14 @@ class Drafts(Resource):
                     worth.release(req)
 
     def describe(self, plan: StepPlan) -> None:
+        if self._taken:
+            by_row = [self._taken.get(row, []) for row in plan.rows.tolist()]
+            plan.drafts = DraftPart(
+                np.array([len(drafts) for drafts in by_row], dtype=np.int32),
+                np.array([token for drafts in by_row for token in drafts], dtype=np.int32),
+            )
         if self._workers is not None:
             plan.proposals = self._wished(plan)
-        if not self._taken:
-            return
-        by_row = [self._taken.get(row, []) for row in plan.rows.tolist()]
-        plan.drafts = DraftPart(
-            np.array([len(drafts) for drafts in by_row], dtype=np.int32),
-            np.array([token for drafts in by_row for token in drafts], dtype=np.int32),
-        )
 
     def counters(self) -> dict[str, int]:
         stats = self.stats
@@ -329,23 +328,35 @@ class Drafts(Resource):
     def _wished(self, plan: StepPlan) -> Column | None:
         """How many drafts the worker is to make behind each row of this step; ``None``: it need
         not even compute what its drafts would follow."""
-        most = self.num_speculative_tokens
+        most, useful = self.num_speculative_tokens, self._useful(plan)
         if self._worth is None or self._payoff is None:
-            return plan.samples * np.int32(most)
+            return useful if useful.any() or not plan.samples.all() else None
         load = self._payoff.load(len(self._running))
         if not load.asks():
             return None
         wished, expected, tries = np.zeros_like(plan.samples), 0.0, load.tries()
         price = load.cost() / most or self._price_of_a_draft()
-        for index in np.flatnonzero(plan.samples).tolist():
+        for index in np.flatnonzero(useful).tolist():
             req = self._running.get(int(plan.rows[index]))
             if req is not None and is_due(self._worth, req, tries):
-                wished[index] = self._worth.num_worth(req, range(most), price)
+                wished[index] = self._worth.num_worth(req, range(useful[index]), price)
                 expected += self._worth.expect(req, int(wished[index]))[1]
         if wished.any() and load.takes(max(1, len(self._running)), expected):
             return wished
         # A long prompt need not be gone through later.
         return None if plan.samples.all() else wished * 0
+
+    def _useful(self, plan: StepPlan) -> Column:
+        """How many drafts could be verified behind each row of this step: none where nothing is
+        drawn, or where the token behind the drawn one is the last."""
+        useful = plan.samples * np.int32(self.num_speculative_tokens)
+        num_drafts = np.zeros_like(useful) if plan.drafts is None else plan.drafts.counts
+        for index in np.flatnonzero(useful).tolist():
+            req = self._running[int(plan.rows[index])]
+            # If no draft of this step is right, one token more is known behind it.
+            known = int(plan.starts[index] + plan.counts[index] - num_drafts[index]) + 1
+            useful[index] = min(useful[index], max(0, req.max_total - known - 1))
+        return useful
 
     def _offer_of(self, proposer: Proposer, req: Request, tries: bool) -> Offer:
         """Drafts of a request: what its grammar forces, or a proposal. tries: also of one of whose
