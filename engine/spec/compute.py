@@ -163,11 +163,13 @@ class DraftModel(Feature):
         wanted = self._proposals[-1].wanted(rows)
         num_drafts = wanted * 0 if rows.drafts is None else rows.drafts.counts
         budget = self._passes.machine.batches.max_num_tokens
-        step = Work(rows.slots, rows.starts, rows.counts, wanted)
-        work = self._kept.work(step, num_drafts, self._limit, budget)
+        stand = rows.starts + rows.counts - num_drafts
+        step = Work(rows.slots, rows.starts, rows.counts, wanted, stand)
+        work = self._kept.work(step, self._limit, budget)
         if not len(work.slots):
             return
         drafts = self._passes.run(work)
+        self._kept.computed(work)  # and not if it raised
         if drafts is not None:
             self._proposals[-1].add(work, self._passes.machine.platform.fetch([drafts]))
 

@@ -22,6 +22,7 @@ class Work(NamedTuple):
     starts: Column
     counts: Column
     wanted: Column  # drafts behind the last token, 0: none
+    stand: Column  # tokens before this position are certain to stand
 
 
 class Kept:
@@ -37,8 +38,10 @@ class Kept:
         self._blocks: dict[int, list[int]] = {}  # by slot, in order
 
     def begin(self, plan: StepPlan) -> None:
-        """Blocks that a sequence comes with hold what they held; those that it grows by nothing."""
+        """Blocks that a sequence comes with hold what they held; those that it grows by nothing.
+        From where a row begins other tokens may stand now than drafts that were computed there."""
         size = self._block_size
+        self._upto[plan.slots] = np.minimum(self._upto[plan.slots], plan.starts)
         starts = dict(zip(plan.slots.tolist(), plan.starts.tolist(), strict=True))
         found = {seq.slot: starts[seq.slot] // size for seq in plan.new}  # blocks
         for slot in plan.freed_slots:
@@ -56,10 +59,9 @@ class Kept:
             num_kept = int(has.argmin()) if not has.all() else num
             self._upto[slot] = starts[slot] if num_kept == num else num_kept * size
 
-    def work(self, rows: Work, num_drafts: Column, limit: int, budget: int) -> Work:
-        """What to compute behind a step's rows, which are what the step computed. num_drafts: of
-        these tokens, which may not stand. limit: no token at this position or behind it is
-        computed. budget: tokens.
+    def work(self, rows: Work, limit: int, budget: int) -> Work:
+        """What to compute behind a step's rows, which are what the step computed. limit: no token
+        at this position or behind it is computed. budget: tokens. Say so once it is ``computed``.
 
         A row of which too much is missing catches up as far as the budget goes, and has no drafts.
         """
@@ -70,12 +72,15 @@ class Kept:
         before = np.cumsum(counts) - counts
         given = np.clip(budget - before, 0, counts)
         wanted = np.where(given == counts, wanted, 0)
-        upto = starts + given - (wanted > 0)
-        self._upto[rows.slots] = upto
-        self._commit(rows.slots, starts, np.minimum(upto, ends - num_drafts))
         works = given > 0
-        columns = (rows.slots, starts, given, wanted)
+        columns = (rows.slots, starts, given, wanted, rows.stand)
         return Work(*(column[works].astype(np.int32) for column in columns))
+
+    def computed(self, work: Work) -> None:
+        """The draft model has computed this."""
+        upto = work.starts + work.counts - (work.wanted > 0)
+        self._upto[work.slots] = upto
+        self._commit(work.slots, work.starts, np.minimum(upto, work.stand))
 
     def _commit(self, slots: Column, starts: Column, certain: Column) -> None:
         """Tokens [start, certain) of these rows are there, and will stand."""

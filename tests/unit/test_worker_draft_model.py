@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -25,9 +26,10 @@ from support.sum_model import (
 
 from engine.config.model import ModelConfig, ModelInfo
 from engine.messages.params import SamplingParams
-from engine.messages.step import DraftPart
+from engine.messages.step import DraftPart, StepPlan
 from engine.spec.compute import DraftModel
 from engine.spec.decide import Drafts
+from engine.spec.kept import Kept, Work
 
 modes = pytest.mark.parametrize("sizes", [CPU, EAGER, GRAPHS], ids=["cpu", "eager", "graphs"])
 depths = pytest.mark.parametrize("depth", [1, 2])
@@ -99,9 +101,8 @@ class Whims(Drafts):
 
     def describe(self, plan):
         super().describe(plan)
-        plan.proposals = self.dice.choice(
-            [None, plan.proposals * 0, plan.proposals, plan.proposals // 2]
-        )
+        asked = plan.samples * 0 if plan.proposals is None else plan.proposals
+        plan.proposals = self.dice.choice([None, asked * 0, asked, asked // 2])
 
 
 def run_with(drafts, model=None, dice=None, longest=LONGEST, target=None, **options):
@@ -274,3 +275,51 @@ def test_a_draft_model_that_raises_takes_only_its_drafts_with_it(sizes):
     run.add(make_request("a", [1, 2, 3], 12, params=GREEDY))
     run.drain()
     assert run.outputs["a"] == says([1, 2, 3], 12)
+
+
+@modes
+@pytest.mark.parametrize("call", (1, 2, 5, 6, 9, 29, 30))
+def test_behind_a_pass_that_failed_it_computes_again_what_is_missing(sizes, call):
+    """One failure costs the drafts of its step and none later."""
+    model, drafts, calls = DraftingSum(), Drafts(K), count(1)
+    forward = model.forward
+
+    def failing(batch, kv):
+        if next(calls) == call:
+            raise RuntimeError("once")
+        return forward(batch, kv)
+
+    run = run_with(drafts, model, sizes=EAGER if sizes is GRAPHS else sizes)
+    model.forward = failing
+    for name in "ab":  # the second one finds the first one's prompt
+        run.add(make_request(name, [1, 2, 3, 4, 5, 6, 7, 8, 9], 30, params=GREEDY))
+        run.drain()
+        assert run.outputs[name] == says([1, 2, 3, 4, 5, 6, 7, 8, 9], 30)
+    assert next(calls) > call
+    assert drafts.stats.num_accepted == drafts.stats.num_draft_tokens
+    assert len([plan for plan in run.plans if plan]) <= 2 * (1 + 30 // (K + 1)) + 1
+
+
+def step_of(starts, count):
+    """A plan of one row, in slot 0, within one block."""
+    one = np.array([starts], dtype=np.int32)
+    none = np.empty(0, dtype=np.int32)
+    columns = (one * 0, one * 0, one, one * 0 + count, one * 0 + 1)
+    return StepPlan(0, np.zeros(1, np.intp), *columns, [], none, none, none, [], count)
+
+
+def test_drafts_that_did_not_stand_are_computed_again_though_none_was_wanted_meanwhile():
+    """A grammar may force other drafts than those of the draft model, which stand then."""
+    kept, wanted = Kept(1, 8, LONGEST), np.array([K], dtype=np.int32)
+    kept.begin(step_of(0, 5))
+    plan = step_of(5, 5)  # a token and four drafts, of which none stands
+    kept.begin(plan)
+    rows = Work(plan.slots, plan.starts, plan.counts, wanted, plan.starts + 1)
+    work = kept.work(rows, LONGEST, 100)
+    assert (work.starts.tolist(), work.counts.tolist()) == ([0], [11])
+    kept.computed(work)
+    kept.begin(step_of(6, 3))  # no draft is wanted behind this step, whose drafts were others
+    plan = step_of(9, 1)
+    kept.begin(plan)
+    work = kept.work(Work(plan.slots, plan.starts, plan.counts, wanted, plan.starts), LONGEST, 100)
+    assert (work.starts.tolist(), work.counts.tolist()) == ([6], [5])
