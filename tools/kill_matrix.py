@@ -31,11 +31,19 @@ FAULTS = {
     "parent": ("SIGKILL", "SIGSTOP", "SIGTERM", "raise"),
     "tokenizer": TEXT_FAULTS,
     "detokenizer": TEXT_FAULTS,
+    "ngram": ("SIGKILL", "SIGSTOP", "SIGTERM"),  # cores with a model, grammars and such drafts
+    "draft_model": ("SIGKILL", "SIGSTOP", "SIGTERM"),
 }
 NEVER = {  # what cannot happen then: steps without work, messages of who has said nothing yet
     *(("core", fault, phase) for fault in ("raise", "hang") for phase in ("handshake", "idle")),
     ("core", "garbage", "handshake"),
     ("client", "garbage", "handshake"),
+    *(
+        (target, fault, phase)  # no grammar and no draft is there
+        for target in ("ngram", "draft_model")
+        for fault in ("SIGKILL", "SIGSTOP", "SIGTERM")
+        for phase in ("handshake", "idle")
+    ),
 }
 ONLY = (Cell("core", "hang", "add"),)  # outside a step: while a policy takes a request in
 

@@ -181,15 +181,30 @@ def with_grammars(
     own."""
     if "masks" not in capabilities:
         return chosen
-    compiler: GrammarCompiler = guidance_of(partial(tokenizer_json, config.model), vocab_size)
+    compiler = make_compiler(partial(tokenizer_json, config.model), vocab_size)
     if config.step_log is not None:
         compiler = CompiledAtOnce(compiler)
+    # A replay has no tokenizer, and could not tell which drafts were cut.
+    may_cut = config.step_log is None
+    resources = following_grammars(chosen.resources, compiler, vocab_size, may_cut=may_cut)
+    return chosen._replace(resources=resources)
+
+
+def make_compiler(read_tokenizer: Callable[[], str | None], vocab_size: int) -> GrammarCompiler:
+    """Of grammars, for a model with this tokenizer.json."""
+    return guidance_of(read_tokenizer, vocab_size)
+
+
+def following_grammars(
+    resources: Sequence[Resource], compiler: GrammarCompiler, vocab_size: int, *, may_cut: bool
+) -> tuple[Resource, ...]:
+    """These resources, and the one that has requests follow their grammars. may_cut: it says which
+    drafts may stand, too, and drafts what it forces."""
     grammars = GrammarReadiness(compiler, vocab_size)
-    for resource in chosen.resources:
-        # A replay has no tokenizer, and could not tell which drafts were cut.
-        if isinstance(resource, Drafts) and config.step_log is None:
+    for resource in resources:
+        if isinstance(resource, Drafts) and may_cut:
             resource.cut, resource.forced = grammars.num_allowed, grammars.forced
-    return chosen._replace(resources=beside(chosen.resources, grammars))
+    return beside(resources, grammars)
 
 
 def with_checked_grammars(chosen: Chosen) -> Chosen:

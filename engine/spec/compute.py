@@ -149,6 +149,7 @@ class DraftModel(Feature):
         self._passes.capture(sizes, mixed_sizes)
 
     def begin(self, plan: StepPlan, live: LiveSeqs) -> None:
+        self._proposals.append(_Proposals(plan))  # first: every step is reported, whatever fails
         machine = self._passes.machine
         tables, upload = machine.slots.state.block_tables, machine.platform.upload
         if plan.new:
@@ -158,7 +159,6 @@ class DraftModel(Feature):
             columns = (plan.block_slots, plan.block_indices, plan.block_ids)
             deltas = (upload(column.astype(np.int32, copy=False)) for column in columns)
             on_slots.grow_block_tables(tables, *deltas)
-        self._proposals.append(_Proposals(plan))
         self._kept.begin(plan)
 
     def follow(self, rows: PlanRows) -> None:
@@ -167,11 +167,13 @@ class DraftModel(Feature):
         wanted = self._proposals[-1].wanted(rows)
         num_drafts = wanted * 0 if rows.drafts is None else rows.drafts.counts
         budget = self._passes.machine.batches.max_num_tokens
-        step = Work(rows.slots, rows.starts, rows.counts, wanted)
-        work = self._kept.work(step, num_drafts, self._limit, budget)
+        stand = rows.starts + rows.counts - num_drafts
+        step = Work(rows.slots, rows.starts, rows.counts, wanted, stand)
+        work = self._kept.work(step, self._limit, budget)
         if not len(work.slots):
             return
         drafts = self._passes.run(work)
+        self._kept.computed(work)  # and not if it raised
         if drafts is not None:
             self._proposals[-1].add(work, self._passes.machine.platform.fetch([drafts]))
 

@@ -31,7 +31,7 @@ from engine.sched.plugins.answers import raised, shown
 from engine.sched.request import Request
 from engine.sched.resource import AttachedScheduler, Resource
 from engine.sched.step.builder import Step
-from engine.spec.payoff import Payoff
+from engine.spec.payoff import Kind, Payoff
 from engine.spec.worth import Worth
 
 MOST_TOKEN = 2**31 - 1  # what a column can hold
@@ -80,12 +80,13 @@ class WorkersProposals:
         self._by_row: dict[int, tuple[int, list[int]]] = {}  # generation of the row, tokens
 
     def take(self, plan: StepPlan, result: StepResult) -> None:
-        """A step has ended."""
+        """A step has ended: what was known of its rows is out of date."""
+        rows = plan.rows.tolist()
+        for row in rows:
+            self._by_row.pop(row, None)
         if result.drafts is None:
             return
-        columns = zip(
-            plan.rows.tolist(), plan.generations.tolist(), result.drafts.by_row(), strict=True
-        )
+        columns = zip(rows, plan.generations.tolist(), result.drafts.by_row(), strict=True)
         self._by_row.update({row: (generation, drafts) for row, generation, drafts in columns})
 
     def propose(self, req: Request, num_tokens: int) -> Sequence[int]:
@@ -93,7 +94,8 @@ class WorkersProposals:
         return drafts[:num_tokens] if req.table.generation.at[req.row] == generation else []
 
     def release(self, req: Request) -> None:
-        """What is left of it is another generation's."""
+        """The request has ended, or lost its place."""
+        self._by_row.pop(req.row, None)
 
 
 class Offer(NamedTuple):
@@ -183,7 +185,10 @@ class Drafts(Resource):
         self._payoff = payoff
         self._running: dict[int, Request] = {}  # by row
         self._moved: set[int] = set()  # rows whose tokens have grown since the proposer was asked
-        self._drafting: set[int] = set()  # rows with drafts in this step or for the next one
+        self._drafting: set[int] = (
+            set()
+        )  # rows with drafts, in this step, for the next, or asked for
+        self._wishing: set[int] = set()  # rows of which the worker was asked for drafts
         self._proposed: dict[int, Sequence[int]] = {}  # by row, for its next step
         self._taken: dict[int, list[int]] = {}  # by row, in the step being planned
         self._price: float | None = None  # of a draft in the step being planned
@@ -193,7 +198,7 @@ class Drafts(Resource):
         self._scheduler = scheduler
 
     def serializes(self, req: Request) -> bool:
-        return self._workers is not None or req.row in self._drafting
+        return req.row in self._drafting
 
     def watches(self, req: Request) -> bool:
         """True for requests with drafts; the others are planned like any decode."""
@@ -221,7 +226,7 @@ class Drafts(Resource):
             if self._workers is None:
                 return 0
             is_decode = step.has_running or self._scheduler.view.start_of(req) > 0
-            is_padded = is_decode and not self._has_prefill
+            is_padded = is_decode and not self._has_prefill and len(self._drafting) > 0
             return min(self.num_speculative_tokens, room) if is_padded else 0
         drafts = self._proposed.get(req.row)
         return min(self.cut(req, drafts), room) if drafts else 0
@@ -244,9 +249,12 @@ class Drafts(Resource):
         self._running.pop(req.row, None)
         self._proposed.pop(req.row, None)
         self._moved.discard(req.row)
+        self._wishing.discard(req.row)
         self._are_forced.discard(req.row)
         self._set_drafting(req, False)
-        if req.is_finished and self._proposer is not None:
+        if self._workers is not None:  # of a request that will have come back, it is out of date
+            self._workers.release(req)
+        elif req.is_finished and self._proposer is not None:
             self._proposer.release(req)
         if req.is_finished:
             for worth in (self._worth, self._worth_of_forced):
@@ -255,7 +263,7 @@ class Drafts(Resource):
 
     def describe(self, plan: StepPlan) -> None:
         if self._workers is not None:
-            plan.proposals = self._wished(plan)
+            self._wish(plan)
         if not self._taken:
             return
         by_row = [self._taken.get(row, []) for row in plan.rows.tolist()]
@@ -281,6 +289,8 @@ class Drafts(Resource):
             self._measure(self._payoff, plan, result)
         if self._workers is not None:
             self._workers.take(plan, result)
+            if plan.proposals is not None:
+                self._wishing.difference_update(plan.rows[plan.proposals > 0].tolist())
         if self._proposer is not None:
             self._moved.update(plan.rows[result.counts > 0].tolist())
 
@@ -326,36 +336,47 @@ class Drafts(Resource):
             drafts = self._forced_of(req, tries=True).drafts or made
             if drafts:
                 self._proposed[req.row] = drafts
-            self._set_drafting(req, len(drafts) > 0)
+            self._set_drafting(req, len(drafts) > 0 or req.row in self._wishing)
+
+    def _wish(self, plan: StepPlan) -> None:
+        """Ask the worker for drafts. A row that is asked about is in no other step until then."""
+        plan.proposals = self._wished(plan)
+        if plan.proposals is None:
+            return
+        for row in plan.rows[plan.proposals > 0].tolist():
+            self._wishing.add(row)
+            self._set_drafting(self._running[row], True)
 
     def _wished(self, plan: StepPlan) -> Column | None:
         """How many drafts the worker is to make behind each row of this step; ``None``: it need
         not even compute what its drafts would follow."""
         useful = self._useful(plan)
+        # A long prompt need not be gone through later.
+        nothing = None if plan.samples.all() else useful * 0
         if self._worth is None or self._payoff is None:
-            return useful
-        most = self.num_speculative_tokens
+            return useful if useful.any() else nothing
         load = self._payoff.load(len(self._running))
         if not load.asks():
             return None
         wished, expected, tries = np.zeros_like(useful), 0.0, load.tries()
-        price = load.cost() / most or self._price_of_a_draft()
+        price = load.price() or self._price_of_a_draft()
         for index in np.flatnonzero(useful).tolist():
             req = self._running.get(int(plan.rows[index]))
             if req is not None and is_due(self._worth, req, tries):
                 wished[index] = self._worth.num_worth(req, range(useful[index]), price)
                 expected += self._worth.expect(req, int(wished[index]))[1]
-        if wished.any() and load.takes(max(1, len(self._running)), expected):
+        # A try is two dearer steps: one that makes drafts, and one that verifies them.
+        if wished.any() and load.takes(max(1, len(self._running)), expected, num_steps=2):
             return wished
-        # A long prompt need not be gone through later.
-        return None if plan.samples.all() else wished * 0
+        return nothing if tries else None
 
     def _useful(self, plan: StepPlan) -> Column:
         """Drafts that may be verified behind each row of this step: none behind the last token."""
         useful: Column = plan.samples * np.int32(self.num_speculative_tokens)
         for index in np.flatnonzero(useful).tolist():
             req = self._running.get(int(plan.rows[index]))
-            left = 0 if req is None else req.max_total - req.num_tokens - 2
+            # One token more is known behind it, if no draft of this step is right.
+            left = 0 if req is None else req.max_total - req.num_tokens - req.num_pending - 1
             useful[index] = max(0, min(useful[index], left))
         return useful
 
@@ -389,13 +410,18 @@ class Drafts(Resource):
         return Offer(drafts, worth.expect(req, len(drafts))[1])
 
     def _measure(self, payoff: Payoff, plan: StepPlan, result: StepResult) -> None:
-        num_drafts = 0 if plan.drafts is None else int(plan.drafts.counts.sum())
+        num_drafts = num_places = num_wished = 0
+        if plan.drafts is not None:
+            num_places = int(plan.drafts.counts.sum())
+            num_drafts = int(np.count_nonzero(plan.drafts.tokens != PADDING))
+        if plan.proposals is not None:
+            num_wished = int(plan.proposals.max(initial=0))
         now, is_busy = self._scheduler.view.now, len(self._running) > 0
-        if plan.num_tokens - num_drafts > len(plan.rows) or result.errors:
+        if plan.num_tokens - num_places > len(plan.rows) or result.errors:
             payoff.interrupted(now, is_busy=is_busy)
             return
-        has_drafts = num_drafts > 0 or (plan.proposals is not None and bool(plan.proposals.any()))
-        payoff.settled(len(plan.rows), now, has_drafts=has_drafts, is_busy=is_busy)
+        kind = Kind(has_drafts=num_drafts + num_wished > 0, num_wished=num_wished)
+        payoff.settled(len(plan.rows), now, kind, is_busy=is_busy)
 
     def _forget(self, req: Request) -> None:
         """It has no drafts now."""

@@ -22,6 +22,7 @@ class Work(NamedTuple):
     starts: Column
     counts: Column
     wanted: Column  # drafts behind the last token, 0: none
+    stand: Column  # tokens before this position are certain to stand
 
 
 class Kept:
@@ -31,12 +32,15 @@ class Kept:
         """width: of a block table."""
         self._block_size = block_size
         self._upto: Column = np.zeros(num_slots, dtype=np.int32)  # by slot: tokens before this
+        self._noted: Column = np.zeros(num_slots, dtype=np.int32)  # the same, of blocks that know
         self._num_found: Column = np.zeros(num_slots, dtype=np.int32)  # blocks that it came with
         self._tables: NDArray[np.int32] = np.zeros((num_slots, width), dtype=np.int32)
         self._has_block = np.zeros(num_blocks, dtype=np.bool_)  # all of its tokens
 
     def begin(self, plan: StepPlan) -> None:
-        """Blocks that a sequence comes with hold what they held; those that it grows by nothing."""
+        """Blocks that a sequence comes with hold what they held; those that it grows by nothing.
+        From where a row begins other tokens may stand now than drafts that were computed there."""
+        self._upto[plan.slots] = np.minimum(self._upto[plan.slots], plan.starts)
         if plan.new:
             starts = dict(zip(plan.slots.tolist(), plan.starts.tolist(), strict=True))
             for seq in plan.new:
@@ -48,39 +52,46 @@ class Kept:
             num = int(self._num_found[seq.slot])
             has = self._has_block[self._tables[seq.slot, :num]]
             is_whole = bool(has.all())
-            self._upto[seq.slot] = (
-                starts[seq.slot] if is_whole else int(has.argmin()) * self._block_size
-            )
+            upto = starts[seq.slot] if is_whole else int(has.argmin()) * self._block_size
+            self._upto[seq.slot] = self._noted[seq.slot] = upto
 
-    def work(self, rows: Work, num_drafts: Column, limit: int, budget: int) -> Work:
-        """What to compute behind a step's rows, which are what the step computed. num_drafts: of
-        these tokens, which may not stand. limit: no token at this position or behind it is
-        computed. budget: tokens.
+    def work(self, rows: Work, limit: int, budget: int) -> Work:
+        """What to compute behind a step's rows, which are what the step computed. limit: no token
+        at this position or behind it is computed. budget: tokens. Say so once it is ``computed``.
 
         A row of which too much is missing catches up as far as the budget goes, and has no drafts.
         """
         ends = rows.starts + rows.counts
-        wanted = np.where(ends + rows.wanted <= limit, rows.wanted, 0)
+        # All rows that want some go as far as the one that wants most.
+        reaches = ends + rows.wanted.max(initial=0) <= limit
+        wanted = np.where(reaches, rows.wanted, 0)
         starts = np.minimum(self._upto[rows.slots], rows.starts)
         # With the token that was drawn.
         counts = np.maximum(np.minimum(ends + (wanted > 0), limit) - starts, 0)
         before = np.cumsum(counts) - counts
         given = np.clip(budget - before, 0, counts)
         wanted = np.where(given == counts, wanted, 0)
-        upto = starts + given - (wanted > 0)
-        self._upto[rows.slots] = upto
-        self._commit(rows.slots, starts, np.minimum(upto, ends - num_drafts))
         works = given > 0
-        columns = (rows.slots, starts, given, wanted)
+        columns = (rows.slots, starts, given, wanted, rows.stand)
         return Work(*(column[works].astype(np.int32) for column in columns))
 
-    def _commit(self, slots: Column, starts: Column, certain: Column) -> None:
-        """Tokens [start, certain) of these rows are there, and will stand."""
+    def computed(self, work: Work) -> None:
+        """The draft model has computed this."""
+        upto = work.starts + work.counts - (work.wanted > 0)
+        self._upto[work.slots] = upto
+        # Of drafts it is known a step later that they stand.
+        first = np.minimum(self._noted[work.slots], work.starts)
+        certain = np.minimum(upto, work.stand)
+        self._note(work.slots, first, certain)
+        self._noted[work.slots] = certain
+
+    def _note(self, slots: Column, first: Column, end: Column) -> None:
+        """Tokens [first, end) of these rows are there, and stand."""
         size = self._block_size
-        columns = (slots.tolist(), (starts // size).tolist(), (certain // size).tolist())
-        for slot, first, end in zip(*columns, strict=True):
-            if end > first:
-                self._has_block[self._tables[slot, first:end]] = True
+        columns = (slots.tolist(), (first // size).tolist(), (end // size).tolist())
+        for slot, begin, upto in zip(*columns, strict=True):
+            if upto > begin:
+                self._has_block[self._tables[slot, begin:upto]] = True
 
 
 class SpareBlocks:

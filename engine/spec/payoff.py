@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from statistics import median
+from typing import NamedTuple
 
 WINDOW = 16  # steps of each kind that count
 ENOUGH = 4  # steps with drafts, before there is a cost
@@ -23,6 +24,13 @@ FEW = 3  # the first of them cannot overlap with the one before it, so it says t
 SHARE = 0.01  # of the tokens that may be lost by trying
 MOST_CREDIT = 3.0  # steps; whatever a cost was measured to be, so much buys a try
 MOST_WAIT = 16  # steps in which nobody is asked for drafts, after drafts that were not worth it
+
+
+class Kind(NamedTuple):
+    """What a step had to do with drafts."""
+
+    has_drafts: bool  # some were verified, or made by the worker
+    num_wished: int = 0  # made behind a row by the worker, at most
 
 
 def usual(seconds: Sequence[float]) -> float:
@@ -36,6 +44,7 @@ class Load:
     def __init__(self) -> None:
         self._drafting: deque[float] = deque(maxlen=WINDOW)  # seconds
         self._plain: deque[float] = deque(maxlen=WINDOW)
+        self._wished: deque[int] = deque(maxlen=WINDOW)  # drafts that the worker made for a row
         self._in_a_row = 0  # steps with drafts
         self._looks = 0  # steps without that are still to be made
         self._wait, self._waited = 0, 0
@@ -55,14 +64,15 @@ class Load:
         """May it have drafts of which nothing is known?"""
         return self._credit >= min(self.cost(), MOST_CREDIT)
 
-    def takes(self, num_seqs: int, expected: float) -> bool:
-        """Are drafts that bring so many tokens worth it?"""
+    def takes(self, num_seqs: int, expected: float, num_steps: int = 1) -> bool:
+        """Are drafts that bring so many tokens worth it? num_steps: that cost more, if only these
+        few are tried."""
         lost = self.cost() - expected / num_seqs
         if lost <= 0:
             self._waited = 0
             return True
         if self.tries():
-            self._credit -= min(lost, MOST_CREDIT)
+            self._credit -= min(lost + (num_steps - 1) * self.cost(), MOST_CREDIT)
             return True
         self._wait = self._waited = min(2 * self._waited + 1, MOST_WAIT)
         return False
@@ -74,13 +84,20 @@ class Load:
         plain = usual(self._plain)
         return max(0.0, usual(self._drafting) / plain - 1.0) if plain > 0 else 0.0
 
+    def price(self) -> float:
+        """Of one draft more that the worker makes, by the same measure."""
+        return self.cost() * len(self._wished) / sum(self._wished) if self._wished else 0.0
+
     def lend(self, steps: float) -> None:
         """So many more may be lost by trying."""
         self._credit = min(self._credit + steps, MOST_CREDIT)
 
-    def add(self, seconds: float, *, has_drafts: bool) -> None:
+    def add(self, seconds: float, kind: Kind) -> None:
         """A step has taken so long."""
         self.lend(SHARE)
+        has_drafts = kind.has_drafts
+        if kind.num_wished:
+            self._wished.append(kind.num_wished)
         (self._drafting if has_drafts else self._plain).append(seconds)
         self._in_a_row = self._in_a_row + 1 if has_drafts else 0
         if self._in_a_row == (LOOK if len(self._plain) >= FEW else FIRST_LOOK):
@@ -98,10 +115,10 @@ class Payoff:
         """That of so many requests."""
         return self._loads.setdefault(num_running.bit_length(), Load())
 
-    def settled(self, num_seqs: int, now: float, *, has_drafts: bool, is_busy: bool) -> None:
+    def settled(self, num_seqs: int, now: float, kind: Kind, *, is_busy: bool) -> None:
         """A step of decodes has ended. is_busy: another one follows it."""
         if self._last is not None:
-            self.load(num_seqs).add(now - self._last, has_drafts=has_drafts)
+            self.load(num_seqs).add(now - self._last, kind)
         self._last = now if is_busy else None
 
     def interrupted(self, now: float, *, is_busy: bool) -> None:

@@ -35,7 +35,8 @@ class Matcher(Protocol):
 
     def fill(self, masks: Column, drafts: Sequence[int]) -> None:
         """Set the bits of what may follow, and of what may follow each of the drafts up to the
-        first that is not allowed. Changes nothing else.
+        first that is not allowed. Changes nothing else. Raises if the text cannot go on; where it
+        only could not behind a draft, no bit is set there.
 
         masks: [1 + drafts, words] int32, all zero; bit t % 32 of word t // 32 is token t.
         """

@@ -210,17 +210,17 @@ class GuidanceMatcher:
             self._check()
 
     def fill(self, masks: Column, drafts: Sequence[int]) -> None:
-        num_taken = 0
-        for index in range(len(masks)):
-            words = masks[index]
-            self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-            self._check()
-            if index == len(drafts) or drafts[index] in self._eos or drafts[index] < 0:
+        _fill_one(self._matcher, masks[0])
+        self._check()
+        # An error stays with a matcher, and drafts may lead to one that the text never meets.
+        ahead = self._matcher.deep_copy() if len(drafts) else self._matcher
+        for draft, words in zip(drafts, masks[1:], strict=True):
+            if draft in self._eos or draft < 0 or ahead.try_consume_tokens([draft]) == 0:
                 break
-            if self._matcher.try_consume_tokens([drafts[index]]) == 0:
+            _fill_one(ahead, words)
+            if ahead.is_error():
+                words[:] = 0
                 break
-            num_taken += 1
-        self._go_back(num_taken)
 
     def forced(self, recent: Sequence[int], most: int) -> list[int]:
         text = self._matcher.compute_ff_bytes()
@@ -237,19 +237,24 @@ class GuidanceMatcher:
         return list(tokens[: ends[0]] if ends else tokens)
 
     def _may_end_behind(self, text: list[int]) -> bool:
-        self.advance(text)
-        may_end: bool = self._matcher.is_accepting()
-        self._go_back(len(text))
+        ahead = self._matcher.deep_copy() if text else self._matcher
+        if text:
+            ahead.consume_tokens(text)
+            _check_one(ahead)
+        may_end: bool = ahead.is_accepting()
         return may_end
 
-    def _go_back(self, num_tokens: int) -> None:
-        if num_tokens:
-            self._matcher.rollback(num_tokens)
-            self._check()
-
     def _check(self) -> None:
-        if self._matcher.is_error():
-            raise GrammarError(_words(self._matcher.get_error()))
+        _check_one(self._matcher)
+
+
+def _fill_one(matcher: LLMatcher, words: Column) -> None:
+    matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+
+
+def _check_one(matcher: LLMatcher) -> None:
+    if matcher.is_error():
+        raise GrammarError(_words(matcher.get_error()))
 
 
 class CheckedOnly:

@@ -12,6 +12,8 @@ from engine.config.sched import SchedulerConfig
 from engine.messages.requests import AddRequest
 from engine.sched.interface import PauseState
 
+VOCAB_SIZE = 61
+
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the simulated engine is made of.
@@ -22,6 +24,10 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     does, any other in every order that is allowed. If it is odd the worker computes a step only
     when its result is collected. ``tick``: seconds between two plans, a binary fraction, so
     that times add up without rounding.
+
+    ``config.speculative_config``: drafts as they serve, and ``grammar_ticks``: grammars as they
+    serve, ready after so many plans at most; -1: none (see ``halves.py``). ``num_said``: tokens
+    that the model says, the first of the vocabulary: a text of few tokens repeats itself.
     """
 
     config: SchedulerConfig
@@ -33,6 +39,13 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     seed: int = 0
     is_steady: bool = True
     tick: float = 2.0**-6
+    grammar_ticks: int = -1
+    num_said: int = VOCAB_SIZE
+
+    @property
+    def has_halves(self) -> bool:
+        """Does it need the deciding halves of features?"""
+        return self.config.speculative_config is not None or self.grammar_ticks >= 0
 
 
 class Add(msgspec.Struct, frozen=True, omit_defaults=True, tag="add"):

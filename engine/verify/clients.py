@@ -14,9 +14,11 @@ from engine.messages.requests import AddRequest, CoreOutputs, Finished, Started
 from engine.messages.step import NewSeq, StepPlan
 from engine.sched.interface import StepOutputs
 from engine.sched.request import Request
-from engine.verify.fake import EMPTY_DIGEST, mix
+from engine.verify.case import VOCAB_SIZE
+from engine.verify.fake import EMPTY_DIGEST, NONE_LEFT, mix
+from engine.verify.halves import Guide, guided
 
-VOCAB_SIZE = 61
+DEAD_END = ("error", None)  # of a text that cannot go on as its grammar says
 
 
 @dataclass(slots=True)
@@ -35,20 +37,35 @@ class Asked:
 
 
 class Clients:
-    """Receives every output. Raises ``AssertionError`` for one that no client should get."""
+    """Receives every output. Raises ``AssertionError`` for one that no client should get.
 
-    def __init__(self, max_model_len: int, on_end: Callable[[Asked], None]) -> None:
+    ``num_said``: tokens that the model says. ``guide``: follows the grammar of a request.
+    """
+
+    def __init__(
+        self,
+        max_model_len: int,
+        on_end: Callable[[Asked], None],
+        *,
+        num_said: int = VOCAB_SIZE,
+        guide: Callable[[AddRequest], Guide] | None = None,
+    ) -> None:
         self.live: dict[str, Asked] = {}
         self.num_accepted = 0
+        self.num_followed = 0  # grammars, to the end of the text
         self._max_model_len = max_model_len
         self._on_end = on_end
+        self._num_said = num_said
+        self._guide = guide
 
     def accept(self, req: Request, fails_at: int | None) -> None:
         """The scheduler has accepted the request."""
         add = req.add
         assert add.request_id not in self.live, f"{req} is taken twice"
         extras = extras_of(add)
-        answer, end = answer_to(add, extras, self._max_model_len)
+        guide = None if self._guide is None or add.grammar is None else self._guide(add)
+        most = min(add.max_tokens, self._max_model_len - len(add.prompt_token_ids))
+        answer, end = answer_to(add, extras, most, num_said=self._num_said, guide=guide)
         last = len(add.prompt_token_ids) + len(answer) - 2  # the last token is not computed
         fails = fails_at is not None and fails_at <= last
         self.live[add.request_id] = Asked(req, extras, answer, end, fails, fails_at)
@@ -57,6 +74,11 @@ class Clients:
     def answers(self, request_id: str) -> Sequence[int]:
         """What the request will hear in all."""
         return self.live[request_id].answer
+
+    def answer_if_alive(self, request_id: str) -> Sequence[int] | None:
+        """The same; ``None`` for one that is not under way."""
+        asked = self.live.get(request_id)
+        return None if asked is None else asked.answer
 
     def content(self, new: NewSeq) -> list[int]:
         """What the worker sees at each known position."""
@@ -115,7 +137,10 @@ class Clients:
     def _hear_ends(self, out: CoreOutputs, now: float) -> None:
         for end in out.finished:
             name = out.request_ids[end.index]
-            check_end(self.live[name], end, now)
+            asked = self.live[name]
+            check_end(asked, end, now)
+            is_whole = self._guide is not None and end.reason == "stop"
+            self.num_followed += is_whole and asked.req.add.grammar is not None
             self._end(name)
 
     def check_over(self) -> None:
@@ -157,8 +182,14 @@ def check_end(asked: Asked, end: Finished, now: float) -> None:
         assert due and min(due) <= now, f"{told} at {now}, due {due}"
     elif end.reason == "error":
         assert end.message, f"{told}: no message"
-        may_fail = asked.fails_at is not None or add.grammar is not None or add.media
+        # Where no grammar is followed, that field stands for what a resource of the case reads.
+        is_faked = add.grammar is not None and add.grammar.lstrip("-").isdecimal()
+        may_fail = asked.fails_at is not None or asked.end == DEAD_END or is_faked or add.media
         assert may_fail, f"{told}: nothing was wrong with it"
+        is_early = asked.fails_at is not None or is_faked or add.media
+        assert is_early or asked.num_heard == len(asked.answer), (
+            f"{told} after {asked.num_heard} tokens of {len(asked.answer)}"
+        )
     else:
         assert (end.reason, end.stop_reason) == asked.end, f"{told}, not {asked.end}"
         assert asked.num_heard == len(asked.answer), f"{told} after {asked.num_heard} tokens"
@@ -188,16 +219,23 @@ def extras_of(add: AddRequest) -> dict[int, int]:
 
 
 def answer_to(
-    add: AddRequest, extras: dict[int, int], max_model_len: int
+    add: AddRequest,
+    extras: dict[int, int],
+    most: int,
+    *,
+    num_said: int = VOCAB_SIZE,
+    guide: Guide | None = None,
 ) -> tuple[list[int], tuple[str, int | None]]:
-    """The tokens of the whole answer, and how it ends."""
+    """The tokens of the whole answer, so many at most, and how it ends."""
     digest = EMPTY_DIGEST
     for position, token in enumerate(add.prompt_token_ids):
         digest = mix(digest, token + extras.get(position, 0))
     stops = {*add.eos_token_ids, *add.params.stop_token_ids}
     answer: list[int] = []
-    for _ in range(min(add.max_tokens, max_model_len - len(add.prompt_token_ids))):
-        token = digest % VOCAB_SIZE
+    for _ in range(most):
+        token = digest % num_said
+        if guide is not None and (token := guided(guide, token)) == NONE_LEFT:
+            return answer, DEAD_END
         answer.append(token)
         if token in stops and len(answer) >= add.params.min_tokens:
             return answer, ("stop", None if token in add.eos_token_ids else token)

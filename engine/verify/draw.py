@@ -16,8 +16,19 @@ from engine.sched.interface import PauseState
 from engine.sched.plugins.find import find_policy
 from engine.sched.policies import POLICIES
 from engine.sched.policy import Policy
-from engine.verify.case import Abort, Add, Case, Event, Jump, Pause, Reset, Setup, Wake
-from engine.verify.clients import VOCAB_SIZE
+from engine.verify.case import (
+    VOCAB_SIZE,
+    Abort,
+    Add,
+    Case,
+    Event,
+    Jump,
+    Pause,
+    Reset,
+    Setup,
+    Wake,
+)
+from engine.verify.draw_halves import with_halves
 
 WILD = "engine.verify.wild.Wild"
 CROWDED = 0.15  # share of engines in which many run at once
@@ -28,8 +39,21 @@ FEATURES = (
 )
 
 
-def draw_case(seed: int, policy: Any = None, options: dict[str, Any] | None = None) -> Case:
-    """The case of a seed. ``policy``: in place of a shipped one drawn by name."""
+def draw_case(
+    seed: int,
+    policy: Any = None,
+    options: dict[str, Any] | None = None,
+    *,
+    has_halves: bool = False,
+) -> Case:
+    """The case of a seed. ``policy``: in place of a shipped one drawn by name. ``has_halves``:
+    half of the cases have drafts and grammars as they serve."""
+    case = draw_plain(seed, policy, options)
+    return with_halves(case, seed) if has_halves and seed % 2 else case
+
+
+def draw_plain(seed: int, policy: Any, options: dict[str, Any] | None) -> Case:
+    """The case of a seed without those."""
     rng = Random(seed)
     features = {name for name in FEATURES if rng.random() < 0.4}
     setup = draw_setup(rng, policy, options)

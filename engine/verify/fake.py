@@ -21,6 +21,7 @@ from engine.errors import ConfigError
 from engine.messages.step import (
     EMPTY,
     PARTS,
+    DraftPart,
     Masks,
     NewSeq,
     StepPlan,
@@ -116,7 +117,8 @@ class DigestWorker(FakeExecutor):
     each known position, where that is more than the token (salts, adapters, media).
     ``fail(seq, upto)`` says why a row fails that computes the positions before ``upto``; such a row
     leaves garbage in its KV. ``carry_out`` does what the parts of a plan ask for, just before its
-    rows are computed. A mask lets the next token pass that it allows, from the drawn one on.
+    rows are computed; ``offer`` makes drafts for their next step, if the worker has any to offer.
+    A mask lets the next token pass that it allows, from the drawn one on.
     Subclasses extend ``apply``, what a plan changes before its rows are computed, and ``draw``.
     """
 
@@ -139,6 +141,7 @@ class DigestWorker(FakeExecutor):
         self.seqs: dict[int, FakeSeq] = {}
         self._new: dict[int, NewSeq] = {}
         self.carry_out: Callable[[StepPlan], None] = lambda plan: None
+        self.offer: Callable[[StepPlan, Sequence[Computed]], DraftPart | None] = none_offered
         self._fail = fail
         self._content = content
         self._waiting: tuple[StepPlan, list[Computed]] | None = None  # for masks
@@ -150,7 +153,7 @@ class DigestWorker(FakeExecutor):
         self.carry_out(plan)
         rows = self._forward(work)
         if plan.masks is None:
-            self.draw(rows, [[] for _ in rows], result)
+            self._finish(plan, rows, None, result)
         else:
             self._waiting = (plan, rows)
         return result
@@ -158,19 +161,27 @@ class DigestWorker(FakeExecutor):
     def sample(self, ticket: StepResult, masks: Masks | None) -> None:
         assert self._waiting is not None and masks is not None, "nothing waits, or for nothing"
         (plan, rows), self._waiting = self._waiting, None
-        assert plan.masks is not None
-        unread = iter(masks.words.reshape(-1, masks.words_a_mask))
-        masked = set(plan.masks.rows.tolist())
-        of_row = [
-            [next(unread) for _ in row.digests] if index in masked else []
-            for index, row in enumerate(rows)
-        ]
-        assert next(unread, None) is None, "more masks than tokens are drawn"
-        self.draw(rows, of_row, ticket)
+        self._finish(plan, rows, masks, ticket)
 
     def collect(self, ticket: StepResult) -> StepResult:
         """Wait for a launched step."""
         return ticket
+
+    def _finish(
+        self, plan: StepPlan, rows: list[Computed], masks: Masks | None, result: StepResult
+    ) -> None:
+        """Draw behind the forward pass, with the masks if the plan has some."""
+        of_row: list[list[NDArray[np.int32]]] = [[] for _ in rows]
+        if plan.masks is not None:
+            assert masks is not None, "the masks of a step are missing"
+            unread = iter(masks.words.reshape(-1, masks.words_a_mask))
+            for index in plan.masks.rows.tolist():
+                of_row[index] = [next(unread) for _ in rows[index].digests]
+            assert next(unread, None) is None, "more masks than tokens are drawn"
+        self.draw(rows, of_row, result)
+        offered = self.offer(plan, rows)
+        if offered is not None:
+            result.drafts = offered
 
     def _work(self, plan: StepPlan) -> list[Work]:
         """Take note of a plan; what it has the rows compute, with their tables as they are now."""
@@ -223,10 +234,7 @@ class DigestWorker(FakeExecutor):
             drawn = [digest % self.vocab_size for digest in digests]
             if own:
                 drawn = [allowed(token, mask) for token, mask in zip(drawn, own, strict=True)]
-            num_right = 0
-            while num_right < len(work.drafts) and work.drafts[num_right] == drawn[num_right]:
-                num_right += 1
-            sampled = drawn[: num_right + 1]
+            sampled = standing(drawn, work.drafts)
             if NONE_LEFT in sampled:
                 error = error or "no token is left: a mask, as of a grammar, allows none"
                 result.errors[index] = error
@@ -310,6 +318,22 @@ def allowed(token: int, mask: NDArray[np.int32]) -> int:
     return int(np.flatnonzero(np.roll(bits, -token))[0] + token) % len(bits)
 
 
+def standing(drawn: Sequence[int], drafts: Sequence[int]) -> list[int]:
+    """The tokens that stand: one, and those behind drafts that are right. Behind drafts none may be
+    left; the next step computes that place again, and then it is the row's own."""
+    num_right = 0
+    while num_right < len(drafts) and drafts[num_right] == drawn[num_right] != NONE_LEFT:
+        num_right += 1
+    if num_right and drawn[num_right] == NONE_LEFT:
+        return list(drawn[:num_right])
+    return list(drawn[: num_right + 1])
+
+
+def none_offered(plan: StepPlan, rows: Sequence[Computed]) -> DraftPart | None:
+    """The worker has no drafts to offer."""
+    return None
+
+
 def draft_rows(plan: StepPlan) -> list[list[int]]:
     """The drafts of each row; [] if the plan has none at all."""
     return [] if plan.drafts is None else plan.drafts.by_row()
@@ -319,11 +343,10 @@ class LateWorker(DigestWorker):
     """Computes a step when its result is collected, as a device does that is still busy with one
     step while the next ones are planned and loads go on."""
 
-    capabilities = frozenset(PARTS) - {"masks"}
-
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._launched: deque[tuple[list[Work], StepResult, StepPlan]] = deque()
+        self._masks: dict[int, Masks] = {}  # by step, for those that are not collected
 
     def launch(self, plan: StepPlan) -> StepResult:
         """Take note of the step; its result is filled in by ``collect``."""
@@ -335,13 +358,17 @@ class LateWorker(DigestWorker):
         self._launched.append((work, result, plan))
         return result
 
+    def sample(self, ticket: StepResult, masks: Masks | None) -> None:
+        """Take note of the masks."""
+        assert masks is not None, "no masks for a step that waits for some"
+        self._masks[ticket.step] = masks
+
     def collect(self, ticket: StepResult) -> StepResult:
         """Compute the oldest step."""
         work, due, plan = self._launched.popleft()
         assert due is ticket, "steps are collected in another order than they were launched"
         self.carry_out(plan)
-        rows = self._forward(work)
-        self.draw(rows, [[] for _ in rows], due)
+        self._finish(plan, self._forward(work), self._masks.pop(plan.step, None), due)
         return due
 
 

@@ -22,6 +22,8 @@
 [19]   better ranks go first, unless the policy says otherwise         ``check_order``
 [20]   nothing is left over that a request could use                   ``check.check_spare``
 [21]   no request lacks blocks while one that it outranks is granted   ``check.check_ranked``
+[22]   drafts are asked of a worker only where a step can verify them  ``halves``
+[23]   drafts are counted as they were verified                        ``halves.DraftCounts``
 =====  ==============================================================  ==========================
 """
 
@@ -52,6 +54,7 @@ class Invariants:
 
     ``every``: after how many steps the state as a whole is checked; plans, outputs and the worker's
     tables are checked each time. ``plugins``: are policy and resources held to their contracts too?
+    ``num_drafts``: of a row, at most, beside those of ``needs``.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class Invariants:
         every: int = 1,
         *,
         plugins: bool = True,
+        num_drafts: int = 0,
     ) -> None:
         self.scheduler = scheduler
         self.worker = worker
@@ -69,7 +73,9 @@ class Invariants:
         self.every = every
         self.plugins = plugins
         self.progress = Progress(scheduler, needs)
-        self.num_drafts = sum(need.amount for need in needs if isinstance(need, Drafts))
+        self.num_drafts = num_drafts + sum(
+            need.amount for need in needs if isinstance(need, Drafts)
+        )
         self._num_looks = 0
 
     def planned(self, plan: StepPlan) -> None:

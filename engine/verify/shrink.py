@@ -13,7 +13,7 @@ from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError
 from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest
-from engine.verify.case import Add, Case, Event, Setup
+from engine.verify.case import VOCAB_SIZE, Add, Case, Event, Setup
 
 edit = msgspec.structs.replace
 KEPT_FIELDS = ("request_id", "prompt_token_ids", "params", "seed", "arrival_time", "max_tokens")
@@ -76,6 +76,10 @@ def simpler_setups(setup: Setup) -> Iterator[Setup]:
     """Fewer features, fewer resources, smaller sizes."""
     for name in setup.needs:
         yield edit(setup, needs={key: size for key, size in setup.needs.items() if key != name})
+    if setup.grammar_ticks > 0:
+        yield edit(setup, grammar_ticks=0)
+    if setup.num_said != VOCAB_SIZE:
+        yield edit(setup, num_said=VOCAB_SIZE)
     if not setup.is_steady:
         yield edit(setup, is_steady=True)
     if setup.caching:

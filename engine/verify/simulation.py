@@ -19,9 +19,29 @@ from engine.sched.plugins.find import Chosen, choose, make_scheduler
 from engine.sched.policy import Policy
 from engine.sched.predict.headroom import Headroom
 from engine.sched.scheduler import Scheduler
-from engine.verify.case import Abort, Add, Case, Event, Jump, Pause, Reset, Setup, Wake
-from engine.verify.clients import VOCAB_SIZE, Asked, Clients
+from engine.verify.case import (
+    Abort,
+    Add,
+    Case,
+    Event,
+    Jump,
+    Pause,
+    Reset,
+    Setup,
+    Wake,
+)
+from engine.verify.clients import Asked, Clients
 from engine.verify.fake import DigestWorker, LateWorker
+from engine.verify.halves import (
+    DraftCounts,
+    Halves,
+    MakeHalves,
+    NoGuide,
+    WorkersDrafts,
+    check_wishes_for_drafts,
+    max_drafts,
+    worker_proposes,
+)
 from engine.verify.invariants import CacheTruth, Invariants, check_stats
 from engine.verify.needs import NEEDS, Need
 from engine.verify.remote import Remote, Store
@@ -36,6 +56,8 @@ class Outcome(NamedTuple):
     num_steps: int
     num_accepted: int
     digest: str  # of all plans
+    num_drafts_right: int = 0  # as they serve
+    num_followed: int = 0  # requests that have ended as their grammar says, which serves
 
 
 class Simulation:
@@ -43,27 +65,37 @@ class Simulation:
 
     ``every``: after how many steps the state as a whole is checked. ``leaks``: search everything
     for requests that are still remembered at the end. ``plugins``: hold policy and resources to
-    their contracts too.
+    their contracts too. ``halves``: makes the deciding halves that the case asks for.
     """
 
     def __init__(
-        self, case: Case, *, every: int = 1, leaks: bool = True, plugins: bool = True
+        self,
+        case: Case,
+        *,
+        every: int = 1,
+        leaks: bool = True,
+        plugins: bool = True,
+        halves: MakeHalves | None = None,
     ) -> None:
         setup = case.setup
         self.case = case
         self.now = self.latest = 0.0
         self.num_steps = 0
+        self.halves = self._make_halves(setup, halves)
         self.clients = Clients(
             setup.config.max_model_len,
             on_end=lambda asked: self.truth.learn(asked.req, asked.extras),
+            num_said=setup.num_said,
+            guide=self.halves.guide if setup.grammar_ticks >= 0 else None,
         )
+        self.counts = DraftCounts()
         self.needs = [KINDS[name](size, self.clients.answers) for name, size in setup.needs.items()]
         self.store = Store(setup.block_size) if Remote.name in setup.needs else None
         self.scheduler = self._make_scheduler(setup)
         self.worker = (LateWorker if setup.seed % 2 else DigestWorker)(
             setup.num_blocks,
             setup.block_size,
-            vocab_size=VOCAB_SIZE,
+            vocab_size=setup.num_said,
             windows=setup.windows,
             content=self.clients.content,
             fail=self.clients.fail,
@@ -71,16 +103,24 @@ class Simulation:
         if self.store is not None:
             self.store.kv = self.worker.kv
             self.worker.carry_out = self.store.carry_out
+        if worker_proposes(setup):
+            self.worker.offer = WorkersDrafts(self.clients.answer_if_alive)
         if setup.seed % 4 < 2:  # else it would not come to a judgement in so short a time
             self.scheduler.view.headroom = Headroom(learning_steps=2, look_every=4)
         self.truth = CacheTruth(self.scheduler, self.worker)
         self.invariants = Invariants(
-            self.scheduler, self.worker, self.needs, every, plugins=plugins
+            self.scheduler,
+            self.worker,
+            self.needs,
+            every,
+            plugins=plugins,
+            num_drafts=max_drafts(setup),
         )
         self._leaks = leaks
         self._fixed = (1, 8)[setup.seed % 3 > 0]  # what a step costs, in tokens
         self._num_tokens = 0
         self._flight: deque[tuple[StepPlan, StepResult]] = deque()
+        self._is_undrawn = False  # the newest step in flight waits for its masks
         self._pace = Random(setup.seed)
         self._trace = hashlib.blake2b(digest_size=16)
 
@@ -92,7 +132,13 @@ class Simulation:
                 self.happen(events.popleft())
             self._move()
         self.drain()
-        return Outcome(self.num_steps, self.clients.num_accepted, self._trace.hexdigest())
+        return Outcome(
+            self.num_steps,
+            self.clients.num_accepted,
+            self._trace.hexdigest(),
+            self.counts.num_accepted,
+            self.clients.num_followed,
+        )
 
     # -- what happens
 
@@ -151,7 +197,11 @@ class Simulation:
     # -- steps
 
     def launch(self) -> bool:
-        """Plan a step and let the worker compute it; False if there is nothing in it."""
+        """Plan a step and let the worker compute it; False if there is nothing in it, or one waits
+        for masks that what is in flight decides."""
+        self._draw_if_alone()
+        if self._is_undrawn:
+            return False
         scheduler = self.scheduler
         self._tick()
         plan = scheduler.schedule()
@@ -161,18 +211,24 @@ class Simulation:
             self._trace.update(column.tobytes())
         self.invariants.planned(plan)
         self.clients.watch(plan)
+        check_wishes_for_drafts(scheduler, plan, max_drafts(self.case.setup))
         if plan.is_empty:
             return False
         result = self.worker.launch(plan)
         result.seconds = (self._fixed + plan.num_tokens) * self.case.setup.tick / 16
         self.invariants.launched()
         self._flight.append((plan, result))
+        self._is_undrawn = plan.masks is not None
         return True
 
     def settle(self) -> None:
         """Take the oldest result."""
+        self._draw_if_alone()
         plan, result = self._flight.popleft()
-        outputs = self.scheduler.update_from_output(plan, self.worker.collect(result))
+        collected = self.worker.collect(result)
+        if max_drafts(self.case.setup):
+            self.counts.add(plan, collected)
+        outputs = self.scheduler.update_from_output(plan, collected)
         self.clients.hear(outputs, self.latest)
         self.invariants.settled()
 
@@ -204,8 +260,22 @@ class Simulation:
         check_stats(scheduler, self._num_tokens, self.num_steps)
         self.truth.check()
         self.invariants.ended(leaks=self._leaks)
+        self.counts.check(self.halves.resources)
 
     # -- helpers
+
+    def _make_halves(self, setup: Setup, make: MakeHalves | None) -> Halves:
+        if make is not None:
+            return make(setup)
+        assert not setup.has_halves, "nobody makes the drafts and grammars of this case"
+        return Halves((), guide=lambda add: NoGuide())
+
+    def _draw_if_alone(self) -> None:
+        """The step that waits for masks is drawn when all before it are settled."""
+        if self._is_undrawn and len(self._flight) == 1:
+            plan, result = self._flight[0]
+            self._is_undrawn = False
+            self.worker.sample(result, self.scheduler.masks(plan))
 
     def _make_scheduler(self, setup: Setup) -> Scheduler:
         config = setup.config
@@ -220,7 +290,9 @@ class Simulation:
         policy = chosen.policy
         if isinstance(config.scheduling_policy, Policy):  # an object is used by one run only
             policy = copy.deepcopy(policy)
-        chosen = Chosen(chosen.cls, policy, (*chosen.resources, *self.needs))
+        chosen = Chosen(
+            chosen.cls, policy, (*self.halves.resources, *chosen.resources, *self.needs)
+        )
         scheduler = make_scheduler(
             config, kv, clock=lambda: self.now, seed=setup.seed, chosen=chosen
         )
@@ -255,7 +327,9 @@ class Simulation:
     def _work(self, asked: Asked) -> int:
         """Steps the request would take alone, one token each."""
         req = asked.req
-        waits = abs(int(req.add.grammar or 0))
+        waits = self.case.setup.grammar_ticks + 1
+        if not waits and req.add.grammar is not None:  # as a resource of the case reads it
+            waits = abs(int(req.add.grammar))
         waits += (req.add.kv_transfer_params or {}).get("ticks", 0)
         return int(req.max_total + waits + self.scheduler.config.num_steps_in_flight)
 

@@ -14,6 +14,7 @@ import msgspec
 from engine.errors import ConfigError
 from engine.verify.case import Add, Case, Jump, to_python
 from engine.verify.draw import draw_case
+from engine.verify.halves import MakeHalves, is_adaptive
 from engine.verify.shrink import shrink
 from engine.verify.simulation import Outcome, Simulation
 
@@ -52,6 +53,8 @@ class Report:
     num_steps: int = 0
     num_runs: int = 0
     num_requests: int = 0
+    num_drafts_right: int = 0
+    num_followed: int = 0  # texts that ended as their grammar says
     steps_by_policy: Counter[str] = field(default_factory=Counter)
     found: list[Found] = field(default_factory=list)
 
@@ -60,6 +63,8 @@ class Report:
         self.num_steps += other.num_steps
         self.num_runs += other.num_runs
         self.num_requests += other.num_requests
+        self.num_drafts_right += other.num_drafts_right
+        self.num_followed += other.num_followed
         self.steps_by_policy += other.steps_by_policy
         self.found += other.found
 
@@ -70,13 +75,20 @@ class Swarm:
     ``policy``: a name, dotted path, class or object in place of a shipped one drawn by name, and
     its ``options`` (``None`` draws them). ``every``: after how many steps the state as a whole is
     checked, and in how many runs one is searched for requests that are still remembered; plans,
-    outputs, tables and the end of each run are always checked.
+    outputs, tables and the end of each run are always checked. ``halves``: makes the deciding
+    halves of features; without it no case has drafts or grammars as they serve.
     """
 
     def __init__(
-        self, policy: Any = None, options: dict[str, Any] | None = None, *, every: int = 1
+        self,
+        policy: Any = None,
+        options: dict[str, Any] | None = None,
+        *,
+        every: int = 1,
+        halves: MakeHalves | None = None,
     ) -> None:
         self.policy = policy
+        self.halves = halves
         self.options = options
         self.every = every
 
@@ -86,7 +98,8 @@ class Swarm:
         for seed in seeds:
             if report.num_steps >= num_steps:
                 break
-            case = draw_case(seed, self.policy, self.options)
+            has_halves = self.halves is not None
+            case = draw_case(seed, self.policy, self.options, has_halves=has_halves)
             self.enter(report, seed, case)
             if report.found:
                 break
@@ -101,6 +114,8 @@ class Swarm:
             report.found.append(Found(seed, case, done))
             return
         report.num_requests += done.num_accepted
+        report.num_drafts_right += done.num_drafts_right
+        report.num_followed += done.num_followed
         report.steps_by_policy[name_of(case.setup.config.scheduling_policy)] += done.num_steps
 
     def judge(self, case: Case, *, twice: bool = True, leaks: bool = True) -> Outcome | Broken:
@@ -108,25 +123,26 @@ class Swarm:
         where the plans must be the same."""
         simulation = None
         try:
-            simulation = Simulation(case, every=self.every, leaks=leaks)
+            simulation = Simulation(case, every=self.every, leaks=leaks, halves=self.halves)
             outcome = simulation.run()
             if twice:
-                check_same(case, outcome)
+                check_same(case, outcome, self.halves)
             return outcome
         except Exception as error:  # any error is a finding
             return what_broke(error, simulation.num_steps if simulation is not None else 0)
 
 
-def check_same(case: Case, outcome: Outcome) -> None:
+def check_same(case: Case, outcome: Outcome, halves: MakeHalves | None = None) -> None:
     """The same case gives the same plans; jumps of the clock do not matter where none is read."""
-    again = Simulation(case, every=outcome.num_steps).run()
+    again = Simulation(case, every=outcome.num_steps, halves=halves).run()
     assert again == outcome, "the same case gives other plans"
-    if case.setup.config.scheduling_policy not in NO_CLOCK or has_deadlines(case):
+    reads_clock = case.setup.config.scheduling_policy not in NO_CLOCK or is_adaptive(case.setup)
+    if reads_clock or has_deadlines(case):
         return
     calm = [event for event in case.events if not isinstance(event, Jump)]
     if calm and len(calm) < len(case.events) and calm[-1].at == case.events[-1].at:
         calmly = Simulation(
-            msgspec.structs.replace(case, events=calm), every=outcome.num_steps
+            msgspec.structs.replace(case, events=calm), every=outcome.num_steps, halves=halves
         ).run()
         assert calmly.digest == outcome.digest, "a clock that jumps changes plans"
 
@@ -176,9 +192,9 @@ def keep(found: Found, small: Case, path: Path) -> None:
         lines.write(msgspec.json.encode(kept).decode() + "\n")
 
 
-def smallest(found: Found, max_tries: int = 2000) -> Case:
+def smallest(found: Found, max_tries: int = 2000, *, halves: MakeHalves | None = None) -> Case:
     """The smallest case found that breaks the same rule, itself if it does so no more."""
-    swarm = Swarm(every=1)
+    swarm = Swarm(every=1, halves=halves)
 
     def breaks(case: Case) -> bool:
         done = swarm.judge(case)
@@ -203,5 +219,9 @@ def reproduction(case: Case) -> str:
             lines.append(f"import {(given if isinstance(given, type) else type(given)).__module__}")
     lines += ["", f"setup = {to_python(case.setup)}", "events = ["]
     lines += [f"    {to_python(event)}," for event in case.events]
-    lines += ["]", "print(Simulation(Case(setup=setup, events=events)).run())"]
+    made = ""
+    if case.setup.has_halves:
+        lines.insert(0, "from engine.core.simulated import SimulatedHalves")
+        made = ", halves=SimulatedHalves()"
+    lines += ["]", f"print(Simulation(Case(setup=setup, events=events){made}).run())"]
     return "\n".join(lines)

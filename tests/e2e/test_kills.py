@@ -25,6 +25,9 @@ SAMPLE = (
     "parent/SIGKILL/prefill",
     "parent/SIGKILL/handshake",
     "parent/raise/decode",
+    "ngram/SIGKILL/decode",
+    "draft_model/SIGKILL/decode",
+    "draft_model/SIGTERM/prefill",
 )
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from engine.errors import EngineDeadError
 from engine.ipc.address import Address
 from engine.rpc.zmq_client import EngineCoreClient
-from support import kill_actor, kill_text
+from support import kill_actor, kill_drafts, kill_text
 from support.hostile import Hostile
 from support.live_core import is_running, own_directory, pid_of, shared_names, wait_until
 from support.streams import Lengths, Streams
@@ -224,14 +224,18 @@ def _all_hear_of_it(cell: Cell, waiters: list[Waiter], began: float, outcome: Ou
     limit = HANG_SECONDS if cell.fault in ("SIGSTOP", "hang") else DEATH_SECONDS
     if cell.fault == "SIGTERM" and cell.phase in ("prefill", "decode"):
         limit = WORK_SECONDS
+    _hear_of_it(waiters, began, limit, outcome)
+    if cell.fault == "raise":
+        outcome.check("the worker fell over" in str(waiters[0].error), "the cause is not named")
+
+
+def _hear_of_it(waiters: list[Waiter], began: float, limit: float, outcome: Outcome) -> None:
     for waiter in waiters:
         outcome.within(
             waiter.seconds_after(began, limit + 10.0), limit, f"the error of {waiter.name}"
         )
         error = waiter.error
         outcome.check(isinstance(error, EngineDeadError), f"{waiter.name} heard {error!r}")
-    if cell.fault == "raise":
-        outcome.check("the worker fell over" in str(waiters[0].error), "the cause is not named")
 
 
 def _survive_garbage(
@@ -366,10 +370,42 @@ def _hit_text(cell: Cell, scene: Scene, outcome: Outcome) -> None:
     outcome.check(texts == kill_text.texts_of_nobody_hurt(), "texts differ")
 
 
+# A core with a model, in which requests have grammars and drafts
+
+
+def _hit_drafting(cell: Cell, scene: Scene, outcome: Outcome) -> None:
+    streams = kill_drafts.Streams(cell.target)
+    pid = pid_of(streams.client)
+    try:
+        caller = EngineCoreClient(streams.client.address, hang_timeout=kill_drafts.HANG_SECONDS)
+        streams.come_to(cell.phase)
+        outcome.check(streams.num_drafts or cell.phase == "prefill", "nothing was drafted")
+        waiters = [
+            Waiter("streams", lambda waiter: streams.read_for_ever()),
+            Waiter("calls", lambda waiter: _call_for_ever(waiter, caller)),
+        ]
+        began = time.monotonic()
+        scene.kill(pid, signal.Signals[cell.fault])
+        hang = kill_drafts.HANG_SECONDS + 1.0
+        limit = hang if cell.fault == "SIGSTOP" else DEATH_SECONDS
+        is_told_once = cell.fault == "SIGTERM" and cell.phase != "draining"
+        _hear_of_it(waiters, began, WORK_SECONDS if is_told_once else limit, outcome)
+        caller.shutdown()
+    finally:
+        streams.engine.shutdown()
+    whole = kill_drafts.texts_of_nobody_hurt()
+    so_far = all(map(str.startswith, whole, streams.texts))
+    outcome.check(so_far, f"{streams.texts} are no beginnings of {whole}")
+    if is_told_once:
+        outcome.check(streams.texts == list(whole), "texts are not whole, though it drained")
+    outcome.check(wait_until(lambda: not is_running(pid), 2.0), "the core lives on")
+
+
 HITS: dict[str, Callable[[Cell, Scene, Outcome], None]] = {
     "core": _hit_core,
     "client": _hit_client,
     "parent": _hit_parent,
     "tokenizer": _hit_text,
     "detokenizer": _hit_text,
+    **dict.fromkeys(kill_drafts.DRAFTS, _hit_drafting),
 }

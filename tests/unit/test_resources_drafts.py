@@ -439,3 +439,18 @@ def test_more_guesses_than_asked_for_are_cut_off(make):
     run.drain()
     assert not run.scheduler.guard.faults.num_faults
     assert [run.outputs[request.request_id] for request in requests] == list(map(answer, requests))
+
+
+def test_no_drafts_are_asked_for_where_no_step_could_verify_them():
+    """Behind its last token but one a request has no place for any."""
+    _, run = make()
+    add(run, "0", num_output=1)
+    add(run, "1", num_output=2)
+    add(run, "2", num_output=4)
+    add(run, "3")
+    run.launch()
+    assert run.flight[-1][0].proposals.tolist() == [0, 0, 2, 3]
+    run.drain()
+    add(run, "4", num_output=1)
+    run.launch()
+    assert run.flight[-1][0].proposals is None, "the worker need not prepare for any"

@@ -5,10 +5,14 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 from structured.checks import Bench
 
-from engine.structured.guidance import GrammarError, GuidanceCompilation
+from engine.messages.structured import StructuredOutputsParams, grammar_of
+from engine.structured.guidance import GrammarError, GuidanceCompilation, guidance_of
+from engine.verify.case import VOCAB_SIZE
+from engine.verify.halves import CHARACTERS, END, WORDS, small_tokenizer
 
 LEVEL = {
     "type": "object",
@@ -146,3 +150,21 @@ def test_a_run_that_is_recorded_waits_for_no_grammar_longer_than_others() -> Non
     endless = GuidanceCompilation((0,), {(0,): 0.0}, max_seconds=0.1)
     with pytest.raises(GrammarError, match=r"within 0\.1 seconds"):
         endless.wait()
+
+
+def test_drafts_to_where_a_text_cannot_go_on_take_nothing_of_the_text_before() -> None:
+    """No token of this vocabulary spells the exclamation mark. That is said of the place where it
+    must stand, when the text has come there, and neither earlier nor of what is right."""
+    compiler = guidance_of(small_tokenizer, VOCAB_SIZE)
+    asked = grammar_of(StructuredOutputsParams(choice=["ab!"]))
+    matcher = compiler.submit(asked, [END]).wait()
+    a, b = (CHARACTERS.index(letter) for letter in "ab")
+    for _ in range(2):
+        masks = np.zeros((3, WORDS), dtype=np.int32)
+        matcher.fill(masks, [a, b])
+        assert masks.any(axis=1).tolist() == [True, True, False]
+        assert matcher.num_allowed([a, b]) == matcher.num_allowed([a, b, END]) == 2
+    matcher.advance([a, b])
+    with pytest.raises(GrammarError, match="no text can go on from here"):
+        matcher.fill(np.zeros((1, WORDS), dtype=np.int32), [])
+    compiler.shutdown()

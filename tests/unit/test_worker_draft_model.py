@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -25,9 +26,10 @@ from support.sum_model import (
 
 from engine.config.model import ModelConfig, ModelInfo
 from engine.messages.params import SamplingParams
-from engine.messages.step import DraftPart
+from engine.messages.step import DraftPart, StepPlan
 from engine.spec.compute import DraftModel
 from engine.spec.decide import Drafts
+from engine.spec.kept import Kept, Work
 
 modes = pytest.mark.parametrize("sizes", [CPU, EAGER, GRAPHS], ids=["cpu", "eager", "graphs"])
 depths = pytest.mark.parametrize("depth", [1, 2])
@@ -99,9 +101,8 @@ class Whims(Drafts):
 
     def describe(self, plan):
         super().describe(plan)
-        plan.proposals = self.dice.choice(
-            [None, plan.proposals * 0, plan.proposals, plan.proposals // 2]
-        )
+        asked = plan.samples * 0 if plan.proposals is None else plan.proposals
+        plan.proposals = self.dice.choice([None, asked * 0, asked, asked // 2])
 
 
 def run_with(drafts, model=None, dice=None, longest=LONGEST, target=None, **options):
@@ -132,8 +133,8 @@ def test_a_draft_model_that_is_the_model_is_always_right(depth, sizes):
 SITUATIONS = {
     "chunks": {"max_num_batched_tokens": 7, "max_num_seqs": 4},
     "prefix hits": {"num_blocks": 80},
-    "preempted": {"num_blocks": 20, "watermark": 0.0},
-    "preempted, nothing cached": {"num_blocks": 20, "watermark": 0.0, "caching": False},
+    "preempted": {"num_blocks": 18, "watermark": 0.0},
+    "preempted, nothing cached": {"num_blocks": 18, "watermark": 0.0, "caching": False},
 }
 
 
@@ -276,3 +277,122 @@ def test_a_draft_model_that_raises_takes_only_its_drafts_with_it(sizes):
     run.add(make_request("a", [1, 2, 3], 12, params=GREEDY))
     run.drain()
     assert run.outputs["a"] == says([1, 2, 3], 12)
+
+
+@modes
+@pytest.mark.parametrize("call", (1, 2, 5, 6, 9, 29, 30))
+def test_behind_a_pass_that_failed_it_computes_again_what_is_missing(sizes, call):
+    """One failure costs the drafts of its step and none later."""
+    model, drafts, calls = DraftingSum(), Drafts(K), count(1)
+    forward = model.forward
+
+    def failing(batch, kv):
+        if next(calls) == call:
+            raise RuntimeError("once")
+        return forward(batch, kv)
+
+    run = run_with(drafts, model, sizes=EAGER if sizes is GRAPHS else sizes)
+    model.forward = failing
+    for name in "ab":  # the second one finds the first one's prompt
+        run.add(make_request(name, [1, 2, 3, 4, 5, 6, 7, 8, 9], 30, params=GREEDY))
+        run.drain()
+        assert run.outputs[name] == says([1, 2, 3, 4, 5, 6, 7, 8, 9], 30)
+    assert next(calls) > call
+    assert drafts.stats.num_accepted_tokens == drafts.stats.num_draft_tokens
+    assert len([plan for plan in run.plans if plan]) <= 2 * (1 + 30 // (K + 1)) + 1
+
+
+def step_of(starts, count):
+    """A plan of one row, in slot 0, within one block."""
+    one = np.array([starts], dtype=np.int32)
+    none = np.empty(0, dtype=np.int32)
+    columns = (one * 0, one * 0, one, one * 0 + count, one * 0 + 1)
+    return StepPlan(0, np.zeros(1, np.intp), *columns, [], none, none, none, [], count)
+
+
+def test_drafts_that_did_not_stand_are_computed_again_though_none_was_wanted_meanwhile():
+    """A grammar may force other drafts than those of the draft model, which stand then."""
+    kept, wanted = Kept(1, 8, LONGEST, 8), np.array([K], dtype=np.int32)
+    kept.begin(step_of(0, 5))
+    plan = step_of(5, 5)  # a token and four drafts, of which none stands
+    kept.begin(plan)
+    rows = Work(plan.slots, plan.starts, plan.counts, wanted, plan.starts + 1)
+    work = kept.work(rows, LONGEST, 100)
+    assert (work.starts.tolist(), work.counts.tolist()) == ([0], [11])
+    kept.computed(work)
+    kept.begin(step_of(6, 3))  # no draft is wanted behind this step, whose drafts were others
+    plan = step_of(9, 1)
+    kept.begin(plan)
+    work = kept.work(Work(plan.slots, plan.starts, plan.counts, wanted, plan.starts), LONGEST, 100)
+    assert (work.starts.tolist(), work.counts.tolist()) == ([6], [5])
+
+
+@modes
+@pytest.mark.parametrize("longest", [LONGEST, 32])
+def test_no_row_goes_beyond_the_limit_with_one_that_wants_more(sizes, longest):
+    """Rows draft together, and each as far as the one that wants most."""
+    model, reached = DraftingSum(), []
+    forward = model.forward
+
+    def watched(batch, kv):
+        reached.append(int(batch.positions.max()))
+        return forward(batch, kv)
+
+    model.forward = watched
+    run = run_with(Drafts(K), model, longest=longest, sizes=sizes, num_blocks=200)
+    prompts = [[3] * num for num in range(longest - 9, longest - 1)] + [
+        [place] for place in range(8)
+    ]
+    for index, prompt in enumerate(prompts):
+        num = min(20, LONGEST - len(prompt))
+        own = SamplingParams(temperature=0, max_tokens=num, ignore_eos=True)
+        run.add(make_request(str(index), prompt, num, params=own))
+    run.drain()
+    for index, prompt in enumerate(prompts):
+        assert run.outputs[str(index)] == says(prompt, min(20, LONGEST - len(prompt)))
+    assert max(reached) < longest
+
+
+@depths
+@modes
+def test_a_plan_that_it_cannot_take_fails_its_step_and_no_later_one(depth, sizes):
+    drafts = Drafts(K)
+    run = run_with(drafts, depth=depth, sizes=sizes)
+    (feature,) = run.worker.runner.machine.features
+    begin, calls = feature.begin, count(1)
+
+    def failing(plan, live):
+        begin(plan, live)
+        if next(calls) == 3:
+            raise RuntimeError("no room")
+
+    feature.begin = failing
+    prompts = {"a": [1, 2, 3], "b": [4, 5, 6]}
+    for name, prompt in prompts.items():
+        run.add(make_request(name, prompt, 12, params=GREEDY))
+        run.drain()
+    assert run.finished["a"] == ("error", None)
+    assert run.outputs["b"] == says([4, 5, 6], 12)
+    assert drafts.stats.num_accepted_tokens == drafts.stats.num_draft_tokens > 8
+
+
+@modes
+def test_blocks_that_drafts_filled_are_found_again(sizes):
+    """A second turn goes through the draft model from where the first ended."""
+    model, computed = DraftingSum(), []
+    forward = model.forward
+
+    def counting(batch, kv):
+        computed.append(int((batch.attn.slots >= 0).sum()))
+        return forward(batch, kv)
+
+    model.forward = counting
+    run = run_with(Drafts(K), model, sizes=EAGER if sizes is GRAPHS else sizes)
+    own = SamplingParams(temperature=0, max_tokens=41, ignore_eos=True)
+    run.add(make_request("a", [1, 2, 3], 41, params=own))
+    run.drain()
+    computed.clear()
+    text = [1, 2, 3, *run.outputs["a"]]
+    run.add(make_request("b", text, 5, params=GREEDY))
+    run.drain()
+    assert max(computed) <= 12, "44 tokens are known already, but for the last block"

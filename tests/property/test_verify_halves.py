@@ -1,0 +1,81 @@
+"""Drafts by every method and grammars, as they serve, in random engines with every check on.
+
+Whatever is drafted, each request must hear the tokens that follow from it alone, and a text must
+follow its grammar.
+"""
+
+import logging
+from collections.abc import Iterator
+from functools import cache
+from itertools import count
+
+import pytest
+
+from engine.config.speculative import METHODS
+from engine.core.simulated import SimulatedHalves
+from engine.verify.case import Case, from_json, to_json
+from engine.verify.draw import draw_case
+from engine.verify.swarm import Report, Swarm, reproduction, smallest
+
+NUM_CASES = 24
+LONG = 600
+
+
+@cache
+def halves() -> SimulatedHalves:
+    return SimulatedHalves()
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL, "engine")
+
+
+def cases_of(method: str | None, first: int) -> Iterator[tuple[int, Case]]:
+    """Cases that draft by this method, by their seeds."""
+    for seed in count(1000 * first + 1, 2):
+        case = draw_case(seed, has_halves=True)
+        asked = case.setup.config.speculative_config
+        if (None if asked is None else asked["method"]) == method:
+            yield seed, case
+
+
+def run(method: str | None, first: int, num_cases: int) -> Report:
+    swarm, report = Swarm(halves=halves()), Report()
+    for seed, case in cases_of(method, first):
+        swarm.enter(report, seed, case)
+        for found in report.found:
+            small = reproduction(smallest(found, halves=halves()))
+            pytest.fail(f"seed {seed}: {found.broken.message} ({found.broken.place})\n{small}")
+        if report.num_runs == num_cases:
+            return report
+    raise AssertionError("there are cases without end")
+
+
+@pytest.mark.parametrize("method", [*METHODS, None])
+def test_drafts_and_grammars_change_no_token_that_is_right(method: str | None, seed: int) -> None:
+    report = run(method, seed, NUM_CASES)
+    assert report.num_followed >= NUM_CASES // 2
+    assert report.num_drafts_right >= NUM_CASES // 3 if method else not report.num_drafts_right
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("method", [*METHODS, None])
+def test_in_many_engines_too(method: str | None, seed: int) -> None:
+    assert run(method, seed + 100_000, LONG).num_runs == LONG
+
+
+def test_a_case_without_what_it_asks_for_is_no_case_that_passes() -> None:
+    _, case = next(cases_of("ngram", 0))
+    report = Report()
+    Swarm().enter(report, 1, case)
+    assert "nobody makes the drafts" in report.found[0].broken.message
+
+
+def test_a_case_with_drafts_and_grammars_travels_as_text() -> None:
+    cases = [draw_case(seed, has_halves=True) for seed in range(1, 40, 2)]
+    assert [from_json(to_json(case)) for case in cases] == cases
+    program = reproduction(next(case for case in cases if case.setup.has_halves))
+    assert "from engine.core.simulated import SimulatedHalves" in program
+    assert "halves=SimulatedHalves()).run()" in program
