@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from types import NoneType
 from typing import Any, Literal
 
@@ -75,6 +76,8 @@ class SpeculativeConfig:
                     f"{', '.join(known)}{hint}"
                 )
         given = {name: value for name, value in options.items() if value is not None}
+        if isinstance(given.get("model"), Path):
+            given["model"] = str(given["model"])
         check_given(given)
         sizes = [value for name, value in given.items() if name.startswith("prompt_lookup_")]
         try:
@@ -129,8 +132,9 @@ def check_given(given: Mapping[str, Any]) -> None:
     """Raise ``ConfigError`` for what is missing, and for an option of another method."""
     for name in ("method", "num_speculative_tokens"):
         if name not in given and given.get("method") != "suffix":
-            raise ConfigError(f"speculative_config lacks {name!r}; one looks like {EXAMPLE}")
-    if given["method"] == "draft_model" and "model" not in given:
+            example = EXAMPLE_OF_MODEL if "model" in given else EXAMPLE
+            raise ConfigError(f"speculative_config lacks {name!r}; one looks like {example}")
+    if given["method"] == "draft_model" and given.get("model", "") == "":
         raise ConfigError(
             "speculative_config lacks 'model', a directory or name of the draft model; one looks "
             f"like {EXAMPLE_OF_MODEL}"

@@ -258,6 +258,12 @@ def computing_halves(config: ResolvedConfig, drafting: ModelConfig | None) -> li
         info = read_model_info(drafting.model)
     except ConfigError as error:
         raise ConfigError(f"speculative_config: {error}") from error
+    num, wanted = info.vocab_size, read_model_info(config.model.model).vocab_size
+    if num != wanted:
+        raise ConfigError(
+            f"speculative_config: the draft model {info.name} has {num} tokens, the model "
+            f"{wanted}; both must have the same: give a draft model of the same family"
+        )
     return [DraftModel(drafting, info, config, num_drafts)]
 
 

@@ -78,7 +78,7 @@ class DraftModel(Feature):
         self._proposals: deque[_Proposals] = deque()  # of steps that are not collected
 
     def attach(self, machine: Machine) -> None:
-        """Load the model. Raises ``ConfigError`` for one that cannot draft for the other."""
+        """Load the model. Raises ``ConfigError``."""
         config, sched, platform = self._config, self._config.scheduler, machine.platform
         model = self.load(machine)
         computed_on = "cpu" if platform.shares_memory else "cuda"
@@ -102,18 +102,16 @@ class DraftModel(Feature):
         self._passes = Passes(own, machine, self._limit)
 
     def load(self, machine: Machine) -> Model:
-        """The draft model. Raises ``ConfigError`` for one that cannot draft for the machine's."""
+        """The draft model, for the device of this machine. Raises ``ConfigError``."""
         platform, own = machine.platform, self._model_config
         if platform.shares_memory:
             dtype = compute_dtype(own, self._info, "cpu")
             prepare_kernels(self._info, dtype, self._config.cache.kv_cache_dtype)
-        model = load_model(own, self._info, device=platform.device.type, max_model_len=self._limit)
-        if model.vocab_size != machine.model.vocab_size:
-            raise ConfigError(
-                f"speculative_config: the draft model {self._info.name} has {model.vocab_size} "
-                f"tokens, the model {machine.model.vocab_size}; both must have the same: give a "
-                "draft model of the same family"
-            )
+        device = platform.device.type
+        try:
+            model = load_model(own, self._info, device=device, max_model_len=self._limit)
+        except ConfigError as error:
+            raise type(error)(f"speculative_config: {error}") from error
         if isinstance(model, Decoder) and not platform.shares_memory:
             model.group_experts()
         return model
@@ -141,6 +139,9 @@ class DraftModel(Feature):
         self._no_blocks = machine.platform.upload(self._spare.tables(num_blocks, tables.shape[1]))
         tables.copy_(self._no_blocks)
         self._kept = Kept(len(tables), num_blocks, block_size, tables.shape[1])
+
+    def profile_run(self, num_tokens: int, num_seqs: int) -> None:
+        Runner(self._passes.machine, self._limit).profile_run(num_tokens, num_seqs)
 
     def capture(self, sizes: Sequence[int], mixed_sizes: Sequence[int]) -> None:
         machine = self._passes.machine

@@ -136,7 +136,7 @@ class Simulation:
             self.num_steps,
             self.clients.num_accepted,
             self._trace.hexdigest(),
-            self.counts.num_accepted,
+            self.counts.num_accepted_tokens,
             self.clients.num_followed,
         )
 

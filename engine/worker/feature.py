@@ -35,7 +35,7 @@ class Feature:
     """Adapters, media, KV from elsewhere: what they do to a step. Only ``part`` must be
     set, every hook has a default; a step that is run again in halves is extended again."""
 
-    part = ""  # name of the plan's field that it reads (``engine.messages.step.PARTS``)
+    part = ""  # name of the plan's field that it reads (``engine.messages.step.CAPABILITIES``)
     aux_layers: tuple[int, ...] = ()  # layers whose outputs ``drawn`` reads
 
     @property
@@ -60,6 +60,10 @@ class Feature:
 
     def allocate(self, num_blocks: int) -> None:
         """Take memory for what it keeps of so many KV blocks; what it had is forgotten."""
+
+    def profile_run(self, num_tokens: int, num_seqs: int) -> None:
+        """A step of so many made-up tokens was computed: compute what would follow it, so that its
+        memory is measured."""
 
     def capture(self, sizes: Sequence[int], mixed_sizes: Sequence[int]) -> None:
         """Steps are being recorded, of so many rows and of so many tokens: record what follows."""

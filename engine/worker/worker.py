@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -124,9 +123,13 @@ class ModelWorker:
             beside = sum(feature.own_bytes for feature in self._features)
             return max(0, int(free_host_bytes() * config.cache.memory_utilization) - beside)
         self._make_kv(1)
-        run = partial(
-            self.driver.runner.profile_run, sched.max_num_batched_tokens, sched.max_num_seqs
-        )
+        size = (sched.max_num_batched_tokens, sched.max_num_seqs)
+
+        def run() -> None:
+            self.driver.runner.profile_run(*size)
+            for feature in self._features:
+                feature.profile_run(*size)
+
         with explained(platform, f"a step of {sched.max_num_batched_tokens} tokens was tried"):
             use = platform.measure(run)
         logger.info(

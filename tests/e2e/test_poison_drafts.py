@@ -173,7 +173,7 @@ def test_only_the_sick_fail_and_are_told_why(
                     found[name].outputs[0].error,
                 )
         stats = engine.stats()
-        assert stats.counters["drafts.num_accepted"] > 0
+        assert stats.counters["drafts.num_accepted_tokens"] > 0
         tokens = (RAISES, NAN, RAISES + 10, NAN + 10) if method == "draft_model" else (RAISES, NAN)
         assert all(hurt[token] for token in tokens), hurt
         assert (stats.num_running, stats.num_waiting, stats.kv_usage) == (0, 0, 0.0)
