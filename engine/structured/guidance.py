@@ -404,7 +404,9 @@ def other_source(form: Grammar, refusal: str, *, is_installed: bool) -> Any:
 
 def of_both(refusal: str, other: str) -> GrammarError:
     """What each library says of it."""
-    return GrammarError(f"{refusal}; nor by xgrammar: {other}" if refusal else other)
+    return GrammarError(
+        f"{refusal}; xgrammar does not take it either: {other}" if refusal else other
+    )
 
 
 def reason(error: BaseException) -> str:
