@@ -6,16 +6,18 @@ import json
 import re
 from datetime import date, timedelta
 from functools import cache
+from threading import Event
 from typing import Any
 
 import pytest
+from llguidance import LLTokenizer
 from structured.checks import Bench
 from structured.judges import json_judge
 
 from engine import RequestError, StructuredOutputsParams
 from engine.messages.structured import grammar_from, grammar_of
 from engine.structured import xgrammars
-from engine.structured.guidance import GrammarError, other_source
+from engine.structured.guidance import GrammarError, GuidanceCompiler, other_source
 from engine.structured.narrowed import narrowed
 from engine.structured.patterns import of_whole_text
 from engine.structured.schemas import SchemaError
@@ -293,3 +295,30 @@ def test_dense_and_closed_as_of_llguidance() -> None:
     dense = {**asked, "disable_any_whitespace": True}
     assert accepts(asked, '{"a": null}') and not accepts(dense, '{"a": null}')
     assert not accepts({"json_object": True, "disable_additional_properties": True}, '{"a":1}')
+
+
+def test_what_takes_it_too_long_fails_alone() -> None:
+    """The other library goes on, and so does this one once it is done."""
+    go_on = Event()
+
+    class Slow(xgrammars.XGrammars):
+        def compiled(self, form: Any, source: Any, eos: Any) -> Any:
+            go_on.wait(60)
+            return super().compiled(form, source, eos)
+
+    pytest.importorskip("xgrammar")
+    model = bench().tokenizer.backend.as_json()
+    view = LLTokenizer(model, n_vocab=4096, eos_token=list(bench().eos))
+    compiler = GuidanceCompiler(lambda eos: view, max_seconds=0.2, other=Slow(4096))
+    asked = {"json": {"type": "null"}, "backend": "xgrammar"}
+    late, other = (
+        compiler.submit(grammar_of(StructuredOutputsParams(**fields)), bench().eos)
+        for fields in (asked, {"choice": ["yes"]})
+    )
+    other.wait()
+    with pytest.raises(GrammarError, match=r"not compiled within 0\.2 seconds"):
+        late.wait()
+    go_on.set()
+    late.future.result(timeout=60)
+    assert late.num_bytes > 0 and late.poll() is not None
+    compiler.shutdown()
