@@ -20,6 +20,7 @@ LAZY_IMPORTS = {
     "engine.core.build": "the one place that names concrete classes",
     "kernels.bodies": "Triton is imported only where it computes",
     "engine.structured.guidance": "llguidance is imported only for a grammar",
+    "engine.structured.xgrammars": "xgrammar, which is optional, brings torch and pydantic",
     "engine.hub.fetch": "huggingface_hub is imported only for a model given by name",
     "engine.models.load": "transformers is imported only for what has no native family",
     "engine.verify.pytest_plugin": "pytest loads it in every project where the engine is installed",

@@ -11,6 +11,9 @@ from engine.errors import RequestError, RequestTypeError
 
 Kind = Literal["json", "regex", "choice", "grammar", "json_object", "structural_tag"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+Backend = Literal["auto", "guidance", "xgrammar"]
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
+OF_XGRAMMAR = ("json", "json_object", "grammar")  # what that library is offered for
 MAX_GRAMMAR_CHARS = 1 << 20
 # Compiling an expression takes time by the square of its length, and following a long literal time
 # for each token of all that run beside it.
@@ -40,6 +43,10 @@ class StructuredOutputsParams(
     ``whitespace_pattern`` is what may stand there, ``disable_additional_properties`` allows only
     properties that a schema names. Names are vLLM's.
 
+    ``backend``: the library that compiles it. ``guidance`` is llguidance, ``xgrammar`` is optional,
+    for ``json``, ``json_object`` and ``grammar`` in GBNF; ``auto`` is llguidance, and xgrammar for
+    what it refuses, where that is installed.
+
     Raises ``RequestError`` (a ``ValueError``) that names field, value and the way out. What a
     schema or a grammar asks for and nobody can enforce fails its request when it is compiled.
     """
@@ -53,6 +60,7 @@ class StructuredOutputsParams(
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
+    backend: Backend = "auto"
 
     def __post_init__(self) -> None:
         self.check()
@@ -84,6 +92,7 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
     is_dense: bool = False  # no whitespace between tokens of JSON
     is_closed: bool = False  # only properties that a schema names
     whitespace: str | None = None
+    backend: Backend = "auto"
 
 
 def grammar_of(params: StructuredOutputsParams) -> str:
@@ -103,6 +112,7 @@ def grammar_of(params: StructuredOutputsParams) -> str:
         params.disable_any_whitespace,
         params.disable_additional_properties,
         params.whitespace_pattern,
+        params.backend,
     )
     return msgspec.json.encode(grammar).decode()
 
@@ -113,6 +123,7 @@ def grammar_from(text: str) -> Grammar:
 
 
 def _check_options(params: StructuredOutputsParams, kind: Kind) -> None:
+    _check_backend(params, kind)
     for name in OF_JSON[:2]:
         _check_type(name, getattr(params, name), bool)
     if params.whitespace_pattern is not None:
@@ -131,6 +142,28 @@ def _check_options(params: StructuredOutputsParams, kind: Kind) -> None:
                 f"structured_outputs has {name} with {kind}, but it is for json, json_object and "
                 "structural_tag: leave it out"
             )
+
+
+def _check_backend(params: StructuredOutputsParams, kind: Kind) -> None:
+    backend = params.backend
+    _check_type("backend", backend, str)
+    if backend not in BACKENDS:
+        raise RequestError(
+            f"backend of structured_outputs is {backend!r:.80}, must be one of: "
+            f"{', '.join(BACKENDS)}"
+        )
+    if backend != "xgrammar":
+        return
+    if kind not in OF_XGRAMMAR:
+        raise RequestError(
+            f"structured_outputs has backend 'xgrammar' with {kind}, but it is offered for "
+            f"{', '.join(OF_XGRAMMAR)}: leave backend out"
+        )
+    if params.whitespace_pattern is not None:
+        raise RequestError(
+            f"whitespace_pattern is {params.whitespace_pattern!r:.80}, which is not offered with "
+            "backend 'xgrammar': leave one of them out"
+        )
 
 
 def _check_type(name: str, value: object, *kinds: type) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from engine.errors import EngineError
 from engine.messages.requests import AddRequest
 from engine.messages.step import Column, MaskPart, Masks, StepPlan, StepResult
 from engine.sched.request import Request
@@ -19,6 +20,10 @@ from engine.sched.step.builder import Step
 WORD = 32  # tokens a word of a mask
 ALL = np.int32(-1)
 RECENT = 4  # tokens that a tokenizer may look back at
+
+
+class GrammarError(EngineError):
+    """What is wrong with a grammar, or with how it went on."""
 
 
 class Matcher(Protocol):

@@ -23,12 +23,15 @@ from queue import SimpleQueue
 from threading import Lock, Thread, stack_size
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import EngineError
+import msgspec
+
 from engine.messages.step import Column
-from engine.messages.structured import Grammar, grammar_from
-from engine.structured.decide import ALL, Compiled
-from engine.structured.schemas import prepared
+from engine.messages.structured import OF_XGRAMMAR, Grammar, grammar_from
+from engine.structured import xgrammars
+from engine.structured.decide import ALL, Compiled, GrammarError, Matcher
+from engine.structured.schemas import SchemaError, prepared
 from engine.structured.tags import SpecialOf, lark_of, none_special
+from engine.structured.xgrammars import INSTALL, XGrammars
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -53,32 +56,40 @@ WHITESPACE = r"[ \t]{0,2}(\r?\n[ \t]{0,24})?"
 # others. What other tokens spell is as right, and the model says how likely each is.
 UNFORCED = '%llguidance {"no_forcing": true}\n'
 MAX_KEPT = 512  # compiled grammars
-MAX_KEPT_CHARS = 8 << 20  # of their texts
+MAX_KEPT_BYTES = 8 << 20  # of their texts
+MAX_KEPT_COMPILED_BYTES = 256 << 20  # of what xgrammar makes of them
 
 Eos = tuple[int, ...]
-
-
-class GrammarError(EngineError):
-    """What is wrong with a grammar, or with how it went on."""
+Library = tuple[str, Eos]  # and the ids that end text, which its view of the tokenizer knows
+Make = Callable[[], Matcher]  # a matcher at the beginning of a grammar
 
 
 class GuidanceCompiler:
     """A ``GrammarCompiler``; equal grammars are compiled once."""
 
     def __init__(
-        self, make_tokenizer: Callable[[Eos], LLTokenizer], max_seconds: float = MAX_SECONDS
+        self,
+        make_tokenizer: Callable[[Eos], LLTokenizer],
+        max_seconds: float = MAX_SECONDS,
+        other: XGrammars | None = None,
     ) -> None:
-        """make_tokenizer: called once for the ids that end text, when they are first needed."""
+        """make_tokenizer: called once for the ids that end text, when they are first needed.
+
+        other: for what llguidance refuses, or a request asks it for; ``None`` if not installed.
+        """
         self._make_tokenizer = make_tokenizer
+        self._other = other
         self.max_seconds = max_seconds  # for what comes from now on
         self._tokenizers: dict[Eos, LLTokenizer] = {}
-        self._ready: dict[Eos, float] = {}  # since when
+        self._ready: dict[Library, float] = {}  # since when
         self._making = Lock()
         # Threads that the end of the program does not wait for, as it would for an executor's.
         self._waiting: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._threads: list[Thread] = []
+        # What takes the other library long keeps only its own requests waiting.
+        self._other_waiting: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._other_thread: Thread | None = None
         self._kept: OrderedDict[tuple[str, Eos], GuidanceCompilation] = OrderedDict()
-        self._kept_chars = 0
 
     def submit(self, grammar: str, eos_token_ids: Sequence[int]) -> GuidanceCompilation:
         """Begin to compile and return at once."""
@@ -89,7 +100,7 @@ class GuidanceCompiler:
         compilation = GuidanceCompilation(key[1], self._ready, self.max_seconds)
         self._waiting.put(partial(self._compile, compilation, *key))
         if len(self._threads) < NUM_THREADS:
-            self._threads.append(started(self._serve))
+            self._threads.append(started(partial(serve, self._waiting)))
         self._keep(key, compilation)
         return compilation
 
@@ -98,47 +109,104 @@ class GuidanceCompiler:
         for _ in self._threads:
             self._waiting.put(None)
         self._threads = []
+        with self._making:
+            if self._other_thread is not None:
+                self._other_waiting.put(None)
+                self._other_thread = None
         self._kept.clear()
         self._tokenizers.clear()
-
-    def _serve(self) -> None:
-        while (work := self._waiting.get()) is not None:
-            work()
+        if self._other is not None:
+            self._other.clear()
 
     def _keep(self, key: tuple[str, Eos], compilation: GuidanceCompilation) -> None:
-        if self._kept.pop(key, None) is None:
-            self._kept_chars += len(key[0])
+        self._kept.pop(key, None)
         self._kept[key] = compilation
-        while len(self._kept) > 1 and (
-            len(self._kept) > MAX_KEPT or self._kept_chars > MAX_KEPT_CHARS
-        ):
-            (grammar, _), _ = self._kept.popitem(last=False)
-            self._kept_chars -= len(grammar)
+        while len(self._kept) > 1 and self._is_too_much():
+            self._kept.popitem(last=False)
+
+    def _is_too_much(self) -> bool:
+        if len(self._kept) > MAX_KEPT or sum(len(text) for text, _ in self._kept) > MAX_KEPT_BYTES:
+            return True
+        return sum(each.num_bytes for each in self._kept.values()) > MAX_KEPT_COMPILED_BYTES
 
     def _compile(self, compilation: GuidanceCompilation, grammar: str, eos: Eos) -> None:
-        if compilation.is_late:  # every request that asked for it has been told so
-            compilation.is_void = True
-            compilation.future.set_exception(compilation.lateness)
+        if self._is_given_up(compilation):
             return
         try:
-            from llguidance import LLMatcher
-
             tokenizer = self._tokenizer(eos)
         except BaseException as error:  # no fault of the grammar
             compilation.is_void = True
             compilation.future.set_exception(GrammarError(str(error)))
             return
         try:
-            source = source_of(grammar_from(grammar), partial(special_of, tokenizer))
-            matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits())
-            if matcher.is_error():
-                raise GrammarError(_words(matcher.get_error()))
-        except RecursionError:
-            compilation.future.set_exception(GrammarError("it is nested too deeply"))
+            form = grammar_from(grammar)
+            if form.backend == "xgrammar":
+                self._hand_over(compilation, form, "", tokenizer)
+                return
+            matcher = matcher_of(form, tokenizer)
         except BaseException as error:  # the library may panic, which is no Exception
-            compilation.future.set_exception(GrammarError(str(error)))
+            why = GrammarError(reason(error))
+            if isinstance(error, msgspec.MsgspecError) or form.backend != "auto":
+                compilation.future.set_exception(why)
+            else:
+                self._hand_over(compilation, form, str(why), tokenizer)
         else:
-            compilation.future.set_result((matcher, tokenizer))
+            compilation.future.set_result(
+                lambda: GuidanceMatcher(matcher.deep_copy(), tokenizer, eos)
+            )
+
+    def _is_given_up(self, compilation: GuidanceCompilation) -> bool:
+        """Every request that asked for it has been told that it is late."""
+        if not compilation.is_late:
+            return False
+        compilation.is_void = True
+        compilation.future.set_exception(compilation.lateness)
+        return True
+
+    def _hand_over(
+        self, compilation: GuidanceCompilation, form: Grammar, refusal: str, tokenizer: LLTokenizer
+    ) -> None:
+        """To the other library, in its thread, or say why not. refusal: llguidance's, if it was
+        asked."""
+        try:
+            source = other_source(form, refusal, is_installed=self._other is not None)
+        except BaseException as error:
+            compilation.future.set_exception(GrammarError(reason(error)))
+            return
+        compilation.library = ("xgrammar", compilation.library[1])
+        with self._making:
+            self._other_waiting.put(
+                lambda: self._compile_there(compilation, form, source, tokenizer, refusal)
+            )
+            if self._other_thread is None:
+                self._other_thread = started(partial(serve, self._other_waiting))
+
+    def _compile_there(
+        self,
+        compilation: GuidanceCompilation,
+        form: Grammar,
+        source: Any,
+        tokenizer: LLTokenizer,
+        refusal: str,
+    ) -> None:
+        if self._is_given_up(compilation):
+            return
+        library, other = compilation.library, self._other
+        assert other is not None, "nothing is handed over to what is not installed"
+        try:
+            other.prepare(tokenizer, library[1])
+            self._ready.setdefault(library, time.monotonic())
+        except BaseException as error:  # no fault of the grammar
+            compilation.is_void = True
+            compilation.future.set_exception(GrammarError(f"xgrammar cannot be used: {error}"))
+            return
+        try:
+            compiled = other.compiled(form, source, library[1])
+        except BaseException as error:  # whatever the library raises
+            compilation.future.set_exception(of_both(refusal, xgrammars.words(error)))
+        else:
+            compilation.num_bytes = compiled.num_bytes
+            compilation.future.set_result(lambda: compiled.matcher(tokenizer, library[1]))
 
     def _tokenizer(self, eos: Eos) -> LLTokenizer:
         with self._making:
@@ -148,25 +216,26 @@ class GuidanceCompiler:
                 seconds = time.perf_counter() - began
                 logger.info("the tokenizer was made ready for grammars in %.1f s", seconds)
                 self._tokenizers[eos] = made
-                self._ready[eos] = time.monotonic()
+                self._ready["guidance", eos] = time.monotonic()
             return self._tokenizers[eos]
 
 
 class GuidanceCompilation:
     """A ``Compilation``: every request that asks gets a matcher of its own."""
 
-    def __init__(self, eos: Eos, ready: Mapping[Eos, float], max_seconds: float) -> None:
-        """ready: since when there is a tokenizer; seconds count from then, or from now."""
-        self.future: Future[tuple[LLMatcher, LLTokenizer]] = Future()
+    def __init__(self, eos: Eos, ready: Mapping[Library, float], max_seconds: float) -> None:
+        """ready: since when a library has its tokenizer; seconds count from then, or from now."""
+        self.future: Future[Make] = Future()
         self.is_void = False  # it says nothing of the grammar: the next request is to try again
-        self._eos = eos
+        self.library: Library = ("guidance", eos)  # that compiles it now
+        self.num_bytes = 0  # that are kept beside its text, as far as a library says it
         self._ready = ready
         self._max_seconds = max_seconds
         self._asked = time.monotonic()
 
     @property
     def is_late(self) -> bool:
-        ready = self._ready.get(self._eos)
+        ready = self._ready.get(self.library)
         if self.future.done() or ready is None:
             return False
         return time.monotonic() - max(ready, self._asked) > self._max_seconds
@@ -176,15 +245,12 @@ class GuidanceCompilation:
         limit = f"{self._max_seconds:g}"
         return GrammarError(f"it was not compiled within {limit} seconds: make it smaller")
 
-    def poll(self) -> GuidanceMatcher | None:
+    def poll(self) -> Matcher | None:
         if self.is_late:
             raise self.lateness
-        if not self.future.done():
-            return None
-        matcher, tokenizer = self.future.result()
-        return GuidanceMatcher(matcher.deep_copy(), tokenizer, self._eos)
+        return self.future.result()() if self.future.done() else None
 
-    def wait(self) -> GuidanceMatcher:
+    def wait(self) -> Matcher:
         while (matcher := self.poll()) is None:
             wait_for([self.future], timeout=_GLANCE)
         return matcher
@@ -262,19 +328,31 @@ class CheckedOnly:
     its matchers take the tokens as they were."""
 
     def submit(self, grammar: str, eos_token_ids: Sequence[int]) -> Compiled:
-        if wrong := elsewhere(partial(_wrong_in, grammar)):
-            raise GrammarError(_words(wrong))
+        elsewhere(partial(_check, grammar_from(grammar)))
         return Compiled(Follower())
 
     def shutdown(self) -> None:
         """Nothing is kept."""
 
 
-def _wrong_in(grammar: str) -> str:
+def _check(form: Grammar) -> str:
+    """Raises ``GrammarError`` for what a compiler would refuse that has the same libraries."""
     from llguidance import LLMatcher
 
-    source = source_of(grammar_from(grammar))
-    return str(LLMatcher.validate_grammar(source, limits=limits()))
+    refusal = ""
+    if form.backend != "xgrammar":
+        try:
+            refusal = LLMatcher.validate_grammar(source_of(form), limits=limits())
+        except BaseException as error:  # the library may panic, which is no Exception
+            refusal = reason(error)
+        if not refusal:
+            return ""
+        if form.backend == "guidance":
+            raise GrammarError(_words(refusal))
+    other_source(form, _words(refusal), is_installed=xgrammars.is_installed())
+    if wrong := xgrammars.wrong_in(form):
+        raise of_both(_words(refusal), wrong)
+    return ""
 
 
 class Follower:
@@ -291,6 +369,54 @@ class Follower:
 
     def forced(self, recent: Sequence[int], most: int) -> Sequence[int]:
         return ()
+
+
+def serve(waiting: SimpleQueue[Callable[[], None] | None]) -> None:
+    """Do one thing after the other, until there is none."""
+    while (work := waiting.get()) is not None:
+        work()
+
+
+def matcher_of(form: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
+    """The library's own, at the beginning of the grammar. Raises what is wrong with it."""
+    from llguidance import LLMatcher
+
+    source = source_of(form, partial(special_of, tokenizer))
+    matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits())
+    if matcher.is_error():
+        raise GrammarError(_words(matcher.get_error()))
+    return matcher
+
+
+def other_source(form: Grammar, refusal: str, *, is_installed: bool) -> Any:
+    """What xgrammar is given of a form that llguidance refuses, or that names it. Raises
+    ``GrammarError`` with both reasons, or with the way to install it."""
+    if refusal and form.kind not in OF_XGRAMMAR:
+        raise GrammarError(refusal)
+    try:
+        source = xgrammars.source_of(form)
+    except SchemaError as error:
+        raise of_both(refusal, str(error)) from error
+    if is_installed:
+        return source
+    if refusal:
+        raise GrammarError(f"{refusal}; xgrammar takes it, which is not installed: {INSTALL}")
+    raise GrammarError(
+        f"backend is 'xgrammar', which is not installed where the model runs: {INSTALL}, or leave "
+        "backend out"
+    )
+
+
+def of_both(refusal: str, other: str) -> GrammarError:
+    """What each library says of it."""
+    return GrammarError(
+        f"{refusal}; xgrammar does not take it either: {other}" if refusal else other
+    )
+
+
+def reason(error: BaseException) -> str:
+    """Words for what a compiler raised."""
+    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
 def started(work: Callable[[], None]) -> Thread:
@@ -393,7 +519,8 @@ def guidance_of(read_tokenizer: Callable[[], str | None], vocab_size: int) -> Gu
             )
         return LLTokenizer(source, n_vocab=vocab_size, eos_token=list(eos))
 
-    return GuidanceCompiler(make)
+    other = XGrammars(vocab_size) if xgrammars.is_installed() else None
+    return GuidanceCompiler(make, other=other)
 
 
 def _quoted(text: str) -> str:

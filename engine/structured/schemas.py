@@ -16,6 +16,11 @@ _VALUES = ("enum", "const", "default", "examples")  # no schemas
 _LEAP_YEAR = r"(?:\d\d(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
 _YEAR = r"(?:[1-9]\d{3}|0[1-9]\d\d|00[1-9]\d|000[1-9])"
 _DAY = r"(?:\d\d-(?:[01]\d|2[0-8])|(?:0[13-9]|1[0-2])-(?:29|3[01]))"  # of any year, with its month
+_MONTH_AND_DAY = (
+    r"(?:(?:0[1-9]|1[0-2])-(?:0[1-9]|1\d|2[0-8])|(?:0[13-9]|1[0-2])-(?:29|30)"
+    r"|(?:0[13578]|1[02])-31)"
+)
+DATE = f"(?:{_LEAP_YEAR}-02-29|{_YEAR}-{_MONTH_AND_DAY})"  # in the calendar, from the year 1 on
 # The library writes 29 February in every year, and the year 0000, which hardly a program can read.
 _MORE_OF_FORMAT: dict[str, dict[str, Any]] = {
     "date": {"pattern": f"^(?:{_LEAP_YEAR}-02-29|{_YEAR}-{_DAY})"},

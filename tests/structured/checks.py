@@ -35,8 +35,11 @@ class Bench:
         self._bytes = byte_tokens(self.tokenizer)
 
     def compiled(self, fields: dict[str, Any]) -> GuidanceCompilation:
-        """Raises ``RequestError`` and ``GrammarError``, as a request would end with it."""
-        params = StructuredOutputsParams(**fields)
+        """Raises ``RequestError`` and ``GrammarError``, as a request would end with it.
+
+        By llguidance, unless the fields say otherwise.
+        """
+        params = StructuredOutputsParams(**{"backend": "guidance", **fields})
         compilation = self._compiler.submit(grammar_of(params), self.eos)
         compilation.wait()
         return compilation

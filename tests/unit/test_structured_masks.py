@@ -147,7 +147,7 @@ def test_names_of_properties_are_no_keywords() -> None:
 
 def test_a_run_that_is_recorded_waits_for_no_grammar_longer_than_others() -> None:
     """Its requests are compiled within the step: what never ends would end the engine."""
-    endless = GuidanceCompilation((0,), {(0,): 0.0}, max_seconds=0.1)
+    endless = GuidanceCompilation((0,), {("guidance", (0,)): 0.0}, max_seconds=0.1)
     with pytest.raises(GrammarError, match=r"within 0\.1 seconds"):
         endless.wait()
 

@@ -1,0 +1,146 @@
+"""Two JSON schemas of one value as one: no keyword stands beside a reference or a choice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.structured.schemas import SchemaError
+
+Schema = dict[str, Any]
+
+EVERY_TYPE = ("null", "boolean", "integer", "number", "string", "array", "object")
+_LARGER = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")
+_SMALLER = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")
+
+
+class NothingAllowedError(SchemaError):
+    """No value is right: as one of a choice it is left out."""
+
+
+def as_object(schema: Any) -> Schema:
+    """``True`` and ``False`` are schemas, too."""
+    if schema is True:
+        return {}
+    if schema is False:
+        raise NothingAllowedError("a schema is false, which allows nothing")
+    if not isinstance(schema, dict):
+        raise SchemaError(f"a schema is {schema!r:.80}, must be an object or a bool")
+    return schema
+
+
+def types_of(schema: Schema) -> set[str]:
+    """Names of types that it allows; a number may be an integer."""
+    asked = schema.get("type", list(EVERY_TYPE))
+    found = [asked] if isinstance(asked, str) else asked
+    if not isinstance(found, list) or not found or not all(each in EVERY_TYPE for each in found):
+        raise SchemaError(f"type is {asked!r:.80}, must be of: {', '.join(EVERY_TYPE)}")
+    return {*found, "integer"} if "number" in found else set(found)
+
+
+def values_of(schema: Schema) -> list[Any] | None:
+    """Values that enum and const leave; ``None`` if it has neither."""
+    found = [schema["const"]] if "const" in schema else None
+    if "enum" not in schema:
+        return found
+    if not isinstance(schema["enum"], list):
+        raise SchemaError(f"enum is {schema['enum']!r:.80}, must be a list")
+    if found is None:
+        return list(schema["enum"])
+    return [each for each in schema["enum"] if are_same(each, found[0])]
+
+
+def are_same(one: Any, other: Any) -> bool:
+    """As JSON has it: 1 is 1.0 and not true."""
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is other
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(are_same(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(are_same, one, other))
+    return bool(one == other)
+
+
+def merged(one: Schema, other: Schema) -> Schema:
+    """Allows what both allow. Raises ``SchemaError`` that names what cannot be put together.
+
+    other: stands within the one, as what it refers to. Neither has annotations; what they hold may
+    still be references.
+    """
+    if not one or not other:
+        return {**one, **other}
+    if wrong := other.keys() & {"unevaluatedProperties", "unevaluatedItems"}:
+        raise SchemaError(f"{min(wrong)} of a schema within another is not enforced by xgrammar")
+    found = {**one, **other}
+    for key in one.keys() & other.keys():
+        if key not in ("enum", "const"):
+            found[key] = _both(key, one[key], other[key])
+    if any("enum" in each or "const" in each for each in (one, other)):
+        left, right = values_of(one), values_of(other)
+        found.pop("const", None)
+        found["enum"] = right if left is None else left
+        if left is not None and right is not None:
+            found["enum"] = [a for a in left if any(are_same(a, b) for b in right)]
+    _check_arrays(one, other)
+    if properties := _properties(one, other, found):
+        found["properties"] = properties
+    return found
+
+
+def _both(key: str, one: Any, other: Any) -> Any:
+    if key == "type":
+        types = types_of({key: one}) & types_of({key: other})
+        if not types:
+            raise NothingAllowedError(f"type is {one!r:.80} and {other!r:.80}, which is nothing")
+        return sorted(types)
+    if key in ("properties", "additionalProperties"):
+        return other if key == "properties" else _all_of(one, other)
+    if key == "required":
+        return [*one, *(name for name in other if name not in one)]
+    if key in _LARGER + _SMALLER and not any(isinstance(each, bool) for each in (one, other)):
+        try:
+            return max(one, other) if key in _LARGER else min(one, other)
+        except TypeError as error:
+            raise SchemaError(f"{key} is {one!r:.80}, must be a number") from error
+    if key in ("items", "propertyNames"):
+        return _all_of(one, other)
+    if type(one) is type(other) and one == other:
+        return one
+    raise SchemaError(f"{key} is said twice of one value, which is not enforced by xgrammar")
+
+
+def _all_of(one: Any, other: Any) -> Any:
+    return one if one == other and type(one) is type(other) else {"allOf": [one, other]}
+
+
+def _check_arrays(one: Schema, other: Schema) -> None:
+    """What is said of the items behind some others depends on what stands beside it."""
+    keys = {"items", "prefixItems", "unevaluatedItems"}
+    if (
+        (one.keys() | other.keys()) & keys != {"items"}
+        and one.keys() & keys
+        and other.keys() & keys
+    ):
+        raise SchemaError("prefixItems or unevaluatedItems of one value in two schemas")
+
+
+def _properties(one: Schema, other: Schema, found: Schema) -> Schema:
+    """Of both: what one names and the other does not is an additional property of that."""
+    if "unevaluatedProperties" in found and "additionalProperties" in found:
+        raise SchemaError("unevaluatedProperties beside additionalProperties is not enforced")
+    names = {**_object(one), **_object(other)}
+    properties = {}
+    for name in names:
+        said = [
+            _object(each)[name] if name in _object(each) else each["additionalProperties"]
+            for each in (one, other)
+            if name in _object(each) or "additionalProperties" in each
+        ]
+        properties[name] = said[0] if len(said) == 1 else _all_of(*said)
+    return properties
+
+
+def _object(schema: Schema) -> Schema:
+    found = schema.get("properties", {})
+    if not isinstance(found, dict):
+        raise SchemaError(f"properties is {found!r:.80}, must be an object")
+    return found

@@ -1,0 +1,473 @@
+"""JSON schemas as xgrammar is given them: in those of its words that it enforces.
+
+The library ignores some keywords (``not``, ``if``, ``uniqueItems``, ``contains``), and others in
+company: what stands beside a reference, ``anyOf`` or ``enum``, lengths beside a pattern, a minimum
+where no type is said. So a schema is written anew: what stands side by side is merged, ``oneOf`` is
+``anyOf`` where no value can be in two of its schemas, and what is left is refused by name. The new
+schema may allow less than the old one, never more: beside properties that it names, an object has
+no others.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from functools import reduce
+from typing import Any
+
+from engine.structured.disjoint import are_disjoint
+from engine.structured.merged import (
+    EVERY_TYPE,
+    NothingAllowedError,
+    as_object,
+    merged,
+    types_of,
+    values_of,
+)
+from engine.structured.patterns import of_length, of_whole_text
+from engine.structured.schemas import DATE, SchemaError
+
+Schema = dict[str, Any]
+
+# What is compiled cannot be interrupted: these keep it to seconds.
+MAX_SCHEMAS = 1_000  # within each other and beside each other, as they are written
+MAX_DEPTH = 24  # between two references
+MAX_NAMES = 500  # properties in all
+MAX_VALUES = 2_000  # of all enums
+MAX_LENGTH = 1_000  # of a text or an array that has a limit
+MAX_MULTIPLE = 1_000
+EXACT = 1 << 53  # the library reads numbers as doubles
+MAX_PROVED = 64  # schemas of a oneOf, each of which is held against each other
+
+_ANNOTATIONS = (
+    *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
+    *("$schema", "$comment", "$id", "$anchor", "$defs", "definitions", "discriminator"),
+    *("contentMediaType", "contentEncoding"),
+)
+_OF_TYPE = {
+    "integer": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+    "string": ("minLength", "maxLength", "pattern", "format"),
+    "array": ("items", "prefixItems", "minItems", "maxItems", "unevaluatedItems"),
+    "object": (
+        *("properties", "required", "additionalProperties", "propertyNames", "minProperties"),
+        *("maxProperties", "unevaluatedProperties"),
+    ),
+}
+_OF_TYPE["number"] = _OF_TYPE["integer"]
+# Keywords that the library ignores, or enforces in part, with values that say nothing.
+_REFUSED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("not", "if", "then", "else", "contains", "minContains", "maxContains"), ()),
+    **dict.fromkeys(("$dynamicRef", "$recursiveRef", "additionalItems", "x-guidance"), ()),
+    **dict.fromkeys(("divisibleBy", "disallow", "extends", "contentSchema"), ()),
+    **dict.fromkeys(("dependencies", "dependentRequired", "dependentSchemas"), ({},)),
+    "uniqueItems": (False,),
+    "patternProperties": ({},),
+}
+_HEX, _BYTE = "[0-9a-fA-F]", "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?"
+_ZONE = r"(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+FORMATS = {
+    "date": f"^{DATE}$",
+    "time": f"^{_TIME}{_ZONE}$",
+    "date-time": f"^{DATE}T{_TIME}{_ZONE}$",
+    "uuid": f"^{_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}$",
+    "ipv4": rf"^{_BYTE}\.{_BYTE}\.{_BYTE}\.{_BYTE}$",
+}
+
+
+def narrowed(schema: Any, *, is_closed: bool) -> Schema:
+    """The schema for xgrammar. Raises ``SchemaError`` that names the keyword or the limit.
+
+    is_closed: no properties but those that it names.
+    """
+    return _Writer(schema, is_closed).whole()
+
+
+class _Writer:
+    """Writes one schema and what it refers to."""
+
+    def __init__(self, root: Any, is_closed: bool) -> None:
+        self._root = root
+        self._is_closed = is_closed
+        self._left = {"schemas": MAX_SCHEMAS, "properties": MAX_NAMES, "values of enum": MAX_VALUES}
+        self._names: dict[str, str] = {}  # of definitions, by the reference to them
+        self._written: dict[str, Schema] = {}
+
+    def whole(self) -> Schema:
+        found = self._write(self._root, 0)
+        for name in self._names.values():
+            self._check_ends(name)
+        return {**found, "$defs": self._written} if self._written else found
+
+    def _write(self, schema: Any, depth: int) -> Schema:
+        self._spend("schemas", 1)
+        if depth > MAX_DEPTH:
+            raise SchemaError(f"it is nested more than {MAX_DEPTH} deep: use references")
+        asked = self._checked(schema)
+        if "$ref" in asked:
+            return self._reference(asked, depth)
+        for key, write in (("allOf", self._all), ("oneOf", self._any), ("anyOf", self._any)):
+            if key in asked:
+                return write(key, asked, depth)
+        if (values := values_of(asked)) is not None:
+            return self._values(values, asked)
+        return self._typed(asked, depth)
+
+    def _checked(self, schema: Any) -> Schema:
+        """Without what says nothing. Raises for what is not enforced."""
+        found = {}
+        for key, value in as_object(schema).items():
+            if key in _REFUSED:
+                if not any(type(value) is type(idle) and value == idle for idle in _REFUSED[key]):
+                    raise SchemaError(f"{key} is {value!r:.80}, which xgrammar does not enforce")
+            elif key == "$id" and schema is not self._root:
+                raise SchemaError(f"$id is {value!r:.80} within a schema, which is not enforced")
+            elif key not in _ANNOTATIONS:
+                found[key] = value
+        return found
+
+    def _spend(self, what: str, count: int) -> None:
+        self._left[what] -= count
+        if self._left[what] < 0:
+            limits = {"schemas": MAX_SCHEMAS, "properties": MAX_NAMES, "values of enum": MAX_VALUES}
+            raise SchemaError(f"it has too many {what} for xgrammar, the limit is {limits[what]}")
+
+    # -- references, and schemas that are put together
+
+    def _found(self, reference: Any) -> Any:
+        if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+            raise SchemaError(f"$ref is {reference!r:.80}, must be '#' or begin with '#/'")
+        place = self._root
+        for part in reference.split("/")[1:]:
+            part = part.replace("~1", "/").replace("~0", "~")
+            is_index = isinstance(place, list) and part.isdecimal() and int(part) < len(place)
+            if not is_index and not (isinstance(place, dict) and part in place):
+                raise SchemaError(f"$ref is {reference!r:.80}, which is not in the schema")
+            place = place[int(part)] if is_index else place[part]
+        return place
+
+    def resolved(self, schema: Any) -> Schema:
+        """The schema with what it refers to, and all of its allOf, in one."""
+        asked, seen = self._checked(schema), 0
+        while "$ref" in asked or "allOf" in asked:
+            self._spend("schemas", 1)
+            seen += 1
+            if seen > MAX_DEPTH:
+                raise SchemaError("its references lead to each other without end")
+            if "$ref" in asked:
+                rest = {key: value for key, value in asked.items() if key != "$ref"}
+                asked = merged(rest, self._checked(self._found(asked["$ref"])))
+            else:
+                rest = {key: value for key, value in asked.items() if key != "allOf"}
+                asked = reduce(merged, map(self._checked, _list("allOf", asked["allOf"])), rest)
+        return asked
+
+    def _reference(self, asked: Schema, depth: int) -> Schema:
+        if len(asked) > 1:
+            return self._write(self.resolved(asked), depth + 1)
+        reference = asked["$ref"]
+        if reference not in self._names:
+            found = self._found(reference)
+            name = self._names[reference] = f"d{len(self._names)}"
+            self._written[name] = {}  # that it has a name is enough for those within it
+            self._written[name] = self._write(found, 0)
+        return {"$ref": f"#/$defs/{self._names[reference]}"}
+
+    def _check_ends(self, name: str) -> None:
+        """A definition that is only a reference must come to another end than itself."""
+        seen = {name}
+        while "$ref" in self._written[name]:
+            name = self._written[name]["$ref"].rpartition("/")[2]
+            if name in seen:
+                raise SchemaError("$ref leads back to itself, which says nothing")
+            seen.add(name)
+
+    def _all(self, key: str, asked: Schema, depth: int) -> Schema:
+        return self._write(self.resolved(asked), depth + 1)
+
+    def _any(self, key: str, asked: Schema, depth: int) -> Schema:
+        rest = {name: value for name, value in asked.items() if name != key}
+        choices = _list(key, asked[key])
+        self._spend("schemas", len(choices))
+        if key == "oneOf":
+            self._prove_one(choices, rest)
+        found = []
+        for choice in choices:
+            try:
+                whole = merged(rest, self.resolved(choice)) if rest else choice
+                found.append(self._write(whole, depth + 1))
+            except NothingAllowedError:
+                continue
+        if not found:
+            raise NothingAllowedError(f"{key} is {choices!r:.80}, which allows nothing")
+        return found[0] if len(found) == 1 else {"anyOf": found}
+
+    def _prove_one(self, choices: list[Any], rest: Schema) -> None:
+        """Nothing that is written for one of them is right for another."""
+        if len(choices) > MAX_PROVED:
+            raise SchemaError(f"oneOf has {len(choices)} schemas, the limit is {MAX_PROVED}")
+        for first, one in enumerate(choices):
+            for second, other in enumerate(choices):
+                own = merged(rest, self.resolved(one)) if rest else one
+                if first != second and not are_disjoint(own, other, self.resolved):
+                    raise SchemaError(
+                        f"oneOf is {choices!r:.80}, of which {first} and {second} may both be "
+                        "right, as far as can be told: use anyOf, or a property with another "
+                        "const in each"
+                    )
+
+    # -- values and types
+
+    def _values(self, values: list[Any], asked: Schema) -> Schema:
+        beside = asked.keys() - {"enum", "const", "type"}
+        if wrong := sorted(key for keys in _OF_TYPE.values() for key in keys if key in beside):
+            raise SchemaError(f"{wrong[0]} beside enum or const is not enforced by xgrammar")
+        allowed = types_of(asked)
+        kept = [each for each in values if _type_of(each) & allowed]
+        self._spend("values of enum", len(kept))
+        if not kept:
+            raise NothingAllowedError(f"enum is {values!r:.80}, of which type allows nothing")
+        for each in _leaves(kept):
+            if isinstance(each, int | float) and abs(each) > EXACT:
+                raise SchemaError(f"enum has {each}, larger than what is compared exactly")
+        return {"enum": kept}
+
+    def _typed(self, asked: Schema, depth: int) -> Schema:
+        if not asked.keys() & {"type", *(key for keys in _OF_TYPE.values() for key in keys)}:
+            return {}
+        types = types_of(asked)
+        found = []
+        for kind in (name for name in EVERY_TYPE if name in types):
+            if kind == "integer" and "number" in types:
+                continue
+            own = {key: asked[key] for key in _OF_TYPE.get(kind, ()) if key in asked}
+            write = {"string": _string, "integer": _integer, "number": _number}.get(kind)
+            try:
+                if write is not None:
+                    found.append({"type": kind, **write(own)})
+                elif kind == "object":
+                    found.append({"type": kind, **self._object(own, depth)})
+                elif kind == "array":
+                    found.append({"type": kind, **self._array(own, depth)})
+                else:
+                    found.append({"type": kind})
+            except NothingAllowedError:
+                if len(types) == 1:
+                    raise
+        if not found:
+            raise NothingAllowedError(f"type is {asked.get('type')!r:.80}, which allows nothing")
+        return found[0] if len(found) == 1 else {"anyOf": found}
+
+    def _array(self, own: Schema, depth: int) -> Schema:
+        least, most = _counts(own, "minItems", "maxItems", MAX_LENGTH)
+        first = _list("prefixItems", own["prefixItems"]) if "prefixItems" in own else []
+        others = own.get("items", own.get("unevaluatedItems", True))
+        if first and "unevaluatedItems" in own and "items" in own:
+            raise SchemaError("unevaluatedItems beside items is not enforced by xgrammar")
+        if most is not None:
+            first = first[:most]
+        prefix = [self._write(each, depth + 1) for each in first]
+        try:
+            items: Any = self._write(others, depth + 1)
+        except NothingAllowedError:
+            items, most = False, len(prefix) if most is None else min(most, len(prefix))
+        if most is not None and most < least:
+            raise NothingAllowedError(f"minItems is {least}, of at most {most}")
+        if most is not None and most <= len(prefix):
+            items = False
+        found: Schema = {"prefixItems": prefix} if prefix else {}
+        if items is False and not prefix:
+            return {"maxItems": 0}
+        found["items"] = items
+        found |= {"minItems": least} if least else {}
+        return found if most is None or items is False else {**found, "maxItems": most}
+
+    def _object(self, own: Schema, depth: int) -> Schema:
+        named = _named(own)
+        required = _list("required", own.get("required", []))
+        others = own.get("additionalProperties", own.get("unevaluatedProperties", True))
+        if self._is_closed and "additionalProperties" not in own:
+            others = False
+        least, most = _counts(own, "minProperties", "maxProperties", MAX_NAMES)
+        if not named and not required:
+            return self._map(own, others, (least, most), depth)
+        if "propertyNames" in own:
+            raise SchemaError("propertyNames beside properties is not enforced by xgrammar")
+        found: Schema = {}
+        for name in [*named, *(each for each in required if each not in named)]:
+            try:
+                found[name] = self._write(named.get(name, others), depth + 1)
+            except NothingAllowedError:
+                if name in required:
+                    raise
+        self._spend("properties", len(found))
+        if least > len(found) or (most is not None and most < len(set(required))):
+            raise NothingAllowedError(f"minProperties is {least}, of {len(found)} properties")
+        written: Schema = {"properties": found, "additionalProperties": False}
+        written |= {"required": list(dict.fromkeys(required))} if required else {}
+        written |= {"minProperties": least} if least > len(set(required)) else {}
+        return written if most is None or most >= len(found) else {**written, "maxProperties": most}
+
+    def _map(self, own: Schema, others: Any, limits: tuple[int, int | None], depth: int) -> Schema:
+        """Objects of properties that have no names here. One may be written twice, and then counts
+        once."""
+        least, most = limits
+        try:
+            values: Any = self._write(others, depth + 1)
+        except NothingAllowedError:
+            values = False
+        if values is False or most == 0:
+            if least:
+                raise NothingAllowedError(f"minProperties is {least}, of no properties")
+            return {"additionalProperties": False}
+        if least > 1:
+            raise SchemaError(
+                f"minProperties is {least}, which is only enforced up to 1 where the schema names "
+                "no properties: name them in properties"
+            )
+        found: Schema = {"additionalProperties": values}
+        if "propertyNames" in own and (names := self._names_of(own["propertyNames"])):
+            found["propertyNames"] = names
+        found |= {"minProperties": least} if least else {}
+        return found if most is None else {**found, "maxProperties": most}
+
+    def _names_of(self, schema: Any) -> Schema:
+        asked = self.resolved(schema)
+        if wrong := asked.keys() & {"anyOf", "oneOf"}:
+            raise SchemaError(f"{min(wrong)} in propertyNames is not enforced by xgrammar")
+        written = self._write({**asked, "type": "string"}, 0)
+        return {key: value for key, value in written.items() if key != "type"}
+
+
+def _named(own: Schema) -> Schema:
+    named = own.get("properties", {})
+    if not isinstance(named, dict) or not all(isinstance(name, str) for name in named):
+        raise SchemaError(f"properties is {named!r:.80}, must be an object")
+    return named
+
+
+def _list(name: str, value: Any) -> list[Any]:
+    if not isinstance(value, list) or (name == "required" and not all(map(_is_text, value))):
+        raise SchemaError(f"{name} is {value!r:.80}, must be a list")
+    return value
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Values that hold no others."""
+    if isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(each)
+    else:
+        yield value
+
+
+def _type_of(value: Any) -> set[str]:
+    if isinstance(value, bool):
+        return {"boolean"}
+    if isinstance(value, int | float):
+        return {"integer", "number"} if float(value).is_integer() else {"number"}
+    names = {str: "string", list: "array", dict: "object", type(None): "null"}
+    return {names[type(value)]}
+
+
+def _counts(own: Schema, low: str, high: str, limit: int) -> tuple[int, int | None]:
+    """The least and the most that two keywords say."""
+    for key in (low, high):
+        value = own.get(key, 0)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise SchemaError(f"{key} is {value!r:.80}, must be a whole number, 0 or more")
+        if value > limit:
+            raise SchemaError(f"{key} is {value}, for xgrammar the limit is {limit}")
+    least, most = own.get(low, 0), own.get(high)
+    if most is not None and most < least:
+        raise NothingAllowedError(f"{low} is {least} and {high} is {most}, which allows nothing")
+    return least, most
+
+
+def _string(own: Schema) -> Schema:
+    shape = [key for key in ("pattern", "format") if key in own]
+    sizes = [key for key in ("minLength", "maxLength") if own.get(key)]
+    if len(shape) == 2 or (shape and sizes):
+        raise SchemaError(f"{(shape + sizes)[1]} beside {shape[0]} is not enforced by xgrammar")
+    if not shape:
+        least, most = _counts(own, "minLength", "maxLength", MAX_LENGTH)
+        return {"pattern": of_length(least, most)} if least or most is not None else {}
+    value = own[shape[0]]
+    if shape[0] == "format":
+        if value not in FORMATS:
+            raise SchemaError(
+                f"format is {value!r:.80}, for xgrammar there are: {', '.join(FORMATS)}"
+            )
+        return {"pattern": of_whole_text(FORMATS[value], is_proved=True)}
+    if not isinstance(value, str):
+        raise SchemaError(f"pattern is {value!r:.80}, must be text")
+    return {"pattern": of_whole_text(value)}
+
+
+def _bounds(own: Schema) -> dict[str, int | float]:
+    found: dict[str, int | float] = {}
+    for key in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"):
+        value = own.get(key, 0)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise SchemaError(f"{key} is {value!r:.80}, must be a number")
+        if abs(value) > EXACT or (isinstance(value, float) and "e" in repr(value)):
+            raise SchemaError(f"{key} is {value}, which xgrammar does not compare exactly")
+        if key in own:
+            found[key] = value
+    return found
+
+
+def _integer(own: Schema) -> Schema:
+    bounds = _bounds(own)
+    up, down = (
+        math.floor(bounds.get("exclusiveMinimum", 0)) + 1,
+        math.ceil(bounds.get("exclusiveMaximum", 0)),
+    )
+    lows = [math.ceil(bounds["minimum"])] if "minimum" in bounds else []
+    highs = [math.floor(bounds["maximum"])] if "maximum" in bounds else []
+    lows += [up] if "exclusiveMinimum" in bounds else []
+    highs += [down - 1] if "exclusiveMaximum" in bounds else []
+    if lows and highs and max(lows) > min(highs):
+        raise NothingAllowedError(f"minimum is {max(lows)} and maximum {min(highs)}")
+    found: Schema = {"minimum": max(lows)} if lows else {}
+    found |= {"maximum": min(highs)} if highs else {}
+    step = bounds.get("multipleOf")
+    if step is None or step == 1:
+        return found
+    if found or step != int(step) or not 0 < step <= MAX_MULTIPLE:
+        raise SchemaError(
+            f"multipleOf is {step}, which xgrammar enforces up to {MAX_MULTIPLE}, of whole numbers "
+            "without a minimum and a maximum"
+        )
+    return {"multipleOf": int(step)}
+
+
+def _number(own: Schema) -> Schema:
+    bounds = _bounds(own)
+    if "multipleOf" in bounds:
+        raise SchemaError("multipleOf of a number is not enforced by xgrammar: use type integer")
+    low = max((bounds[key] for key in ("minimum", "exclusiveMinimum") if key in bounds), default=-1)
+    high = min((bounds[key] for key in ("maximum", "exclusiveMaximum") if key in bounds), default=1)
+    if "minimum" in bounds and "exclusiveMinimum" in bounds:
+        bounds.pop("minimum" if bounds["exclusiveMinimum"] >= bounds["minimum"] else _EXCLUSIVE[0])
+    if "maximum" in bounds and "exclusiveMaximum" in bounds:
+        bounds.pop("maximum" if bounds["exclusiveMaximum"] <= bounds["maximum"] else _EXCLUSIVE[1])
+    if bounds and low > high and len(bounds) == 2:
+        raise NothingAllowedError(f"minimum is {low} and maximum {high}")
+    return dict(bounds)
+
+
+_EXCLUSIVE = ("exclusiveMinimum", "exclusiveMaximum")
+
+
+def readable(text: str) -> Any:
+    """A schema from its text. Raises ``SchemaError`` if it is nested too deeply to be read."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise SchemaError("it is nested too deeply") from error
