@@ -3,7 +3,8 @@
 What a draft costs at the margin is in the cost model; what drafting costs as such is not. A step
 with drafts waits for the one before it, may not be recorded, is put together by more of the host:
 between 0 and 20 ms, which no line through sizes of steps tells. So it is measured on the engine's
-own clock, from the end of a step to the end of the next, for numbers of running requests apart.
+own clock, from the end of a step to the end of the next, for numbers of running requests apart;
+what was not measured yet is taken to be as for the nearest number that was.
 
 Drafts of which less is expected are verified only as far as a credit goes, a token of each request
 and a hundredth of all: what nobody tries, nobody learns to be right. All requests that want to try
@@ -13,7 +14,9 @@ do so in the same step.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import NamedTuple
 
@@ -38,17 +41,32 @@ def usual(seconds: Sequence[float]) -> float:
     return median(seconds) if len(seconds) >= WINDOW // 2 else min(seconds)
 
 
-class Load:
-    """What steps with about so many requests running take, with drafts and without."""
+@dataclass
+class Credit:
+    """What may be lost by trying, of all loads together."""
 
-    def __init__(self) -> None:
+    steps: float = MOST_CREDIT
+
+    def lend(self, steps: float) -> None:
+        """So many more may be lost."""
+        self.steps = min(self.steps + steps, MOST_CREDIT)
+
+
+class Load:
+    """What steps with about so many requests running take, with drafts and without.
+
+    ``others``: of other numbers of requests, the nearest first.
+    """
+
+    def __init__(self, credit: Credit, others: Callable[[], Iterable[Load]]) -> None:
         self._drafting: deque[float] = deque(maxlen=WINDOW)  # seconds
         self._plain: deque[float] = deque(maxlen=WINDOW)
         self._wished: deque[int] = deque(maxlen=WINDOW)  # drafts that the worker made for a row
         self._in_a_row = 0  # steps with drafts
         self._looks = 0  # steps without that are still to be made
         self._wait, self._waited = 0, 0
-        self._credit = MOST_CREDIT  # steps
+        self._credit = credit
+        self._others = others
 
     def asks(self) -> bool:
         """May this step have drafts? To be asked once a step."""
@@ -62,7 +80,7 @@ class Load:
 
     def tries(self) -> bool:
         """May it have drafts of which nothing is known?"""
-        return self._credit >= min(self.cost(), MOST_CREDIT)
+        return self._credit.steps >= min(self.cost(), MOST_CREDIT)
 
     def takes(self, num_seqs: int, expected: float, num_steps: int = 1) -> bool:
         """Are drafts that bring so many tokens worth it? num_steps: that cost more, if only these
@@ -72,15 +90,21 @@ class Load:
             self._waited = 0
             return True
         if self.tries():
-            self._credit -= min(lost + (num_steps - 1) * self.cost(), MOST_CREDIT)
+            self._credit.steps -= min(lost + (num_steps - 1) * self.cost(), MOST_CREDIT)
             return True
         self._wait = self._waited = min(2 * self._waited + 1, MOST_WAIT)
         return False
 
+    @property
+    def is_measured(self) -> bool:
+        return len(self._drafting) >= ENOUGH and len(self._plain) >= FEW
+
     def cost(self) -> float:
-        """Of drafts in a step, as a share of a step without."""
-        if len(self._drafting) < ENOUGH or len(self._plain) < FEW:
-            return 0.0
+        """Of drafts in a step, as a share of a step without; 0 before any was measured."""
+        if not self.is_measured:
+            known = (other for other in self._others() if other.is_measured)
+            nearest = next(known, None)
+            return 0.0 if nearest is None else nearest.cost()
         plain = usual(self._plain)
         return max(0.0, usual(self._drafting) / plain - 1.0) if plain > 0 else 0.0
 
@@ -90,7 +114,7 @@ class Load:
 
     def lend(self, steps: float) -> None:
         """So many more may be lost by trying."""
-        self._credit = min(self._credit + steps, MOST_CREDIT)
+        self._credit.lend(steps)
 
     def add(self, seconds: float, kind: Kind) -> None:
         """A step has taken so long."""
@@ -109,11 +133,15 @@ class Payoff:
 
     def __init__(self) -> None:
         self._loads: dict[int, Load] = {}  # by the power of two that holds the running requests
+        self._credit = Credit()
         self._last: float | None = None  # when a step had ended and others were on their way
 
     def load(self, num_running: int) -> Load:
         """That of so many requests."""
-        return self._loads.setdefault(num_running.bit_length(), Load())
+        size = num_running.bit_length()
+        if size not in self._loads:
+            self._loads[size] = Load(self._credit, partial(self._others, size))
+        return self._loads[size]
 
     def settled(self, num_seqs: int, now: float, kind: Kind, *, is_busy: bool) -> None:
         """A step of decodes has ended. is_busy: another one follows it."""
@@ -124,3 +152,10 @@ class Payoff:
     def interrupted(self, now: float, *, is_busy: bool) -> None:
         """A step that tells nothing, as it computed prompts, has ended."""
         self._last = now if is_busy else None
+
+    # -- helpers
+
+    def _others(self, size: int) -> list[Load]:
+        """The loads of other sizes, the nearest first."""
+        sizes = sorted(self._loads, key=lambda other: abs(other - size))
+        return [self._loads[other] for other in sizes if other != size]
