@@ -234,7 +234,7 @@ class Drafts(Resource):
     def seated(self, req: Request, step: Step) -> None:
         self._running[req.row] = req
         if self._payoff is not None:
-            self._payoff.load(len(self._running)).lend(1 / len(self._running))
+            self._payoff.load(len(self._running)).lend(1.0)
 
     def take(self, req: Request, num_tokens: int, step: Step) -> None:
         drafts = list(self._proposed.pop(req.row, ()))

@@ -25,6 +25,7 @@ ENOUGH = 4  # steps with drafts, before there is a cost
 FIRST_LOOK, LOOK = 8, 256  # steps with drafts in a row, then a few without; nothing known, or known
 FEW = 3  # the first of them cannot overlap with the one before it, so it says too little
 SHARE = 0.01  # of the tokens that may be lost by trying
+UNKNOWN_COST = 1.0  # before any was measured
 MOST_CREDIT = 3.0  # steps; whatever a cost was measured to be, so much buys a try
 MOST_WAIT = 16  # steps in which nobody is asked for drafts, after drafts that were not worth it
 
@@ -45,11 +46,7 @@ def usual(seconds: Sequence[float]) -> float:
 class Credit:
     """What may be lost by trying, of all loads together."""
 
-    steps: float = MOST_CREDIT
-
-    def lend(self, steps: float) -> None:
-        """So many more may be lost."""
-        self.steps = min(self.steps + steps, MOST_CREDIT)
+    tokens: float = MOST_CREDIT
 
 
 class Load:
@@ -67,6 +64,7 @@ class Load:
         self._wait, self._waited = 0, 0
         self._credit = credit
         self._others = others
+        self.num_seqs = 1  # just now
 
     def asks(self) -> bool:
         """May this step have drafts? To be asked once a step."""
@@ -80,7 +78,7 @@ class Load:
 
     def tries(self) -> bool:
         """May it have drafts of which nothing is known?"""
-        return self._credit.steps >= min(self.cost(), MOST_CREDIT)
+        return self._credit.tokens >= min(self.cost(), MOST_CREDIT) * self.num_seqs
 
     def takes(self, num_seqs: int, expected: float, num_steps: int = 1) -> bool:
         """Are drafts that bring so many tokens worth it? num_steps: that cost more, if only these
@@ -90,7 +88,8 @@ class Load:
             self._waited = 0
             return True
         if self.tries():
-            self._credit.steps -= min(lost + (num_steps - 1) * self.cost(), MOST_CREDIT)
+            steps = min(lost + (num_steps - 1) * self.cost(), MOST_CREDIT)
+            self._credit.tokens -= steps * num_seqs
             return True
         self._wait = self._waited = min(2 * self._waited + 1, MOST_WAIT)
         return False
@@ -100,25 +99,28 @@ class Load:
         return len(self._drafting) >= ENOUGH and len(self._plain) >= FEW
 
     def cost(self) -> float:
-        """Of drafts in a step, as a share of a step without; 0 before any was measured."""
+        """Of drafts in a step, as a share of a step without."""
         if not self.is_measured:
             known = (other for other in self._others() if other.is_measured)
             nearest = next(known, None)
-            return 0.0 if nearest is None else nearest.cost()
+            return UNKNOWN_COST if nearest is None else nearest.cost()
         plain = usual(self._plain)
         return max(0.0, usual(self._drafting) / plain - 1.0) if plain > 0 else 0.0
 
     def price(self) -> float:
         """Of one draft more that the worker makes, by the same measure."""
-        return self.cost() * len(self._wished) / sum(self._wished) if self._wished else 0.0
+        if not self._wished or not self.is_measured:
+            return 0.0
+        return self.cost() * len(self._wished) / sum(self._wished)
 
-    def lend(self, steps: float) -> None:
+    def lend(self, tokens: float) -> None:
         """So many more may be lost by trying."""
-        self._credit.lend(steps)
+        most = MOST_CREDIT * self.num_seqs
+        self._credit.tokens = min(self._credit.tokens + tokens, most)
 
     def add(self, seconds: float, kind: Kind) -> None:
         """A step has taken so long."""
-        self.lend(SHARE)
+        self.lend(SHARE * self.num_seqs)
         has_drafts = kind.has_drafts
         if kind.num_wished:
             self._wished.append(kind.num_wished)
@@ -141,7 +143,9 @@ class Payoff:
         size = num_running.bit_length()
         if size not in self._loads:
             self._loads[size] = Load(self._credit, partial(self._others, size))
-        return self._loads[size]
+        load = self._loads[size]
+        load.num_seqs = max(1, num_running)
+        return load
 
     def settled(self, num_seqs: int, now: float, kind: Kind, *, is_busy: bool) -> None:
         """A step of decodes has ended. is_busy: another one follows it."""
