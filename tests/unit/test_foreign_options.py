@@ -22,14 +22,14 @@ from engine.errors import ConfigError
         ("num_gpu_blocks_override", "num_kv_blocks"),
         ("scheduler_reserve_full_isl", "watermark"),
         ("num_speculative_tokens", 'key of speculative_config.*"num_speculative_tokens": 4'),
-        ("speculative_model", 'no draft models.*"method": "ngram"'),
+        ("speculative_model", 'key 'model' of speculative_config.*"method": "draft_model"'),
         ("ngram_prompt_lookup_max", "key 'prompt_lookup_max' of speculative_config.*ngram"),
         ("ngram_prompt_lookup_min", "key 'prompt_lookup_min' of speculative_config.*ngram"),
         ("prompt_lookup_max", 'key of speculative_config.*"prompt_lookup_max": 4'),
         ("prompt_lookup_min", 'key of speculative_config.*"prompt_lookup_min": 2'),
         ("speculative_disable_by_batch_size", "leave it out"),
         ("num_lookahead_slots", "num_speculative_tokens of speculative_config"),
-        ("speculative_draft_tensor_parallel_size", "no draft models.*leave it out"),
+        ("speculative_draft_tensor_parallel_size", "where the model is; leave it out"),
     ],
 )
 def test_an_option_that_is_named_otherwise_here_is_refused_with_its_name(name, way_out):

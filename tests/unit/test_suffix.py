@@ -316,7 +316,7 @@ def test_the_number_of_drafts_is_the_depth_if_not_given():
         ({"method": "ngram"}, "lacks 'num_speculative_tokens'"),
         *(
             ({"method": method}, f"method '{method}' is not available; there are: ngram, suffix")
-            for method in ("eagle", "eagle3", "medusa", "mlp_speculator", "draft_model", "mtp")
+            for method in ("eagle", "eagle3", "medusa", "mlp_speculator", "mtp")
         ),
     ],
 )
