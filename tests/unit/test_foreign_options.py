@@ -22,7 +22,7 @@ from engine.errors import ConfigError
         ("num_gpu_blocks_override", "num_kv_blocks"),
         ("scheduler_reserve_full_isl", "watermark"),
         ("num_speculative_tokens", 'key of speculative_config.*"num_speculative_tokens": 4'),
-        ("speculative_model", 'key 'model' of speculative_config.*"method": "draft_model"'),
+        ("speculative_model", "key 'model' of speculative_config.*draft_model"),
         ("ngram_prompt_lookup_max", "key 'prompt_lookup_max' of speculative_config.*ngram"),
         ("ngram_prompt_lookup_min", "key 'prompt_lookup_min' of speculative_config.*ngram"),
         ("prompt_lookup_max", 'key of speculative_config.*"prompt_lookup_max": 4'),
