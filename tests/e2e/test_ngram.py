@@ -128,16 +128,21 @@ def test_a_request_hears_the_same_with_drafts(
     engines: tuple[LLMEngine, LLMEngine], name: str
 ) -> None:
     """Alone, the same step computes its logits in the same way: text, scores, and why it ended."""
-    plain, drafting = engines
+    check_that_it_hears_the_same(*engines, name)
+
+
+def check_that_it_hears_the_same(plain: LLMEngine, drafting: LLMEngine, name: str) -> None:
+    """A request of this kind, three times with seeds of their own."""
     for index in range(3):
         own = ASKED[name]()
         own.seed = None if own.seed is None else own.seed + 100 * index
-        found, _ = answers(drafting, [own])
-        wanted, _ = answers(plain, [own])
+        found, num_drafting = answers(drafting, [own])
+        wanted, num_plain = answers(plain, [own])
         assert [k._replace(logprobs=None) for k in found] == [
             k._replace(logprobs=None) for k in wanted
         ]
         assert_close(found[0].logprobs, wanted[0].logprobs)
+        assert num_drafting <= num_plain
 
 
 def test_requests_of_every_kind_together_hear_what_they_hear_alone(

@@ -68,6 +68,18 @@ class SumModel:
         return logits
 
 
+class NoisyModel(SumModel):
+    """Many tokens are likely; which, depends on the sum of all before."""
+
+    def logits(self, hidden, out=None):
+        logits = torch.zeros(len(hidden), VOCAB) if out is None else out.zero_()
+        ids = torch.arange(VOCAB)
+        for row, total in enumerate(hidden[:, 0]):
+            logits[row] = 1.5 * torch.sin(0.7 * ids * (1 + int(total.nan_to_num()) % 11))
+        logits[:, 40:] = -torch.inf  # the bad ones
+        return logits
+
+
 def make_run(
     depth: int = 1, sizes=CPU, num_blocks: int = 64, model=None, features=(), **options
 ) -> Run:

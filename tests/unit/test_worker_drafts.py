@@ -7,10 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-import torch
 from support.one_bad import says
 from support.simulate import make_request
-from support.sum_model import CPU, EAGER, GRAPHS, NAN, POISON, VOCAB, SumModel, make_run
+from support.sum_model import CPU, EAGER, GRAPHS, NAN, POISON, VOCAB, NoisyModel, make_run
 
 from engine.messages.params import SamplingParams
 from engine.messages.step import MaskPart, Masks
@@ -37,18 +36,6 @@ class Guesses:
 
     def release(self, req):
         self.released.append(req.request_id)
-
-
-class NoisyModel(SumModel):
-    """Many tokens are likely; which, depends on the sum of all before."""
-
-    def logits(self, hidden, out=None):
-        logits = torch.zeros(len(hidden), VOCAB) if out is None else out.zero_()
-        ids = torch.arange(VOCAB)
-        for row, total in enumerate(hidden[:, 0]):
-            logits[row] = 1.5 * torch.sin(0.7 * ids * (1 + int(total.nan_to_num()) % 11))
-        logits[:, 40:] = -torch.inf  # the bad ones
-        return logits
 
 
 def run_with(drafts: Drafts | None, params: list[SamplingParams], **options):
