@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from engine.config.cache import CacheConfig
 from engine.config.decide import GIB, Decided, ModelFacts, decide, resolve
 from engine.config.engine import EngineConfig, ResolvedConfig
-from engine.config.model import ModelConfig, read_model_info
+from engine.config.model import ModelConfig, ModelInfo, read_model_info
 from engine.config.sched import SchedulerOptions
 from engine.config.speculative import SpeculativeConfig
 from engine.core.engine_core import EngineCore, Executor
@@ -62,7 +62,7 @@ def build_core(
 
     device = resolve_device(config.device)
     resolved = resolve(config, info, device, has_tiles=has_tiles(config.model, info, device))
-    worker = make_worker(resolved, info, computing_halves(resolved, drafting))
+    worker = make_worker(resolved, info, computing_halves(resolved, info, drafting))
     check_capabilities(chosen.resources, worker.capabilities)
     facts = worker.load()
     chosen = with_grammars(chosen, config, worker.capabilities, facts.vocab_size)
@@ -244,9 +244,11 @@ def fetched_draft_model(config: EngineConfig) -> ModelConfig | None:
         raise ConfigError(f"speculative_config: {error}") from error
 
 
-def computing_halves(config: ResolvedConfig, drafting: ModelConfig | None) -> list[Feature]:
+def computing_halves(
+    config: ResolvedConfig, info: ModelInfo, drafting: ModelConfig | None
+) -> list[Feature]:
     """What the worker needs for the same features, beside what it can do itself (drafts, masks).
-    drafting: the draft model, if there is one."""
+    info: of the model; drafting: the draft model, if there is one."""
     if drafting is None:
         return []
     from engine.spec.compute import DraftModel
@@ -255,16 +257,16 @@ def computing_halves(config: ResolvedConfig, drafting: ModelConfig | None) -> li
     assert options is not None, "it names the draft model"
     num_drafts = SpeculativeConfig.of(options).num_speculative_tokens
     try:
-        info = read_model_info(drafting.model)
+        own = read_model_info(drafting.model)
     except ConfigError as error:
         raise ConfigError(f"speculative_config: {error}") from error
-    num, wanted = info.vocab_size, read_model_info(config.model.model).vocab_size
-    if num != wanted:
+    if own.vocab_size != info.vocab_size:
         raise ConfigError(
-            f"speculative_config: the draft model {info.name} has {num} tokens, the model "
-            f"{wanted}; both must have the same: give a draft model of the same family"
+            f"speculative_config: the draft model {own.name} has {own.vocab_size} tokens, the "
+            f"model {info.vocab_size}; both must have the same: give a draft model of the same "
+            "family"
         )
-    return [DraftModel(drafting, info, config, num_drafts)]
+    return [DraftModel(drafting, own, config, num_drafts)]
 
 
 def parts_of(resources: Iterable[Resource]) -> tuple[str, ...]:

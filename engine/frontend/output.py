@@ -383,7 +383,9 @@ class RequestState:
         metrics.waits = waits
         counters: dict[str, int] = {}
         for end in every:
-            for name, num in getattr(end, "counters", {}).items():
+            if not isinstance(end, Finished):
+                continue
+            for name, num in end.counters.items():
                 counters[name] = counters.get(name, 0) + num
         metrics.counters = counters
         metrics.events = sorted((e for each in every for e in each.events), key=itemgetter(1))

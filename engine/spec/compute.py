@@ -15,7 +15,6 @@ own token, with drafts and without.
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -53,8 +52,6 @@ from kernels import slots as on_slots
 from kernels.cpu.recording import Recorder
 from kernels.slots import Rows
 from kernels.tuning import has_few_chunks
-
-logger = logging.getLogger("engine.spec")
 
 FEW = 16  # tokens of a row that was computed a step ago: its pass is like the one before
 

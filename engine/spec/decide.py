@@ -31,7 +31,7 @@ from engine.sched.plugins.answers import raised, shown
 from engine.sched.request import Request
 from engine.sched.resource import AttachedScheduler, Resource
 from engine.sched.step.builder import Step
-from engine.spec.payoff import Kind, Payoff
+from engine.spec.payoff import Payoff, StepKind
 from engine.spec.worth import Worth
 
 MOST_TOKEN = 2**31 - 1  # what a column can hold
@@ -252,7 +252,7 @@ class Drafts(Resource):
         self._wishing.discard(req.row)
         self._are_forced.discard(req.row)
         self._set_drafting(req, False)
-        if self._workers is not None:  # of a request that will have come back, it is out of date
+        if self._workers is not None:  # made for where it stood
             self._workers.release(req)
         elif req.is_finished and self._proposer is not None:
             self._proposer.release(req)
@@ -320,7 +320,7 @@ class Drafts(Resource):
                 expected += offer.expected
             else:
                 self._forget(req)
-        if offered and load is not None and not load.takes(len(self._running), expected):
+        if offered and load is not None and not load.takes(expected):
             for req in offered:
                 self._forget(req)
         if failed:
@@ -366,7 +366,7 @@ class Drafts(Resource):
                 wished[index] = self._worth.num_worth(req, range(useful[index]), price)
                 expected += self._worth.expect(req, int(wished[index]))[1]
         # A try is two dearer steps: one that makes drafts, and one that verifies them.
-        if wished.any() and load.takes(max(1, len(self._running)), expected, num_steps=2):
+        if wished.any() and load.takes(expected, num_steps=2):
             return wished
         return nothing if tries else None
 
@@ -420,7 +420,7 @@ class Drafts(Resource):
         if plan.num_tokens - num_places > len(plan.rows) or result.errors:
             payoff.interrupted(now, is_busy=is_busy)
             return
-        kind = Kind(has_drafts=num_drafts + num_wished > 0, num_wished=num_wished)
+        kind = StepKind(has_drafts=num_drafts + num_wished > 0, num_wished=num_wished)
         payoff.settled(len(plan.rows), now, kind, is_busy=is_busy)
 
     def _forget(self, req: Request) -> None:

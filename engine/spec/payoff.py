@@ -30,7 +30,7 @@ MOST_CREDIT = 3.0  # steps; whatever a cost was measured to be, so much buys a t
 MOST_WAIT = 16  # steps in which nobody is asked for drafts, after drafts that were not worth it
 
 
-class Kind(NamedTuple):
+class StepKind(NamedTuple):
     """What a step had to do with drafts."""
 
     has_drafts: bool  # some were verified, or made by the worker
@@ -80,16 +80,16 @@ class Load:
         """May it have drafts of which nothing is known?"""
         return self._credit.tokens >= min(self.cost(), MOST_CREDIT) * self.num_seqs
 
-    def takes(self, num_seqs: int, expected: float, num_steps: int = 1) -> bool:
+    def takes(self, expected: float, num_steps: int = 1) -> bool:
         """Are drafts that bring so many tokens worth it? num_steps: that cost more, if only these
         few are tried."""
-        lost = self.cost() - expected / num_seqs
+        lost = self.cost() - expected / self.num_seqs
         if lost <= 0:
             self._waited = 0
             return True
         if self.tries():
             steps = min(lost + (num_steps - 1) * self.cost(), MOST_CREDIT)
-            self._credit.tokens -= steps * num_seqs
+            self._credit.tokens -= steps * self.num_seqs
             return True
         self._wait = self._waited = min(2 * self._waited + 1, MOST_WAIT)
         return False
@@ -118,7 +118,7 @@ class Load:
         most = MOST_CREDIT * self.num_seqs
         self._credit.tokens = min(self._credit.tokens + tokens, most)
 
-    def add(self, seconds: float, kind: Kind) -> None:
+    def add(self, seconds: float, kind: StepKind) -> None:
         """A step has taken so long."""
         self.lend(SHARE * self.num_seqs)
         has_drafts = kind.has_drafts
@@ -147,7 +147,7 @@ class Payoff:
         load.num_seqs = max(1, num_running)
         return load
 
-    def settled(self, num_seqs: int, now: float, kind: Kind, *, is_busy: bool) -> None:
+    def settled(self, num_seqs: int, now: float, kind: StepKind, *, is_busy: bool) -> None:
         """A step of decodes has ended. is_busy: another one follows it."""
         if self._last is not None:
             self.load(num_seqs).add(now - self._last, kind)

@@ -454,3 +454,17 @@ def test_no_drafts_are_asked_for_where_no_step_could_verify_them():
     add(run, "4", num_output=1)
     run.launch()
     assert run.flight[-1][0].proposals is None, "the worker need not prepare for any"
+
+
+def test_what_a_worker_proposed_before_a_preemption_is_not_verified_behind_it():
+    """It comes back to another place, and the worker may be asked for nothing there."""
+    drafts, run = make()
+    add(run)
+    run.step()
+    run.step()
+    scheduler = run.scheduler
+    scheduler.preempt(scheduler.roster.by_id["0"], scheduler.view.step)
+    run.worker.propose = lambda tokens: []
+    before = drafts.stats.num_draft_tokens
+    run.drain()
+    assert drafts.stats.num_draft_tokens == before
