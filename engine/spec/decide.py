@@ -80,13 +80,12 @@ class WorkersProposals:
         self._by_row: dict[int, tuple[int, list[int]]] = {}  # generation of the row, tokens
 
     def take(self, plan: StepPlan, result: StepResult) -> None:
-        """A step has ended: what was known of its rows is out of date."""
-        rows = plan.rows.tolist()
-        for row in rows:
-            self._by_row.pop(row, None)
+        """A step has ended."""
         if result.drafts is None:
             return
-        columns = zip(rows, plan.generations.tolist(), result.drafts.by_row(), strict=True)
+        columns = zip(
+            plan.rows.tolist(), plan.generations.tolist(), result.drafts.by_row(), strict=True
+        )
         self._by_row.update({row: (generation, drafts) for row, generation, drafts in columns})
 
     def propose(self, req: Request, num_tokens: int) -> Sequence[int]:
@@ -334,20 +333,19 @@ class Drafts(Resource):
                 continue
             made = workers.propose(req, self.num_speculative_tokens)
             drafts = self._forced_of(req, tries=True).drafts or made
-            if drafts:
-                self._proposed[req.row] = drafts
+            self._proposed[req.row] = drafts
             self._set_drafting(req, len(drafts) > 0 or req.row in self._wishing)
 
     def _wish(self, plan: StepPlan) -> None:
         """Ask the worker for drafts. A row that is asked about is in no other step until then."""
-        plan.proposals = self._wished(plan)
+        plan.proposals = self.wished(plan)
         if plan.proposals is None:
             return
         for row in plan.rows[plan.proposals > 0].tolist():
             self._wishing.add(row)
             self._set_drafting(self._running[row], True)
 
-    def _wished(self, plan: StepPlan) -> Column | None:
+    def wished(self, plan: StepPlan) -> Column | None:
         """How many drafts the worker is to make behind each row of this step; ``None``: it need
         not even compute what its drafts would follow."""
         useful = self._useful(plan)

@@ -464,7 +464,7 @@ def test_what_a_worker_proposed_before_a_preemption_is_not_verified_behind_it():
     run.step()
     scheduler = run.scheduler
     scheduler.preempt(scheduler.roster.by_id["0"], scheduler.view.step)
-    run.worker.propose = lambda tokens: []
+    run.worker.propose = None
     before = drafts.stats.num_draft_tokens
     run.drain()
     assert drafts.stats.num_draft_tokens == before

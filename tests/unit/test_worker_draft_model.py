@@ -99,10 +99,11 @@ class Whims(Drafts):
         super().__init__(K)
         self.dice = dice
 
-    def describe(self, plan):
-        super().describe(plan)
-        asked = plan.samples * 0 if plan.proposals is None else plan.proposals
-        plan.proposals = self.dice.choice([None, asked * 0, asked, asked // 2])
+    def wished(self, plan):
+        wished = super().wished(plan)
+        if wished is None:
+            return None
+        return self.dice.choice([None, wished * 0, wished, wished // 2])
 
 
 def run_with(drafts, model=None, dice=None, longest=LONGEST, target=None, **options):
@@ -170,11 +171,13 @@ def test_it_is_right_wherever_the_model_has_been(depth, sizes, situation, spoile
         assert run.scheduler.make_stats().num_preemptions > 0
 
 
+@depths
 @modes
-def test_it_catches_up_where_it_was_not_asked(sizes, seed):
+def test_it_catches_up_where_it_was_not_asked(depth, sizes, seed):
     dice = random.Random(seed)
     drafts = Whims(dice)
-    run = run_with(drafts, sizes=sizes, max_num_seqs=5, max_num_batched_tokens=30, num_blocks=60)
+    sizes_of_run = {"max_num_seqs": 5, "max_num_batched_tokens": 30, "num_blocks": 60}
+    run = run_with(drafts, depth=depth, sizes=sizes, **sizes_of_run)
     shared = [dice.randrange(40) for _ in range(30)]
     prompts = {str(i): [*shared[: dice.randrange(30)], i] for i in range(12)}
     for name, prompt in prompts.items():
