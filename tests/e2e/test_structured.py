@@ -169,13 +169,14 @@ MODES: dict[str, dict[str, Any]] = {
     "one by one": {"max_num_seqs": 1},
     "drafts": {
         "speculative_config": {
+            "adaptive": False,  # what a step takes is no matter here
             "method": "ngram",
             "num_speculative_tokens": 3,
             "prompt_lookup_min": 1,
             "prompt_lookup_max": 3,
         }
     },
-    "suffix drafts": {"speculative_config": {"method": "suffix"}},
+    "suffix drafts": {"speculative_config": {"method": "suffix", "adaptive": False}},
 }
 EXACT = {"dtype": "float32", "max_model_len": 180}
 
