@@ -1,7 +1,7 @@
 """What structured outputs cost: throughput, the first token, and neighbours without a grammar.
 
     python benchmarks/structured.py MODEL_DIR [--num 32] [--tokens 96] [--rounds 5] [--bombs]
-                                    [--json FILE]
+                                    [--multiprocess] [--json FILE]
 
 One engine, loads in turn: as many requests without a grammar as with a schema, all of so many
 tokens; half of them with and half without, where the time between tokens of those without is
@@ -191,10 +191,15 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=96, help="output tokens of each")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--bombs", action="store_true", help="neighbours of harmful grammars")
+    parser.add_argument("--multiprocess", action="store_true", help="the core in its own process")
     parser.add_argument("--json", type=Path, help="keep the figures here")
     asked = parser.parse_args()
     args = EngineArgs(
-        model=asked.model, log_level="error", max_model_len=1024, max_num_seqs=asked.num
+        model=asked.model,
+        log_level="error",
+        max_model_len=1024,
+        max_num_seqs=asked.num,
+        multiprocess=asked.multiprocess,
     )
     with LLMEngine.from_engine_args(args) as engine:
         how = measure_bombs if asked.bombs else measure

@@ -42,6 +42,7 @@ __all__ = [
     "preparation",
     "remember",
     "sample",
+    "sample_allowed",
     "seat",
     "token_logprobs",
 ]
@@ -88,6 +89,13 @@ def advance(state: SlotState, slots: torch.Tensor, query_start: torch.Tensor, dr
 def sample(rows: Rows, columns: Columns) -> torch.Tensor:
     """See `kernels.reference.sampling`."""
     return _body(rows.logits, sampling).sample(rows, columns)
+
+
+def sample_allowed(
+    rows: Rows, columns: Columns, masks: torch.Tensor, mask_of_row: torch.Tensor
+) -> torch.Tensor:
+    """See `kernels.reference.sampling`."""
+    return _body(rows.logits, sampling).sample_allowed(rows, columns, masks, mask_of_row)
 
 
 def are_sound(scores: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Collection
 from typing import Any, Protocol, TypeVar
 
-from engine.messages.step import Masks, StepPlan, StepResult
+from engine.messages.step import Column, Masks, StepPlan, StepResult
 from engine.sched.interface import SchedulerInterface, StepOutputs
 
 Ticket = TypeVar("Ticket")
@@ -23,6 +23,10 @@ class Executor(Protocol[Ticket]):
 
     def launch(self, plan: StepPlan) -> Ticket:
         """Start a step: forward pass and, unless the plan has a ``MaskPart``, the draw."""
+        ...
+
+    def preview(self, ticket: Ticket) -> Column | None:
+        """``MaskPart.drawn`` of a launched step; ``None`` where it would have to be waited for."""
         ...
 
     def sample(self, ticket: Ticket, masks: Masks | None) -> None:
@@ -100,6 +104,9 @@ class EngineCore:
         if self._has_undrawn and len(self.flight) == 1:
             plan, ticket = self.flight[0]
             self._has_undrawn = False
+            assert plan.masks is not None
+            if plan.masks.ahead is not None:
+                plan.masks.drawn = self.executor.preview(ticket)
             self.executor.sample(ticket, self.scheduler.masks(plan))
 
     @property

@@ -70,10 +70,15 @@ class MaskPart(msgspec.Struct, array_like=True):
     """
 
     rows: Column  # of the plan, ascending
+    ahead: Column | None = None  # those of them whose token is wanted ahead of masks, ascending
+    # What each row of ``ahead`` draws if every token is allowed; -1 where that is not known, or
+    # would be another token among fewer. Written behind the forward pass by an executor that can
+    # tell. A token that is allowed is then the one that would be drawn among those allowed.
+    drawn: Column | None = None
 
 
 class Masks(msgspec.Struct, array_like=True):
-    """The masks of a plan's ``MaskPart``: of each row in order, one for every token drawn of it.
+    """Masks of rows of a plan's ``MaskPart``: of each in order, one for every token drawn of it.
 
     A row draws one more than it has drafts. Bit t % 32 of word t // 32 is set where token t is
     allowed.
@@ -81,6 +86,7 @@ class Masks(msgspec.Struct, array_like=True):
 
     words: Column  # flat [num_masks * words_a_mask]
     words_a_mask: int  # ceil(vocabulary / 32)
+    rows: Column | None = None  # of the plan, ascending; the part's others draw freely. None: all
 
 
 class AdapterPart(msgspec.Struct, array_like=True):

@@ -67,16 +67,7 @@ class StructuredOutputsParams(
 
     def check(self) -> None:
         """Raise ``RequestError`` if it cannot be asked for."""
-        if self.json_object is False:
-            self.json_object = None
-        given = [kind for kind in KINDS if getattr(self, kind) is not None]
-        if len(given) != 1:
-            found = " and ".join(given) or "none of them"
-            raise RequestError(
-                f"structured_outputs has {found}, must have exactly one of: {', '.join(KINDS)}"
-            )
-        _check_options(self, given[0])
-        _CHECKS[given[0]](getattr(self, given[0]))
+        _text_of(self)
 
     @property
     def kind(self) -> Kind:
@@ -97,10 +88,7 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def grammar_of(params: StructuredOutputsParams) -> str:
     """As ``AddRequest.grammar`` has it. Raises ``RequestError`` if it is too long."""
-    params.check()  # it may have been changed since
-    kind = params.kind
-    value = "{}" if kind == "json_object" else getattr(params, kind)
-    text = value if isinstance(value, str) else json_library.dumps(value)
+    kind, text = _text_of(params)  # checked again: it may have been changed since
     if len(text) > MAX_GRAMMAR_CHARS:
         raise RequestError(
             f"the {kind} of structured_outputs has {len(text)} characters, the limit is "
@@ -120,6 +108,21 @@ def grammar_of(params: StructuredOutputsParams) -> str:
 def grammar_from(text: str) -> Grammar:
     """The same on the other side. Raises ``msgspec.DecodeError`` for anything else."""
     return msgspec.json.decode(text, type=Grammar)
+
+
+def _text_of(params: StructuredOutputsParams) -> tuple[Kind, str]:
+    """What was given, and its text. Raises ``RequestError`` if it cannot be asked for."""
+    if params.json_object is False:
+        params.json_object = None
+    given = [kind for kind in KINDS if getattr(params, kind) is not None]
+    if len(given) != 1:
+        found = " and ".join(given) or "none of them"
+        raise RequestError(
+            f"structured_outputs has {found}, must have exactly one of: {', '.join(KINDS)}"
+        )
+    kind = given[0]
+    _check_options(params, kind)
+    return kind, _TEXTS[kind](getattr(params, kind))
 
 
 def _check_options(params: StructuredOutputsParams, kind: Kind) -> None:
@@ -175,38 +178,57 @@ def _check_type(name: str, value: object, *kinds: type) -> None:
         )
 
 
-def _read_json(name: str, value: Any) -> Any:
+def _read_json(name: str, value: Any) -> tuple[Any, str]:
+    """The value itself and its text."""
     _check_type(name, value, dict, str)
     try:
-        read = json_library.loads(value) if isinstance(value, str) else value
-        text = json_library.dumps(read, allow_nan=False, ensure_ascii=False)
+        return _read_quickly(value) or _read_exactly(name, value)
     except (ValueError, TypeError, RecursionError) as error:
         raise RequestError(
             f"the {name} of structured_outputs is {_shown(value)}, which is no JSON: {error}"
         ) from error
+
+
+def _read_quickly(value: Any) -> tuple[Any, str] | None:
+    """``None`` for what must be looked at closely. A large schema holds up what runs beside it."""
+    try:
+        if isinstance(value, str):
+            return msgspec.json.decode(value), value
+        encoded = msgspec.json.encode(value)
+        # What JSON has not would be written as something else: a number that is none as null.
+        return (value, encoded.decode()) if msgspec.json.decode(encoded) == value else None
+    except Exception:
+        return None
+
+
+def _read_exactly(name: str, value: Any) -> tuple[Any, str]:
+    read = json_library.loads(value) if isinstance(value, str) else value
+    text = json_library.dumps(read, allow_nan=False, ensure_ascii=False)
     _check_characters(name, text)
-    return read
+    return read, text
 
 
-def _check_json(value: Any) -> None:
-    schema = _read_json("json", value)
+def _json_text(value: Any) -> str:
+    schema, text = _read_json("json", value)
     if not isinstance(schema, dict):
         raise RequestError(
             f"the json of structured_outputs is {value!r:.80}, must be a JSON schema: an object, "
             "as {'type': 'object'}"
         )
+    return text
 
 
-def _check_text(name: str) -> Any:
-    def check(value: Any) -> None:
+def _plain_text(name: str) -> Any:
+    def checked(value: Any) -> str:
         _check_type(name, value, str)
         if not value:
             raise RequestError(f"the {name} of structured_outputs is empty")
         if name == "regex":
             _check_length("the regex", value, MAX_REGEX_CHARS)
         _check_characters(name, value)
+        return str(value)
 
-    return check
+    return checked
 
 
 def _check_characters(name: str, text: str) -> None:
@@ -235,7 +257,7 @@ def _check_length(what: str, text: str, limit: int) -> None:
         )
 
 
-def _check_choice(value: Any) -> None:
+def _choice_text(value: Any) -> str:
     _check_type("choice", value, list)
     if not value:
         raise RequestError("the choice of structured_outputs is [], must have at least one text")
@@ -245,10 +267,11 @@ def _check_choice(value: Any) -> None:
             raise RequestError("the choice of structured_outputs has an empty text")
         _check_length("a text of choice", text, MAX_CHOICE_CHARS)
         _check_characters("choice", text)
+    return msgspec.json.encode(value).decode()
 
 
-def _check_tag(value: Any) -> None:
-    asked = _read_json("structural_tag", value)
+def _tag_text(value: Any) -> str:
+    asked, text = _read_json("structural_tag", value)
     if isinstance(asked, dict) and "format" in asked and "structures" not in asked:
         raise RequestError(
             "the structural_tag of structured_outputs has a format, which is not offered; say it "
@@ -273,6 +296,7 @@ def _check_tag(value: Any) -> None:
             raise RequestError("a trigger in structural_tag of structured_outputs is empty")
     for structure in structures:
         _check_structure(structure, triggers)
+    return text
 
 
 def _check_structure(structure: Any, triggers: list[str]) -> None:
@@ -292,15 +316,16 @@ def _check_structure(structure: Any, triggers: list[str]) -> None:
         )
 
 
-def _check_json_object(value: Any) -> None:
+def _json_object_text(value: Any) -> str:
     _check_type("json_object", value, bool)
+    return "{}"
 
 
-_CHECKS = {
-    "json": _check_json,
-    "regex": _check_text("regex"),
-    "choice": _check_choice,
-    "grammar": _check_text("grammar"),
-    "json_object": _check_json_object,
-    "structural_tag": _check_tag,
+_TEXTS = {
+    "json": _json_text,
+    "regex": _plain_text("regex"),
+    "choice": _choice_text,
+    "grammar": _plain_text("grammar"),
+    "json_object": _json_object_text,
+    "structural_tag": _tag_text,
 }

@@ -51,6 +51,12 @@ class SamplingSpec:
     # Reported with the token: the num_logprobs most likely ones. None: nothing; -1: all.
     num_logprobs: int | None
 
+    @property
+    def draws_among_some(self) -> bool:
+        """Of the tokens, which depend on the likelihood of others."""
+        is_narrowed = self.top_k >= 1 or self.top_p < 1 or self.min_p > 0
+        return self.temperature != 0 and is_narrowed
+
     @classmethod
     def of(cls, seq: NewSeq, vocab_size: int) -> SamplingSpec:
         params, edits = seq.params, []

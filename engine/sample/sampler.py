@@ -64,9 +64,11 @@ class Drawing(NamedTuple):
 
     errors: dict[int, str]  # by row of the draws, if no token is drawn there
     edited: list[int]  # rows whose logits were changed
-    sound: torch.Tensor | None  # of these [E] bool: were they finite before
+    checked: list[int]  # those of them that were looked at before
+    sound: torch.Tensor | None  # of these [E] bool: were they finite
     seats: torch.Tensor | None  # [R] of the penalties
     raw: list[RawRows]
+    masks: RowMasks | None = None  # that the draw is to lay on rows, as nothing else edits them
 
 
 class RowScores(NamedTuple):
@@ -108,6 +110,7 @@ class Sampler:
         self._edited: set[int] = set()  # slots that are in any of the three
         self._num_logprobs: dict[int, int] = {}
         self._random: set[int] = set()  # slots whose tokens are drawn by chance
+        self._narrowed: set[int] = set()  # slots that draw among a part of the tokens
 
     @property
     def wants_largest_only(self) -> bool:
@@ -128,6 +131,8 @@ class Sampler:
             self._edited.add(slot)
         if spec.temperature != 0:
             self._random.add(slot)
+        if spec.draws_among_some:
+            self._narrowed.add(slot)
         if spec.num_logprobs is not None:
             self._num_logprobs[slot] = spec.num_logprobs
         output = seq.token_ids[seq.num_prompt :]
@@ -144,25 +149,43 @@ class Sampler:
         self._edited.discard(slot)
         self._num_logprobs.pop(slot, None)
         self._random.discard(slot)
+        self._narrowed.discard(slot)
 
-    def prepare(self, rows: Rows, draws: Draws, masks: RowMasks | None = None) -> Drawing:
+    def prepare(
+        self,
+        rows: Rows,
+        draws: Draws,
+        masks: RowMasks | None = None,
+        *,
+        may_leave_masks: bool = False,
+    ) -> Drawing:
         """Everything between the model and the draw; changes logits [R, V] float32 in place.
 
-        The drafts before a row must be in the history already.
+        The drafts before a row must be in the history already. may_leave_masks: the draw takes
+        ``Drawing.masks``, and the host can read the logits behind it.
         """
         if not (self._edited or self._num_logprobs or masks):
-            return Drawing({}, [], None, None, [])
+            return Drawing({}, [], [], None, None, [])
         slots = draws.slots.tolist()
         raw = self._copy_raw(rows.logits, slots)
         edited = [row for row, slot in enumerate(slots) if slot in self._edited]
         if masks is not None:
             edited = sorted({*edited, *np.flatnonzero(masks.of_row >= 0).tolist()})
         if not edited:
-            return Drawing({}, [], None, None, raw)
-        places = self._upload(np.array(edited))
-        # Checked before the edits, as a mask would hide NaN or infinity of the model.
-        sound = on_slots.are_sound(rows.logits, places)
-        errors = self._unsound(rows.logits, draws, edited, sound)
+            return Drawing({}, [], [], None, None, raw)
+        # Looked at before the edits, which would hide NaN or infinity of the model. A mask that is
+        # all that edits a row is better left to the draw, which looks at little else than what is
+        # allowed: a pass over all logits to write it down, or to look at them, takes as long as a
+        # draw.
+        checked, late = edited, None
+        if masks is not None and may_leave_masks:
+            checked = [row for row in edited if slots[row] in self._edited]
+            masks, late = _divided(masks, checked)
+        sound, errors = None, {}
+        if checked:
+            places = self._upload(np.array(checked))
+            sound = on_slots.are_sound(rows.logits, places)
+            errors = self._unsound(rows.logits, draws, checked, sound)
         if masks is not None:
             on_slots.apply_bitmask(rows.logits, masks.words, self._upload(masks.of_row))
         history, num_prompt = self._tables.history, self._tables.num_prompt
@@ -172,13 +195,22 @@ class Sampler:
             before = None if draws.drafts is None else self._upload(draws.drafts.before)
             self._penalties.apply(rows, seats, before)
         self._process(rows.logits, draws, errors)
-        first = rows.logits[places, 0]
-        rows.logits[places, 0] = torch.where(sound, first, torch.nan)
-        return Drawing(errors, edited, sound, seats, raw)
+        if sound is not None:
+            first = rows.logits[places, 0]
+            rows.logits[places, 0] = torch.where(sound, first, torch.nan)
+        return Drawing(errors, edited, checked, sound, seats, raw, late)
 
-    def draw(self, rows: Rows) -> torch.Tensor:
+    def can_preview(self, slot: int) -> bool:
+        """Whether a token that is drawn from the logits as they are is the one that is drawn among
+        any part of the tokens that it belongs to."""
+        return slot >= 0 and slot not in self._edited and slot not in self._narrowed
+
+    def draw(self, rows: Rows, masks: RowMasks | None = None) -> torch.Tensor:
         """One token for each row [R] int32, -1 where there is none."""
-        return on_slots.sample(rows, self._tables.asked)
+        if masks is None:
+            return on_slots.sample(rows, self._tables.asked)
+        of_row = self._upload(masks.of_row)
+        return on_slots.sample_allowed(rows, self._tables.asked, masks.words, of_row)
 
     def finish(
         self, rows: Rows, draws: Draws, drawing: Drawing, drawn: torch.Tensor
@@ -237,19 +269,35 @@ class Sampler:
         return {row: why_unsound(int(draws.positions[row]), flaw(logits[row])) for row in bad}
 
     def _explain(self, logits: torch.Tensor, draws: Draws, drawing: Drawing, drawn: Column) -> None:
+        if drawing.masks is not None:
+            on_slots.apply_bitmask(logits, drawing.masks.words, self._upload(drawing.masks.of_row))
         for row in np.flatnonzero(drawn == -1).tolist():
             if draws.slots[row] < 0 or row in drawing.errors:
                 continue
-            position, is_edited = int(draws.positions[row]), row in drawing.edited
-            if is_edited and bool((logits[row] == -torch.inf).all()):
+            position = int(draws.positions[row])
+            if row in drawing.edited and bool((logits[row] == -torch.inf).all()):
                 drawing.errors[row] = why_none_left(position)
-            elif is_edited:
+            elif row in drawing.checked:
                 drawing.errors[row] = (
                     f"after a logits processor the logits for position {position} "
                     f"{flaw(logits[row])}"
                 )
             else:
                 drawing.errors[row] = why_unsound(position, flaw(logits[row]))
+
+
+def _divided(masks: RowMasks, rows: list[int]) -> tuple[RowMasks | None, RowMasks | None]:
+    """The masks of these rows of the draws, and those of the others."""
+    if not rows:
+        return None, masks
+    is_one = np.zeros(len(masks.of_row), dtype=bool)
+    is_one[rows] = True
+    parts = (
+        masks._replace(of_row=np.where(part, masks.of_row, -1).astype(np.int32))
+        for part in (is_one, ~is_one)
+    )
+    here, others = (part if (part.of_row >= 0).any() else None for part in parts)
+    return here, others
 
 
 def why_unsound(position: int, what: str = "hold NaN or +inf, or are all -inf") -> str:

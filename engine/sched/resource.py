@@ -139,7 +139,8 @@ class Resource:
     def masks(self, plan: StepPlan) -> Masks | None:
         """Allowed next tokens for the rows of ``plan.masks``, if this resource wrote that part.
 
-        Asked when all steps before this one are settled; a row may have ended meanwhile.
+        Asked when all steps before this one are settled; a row may have ended meanwhile. Rows that
+        need none, as what they draw (``plan.masks.drawn``) is allowed, may be left out.
         """
         return None
 

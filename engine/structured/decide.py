@@ -18,7 +18,6 @@ from engine.sched.resource import AttachedScheduler, Fit, OnRefuse, Resource
 from engine.sched.step.builder import Step
 
 WORD = 32  # tokens a word of a mask
-ALL = np.int32(-1)
 RECENT = 4  # tokens that a tokenizer may look back at
 
 
@@ -132,6 +131,32 @@ def beside(resources: Sequence[Resource], grammars: Resource) -> tuple[Resource,
     return (GrammarsRefused(writers[0].name) if writers else grammars, *resources)
 
 
+class Tries:
+    """When to ask what a request draws ahead of its mask: not for a while where that was of no use,
+    twice as long each time. A model that follows the form is asked for each token."""
+
+    MOST = 16  # tokens
+
+    def __init__(self) -> None:
+        self._wait = 0  # tokens, until it is asked again
+        self._next = 1  # the same, when it is of no use again
+
+    def is_due(self) -> bool:
+        """Asked once a token."""
+        self._wait -= 1
+        return self._wait < 0
+
+    def note(self, is_allowed: bool) -> None:
+        if is_allowed:
+            self._next = 1
+        else:
+            self._wait, self._next = self._next, min(2 * self._next, self.MOST)
+
+    def resume(self) -> None:
+        """Little is forbidden where it stands: within a string, say."""
+        self._wait = 0
+
+
 class GrammarReadiness(Resource):
     """Compiles the grammars of requests as they come; those not ready are out of the queue.
 
@@ -148,14 +173,17 @@ class GrammarReadiness(Resource):
     def __init__(self, compiler: GrammarCompiler, vocab_size: int) -> None:
         self._compiler = compiler
         self._num_words = -(-vocab_size // WORD)
+        self._many = vocab_size // 4  # tokens that a mask allows: what is drawn next may be right
         self._broken: dict[str, str] = {}  # request id -> why no mask could be made
         self._compiling: dict[str, Compilation] = {}  # by request id
         self._faulty: dict[str, str] = {}  # request id -> what is wrong with its grammar
         self._matchers: dict[str, Matcher] = {}
         self._num_followed: dict[str, int] = {}  # output tokens that its matcher has gone through
+        self._allowed: dict[str, int] = {}  # tokens drawn ahead, of the step that waits for masks
+        self._tries: dict[str, Tries] = {}
         self._by_id: tuple[dict[str, Any], ...] = (
             *(self._compiling, self._faulty, self._matchers),
-            *(self._num_followed, self._broken),
+            *(self._num_followed, self._allowed, self._tries, self._broken),
         )
         self._by_row: dict[int, Request] = {}
         self._parked: set[str] = set()
@@ -204,25 +232,25 @@ class GrammarReadiness(Resource):
 
     def describe(self, plan: StepPlan) -> None:
         if rows := [index for index, _ in self._own_rows(plan, plan.samples)]:
-            plan.masks = MaskPart(np.array(rows, dtype=np.int32))
+            plan.masks = MaskPart(np.array(rows, dtype=np.int32), self._ahead(plan, rows))
 
     def masks(self, plan: StepPlan) -> Masks:
-        """Of a request that has ended everything is allowed: nobody reads what is drawn."""
-        assert plan.masks is not None, "no row of this plan is masked"
-        rows = plan.masks.rows
+        """A mask takes twenty times as long as a look whether one token is allowed, so none is
+        made where what is drawn without one is. Nobody reads what is drawn of a request that has
+        ended."""
         drafts = [[]] * len(plan.rows) if plan.drafts is None else plan.drafts.by_row()
-        num_masks = len(rows) + sum(len(drafts[index]) for index in rows)
+        owners = self._in_need_of_masks(plan)
+        num_masks = len(owners) + sum(len(drafts[index]) for index in owners)
         words: Column = np.zeros((num_masks, self._num_words), dtype=np.int32)
         first = 0
-        for index in rows.tolist():
+        for index, req in owners.items():
             end = first + 1 + len(drafts[index])
-            req = self._owner(plan, index)
-            if req is None:
-                words[first:end] = ALL
-            else:
-                self._fill(req, words[first:end], drafts[index])
+            self._fill(req, words[first:end], drafts[index])
+            if int(np.bitwise_count(words[first].view(np.uint32)).sum()) >= self._many:
+                self._tries[req.request_id].resume()
             first = end
-        return Masks(words.reshape(-1), self._num_words)
+        rows = np.array([*owners], dtype=np.int32)
+        return Masks(words.reshape(-1), self._num_words, rows)
 
     def settle(self, plan: StepPlan, result: StepResult) -> None:
         """A new token that is refused becomes the row's error. Matchers go on when the tokens
@@ -234,7 +262,9 @@ class GrammarReadiness(Resource):
             self._report_broken(plan, result)
         for index, req in self._own_rows(plan, result.counts):
             first = int(ends[index] - result.counts[index])
-            if refusal := self._refusal(req, result.token_ids[first : ends[index]].tolist()):
+            tokens = result.token_ids[first : ends[index]].tolist()
+            is_known = tokens == [self._allowed.pop(req.request_id, None)]
+            if not is_known and (refusal := self._refusal(req, tokens)):
                 result.errors[index] = refusal
 
     def shutdown(self) -> None:
@@ -271,6 +301,36 @@ class GrammarReadiness(Resource):
         places = np.flatnonzero(own & (counts > 0)).tolist()
         found = ((index, self._owner(plan, index)) for index in places)
         return [(index, req) for index, req in found if req is not None]
+
+    def _ahead(self, plan: StepPlan, rows: Sequence[int]) -> Column | None:
+        """The rows to ask for a token ahead of its mask: all but those of whom few are allowed."""
+        found = []
+        for index in rows:
+            req = self._owner(plan, index)
+            assert req is not None, "the row of a request that has gone is not drawn"
+            if self._tries.setdefault(req.request_id, Tries()).is_due():
+                found.append(index)
+        return np.array(found, dtype=np.int32) if found else None
+
+    def _in_need_of_masks(self, plan: StepPlan) -> dict[int, Request]:
+        """Their requests by row of the plan. Takes note of the others' tokens."""
+        part = plan.masks
+        assert part is not None, "no row of this plan is masked"
+        owners = {index: self._owner(plan, index) for index in part.rows.tolist()}
+        found = {index: req for index, req in owners.items() if req is not None}
+        self._allowed.clear()
+        if part.ahead is None or part.drawn is None:
+            return found
+        for index, token in zip(part.ahead.tolist(), part.drawn.tolist(), strict=True):
+            if token < 0 or index not in found:
+                continue
+            req = found[index]
+            is_allowed = self.num_allowed(req, [token]) == 1
+            self._tries[req.request_id].note(is_allowed)
+            if is_allowed:
+                self._allowed[req.request_id] = token
+                del found[index]
+        return found
 
     def _owner(self, plan: StepPlan, index: int) -> Request | None:
         """The request with a grammar that a row of the plan belongs to, still."""

@@ -10,9 +10,10 @@ runs. It is made for the first grammar that comes, so that an engine without any
 
 from __future__ import annotations
 
-import json
 import logging
+import os
 import re
+import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -20,15 +21,16 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from functools import partial
 from queue import SimpleQueue
-from threading import Lock, Thread, stack_size
+from threading import Lock, Thread, get_native_id, stack_size
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
 from engine.messages.step import Column
 from engine.messages.structured import OF_XGRAMMAR, Grammar, grammar_from
 from engine.structured import xgrammars
-from engine.structured.decide import ALL, Compiled, GrammarError, Matcher
+from engine.structured.decide import Compiled, GrammarError, Matcher
 from engine.structured.schemas import SchemaError, prepared
 from engine.structured.tags import SpecialOf, lark_of, none_special
 from engine.structured.xgrammars import INSTALL, XGrammars
@@ -41,6 +43,7 @@ logger = logging.getLogger("engine.structured")
 
 MAX_SECONDS = 10.0  # for compiling one grammar, waiting for others included
 NUM_THREADS = 2
+NICE = 10  # of them: a tenth of the time that a thread of the model gets, where both want it
 _GLANCE = 0.05  # seconds between two looks at whether a compilation is late
 # The library calls itself for each rule or reference that a chain of them goes through; too deep
 # a chain ends the process. Enough for MAX_GRAMMAR_CHARS of them; what is not used takes no memory.
@@ -373,14 +376,16 @@ class Follower:
         pass
 
     def fill(self, masks: Column, drafts: Sequence[int]) -> None:
-        masks[:] = ALL
+        masks[:] = np.int32(-1)
 
     def forced(self, recent: Sequence[int], most: int) -> Sequence[int]:
         return ()
 
 
 def serve(waiting: SimpleQueue[Callable[[], None] | None]) -> None:
-    """Do one thing after the other, until there is none."""
+    """Do one thing after the other, until there is none, and let the model go first."""
+    if sys.platform == "linux":  # elsewhere it would be the whole process
+        os.setpriority(os.PRIO_PROCESS, get_native_id(), NICE)
     while (work := waiting.get()) is not None:
         work()
 
@@ -475,8 +480,9 @@ def of_schema(schema: Any, grammar: Grammar, name: str) -> dict[str, Any]:
     options: JsonCompileOptions = {"whitespace_pattern": grammar.whitespace or WHITESPACE}
     if grammar.is_dense:
         options = {"whitespace_flexible": False}
-    text = json.dumps(prepared(schema, grammar.is_closed))
-    (asked,) = json.loads(LLMatcher.grammar_from_json_schema(text, overrides=options))["grammars"]
+    text = json_text(prepared(schema, grammar.is_closed))
+    made = LLMatcher.grammar_from_json_schema(text, overrides=options)
+    (asked,) = msgspec.json.decode(made)["grammars"]
     return {**asked, "name": name}
 
 
@@ -486,23 +492,24 @@ def source_of(grammar: Grammar, special_of: SpecialOf = none_special) -> str:
     from llguidance import LLMatcher, grammar_from
 
     if grammar.kind in ("json", "json_object"):
-        schema = {"type": "object"} if grammar.kind == "json_object" else json.loads(grammar.text)
+        is_any = grammar.kind == "json_object"
+        schema = {"type": "object"} if is_any else msgspec.json.decode(grammar.text)
         start = {"lark_grammar": f"start: @asked\n{UNFORCED}"}
-        return json.dumps({"grammars": [start, of_schema(schema, grammar, "asked")]})
+        return json_text({"grammars": [start, of_schema(schema, grammar, "asked")]})
     if grammar.kind == "structural_tag":
-        tags = json.loads(grammar.text)
+        tags = msgspec.json.decode(grammar.text)
         start = {"lark_grammar": f"{lark_of(tags, special_of)}\n{UNFORCED}"}
         schemas = [
             of_schema(structure["schema"], grammar, f"of_{number}")
             for number, structure in enumerate(tags["structures"])
         ]
-        return json.dumps({"grammars": [start, *schemas]})
+        return json_text({"grammars": [start, *schemas]})
     if grammar.kind in ("regex", "choice"):
         expression = grammar.text
         if grammar.kind == "choice":
-            expression = "|".join(map(_quoted, json.loads(grammar.text)))
+            expression = "|".join(map(_quoted, msgspec.json.decode(grammar.text)))
         made = LLMatcher.grammar_from_regex(expression)
-        (asked,) = json.loads(made)["grammars"]
+        (asked,) = msgspec.json.decode(made)["grammars"]
         return f"{asked['lark_grammar']}\n{UNFORCED}"
     if (count := len(re.findall(r"^\s*[?!]?[\w-]+[^:\n]*:", grammar.text, re.M))) > MAX_RULES:
         raise GrammarError(f"the grammar has {count} rules, the limit is {MAX_RULES}")
@@ -529,6 +536,10 @@ def guidance_of(read_tokenizer: Callable[[], str | None], vocab_size: int) -> Gu
 
     other = XGrammars(vocab_size) if xgrammars.is_installed() else None
     return GuidanceCompiler(make, other=other)
+
+
+def json_text(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
 
 
 def _quoted(text: str) -> str:

@@ -49,21 +49,24 @@ def prepared(schema: Any, is_closed: bool) -> Any:
 
     is_closed: no properties but those that it names.
     """
-    for key, limit in MOST.items():
-        if (count := _count(schema, key)) > limit:
-            raise SchemaError(f"{key} has {count} entries in all, the limit is {limit}")
+    _check_size(schema)
     return _prepared(schema, is_closed)
 
 
-def _count(schema: Any, key: str) -> int:
-    """Entries of all lists and objects with this key."""
-    if isinstance(schema, list):
-        return sum(_count(item, key) for item in schema)
-    if not isinstance(schema, dict):
-        return 0
-    own = schema.get(key)
-    count = len(own) if isinstance(own, list | dict) else 0
-    return count + sum(_count(each, key) for each in schema.values())
+def _check_size(schema: Any) -> None:
+    """Count entries of all lists and objects with such a key, up to the first too many."""
+    counts = dict.fromkeys(MOST, 0)
+    waiting = [schema]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, dict):
+            for key in MOST.keys() & each.keys():
+                if isinstance(each[key], list | dict):
+                    counts[key] += len(each[key])
+                if counts[key] > MOST[key]:
+                    raise SchemaError(f"{key} has over {MOST[key]} entries in all, the limit")
+            each = each.values()
+        waiting.extend(item for item in each if isinstance(item, list | dict))
 
 
 def _prepared(schema: Any, is_closed: bool) -> Any:

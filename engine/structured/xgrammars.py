@@ -32,7 +32,7 @@ logger = logging.getLogger("engine.structured")
 Eos = tuple[int, ...]
 
 INSTALL = "pip install metronome-engine[xgrammar]"
-MAX_CHARS = 50_000  # of a grammar
+MAX_CHARS = {"grammar": 50_000, "json": 100_000}
 MAX_WHITESPACE = 24  # characters between two tokens of JSON: a new line and its indentation
 # A literal or a class of a grammar; behind them what the library has beyond GBNF.
 _LITERAL = re.compile(r'"(?:[^"\\\n]|\\.)*"|\[(?:[^\]\\\n]|\\.)*\]|#[^\n]*')
@@ -49,6 +49,10 @@ def source_of(form: Grammar) -> Any:
     ``SchemaError`` for what it would not enforce; does not need it."""
     if form.kind not in OF_XGRAMMAR:
         raise SchemaError(f"{form.kind} is not offered with xgrammar")
+    if len(form.text) > (limit := MAX_CHARS.get(form.kind, len("{}"))):
+        raise SchemaError(
+            f"the {form.kind} has {len(form.text)} characters, for xgrammar the limit is {limit}"
+        )
     if form.kind == "grammar":
         return _grammar(form.text)
     if form.whitespace is not None:
@@ -58,10 +62,6 @@ def source_of(form: Grammar) -> Any:
 
 
 def _grammar(text: str) -> str:
-    if len(text) > MAX_CHARS:
-        raise SchemaError(
-            f"the grammar has {len(text)} characters, for xgrammar the limit is {MAX_CHARS}"
-        )
     bare = _LITERAL.sub('""', text)
     if not re.search(r"^\s*root\s*::=", bare, re.M):
         raise SchemaError("the grammar has no rule 'root ::= ...': xgrammar reads GBNF")

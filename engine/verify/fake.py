@@ -21,6 +21,7 @@ from engine.errors import ConfigError
 from engine.messages.step import (
     EMPTY,
     PARTS,
+    Column,
     DraftPart,
     Masks,
     NewSeq,
@@ -77,6 +78,10 @@ class FakeExecutor:
 
     capabilities = frozenset(PARTS) - {"masks"}
     methods: tuple[str, ...] = ()
+
+    def preview(self, ticket: Any) -> Column | None:
+        """Not known before the masks."""
+        return None
 
     def sample(self, ticket: Any, masks: Masks | None) -> None:
         """No plan of theirs waits for masks."""
@@ -158,6 +163,18 @@ class DigestWorker(FakeExecutor):
             self._waiting = (plan, rows)
         return result
 
+    def preview(self, ticket: StepResult) -> Column | None:
+        """Of every other row or so, as if the rest could not be told."""
+        assert self._waiting is not None, "nothing waits for masks"
+        plan, rows = self._waiting
+        assert plan.masks is not None and plan.masks.ahead is not None
+        drawn = []
+        for index in plan.masks.ahead.tolist():
+            (work, digests, error) = rows[index]
+            can_tell = not (work.drafts or error) and digests[0] >> 20 & 1
+            drawn.append(digests[0] % self.vocab_size if can_tell else -1)
+        return np.array(drawn, dtype=np.int32)
+
     def sample(self, ticket: StepResult, masks: Masks | None) -> None:
         assert self._waiting is not None and masks is not None, "nothing waits, or for nothing"
         (plan, rows), self._waiting = self._waiting, None
@@ -175,7 +192,8 @@ class DigestWorker(FakeExecutor):
         if plan.masks is not None:
             assert masks is not None, "the masks of a step are missing"
             unread = iter(masks.words.reshape(-1, masks.words_a_mask))
-            for index in plan.masks.rows.tolist():
+            masked = plan.masks.rows if masks.rows is None else masks.rows
+            for index in masked.tolist():
                 of_row[index] = [next(unread) for _ in rows[index].digests]
             assert next(unread, None) is None, "more masks than tokens are drawn"
         self.draw(rows, of_row, result)
@@ -357,6 +375,10 @@ class LateWorker(DigestWorker):
         result = StepResult(plan.step, EMPTY, EMPTY)
         self._launched.append((work, result, plan))
         return result
+
+    def preview(self, ticket: StepResult) -> Column | None:
+        """Not known before the step is collected."""
+        return None
 
     def sample(self, ticket: StepResult, masks: Masks | None) -> None:
         """Take note of the masks."""

@@ -275,6 +275,9 @@ class Simulation:
         if self._is_undrawn and len(self._flight) == 1:
             plan, result = self._flight[0]
             self._is_undrawn = False
+            assert plan.masks is not None
+            if plan.masks.ahead is not None:
+                plan.masks.drawn = self.worker.preview(result)
             self.worker.sample(result, self.scheduler.masks(plan))
 
     def _make_scheduler(self, setup: Setup) -> Scheduler:

@@ -87,6 +87,20 @@ class Driver:
         return pending
 
     @torch.inference_mode()
+    def preview(self, ticket: Pending) -> Column | None:
+        """``MaskPart.drawn`` of the step that waits for masks; ``None`` on a GPU, which would have
+        to be waited for, and where no token would tell."""
+        part, forwarded = ticket.plan.masks, self._undrawn
+        if not (self.runner.machine.platform.shares_memory and isinstance(forwarded, Forwarded)):
+            return None
+        assert part is not None and part.ahead is not None, "preview() for a step without one"
+        try:
+            return self.runner.preview(forwarded, part.ahead)
+        except Exception:  # drawing again tells of which row
+            logger.exception("step %d: no token was drawn ahead of its mask", ticket.plan.step)
+            return None
+
+    @torch.inference_mode()
     def sample(self, ticket: Pending, masks: Masks | None) -> None:
         """Start the draw of a step that waited for its masks."""
         runner, part = self.runner, ticket.plan.masks
@@ -177,10 +191,13 @@ class Driver:
         """
         first_mask: Column = np.full(len(plan.rows), -1, dtype=np.int32)
         num_words = -(-self.runner.machine.model.vocab_size // WORD)
-        each = np.ones(len(part.rows), dtype=np.int32)
+        rows = part.rows
+        if masks is not None and masks.rows is not None:
+            rows = np.intersect1d(masks.rows, rows, assume_unique=True)
+        each = np.ones(len(rows), dtype=np.int32)
         if plan.drafts is not None:
-            each += plan.drafts.counts[part.rows]
-        first_mask[part.rows] = each.cumsum() - each
+            each += plan.drafts.counts[rows]
+        first_mask[rows] = each.cumsum() - each
         if masks is not None and len(masks.words) == int(each.sum()) * num_words:
             words = masks.words.reshape(-1, num_words)
         else:
@@ -266,6 +283,24 @@ class Runner:
         step = self._step_for(staged, is_made_up, is_masked)
         return Forwarded(staged, step, step.forward())
 
+    def preview(self, forwarded: Forwarded, ahead: Column) -> Column | None:
+        """Draw ahead of the masks, of these rows of the plan. Returns the token of each that has no
+        drafts and tells; -1: it does not; ``None``: none of them does."""
+        step, draws = forwarded.step, forwarded.staged.draws
+        if not isinstance(step, EagerStep):
+            return None
+        first, end = (np.searchsorted(draws.rows, ahead, side) for side in ("left", "right"))
+        first = first.clip(max=len(draws.rows) - 1)  # a row that draws nothing
+        can_preview = self.machine.sampler.can_preview
+        slots = draws.slots[first].tolist()
+        is_told = (end - first == 1) & np.fromiter(map(can_preview, slots), bool, len(slots))
+        if not is_told.any():
+            return None
+        wanted: Column = np.full(len(draws.slots), -1, dtype=np.int32)
+        wanted[first[is_told]] = draws.slots[first[is_told]]
+        drawn: Column = np.where(is_told, step.preview(wanted)[first], -1).astype(np.int32)
+        return drawn
+
     def draw(self, forwarded: Forwarded, masks: RowMasks | None = None) -> Homebound:
         """Edit the logits, draw, advance. Running again is harmless until then.
 
@@ -273,9 +308,10 @@ class Runner:
         """
         machine, (staged, step, rows) = self.machine, forwarded
         self._remember_drafts(staged)
-        drawing = machine.sampler.prepare(rows, staged.draws, masks)
+        may_leave = machine.platform.shares_memory and isinstance(step, EagerStep)
+        drawing = machine.sampler.prepare(rows, staged.draws, masks, may_leave_masks=may_leave)
         with section("sample"):
-            drawn = step.draw()
+            drawn = step.draw(drawing)
         try:
             step.tell(drawn)
             for feature in machine.features:
@@ -291,7 +327,7 @@ class Runner:
             0,
             staged.draws,
             drawing.errors,
-            drawing.edited,
+            drawing.checked,
             [group.rows for group in scores],
             fetched,
             step.prompt_logprobs,

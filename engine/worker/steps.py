@@ -20,7 +20,7 @@ from engine.layers.batch import ForwardBatch
 from engine.messages.requests import TokenLogprobs
 from engine.messages.step import EMPTY, Column, StepPlan, StepResult
 from engine.sample.logprobs import Scored
-from engine.sample.sampler import Draws, why_none_left, why_unsound
+from engine.sample.sampler import Drawing, Draws, why_none_left, why_unsound
 from engine.worker.batches import Extent, Picked, PlanRows, Room, Staged
 from engine.worker.feature import Machine
 from engine.worker.platform import Fetched, Graph, Mark
@@ -71,6 +71,7 @@ class EagerStep:
         self._graph = graph
         self._may_take_largest = may_take_largest
         self._largest: torch.Tensor | None = None
+        self._early: torch.Tensor | None = None  # tokens drawn before masks came
         self._scores = scores
         self._staged = staged
         self._picked = picked
@@ -94,12 +95,16 @@ class EagerStep:
         self.rows = Rows(logits, picked.slots, picked.positions)
         return self.rows
 
-    def draw(self) -> torch.Tensor:
+    def preview(self, slots: Column) -> Column:
+        """Draw from the logits as they are now, of rows whose slot is not -1; [R] int32. Such a
+        token stands unless its row is edited."""
+        self._early = self._machine.sampler.draw(self.rows._replace(slots=torch.from_numpy(slots)))
+        return self._early.numpy()
+
+    def draw(self, drawing: Drawing | None = None) -> torch.Tensor:
         """Draw from the logits as they are now, and advance the slots; [R] int32."""
         step, picked = self._staged.step, self._picked
-        tokens = self._largest
-        if tokens is None:
-            tokens = self._machine.sampler.draw(self.rows)
+        tokens = self._tokens(drawing)
         drawn = Drawn(tokens, picked.slots, step.draw_starts, picked.drafts)
         self._machine.slots.advance(step.slots, step.query_start, drawn)
         return tokens
@@ -109,6 +114,18 @@ class EagerStep:
         if not self._is_made_up and self._graph is None:
             for feature in self._machine.features:
                 feature.drawn(self._staged.rows, self._hidden, drawn)
+
+    def _tokens(self, drawing: Drawing | None) -> torch.Tensor:
+        if self._largest is not None:
+            return self._largest
+        sampler, early, rows = self._machine.sampler, self._early, self.rows
+        edited, masks = ([], None) if drawing is None else (drawing.edited, drawing.masks)
+        if early is None:
+            return sampler.draw(rows, masks)
+        again = early < 0
+        again[edited] = True
+        late = sampler.draw(rows._replace(slots=rows.slots.where(again, -1)), masks)
+        return late.where(again, early)
 
     def _forward(self) -> torch.Tensor:
         """Hidden states of the tokens that are read, or of all tokens."""
@@ -170,7 +187,7 @@ class GraphedStep:
             self._graphs[0].replay()
         return self.rows
 
-    def draw(self) -> torch.Tensor:
+    def draw(self, drawing: Drawing | None = None) -> torch.Tensor:
         """Draw from the logits as they are now, and advance the slots; [R] int32."""
         self._graphs[1].replay()
         return self._drawn
@@ -258,9 +275,9 @@ class Homebound(NamedTuple):
     first: int
     draws: Draws
     errors: dict[int, str]  # by row of the draws
-    edited: list[int]  # rows of the draws
+    checked: list[int]  # rows of the draws that were looked at before they were edited
     scored: list[list[int]]  # rows of the draws, of each group of log-probabilities
-    fetched: Fetched  # tokens; were the edited ones sound, if any; three columns for each group
+    fetched: Fetched  # tokens; were the checked ones sound, if any; three columns for each group
     prompt_logprobs: PromptLogprobs = NO_SCORES
 
 
@@ -351,7 +368,7 @@ def _read(part: Homebound | Failed, result: StepResult) -> tuple[Column, Column]
     draws, columns = part.draws, iter(part.fetched.tensors)
     rows = draws.rows + np.int32(part.first) if part.first else draws.rows
     drawn = next(columns).numpy()
-    sound = next(columns).tolist() if part.edited else []
+    sound = next(columns).tolist() if part.checked else []
     stands = drawn >= 0
     is_whole = np.count_nonzero(stands) == len(stands)
     if draws.is_padded:
@@ -372,12 +389,12 @@ def _read(part: Homebound | Failed, result: StepResult) -> tuple[Column, Column]
 
 
 def _failures(part: Homebound, drawn: Column, sound: list[bool]) -> dict[int, str]:
-    """Why rows of the draws have no token. ``sound``: were the edited ones.
+    """Why rows of the draws have no token. ``sound``: were the checked ones.
 
     Errors behind a rejected draft are ignored: those rows were not needed.
     """
     failed = {}
-    was_sound = dict(zip(part.edited, sound, strict=True))
+    was_sound = dict(zip(part.checked, sound, strict=True))
     for row in np.flatnonzero((drawn == -1) & (part.draws.slots >= 0)).tolist():
         why = why_none_left if was_sound.get(row, False) else why_unsound
         failed[row] = part.errors.get(row) or why(int(part.draws.positions[row]))

@@ -23,7 +23,7 @@ from engine.config.gpu_memory import GIB, kv_budget
 from engine.config.model import ModelInfo
 from engine.errors import ConfigError
 from engine.kv.layout import KVSpec
-from engine.messages.step import Masks, StepPlan, StepResult, check_parts
+from engine.messages.step import Column, Masks, StepPlan, StepResult, check_parts
 from engine.models.assemble import compute_dtype
 from engine.models.decoder import Decoder
 from engine.models.load import load_model
@@ -168,6 +168,10 @@ class ModelWorker:
         """Start a step. Raises ``RuntimeError`` for a plan with a part that is not computed."""
         check_parts(plan, self.capabilities)
         return self.driver.launch(plan)
+
+    def preview(self, ticket: Pending) -> Column | None:
+        """What is drawn where every token is allowed, ahead of the masks."""
+        return self.driver.preview(ticket)
 
     def sample(self, ticket: Pending, masks: Masks | None) -> None:
         """Start the draw of a step that waited for its masks."""

@@ -26,6 +26,7 @@ from kernels.cpu import sweeps
 from kernels.cpu.native import INNER, Kernel, f32, f64, i32, i64, next_item, u64
 from kernels.cpu.threads import num_threads
 from kernels.reference import sampling as reference
+from kernels.reference.logits import WORD
 from kernels.reference.sampling import Columns, Rows
 
 SERIAL_SIZE = 2**18  # logits: fewer are done before other threads have woken up
@@ -34,6 +35,7 @@ MIX_1 = np.uint64(reference.MIX_1)
 MIX_2 = np.uint64(reference.MIX_2)
 SHIFT_1, SHIFT_2, SHIFT_3 = np.uint64(30), np.uint64(27), np.uint64(31)
 ONE = np.uint64(1)
+ONE_BIT = np.int32(1)
 UNUSED_BITS = np.uint64(64 - reference.UNIFORM_BITS)
 UNIFORM_STEPS = 2.0**reference.UNIFORM_BITS
 MAX_GUMBEL = -math.log(-math.log1p(-0.5 / UNIFORM_STEPS)) + 1e-6
@@ -43,6 +45,20 @@ ZERO = np.float32(0)
 
 def sample(rows: Rows, columns: Columns) -> torch.Tensor:
     """See `kernels.reference.sampling.sample`. Logits: contiguous float32."""
+    return _sample(rows, columns, None)
+
+
+def sample_allowed(
+    rows: Rows, columns: Columns, masks: torch.Tensor, mask_of_row: torch.Tensor
+) -> torch.Tensor:
+    """See `kernels.reference.sampling.sample_allowed`. Allowed tokens are gathered, and the others
+    never looked at: of most masks of a grammar these are few."""
+    return _sample(rows, columns, (masks, mask_of_row))
+
+
+def _sample(
+    rows: Rows, columns: Columns, masks: tuple[torch.Tensor, torch.Tensor] | None
+) -> torch.Tensor:
     logits, slots, positions = rows
     num, vocab_size = logits.shape
     if positions.dtype is not torch.int32:
@@ -62,8 +78,13 @@ def sample(rows: Rows, columns: Columns) -> torch.Tensor:
         chosen.data_ptr(),
         num,
         vocab_size,
+        *((0, 0, 0) if masks is None else _addresses(*masks)),
     )
     return chosen
+
+
+def _addresses(masks: torch.Tensor, mask_of_row: torch.Tensor) -> tuple[int, int, int]:
+    return masks.data_ptr(), mask_of_row.data_ptr(), masks.shape[1]
 
 
 def choose_tokens(
@@ -95,8 +116,8 @@ def _every_id(vocab_size: int) -> torch.Tensor:
 
 
 def _choose_body(row):
-    p = i64(row, (13,))
-    num, vocab_size = p[11], p[12]
+    p = i64(row, (16,))
+    num, vocab_size, num_words = p[11], p[12], p[15]
     slots, positions = i32(p[2], (num,)), i32(p[3], (num,))
     every_id, chosen = i32(p[9], (vocab_size,)), i32(p[10], (num,))
     while True:
@@ -107,20 +128,47 @@ def _choose_body(row):
         if slot < 0:
             chosen[n] = -1
             continue
-        x = f32(p[1] + n * vocab_size * 4, (vocab_size,))
+        x, ids = f32(p[1] + n * vocab_size * 4, (vocab_size,)), every_id
+        if num_words > 0 and i32(p[14], (num,))[n] >= 0:
+            words = i32(p[13] + np.int64(i32(p[14], (num,))[n]) * num_words * 4, (num_words,))
+            x, ids = _allowed(x, words)
+        if len(x) == 0:
+            chosen[n] = -1
+            continue
         temperature = f64(p[4] + 8 * slot, (1,))[0]
         if temperature == 0:
-            chosen[n] = sweeps.argmax(x)
+            place = sweeps.argmax(x)
+            chosen[n] = ids[place] if place >= 0 else -1
             continue
         top_k = i32(p[5] + 4 * slot, (1,))[0]
         top_p, min_p = f64(p[6] + 8 * slot, (1,))[0], f64(p[7] + 8 * slot, (1,))[0]
         key = _row_key(u64(p[8] + 8 * slot, (1,))[0], np.uint64(positions[n]))
-        chosen[n] = _choose(x, every_id, temperature, (top_k, top_p, min_p), key)
+        chosen[n] = _choose(x, ids, temperature, (top_k, top_p, min_p), key)
 
 
 @njit(**INNER)
-def _choose(x, every_id, temperature, truncation, key):
-    """One row: truncation is (top_k, top_p, min_p). -1 if the row is not sound."""
+def _allowed(x, words):
+    """Logits and ids of the tokens that a mask allows."""
+    num_words = 0
+    for word in words:
+        num_words += word != 0
+    values = np.empty(num_words * WORD, dtype=np.float32)
+    ids = np.empty(num_words * WORD, dtype=np.int32)
+    size = 0
+    for place in range(len(words)):
+        word = words[place]
+        if word == 0:
+            continue
+        first = place * WORD
+        for bit in range(min(WORD, len(x) - first)):
+            values[size], ids[size] = x[first + bit], first + bit
+            size += (word >> np.int32(bit)) & ONE_BIT
+    return values[:size], ids[:size]
+
+
+@njit(**INNER)
+def _choose(x, ids_of_x, temperature, truncation, key):
+    """One row, or a part of it: truncation is (top_k, top_p, min_p). -1 if it is not sound."""
     block_max = sweeps.block_maxima(x)
     peak = sweeps.largest(block_max)
     if sweeps.has_nan(x) or not sweeps.LOWEST_FINITE <= peak < sweeps.INFINITY:
@@ -129,18 +177,19 @@ def _choose(x, every_id, temperature, truncation, key):
     if top_k < 1 or top_k > len(x):
         top_k = len(x)
     if top_k == len(x) and top_p == 1 and min_p == 0:
-        return _race(x, every_id, block_max, temperature, key)
+        return _race(x, ids_of_x, block_max, temperature, key)
     floor = sweeps.LOWEST_FINITE
     if min_p > 0:
         floor = sweeps.at_least(peak + temperature * math.log(min_p))
     if top_k < len(x):
-        values, ids = _gather(x, block_max, max(floor, _kth_largest(block_max, top_k)))
+        values, ids = _gather(x, ids_of_x, block_max, max(floor, _kth_largest(block_max, top_k)))
         values, ids = _keep_top_k(values, ids, top_k)
         total = sweeps.weight(values, floor, peak, temperature)
     else:
         # Tokens further down weigh less than 1 - top_p altogether: outside any nucleus.
         reach = math.log(len(x) / (1 - top_p)) if top_p < 1 else np.inf
-        values, ids = _gather(x, block_max, max(floor, sweeps.at_least(peak - temperature * reach)))
+        lowest = max(floor, sweeps.at_least(peak - temperature * reach))
+        values, ids = _gather(x, ids_of_x, block_max, lowest)
         total = sweeps.weight(x, floor, peak, temperature) if top_p < 1 else 0.0
     if top_p < 1:
         weights = sweeps.weights(values, peak, temperature)
@@ -208,7 +257,7 @@ def _kth_largest(values, k):
 
 
 @njit(**INNER)
-def _gather(x, block_max, floor):
+def _gather(x, ids_of_x, block_max, floor):
     """Values and ids of all tokens not below floor."""
     size = sweeps.count_from(x, floor)
     values = np.empty(size, dtype=np.float32)
@@ -220,7 +269,7 @@ def _gather(x, block_max, floor):
         for i in range(block * sweeps.BLOCK, min((block + 1) * sweeps.BLOCK, len(x))):
             if x[i] >= floor:
                 values[size] = x[i] + ZERO  # -0 would have another key than 0
-                ids[size] = i
+                ids[size] = ids_of_x[i]
                 size += 1
     return values, ids
 

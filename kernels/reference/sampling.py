@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kernels.reference.logits import apply_bitmask
+
 GOLDEN = 0x9E3779B97F4A7C15
 MIX_1 = 0xBF58476D1CE4E5B9
 MIX_2 = 0x94D049BB133111EB
@@ -51,6 +53,18 @@ def sample(rows: Rows, columns: Columns) -> torch.Tensor:
         ids = choose_tokens(rows.logits[real], temperature, top_k, top_p, min_p, seeds, positions)
         chosen[real] = torch.from_numpy(ids).to(chosen.device)
     return chosen
+
+
+def sample_allowed(
+    rows: Rows, columns: Columns, masks: torch.Tensor, mask_of_row: torch.Tensor
+) -> torch.Tensor:
+    """The token of each row [R] int32 among those that its mask allows, -1 where there is none.
+
+    Masks: those of `kernels.reference.logits.apply_bitmask`; the logits stay as they are.
+    """
+    logits = rows.logits.clone()
+    apply_bitmask(logits, masks, mask_of_row)
+    return sample(rows._replace(logits=logits), columns)
 
 
 def choose_tokens(

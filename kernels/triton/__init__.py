@@ -13,7 +13,7 @@ from kernels.triton.moe import mixture
 from kernels.triton.norm import add_rms_norm, rms_norm
 from kernels.triton.penalties import count_tokens, penalise_rows, seat
 from kernels.triton.quant import quantize_rows, weight_only_product
-from kernels.triton.sampling import choose_tokens, sample
+from kernels.triton.sampling import choose_tokens, sample, sample_allowed
 
 __all__ = [
     "act_mul",
@@ -37,6 +37,7 @@ __all__ = [
     "remember",
     "rms_norm",
     "sample",
+    "sample_allowed",
     "seat",
     "token_logprobs",
     "weight_only_product",

@@ -18,6 +18,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 
 from kernels.reference.sampling import Columns, Rows
+from kernels.triton.bitmask import apply_bitmask
 from kernels.triton.cut import load_part
 from kernels.triton.launch import Launch
 from kernels.triton.noise import gumbel, rough_gumbel, row_key, steps_of
@@ -156,6 +157,15 @@ def sample(rows: Rows, columns: Columns, sizes: Sizes = SIZES) -> torch.Tensor:
         cuts = cut(rows, columns, sizes)
         race_launch(rows, columns, cuts, chosen, sizes).run()
     return chosen
+
+
+def sample_allowed(
+    rows: Rows, columns: Columns, masks: torch.Tensor, mask_of_row: torch.Tensor
+) -> torch.Tensor:
+    """See `kernels.reference.sampling.sample_allowed`."""
+    logits = rows.logits.clone()
+    apply_bitmask(logits, masks, mask_of_row)
+    return sample(rows._replace(logits=logits), columns)
 
 
 def cut(rows: Rows, columns: Columns, sizes: Sizes = SIZES) -> Cuts:

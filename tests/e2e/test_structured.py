@@ -146,6 +146,15 @@ def test_every_text_that_ends_is_right(engine: LLMEngine, name: str) -> None:
         assert is_right(name, one.text), one.text
 
 
+@pytest.mark.parametrize("name", ["person", "expression", "grammar"])
+def test_tokens_drawn_ahead_of_masks_are_those_of_masks(engine: LLMEngine, name: str) -> None:
+    """With a top_k of the whole vocabulary a token is drawn among fewer, so that nothing is drawn
+    ahead, and the law is the same."""
+    ahead = answers(engine, [params(name, seed) for seed in range(12)])
+    masked = answers(engine, [params(name, seed, top_k=32_000) for seed in range(12)])
+    assert [one.token_ids for one in ahead] == [one.token_ids for one in masked]
+
+
 def test_a_text_that_is_too_long_says_so(engine: LLMEngine) -> None:
     (one,) = answers(engine, [params("person", max_tokens=5)])
     assert (one.finish_reason, len(one.token_ids)) == ("length", 5)

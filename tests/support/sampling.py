@@ -88,13 +88,18 @@ class Bench:
         return Sampled(tokens, scores, result.errors)
 
     def step(
-        self, logits: torch.Tensor, slots: list[int], masks: RowMasks | None = None
+        self,
+        logits: torch.Tensor,
+        slots: list[int],
+        masks: RowMasks | None = None,
+        *,
+        may_leave_masks: bool = False,
     ) -> StepResult:
         column = np.array(slots, dtype=np.int32)
         positions = self.lengths[column]
         rows, draws = self._rows(logits, column, positions)
-        drawing = self.sampler.prepare(rows, draws, masks)
-        drawn = self.sampler.draw(rows)
+        drawing = self.sampler.prepare(rows, draws, masks, may_leave_masks=may_leave_masks)
+        drawn = self.sampler.draw(rows, drawing.masks)
         kept = Drawn(drawn, rows.slots, NONE, None)
         on_slots.remember(
             self.slots.tables.history,
@@ -104,7 +109,7 @@ class Bench:
         wanted = [drawn] if drawing.sound is None else [drawn, drawing.sound]
         fetched = self.platform.fetch(wanted + columns_of(scores))
         groups = [group.rows for group in scores]
-        home = Homebound(0, draws, drawing.errors, drawing.edited, groups, fetched)
+        home = Homebound(0, draws, drawing.errors, drawing.checked, groups, fetched)
         self.lengths[column] += 1
         mark = self.platform.mark()
         return collect(Pending(plan_of(slots), [(mark, mark)], [home]))

@@ -96,6 +96,8 @@ class Run:
         if self.is_undrawn and len(self.flight) == 1:
             plan, ticket = self.flight[0]
             self.is_undrawn = False
+            if plan.masks.ahead is not None:
+                plan.masks.drawn = self.worker.preview(ticket)
             self.worker.sample(ticket, self.scheduler.masks(plan))
 
     def settle(self) -> None:

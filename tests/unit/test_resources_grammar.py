@@ -295,3 +295,55 @@ class Right:
 
     def release(self, req):
         pass
+
+
+@pytest.mark.behaviour(90)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_no_mask_is_made_where_what_is_drawn_ahead_is_allowed(depth):
+    """The fake worker draws just what this grammar allows, and tells every other token ahead."""
+    filled = []
+
+    class Counting(OneAnswer):
+        def fill(self, masks, drafts):
+            filled.append(len(masks))
+            super().fill(masks, drafts)
+
+    request = request_of("0", "whole", num_output=60)
+    right = Counting(answer(request))
+    readiness, run = make({"whole": lambda: Compiling(right, 1)}, depth=depth)
+    run.add(request)
+    run.drain()
+    assert run.outputs["0"] == answer(request)
+    assert 10 < len(filled) < 50
+    assert not kept_by(readiness)
+
+
+@pytest.mark.behaviour(90)
+def test_a_request_that_draws_what_is_not_allowed_is_asked_less_and_less():
+    class Other(OneAnswer):
+        """Allows one token, which is never what would be drawn."""
+
+        def num_allowed(self, tokens):
+            return sum(token == 9 for token in tokens)
+
+        def advance(self, tokens):
+            assert self.num_allowed(tokens) == len(tokens)
+
+        def fill(self, masks, drafts):
+            masks[:, 0] = 1 << 9
+
+    request = request_of("0", "other", num_output=200)
+    _, run = make({"other": lambda: Compiling(Other([]), 1)})
+    asked = []
+    preview = run.worker.preview
+
+    def watched(ticket):
+        found = preview(ticket)
+        asked.append(int(found[0]) >= 0)
+        return found
+
+    run.worker.preview = watched
+    run.add(request)
+    run.drain()
+    assert run.outputs["0"] == [9] * 200
+    assert 5 < sum(asked) < 20 and len(asked) < 60

@@ -159,3 +159,45 @@ def test_a_mask_that_allows_one_token_leaves_no_choice() -> None:
     masks = RowMasks(words, np.array([-1, 0, 0], dtype=np.int32))
     result = both.step(random_logits(3, 3, VOCAB), [0, 1, 2], masks)
     assert result.token_ids.tolist()[1:] == [41, 41]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_draw_that_lays_masks_is_one_from_masked_logits(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    num, vocab_size = 40, 3000 + seed
+    scores = random_logits(seed, num, vocab_size)
+    scores[3, ::2], scores[4, 1::2], scores[5, 7] = torch.nan, torch.inf, -torch.inf
+    share = rng.choice([0.0, 0.0003, 0.01, 0.5, 1.0], num)
+    bits = rng.random((num, -(-vocab_size // 32) * 32)) < share[:, None]
+    words = torch.from_numpy(np.packbits(bits, axis=1, bitorder="little").view(np.int32))
+    of_row = torch.from_numpy(np.where(rng.random(num) < 0.8, np.arange(num), -1).astype(np.int32))
+    asked = sampling.Columns(
+        torch.from_numpy(rng.choice([0.0, 0.7, 1.0], num)),
+        torch.from_numpy(rng.choice([0, 1, 20, vocab_size], num).astype(np.int32)),
+        torch.from_numpy(rng.choice([0.5, 1.0], num)),
+        torch.from_numpy(rng.choice([0.0, 0.1], num)),
+        torch.from_numpy(rng.integers(0, 2**62, num)),
+    )
+    slots = torch.from_numpy(np.where(rng.random(num) < 0.9, np.arange(num), -1).astype(np.int32))
+    rows = sampling.Rows(scores, slots, torch.from_numpy(rng.integers(1, 99, num)))
+    found = kernels.slots.sample_allowed(rows, asked, words, of_row)
+    masked = scores.clone()
+    kernels.slots.apply_bitmask(masked, words, of_row)
+    assert found.tolist() == kernels.slots.sample(rows._replace(logits=masked), asked).tolist()
+    with reference_bodies():
+        assert found.tolist() == sampling.sample_allowed(rows, asked, words, of_row).tolist()
+
+
+def test_a_row_whose_mask_allows_nothing_and_one_that_is_not_sound_say_so() -> None:
+    bench = Bench(VOCAB)
+    for slot in range(4):
+        bench.add(slot, SamplingParams(temperature=1.0), [1, 2])
+    scores = random_logits(1, 4, VOCAB)
+    scores[1], scores[2, 5] = torch.nan, torch.nan
+    words = torch.zeros((2, 3), dtype=torch.int32)
+    words[1, 1] = 1 << 9
+    masks = RowMasks(words, np.array([0, 1, 1, -1], dtype=np.int32))
+    result = bench.step(scores, [0, 1, 2, 3], masks, may_leave_masks=True)
+    assert "no token is left for position 2" in result.errors[0]
+    assert "the model's logits for position 2 hold NaN" in result.errors[1]
+    assert result.counts.tolist() == [0, 0, 1, 1] and int(result.token_ids[0]) == 41
