@@ -386,21 +386,25 @@ class Drafts(Resource):
         if not is_due(self._worth, req, tries):
             return NO_OFFER
         drafts, fault = self._ask(proposer, req)
-        return self._judged(self._worth, req, drafts)._replace(fault=fault)
+        offer = self._judged(self._worth, req, drafts)
+        return offer._replace(fault=fault) if fault else offer
 
     def _forced_of(self, req: Request, *, tries: bool) -> Offer:
         """Drafts that its grammar forces."""
         self._are_forced.discard(req.row)
         if not is_due(self._worth_of_forced, req, tries):
             return NO_OFFER
-        forced = list(self.forced(req, self.num_speculative_tokens))
+        if not (forced := list(self.forced(req, self.num_speculative_tokens))):
+            return NO_OFFER
         if (offer := self._judged(self._worth_of_forced, req, forced)).drafts:
             self._are_forced.add(req.row)
         return offer
 
     def _judged(self, worth: Worth | None, req: Request, drafts: Sequence[int]) -> Offer:
         """As many of the drafts as are worth it."""
-        if worth is None or not drafts:
+        if not drafts:
+            return NO_OFFER
+        if worth is None:
             return Offer(drafts, float(len(drafts)))
         if self._price is None:
             self._price = self._price_of_a_draft()

@@ -57,6 +57,7 @@ class Places:
         self._max_size = max_size
         self._tables: list[dict[int, int]] = [{} for _ in range(min_size, max_size + 1)]
         self._num_entered = 0  # n-grams that end before this index are in the tables
+        self._last: tuple[int, list[int]] = (0, [])  # codes that were looked for, and of which end
 
     def enter(self, tokens: array[int]) -> None:
         """Enter all n-grams with a token behind them."""
@@ -65,7 +66,7 @@ class Places:
             self._enter_many(tokens, first, end)
         else:
             for behind in range(first, end):
-                codes = self._codes(tokens, behind)
+                codes = self._last[1] if behind == self._last[0] else self._codes(tokens, behind)
                 for table, code in zip(self._tables, codes, strict=False):
                     table[code] = behind
         self._num_entered = max(self._num_entered, end - 1)
@@ -74,6 +75,7 @@ class Places:
         """The index behind the longest n-gram entered that the text ends with."""
         end = len(tokens)
         codes = self._codes(tokens, end)
+        self._last = end, codes
         for index in range(len(codes) - 1, -1, -1):
             behind, size = self._tables[index].get(codes[index]), self._min_size + index
             # Two n-grams may have one code.

@@ -3,6 +3,7 @@ enforces in part is said in words that it enforces wholly, what says nothing is 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,11 @@ _MORE_OF_FORMAT: dict[str, dict[str, Any]] = {
     "date": {"pattern": f"^(?:{_LEAP_YEAR}-02-29|{_YEAR}-{_DAY})"},
     "date-time": {"pattern": f"^(?:{_LEAP_YEAR}-02-29|{_YEAR}-{_DAY})"},
 }
+
+# What ECMAScript has for \s, of which the library takes U+0085 for one and U+FEFF for none. A class
+# may stand within a class.
+_SPACE = "\\t-\\r \\u00A0\\u1680\\u2000-\\u200A\\u2028\\u2029\\u202F\\u205F\\u3000\\uFEFF"
+_CLASSES = {r"\s": f"[{_SPACE}]", r"\S": f"[^{_SPACE}]"}
 
 # Keywords with a value for which they allow everything.
 _IDLE: dict[str, tuple[Any, ...]] = {
@@ -81,7 +87,13 @@ def _prepared(schema: Any, is_closed: bool) -> Any:
         if any(type(value) is type(idle) and value == idle for idle in _IDLE.get(key, ())):
             continue
         if key in _BY_NAME and isinstance(value, dict):
-            found[key] = {name: _prepared(each, is_closed) for name, each in value.items()}
+            is_by_pattern = key == "patternProperties"
+            named = {
+                (_of_rust(name) if is_by_pattern else name): each for name, each in value.items()
+            }
+            found[key] = {name: _prepared(each, is_closed) for name, each in named.items()}
+        elif key == "pattern" and isinstance(value, str):
+            found[key] = _of_rust(value)
         else:
             found[key] = value if key in _VALUES else _prepared(value, is_closed)
     name = found.get("format")
@@ -92,6 +104,11 @@ def _prepared(schema: Any, is_closed: bool) -> Any:
     ):
         found.setdefault("additionalProperties", False)
     return found
+
+
+def _of_rust(pattern: str) -> str:
+    """The pattern, whose classes mean what they do in ECMAScript, in the library's dialect."""
+    return re.sub(r"\\.", lambda found: _CLASSES.get(found[0], found[0]), pattern, flags=re.S)
 
 
 def _of_draft_3(instead: str) -> Callable[[Any, dict[str, Any]], str]:

@@ -92,3 +92,21 @@ def test_known_differences(name: str) -> None:
         assert is_written == (name in WIDER), text
         if name != "the year 0000":  # which the judge refuses, as Python does
             assert json_judge(schema)(text) == (name in NARROWER), text
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "pattern": r"^\sx[\s\d]$"},
+        {"type": "string", "pattern": r"^[^\S]x\s?$"},
+        {"type": "string", "pattern": r"^\sx[^\S\n]?\s?$"},
+        {"type": "string", "pattern": r"^\\?\sx(\s)$"},
+    ],
+)
+def test_white_space_in_a_pattern_is_that_of_ecmascript(schema: dict[str, str]) -> None:
+    """The library has U+0085 among it, and not U+FEFF."""
+    compilation = bench().compiled({"json": schema})
+    for space, is_one in {"\u2028": True, "\ufeff": True, " ": True, "\x85": False}.items():
+        (tokens, *_) = bench().tokenisations(f'"{space}x{space}"')
+        accepted = bench().num_accepted(compilation.wait(), tokens) == len(tokens) + 1
+        assert accepted == is_one, space

@@ -25,6 +25,8 @@ _DATE = re.compile(r"\d{4}-\d\d-\d\d", re.ASCII)
 _OF_TIME = r"T(\d+H(\d+M(\d+S)?)?|\d+M(\d+S)?|\d+S)"
 _OF_DAYS = r"(\d+Y(\d+M(\d+D)?)?|\d+M(\d+D)?|\d+D)"
 _DURATION = re.compile(rf"P(\d+W|{_OF_TIME}|{_OF_DAYS}({_OF_TIME})?)", re.ASCII)
+# ECMAScript's \s: its WhiteSpace and LineTerminator.
+_SPACE = r"\t-\r \u00A0\u1680\u2000-\u200A\u2028\u2029\u202F\u205F\u3000\uFEFF"
 _LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?")
 _ATOM = re.compile(r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+(\.[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+)*")
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:([A-Za-z0-9._~:/?#\[\]@!$&'()*+,;=-]|%[0-9A-Fa-f]{2})*")
@@ -116,9 +118,25 @@ def json_judge(schema: Any) -> Judge:
 
 
 def _pattern(validator: Any, pattern: str, text: object, schema: Any) -> Iterator[Any]:
-    r"""As JSON schema has it, in the dialect of ECMAScript, where \w and \d are of ASCII."""
-    if isinstance(text, str) and not re.search(pattern, text, re.ASCII):
+    r"""As JSON schema has it, in the dialect of ECMAScript, where \w and \d are of ASCII and \s is
+    not."""
+    if isinstance(text, str) and not re.search(_of_python(pattern), text, re.ASCII):
         yield jsonschema.ValidationError(f"{text!r} does not match {pattern!r}")
+
+
+@cache
+def _of_python(pattern: str) -> str:
+    r"""The pattern with \s and \S spelt out, the latter where no class is around it."""
+    found, is_in_class = [], False
+    for part in re.findall(r"\\.|.", pattern, re.S):
+        if part in ("[", "]"):
+            is_in_class = part == "["
+        elif part == r"\s":
+            part = _SPACE if is_in_class else f"[{_SPACE}]"
+        elif part == r"\S" and not is_in_class:
+            part = f"[^{_SPACE}]"
+        found.append(part)
+    return "".join(found)
 
 
 def _refuse(name: str) -> None:
