@@ -131,11 +131,11 @@ def test_prompt_logprobs_survive_a_step_that_is_run_again(sizes):
     sampler, raised = run.worker.runner.machine.sampler, []
     prepare = sampler.prepare
 
-    def forgetful(rows, draws, masks=None):
+    def forgetful(rows, draws, *masks, **options):
         if len(draws.rows) > 1 and not raised:
             raised.append(True)
             raise MemoryError("too many rows")
-        return prepare(rows, draws, masks)
+        return prepare(rows, draws, *masks, **options)
 
     sampler.prepare = forgetful
     results, collect = [], run.worker.collect
