@@ -183,6 +183,8 @@ def _read_json(name: str, value: Any) -> tuple[Any, str]:
     _check_type(name, value, dict, str)
     try:
         return _read_quickly(value) or _read_exactly(name, value)
+    except RequestError:
+        raise
     except (ValueError, TypeError, RecursionError) as error:
         raise RequestError(
             f"the {name} of structured_outputs is {_shown(value)}, which is no JSON: {error}"
@@ -226,7 +228,7 @@ def _plain_text(name: str) -> Any:
         if name == "regex":
             _check_length("the regex", value, MAX_REGEX_CHARS)
         _check_characters(name, value)
-        return str(value)
+        return str.__str__(value)  # one that is an Enum, too
 
     return checked
 
@@ -267,7 +269,7 @@ def _choice_text(value: Any) -> str:
             raise RequestError("the choice of structured_outputs has an empty text")
         _check_length("a text of choice", text, MAX_CHOICE_CHARS)
         _check_characters("choice", text)
-    return msgspec.json.encode(value).decode()
+    return json_library.dumps(value, ensure_ascii=False)
 
 
 def _tag_text(value: Any) -> str:

@@ -179,7 +179,8 @@ class Sampler:
         # draw.
         checked, late = edited, None
         if masks is not None and may_leave_masks:
-            checked = [row for row in edited if slots[row] in self._edited]
+            looked_at = self._edited | self._num_logprobs.keys()  # log-probabilities show NaN
+            checked = [row for row in edited if slots[row] in looked_at]
             masks, late = _divided(masks, checked)
         sound, errors = None, {}
         if checked:
@@ -269,10 +270,17 @@ class Sampler:
         return {row: why_unsound(int(draws.positions[row]), flaw(logits[row])) for row in bad}
 
     def _explain(self, logits: torch.Tensor, draws: Draws, drawing: Drawing, drawn: Column) -> None:
+        silent = [
+            row
+            for row in np.flatnonzero(drawn == -1).tolist()
+            if draws.slots[row] >= 0 and row not in drawing.errors
+        ]
         if drawing.masks is not None:
+            sound = on_slots.are_sound(logits, torch.tensor(silent))
+            drawing.errors.update(self._unsound(logits, draws, silent, sound))
             on_slots.apply_bitmask(logits, drawing.masks.words, self._upload(drawing.masks.of_row))
-        for row in np.flatnonzero(drawn == -1).tolist():
-            if draws.slots[row] < 0 or row in drawing.errors:
+        for row in silent:
+            if row in drawing.errors:
                 continue
             position = int(draws.positions[row])
             if row in drawing.edited and bool((logits[row] == -torch.inf).all()):

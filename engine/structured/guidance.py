@@ -11,9 +11,7 @@ runs. It is made for the first grammar that comes, so that an engine without any
 from __future__ import annotations
 
 import logging
-import os
 import re
-import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +19,7 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from functools import partial
 from queue import SimpleQueue
-from threading import Lock, Thread, get_native_id, stack_size
+from threading import Lock, Thread, stack_size
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -31,7 +29,7 @@ from engine.messages.step import Column
 from engine.messages.structured import OF_XGRAMMAR, Grammar, grammar_from
 from engine.structured import xgrammars
 from engine.structured.decide import Compiled, GrammarError, Matcher
-from engine.structured.schemas import SchemaError, prepared
+from engine.structured.schemas import SchemaError, as_given, prepared
 from engine.structured.tags import SpecialOf, lark_of, none_special
 from engine.structured.xgrammars import INSTALL, XGrammars
 
@@ -43,7 +41,6 @@ logger = logging.getLogger("engine.structured")
 
 MAX_SECONDS = 10.0  # for compiling one grammar, waiting for others included
 NUM_THREADS = 2
-NICE = 10  # of them: a tenth of the time that a thread of the model gets, where both want it
 _GLANCE = 0.05  # seconds between two looks at whether a compilation is late
 # The library calls itself for each rule or reference that a chain of them goes through; too deep
 # a chain ends the process. Enough for MAX_GRAMMAR_CHARS of them; what is not used takes no memory.
@@ -383,9 +380,7 @@ class Follower:
 
 
 def serve(waiting: SimpleQueue[Callable[[], None] | None]) -> None:
-    """Do one thing after the other, until there is none, and let the model go first."""
-    if sys.platform == "linux":  # elsewhere it would be the whole process
-        os.setpriority(os.PRIO_PROCESS, get_native_id(), NICE)
+    """Do one thing after the other, until there is none."""
     while (work := waiting.get()) is not None:
         work()
 
@@ -551,4 +546,4 @@ def _words(error: str) -> str:
     """What the library says, without the trace behind it."""
     if error.startswith("NoExtension"):
         return "no text can go on from here: what is asked for cannot be met"
-    return error.strip().split("\n<state>")[0][:2000]
+    return as_given(error.strip().split("\n<state>")[0])[:2000]

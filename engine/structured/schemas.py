@@ -30,7 +30,7 @@ _MORE_OF_FORMAT: dict[str, dict[str, Any]] = {
 
 # What ECMAScript has for \s, of which the library takes U+0085 for one and U+FEFF for none. A class
 # may stand within a class.
-_SPACE = "\\t-\\r \\u00A0\\u1680\\u2000-\\u200A\\u2028\\u2029\\u202F\\u205F\\u3000\\uFEFF"
+_SPACE = "\\t-\\r\\x20\\u00A0\\u1680\\u2000-\\u200A\\u2028\\u2029\\u202F\\u205F\\u3000\\uFEFF"
 _CLASSES = {r"\s": f"[{_SPACE}]", r"\S": f"[^{_SPACE}]"}
 
 # Keywords with a value for which they allow everything.
@@ -70,7 +70,10 @@ def _check_size(schema: Any) -> None:
                 if isinstance(each[key], list | dict):
                     counts[key] += len(each[key])
                 if counts[key] > MOST[key]:
-                    raise SchemaError(f"{key} has over {MOST[key]} entries in all, the limit")
+                    raise SchemaError(
+                        f"{key} has {counts[key]} entries and perhaps more, the limit is "
+                        f"{MOST[key]} in all"
+                    )
             each = each.values()
         waiting.extend(item for item in each if isinstance(item, list | dict))
 
@@ -107,8 +110,24 @@ def _prepared(schema: Any, is_closed: bool) -> Any:
 
 
 def _of_rust(pattern: str) -> str:
-    """The pattern, whose classes mean what they do in ECMAScript, in the library's dialect."""
-    return re.sub(r"\\.", lambda found: _CLASSES.get(found[0], found[0]), pattern, flags=re.S)
+    """The pattern, whose classes mean what they do in ECMAScript, in the library's dialect.
+
+    One beside a hyphen is left: within a class it might become the end of a range, which the
+    library refuses to have from a class.
+    """
+    parts = re.findall(r"\\.|.", pattern, flags=re.S)
+    beside = zip(["", *parts], parts, [*parts[1:], ""], strict=False)
+    return "".join(
+        part if "-" in (before, behind) else _CLASSES.get(part, part)
+        for before, part, behind in beside
+    )
+
+
+def as_given(text: str) -> str:
+    """What is said of a pattern, as the user has it."""
+    for given, written in _CLASSES.items():
+        text = text.replace(written, given).replace(written.replace("\\", "\\\\"), given)
+    return text
 
 
 def _of_draft_3(instead: str) -> Callable[[Any, dict[str, Any]], str]:

@@ -158,9 +158,14 @@ class XGrammarMatcher:
     def _take(self, tokens: Sequence[int]) -> int:
         """How many of them the library takes; it then stands behind those."""
         for index, token in enumerate(tokens):
-            if token < 0 or not self._matcher.accept_token(token):
+            if not self._is_text(token) or not self._matcher.accept_token(token):
                 return index
         return len(tokens)
+
+    def _is_text(self, token: int) -> bool:
+        """The library prints a warning when it is asked about another."""
+        is_known = 0 <= token < self._tokenizer.vocab_size
+        return is_known and not self._tokenizer.is_special_token(token)
 
     def _without_end(self, tokens: Sequence[int]) -> list[int]:
         """The tokens before the first that ends text."""

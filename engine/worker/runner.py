@@ -94,11 +94,14 @@ class Driver:
         if not (self.runner.machine.platform.shares_memory and isinstance(forwarded, Forwarded)):
             return None
         assert part is not None and part.ahead is not None, "preview() for a step without one"
+        began = self.runner.machine.platform.mark()
         try:
             return self.runner.preview(forwarded, part.ahead)
         except Exception:  # drawing again tells of which row
             logger.exception("step %d: no token was drawn ahead of its mask", ticket.plan.step)
             return None
+        finally:
+            ticket.spans.append((began, self.runner.machine.platform.mark()))
 
     @torch.inference_mode()
     def sample(self, ticket: Pending, masks: Masks | None) -> None:
@@ -113,9 +116,13 @@ class Driver:
             forwarded = ready.pop() if ready else None
             if isinstance(forwarded, Exception):
                 raise forwarded
-            forwarded = forwarded or runner.forward(runner.stage(rows), is_masked=True)
-            of_row = _masks_of(forwarded.staged.draws, first_mask[first:])
-            return runner.draw(forwarded, RowMasks(words, of_row))
+            if forwarded is not None:
+                of_row = _masks_of(forwarded.staged.draws, first_mask[first:])
+                return runner.draw(forwarded, RowMasks(words, of_row))
+            forwarded = runner.forward(runner.stage(rows), is_masked=True)
+            all_words, first_of_all = self._with_drawn(part, words, first_mask)
+            of_row = _masks_of(forwarded.staged.draws, first_of_all[first:])
+            return runner.draw(forwarded, RowMasks(all_words, of_row))
 
         self._finish(ticket, self._rows_of(ticket.plan), draw)
         ticket.spans.append((began, runner.machine.platform.mark()))
@@ -204,6 +211,24 @@ class Driver:
             logger.error("the masks of step %d are missing or of another size", plan.step)
             words = np.zeros((max(1, int(each.sum())), num_words), dtype=np.int32)
         return self.runner.machine.platform.upload(words), first_mask
+
+    def _with_drawn(
+        self, part: MaskPart, words: torch.Tensor, first_mask: Column
+    ) -> tuple[torch.Tensor, Column]:
+        """Masks for rows that are run again, where those drawn ahead draw what was found to be
+        allowed: another batch may round otherwise, and then they might draw something else."""
+        if part.ahead is None or part.drawn is None:
+            return words, first_mask
+        is_drawn = (part.drawn >= 0) & (first_mask[part.ahead] < 0)
+        rows, tokens = part.ahead[is_drawn], part.drawn[is_drawn]
+        more = np.zeros((len(rows), words.shape[1]), dtype=np.uint32)
+        more[np.arange(len(rows)), tokens // WORD] = np.uint32(1) << (tokens % WORD).astype(
+            np.uint32
+        )
+        first_mask = first_mask.copy()
+        first_mask[rows] = len(words) + np.arange(len(rows), dtype=np.int32)
+        upload = self.runner.machine.platform.upload
+        return torch.cat([words, upload(more.view(np.int32))]), first_mask
 
 
 def _masks_of(draws: Draws, first_mask: Column) -> Column:

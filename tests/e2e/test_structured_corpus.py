@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import cache
 
@@ -21,6 +22,7 @@ from structured.judges import json_judge
 
 from engine import EngineArgs, LLMEngine
 from engine.assets import BOX_MODEL
+from engine.structured.decide import GrammarError
 
 ALL = list(entries())
 WRITTEN = [
@@ -110,3 +112,10 @@ def test_white_space_in_a_pattern_is_that_of_ecmascript(schema: dict[str, str]) 
         (tokens, *_) = bench().tokenisations(f'"{space}x{space}"')
         accepted = bench().num_accepted(compilation.wait(), tokens) == len(tokens) + 1
         assert accepted == is_one, space
+
+
+@pytest.mark.parametrize("pattern", [r"^[0-9+-\s]+$", r"^[A-\s]$", r"^\s(?!x)$"])
+def test_what_is_wrong_with_a_pattern_is_said_of_it_as_it_was_given(pattern: str) -> None:
+    """A class is no end of a range."""
+    with pytest.raises(GrammarError, match=re.escape(pattern)):
+        bench().compiled({"json": {"type": "string", "pattern": pattern}}).wait()

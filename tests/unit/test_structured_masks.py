@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from enum import Enum
 from functools import cache
 from typing import Any
 
@@ -9,7 +11,8 @@ import numpy as np
 import pytest
 from structured.checks import Bench
 
-from engine.messages.structured import StructuredOutputsParams, grammar_of
+from engine import RequestError
+from engine.messages.structured import StructuredOutputsParams, grammar_from, grammar_of
 from engine.structured.guidance import GrammarError, GuidanceCompilation, guidance_of
 from engine.verify.case import VOCAB_SIZE
 from engine.verify.halves import CHARACTERS, END, WORDS, small_tokenizer
@@ -168,3 +171,23 @@ def test_drafts_to_where_a_text_cannot_go_on_take_nothing_of_the_text_before() -
     with pytest.raises(GrammarError, match="no text can go on from here"):
         matcher.fill(np.zeros((1, WORDS), dtype=np.int32), [])
     compiler.shutdown()
+
+
+def test_texts_that_are_enums_or_numpys_are_taken_for_what_they_say():
+    class Form(str, Enum):  # noqa: UP042 - whose str() is no value
+        NUMBER = "[0-9]+"
+
+    assert grammar_from(grammar_of(StructuredOutputsParams(regex=Form.NUMBER))).text == "[0-9]+"
+    choice = grammar_of(StructuredOutputsParams(choice=[np.str_("yes"), Form.NUMBER, "é"]))
+    assert json.loads(grammar_from(choice).text) == ["yes", "[0-9]+", "é"]
+
+
+def test_a_schema_that_is_no_json_is_refused_however_it_is_read():
+    for value in ({1, 2}, b"x", float("nan"), float("inf"), object()):
+        with pytest.raises(RequestError, match="which is no JSON"):
+            StructuredOutputsParams(json={"const": value})
+    with pytest.raises(RequestError, match=r"^the json of structured_outputs has '\\ud800'"):
+        StructuredOutputsParams(json={"const": "\ud800"})
+    large = StructuredOutputsParams(json={"const": 10**300, "enum": (1, 2), "x": {1: 2}})
+    read = json.loads(grammar_from(grammar_of(large)).text)
+    assert read == {"const": 10**300, "enum": [1, 2], "x": {"1": 2}}

@@ -416,3 +416,49 @@ def test_rows_whose_masks_do_not_come_fail_and_others_go_on(sizes, given, caplog
     run.drain()
     assert run.finished["a"][0] == "error" and "no token is left" in run.ends["a"].message
     assert run.outputs["b"] == says([3, 4], 5)
+
+
+class Ahead(Resource):
+    """Finds that all tokens that are drawn ahead of masks are allowed."""
+
+    name = "ahead"
+    needs = ("masks",)
+
+    def __init__(self):
+        self.drawn = []
+
+    def describe(self, plan):
+        rows = np.flatnonzero(plan.samples).astype(np.int32)
+        plan.masks = MaskPart(rows, rows)
+
+    def masks(self, plan):
+        self.drawn.append(plan.masks.drawn.tolist())
+        none = np.zeros(0, dtype=np.int32)
+        return Masks(none, 2, none)
+
+
+def test_a_token_that_was_drawn_ahead_stands_when_its_step_is_run_again():
+    """In another batch the logits may be others."""
+    params = SamplingParams(temperature=1.0, max_tokens=6, ignore_eos=True)
+    told = []
+    for breaks in (False, True):
+        ahead = Ahead()
+        run = make_run(model=NoisyModel(), resources=[ahead])
+        sampler = run.worker.runner.machine.sampler
+        prepare, seen = sampler.prepare, []
+
+        def changing(rows, draws, *masks, prepare=prepare, seen=seen, **options):
+            if len(draws.rows) == 3:
+                seen.append(len(draws.rows))
+                raise MemoryError("too many rows")
+            rows.logits.mul_(-1.0)
+            return prepare(rows, draws, *masks, **options)
+
+        if breaks:
+            sampler.prepare = changing
+        for index in range(3):
+            run.add(make_request(str(index), [index, 1], 6, params=params, seed=index))
+        run.drain()
+        assert bool(seen) == breaks and min(map(min, ahead.drawn)) >= 0
+        told.append([run.outputs[str(index)] for index in range(3)])
+    assert told[0] == told[1]
