@@ -22,11 +22,12 @@ from typing import Any, NamedTuple, Unpack
 
 from engine.config.args import EngineArgs
 from engine.errors import ConfigError, EngineDeadError
-from engine.frontend.prompt import Prompt, RequestOptions, Submission
+from engine.frontend.prompt import Prompt, RequestOptions, Submission, TextPrompt
 from engine.frontend.session import PauseScope, Session
 from engine.messages.params import OutputKind, SamplingParams
 from engine.messages.requests import CompletionOutput, RequestOutput, as_request_ids
 from engine.messages.stats import SchedulerStats
+from engine.text.chat import Messages
 from engine.text.tokenizer import Tokenizer
 
 JOIN_SECONDS = 60.0  # longest step a shutdown waits for
@@ -93,6 +94,14 @@ class AsyncLLMEngine:
         finally:
             self._close_stream(request_id, stream)
 
+    async def render_chat(self, messages: Messages, **options: Any) -> TextPrompt:
+        """A conversation as a prompt; other tasks go on meanwhile. ``options`` are those of
+        ``Tokenizer.apply_chat_template``. Raises ``RequestError`` if it cannot be rendered."""
+        self.get_tokenizer()  # or its ConfigError
+        render = self._session.inputs.render
+        (prompt,) = await asyncio.to_thread(render, [messages], options)
+        return prompt
+
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Stop one request or several; unknown ids do nothing.
 
@@ -145,6 +154,11 @@ class AsyncLLMEngine:
         if self._session.tokenizer is None:
             raise ConfigError("no tokenizer: the engine was started with skip_tokenizer_init")
         return self._session.tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest prompt with its output."""
+        return self._session.inputs.max_model_len
 
     @property
     def is_running(self) -> bool:

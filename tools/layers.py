@@ -31,10 +31,10 @@ LAYERS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("frontend",), "requests and outputs on the user's side of the core"),
     (("llm_engine", "async_engine"), "step by step, and for tasks"),
     (("llm",), "the shortest way in: prompts to outputs"),
-    (("server", "sim"), "policies side by side on a virtual clock"),
+    (("server", "sim"), "OpenAI's API over HTTP; policies side by side on a virtual clock"),
     (("cli",), "the `metronome` command"),
 )
-PLANNED = ("parallel", "pooling", "server")  # places that are kept, with nothing in them yet
+PLANNED = ("parallel", "pooling")  # places that are kept, with nothing in them yet
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "structures.md"
 BEGIN, END = "<!-- layers -->\n```\n", "```\n<!-- layers end -->\n"
 

@@ -11,13 +11,14 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from engine.cli import bench, chat, core, generate, policies, replay, verify
+from engine.cli import bench, chat, core, generate, policies, replay, serve, verify
 from engine.config.args import refusal
 from engine.errors import EngineError
 
 COMMANDS = {
     "generate": generate,
     "chat": chat,
+    "serve": serve,
     "core": core,
     "bench": bench,
     "policies": policies,

@@ -157,6 +157,11 @@ class InputProcessor:
             request_id, parts.get("prompt"), token_ids, params, arrival_time, requests
         )
 
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest prompt with its output."""
+        return self._limits.max_model_len
+
     def render(
         self, conversations: Iterable[Messages], options: dict[str, Any]
     ) -> list[TextPrompt]:

@@ -1,0 +1,191 @@
+"""What may be asked of the server, and what that means for the engine.
+
+Names and defaults are OpenAI's, further ones vLLM's where they mean the same. A field that is not
+here is refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+
+from engine.errors import RequestError
+from engine.frontend.prompt import RequestOptions
+from engine.messages.params import SamplingParams
+from engine.messages.structured import StructuredOutputsParams
+from engine.server.errors import ApiError
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """What a stream has besides its chunks."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class Asked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What every completion may ask."""
+
+    model: str
+    max_tokens: int | None = None
+    n: int = 1
+    stop: str | list[str] | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    seed: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[str, float] | None = None
+    user: str | None = None
+    response_format: dict[str, Any] | None = None
+    # vLLM's
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    return_token_ids: bool = False
+    # ours
+    timeout: float | None = None
+
+    def options(self) -> RequestOptions:
+        """Of the request, besides prompt and sampling."""
+        options: RequestOptions = {"priority": self.priority}
+        if self.user is not None:
+            options["user"] = self.user
+        if self.timeout is not None:
+            options["timeout"] = self.timeout
+        return options
+
+    def sampling(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        """Raises ``RequestError`` for a value out of range."""
+        return SamplingParams(
+            n=self.n,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            seed=self.seed,
+            max_tokens=max_tokens,
+            min_tokens=self.min_tokens,
+            stop=[self.stop] if isinstance(self.stop, str) else self.stop or [],
+            stop_token_ids=self.stop_token_ids or [],
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            ignore_eos=self.ignore_eos,
+            bad_words=self.bad_words or [],
+            allowed_token_ids=self.allowed_token_ids,
+            logit_bias=_bias(self.logit_bias),
+            logprobs=logprobs,
+            skip_special_tokens=self.skip_special_tokens,
+            output_kind="delta" if self.stream else "final",
+            structured_outputs=self._form(),
+        )
+
+    def _form(self) -> StructuredOutputsParams | None:
+        """The form of the text, by either name."""
+        if self.structured_outputs is not None and self.response_format is not None:
+            raise ApiError(
+                400,
+                "structured_outputs and response_format are both given: leave one of them out",
+                param="response_format",
+            )
+        if self.structured_outputs is not None:
+            return _converted("structured_outputs", self.structured_outputs)
+        return None if self.response_format is None else form_of(self.response_format)
+
+
+class CompletionRequest(Asked, kw_only=True, forbid_unknown_fields=True):
+    """``POST /v1/completions``."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: int | None = None
+    echo: bool = False
+    best_of: int | None = None
+    suffix: str | None = None
+
+
+class ChatRequest(Asked, kw_only=True, forbid_unknown_fields=True):
+    """``POST /v1/chat/completions``."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    reasoning_effort: str | None = None
+    parallel_tool_calls: bool | None = None  # of no effect without tools
+    store: bool | None = None  # nothing is stored
+    metadata: dict[str, str] | None = None  # likewise
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+
+
+T = TypeVar("T", bound=Asked)
+
+
+def read(body: bytes, kind: type[T]) -> T:
+    """A request from its JSON. Raises ``ApiError`` that names the field."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        message, _, place = str(error).partition(" - at `$")
+        field = place.rstrip("`").lstrip(".") or None
+        if "unknown field" in message:
+            field = message.split("`")[1]
+            message = f"{field} is not supported: leave it out"
+        raise ApiError(400, f"{field}: {message}" if field else message, param=field) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"the body is no JSON: {error}") from error
+
+
+def form_of(response_format: dict[str, Any]) -> StructuredOutputsParams | None:
+    """What OpenAI's ``response_format`` asks for. Raises ``ApiError``."""
+    kind = response_format.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    about = response_format.get("json_schema")
+    if kind == "json_schema" and isinstance(about, dict) and isinstance(about.get("schema"), dict):
+        return StructuredOutputsParams(json=about["schema"])
+    raise ApiError(
+        400,
+        f"response_format is {response_format!r:.80}, must have type text, json_object, or "
+        "json_schema with json_schema.schema",
+        param="response_format",
+    )
+
+
+def _converted(name: str, value: dict[str, Any]) -> StructuredOutputsParams:
+    try:
+        return msgspec.convert(value, StructuredOutputsParams)
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, RequestError):
+            raise error.__cause__ from error
+        raise ApiError(400, f"{name}: {error}", param=name) from error
+
+
+def _bias(asked: dict[str, float] | None) -> dict[int, float] | None:
+    if asked is None:
+        return None
+    wrong = [token for token in asked if not token.isdecimal()]
+    if wrong:
+        raise ApiError(
+            400, f"logit_bias has {wrong[0]!r:.40}, must have token ids", param="logit_bias"
+        )
+    return {int(token): bias for token, bias in asked.items()}

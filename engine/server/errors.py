@@ -1,0 +1,68 @@
+"""Errors as OpenAI's clients read them."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+from starlette.responses import Response
+
+from engine.errors import EngineDeadError, RefusedError, RequestError
+
+
+class ApiError(Exception):
+    """Answered with this status; ``param`` is the field that is to blame."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
+
+    @property
+    def type(self) -> str:
+        """OpenAI's word for this kind of error."""
+        if self.status >= 500:
+            return "server_error"
+        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+        return kinds.get(self.status, "invalid_request_error")
+
+    def body(self) -> bytes:
+        """The error object, which is a whole answer or the last event of a stream."""
+        about = {
+            "message": self.message,
+            "type": self.type,
+            "param": self.param,
+            "code": self.code,
+        }
+        return msgspec.json.encode({"error": about})
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """What a client is told of an error. One that nobody foresaw is not described to it."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RefusedError):
+        return ApiError(503, str(error), code="queue_full", retry_after=error.retry_after or 1.0)
+    if isinstance(error, RequestError):
+        return ApiError(400, str(error))
+    if isinstance(error, EngineDeadError):
+        return ApiError(503, "the engine is not running", code="engine_dead", retry_after=10.0)
+    return ApiError(500, "the server failed; its log says why")
+
+
+def error_response(error: ApiError) -> Response:
+    headers = {}
+    if error.retry_after is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
+    return Response(error.body(), error.status, headers, "application/json")

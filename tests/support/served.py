@@ -1,0 +1,63 @@
+"""A server in a process of its own, as users start it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+READY_SECONDS = 90
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Served:
+    """A running ``metronome serve``."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
+        self.process = process
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+
+    def end(self, number: int = signal.SIGTERM, seconds: float = 30) -> int:
+        """Its exit status."""
+        self.process.send_signal(number)
+        return self.process.wait(seconds)
+
+
+@contextmanager
+def served(*options: str, **variables: str) -> Iterator[Served]:
+    """The model in the box, or another that the options name."""
+    port = free_port()
+    command = [sys.executable, "-m", "engine.cli.main", "serve", "--port", str(port), *options]
+    process = subprocess.Popen(command, env={**os.environ, **variables})
+    try:
+        server = Served(process, port)
+        end = time.monotonic() + READY_SECONDS
+        while not is_ready(server.url):
+            assert process.poll() is None, "the server has ended before it was ready"
+            assert time.monotonic() < end, "the server is not ready"
+            time.sleep(0.05)
+        yield server
+    finally:
+        process.kill()
+        process.wait()
+
+
+def is_ready(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
