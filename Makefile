@@ -20,7 +20,7 @@ DECIDING := boundaries cache_behaviours columns cost example_policies find hook_
 DECISIONS = $(foreach kind,unit contract property,\
 	$(foreach part,$(DECIDING),$(wildcard tests/$(kind)/test_$(part)*.py)))
 
-.PHONY: run check lint types unit kernels test coverage campaign bench clean
+.PHONY: run serve check lint types unit kernels test coverage campaign bench clean
 .DEFAULT_GOAL := check
 
 # torch goes first: the constraint picks the build meant for this machine before anything else asks for one.
@@ -33,6 +33,10 @@ $(READY): pyproject.toml constraints.txt
 # The main job: text from the model in the box, ending with a line of figures.
 run: $(READY)
 	$(BIN)/metronome generate --max-tokens 64 "A list comprehension"
+
+# The model in the box behind OpenAI's API, at http://127.0.0.1:8000/v1, until it is interrupted.
+serve: $(READY)
+	$(BIN)/metronome serve --served-model-name box
 
 # What to run before every commit; under two minutes. Types keep one core busy, for 40 seconds where
 # nothing is kept from the last time, while unit tests keep both.

@@ -1,10 +1,10 @@
 """The HTTP server: OpenAI's API over an ``AsyncLLMEngine``.
 
-    app          routes, keys, limits; errors as OpenAI words them
-    asked        what may be asked, as structs; what that means for the engine
-    completions  texts behind prompts
-    chat         answers to conversations
-    answers      what both are told, whole and in chunks
-    streams      server-sent events, and who has left
-    run          uvicorn, and the engine behind it
+app          routes, keys, limits; errors as OpenAI words them
+asked        what may be asked, as structs; what that means for the engine
+completions  texts behind prompts
+chat         answers to conversations
+answers      what both are told, whole and in chunks
+streams      server-sent events, and who has left
+run          uvicorn, and the engine behind it
 """

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
 
 from engine.messages.requests import CompletionOutput, Logprob, RequestOutput
-from engine.server.errors import ApiError
+from engine.messages.structured import WRONG_GRAMMAR
+from engine.server.asked import Asked
+from engine.server.errors import ApiError, as_api_error
+from engine.server.streams import DONE, event_of
 
 LOST = "\ufffd"  # in the text of a token that is a part of a character
 
@@ -44,6 +52,77 @@ class Counted:
         return Usage(read, self._written, read + self._written, PromptDetails(cached))
 
 
+class Answer(ABC):
+    """One request to the server, whole or as events."""
+
+    def __init__(self, asked: Asked, kind: str, prefix: str, model: str) -> None:
+        self.asked = asked
+        self.name = f"{prefix}-{uuid.uuid4().hex}"
+        self._counted = Counted()
+        self._head: dict[str, Any] = {
+            "id": self.name,
+            "object": kind,
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    @abstractmethod
+    def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """What the engine says, and of which prompt."""
+
+    @abstractmethod
+    def choice(self, place: int, completion: CompletionOutput) -> dict[str, Any]:
+        """One sequence, or what is new of it. Raises ``ApiError`` for an end that is no answer."""
+
+    async def whole(self) -> bytes:
+        """The answer, when all of it is there."""
+        choices: list[dict[str, Any]] = []
+        async with aclosing(self.outputs()) as outputs:
+            async for place, output in outputs:
+                choices += self._choices(place, output)
+        choices.sort(key=lambda choice: choice["index"])
+        return msgspec.json.encode({**self._head, "choices": choices, "usage": self._counted.usage})
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Chunks as they come. An error before the first is raised; a later one is an event."""
+        options, is_begun = self.asked.stream_options, False
+        is_counting = options is not None and options.continuous_usage_stats
+        try:
+            async with aclosing(self.outputs()) as outputs:
+                async for place, output in outputs:
+                    chunk = self._chunk(self._choices(place, output), has_usage=is_counting)
+                    is_begun = True
+                    yield chunk
+            if options is not None and options.include_usage:
+                yield self._chunk([], has_usage=True)
+        except Exception as error:
+            if not is_begun:
+                raise
+            yield event_of(as_api_error(error).body())
+        yield DONE
+
+    def _choices(self, place: int, output: RequestOutput) -> list[dict[str, Any]]:
+        self._counted.add(place, output)
+        return [self._about(place, each) for each in output.outputs]
+
+    def _about(self, place: int, completion: CompletionOutput) -> dict[str, Any]:
+        choice = {
+            "index": completion.index,
+            "finish_reason": reason_of(completion),
+            "stop_reason": completion.stop_reason,
+            **self.choice(place, completion),
+        }
+        if self.asked.return_token_ids:
+            choice["token_ids"] = completion.token_ids
+        return choice
+
+    def _chunk(self, choices: list[dict[str, Any]], *, has_usage: bool) -> bytes:
+        chunk = {**self._head, "choices": choices}
+        if has_usage:
+            chunk["usage"] = self._counted.usage
+        return event_of(msgspec.json.encode(chunk))
+
+
 def reason_of(completion: CompletionOutput) -> str | None:
     """Why the text has ended. Raises ``ApiError`` for an end that is no answer."""
     reason = completion.finish_reason
@@ -53,7 +132,10 @@ def reason_of(completion: CompletionOutput) -> str | None:
         raise ApiError(408, completion.error or "the time for this request is over")
     if reason == "abort":
         raise ApiError(503, "the request was aborted: the server is ending", code="aborted")
-    raise ApiError(500, completion.error or "the request failed", code="request_failed")
+    error = completion.error or "the request failed"
+    if error.startswith(WRONG_GRAMMAR):
+        raise ApiError(400, error, code="invalid_grammar")
+    raise ApiError(500, error, code="request_failed")
 
 
 def bytes_of(text: str) -> list[int] | None:

@@ -58,7 +58,9 @@ class Api:
         return await self._answer(request, asked, Chat(self._engine, asked, self._names[0]))
 
     async def models(self, request: Request) -> ASGIApp:
-        return json_response({"object": "list", "data": [self._about(name) for name in self._names]})
+        return json_response(
+            {"object": "list", "data": [self._about(name) for name in self._names]}
+        )
 
     async def model(self, request: Request) -> ASGIApp:
         name = request.path_params["name"]
@@ -80,25 +82,13 @@ class Api:
         self._check_model(asked.model)
         return asked
 
-    async def _answer(
-        self, request: Request, asked: Asked, answer: Completion | Chat
-    ) -> ASGIApp:
+    async def _answer(self, request: Request, asked: Asked, answer: Completion | Chat) -> ASGIApp:
         if not asked.stream:
             body = await while_there(answer.whole(), request.receive)
             return Response(body or b"", 200, media_type="application/json")
-        events = answer.events()
-        first = await while_there(anext(events), request.receive)  # type: ignore[arg-type]
-
-        async def all_events():
-            try:
-                if first is not None:
-                    yield first
-                    async for event in events:
-                        yield event
-            finally:
-                await events.aclose()
-
-        return EventStream(all_events())
+        stream = EventStream(answer.events())
+        await while_there(stream.begin(), request.receive)  # what is wrong has a status of its own
+        return stream
 
     def _check_model(self, name: str) -> None:
         if name not in self._names:

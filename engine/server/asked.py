@@ -111,7 +111,7 @@ class Asked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class CompletionRequest(Asked, kw_only=True, forbid_unknown_fields=True):
     """``POST /v1/completions``."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
     echo: bool = False
     best_of: int | None = None

@@ -2,104 +2,55 @@
 
 from __future__ import annotations
 
-import time
-import uuid
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
-
-import msgspec
 
 from engine.async_engine import AsyncLLMEngine
 from engine.frontend.prompt import Prompt
 from engine.messages.requests import CompletionOutput, RequestOutput
-from engine.server.answers import Counted, reason_of, text_logprobs
+from engine.server.answers import Answer, text_logprobs
 from engine.server.asked import CompletionRequest
-from engine.server.errors import ApiError, as_api_error
-from engine.server.streams import DONE, event_of, together
+from engine.server.errors import ApiError
+from engine.server.streams import together
 
 MAX_PROMPTS = 256
 
 
-class Completion:
+class Completion(Answer):
     """One request for texts."""
 
     def __init__(self, engine: AsyncLLMEngine, asked: CompletionRequest, model: str) -> None:
         """Raises ``RequestError`` or ``ApiError`` for what cannot be asked."""
+        super().__init__(asked, "text_completion", "cmpl", model)
         refuse_unsupported(asked)
-        self._asked = asked
-        self._prompts = prompts_of(asked)
-        self._params = asked.sampling(
-            max_tokens=16 if asked.max_tokens is None else asked.max_tokens,
-            logprobs=asked.logprobs,
-        )
         self._engine = engine
-        self._head = {
-            "id": f"cmpl-{uuid.uuid4().hex}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": model,
-        }
-        self._counted = Counted()
+        self._num_logprobs = asked.logprobs
+        self._prompts = prompts_of(asked)
+        most = 16 if asked.max_tokens is None else asked.max_tokens
+        self._params = asked.sampling(max_tokens=most, logprobs=asked.logprobs)
         self._sent: dict[int, int] = defaultdict(int)  # characters, by choice
 
-    async def whole(self) -> bytes:
-        """The answer, when all of it is there."""
-        choices: list[dict[str, Any]] = []
-        async for place, output in self._outputs():
-            self._counted.add(place, output)
-            choices += [self._choice(place, each) for each in output.outputs]
-        choices.sort(key=lambda choice: choice["index"])
-        return msgspec.json.encode(
-            {**self._head, "choices": choices, "usage": self._counted.usage}
-        )
-
-    async def events(self) -> AsyncIterator[bytes]:
-        """Chunks as they come. An error that comes before the first is raised, later ones are
-        the last event."""
-        options, is_begun = self._asked.stream_options, False
-        try:
-            async for place, output in self._outputs():
-                self._counted.add(place, output)
-                choices = [self._choice(place, each) for each in output.outputs]
-                is_begun = True
-                yield self._event(choices, has_usage=bool(options and options.continuous_usage_stats))
-            if options and options.include_usage:
-                yield self._event([], has_usage=True)
-        except Exception as error:
-            if not is_begun:
-                raise
-            yield event_of(as_api_error(error).body())
-        yield DONE
-
-    async def _outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
-        asked, name = self._asked, self._head["id"]
-        sources: list[AsyncIterator[RequestOutput]] = [
-            self._engine.generate(prompt, self._params, f"{name}-{place}", **asked.options())
+    async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        options = self.asked.options()
+        sources: list[AsyncGenerator[RequestOutput, None]] = [
+            self._engine.generate(prompt, self._params, f"{self.name}-{place}", **options)
             for place, prompt in enumerate(self._prompts)
         ]
-        async for each in together(sources):
-            yield each
+        async with aclosing(together(sources)) as outputs:
+            async for each in outputs:
+                yield each
 
-    def _event(self, choices: list[dict[str, Any]], *, has_usage: bool) -> bytes:
-        chunk = {**self._head, "choices": choices}
-        if has_usage:
-            chunk["usage"] = self._counted.usage
-        return event_of(msgspec.json.encode(chunk))
-
-    def _choice(self, place: int, completion: CompletionOutput) -> dict[str, Any]:
-        index = place * self._asked.n + completion.index
-        choice: dict[str, Any] = {
+    def choice(self, place: int, completion: CompletionOutput) -> dict[str, Any]:
+        index = place * self.asked.n + completion.index
+        sent = self._sent[index]
+        self._sent[index] += len(completion.text)
+        return {
             "index": index,
             "text": completion.text,
-            "logprobs": text_logprobs(completion, self._asked.logprobs or 0, self._sent[index]),
-            "finish_reason": reason_of(completion),
-            "stop_reason": completion.stop_reason,
+            "logprobs": text_logprobs(completion, self._num_logprobs or 0, sent),
         }
-        if self._asked.return_token_ids:
-            choice["token_ids"] = completion.token_ids
-        self._sent[index] += len(completion.text)
-        return choice
 
 
 def refuse_unsupported(asked: CompletionRequest) -> None:
@@ -116,9 +67,15 @@ def refuse_unsupported(asked: CompletionRequest) -> None:
 def prompts_of(asked: CompletionRequest) -> list[Prompt]:
     """One or several, as text or as token ids."""
     prompt: Any = asked.prompt
-    many: list[Any] = [prompt]
-    if isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int)):
-        many = prompt
+    many: list[Any] = prompt if isinstance(prompt, list) else [prompt]
+    if len({type(each) for each in many}) > 1:
+        raise ApiError(
+            400,
+            f"prompt is {prompt!r:.80}, must be a text, token ids, or a list of one of these",
+            param="prompt",
+        )
+    if many and isinstance(many[0], int):
+        many = [prompt]
     if not 0 < len(many) <= MAX_PROMPTS:
         raise ApiError(
             400, f"prompt has {len(many)} prompts, must have 1 to {MAX_PROMPTS}", param="prompt"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import uvicorn
+import uvloop
 
 from engine.async_engine import AsyncLLMEngine
 from engine.config.args import EngineArgs
@@ -35,12 +39,11 @@ def serve(args: EngineArgs, options: ServerOptions) -> None:
         app = make_app(engine, names, engine.max_model_len, options.api_keys)
         place = options.uds or f"http://{options.host}:{options.port}"
         logger.warning("%s is served at %s", names[0], place)
-        uvicorn.run(
+        config = uvicorn.Config(
             app,
             host=options.host,
             port=options.port,
             uds=options.uds,
-            loop="uvloop",
             http="httptools",
             ws="none",
             lifespan="off",
@@ -50,5 +53,22 @@ def serve(args: EngineArgs, options: ServerOptions) -> None:
             backlog=BACKLOG,
             timeout_graceful_shutdown=round(args.drain_timeout),
         )
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(Server(config)))
     finally:
         engine.shutdown()
+
+
+class Server(uvicorn.Server):
+    """Ends with status 0 when it was told to and has drained; uvicorn's own ends by the signal."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _serve(server: Server) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, server.handle_exit, number, None)
+    await server.serve()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, TypeVar
 
 from starlette.types import Receive, Scope, Send
@@ -23,16 +23,23 @@ class EventStream:
     """An ASGI response that sends events as they come, each a call of its own: half of what a
     response of a web framework costs. A reader who leaves ends the events."""
 
-    def __init__(self, events: AsyncIterator[bytes]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
         self._events = events
+        self._first = b""
+
+    async def begin(self) -> None:
+        """Wait for the first event. Raises what it does."""
+        self._first = await anext(self._events)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await while_there(self._send_all(send), receive)
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
-        async for event in self._events:
-            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        async with contextlib.aclosing(self._events) as events:
+            async for event in events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -58,12 +65,12 @@ async def _left(receive: Receive) -> None:
         pass
 
 
-async def together(sources: list[AsyncIterator[T]]) -> AsyncIterator[tuple[int, T]]:
+async def together(sources: list[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
     """What several sources bring, with the number of the source. One that fails fails all."""
     if len(sources) == 1:
-        async with contextlib.aclosing(sources[0]) as source:  # type: ignore[type-var]
-            async for item in source:
-                yield 0, item
+        async with contextlib.aclosing(sources[0]) as source:
+            async for only in source:
+                yield 0, only
         return
     waiting: asyncio.Queue[tuple[int, T] | BaseException | None] = asyncio.Queue(len(sources))
     tasks = [asyncio.ensure_future(_forward(n, each, waiting)) for n, each in enumerate(sources)]
@@ -83,9 +90,11 @@ async def together(sources: list[AsyncIterator[T]]) -> AsyncIterator[tuple[int, 
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _forward(number: int, source: AsyncIterator[Any], waiting: asyncio.Queue[Any]) -> None:
+async def _forward(
+    number: int, source: AsyncGenerator[Any, None], waiting: asyncio.Queue[Any]
+) -> None:
     try:
-        async with contextlib.aclosing(source):  # type: ignore[type-var]
+        async with contextlib.aclosing(source):
             async for item in source:
                 await waiting.put((number, item))
         await waiting.put(None)

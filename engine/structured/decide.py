@@ -13,6 +13,7 @@ import numpy as np
 from engine.errors import EngineError
 from engine.messages.requests import AddRequest
 from engine.messages.step import Column, MaskPart, Masks, StepPlan, StepResult
+from engine.messages.structured import WRONG_GRAMMAR
 from engine.sched.request import Request
 from engine.sched.resource import AttachedScheduler, Fit, OnRefuse, Resource
 from engine.sched.step.builder import Step
@@ -216,7 +217,7 @@ class GrammarReadiness(Resource):
         if req.add.grammar is None:
             return Fit(num_tokens)
         if what := self._faulty.get(req.request_id):
-            return Fit(0, f"the grammar cannot be used: {what}", OnRefuse.FAIL)
+            return Fit(0, f"{WRONG_GRAMMAR}: {what}", OnRefuse.FAIL)
         return Fit(num_tokens if req.request_id in self._matchers else 0)
 
     def parked(self, req: Request) -> None:

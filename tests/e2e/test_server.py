@@ -81,7 +81,10 @@ def test_several_prompts_and_several_texts(client: Any) -> None:
 def test_a_conversation(client: Any) -> None:
     messages = [
         {"role": "system", "content": "You are short."},
-        {"role": "user", "content": [{"type": "text", "text": "Say "}, {"type": "text", "text": "hi"}]},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "Say "}, {"type": "text", "text": "hi"}],
+        },
     ]
     asked = {"model": MODEL, "messages": messages, "temperature": 0, "max_completion_tokens": 16}
     whole = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2)
@@ -100,7 +103,10 @@ def test_a_conversation(client: Any) -> None:
 def test_a_schema(client: Any) -> None:
     schema = {
         "type": "object",
-        "properties": {"kind": {"enum": ["tea", "milk"]}, "cups": {"type": "integer", "maximum": 9}},
+        "properties": {
+            "kind": {"enum": ["tea", "milk"]},
+            "cups": {"type": "integer", "maximum": 9},
+        },
         "required": ["kind", "cups"],
         "additionalProperties": False,
     }
@@ -131,9 +137,25 @@ def test_a_schema(client: Any) -> None:
         ("completions", {"prompt": [5, 10**9]}, str(10**9)),
         ("completions", {"prompt": "a " * 400}, "256"),
         ("chat/completions", {"messages": []}, "messages is []"),
-        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
-        ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "tools"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "image_url",
+        ),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "x"}], "tools": [{}]},
+            "tools",
+        ),
         ("chat/completions", {"messages": [{"content": "x"}]}, "role"),
+        (
+            "chat/completions",
+            {
+                "messages": [{"role": "user", "content": "x"}],
+                "chat_template_kwargs": {"chat_template": "{{ x }}"},
+            },
+            "has chat_template",
+        ),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -160,7 +182,12 @@ def test_what_is_no_request(server: Served) -> None:
 def test_who_leaves_is_not_served_on(server: Served) -> None:
     async def leave() -> None:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="x") as client:
-            asked = {"model": MODEL, "prompt": "x", "max_tokens": 250, "extra_body": {"ignore_eos": True}}
+            asked = {
+                "model": MODEL,
+                "prompt": "x",
+                "max_tokens": 250,
+                "extra_body": {"ignore_eos": True},
+            }
             streams = [await client.completions.create(**asked, stream=True) for _ in range(20)]
             for stream in streams:
                 await anext(aiter(stream))
