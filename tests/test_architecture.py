@@ -22,6 +22,7 @@ LAZY_IMPORTS = {
     "engine.structured.guidance": "llguidance is imported only for a grammar",
     "engine.structured.xgrammars": "xgrammar, which is optional, brings torch and pydantic",
     "engine.hub.fetch": "huggingface_hub is imported only for a model given by name",
+    "engine.cli.serve": "uvicorn and Starlette, which are optional, are imported only to serve",
     "engine.models.load": "transformers is imported only for what has no native family",
     "engine.verify.pytest_plugin": "pytest loads it in every project where the engine is installed",
 }
@@ -53,6 +54,7 @@ MAX_PARAMETERS = 7
 # Records: many fields and no behaviour is what they are for.
 RECORDS: dict[str, str] = {
     "SamplingParams": "what a user may ask of sampling",
+    "Asked": "what a client of the server may ask",
     "AddRequest": "what a request consists of on the wire",
     "StepPlan": "what a worker must know of a step",
     "SchedulerStats": "what there is to know of a scheduler",

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
 
 from engine.cli.options import add_engine_options, engine_args
+from engine.config.env import API_KEY, api_keys
 from engine.errors import ConfigError
-
-KEY = "METRONOME_API_KEY"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY",
-        help=f"asked of clients, repeatable; {KEY} is one more. Without any, nobody is asked",
+        help=f"asked of clients, repeatable; {API_KEY} is one more. Without any, nobody is asked",
     )
     group.add_argument(
         "--served-model-name",
@@ -40,7 +38,7 @@ def run(parsed: argparse.Namespace) -> int:
         raise ConfigError(
             f"{error.name} is not installed: pip install metronome-engine[server]"
         ) from error
-    keys = [*parsed.api_key, *filter(None, [os.environ.get(KEY)])]
+    keys = [*parsed.api_key, *api_keys()]
     options = ServerOptions(
         parsed.host, parsed.port, parsed.uds, tuple(keys), tuple(parsed.served_model_name)
     )

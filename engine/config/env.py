@@ -21,6 +21,9 @@ NUM_THREADS = "OMP_NUM_THREADS"
 """Threads of CPU kernels, for engines that were not told how many; OpenMP's own name for it."""
 
 
+API_KEY = "METRONOME_API_KEY"
+"""A key that clients of the HTTP server must show, where a command line would show it to others."""
+
 INTERPRET_CUDA = "METRONOME_INTERPRET_CUDA"
 """1: the CPU stands in for the device of ``device="cuda"``; with TRITON_INTERPRET=1, for tests."""
 
@@ -86,6 +89,11 @@ def core_secret() -> str | None:
     return value
 
 
+def api_keys() -> list[str]:
+    """The key that the environment has, if any."""
+    return list(filter(None, [os.environ.get(API_KEY)]))
+
+
 def _is_utf8(value: str) -> bool:
     """Is it valid UTF-8? Python keeps other bytes of a variable as surrogates."""
     return not any("\ud800" <= character <= "\udfff" for character in value)
@@ -93,7 +101,7 @@ def _is_utf8(value: str) -> bool:
 
 def warn_of_typos() -> None:
     """Log variables that are not ours but whose names are nearly those of ours."""
-    known = (LOG_LEVEL, INTERPRET_CUDA, CPU_ISA, CORE_SECRET, DECODE_POLL_TIMEOUT)
+    known = (LOG_LEVEL, API_KEY, INTERPRET_CUDA, CPU_ISA, CORE_SECRET, DECODE_POLL_TIMEOUT)
     for name in os.environ:
         if not name.startswith(PREFIX) or name in known:
             continue
