@@ -276,8 +276,9 @@ class Sampler:
             if draws.slots[row] >= 0 and row not in drawing.errors
         ]
         if drawing.masks is not None:
-            sound = on_slots.are_sound(logits, torch.tensor(silent))
-            drawing.errors.update(self._unsound(logits, draws, silent, sound))
+            as_given = [row for row in silent if drawing.masks.of_row[row] >= 0]
+            sound = on_slots.are_sound(logits, torch.tensor(as_given, dtype=torch.int64))
+            drawing.errors.update(self._unsound(logits, draws, as_given, sound))
             on_slots.apply_bitmask(logits, drawing.masks.words, self._upload(drawing.masks.of_row))
         for row in silent:
             if row in drawing.errors:

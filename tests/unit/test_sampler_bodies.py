@@ -208,12 +208,14 @@ def test_log_probabilities_of_a_row_with_a_mask_are_not_those_of_unsound_logits(
     for slot in range(2):
         bench.add(slot, SamplingParams(temperature=1.0, logprobs=2), [1, 2])
     bench.add(2, SamplingParams(temperature=1.0), [1, 2])
-    scores = random_logits(1, 3, VOCAB)
+    bench.add(3, SamplingParams(temperature=1.0, logit_bias={3: 1.0}), [1, 2])
+    scores = random_logits(1, 4, VOCAB)
     scores[1, 5], scores[2] = torch.nan, -torch.inf
-    words = torch.zeros((1, 3), dtype=torch.int32)
+    words = torch.zeros((2, 3), dtype=torch.int32)
     words[0, 1] = 1 << 9
-    masks = RowMasks(words, np.array([0, 0, 0], dtype=np.int32))
-    result = bench.step(scores, [0, 1, 2], masks, may_leave_masks=True)
-    assert result.counts.tolist() == [1, 0, 0]
+    masks = RowMasks(words, np.array([0, 0, 0, 1], dtype=np.int32))
+    result = bench.step(scores, [0, 1, 2, 3], masks, may_leave_masks=True)
+    assert result.counts.tolist() == [1, 0, 0, 0]
+    assert "no token is left for position 2" in result.errors[3]
     assert "the model's logits for position 2 hold NaN" in result.errors[1]
     assert "the model's logits for position 2 are all -inf" in result.errors[2]
