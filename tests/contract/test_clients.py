@@ -76,14 +76,20 @@ def test_who_is_aborted_stops_early_and_the_others_are_exact(kind: str, opened: 
 
 
 def test_an_abort_says_how_the_request_had_fared(client: Any) -> None:
-    client.add(make_request("a", [1] * 4, 400))
-    while not client.step():
-        pass
-    client.abort(["nobody", "a"])
-    client.abort(["a"])
-    _, ends = drain(client)
-    assert list(ends) == ["a"] and ends["a"].reason == "abort"
-    (queued, _), (scheduled, time_then) = ends["a"].events
+    """A core may have ended the request before it hears of the abort."""
+    for attempt in range(20):
+        name = f"a{attempt}"
+        client.add(make_request(name, [1] * 4, 400))
+        while not client.step():
+            pass
+        client.abort(["nobody", name])
+        client.abort([name])
+        _, ends = drain(client)
+        assert list(ends) == [name] and ends[name].reason in ("abort", "length")
+        if ends[name].reason == "abort":
+            break
+    assert ends[name].reason == "abort"
+    (queued, _), (scheduled, time_then) = ends[name].events
     assert (queued, scheduled) == ("queued", "scheduled")
     assert abs(time_then - time.monotonic()) < 60
 
