@@ -232,8 +232,9 @@ class GrammarReadiness(Resource):
                 by_id.pop(req.request_id, None)
 
     def describe(self, plan: StepPlan) -> None:
-        if rows := [index for index, _ in self._own_rows(plan, plan.samples)]:
-            plan.masks = MaskPart(np.array(rows, dtype=np.int32), self._ahead(plan, rows))
+        if own := self._own_rows(plan, plan.samples):
+            rows = np.array([index for index, _ in own], dtype=np.int32)
+            plan.masks = MaskPart(rows, self._ahead(own))
 
     def masks(self, plan: StepPlan) -> Masks:
         """A mask takes twenty times as long as a look whether one token is allowed, so none is
@@ -303,14 +304,10 @@ class GrammarReadiness(Resource):
         found = ((index, self._owner(plan, index)) for index in places)
         return [(index, req) for index, req in found if req is not None]
 
-    def _ahead(self, plan: StepPlan, rows: Sequence[int]) -> Column | None:
+    def _ahead(self, own: Sequence[tuple[int, Request]]) -> Column | None:
         """The rows to ask for a token ahead of its mask: all but those of whom few are allowed."""
-        found = []
-        for index in rows:
-            req = self._owner(plan, index)
-            assert req is not None, "the row of a request that has gone is not drawn"
-            if self._tries.setdefault(req.request_id, Tries()).is_due():
-                found.append(index)
+        tries = [(index, self._tries.setdefault(req.request_id, Tries())) for index, req in own]
+        found = [index for index, each in tries if each.is_due()]
         return np.array(found, dtype=np.int32) if found else None
 
     def _in_need_of_masks(self, plan: StepPlan) -> dict[int, Request]:
