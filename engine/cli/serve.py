@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from engine.cli.options import add_engine_options, engine_args
 from engine.config.env import API_KEY, api_keys
@@ -28,6 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="as clients call the model, repeatable; the first is in answers",
     )
+    group.add_argument(
+        "--chat-template", metavar="PATH", help="a file with one, instead of the model's own"
+    )
     add_engine_options(parser)
 
 
@@ -40,7 +44,22 @@ def run(parsed: argparse.Namespace) -> int:
         ) from error
     keys = [*parsed.api_key, *api_keys()]
     options = ServerOptions(
-        parsed.host, parsed.port, parsed.uds, tuple(keys), tuple(parsed.served_model_name)
+        host=parsed.host,
+        port=parsed.port,
+        uds=parsed.uds,
+        api_keys=tuple(keys),
+        served_model_name=tuple(parsed.served_model_name),
+        chat_template=_template(parsed.chat_template),
     )
     serve(engine_args(parsed), options)
     return 0
+
+
+def _template(path: str | None) -> str | None:
+    """Raises ``ConfigError`` if it cannot be read."""
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--chat-template is {path!r}, which cannot be read: {error}") from error

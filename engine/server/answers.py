@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -24,6 +24,10 @@ class PromptDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class CompletionDetails(msgspec.Struct):
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct):
     """Tokens that were read and written."""
 
@@ -31,6 +35,7 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails
 
 
 class Counted:
@@ -39,21 +44,38 @@ class Counted:
     def __init__(self) -> None:
         self._prompts: dict[int, tuple[int, int]] = {}  # tokens, and those that were cached
         self._written = 0
+        self.thinking = 0  # of those that were written
 
-    def add(self, place: int, output: RequestOutput) -> None:
-        """place: of the prompt."""
+    def add(
+        self, place: int, output: RequestOutput, completions: Sequence[CompletionOutput]
+    ) -> None:
+        """place: of the prompt; completions: those of the output that were not counted yet."""
         self._prompts[place] = (len(output.prompt_token_ids), output.num_cached_tokens)
-        self._written += sum(len(each.token_ids) for each in output.outputs)
+        self._written += sum(len(each.token_ids) for each in completions)
 
     @property
     def usage(self) -> Usage:
         read = sum(num for num, _ in self._prompts.values())
         cached = sum(num for _, num in self._prompts.values())
-        return Usage(read, self._written, read + self._written, PromptDetails(cached))
+        total = read + self._written
+        details = CompletionDetails(self.thinking)
+        return Usage(read, self._written, total, PromptDetails(cached), details)
 
 
 class Answer(ABC):
     """One request to the server, whole or as events."""
+
+    @abstractmethod
+    async def whole(self) -> bytes:
+        """The answer, when all of it is there."""
+
+    @abstractmethod
+    def events(self) -> AsyncGenerator[bytes, None]:
+        """Its parts as they come. An error before the first is raised; a later one is an event."""
+
+
+class OpenAIAnswer(Answer):
+    """As completions and chat completions are told."""
 
     def __init__(self, asked: Asked, kind: str, prefix: str, model: str) -> None:
         self.asked = asked
@@ -67,60 +89,32 @@ class Answer(ABC):
         }
 
     @abstractmethod
-    def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """What the engine says, and of which prompt."""
-
-    @abstractmethod
-    def choice(self, place: int, completion: CompletionOutput) -> dict[str, Any]:
-        """One sequence, or what is new of it. Raises ``ApiError`` for an end that is no answer."""
-
-    async def whole(self) -> bytes:
-        """The answer, when all of it is there."""
-        choices: list[dict[str, Any]] = []
-        async with aclosing(self.outputs()) as outputs:
-            async for place, output in outputs:
-                choices += self._choices(place, output)
-        choices.sort(key=lambda choice: choice["index"])
-        return msgspec.json.encode({**self._head, "choices": choices, "usage": self._counted.usage})
+    def chunks(self) -> AsyncGenerator[bytes, None]:
+        """As events, without the end."""
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Chunks as they come. An error before the first is raised; a later one is an event."""
         options, is_begun = self.asked.stream_options, False
-        is_counting = options is not None and options.continuous_usage_stats
         try:
-            async with aclosing(self.outputs()) as outputs:
-                async for place, output in outputs:
-                    chunk = self._chunk(self._choices(place, output), has_usage=is_counting)
+            async with aclosing(self.chunks()) as chunks:
+                async for chunk in chunks:
                     is_begun = True
                     yield chunk
             if options is not None and options.include_usage:
-                yield self._chunk([], has_usage=True)
+                yield event_of(self._told([], has_usage=True))
         except Exception as error:
             if not is_begun:
                 raise
             yield event_of(as_api_error(error).body())
         yield DONE
 
-    def _choices(self, place: int, output: RequestOutput) -> list[dict[str, Any]]:
-        self._counted.add(place, output)
-        return [self._about(place, each) for each in output.outputs]
+    def _chunk(self, choices: list[dict[str, Any]]) -> bytes:
+        options = self.asked.stream_options
+        is_counting = options is not None and options.continuous_usage_stats
+        return event_of(self._told(choices, has_usage=is_counting))
 
-    def _about(self, place: int, completion: CompletionOutput) -> dict[str, Any]:
-        choice = {
-            "index": completion.index,
-            "finish_reason": reason_of(completion),
-            "stop_reason": completion.stop_reason,
-            **self.choice(place, completion),
-        }
-        if self.asked.return_token_ids:
-            choice["token_ids"] = completion.token_ids
-        return choice
-
-    def _chunk(self, choices: list[dict[str, Any]], *, has_usage: bool) -> bytes:
-        chunk = {**self._head, "choices": choices}
-        if has_usage:
-            chunk["usage"] = self._counted.usage
-        return event_of(msgspec.json.encode(chunk))
+    def _told(self, choices: list[dict[str, Any]], *, has_usage: bool) -> bytes:
+        usage = {"usage": self._counted.usage} if has_usage else {}
+        return msgspec.json.encode({**self._head, "choices": choices, **usage})
 
 
 def reason_of(completion: CompletionOutput) -> str | None:

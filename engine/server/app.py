@@ -17,9 +17,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.async_engine import AsyncLLMEngine
+from engine.server.answers import Answer
 from engine.server.asked import Asked, ChatRequest, CompletionRequest, read
 from engine.server.chat import Chat
 from engine.server.completions import Completion
+from engine.server.dialogue import ChatModel
 from engine.server.errors import ApiError, as_api_error, error_response
 from engine.server.streams import EventStream, while_there
 
@@ -32,11 +34,14 @@ A = TypeVar("A", bound=Asked)
 class Api:
     """What the routes do."""
 
-    def __init__(self, engine: AsyncLLMEngine, names: Sequence[str], max_model_len: int) -> None:
-        """names: of the model, the first in answers."""
+    def __init__(
+        self, engine: AsyncLLMEngine, names: Sequence[str], chat_template: str | None
+    ) -> None:
+        """names: of the model, the first in answers; chat_template: instead of the model's own."""
         self._engine = engine
+        self._model = ChatModel(engine, chat_template)
         self._names = tuple(names)
-        self._max_model_len = max_model_len
+        self._max_model_len = engine.max_model_len
         self._began = int(time.time())
 
     def routes(self) -> list[Route]:
@@ -51,11 +56,13 @@ class Api:
 
     async def completions(self, request: Request) -> ASGIApp:
         asked = await self._read(request, CompletionRequest)
-        return await self._answer(request, asked, Completion(self._engine, asked, self._names[0]))
+        return await self._answer(
+            request, asked.stream, Completion(self._engine, asked, self._names[0])
+        )
 
     async def chat(self, request: Request) -> ASGIApp:
         asked = await self._read(request, ChatRequest)
-        return await self._answer(request, asked, Chat(self._engine, asked, self._names[0]))
+        return await self._answer(request, asked.stream, Chat(self._model, asked, self._names[0]))
 
     async def models(self, request: Request) -> ASGIApp:
         return json_response(
@@ -82,8 +89,8 @@ class Api:
         self._check_model(asked.model)
         return asked
 
-    async def _answer(self, request: Request, asked: Asked, answer: Completion | Chat) -> ASGIApp:
-        if not asked.stream:
+    async def _answer(self, request: Request, is_stream: bool, answer: Answer) -> ASGIApp:
+        if not is_stream:
             body = await while_there(answer.whole(), request.receive)
             return Response(body or b"", 200, media_type="application/json")
         stream = EventStream(answer.events())
@@ -133,9 +140,12 @@ class Keys:
 
 
 def make_app(
-    engine: AsyncLLMEngine, names: Sequence[str], max_model_len: int, keys: Sequence[str] = ()
+    engine: AsyncLLMEngine,
+    names: Sequence[str],
+    keys: Sequence[str] = (),
+    chat_template: str | None = None,
 ) -> ASGIApp:
-    """The ASGI application that serves this engine."""
+    """The ASGI application that serves this engine; ``chat_template`` replaces the model's own."""
 
     async def not_there(request: Request, error: Exception) -> Response:
         return error_response(ApiError(404, f"there is no {request.url.path}"))
@@ -143,7 +153,7 @@ def make_app(
     async def not_so(request: Request, error: Exception) -> Response:
         return error_response(ApiError(405, f"{request.url.path} knows no {request.method}"))
 
-    routes = Api(engine, names, max_model_len).routes()
+    routes = Api(engine, names, chat_template).routes()
     return Keys(Starlette(routes=routes, exception_handlers={404: not_there, 405: not_so}), keys)
 
 

@@ -128,9 +128,10 @@ class ChatRequest(Asked, kw_only=True, forbid_unknown_fields=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     reasoning_effort: str | None = None
-    parallel_tool_calls: bool | None = None  # of no effect without tools
+    parallel_tool_calls: bool | None = None
     store: bool | None = None  # nothing is stored
     metadata: dict[str, str] | None = None  # likewise
+    include_reasoning: bool = True
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
 

@@ -6,90 +6,123 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from engine.async_engine import AsyncLLMEngine
-from engine.messages.requests import CompletionOutput, RequestOutput
-from engine.server.answers import Answer, chat_logprobs
+from engine.messages.requests import CompletionOutput
+from engine.server.answers import OpenAIAnswer, chat_logprobs, reason_of
 from engine.server.asked import ChatRequest
-from engine.server.errors import ApiError
-
-PARTS = ("text", "input_text")
-OWN_FIELDS = ("add_generation_prompt", "chat_template", "messages", "tools")
+from engine.server.dialogue import ChatModel, Dialogue, Said, told_call
+from engine.server.speech.turns import Text, Thinking, ToolCall, Turn
 
 
-class Chat(Answer):
-    """One request for an answer."""
+class Choice:
+    """One sequence of an answer that is told whole."""
 
-    def __init__(self, engine: AsyncLLMEngine, asked: ChatRequest, model: str) -> None:
-        """Raises ``RequestError`` or ``ApiError`` for what cannot be asked."""
+    def __init__(self) -> None:
+        self.logprobs: list[dict[str, Any]] | None = None
+        self.token_ids: list[int] = []
+        self.last: Said
+
+    def add(self, said: Said, logprobs: dict[str, Any] | None) -> None:
+        self.last = said
+        self.token_ids += said.completion.token_ids
+        if logprobs is not None:
+            self.logprobs = (self.logprobs or []) + logprobs["content"]
+
+
+class Chat(OpenAIAnswer):
+    """One request for an answer, or for ``n``."""
+
+    def __init__(self, model: ChatModel, asked: ChatRequest, name: str) -> None:
+        """name: of the model. Raises ``RequestError`` or ``ApiError`` for what cannot be asked."""
         kind = "chat.completion.chunk" if asked.stream else "chat.completion"
-        super().__init__(asked, kind, "chatcmpl", model)
-        refuse_unsupported(asked)
-        self._engine = engine
-        self._num_logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
-        limits = (asked.max_completion_tokens, asked.max_tokens)
-        most = next((limit for limit in limits if limit is not None), None)
-        self._params = asked.sampling(max_tokens=most, logprobs=self._num_logprobs)
-        self._messages = [plain_message(message) for message in asked.messages]
-        self._variables = dict(asked.chat_template_kwargs or {})
-        if asked.reasoning_effort is not None:
-            self._variables.setdefault("reasoning_effort", asked.reasoning_effort)
-        self._variables["add_generation_prompt"] = asked.add_generation_prompt
-        self._begun: set[int] = set()  # sequences of which something was said
+        super().__init__(asked, kind, "chatcmpl", name)
+        self._num_logprobs = asked.top_logprobs or 0
+        self._has_thinking = asked.include_reasoning
+        self._dialogue = Dialogue(model, asked, self.name)
 
-    async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        prompt = await self._engine.render_chat(self._messages, **self._variables)
-        if self.asked.cache_salt is not None:
-            prompt["cache_salt"] = self.asked.cache_salt
-        options = self.asked.options()
-        source = self._engine.generate(prompt, self._params, self.name, **options)
-        async with aclosing(source) as outputs:
-            async for output in outputs:
-                yield 0, output
+    async def whole(self) -> bytes:
+        choices: dict[int, Choice] = {}
+        async with aclosing(self._dialogue.said()) as source:
+            async for said in source:
+                self._count(said)
+                choice = choices.setdefault(said.completion.index, Choice())
+                choice.add(said, chat_logprobs(said.completion, self._num_logprobs))
+        told = [self._whole_choice(choices[index]) for index in sorted(choices)]
+        return self._told(told, has_usage=True)
 
-    def choice(self, place: int, completion: CompletionOutput) -> dict[str, Any]:
-        logprobs = chat_logprobs(completion, self._num_logprobs or 0)
-        said = {"content": completion.text}
-        if not self.asked.stream:
-            return {"message": {"role": "assistant", **said, "refusal": None}, "logprobs": logprobs}
-        if completion.index not in self._begun:
-            self._begun.add(completion.index)
-            said = {"role": "assistant", **said}
-        return {"delta": said, "logprobs": logprobs}
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
+        begun: set[int] = set()
+        num_calls: dict[int, int] = {}
+        async with aclosing(self._dialogue.said()) as source:
+            async for said in source:
+                self._count(said)
+                index = said.completion.index
+                before = num_calls.get(index, 0)
+                num_calls[index] = len(said.turn.calls)
+                delta = self._delta(said, before)
+                if index not in begun:
+                    begun.add(index)
+                    delta = {"role": "assistant", "content": "", **delta}
+                choice = self._ended(said, {"delta": delta})
+                if delta or choice["finish_reason"] or choice["logprobs"] or "token_ids" in choice:
+                    yield self._chunk([choice])
+
+    def _count(self, said: Said) -> None:
+        self._counted.add(0, said.output, [said.completion])
+        self._counted.thinking = self._dialogue.num_thinking_tokens
+
+    def _delta(self, said: Said, num_calls: int) -> dict[str, Any]:
+        """num_calls: that were told before."""
+        content = "".join(e.text for e in said.events if isinstance(e, Text))
+        thinking = "".join(e.text for e in said.events if isinstance(e, Thinking))
+        calls = [event for event in said.events if isinstance(event, ToolCall)]
+        delta: dict[str, Any] = {"content": content} if content else {}
+        if thinking and self._has_thinking:
+            delta |= told_thinking(thinking)
+        if calls:
+            delta["tool_calls"] = [
+                {"index": num_calls + n, **told_call(call)} for n, call in enumerate(calls)
+            ]
+        return delta
+
+    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+        turn = choice.last.turn
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": turn.content if turn.content or not turn.calls else None,
+            "refusal": None,
+        }
+        if turn.thinking and self._has_thinking:
+            message |= told_thinking(turn.thinking)
+        if turn.calls:
+            message["tool_calls"] = [told_call(call) for call in turn.calls]
+        told = self._ended(choice.last, {"message": message})
+        if choice.logprobs is not None:
+            told["logprobs"] = {"content": choice.logprobs, "refusal": None}
+        if self.asked.return_token_ids:
+            told["token_ids"] = choice.token_ids
+        return told
+
+    def _ended(self, said: Said, told: dict[str, Any]) -> dict[str, Any]:
+        """With what is told of each choice."""
+        completion = said.completion
+        choice = {
+            "index": completion.index,
+            **told,
+            "logprobs": chat_logprobs(completion, self._num_logprobs),
+            "finish_reason": chat_reason(completion, said.turn),
+            "stop_reason": completion.stop_reason,
+        }
+        if self.asked.return_token_ids:
+            choice["token_ids"] = completion.token_ids
+        return choice
 
 
-def refuse_unsupported(asked: ChatRequest) -> None:
-    if asked.tools:
-        raise ApiError(400, "tools are not supported yet: leave them out", param="tools")
-    if asked.tool_choice not in (None, "none", "auto"):
-        raise ApiError(400, "tool_choice is not supported yet: leave it out", param="tool_choice")
-    if asked.top_logprobs is not None and not asked.logprobs:
-        raise ApiError(
-            400,
-            f"top_logprobs is {asked.top_logprobs} without logprobs: set logprobs to true",
-            param="top_logprobs",
-        )
-    if wrong := sorted({*OWN_FIELDS} & {*(asked.chat_template_kwargs or {})}):
-        raise ApiError(
-            400,
-            f"chat_template_kwargs has {wrong[0]}, no variable of a template: leave it out",
-            param="chat_template_kwargs",
-        )
-    if not asked.messages:
-        raise ApiError(400, "messages is [], must have at least one message", param="messages")
+def chat_reason(completion: CompletionOutput, turn: Turn) -> str | None:
+    """Why the answer has ended. Raises ``ApiError`` for an end that is no answer."""
+    reason = reason_of(completion)
+    return "tool_calls" if reason == "stop" and turn.calls else reason
 
 
-def plain_message(message: dict[str, Any]) -> dict[str, Any]:
-    """With its content as one text. Raises ``ApiError`` for parts that are none."""
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") not in PARTS:
-            kind = part.get("type") if isinstance(part, dict) else part
-            raise ApiError(
-                400,
-                f"messages has a part of type {kind!r:.40}, which is not supported yet: only "
-                "text is",
-                param="messages",
-            )
-    return {**message, "content": "".join(str(part.get("text", "")) for part in content)}
+def told_thinking(thinking: str) -> dict[str, str]:
+    """Under the two names that clients know."""
+    return {"reasoning": thinking, "reasoning_content": thinking}

@@ -10,7 +10,7 @@ from typing import Any
 from engine.async_engine import AsyncLLMEngine
 from engine.frontend.prompt import Prompt
 from engine.messages.requests import CompletionOutput, RequestOutput
-from engine.server.answers import Answer, text_logprobs
+from engine.server.answers import OpenAIAnswer, reason_of, text_logprobs
 from engine.server.asked import CompletionRequest
 from engine.server.errors import ApiError
 from engine.server.streams import together
@@ -18,7 +18,7 @@ from engine.server.streams import together
 MAX_PROMPTS = 256
 
 
-class Completion(Answer):
+class Completion(OpenAIAnswer):
     """One request for texts."""
 
     def __init__(self, engine: AsyncLLMEngine, asked: CompletionRequest, model: str) -> None:
@@ -32,7 +32,20 @@ class Completion(Answer):
         self._params = asked.sampling(max_tokens=most, logprobs=asked.logprobs)
         self._sent: dict[int, int] = defaultdict(int)  # characters, by choice
 
-    async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    async def whole(self) -> bytes:
+        choices: list[dict[str, Any]] = []
+        async with aclosing(self._outputs()) as outputs:
+            async for place, output in outputs:
+                choices += self._choices(place, output)
+        choices.sort(key=lambda choice: int(choice["index"]))
+        return self._told(choices, has_usage=True)
+
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
+        async with aclosing(self._outputs()) as outputs:
+            async for place, output in outputs:
+                yield self._chunk(self._choices(place, output))
+
+    async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         options = self.asked.options()
         sources: list[AsyncGenerator[RequestOutput, None]] = [
             self._engine.generate(prompt, self._params, f"{self.name}-{place}", **options)
@@ -42,15 +55,24 @@ class Completion(Answer):
             async for each in outputs:
                 yield each
 
-    def choice(self, place: int, completion: CompletionOutput) -> dict[str, Any]:
+    def _choices(self, place: int, output: RequestOutput) -> list[dict[str, Any]]:
+        self._counted.add(place, output, output.outputs)
+        return [self._choice(place, each) for each in output.outputs]
+
+    def _choice(self, place: int, completion: CompletionOutput) -> dict[str, Any]:
         index = place * self.asked.n + completion.index
         sent = self._sent[index]
         self._sent[index] += len(completion.text)
-        return {
+        choice = {
             "index": index,
             "text": completion.text,
             "logprobs": text_logprobs(completion, self._num_logprobs or 0, sent),
+            "finish_reason": reason_of(completion),
+            "stop_reason": completion.stop_reason,
         }
+        if self.asked.return_token_ids:
+            choice["token_ids"] = completion.token_ids
+        return choice
 
 
 def refuse_unsupported(asked: CompletionRequest) -> None:

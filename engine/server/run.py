@@ -29,6 +29,7 @@ class ServerOptions:
     uds: str | None = None  # a socket file instead
     api_keys: Sequence[str] = ()
     served_model_name: Sequence[str] = ()  # the model's own, if none is given
+    chat_template: str | None = None  # instead of the model's own
 
 
 def serve(args: EngineArgs, options: ServerOptions) -> None:
@@ -36,7 +37,7 @@ def serve(args: EngineArgs, options: ServerOptions) -> None:
     engine = AsyncLLMEngine.from_engine_args(args)
     try:
         names = options.served_model_name or [str(args.model)]
-        app = make_app(engine, names, engine.max_model_len, options.api_keys)
+        app = make_app(engine, names, options.api_keys, options.chat_template)
         place = options.uds or f"http://{options.host}:{options.port}"
         logger.warning("%s is served at %s", names[0], place)
         config = uvicorn.Config(

@@ -39,16 +39,29 @@ class ChatInputs(NamedTuple):
     values: dict[str, Any]
 
 
+class AddedId(NamedTuple):
+    """A token that was added to the vocabulary; a special one is no text of its own."""
+
+    token_id: int
+    special: bool
+
+
 class Tokenizer:
     """Text to token ids and back, and chats to prompts."""
 
     def __init__(
-        self, backend: Backend, special_tokens: dict[str, str], templates: dict[str, str]
+        self,
+        backend: Backend,
+        special_tokens: dict[str, str],
+        templates: dict[str, str],
+        response_template: dict[str, Any] | None = None,
     ) -> None:
         self.backend = backend
         self.special_tokens = special_tokens
         """Named tokens, ``"bos_token"`` and the like, as chat templates see them."""
         self.templates = templates
+        self.response_template = response_template
+        """How the model's answers are read, as tokenizer_config.json says."""
         self._texts: dict[int, str] = {}
 
     @property
@@ -63,6 +76,11 @@ class Tokenizer:
     @cached_property
     def bos_token_id(self) -> int | None:
         return self._named_id("bos_token")
+
+    @cached_property
+    def added_tokens(self) -> dict[str, AddedId]:
+        """Tokens that were added to the vocabulary, by their texts."""
+        return self.backend.added_tokens()
 
     @cached_property
     def max_chars_per_token(self) -> int | None:
@@ -203,7 +221,8 @@ def _read_tokenizer(root: Path) -> Tokenizer:
             f"should be ({type(error).__name__}: {error})"
         ) from error
     tokenizer.encode_special_tokens = bool(options.get("split_special_tokens", False))
-    return Tokenizer(RustBackend(tokenizer), named, read_templates(root, options))
+    templates = read_templates(root, options)
+    return Tokenizer(RustBackend(tokenizer), named, templates, options.get("response_template"))
 
 
 def _tokenizer_options(root: Path) -> dict[str, Any]:
@@ -266,7 +285,9 @@ def _convert_tokenizer(root: Path, trust_remote_code: bool) -> Tokenizer:
     rust = getattr(loaded, "backend_tokenizer", None)
     backend: Backend = PythonBackend(loaded) if rust is None else RustBackend(rust)
     options = {**_tokenizer_options(root), "chat_template": loaded.chat_template}
-    return Tokenizer(backend, dict(loaded.special_tokens_map), read_templates(root, options))
+    templates = read_templates(root, options)
+    named = dict(loaded.special_tokens_map)
+    return Tokenizer(backend, named, templates, options.get("response_template"))
 
 
 class Backend(Protocol):
@@ -277,8 +298,12 @@ class Backend(Protocol):
     def encode(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
         """Ids of each text. Lets other threads run where it can."""
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Ids of a text in which special tokens are nothing but their letters."""
+
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str: ...
     def token_id(self, token: str) -> int | None: ...
+    def added_tokens(self) -> dict[str, AddedId]: ...
     def max_chars_per_token(self) -> int | None:
         """Characters of a text for each of its tokens, at most; ``None`` if there is no bound."""
 
@@ -319,6 +344,16 @@ class RustBackend:
             )
         ]
 
+    def encode_plain(self, text: str) -> list[int]:
+        ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
+        return ids
+
+    @cached_property
+    def _plain(self) -> RustTokenizer:
+        copy = RustTokenizer.from_str(self._tokenizer.to_str())
+        copy.encode_special_tokens = True
+        return copy
+
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
@@ -326,6 +361,10 @@ class RustBackend:
     def token_id(self, token: str) -> int | None:
         found: int | None = self._tokenizer.token_to_id(token)
         return found
+
+    def added_tokens(self) -> dict[str, AddedId]:
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {token.content: AddedId(number, token.special) for number, token in added.items()}
 
     def max_chars_per_token(self) -> int | None:
         return max_chars_per_token(self._tokenizer)
@@ -356,12 +395,20 @@ class PythonBackend:
         encode = partial(self._tokenizer.encode, add_special_tokens=add_special_tokens)
         return [list(encode(text)) for text in texts]
 
+    def encode_plain(self, text: str) -> list[int]:
+        encode = self._tokenizer.encode
+        return list(encode(text, add_special_tokens=False, split_special_tokens=True))
+
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
     def token_id(self, token: str) -> int | None:
         found = self._tokenizer.get_vocab().get(token)
         return None if found is None else int(found)
+
+    def added_tokens(self) -> dict[str, AddedId]:
+        added = self._tokenizer.added_tokens_decoder
+        return {token.content: AddedId(number, token.special) for number, token in added.items()}
 
     def max_chars_per_token(self) -> int | None:
         return None

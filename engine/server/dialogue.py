@@ -1,0 +1,230 @@
+"""A conversation that goes on by an answer: what chat completions, responses and messages share."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, NamedTuple
+
+from engine.async_engine import AsyncLLMEngine
+from engine.frontend.prompt import TextPrompt
+from engine.messages.requests import CompletionOutput, RequestOutput
+from engine.messages.structured import StructuredOutputsParams
+from engine.server.asked import ChatRequest
+from engine.server.errors import ApiError
+from engine.server.speech.forms import form_behind_thinking, form_with_tools
+from engine.server.speech.tools import check_family, tools_of
+from engine.server.speech.turns import Event, Speech, ToolCall, Turn
+from engine.text.plain_specials import has_special_tokens, render_plainly
+
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+OWN_FIELDS = (
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "messages",
+    "tools",
+)
+
+
+class ChatModel:
+    """An engine, and how its model's answers are read."""
+
+    def __init__(self, engine: AsyncLLMEngine, chat_template: str | None = None) -> None:
+        """chat_template: to use instead of the model's own."""
+        self.engine = engine
+        self.chat_template = chat_template
+        self._speech: asyncio.Future[Speech] | None = None
+
+    async def speech(self) -> Speech:
+        """Made once, in a thread: it takes a second."""
+        if self._speech is None:
+            tokenizer = self.engine.get_tokenizer()
+            own = "\n".join(tokenizer.templates.values())
+            making = asyncio.to_thread(Speech, tokenizer, self.chat_template or own)
+            self._speech = asyncio.ensure_future(making)
+        return await asyncio.shield(self._speech)
+
+    async def render(self, messages: list[dict[str, Any]], **options: Any) -> TextPrompt:
+        """The prompt of a conversation. What a message says is plain text, whatever it looks like.
+        Raises ``RequestError`` if the template refuses it."""
+        if self.chat_template is not None:
+            options["chat_template"] = self.chat_template
+        tokenizer = self.engine.get_tokenizer()
+        if has_special_tokens(tokenizer, messages, options.get("tools")):
+            prompt: TextPrompt = await asyncio.to_thread(
+                render_plainly, tokenizer, messages, options
+            )
+            return prompt
+        return await self.engine.render_chat(messages, **options)
+
+
+class Said(NamedTuple):
+    """What is new of one sequence."""
+
+    completion: CompletionOutput
+    events: list[Event]
+    turn: Turn
+    output: RequestOutput
+
+
+class Dialogue:
+    """One answer to a conversation, or ``n`` of them."""
+
+    def __init__(self, model: ChatModel, asked: ChatRequest, name: str) -> None:
+        """name: of the request. Raises ``RequestError`` or ``ApiError`` for what cannot be asked."""
+        check_asked(asked)
+        self._model = model
+        self._asked = asked
+        self._name = name
+        num_logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
+        limits = (asked.max_completion_tokens, asked.max_tokens)
+        most = next((limit for limit in limits if limit is not None), None)
+        self._params = asked.sampling(max_tokens=most, logprobs=num_logprobs)
+        self._messages = [plain_message(message) for message in asked.messages]
+        self._tools = tools_of(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
+        self._turns: dict[int, Turn] = {}
+        self.num_thinking_tokens = 0
+
+    async def said(self) -> AsyncGenerator[Said, None]:
+        """What the model says, as it comes."""
+        speech, tools = await self._model.speech(), self._tools
+        if tools is not None:
+            check_family(speech)
+        prompt = await self.prompt()
+        self._params.structured_outputs = self._form(speech, prompt["prompt"])
+        told = None if tools is None else tools.told
+        if speech.reader(has_tools=bool(told)) is not None:  # else the text is as it was asked for
+            self._params.skip_special_tokens = False
+            self._params.output_kind = "delta"
+        options = self._asked.options()
+        source = self._model.engine.generate(prompt, self._params, self._name, **options)
+        async with aclosing(source) as outputs:
+            async for output in outputs:
+                for completion in output.outputs:
+                    turn = self._turns.get(completion.index)
+                    if turn is None:
+                        skip = self._asked.skip_special_tokens
+                        turn = speech.begin(prompt, tools=told, skip_special=skip)
+                        self._turns[completion.index] = turn
+                    yield Said(completion, self._events(turn, completion), turn, output)
+
+    async def prompt(self) -> TextPrompt:
+        """The conversation as the model reads it. Raises ``RequestError``."""
+        asked = self._asked
+        variables = dict(asked.chat_template_kwargs or {})
+        if asked.reasoning_effort is not None:
+            variables.setdefault("reasoning_effort", asked.reasoning_effort)
+        variables["add_generation_prompt"] = asked.add_generation_prompt
+        if self._tools is not None:
+            variables["tools"] = self._tools.told
+        prompt = await self._model.render(self._messages, **variables)
+        if asked.cache_salt is not None:
+            prompt["cache_salt"] = asked.cache_salt
+        return prompt
+
+    def _form(self, speech: Speech, prompt: str) -> StructuredOutputsParams | None:
+        form, tools = self._params.structured_outputs, self._tools
+        demanded = None if tools is None else form_with_tools(speech, tools, prompt)
+        if form is None:
+            return demanded
+        if demanded is not None:
+            raise ApiError(
+                400,
+                "a form of the text and tools that must be called, or are strict, are both given: "
+                "leave one of them out",
+                param="response_format",
+            )
+        return form_behind_thinking(speech, form, prompt)
+
+    def _events(self, turn: Turn, completion: CompletionOutput) -> list[Event]:
+        was_thinking, is_single = turn.is_thinking, bool(self._tools and self._tools.is_single)
+        events = turn.read(completion, max_calls=1 if is_single else None)
+        if was_thinking or turn.is_thinking:
+            self.num_thinking_tokens += len(completion.token_ids)
+        return events
+
+
+def check_asked(asked: ChatRequest) -> None:
+    """Raises ``ApiError`` for what cannot be asked of any model."""
+    if asked.top_logprobs is not None and not asked.logprobs:
+        raise ApiError(
+            400,
+            f"top_logprobs is {asked.top_logprobs} without logprobs: set logprobs to true",
+            param="top_logprobs",
+        )
+    if wrong := sorted({*OWN_FIELDS} & {*(asked.chat_template_kwargs or {})}):
+        raise ApiError(
+            400,
+            f"chat_template_kwargs has {wrong[0]}, no variable of a template: leave it out",
+            param="chat_template_kwargs",
+        )
+    if not asked.messages:
+        raise ApiError(400, "messages is [], must have at least one message", param="messages")
+
+
+def plain_message(message: dict[str, Any]) -> dict[str, Any]:
+    """As chat templates read it: content as one text, arguments of tool calls as objects. Raises
+    ``ApiError`` for what is no text."""
+    plain = {**message, "content": plain_content(message.get("content"))}
+    if plain.get("role") == "developer":  # OpenAI's newer name; templates know the older one
+        plain["role"] = "system"
+    calls = plain.get("tool_calls")
+    if calls is None:
+        plain.pop("tool_calls", None)
+        return plain
+    if not isinstance(calls, list):
+        raise ApiError(400, f"tool_calls is {calls!r:.80}, must be a list", param="messages")
+    plain["tool_calls"] = [_plain_call(call) for call in calls]
+    return plain
+
+
+def plain_content(content: Any) -> str:
+    """The text of a message, whole or in parts."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ApiError(
+            400,
+            f"a message's content is {content!r:.80}, must be a text or parts of one",
+            param="messages",
+        )
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") not in TEXT_PARTS:
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise ApiError(
+                400,
+                f"messages has a part of type {kind!r:.40}, which is not supported yet: only "
+                "text is",
+                param="messages",
+            )
+    return "".join(str(part.get("text", part.get("refusal", ""))) for part in content)
+
+
+def _plain_call(call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ApiError(
+            400,
+            f"tool_calls has {call!r:.80}, must have a function with name and arguments",
+            param="messages",
+        )
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):  # a model may have written it so
+            arguments = json.loads(arguments)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def told_call(call: ToolCall) -> dict[str, Any]:
+    """As chat completions have it."""
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }

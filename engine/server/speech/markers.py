@@ -1,0 +1,154 @@
+"""Markers known by their tokens.
+
+``<tool_call>`` is a token in most vocabularies, and a model may also spell the same letters with
+others, as when it writes about tool calls. So in the text that a parser reads each marker which is
+a token is one character that no text has (half of a surrogate pair); letters stay letters.
+
+    token ids   9906  151657            27  14172  13429  29
+    text        "Hi"  "<tool_call>"     "<" "tool" "_call" ">"
+    as read     "Hi"  "\\ud800"          "<" "tool" "_call" ">"
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import deque
+from typing import Any, NamedTuple
+
+from engine.text.detokenizer import Detokenizer
+from engine.text.tokenizer import Tokenizer
+
+FIRST = 0xD800
+
+
+class Markers:
+    """The markers of a response template, as one tokenizer has them."""
+
+    def __init__(self, tokenizer: Tokenizer, template: dict[str, Any]) -> None:
+        self.tokenizer = tokenizer
+        texts = list(_strings(template["fields"]))
+        added = tokenizer.added_tokens
+        # The longest first: one marker may begin another.
+        known = sorted((t for t in added if any(_is_in(t, s) for s in texts)), key=len)[::-1]
+        self._signs = {text: chr(FIRST + n) for n, text in enumerate(known)}
+        self._texts = {ord(sign): text for text, sign in self._signs.items()}
+        self.signs = {added[text].token_id: sign for text, sign in self._signs.items()}
+        """What stands for a token in texts that are read."""
+        self.special = {t.token_id for t in added.values() if t.special} - self.signs.keys()
+        """Other tokens that are no text."""
+        self.names = {token.token_id: text for text, token in added.items()}
+        self.template = _replaced(template, self._signs)
+
+    def has(self, text: str) -> bool:
+        """Whether this marker is a token."""
+        return text in self._signs
+
+    def read(self, text: str) -> str:
+        """A text with all that looks like a marker as one: of a chat template, which means it."""
+        for marker, sign in self._signs.items():
+            text = text.replace(marker, sign)
+        return text
+
+    def plain(self, text: str) -> str:
+        """The text with markers as they look."""
+        return text.translate(self._texts) if self._texts else text
+
+    def in_grammar(self, text: str) -> str:
+        """This text in a grammar in Lark's notation, its markers as tokens."""
+        added, parts = self.tokenizer.added_tokens, []
+        for part in re.split(f"([{chr(FIRST)}-\udfff])", self.read(text)):
+            marker = self.plain(part)
+            if marker != part:
+                parts.append(f"<[{added[marker].token_id}]>")
+            elif part:
+                parts.append(json.dumps(part))
+        return " ".join(parts)
+
+
+class Cut(NamedTuple):
+    """Where the text of a token lies, and what stands in its place."""
+
+    begin: int
+    end: int
+    sign: str
+
+
+class MarkedText:
+    """The text of one sequence as it comes, with its markers as characters of their own."""
+
+    def __init__(
+        self, markers: Markers, prompt_token_ids: list[int], *, skip_special: bool
+    ) -> None:
+        """skip_special: leave out special tokens that are no markers."""
+        self._markers = markers
+        self._cut = dict(markers.signs)
+        if skip_special:
+            self._cut |= dict.fromkeys(markers.special, "")
+        self._decoder = Detokenizer(markers.tokenizer.backend, prompt_token_ids, False)
+        self._decoded = 0  # characters of all tokens
+        self._cuts: deque[Cut] = deque()
+        self._at = 0  # characters that were read
+        self._held = ""  # a marker of which a part is there
+
+    def read(self, token_ids: list[int], text: str) -> str:
+        """What is new, in tokens and in text; text may come later than its tokens."""
+        for token in token_ids:
+            self._decoded += len(self._decoder.feed([token]))
+            if token in self._cut:
+                begin = self._decoded - len(self._markers.names[token])
+                self._cuts.append(Cut(begin, self._decoded, self._cut[token]))
+        text, self._held = self._held + text, ""
+        if not self._cuts:
+            self._at += len(text)
+            return text
+        return self._without_markers(text)
+
+    def flush(self) -> str:
+        """A part of a marker behind which nothing follows."""
+        held, self._held = self._held, ""
+        return held
+
+    def _without_markers(self, text: str) -> str:
+        parts = []
+        while self._cuts and self._cuts[0].begin < self._at + len(text):
+            cut = self._cuts[0]
+            begin = max(0, cut.begin - self._at)
+            parts.append(text[:begin])
+            self._at, text = self._at + begin, text[begin:]
+            if self._at + len(text) < cut.end:
+                self._held = text
+                return "".join(parts)
+            self._cuts.popleft()
+            parts.append(cut.sign)
+            text, self._at = text[cut.end - self._at :], cut.end
+        self._at += len(text)
+        return "".join(parts) + text
+
+
+def _strings(value: Any) -> Any:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _strings(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _strings(item)
+
+
+def _is_in(marker: str, text: str) -> bool:
+    return marker in text or re.escape(marker) in text
+
+
+def _replaced(value: Any, signs: dict[str, str]) -> Any:
+    """In patterns markers may be escaped."""
+    if isinstance(value, str):
+        for marker, sign in signs.items():
+            value = value.replace(re.escape(marker), sign).replace(marker, sign)
+        return value
+    if isinstance(value, dict):
+        return {key: _replaced(item, signs) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_replaced(item, signs) for item in value]
+    return value

@@ -1,0 +1,96 @@
+"""Special tokens inside what users wrote, kept as plain text.
+
+A chat template writes special tokens around messages. The same letters inside a message are no
+such token: who could write one would speak as the system. In messages they are broken up by a
+guard, a character that no message has, before the template is filled in; behind it the guards are
+taken out and what had one is tokenised as plain text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any
+
+from engine.text.chat import Messages, plain
+from engine.text.tokenizer import Tokenizer
+
+GUARDS = [chr(number) for number in range(0xE000, 0xF8FF)]  # private use: no text has them all
+
+
+def has_special_tokens(tokenizer: Tokenizer, messages: Messages, tools: Any = None) -> bool:
+    """Whether some text in the messages or tools looks like a special token."""
+    pattern = _pattern(tokenizer)
+    if pattern is None:
+        return False
+    return any(pattern.search(text) for text in _texts([list(messages), tools]))
+
+
+def render_plainly(tokenizer: Tokenizer, messages: Messages, options: dict[str, Any]) -> Any:
+    """``prompt`` and ``prompt_token_ids`` of a conversation whose texts are nothing but text.
+
+    ``options`` are those of ``Tokenizer.apply_chat_template``, whose errors it raises.
+    """
+    pattern = _pattern(tokenizer)
+    assert pattern is not None
+    given: dict[str, Any] = {"messages": list(messages), "tools": options.get("tools")}
+    seen = set("".join(_texts(given)))
+    guard = next(char for char in GUARDS if char not in seen)
+    guarded = _replaced(plain(given), pattern, guard)
+    options = {**options, "tools": guarded["tools"]}
+    text = tokenizer.apply_chat_template(guarded["messages"], **options)
+    token_ids: list[int] = []
+    for has_guard, parts in groupby(_split(pattern, text), key=lambda part: guard in part):
+        part = "".join(parts)
+        if has_guard:
+            token_ids += tokenizer.backend.encode_plain(part.replace(guard, ""))
+        else:
+            token_ids += tokenizer.encode(part, add_special_tokens=False)
+    return {"prompt": text.replace(guard, ""), "prompt_token_ids": token_ids}
+
+
+def _pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
+    added = tokenizer.added_tokens
+    special = [text for text, token in added.items() if token.special and len(text) > 1]
+    if not special:
+        return None
+    special.sort(key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, special)))  # re keeps what it has compiled
+
+
+def _split(pattern: re.Pattern[str], text: str) -> Iterator[str]:
+    """Special tokens, and the texts between them."""
+    at = 0
+    for match in pattern.finditer(text):
+        if match.start() > at:
+            yield text[at : match.start()]
+        yield match[0]
+        at = match.end()
+    if at < len(text):
+        yield text[at:]
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield str(key)
+            yield from _texts(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
+
+
+def _replaced(value: Any, pattern: re.Pattern[str], guard: str) -> Any:
+    if isinstance(value, str):
+        return pattern.sub(lambda match: match[0][0] + guard + match[0][1:], value)
+    if isinstance(value, dict):
+        return {
+            _replaced(key, pattern, guard): _replaced(item, pattern, guard)
+            for key, item in value.items()
+        }
+    if isinstance(value, list):
+        return [_replaced(item, pattern, guard) for item in value]
+    return value
