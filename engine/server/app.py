@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import logging
 import time
@@ -18,17 +19,21 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.async_engine import AsyncLLMEngine
 from engine.server.answers import Answer
-from engine.server.asked import Asked, ChatRequest, CompletionRequest, read
+from engine.server.asked import ChatRequest, CompletionRequest, read
 from engine.server.chat import Chat
 from engine.server.completions import Completion
 from engine.server.dialogue import ChatModel
 from engine.server.errors import ApiError, as_api_error, error_response
+from engine.server.messages import Messages, count_tokens
+from engine.server.messages_asked import MessagesRequest
+from engine.server.responses import Responses, ResponseStore
+from engine.server.responses_asked import ResponsesRequest
 from engine.server.streams import EventStream, while_there
 
 logger = logging.getLogger("engine.server")
 MAX_BODY_BYTES = 32 << 20
 OPEN_PATHS = ("/health", "/version")  # without a key
-A = TypeVar("A", bound=Asked)
+A = TypeVar("A", CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest)
 
 
 class Api:
@@ -42,12 +47,17 @@ class Api:
         self._model = ChatModel(engine, chat_template)
         self._names = tuple(names)
         self._max_model_len = engine.max_model_len
+        self._store = ResponseStore()
         self._began = int(time.time())
 
     def routes(self) -> list[Route]:
         return [
             Route("/v1/completions", answered(self.completions), methods=["POST"]),
             Route("/v1/chat/completions", answered(self.chat), methods=["POST"]),
+            Route("/v1/responses", answered(self.responses), methods=["POST"]),
+            Route("/v1/responses/{name}", answered(self.response), methods=["GET", "DELETE"]),
+            Route("/v1/messages", answered(self.messages), methods=["POST"]),
+            Route("/v1/messages/count_tokens", answered(self.count_tokens), methods=["POST"]),
             Route("/v1/models", answered(self.models)),
             Route("/v1/models/{name:path}", answered(self.model)),
             Route("/health", answered(self.health)),
@@ -63,6 +73,30 @@ class Api:
     async def chat(self, request: Request) -> ASGIApp:
         asked = await self._read(request, ChatRequest)
         return await self._answer(request, asked.stream, Chat(self._model, asked, self._names[0]))
+
+    async def responses(self, request: Request) -> ASGIApp:
+        asked = await self._read(request, ResponsesRequest)
+        owner = owner_of(request)
+        answer = Responses(self._model, asked, self._names[0], self._store, owner)
+        return await self._answer(request, asked.stream, answer)
+
+    async def response(self, request: Request) -> ASGIApp:
+        name, owner = request.path_params["name"], owner_of(request)
+        if request.method == "DELETE":
+            self._store.delete(name, owner)
+            return json_response({"id": name, "object": "response", "deleted": True})
+        told = self._store.get(name, owner).told
+        return Response(told, media_type="application/json")
+
+    async def messages(self, request: Request) -> ASGIApp:
+        asked = await self._read(request, MessagesRequest)
+        answer = Messages(self._model, asked, self._names[0])
+        return await self._answer(request, asked.stream, answer)
+
+    async def count_tokens(self, request: Request) -> ASGIApp:
+        asked = await self._read(request, MessagesRequest)
+        counted = await count_tokens(self._model, asked)
+        return Response(counted, media_type="application/json")
 
     async def models(self, request: Request) -> ASGIApp:
         return json_response(
@@ -167,7 +201,7 @@ def answered(handle: Callable[[Request], Awaitable[ASGIApp]]) -> Callable[..., A
             told = as_api_error(error)
             if told.status == 500:
                 logger.exception("%s %s failed", request.method, request.url.path)
-            return error_response(told)
+            return error_response(told, request.url.path)
 
     return endpoint
 
@@ -181,6 +215,13 @@ async def body_of(request: Request) -> bytes:
             raise ApiError(413, f"the body has over {MAX_BODY_BYTES} bytes, the limit")
         parts.append(part)
     return b"".join(parts)
+
+
+def owner_of(request: Request) -> str:
+    """Who asks, by the key."""
+    headers = request.headers
+    key = headers.get("authorization", "").removeprefix("Bearer ") or headers.get("x-api-key", "")
+    return hashlib.sha256(key.encode()).hexdigest()
 
 
 def json_response(value: object) -> Response:

@@ -136,7 +136,7 @@ class ChatRequest(Asked, kw_only=True, forbid_unknown_fields=True):
     tool_choice: str | dict[str, Any] | None = None
 
 
-T = TypeVar("T", bound=Asked)
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 def read(body: bytes, kind: type[T]) -> T:

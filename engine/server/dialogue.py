@@ -75,7 +75,7 @@ class Dialogue:
     """One answer to a conversation, or ``n`` of them."""
 
     def __init__(self, model: ChatModel, asked: ChatRequest, name: str) -> None:
-        """name: of the request. Raises ``RequestError`` or ``ApiError`` for what cannot be asked."""
+        """name: of the request. Raises ``RequestError`` or ``ApiError`` for what is wrong."""
         check_asked(asked)
         self._model = model
         self._asked = asked

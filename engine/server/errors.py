@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import msgspec
 from starlette.responses import Response
@@ -37,6 +38,20 @@ class ApiError(Exception):
         kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
         return kinds.get(self.status, "invalid_request_error")
 
+    def anthropic(self) -> dict[str, Any]:
+        """The same in Anthropic's words."""
+        kinds = {
+            401: "authentication_error",
+            403: "permission_error",
+            404: "not_found_error",
+            413: "request_too_large",
+            429: "rate_limit_error",
+            503: "overloaded_error",
+        }
+        other = "api_error" if self.status >= 500 else "invalid_request_error"
+        about = {"type": kinds.get(self.status, other), "message": self.message}
+        return {"type": "error", "error": about}
+
     def body(self) -> bytes:
         """The error object, which is a whole answer or the last event of a stream."""
         about = {
@@ -61,8 +76,11 @@ def as_api_error(error: BaseException) -> ApiError:
     return ApiError(500, "the server failed; its log says why")
 
 
-def error_response(error: ApiError) -> Response:
+def error_response(error: ApiError, path: str = "") -> Response:
+    """path: of the request; Anthropic's have errors in their own form."""
     headers = {}
     if error.retry_after is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
-    return Response(error.body(), error.status, headers, "application/json")
+    is_anthropic = path.startswith("/v1/messages")
+    body = msgspec.json.encode(error.anthropic()) if is_anthropic else error.body()
+    return Response(body, error.status, headers, "application/json")

@@ -73,8 +73,8 @@ FAMILIES = (
                 "transform": NAMED,
             },
             "content": {
-                "open_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>(?:final|commentary)[^<]*?"
-                r"<\|message\|>",
+                "open_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>(?:final|commentary)\s*"
+                r"(?:<\|constrain\|>\w+)?<\|message\|>",
                 "close": ["<|end|>", "<|return|>"],
                 "repeats": True,
                 "join": "\n",
@@ -96,10 +96,11 @@ FAMILIES = (
             "tool_calls": {
                 "open_pattern": r"\s*(?:<｜tool▁calls▁begin｜>)?\s*<｜tool▁call▁begin｜>function"
                 r"<｜tool▁sep｜>(?P<name>[^\n]+)\n```json\n",
-                "close_pattern": r"\n```\s*<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?",
+                "close_pattern": r"\n```\s*<｜tool▁call▁end｜>",
                 **LAX,
                 "transform": NAMED,
             },
+            "after": {"open": "<｜tool▁calls▁end｜>"},
             "content": CONTENT,
         },
         Calls(
@@ -119,10 +120,11 @@ FAMILIES = (
             "tool_calls": {
                 "open_pattern": r"\s*(?:<｜tool▁calls▁begin｜>)?\s*<｜tool▁call▁begin｜>"
                 r"(?P<name>[^<\n]+?)<｜tool▁sep｜>",
-                "close_pattern": r"<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?",
+                "close": "<｜tool▁call▁end｜>",
                 **LAX,
                 "transform": NAMED,
             },
+            "after": {"open": "<｜tool▁calls▁end｜>"},
             "content": CONTENT,
         },
         Calls(
@@ -163,7 +165,7 @@ FAMILIES = (
             "thinking": THINKING,
             "tool_calls": {
                 "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\s]+)>\s*",
-                "close_pattern": r"</function>\s*</tool_call>",
+                "close": "</tool_call>",
                 "content": "xml-inline",
                 "content_args": {
                     "tag_pattern": r"<parameter=(?P<key>[^>]+)>\n?(?P<value>.*?)\n?</parameter>"

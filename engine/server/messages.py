@@ -1,0 +1,152 @@
+"""Messages: Anthropic's ``POST /v1/messages`` and ``POST /v1/messages/count_tokens``."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+
+from engine.server.answers import Answer, Counted, reason_of
+from engine.server.blocks import Block, Blocks, Change
+from engine.server.dialogue import ChatModel, Dialogue, Said
+from engine.server.errors import ApiError, as_api_error
+from engine.server.messages_asked import MessagesRequest, chat_of
+
+Told = dict[str, Any]
+DELTAS = {
+    "text": ("text_delta", "text"),
+    "thinking": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}
+
+
+class Messages(Answer):
+    """One request for a message."""
+
+    def __init__(self, model: ChatModel, asked: MessagesRequest, name: str) -> None:
+        """name: of the model. Raises ``RequestError`` or ``ApiError`` for what cannot be asked."""
+        if asked.max_tokens is None:
+            raise ApiError(400, "max_tokens is missing: it must be given", param="max_tokens")
+        self.name = f"msg_{uuid.uuid4().hex}"
+        self._dialogue = Dialogue(model, chat_of(asked), self.name)
+        self._blocks = Blocks()
+        self._counted = Counted()
+        self._message: Told = {
+            "id": self.name,
+            "type": "message",
+            "role": "assistant",
+            "model": name,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+        }
+
+    async def whole(self) -> bytes:
+        async with aclosing(self._events()) as events:
+            async for _ in events:
+                pass
+        return msgspec.json.encode(self._message)
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        is_begun = False
+        try:
+            async with aclosing(self._events()) as events:
+                async for event in events:
+                    is_begun = True
+                    yield _sse(event)
+        except Exception as error:
+            if not is_begun:
+                raise
+            yield _sse(as_api_error(error).anthropic())
+
+    async def _events(self) -> AsyncGenerator[Told, None]:
+        is_begun = False
+        async with aclosing(self._dialogue.said()) as source:
+            async for said in source:
+                self._counted.add(0, said.output, [said.completion])
+                if not is_begun:
+                    is_begun = True
+                    message = {**self._message, "content": [], "usage": self._usage()}
+                    yield {"type": "message_start", "message": message}
+                for change in self._blocks.take(said.events):
+                    yield from_change(change)
+                    self._keep(change)
+                if said.completion.finish_reason is not None:
+                    for event in self._end(said):
+                        yield event
+
+    def _end(self, said: Said) -> Iterator[Told]:
+        reason = reason_of(said.completion)  # raises for an end that is no answer
+        for change in self._blocks.end():
+            yield from_change(change)
+            self._keep(change)
+        stop = said.completion.stop_reason
+        ended = {"stop_reason": "end_turn", "stop_sequence": None}
+        if reason == "length":
+            ended["stop_reason"] = "max_tokens"
+        elif said.turn.calls:
+            ended["stop_reason"] = "tool_use"
+        elif isinstance(stop, str):
+            ended = {"stop_reason": "stop_sequence", "stop_sequence": stop}
+        self._message |= {**ended, "usage": self._usage()}
+        yield {"type": "message_delta", "delta": ended, "usage": self._usage()}
+        yield {"type": "message_stop"}
+
+    def _keep(self, change: Change) -> None:
+        if change.what == "end":
+            self._message["content"].append(whole_block(change.block))
+
+    def _usage(self) -> Told:
+        """Cached tokens are no input tokens there."""
+        usage = self._counted.usage
+        cached = usage.prompt_tokens_details.cached_tokens
+        return {
+            "input_tokens": usage.prompt_tokens - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": usage.completion_tokens,
+        }
+
+
+async def count_tokens(model: ChatModel, asked: MessagesRequest) -> bytes:
+    """Of the prompt that a request would have."""
+    prompt = await Dialogue(model, chat_of(asked), "").prompt()
+    return msgspec.json.encode({"input_tokens": len(prompt["prompt_token_ids"])})
+
+
+def from_change(change: Change) -> Told:
+    """The event that tells of it."""
+    block, index = change.block, change.block.index
+    if change.what == "begin":
+        begun = {"type": "content_block_start", "index": index}
+        return {**begun, "content_block": block_told(block, "", {})}
+    if change.what == "end":
+        return {"type": "content_block_stop", "index": index}
+    kind, field = DELTAS[block.kind]
+    return {
+        "type": "content_block_delta",
+        "index": index,
+        "delta": {"type": kind, field: change.text},
+    }
+
+
+def whole_block(block: Block) -> Told:
+    arguments = json.loads(block.call.arguments) if block.call is not None else {}
+    return block_told(block, block.text, arguments)
+
+
+def block_told(block: Block, text: str, arguments: Told) -> Told:
+    if block.call is not None:
+        call = block.call
+        return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
+    if block.kind == "thinking":
+        return {"type": "thinking", "thinking": text, "signature": ""}
+    return {"type": "text", "text": text, "citations": None}
+
+
+def _sse(event: Told) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (event["type"].encode(), msgspec.json.encode(event))

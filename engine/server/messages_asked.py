@@ -1,0 +1,208 @@
+"""What Anthropic's ``POST /v1/messages`` may ask, and the conversation that it means."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from engine.server.asked import ChatRequest
+from engine.server.errors import ApiError
+from engine.server.speech.tools import CHOICES
+
+Message = dict[str, Any]
+TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+assert set(TOOL_CHOICES.values()) == set(CHOICES)
+
+
+class MessagesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``POST /v1/messages``, and, without ``max_tokens``, its ``count_tokens``."""
+
+    model: str
+    messages: list[dict[str, Any]]
+    max_tokens: int | None = None
+    system: str | list[dict[str, Any]] | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool = False
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
+    # of no effect here: prefixes are cached anyway
+    cache_control: dict[str, Any] | None = None
+    service_tier: str | None = None
+    inference_geo: str | None = None
+    context_management: dict[str, Any] | None = None
+    betas: list[str] | None = None
+    # vLLM's and ours
+    seed: int | None = None
+    ignore_eos: bool = False
+    priority: int = 0
+    cache_salt: str | None = None
+    timeout: float | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+SHARED = (
+    "model", "stream", "temperature", "top_p", "seed", "ignore_eos", "priority", "cache_salt",
+    "timeout",
+)  # fmt: skip
+
+
+def chat_of(asked: MessagesRequest) -> ChatRequest:
+    """The same as a request for chat completions. Raises ``ApiError``."""
+    if not asked.messages:
+        raise ApiError(400, "messages is [], must have at least one message", param="messages")
+    if asked.messages[-1].get("role") == "assistant":
+        raise ApiError(
+            400,
+            "the last message is the assistant's: an answer that is begun is not supported yet",
+            param="messages",
+        )
+    choice, is_single = _choice(asked.tool_choice)
+    user = (asked.metadata or {}).get("user_id")
+    return ChatRequest(
+        messages=messages_of(asked),
+        max_completion_tokens=asked.max_tokens,
+        stop=asked.stop_sequences,
+        top_k=asked.top_k or 0,
+        tools=[tool_of(tool) for tool in asked.tools or []] or None,
+        tool_choice=choice,
+        parallel_tool_calls=False if is_single else None,
+        response_format=_format(asked),
+        user=user if isinstance(user, str) else None,
+        chat_template_kwargs={**_thinking(asked.thinking), **(asked.chat_template_kwargs or {})},
+        **{name: getattr(asked, name) for name in SHARED},
+    )
+
+
+def messages_of(asked: MessagesRequest) -> list[Message]:
+    """As chat templates read them: results of tools are messages of their own."""
+    messages: list[Message] = []
+    if asked.system:
+        messages.append({"role": "system", "content": _text_of(asked.system, "system")})
+    for message in asked.messages:
+        role, content = message.get("role"), message.get("content")
+        if role not in ("user", "assistant", "system"):
+            raise ApiError(
+                400,
+                f"messages has the role {role!r:.40}, must be user or assistant",
+                param="messages",
+            )
+        if isinstance(content, str):
+            messages.append({"role": role, "content": content})
+        elif isinstance(content, list):
+            messages += _of_assistant(content) if role == "assistant" else _of_user(role, content)
+        else:
+            raise ApiError(
+                400,
+                f"a message's content is {content!r:.80}, must be a text or blocks",
+                param="messages",
+            )
+    return messages
+
+
+def _of_user(role: str, blocks: list[Any]) -> list[Message]:
+    results, texts = [], []
+    for block in blocks:
+        kind = block.get("type") if isinstance(block, dict) else block
+        if kind == "text":
+            texts.append(str(block.get("text", "")))
+        elif kind == "tool_result":
+            result = _text_of(block.get("content") or "", "messages")
+            results.append(
+                {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result}
+            )
+        else:
+            raise _unsupported(kind)
+    said = [{"role": role, "content": "\n".join(texts)}] if texts or not results else []
+    return [*results, *said]
+
+
+def _of_assistant(blocks: list[Any]) -> list[Message]:
+    message: Message = {"role": "assistant", "content": ""}
+    for block in blocks:
+        kind = block.get("type") if isinstance(block, dict) else block
+        if kind == "text":
+            message["content"] += str(block.get("text", ""))
+        elif kind == "thinking":
+            message["reasoning_content"] = str(block.get("thinking", ""))
+        elif kind == "tool_use":
+            function = {"name": block.get("name"), "arguments": block.get("input") or {}}
+            call = {"id": block.get("id"), "type": "function", "function": function}
+            message.setdefault("tool_calls", []).append(call)
+        elif kind != "redacted_thinking":
+            raise _unsupported(kind)
+    return [message]
+
+
+def _text_of(content: str | list[Any], param: str) -> str:
+    if isinstance(content, str):
+        return content
+    for block in content:
+        if not isinstance(block, dict) or block.get("type") != "text":
+            raise _unsupported(block.get("type") if isinstance(block, dict) else block, param)
+    return "\n".join(str(block.get("text", "")) for block in content)
+
+
+def tool_of(tool: dict[str, Any]) -> dict[str, Any]:
+    """In OpenAI's form. Raises ``ApiError`` for tools that a server would have to run."""
+    kind = tool.get("type") or "custom"
+    if kind != "custom":
+        raise ApiError(
+            400,
+            f"tools has one of type {kind!r:.40}, which is not supported: only custom ones are",
+            param="tools",
+        )
+    function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
+    kept = {key: tool[key] for key in ("description", "strict") if tool.get(key) is not None}
+    return {"type": "function", "function": {**function, **kept}}
+
+
+def _choice(choice: dict[str, Any] | None) -> tuple[Any, bool]:
+    """The choice in OpenAI's form, and whether one call is all."""
+    if choice is None:
+        return None, False
+    kind, is_single = choice.get("type"), choice.get("disable_parallel_tool_use") is True
+    if kind == "tool":
+        return {"type": "function", "function": {"name": choice.get("name")}}, True
+    if kind not in TOOL_CHOICES:
+        raise ApiError(
+            400,
+            f"tool_choice has type {kind!r:.40}, must be auto, any, tool or none",
+            param="tool_choice",
+        )
+    return TOOL_CHOICES[kind], is_single
+
+
+def _thinking(thinking: dict[str, Any] | None) -> dict[str, Any]:
+    """The variable by which chat templates turn thinking on and off: off, unless asked for."""
+    kind = "disabled" if thinking is None else thinking.get("type")
+    if kind not in ("enabled", "disabled", "adaptive"):
+        raise ApiError(
+            400,
+            f"thinking has type {kind!r:.40}, must be enabled, adaptive or disabled",
+            param="thinking",
+        )
+    return {"enable_thinking": kind != "disabled"}
+
+
+def _format(asked: MessagesRequest) -> dict[str, Any] | None:
+    form = asked.output_format or (asked.output_config or {}).get("format")
+    if form is None:
+        return None
+    return {"type": form.get("type"), "json_schema": {"schema": form.get("schema")}}
+
+
+def _unsupported(kind: Any, param: str = "messages") -> ApiError:
+    return ApiError(
+        400,
+        f"{param} has a block of type {kind!r:.40}, which is not supported: text, thinking, "
+        "tool_use and tool_result are",
+        param=param,
+    )

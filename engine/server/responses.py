@@ -1,0 +1,278 @@
+"""Responses: ``POST /v1/responses``, and those that were stored.
+
+The response is built of the events that are streamed, whether it is streamed or not.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from typing import Any, NamedTuple
+
+import msgspec
+
+from engine.server.answers import Answer, Counted, chat_logprobs, reason_of
+from engine.server.asked import ChatRequest
+from engine.server.blocks import Block, Blocks, Change
+from engine.server.dialogue import ChatModel, Dialogue, Said
+from engine.server.errors import ApiError, as_api_error
+from engine.server.responses_asked import Message, ResponsesRequest, chat_of, messages_of
+from engine.server.speech.turns import Text
+
+MAX_STORED = 1024
+MAX_STORED_BYTES = 64 << 20
+Told = dict[str, Any]
+
+
+class Stored(NamedTuple):
+    """A response, the conversation that ends with it, and whose it is."""
+
+    told: bytes
+    messages: list[Message]
+    owner: str
+    size: int
+
+
+class ResponseStore:
+    """The last responses, as many as fit."""
+
+    def __init__(self) -> None:
+        self._stored: OrderedDict[str, Stored] = OrderedDict()
+        self._size = 0
+
+    def put(self, name: str, told: bytes, messages: list[Message], owner: str) -> None:
+        size = len(told) + len(msgspec.json.encode(messages))
+        self._stored[name] = Stored(told, messages, owner, size)
+        self._size += size
+        while len(self._stored) > MAX_STORED or self._size > MAX_STORED_BYTES:
+            self._size -= self._stored.popitem(last=False)[1].size
+
+    def get(self, name: str, owner: str, param: str | None = None) -> Stored:
+        """Raises ``ApiError`` if it is not there, or somebody else's."""
+        found = self._stored.get(name)
+        if found is None or found.owner != owner:
+            raise ApiError(
+                404 if param is None else 400,
+                f"there is no response {name!r:.80}: it was not stored, or is forgotten (the last "
+                f"{MAX_STORED} are kept)",
+                param=param,
+                code="response_not_found" if param is None else "previous_response_not_found",
+            )
+        return found
+
+    def delete(self, name: str, owner: str) -> None:
+        self._size -= self.get(name, owner).size
+        del self._stored[name]
+
+
+class Responses(Answer):
+    """One request for a response."""
+
+    def __init__(
+        self,
+        model: ChatModel,
+        asked: ResponsesRequest,
+        name: str,
+        store: ResponseStore,
+        owner: str,
+    ) -> None:
+        """name: of the model. Raises ``RequestError`` or ``ApiError`` for what cannot be asked."""
+        self.name = f"resp_{uuid.uuid4().hex}"
+        self._asked, self._store, self._owner = asked, store, owner
+        before: list[Message] = []
+        if asked.previous_response_id is not None:
+            param = "previous_response_id"
+            before = store.get(asked.previous_response_id, owner, param).messages
+        chat = chat_of(asked, before)
+        self._has_logprobs = "message.output_text.logprobs" in (asked.include or [])
+        if self._has_logprobs or asked.top_logprobs is not None:
+            self._has_logprobs = chat.logprobs = True
+            chat.top_logprobs = asked.top_logprobs or 0
+        self._messages = [*before, *messages_of(asked.input)]
+        self._dialogue = Dialogue(model, chat, self.name)
+        self._blocks = Blocks()
+        self._counted = Counted()
+        self._logprobs: list[Told] = []
+        self._num_events = 0
+        self._ids: dict[int, str] = {}
+        self._response = _head(self.name, name, asked, chat)
+
+    async def whole(self) -> bytes:
+        async with aclosing(self._events()) as events:
+            async for _ in events:
+                pass
+        return msgspec.json.encode(self._response)
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        is_begun = False
+        try:
+            async with aclosing(self._events()) as events:
+                async for event in events:
+                    is_begun = True
+                    yield _sse(event)
+        except Exception as error:
+            if not is_begun:
+                raise
+            told = as_api_error(error)
+            self._response["status"] = "failed"
+            self._response["error"] = {"code": "server_error", "message": told.message}
+            yield _sse(self._event("response.failed", response=self._response))
+
+    async def _events(self) -> AsyncGenerator[Told, None]:
+        """All events, the first when the model has begun."""
+        is_begun = False
+        async with aclosing(self._dialogue.said()) as source:
+            async for said in source:
+                if not is_begun:
+                    is_begun = True
+                    yield self._event("response.created", response=dict(self._response))
+                    yield self._event("response.in_progress", response=dict(self._response))
+                self._counted.add(0, said.output, [said.completion])
+                new = self._new_logprobs(said)
+                for change in self._blocks.take(said.events):
+                    for event in self._told(change, new):
+                        yield event
+                if said.completion.finish_reason is not None:
+                    for event in self._end(said):
+                        yield event
+
+    def _end(self, said: Said) -> Iterator[Told]:
+        reason = reason_of(said.completion)  # raises for an end that is no answer
+        for change in self._blocks.end():
+            yield from self._told(change, [])
+        response, usage = self._response, self._counted.usage
+        is_whole = reason == "stop"
+        response["status"] = "completed" if is_whole else "incomplete"
+        if is_whole:
+            response["completed_at"] = time.time()
+        else:
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        response["usage"] = {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {
+                "cached_tokens": usage.prompt_tokens_details.cached_tokens,
+                "cache_write_tokens": 0,
+            },
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": self._dialogue.num_thinking_tokens},
+            "total_tokens": usage.total_tokens,
+        }
+        if self._asked.store is not False:
+            told = msgspec.json.encode(response)
+            messages = [*self._messages, *messages_of(response["output"])]
+            self._store.put(self.name, told, messages, self._owner)
+        yield self._event(f"response.{response['status']}", response=response)
+
+    def _told(self, change: Change, logprobs: list[Told]) -> Iterator[Told]:
+        block = change.block
+        place = {"output_index": block.index, "item_id": self._id(block)}
+        if change.what == "begin":
+            item = self._item(block, "in_progress")
+            yield self._event("response.output_item.added", output_index=block.index, item=item)
+            if block.kind != "call":
+                part = self._part(block, "", [])
+                yield self._event(
+                    "response.content_part.added", **place, content_index=0, part=part
+                )
+            return
+        what = {"text": "output_text", "thinking": "reasoning_text", "call": ""}[block.kind]
+        if block.kind == "call":
+            what = "function_call_arguments"
+        else:
+            place["content_index"] = 0
+        extra = {"logprobs": logprobs} if block.kind == "text" else {}
+        if change.what == "more":
+            yield self._event(f"response.{what}.delta", **place, delta=change.text, **extra)
+            return
+        yield from self._done(block, what, place)
+
+    def _done(self, block: Block, what: str, place: Told) -> Iterator[Told]:
+        item = self._item(block, "completed")
+        if block.call is not None:
+            about = {"arguments": block.call.arguments, "name": block.call.name}
+            yield self._event(f"response.{what}.done", **place, **about)
+        else:
+            extra = {"logprobs": self._logprobs} if block.kind == "text" else {}
+            yield self._event(f"response.{what}.done", **place, text=block.text, **extra)
+            yield self._event("response.content_part.done", **place, part=item["content"][0])
+        self._response["output"].append(item)
+        yield self._event("response.output_item.done", output_index=block.index, item=item)
+
+    def _item(self, block: Block, status: str) -> Told:
+        item: Told = {"id": self._id(block), "status": status}
+        is_done = status == "completed"
+        if block.call is not None:
+            return {
+                "type": "function_call",
+                **item,
+                "call_id": block.call.id,
+                "name": block.call.name,
+                "arguments": block.call.arguments if is_done else "",
+            }
+        content = [self._part(block, block.text, self._logprobs)] if is_done else []
+        if block.kind == "thinking":
+            return {"type": "reasoning", **item, "summary": [], "content": content}
+        return {"type": "message", **item, "role": "assistant", "content": content}
+
+    def _part(self, block: Block, text: str, logprobs: list[Told]) -> Told:
+        if block.kind == "thinking":
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+    def _id(self, block: Block) -> str:
+        prefix = {"thinking": "rs", "text": "msg", "call": "fc"}[block.kind]
+        return self._ids.setdefault(block.index, f"{prefix}_{uuid.uuid4().hex}")
+
+    def _new_logprobs(self, said: Said) -> list[Told]:
+        """Of the text alone."""
+        num = self._asked.top_logprobs or 0
+        if not any(isinstance(event, Text) for event in said.events):
+            return []
+        told = chat_logprobs(said.completion, num)
+        new: list[Told] = [] if told is None else told["content"]
+        self._logprobs += new
+        return new
+
+    def _event(self, kind: str, **about: Any) -> Told:
+        event = {"type": kind, "sequence_number": self._num_events, **about}
+        self._num_events += 1
+        return event
+
+
+def _head(name: str, model: str, asked: ResponsesRequest, chat: ChatRequest) -> Told:
+    """What is known of a response before it begins."""
+    reasoning = asked.reasoning
+    return {
+        "id": name,
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": asked.instructions,
+        "max_output_tokens": asked.max_output_tokens,
+        "metadata": asked.metadata or {},
+        "model": model,
+        "output": [],
+        "parallel_tool_calls": asked.parallel_tool_calls is not False,
+        "previous_response_id": asked.previous_response_id,
+        "reasoning": {"effort": reasoning.effort if reasoning else None, "summary": None},
+        "store": asked.store is not False,
+        "temperature": 1.0 if asked.temperature is None else asked.temperature,
+        "text": {"format": (asked.text and asked.text.format) or {"type": "text"}},
+        "tool_choice": asked.tool_choice or "auto",
+        "tools": asked.tools or [],
+        "top_logprobs": asked.top_logprobs or 0,
+        "top_p": 1.0 if asked.top_p is None else asked.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        "user": asked.user,
+    }
+
+
+def _sse(event: Told) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (event["type"].encode(), msgspec.json.encode(event))

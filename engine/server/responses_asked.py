@@ -1,0 +1,196 @@
+"""What ``POST /v1/responses`` may ask, and the conversation that it means."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from engine.server.asked import ChatRequest
+from engine.server.dialogue import plain_content
+from engine.server.errors import ApiError
+
+MAX_ITEMS = 4096
+Message = dict[str, Any]
+
+
+class Reasoning(msgspec.Struct, forbid_unknown_fields=True):
+    effort: str | None = None
+    summary: str | None = None  # thinking is told whole
+    generate_summary: str | None = None
+
+
+class TextOptions(msgspec.Struct, forbid_unknown_fields=True):
+    format: dict[str, Any] | None = None
+    verbosity: str | None = None
+
+
+class ObfuscationOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_obfuscation: bool = False  # never done
+
+
+class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``POST /v1/responses``."""
+
+    model: str
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = None
+    stream: bool = False
+    stream_options: ObfuscationOptions | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    store: bool | None = None
+    previous_response_id: str | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    include: list[str] | None = None
+    background: bool | None = None
+    # of no effect here
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: str | None = None
+    # vLLM's and ours
+    seed: int | None = None
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    timeout: float | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+SHARED = (
+    "model", "temperature", "top_p", "stream", "parallel_tool_calls", "user", "seed", "top_k",
+    "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop", "stop_token_ids", "priority",
+    "cache_salt", "timeout", "chat_template_kwargs",
+)  # fmt: skip
+
+
+def chat_of(asked: ResponsesRequest, before: list[Message]) -> ChatRequest:
+    """The same as a request for chat completions; before: the conversation it goes on. Raises
+    ``ApiError``."""
+    _refuse(asked)
+    messages = list(before)
+    if asked.instructions is not None:  # those of an earlier response do not hold any more
+        messages.insert(0, {"role": "system", "content": asked.instructions})
+    messages += messages_of(asked.input)
+    form = None if asked.text is None or asked.text.format is None else asked.text.format
+    return ChatRequest(
+        messages=messages,
+        max_completion_tokens=asked.max_output_tokens,
+        reasoning_effort=asked.reasoning.effort if asked.reasoning else None,
+        response_format=None if form is None else _format(form),
+        tools=[_tool(tool) for tool in asked.tools or []] or None,
+        tool_choice=_choice(asked.tool_choice),
+        **{name: getattr(asked, name) for name in SHARED},
+    )
+
+
+def messages_of(given: str | list[dict[str, Any]]) -> list[Message]:
+    """Items as messages: what the model said between two others is one message."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    if len(given) > MAX_ITEMS:
+        raise ApiError(
+            400, f"input has {len(given)} items, the limit is {MAX_ITEMS}", param="input"
+        )
+    messages: list[Message] = []
+    for item in given:
+        _add_item(messages, item)
+    return messages
+
+
+def _add_item(messages: list[Message], item: dict[str, Any]) -> None:
+    kind = item.get("type", "message")
+    if kind == "message":
+        content, role = plain_content(item.get("content")), item.get("role")
+        if not isinstance(role, str):
+            raise ApiError(400, f"input has an item without a role: {item!r:.80}", param="input")
+        if role != "assistant":
+            messages.append({"role": role, "content": content})
+            return
+        said = _said_last(messages)
+        said["content"] += content
+    elif kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        _said_last(messages).setdefault("tool_calls", []).append(call)
+    elif kind == "function_call_output":
+        content = plain_content(item.get("output"))
+        call_id = item.get("call_id")
+        messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+    elif kind == "reasoning":
+        parts = item.get("content") or item.get("summary") or []
+        text = "".join(str(p.get("text", "")) for p in parts if isinstance(p, dict))
+        if text:
+            _said_last(messages)["reasoning_content"] = text
+    else:
+        raise ApiError(
+            400,
+            f"input has an item of type {kind!r:.40}; message, function_call, "
+            "function_call_output and reasoning are supported",
+            param="input",
+        )
+
+
+def _said_last(messages: list[Message]) -> Message:
+    """The message of the model at the end, a new one if there is none."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def _refuse(asked: ResponsesRequest) -> None:
+    if asked.background:
+        raise ApiError(400, "background is not supported: leave it out", param="background")
+    if asked.truncation == "auto":
+        raise ApiError(
+            400, "truncation is auto, which is not supported: use disabled", param="truncation"
+        )
+    for each in asked.include or []:
+        if each not in ("reasoning.encrypted_content", "message.output_text.logprobs"):
+            raise ApiError(
+                400,
+                f"include has {each!r:.60}, which is not supported: leave it out",
+                param="include",
+            )
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        raise ApiError(
+            400,
+            f"tools has one of type {tool.get('type')!r:.40}, which is not supported: only "
+            "function is",
+            param="tools",
+        )
+    about = {key: value for key, value in tool.items() if key != "type" and value is not None}
+    return {"type": "function", "function": about}
+
+
+def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") == "allowed_tools":
+        return {"type": "allowed_tools", "allowed_tools": choice}
+    return {"type": choice.get("type"), "function": {"name": choice.get("name")}}
+
+
+def _format(form: dict[str, Any]) -> dict[str, Any]:
+    if form.get("type") != "json_schema":
+        return form
+    return {"type": "json_schema", "json_schema": {k: v for k, v in form.items() if k != "type"}}
