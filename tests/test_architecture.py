@@ -55,6 +55,8 @@ MAX_PARAMETERS = 7
 RECORDS: dict[str, str] = {
     "SamplingParams": "what a user may ask of sampling",
     "Asked": "what a client of the server may ask",
+    "ResponsesRequest": "the same, in OpenAI's newer form",
+    "MessagesRequest": "the same, in Anthropic's form",
     "AddRequest": "what a request consists of on the wire",
     "StepPlan": "what a worker must know of a step",
     "SchedulerStats": "what there is to know of a scheduler",

@@ -16,6 +16,7 @@ A core in a process, and its clients
   spawned: Cores without a model that a spawned process can build: everything here is importable
       there.
   served: A server in a process of its own, as users start it.
+  openai_events: Streamed events as they are on the wire, for checks by the types of clients.
   chat_templates: Chat templates that write tool calls and thinking as families of models do.
   core_clients: Every kind of client of a core, for tests that hold for all.
   live_core: A core in a process of its own, sized at will and looked at from outside.

@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001  (as in families.py)
 """What models say, taken apart, family by family."""
 
 from __future__ import annotations
