@@ -214,7 +214,9 @@ def test_the_response_of_another_key_is_not_there(client: Any, server: Served) -
 
 def test_a_response_with_a_schema(client: Any) -> None:
     form = {"type": "json_schema", "name": "w", "schema": PARAMETERS, "strict": True}
-    said = respond(client, text={"format": form}, max_output_tokens=100, extra_body=UNTHOUGHT)
+    said = respond(
+        client, text={"format": form}, max_output_tokens=300, extra_body=UNTHOUGHT, temperature=0
+    )
     check(json.loads(said.output_text))
 
 
