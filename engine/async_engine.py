@@ -140,19 +140,21 @@ class AsyncLLMEngine:
         except TimeoutError:
             raise TimeoutError(f"the core has not answered within {timeout:g} s") from None
 
-    async def add_observer(self, observer: Observer) -> None:
+    def add_observer(self, observer: Observer) -> None:
         """Have ``observer`` called with each request that ends from now on: finished, aborted or
         left by its reader, but not one that was refused or whose core has died.
 
         It is called by the engine's thread, which does nothing else meanwhile, in the context
         (``contextvars``) of the task that reads the request. Its errors are logged.
         """
-        await self._call(partial(self._observe, observer))
+        with self._changed:
+            self._check_alive()
+            self._command(partial(self._observe, observer))
 
-    async def measure(self) -> Latencies:
+    def measure(self) -> Latencies:
         """Histograms of what steps bring, counted from the first call on; any thread may read."""
-        latencies: Latencies = await self._call(self._session.outputs.measure)
-        return latencies
+        with self._changed:
+            return self._session.outputs.measure()
 
     @property
     def counts(self) -> TokenCounts:

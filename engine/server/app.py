@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -14,18 +13,19 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from engine.async_engine import AsyncLLMEngine
 from engine.server.asked import Asked, ChatRequest, CompletionRequest, read
 from engine.server.chat import Chat
 from engine.server.completions import Completion
 from engine.server.errors import ApiError, as_api_error, error_response
+from engine.server.keys import Guard
+from engine.server.operations import Operations
 from engine.server.streams import EventStream, while_there
 
 logger = logging.getLogger("engine.server")
 MAX_BODY_BYTES = 32 << 20
-OPEN_PATHS = ("/health", "/version")  # without a key
 A = TypeVar("A", bound=Asked)
 
 
@@ -45,7 +45,6 @@ class Api:
             Route("/v1/chat/completions", answered(self.chat), methods=["POST"]),
             Route("/v1/models", answered(self.models)),
             Route("/v1/models/{name:path}", answered(self.model)),
-            Route("/health", answered(self.health)),
             Route("/version", answered(self.version)),
         ]
 
@@ -66,11 +65,6 @@ class Api:
         name = request.path_params["name"]
         self._check_model(name)
         return json_response(self._about(name))
-
-    async def health(self, request: Request) -> ASGIApp:
-        """Whether the core goes on: it answers between two steps."""
-        await self._engine.stats()
-        return Response(b"", 200)
 
     async def version(self, request: Request) -> ASGIApp:
         return json_response({"version": version("metronome-engine")})
@@ -110,30 +104,8 @@ class Api:
         }
 
 
-class Keys:
-    """Lets through who has one of the keys, as a bearer token; without keys, everybody."""
-
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
-        self._app = app
-        self._keys = [key.encode() for key in keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self._app
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._fits(scope):
-            app = error_response(
-                ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
-            )
-        await app(scope, receive, send)
-
-    def _fits(self, scope: Scope) -> bool:
-        """All keys are compared, each in the same time wherever it differs."""
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        token = given.removeprefix(b"Bearer ")
-        return not self._keys or sum(hmac.compare_digest(token, key) for key in self._keys) > 0
-
-
 def make_app(
-    engine: AsyncLLMEngine, names: Sequence[str], max_model_len: int, keys: Sequence[str] = ()
+    engine: AsyncLLMEngine, names: Sequence[str], max_model_len: int, operations: Operations
 ) -> ASGIApp:
     """The ASGI application that serves this engine."""
 
@@ -143,8 +115,9 @@ def make_app(
     async def not_so(request: Request, error: Exception) -> Response:
         return error_response(ApiError(405, f"{request.url.path} knows no {request.method}"))
 
-    routes = Api(engine, names, max_model_len).routes()
-    return Keys(Starlette(routes=routes, exception_handlers={404: not_there, 405: not_so}), keys)
+    routes = [*Api(engine, names, max_model_len).routes(), *operations.routes(answered)]
+    app = Starlette(routes=routes, exception_handlers={404: not_there, 405: not_so})
+    return Guard(operations.counting(app), operations.keys)
 
 
 def answered(handle: Callable[[Request], Awaitable[ASGIApp]]) -> Callable[..., Awaitable[ASGIApp]]:

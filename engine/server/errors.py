@@ -34,7 +34,12 @@ class ApiError(Exception):
         """OpenAI's word for this kind of error."""
         if self.status >= 500:
             return "server_error"
-        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+        kinds = {
+            401: "authentication_error",
+            403: "permission_error",
+            404: "not_found_error",
+            429: "rate_limit_error",
+        }
         return kinds.get(self.status, "invalid_request_error")
 
     def body(self) -> bytes:
@@ -65,4 +70,6 @@ def error_response(error: ApiError) -> Response:
     headers = {}
     if error.retry_after is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
     return Response(error.body(), error.status, headers, "application/json")

@@ -72,8 +72,8 @@ async def test_observers_are_told_of_each_end_in_its_context(
 
     pace = threading.Event()
     engine = AsyncLLMEngine(fake_session(FakeClient(counting, pace=lambda: pace.wait(0.01))))
-    await engine.add_observer(broken)
-    await engine.add_observer(observer)
+    engine.add_observer(broken)
+    engine.add_observer(observer)
     long = SamplingParams(max_tokens=200, output_kind="delta")
     leaver = asyncio.create_task(read(engine, "left", long))
     aborted = asyncio.create_task(read(engine, "aborted", long))
@@ -97,8 +97,8 @@ async def test_observers_are_told_of_each_end_in_its_context(
 async def test_what_steps_bring_is_measured() -> None:
     """The fake core has a step each quarter of a second, on its own clock."""
     engine = AsyncLLMEngine(fake_session(FakeClient(counting, clock=FakeClock())))
-    latencies = await engine.measure()
-    assert await engine.measure() is latencies
+    latencies = engine.measure()
+    assert engine.measure() is latencies
     await read(engine, "a", SamplingParams(max_tokens=5, n=2), prompt=3)
     await read(engine, "b", SamplingParams(max_tokens=4, output_kind="delta"))
     first, between = latencies.first_token.counted(), latencies.between_tokens.counted()
