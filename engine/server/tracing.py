@@ -23,7 +23,7 @@ from engine.errors import ConfigError
 from engine.messages.requests import FinishedRequest
 
 SERVICE = "metronome"
-END_SECONDS = 5.0  # that the last spans have to be sent
+END_SECONDS = 2.0  # that the last spans have to be sent
 TRACE_HEADERS = ("traceparent", "tracestate")
 OPERATIONS = {
     "/v1/chat/completions": "chat",

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import threading
 import time
 import urllib.error
@@ -384,39 +385,74 @@ def plain(value: Any) -> Any:
     return [plain(each) for each in found.values] if kind == "array_value" else found
 
 
-def test_a_core_that_hangs_or_dies_is_seen() -> None:
-    """The server's own process is well all the time."""
-    with served(*OPTIONS, "--multiprocess", "--health-timeout", "0.5") as server:
-        for path in ("/pause", "/resume", "/reset_prefix_cache", "/start_profile"):
-            refused = ask(server, path, {}, **bearer("x"))
-            assert refused.status == 403 and "--admin-api-key" in refused.json["error"]["message"]
-        (core,) = (
-            child for child in psutil.Process(server.process.pid).children(recursive=True)
-            if "resource_tracker" not in " ".join(child.cmdline())
-        )  # fmt: skip
-        assert scrape(server)["metronome_engine_up", ()] == 1
-        core.suspend()
-        try:
-            for path in ("/health", "/ready"):
-                began = time.monotonic()
-                answer = ask(server, path)
-                assert time.monotonic() - began < 5
-                assert answer.status == 503 and int(answer.headers["Retry-After"]) > 0
-                assert "not answered within 0.5 s" in answer.json["error"]["message"]
-            samples = scrape(server)
-            assert samples["metronome_engine_up", ()] == 0
-            assert ("vllm:num_requests_running", ()) in samples  # as last known
-            assert "running" in ask(server, "/load").json
-        finally:
-            core.resume()
-        eventually(lambda: ask(server, "/health").status == 200)
-        assert ask(server, "/ready").status == 200
-        core.send_signal(signal.SIGKILL)
-        eventually(lambda: ask(server, "/health").status == 503)
-        dead = ask(server, "/health")
-        assert int(dead.headers["Retry-After"]) > 0
-        assert dead.json["error"]["code"] == "engine_dead"
-        assert scrape(server)["metronome_engine_up", ()] == 0
+@pytest.fixture(scope="module")
+def split() -> Iterator[Served]:
+    """Drafts, a core in a process of its own, and a collector of spans that never answers."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces"
+        options = ("--multiprocess", "--health-timeout", "0.5", "--otlp-traces-endpoint", endpoint)
+        more = ("--speculative-config", json.dumps(drafts))
+        with served(*OPTIONS, *options, *more, OTEL_BSP_SCHEDULE_DELAY="50") as made:
+            yield made
+
+
+def test_drafts_are_counted_and_no_request_waits_for_spans(split: Served) -> None:
+    body = {
+        "model": MODEL, "prompt": "a b c a b c a b c a b c", "max_tokens": 40, "temperature": 0,
+        "ignore_eos": True,
+    }  # fmt: skip
+    before = scrape(split)
+    took = []
+    for _ in range(10):
+        began = time.monotonic()
+        assert ask(split, "/v1/completions", body).status == 200
+        took.append(time.monotonic() - began)
+    assert max(took) < 5
+    now = moved(before, scrape(split))
+    drafted = now["vllm:spec_decode_num_draft_tokens_total"]
+    accepted = now["vllm:spec_decode_num_accepted_tokens_total"]
+    assert 0 < now["vllm:spec_decode_num_drafts_total"] <= drafted >= accepted
+    name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    assert accepted == sum(value for each, value in now.items() if each.startswith(name))
+    assert drafted == now["metronome_feature_events_total drafts.num_draft_tokens"]
+    assert now["vllm:generation_tokens_total"] == 400
+
+
+def test_a_core_that_hangs_or_dies_is_seen(split: Served) -> None:
+    """The server's own process is well all the time, and ends when it is told to."""
+    for path in ("/pause", "/resume", "/reset_prefix_cache", "/start_profile"):
+        refused = ask(split, path, {}, **bearer("x"))
+        assert refused.status == 403 and "--admin-api-key" in refused.json["error"]["message"]
+    (core,) = (
+        child for child in psutil.Process(split.process.pid).children(recursive=True)
+        if "resource_tracker" not in " ".join(child.cmdline())
+    )  # fmt: skip
+    assert scrape(split)["metronome_engine_up", ()] == 1
+    core.suspend()
+    try:
+        for path in ("/health", "/ready"):
+            began = time.monotonic()
+            answer = ask(split, path)
+            assert time.monotonic() - began < 5
+            assert answer.status == 503 and int(answer.headers["Retry-After"]) > 0
+            assert "not answered within 0.5 s" in answer.json["error"]["message"]
+        samples = scrape(split)
+        assert samples["metronome_engine_up", ()] == 0
+        assert ("vllm:num_requests_running", ()) in samples  # as last known
+        assert "running" in ask(split, "/load").json
+    finally:
+        core.resume()
+    eventually(lambda: ask(split, "/health").status == 200)
+    assert ask(split, "/ready").status == 200
+    core.send_signal(signal.SIGKILL)
+    eventually(lambda: ask(split, "/health").status == 503)
+    dead = ask(split, "/health")
+    assert int(dead.headers["Retry-After"]) > 0
+    assert dead.json["error"]["code"] == "engine_dead"
+    assert scrape(split)["metronome_engine_up", ()] == 0
+    split.process.terminate()
+    assert split.process.wait(10) is not None
 
 
 @pytest.mark.parametrize(
