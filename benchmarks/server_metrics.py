@@ -2,10 +2,10 @@
 
     python benchmarks/server_metrics.py [--streams 64] [--seconds 10]
 
-Three figures: nanoseconds a token that measuring adds where steps are processed (the front end
-alone, 256 rows a step, medians of alternating rounds of CPU time), microseconds that a finished
-request adds, and the CPU of the serving process a streamed token (the model in the box in a
-process of its own, `--streams` raw HTTP readers). The first by the third is the share.
+Nanoseconds a token that measuring adds where steps are processed (the front end alone, 256 rows a
+step, medians of alternating rounds of CPU time), and that counting answers adds to a message;
+microseconds that a finished request adds; and the CPU of the serving process a streamed token (the
+model in the box in a process of its own, `--streams` raw HTTP readers), of which they are a share.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 import urllib.request
 
 import psutil
+from starlette.types import ASGIApp, Send
 from support.served import Served, served
 
 from engine.config.engine import EngineConfig
@@ -27,6 +28,7 @@ from engine.frontend.session import Session
 from engine.messages.params import SamplingParams
 from engine.messages.requests import CoreOutputs, FinishedRequest, RequestMetrics, Started
 from engine.server.metrics import RequestHistograms
+from engine.server.traffic import Traffic
 
 NUM_ROWS = 256
 NUM_STEPS = 200
@@ -79,6 +81,25 @@ def finish_seconds() -> float:
     for _ in range(20_000):
         histograms.observe(finished)
     return (time.process_time() - began) / 20_000
+
+
+def message_seconds() -> float:
+    """What counting traffic adds to a message of an answer."""
+
+    async def send(message: object) -> None: ...
+
+    async def application(scope: object, receive: object, send: Send) -> None:
+        for _ in range(100_000):
+            await send({"type": "http.response.body", "body": b"", "more_body": True})
+
+    def seconds(app: ASGIApp) -> float:
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions"}
+        began = time.process_time()
+        asyncio.run(app(scope, None, send))
+        return (time.process_time() - began) / 100_000
+
+    counted = Traffic().counting(application, [])
+    return statistics.median(seconds(counted) - seconds(application) for _ in range(NUM_ROUNDS))
 
 
 async def read(server: Served, body: bytes, until: float) -> int:
@@ -145,10 +166,12 @@ def main() -> None:
     added = statistics.median(after - before for before, after in rounds) / NUM_ROWS
     print(f"a row of a step: {1e9 * plain:.0f} ns; measuring adds {1e9 * added:.0f} ns")
     print(f"a finished request adds {1e6 * finish_seconds():.1f} us")
+    message = message_seconds()
+    print(f"counting traffic adds {1e9 * message:.0f} ns to a message")
     a_token, rate, scrape = serving_seconds(asked.streams, asked.seconds)
     print(f"serving process: {1e6 * a_token:.1f} us a streamed token ({rate:.0f} tokens/s)")
     print(f"a scrape: {1e3 * scrape:.1f} ms of CPU")
-    print(f"measuring is {100 * added / a_token:.2f} % of the serving process's CPU")
+    print(f"both are {100 * (added + message) / a_token:.2f} % of the serving process's CPU")
 
 
 if __name__ == "__main__":

@@ -117,7 +117,7 @@ def make_app(
 
     routes = [*Api(engine, names, max_model_len).routes(), *operations.routes(answered)]
     app = Starlette(routes=routes, exception_handlers={404: not_there, 405: not_so})
-    return Guard(operations.counting(app), operations.keys)
+    return operations.traffic.counting(Guard(app, operations.keys), routes)
 
 
 def answered(handle: Callable[[Request], Awaitable[ASGIApp]]) -> Callable[..., Awaitable[ASGIApp]]:

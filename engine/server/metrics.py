@@ -33,6 +33,7 @@ from engine.observe.histograms import (
     Counted,
     Histogram,
 )
+from engine.server.traffic import Traffic
 
 STATS_SECONDS = 1.0  # that the core has to tell its statistics; then those from before are told
 FINISH_REASONS = ("stop", "length", "abort", "error", "deadline")
@@ -254,11 +255,10 @@ REQUEST_HISTOGRAMS: Mapping[str, tuple[str, tuple[float, ...], str]] = {
 class Metrics(Collector):
     """Of one engine, under the name by which clients call its model."""
 
-    def __init__(self, engine: AsyncLLMEngine, model: str, in_flight: Callable[[], int]) -> None:
-        """in_flight: requests to the server that are not answered yet."""
+    def __init__(self, engine: AsyncLLMEngine, model: str, traffic: Traffic) -> None:
         self._engine = engine
         self._model = model
-        self._in_flight = in_flight
+        self._traffic = traffic
         self._latencies = engine.measure()
         self._requests = RequestHistograms()
         engine.add_observer(self._requests.observe)
@@ -298,9 +298,16 @@ class Metrics(Collector):
         yield from self._numbers(
             GAUGE, "engine_up", None, "1 if the core answers in time.", self._is_up
         )
-        yield from self._numbers(
-            GAUGE, "requests_in_flight", None, "Requests not answered yet.", self._in_flight()
+        in_flight, doc = self._traffic.num_in_flight, "Requests not answered yet."
+        yield from self._numbers(GAUGE, "requests_in_flight", None, doc, in_flight)
+        responses = CounterMetricFamily(
+            "metronome_http_responses",
+            "Answers of the server that have begun.",
+            labels=["model_name", "path", "status"],
         )
+        for (path, status), num in sorted(self._traffic.responses.items()):
+            responses.add_metric([self._model, path, str(status)], num)
+        yield responses
         blocks, tokens = str(self._engine.num_kv_blocks), str(self._engine.block_size)
         for name, blocks_label in (
             ("metronome_cache_config_info", "num_kv_blocks"),

@@ -11,7 +11,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from engine.async_engine import AsyncLLMEngine
 from engine.config.env import ADMIN_API_KEY
@@ -19,6 +19,7 @@ from engine.errors import ConfigError
 from engine.server.errors import ApiError
 from engine.server.keys import KeyRing, no_key
 from engine.server.metrics import MEDIA_TYPE, Metrics
+from engine.server.traffic import Traffic
 
 RETRY_SECONDS = 5.0  # after which a server that is not well is asked again
 SCOPES = ("all", "new")  # of a pause
@@ -34,14 +35,13 @@ class Operations:
     def __init__(
         self, engine: AsyncLLMEngine, keys: KeyRing, model: str, health_timeout: float
     ) -> None:
-        self.num_in_flight = 0
-        """Requests for answers that are not finished yet."""
+        self.traffic = Traffic()
         self.is_draining = False
         """Set once the server takes no further connections."""
         self.keys = keys
         self._engine = engine
         self._timeout = health_timeout
-        self._metrics = Metrics(engine, model, lambda: self.num_in_flight)
+        self._metrics = Metrics(engine, model, self.traffic)
         self._check: asyncio.Task[None] | None = None
 
     def routes(self, answered: Answered) -> list[Route]:
@@ -69,19 +69,6 @@ class Operations:
             ),
         ]
 
-    def counting(self, app: ASGIApp) -> ASGIApp:
-        """The application; its requests for answers are counted while they last."""
-
-        async def counted(scope: Scope, receive: Receive, send: Send) -> None:
-            is_work = scope.get("method") == "POST" and scope["path"].startswith("/v1/")
-            self.num_in_flight += is_work
-            try:
-                await app(scope, receive, send)
-            finally:
-                self.num_in_flight -= is_work
-
-        return counted
-
     async def health(self, request: Request) -> ASGIApp:
         """200 if the core has answered between two steps, 503 if it has died or is silent."""
         await self._check_health()
@@ -98,7 +85,7 @@ class Operations:
 
     async def load(self, request: Request) -> ASGIApp:
         stats = await self._metrics.stats()
-        load: dict[str, float] = {"server_load": self.num_in_flight}
+        load: dict[str, float] = {"server_load": self.traffic.num_in_flight}
         if stats is not None:
             load["running"] = stats.num_running
             load["waiting"] = stats.num_waiting + stats.num_parked

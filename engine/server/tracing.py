@@ -101,7 +101,8 @@ def _attributes(
     yield "gen_ai.request.model", model
     yield "gen_ai.request.temperature", params.temperature
     yield "gen_ai.request.top_p", params.top_p
-    yield "gen_ai.request.top_k", float(params.top_k)
+    if params.top_k > 0:
+        yield "gen_ai.request.top_k", float(params.top_k)
     if params.max_tokens is not None:
         yield "gen_ai.request.max_tokens", params.max_tokens
     if params.seed is not None:

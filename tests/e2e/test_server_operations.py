@@ -175,8 +175,19 @@ def test_metrics_are_what_clients_saw(server: Served, client: Any) -> None:
     assert stopped.choices[0].finish_reason == "stop"
     with pytest.raises(openai.BadRequestError):
         client.completions.create(**{**fixed, "temperature": -1})
+    assert ask(server, "/v1/models/box", **bearer(KEY)).status == 200
+    assert ask(server, "/v1/models", **bearer("wrong")).status == 401
+    assert ask(server, "/an/other", **bearer(KEY)).status == 404
     now = moved(before, scrape(server))
 
+    answers = {name: num for name, num in now.items() if "http_responses" in name and num}
+    assert answers == {
+        f"metronome_http_responses_total {name}": num
+        for name, num in {
+            "/v1/completions 200": 3, "/v1/chat/completions 200": 1, "/v1/completions 400": 1,
+            "/v1/models/{name:path} 200": 1, "/v1/models 401": 1, "other 404": 1, "/metrics 200": 1,
+        }.items()
+    }  # fmt: skip
     prompts = 3 * whole.usage.prompt_tokens + several.usage.prompt_tokens
     assert now["vllm:prompt_tokens_total"] == prompts
     tokens = 20 + 20 + 12
