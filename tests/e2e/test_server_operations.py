@@ -396,31 +396,37 @@ def plain(value: Any) -> Any:
     return [plain(each) for each in found.values] if kind == "array_value" else found
 
 
-@pytest.fixture(scope="module")
-def split() -> Iterator[Served]:
-    """Drafts, a core in a process of its own, and a collector of spans that never answers."""
+@pytest.fixture
+def drafting() -> Iterator[Served]:
+    """With a collector of spans that never answers."""
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces"
-        options = ("--multiprocess", "--health-timeout", "0.5", "--otlp-traces-endpoint", endpoint)
-        more = ("--speculative-config", json.dumps(drafts))
-        with served(*OPTIONS, *options, *more, OTEL_BSP_SCHEDULE_DELAY="50") as made:
+        options = ("--otlp-traces-endpoint", endpoint, "--speculative-config", json.dumps(drafts))
+        with served(*OPTIONS, *options, OTEL_BSP_SCHEDULE_DELAY="50") as made:
             yield made
 
 
-def test_drafts_are_counted_and_no_request_waits_for_spans(split: Served) -> None:
+@pytest.fixture
+def split() -> Iterator[Served]:
+    """With a core in a process of its own."""
+    with served(*OPTIONS, "--multiprocess", "--health-timeout", "0.5") as made:
+        yield made
+
+
+def test_drafts_are_counted_and_no_request_waits_for_spans(drafting: Served) -> None:
     body = {
         "model": MODEL, "prompt": "a b c a b c a b c a b c", "max_tokens": 40, "temperature": 0,
         "ignore_eos": True,
     }  # fmt: skip
-    before = scrape(split)
+    before = scrape(drafting)
     took = []
     for _ in range(10):
         began = time.monotonic()
-        assert ask(split, "/v1/completions", body).status == 200
+        assert ask(drafting, "/v1/completions", body).status == 200
         took.append(time.monotonic() - began)
     assert max(took) < 5
-    now = moved(before, scrape(split))
+    now = moved(before, scrape(drafting))
     drafted = now["vllm:spec_decode_num_draft_tokens_total"]
     accepted = now["vllm:spec_decode_num_accepted_tokens_total"]
     assert 0 < now["vllm:spec_decode_num_drafts_total"] <= drafted >= accepted
@@ -428,6 +434,27 @@ def test_drafts_are_counted_and_no_request_waits_for_spans(split: Served) -> Non
     assert accepted == sum(value for each, value in now.items() if each.startswith(name))
     assert drafted == now["metronome_feature_events_total drafts.num_draft_tokens"]
     assert now["vllm:generation_tokens_total"] == 400
+    ends_unready(drafting)
+
+
+def ends_unready(server: Served) -> None:
+    """Told to end, it is not ready at once, and the stream that is open goes on to its end."""
+
+    def is_unready() -> bool:
+        try:
+            return ask(server, "/ready").status == 503
+        except OSError:
+            return True
+
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        stream = client.completions.create(
+            model=MODEL, prompt="x", max_tokens=250, stream=True, extra_body={"ignore_eos": True}
+        )
+        first = next(stream)
+        server.process.terminate()
+        eventually(is_unready, 10)
+        assert [first, *stream][-1].choices[0].finish_reason == "length"
+    assert server.process.wait(20) == 0
 
 
 def test_a_core_that_hangs_or_dies_is_seen(split: Served) -> None:
