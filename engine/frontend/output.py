@@ -92,19 +92,19 @@ class OutputProcessor:
 
     def process(self, batch: CoreOutputs) -> list[RequestOutput]:
         """The outputs for users of one step."""
+        num_tokens = len(batch.token_ids)
         for started in batch.started:
-            self._start(batch.request_ids[started.index], started)
+            num_tokens += self._start(batch.request_ids[started.index], started)
         for index in batch.prompt_logprobs:
             self._take_prompt_logprobs(batch, index)
         moved: Moved = {}
-        num_before = self.counts.num_tokens
         self._process_rows(batch, moved)
         if self._texts is not None:
             self._texts.send()
         if self._latencies is not None:
             self._latencies.between_tokens.fold()
-            if num := self.counts.num_tokens - num_before:
-                self._latencies.step_tokens.add(num)
+            if num_tokens:
+                self._latencies.step_tokens.add(num_tokens)
         return _outputs(moved)
 
     def _process_rows(self, batch: CoreOutputs, moved: Moved) -> None:
@@ -225,15 +225,18 @@ class OutputProcessor:
         """The core was told of them."""
         self._ended_here.clear()
 
-    def _start(self, core_id: str, started: Started) -> None:
+    def _start(self, core_id: str, started: Started) -> int:
+        """Returns the length of the prompt if no sequence of the request had started."""
         row = self._rows.get(core_id)
         if row is None:
-            return
+            return 0
         request, sequence = row
         request.note(sequence.index, started)
         if request.metrics.scheduled_time is None:
             request.metrics.scheduled_time = started.scheduled_time
             request.num_cached_tokens = started.num_cached_tokens
+            return len(request.prompt_token_ids)
+        return 0
 
     def _take_prompt_logprobs(self, batch: CoreOutputs, index: int) -> None:
         row = self._rows.get(batch.request_ids[index])

@@ -26,10 +26,6 @@ class TokenCounts:
     finished: Counter[str] = field(default_factory=Counter)
     """Requests by finish reason."""
 
-    @property
-    def num_tokens(self) -> int:
-        return self.prompt_tokens + self.generation_tokens
-
 
 # Counters that are shown when they have moved since the last line, and what they are called there.
 SHOWN_COUNTERS = {

@@ -84,13 +84,18 @@ class KeyRing:
 
     def lets_in(self, scope: Scope) -> bool:
         """Without any key, all are let in; the admin key is as good as any other."""
-        digests = self._digests if self._file is None else self._digests + self._file.digests()
-        if not digests:
-            return True
-        return _fits(scope, digests) or self.is_admin(scope)
+        return not self._all() or self.key_of(scope) is not None
+
+    def key_of(self, scope: Scope) -> bytes | None:
+        """The digest of the key that was shown, if it is one of ours: who asks."""
+        admin = [] if self._admin is None else [self._admin]
+        return _shown(scope, [*self._all(), *admin])
 
     def is_admin(self, scope: Scope) -> bool:
-        return self._admin is not None and _fits(scope, [self._admin])
+        return self._admin is not None and _shown(scope, [self._admin]) is not None
+
+    def _all(self) -> list[bytes]:
+        return self._digests if self._file is None else self._digests + self._file.digests()
 
 
 class Guard:
@@ -116,14 +121,15 @@ def digest_of(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def _fits(scope: Scope, digests: Sequence[bytes]) -> bool:
-    """Has the client shown one of these, as a bearer token or as Anthropic's clients do?"""
+def _shown(scope: Scope, digests: Sequence[bytes]) -> bytes | None:
+    """Which of these was shown, as a bearer token or as Anthropic's clients do."""
     headers = dict(scope["headers"])
     kind, _, token = headers.get(b"authorization", b"").partition(b" ")
     given = [digest_of(token)] if kind.lower() == b"bearer" else []
     if b"x-api-key" in headers:
         given.append(digest_of(headers[b"x-api-key"]))
-    return sum(hmac.compare_digest(own, each) for each in given for own in digests) > 0
+    fitting = [own for each in given for own in digests if hmac.compare_digest(own, each)]
+    return fitting[0] if fitting else None
 
 
 def _digests(path: Path) -> list[bytes]:

@@ -204,9 +204,8 @@ def test_metrics_are_what_clients_saw(server: Served, client: Any) -> None:
         assert now[f"vllm:{name}_seconds_count"] == 4
     assert now["vllm:e2e_request_latency_seconds_sum"] > seconds / 2
     assert 19 + 19 + 3 < now["vllm:inter_token_latency_seconds_count"] <= 19 + 19 + 3 + 100
-    assert now["vllm:iteration_tokens_total_sum"] == (
-        now["vllm:prompt_tokens_total"] + now["vllm:generation_tokens_total"]
-    )
+    in_steps = now["vllm:iteration_tokens_total_sum"] - prompts
+    assert 0 <= in_steps - now["vllm:generation_tokens_total"] <= 2  # behind the stop string
     assert now["vllm:prefix_cache_queries_total"] >= prompts
     assert 0 < now["vllm:prefix_cache_hits_total"] < now["vllm:prefix_cache_queries_total"]
     assert any(name.startswith("metronome_wait_seconds_total") for name in now)

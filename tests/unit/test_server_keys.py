@@ -30,6 +30,9 @@ def test_each_key_lets_in_and_nothing_else() -> None:
         assert not ring.lets_in(scope(authorization=header))
     assert not ring.lets_in(scope()) and not ring.lets_in(scope(x_api_key=""))
     assert not ring.is_admin(scope(authorization="Bearer one"))
+    assert ring.key_of(scope(x_api_key="one")) == ring.key_of(scope(authorization="Bearer one"))
+    assert ring.key_of(scope(x_api_key="boss")) != ring.key_of(scope(x_api_key="one"))
+    assert ring.key_of(scope(x_api_key="boss")) and ring.key_of(scope(x_api_key="x")) is None
 
 
 def test_without_keys_all_are_let_in_and_none_is_admin() -> None:
