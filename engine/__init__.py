@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from engine.llm_engine import LLMEngine as LLMEngine
     from engine.messages.params import SamplingParams as SamplingParams
     from engine.messages.requests import CompletionOutput as CompletionOutput
+    from engine.messages.requests import FinishedRequest as FinishedRequest
     from engine.messages.requests import Logprob as Logprob
     from engine.messages.requests import RequestMetrics as RequestMetrics
     from engine.messages.requests import RequestOutput as RequestOutput
@@ -45,6 +46,7 @@ _HOMES = {
     "EngineCoreClient": "engine.rpc.zmq_client",
     "EngineDeadError": "engine.errors",
     "EngineError": "engine.errors",
+    "FinishedRequest": "engine.messages.requests",
     "LLM": "engine.llm",
     "LLMEngine": "engine.llm_engine",
     "Logprob": "engine.messages.requests",

@@ -13,6 +13,8 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import contextvars
+import logging
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable
@@ -25,13 +27,23 @@ from engine.errors import ConfigError, EngineDeadError
 from engine.frontend.prompt import Prompt, RequestOptions, Submission, TextPrompt
 from engine.frontend.session import PauseScope, Session
 from engine.messages.params import OutputKind, SamplingParams
-from engine.messages.requests import CompletionOutput, RequestOutput, as_request_ids
+from engine.messages.requests import (
+    CompletionOutput,
+    FinishedRequest,
+    RequestOutput,
+    as_request_ids,
+)
 from engine.messages.stats import SchedulerStats
+from engine.observe.histograms import Latencies
+from engine.observe.stats_log import TokenCounts
 from engine.text.chat import Messages
 from engine.text.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 JOIN_SECONDS = 60.0  # longest step a shutdown waits for
 ALIVE_SECONDS = 1.0  # between two looks at a core with nothing to do
+HEALTH_SECONDS = 10.0  # that a core has to answer
 
 
 class AsyncLLMEngine:
@@ -49,8 +61,10 @@ class AsyncLLMEngine:
         self._open: set[Stream] = set()
         self._death: EngineDeadError | None = None
         self._is_closing = False
+        self._paused: PauseScope | None = None
         # Of the thread alone.
         self._live: dict[str, Stream] = {}
+        self._observers: list[Observer] = []
         self._thread = threading.Thread(target=self._run, name="engine-core", daemon=True)
         self._thread.start()
         atexit.register(self.shutdown)
@@ -114,6 +128,49 @@ class AsyncLLMEngine:
         stats: SchedulerStats | None = await self._call(self._session.client.stats)
         return stats
 
+    async def check_health(self, timeout: float = HEALTH_SECONDS) -> None:
+        """Return once the core has answered between two steps.
+
+        Raises ``EngineDeadError`` if it has died, ``TimeoutError`` if it has not answered within
+        ``timeout`` seconds: it is in a long step, or it hangs.
+        """
+        try:
+            async with asyncio.timeout(timeout):
+                await self._call(partial(self._session.client.call, "echo", None))
+        except TimeoutError:
+            raise TimeoutError(f"the core has not answered within {timeout:g} s") from None
+
+    def add_observer(self, observer: Observer) -> None:
+        """Have ``observer`` called with each request that ends from now on: finished, aborted or
+        left by its reader, but not one that was refused or whose core has died.
+
+        It is called by the engine's thread, which does nothing else meanwhile, in the context
+        (``contextvars``) of the task that reads the request. Its errors are logged.
+        """
+        with self._changed:
+            self._check_alive()
+            self._command(partial(self._observe, observer))
+
+    def measure(self) -> Latencies:
+        """Histograms of what steps bring, counted from the first call on; any thread may read."""
+        with self._changed:
+            return self._session.outputs.measure()
+
+    @property
+    def counts(self) -> TokenCounts:
+        """Tokens and requests since the start, as they are now."""
+        return self._session.outputs.counts
+
+    @property
+    def num_kv_blocks(self) -> int:
+        """Blocks of the KV pool of one core."""
+        return self._session.client.decided.num_kv_blocks
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a KV block."""
+        return self._session.client.decided.block_size
+
     async def reset_prefix_cache(self, reset_running: bool = False) -> bool:
         """Forget all cached prefixes. False, and nothing happens, while requests use them.
 
@@ -128,10 +185,17 @@ class AsyncLLMEngine:
         Requests may be added and aborted meanwhile; deadlines go on to count.
         """
         await self._call(partial(self._session.client.call, "pause", what))
+        self._paused = what
 
     async def resume(self) -> None:
         """End a pause; harmless without one."""
         await self._call(partial(self._session.client.call, "resume"))
+        self._paused = None
+
+    @property
+    def paused(self) -> PauseScope | None:
+        """What this engine has paused; other clients of the same core are not known."""
+        return self._paused
 
     async def start_profile(self) -> None:
         """Record what the worker does, until ``stop_profile``.
@@ -259,8 +323,20 @@ class AsyncLLMEngine:
     def _leave(self, request_id: str, stream: Stream) -> None:
         """The reader has left the stream. Its id may belong to a newer stream, which keeps it."""
         if self._live.get(request_id) is stream:
-            del self._live[request_id]
             self._session.drop([request_id])
+            del self._live[request_id]
+
+    def _observe(self, observer: Observer) -> None:
+        self._observers.append(observer)
+        self._session.outputs.on_finished = self._tell
+
+    def _tell(self, finished: FinishedRequest) -> None:
+        context = self._live[finished.request_id].context
+        for observer in self._observers:
+            try:
+                context.copy().run(observer, finished)
+            except Exception:
+                logger.exception("the observer %r failed", observer)
 
     def _abort(self, request_ids: list[str]) -> None:
         self._deliver(self._session.abort(request_ids))
@@ -305,6 +381,7 @@ class Arrival(NamedTuple):
 
 
 Command = Callable[[], None] | Arrival
+Observer = Callable[[FinishedRequest], object]
 
 
 class Stream:
@@ -315,6 +392,8 @@ class Stream:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, kind: OutputKind) -> None:
         self.loop = loop
+        self.context = contextvars.copy_context()
+        """Of the task that reads it."""
         self.is_finished = False
         """The last output, or an error, has arrived."""
         self._kind = kind

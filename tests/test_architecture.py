@@ -23,6 +23,7 @@ LAZY_IMPORTS = {
     "engine.structured.xgrammars": "xgrammar, which is optional, brings torch and pydantic",
     "engine.hub.fetch": "huggingface_hub is imported only for a model given by name",
     "engine.cli.serve": "uvicorn and Starlette, which are optional, are imported only to serve",
+    "engine.server.run": "OpenTelemetry, which is optional, is imported only to trace",
     "engine.models.load": "transformers is imported only for what has no native family",
     "engine.verify.pytest_plugin": "pytest loads it in every project where the engine is installed",
 }

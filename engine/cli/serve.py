@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from engine.cli.options import add_engine_options, engine_args
-from engine.config.env import API_KEY, api_keys
+from engine.config.env import ADMIN_API_KEY, API_KEY, admin_api_key, api_keys
 from engine.errors import ConfigError
 
 
@@ -21,6 +21,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="KEY",
         help=f"asked of clients, repeatable; {API_KEY} is one more. Without any, nobody is asked",
+    )
+    group.add_argument(
+        "--api-key-file",
+        metavar="FILE",
+        help="further keys, one a line; read again when it has changed",
+    )
+    group.add_argument(
+        "--admin-api-key",
+        metavar="KEY",
+        help=f"of those who may pause the engine and the like; or {ADMIN_API_KEY}",
+    )
+    group.add_argument(
+        "--health-timeout",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="in which the core must answer to be well, between two steps; default: 10",
+    )
+    group.add_argument(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        help="where spans of finished requests are sent, as http://127.0.0.1:4318/v1/traces",
     )
     group.add_argument(
         "--served-model-name",
@@ -50,6 +72,10 @@ def run(parsed: argparse.Namespace) -> int:
         api_keys=tuple(keys),
         served_model_name=tuple(parsed.served_model_name),
         chat_template=_template(parsed.chat_template),
+        api_key_file=parsed.api_key_file,
+        admin_api_key=parsed.admin_api_key or admin_api_key(),
+        health_timeout=parsed.health_timeout,
+        otlp_traces_endpoint=parsed.otlp_traces_endpoint,
     )
     serve(engine_args(parsed), options)
     return 0

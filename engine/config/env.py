@@ -24,6 +24,9 @@ NUM_THREADS = "OMP_NUM_THREADS"
 API_KEY = "METRONOME_API_KEY"
 """A key that clients of the HTTP server must show, where a command line would show it to others."""
 
+ADMIN_API_KEY = "METRONOME_ADMIN_API_KEY"
+"""The key of those who may pause the HTTP server's engine and the like."""
+
 INTERPRET_CUDA = "METRONOME_INTERPRET_CUDA"
 """1: the CPU stands in for the device of ``device="cuda"``; with TRITON_INTERPRET=1, for tests."""
 
@@ -94,6 +97,11 @@ def api_keys() -> list[str]:
     return list(filter(None, [os.environ.get(API_KEY)]))
 
 
+def admin_api_key() -> str | None:
+    """What ``METRONOME_ADMIN_API_KEY`` says, ``None`` if it is not set or empty."""
+    return os.environ.get(ADMIN_API_KEY) or None
+
+
 def _is_utf8(value: str) -> bool:
     """Is it valid UTF-8? Python keeps other bytes of a variable as surrogates."""
     return not any("\ud800" <= character <= "\udfff" for character in value)
@@ -101,7 +109,9 @@ def _is_utf8(value: str) -> bool:
 
 def warn_of_typos() -> None:
     """Log variables that are not ours but whose names are nearly those of ours."""
-    known = (LOG_LEVEL, API_KEY, INTERPRET_CUDA, CPU_ISA, CORE_SECRET, DECODE_POLL_TIMEOUT)
+    known = (
+        LOG_LEVEL, API_KEY, ADMIN_API_KEY, INTERPRET_CUDA, CPU_ISA, CORE_SECRET, DECODE_POLL_TIMEOUT
+    )  # fmt: skip
     for name in os.environ:
         if not name.startswith(PREFIX) or name in known:
             continue

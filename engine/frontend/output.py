@@ -7,7 +7,7 @@ OutputSequence    one sequence: its tokens, its text, its cut at a stop string, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
@@ -20,6 +20,8 @@ from engine.messages.requests import (
     CompletionOutput,
     CoreOutputs,
     Finished,
+    FinishedRequest,
+    FinishReason,
     Logprob,
     RequestMetrics,
     RequestOutput,
@@ -27,6 +29,7 @@ from engine.messages.requests import (
     TokenLogprobs,
 )
 from engine.messages.text import TextDelta
+from engine.observe.histograms import Latencies
 from engine.observe.stats_log import TokenCounts
 from engine.text.detokenizer import StopStrings, TextReader, wish_of
 from engine.text.tokenizer import Tokenizer
@@ -44,6 +47,10 @@ class OutputProcessor:
         self, tokenizer: Tokenizer | None, texts: PooledText[Reading] | None = None
     ) -> None:
         self.counts = TokenCounts()
+        self._latencies: Latencies | None = None
+        self._between_tokens: list[float] | None = None  # its column
+        self.on_finished: Callable[[FinishedRequest], None] | None = None
+        """Called with each request that has ended, by the thread that drives this."""
         self._tokenizer = tokenizer
         self._texts = texts
         self._requests: dict[str, RequestState] = {}
@@ -60,6 +67,13 @@ class OutputProcessor:
     def is_only_text_missing(self) -> bool:
         """Whether the core has ended all requests, and only texts are still to come."""
         return 0 < len(self._only_text) == len(self._rows)
+
+    def measure(self) -> Latencies:
+        """Measure what steps bring, from now on; the same object every time."""
+        if self._latencies is None:
+            latencies = self._latencies = Latencies()
+            self._between_tokens = latencies.between_tokens.column
+        return self._latencies
 
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._requests
@@ -78,14 +92,19 @@ class OutputProcessor:
 
     def process(self, batch: CoreOutputs) -> list[RequestOutput]:
         """The outputs for users of one step."""
+        num_tokens = len(batch.token_ids)
         for started in batch.started:
-            self._start(batch.request_ids[started.index], started)
+            num_tokens += self._start(batch.request_ids[started.index], started)
         for index in batch.prompt_logprobs:
             self._take_prompt_logprobs(batch, index)
         moved: Moved = {}
         self._process_rows(batch, moved)
         if self._texts is not None:
             self._texts.send()
+        if self._latencies is not None:
+            self._latencies.between_tokens.fold()
+            if num_tokens:
+                self._latencies.step_tokens.add(num_tokens)
         return _outputs(moved)
 
     def _process_rows(self, batch: CoreOutputs, moved: Moved) -> None:
@@ -97,6 +116,7 @@ class OutputProcessor:
         rows, texts, time, counts = self._rows, self._texts, batch.time, self.counts
         ends = {end.index: end for end in batch.finished}
         has_more = {*ends, *batch.logprobs}  # than tokens
+        seconds = self._between_tokens
         columns = zip(batch.request_ids, _tokens(batch), strict=True)
         for index, (core_id, token_ids) in enumerate(columns):
             row = rows.get(core_id)
@@ -110,12 +130,12 @@ class OutputProcessor:
                 )
                 self._process_row(reading, moved)
             elif token_ids:
-                metrics.last_token_time = time
+                last, metrics.last_token_time = metrics.last_token_time, time
+                if seconds is not None and last is not None and last != time:
+                    seconds.append(time - last)
                 counts.generation_tokens += len(token_ids)
                 sequence.token_ids += token_ids
-                if sequence.is_lazy:
-                    continue
-                if sequence.reader is not None:
+                if sequence.reader is not None and not sequence.is_lazy:
                     told = sequence.reader.next_text(token_ids)
                     if isinstance(told, str):
                         sequence.text += told
@@ -205,15 +225,18 @@ class OutputProcessor:
         """The core was told of them."""
         self._ended_here.clear()
 
-    def _start(self, core_id: str, started: Started) -> None:
+    def _start(self, core_id: str, started: Started) -> int:
+        """Returns the length of the prompt if no sequence of the request had started."""
         row = self._rows.get(core_id)
         if row is None:
-            return
+            return 0
         request, sequence = row
         request.note(sequence.index, started)
         if request.metrics.scheduled_time is None:
             request.metrics.scheduled_time = started.scheduled_time
             request.num_cached_tokens = started.num_cached_tokens
+            return len(request.prompt_token_ids)
+        return 0
 
     def _take_prompt_logprobs(self, batch: CoreOutputs, index: int) -> None:
         row = self._rows.get(batch.request_ids[index])
@@ -233,10 +256,14 @@ class OutputProcessor:
         """Append what a step brought, less its text."""
         request, sequence = row
         if token_ids:
-            metrics = request.metrics
+            metrics, last = request.metrics, request.metrics.last_token_time
             if metrics.first_token_time is None:
                 metrics.first_token_time = time
                 self.counts.prompt_tokens += len(request.prompt_token_ids)
+                if self._latencies is not None:
+                    self._latencies.first_token.add(time - metrics.arrival_time)
+            elif self._latencies is not None and last is not None and last != time:
+                self._latencies.between_tokens.add(time - last)
             metrics.last_token_time = time
             self.counts.generation_tokens += len(token_ids)
             sequence.token_ids += token_ids
@@ -290,6 +317,8 @@ class OutputProcessor:
             request.metrics.finished_time = time
             self.counts.finished[sequence.end.reason] += 1
             del self._requests[request.request_id]
+            if self.on_finished is not None:
+                self.on_finished(request.finished(sequence.end.reason))
 
 
 class Reading(NamedTuple):
@@ -389,6 +418,18 @@ class RequestState:
                 counters[name] = counters.get(name, 0) + num
         metrics.counters = counters
         metrics.events = sorted((e for each in every for e in each.events), key=itemgetter(1))
+
+    def finished(self, reason: FinishReason) -> FinishedRequest:
+        """What there is to say of it at its end."""
+        return FinishedRequest(
+            self.request_id,
+            self.sequences[0].params,
+            reason,
+            len(self.prompt_token_ids),
+            self.num_cached_tokens,
+            sum(len(sequence.token_ids) for sequence in self.sequences),
+            self.metrics.__copy__(),  # type: ignore[attr-defined]
+        )
 
     def output(self, moved: Sequence[OutputSequence]) -> RequestOutput | None:
         """The output for the user after these sequences have moved; ``None``: nothing yet."""

@@ -188,6 +188,18 @@ class RequestOutput(msgspec.Struct, gc=False):
     ended: the last output after a stop string or an abort does not wait for the core."""
 
 
+class FinishedRequest(msgspec.Struct, gc=False):
+    """A request at its end, for observers: what it was and what became of it, without its text."""
+
+    request_id: str
+    params: SamplingParams
+    finish_reason: FinishReason  # of the sequence that ended last
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int  # of all its sequences
+    metrics: RequestMetrics
+
+
 def pick_rows(batch: CoreOutputs, rows: Sequence[int]) -> CoreOutputs:
     """These rows with all that belongs to them, in this order; ``batch`` itself stays as it is."""
     place_of = {row: place for place, row in enumerate(rows)}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,7 +13,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from engine.async_engine import AsyncLLMEngine
 from engine.server.answers import Answer
@@ -24,15 +22,16 @@ from engine.server.chat import Chat
 from engine.server.completions import Completion
 from engine.server.dialogue import ChatModel
 from engine.server.errors import ApiError, as_api_error, error_response
+from engine.server.keys import Guard, owner_of
 from engine.server.messages import Messages, count_tokens
 from engine.server.messages_asked import MessagesRequest
+from engine.server.operations import Operations
 from engine.server.responses import Responses, ResponseStore
 from engine.server.responses_asked import ResponsesRequest
 from engine.server.streams import EventStream, while_there
 
 logger = logging.getLogger("engine.server")
 MAX_BODY_BYTES = 32 << 20
-OPEN_PATHS = ("/health", "/version")  # without a key
 A = TypeVar("A", CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest)
 
 
@@ -60,7 +59,6 @@ class Api:
             Route("/v1/messages/count_tokens", answered(self.count_tokens), methods=["POST"]),
             Route("/v1/models", answered(self.models)),
             Route("/v1/models/{name:path}", answered(self.model)),
-            Route("/health", answered(self.health)),
             Route("/version", answered(self.version)),
         ]
 
@@ -76,12 +74,12 @@ class Api:
 
     async def responses(self, request: Request) -> ASGIApp:
         asked = await self._read(request, ResponsesRequest)
-        owner = owner_of(request)
+        owner = owner_of(request.scope)
         answer = Responses(self._model, asked, self._names[0], self._store, owner)
         return await self._answer(request, asked.stream, answer)
 
     async def response(self, request: Request) -> ASGIApp:
-        name, owner = request.path_params["name"], owner_of(request)
+        name, owner = request.path_params["name"], owner_of(request.scope)
         if request.method == "DELETE":
             self._store.delete(name, owner)
             return json_response({"id": name, "object": "response", "deleted": True})
@@ -107,11 +105,6 @@ class Api:
         name = request.path_params["name"]
         self._check_model(name)
         return json_response(self._about(name))
-
-    async def health(self, request: Request) -> ASGIApp:
-        """Whether the core goes on: it answers between two steps."""
-        await self._engine.stats()
-        return Response(b"", 200)
 
     async def version(self, request: Request) -> ASGIApp:
         return json_response({"version": version("metronome-engine")})
@@ -151,32 +144,10 @@ class Api:
         }
 
 
-class Keys:
-    """Lets through who has one of the keys, as a bearer token; without keys, everybody."""
-
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
-        self._app = app
-        self._keys = [key.encode() for key in keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self._app
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._fits(scope):
-            app = error_response(
-                ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
-            )
-        await app(scope, receive, send)
-
-    def _fits(self, scope: Scope) -> bool:
-        """All keys are compared, each in the same time wherever it differs."""
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        token = given.removeprefix(b"Bearer ")
-        return not self._keys or sum(hmac.compare_digest(token, key) for key in self._keys) > 0
-
-
 def make_app(
     engine: AsyncLLMEngine,
     names: Sequence[str],
-    keys: Sequence[str] = (),
+    operations: Operations,
     chat_template: str | None = None,
 ) -> ASGIApp:
     """The ASGI application that serves this engine; ``chat_template`` replaces the model's own."""
@@ -187,8 +158,9 @@ def make_app(
     async def not_so(request: Request, error: Exception) -> Response:
         return error_response(ApiError(405, f"{request.url.path} knows no {request.method}"))
 
-    routes = Api(engine, names, chat_template).routes()
-    return Keys(Starlette(routes=routes, exception_handlers={404: not_there, 405: not_so}), keys)
+    routes = [*Api(engine, names, chat_template).routes(), *operations.routes(answered)]
+    app = Starlette(routes=routes, exception_handlers={404: not_there, 405: not_so})
+    return operations.traffic.counting(Guard(app, operations.keys), routes)
 
 
 def answered(handle: Callable[[Request], Awaitable[ASGIApp]]) -> Callable[..., Awaitable[ASGIApp]]:
@@ -215,13 +187,6 @@ async def body_of(request: Request) -> bytes:
             raise ApiError(413, f"the body has over {MAX_BODY_BYTES} bytes, the limit")
         parts.append(part)
     return b"".join(parts)
-
-
-def owner_of(request: Request) -> str:
-    """Who asks, by the key."""
-    headers = request.headers
-    key = headers.get("authorization", "").removeprefix("Bearer ") or headers.get("x-api-key", "")
-    return hashlib.sha256(key.encode()).hexdigest()
 
 
 def json_response(value: object) -> Response:

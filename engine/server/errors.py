@@ -35,7 +35,12 @@ class ApiError(Exception):
         """OpenAI's word for this kind of error."""
         if self.status >= 500:
             return "server_error"
-        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+        kinds = {
+            401: "authentication_error",
+            403: "permission_error",
+            404: "not_found_error",
+            429: "rate_limit_error",
+        }
         return kinds.get(self.status, "invalid_request_error")
 
     def anthropic(self) -> dict[str, Any]:
@@ -81,6 +86,8 @@ def error_response(error: ApiError, path: str = "") -> Response:
     headers = {}
     if error.retry_after is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
     is_anthropic = path.startswith("/v1/messages")
     body = msgspec.json.encode(error.anthropic()) if is_anthropic else error.body()
     return Response(body, error.status, headers, "application/json")

@@ -1,0 +1,156 @@
+"""Who may ask: API keys, the admin key, and a file of keys that may change."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from engine.errors import ConfigError
+from engine.server.errors import ApiError, error_response
+
+logger = logging.getLogger("engine.server")
+OPEN_PATHS = ("/health", "/ready", "/ping", "/version")  # without a key
+LOOK_SECONDS = 1.0  # between two looks whether the file has changed
+
+
+class KeyFile:
+    """The keys in a file, one a line, blank lines and ``#`` comments aside; read again when it has
+    changed. A file that cannot be used leaves the keys as they were, and is logged once."""
+
+    def __init__(self, path: str, clock: Callable[[], float] = time.monotonic) -> None:
+        """Raises ``ConfigError`` for a file that cannot be used."""
+        self._path = Path(path)
+        self._clock = clock
+        self._looked_at = clock()
+        self._state = self._stamp()
+        try:
+            self._digests = _digests(self._path)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"api_key_file {path!r:.200} cannot be used: {error}") from error
+
+    def digests(self) -> list[bytes]:
+        """Of the keys that hold now."""
+        now = self._clock()
+        if now - self._looked_at >= LOOK_SECONDS:
+            self._looked_at = now
+            self._look()
+        return self._digests
+
+    def _look(self) -> None:
+        state = self._stamp()
+        if state == self._state:
+            return
+        self._state = state
+        try:
+            self._digests = _digests(self._path)
+        except (OSError, ValueError) as error:
+            logger.error("%s cannot be used, the keys stay as they were: %s", self._path, error)
+        else:
+            logger.warning("%s was read: %d keys", self._path, len(self._digests))
+
+    def _stamp(self) -> tuple[int, int, int] | None:
+        """What changes with the file, by whatever way it is replaced."""
+        try:
+            stat = os.stat(self._path)
+        except OSError:
+            return None
+        return stat.st_mtime_ns, stat.st_ino, stat.st_size
+
+
+class KeyRing:
+    """Which keys let a client in. Keys are kept and compared as digests, all of them each time, so
+    that the time tells nothing of them."""
+
+    def __init__(
+        self, keys: Sequence[str] = (), file: str | None = None, admin: str | None = None
+    ) -> None:
+        """Raises ``ConfigError`` for an empty key, and for a file that cannot be used."""
+        if not all((*keys, admin is None or admin)):
+            raise ConfigError("a key is empty: it would let in all who show none")
+        self._digests = [digest_of(key.encode()) for key in keys]
+        self._file = None if file is None else KeyFile(file)
+        self._admin = None if admin is None else digest_of(admin.encode())
+
+    @property
+    def has_admin(self) -> bool:
+        return self._admin is not None
+
+    def lets_in(self, scope: Scope) -> bool:
+        """Without any key, all are let in; the admin key is as good as any other."""
+        return not self._all() or self.key_of(scope) is not None
+
+    def key_of(self, scope: Scope) -> bytes | None:
+        """The digest of the key that was shown, if it is one of ours: who asks."""
+        admin = [] if self._admin is None else [self._admin]
+        return _shown(scope, [*self._all(), *admin])
+
+    def is_admin(self, scope: Scope) -> bool:
+        return self._admin is not None and _shown(scope, [self._admin]) is not None
+
+    def _all(self) -> list[bytes]:
+        return self._digests if self._file is None else self._digests + self._file.digests()
+
+
+class Guard:
+    """Answers 401 to those without a key."""
+
+    def __init__(self, app: ASGIApp, keys: KeyRing) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
+        is_open = scope["type"] != "http" or scope["path"] in OPEN_PATHS
+        if not is_open and not self._keys.lets_in(scope):
+            app = error_response(no_key("the API key is missing or wrong"), scope["path"])
+        await app(scope, receive, send)
+
+
+def no_key(message: str) -> ApiError:
+    return ApiError(401, message, code="invalid_api_key")
+
+
+def digest_of(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def owner_of(scope: Scope) -> str:
+    """Whose a request is: names the key that was shown, ours or not, and does not tell it."""
+    return hashlib.sha256(b" ".join(_given(scope)[:1])).hexdigest()
+
+
+def _given(scope: Scope) -> list[bytes]:
+    """Keys that were shown, as a bearer token or as Anthropic's clients do."""
+    headers = dict(scope["headers"])
+    kind, _, token = headers.get(b"authorization", b"").partition(b" ")
+    bearer = [token] if kind.lower() == b"bearer" else []
+    return [*bearer, *([headers[b"x-api-key"]] if b"x-api-key" in headers else [])]
+
+
+def _shown(scope: Scope, digests: Sequence[bytes]) -> bytes | None:
+    """Which of these was shown."""
+    given = [digest_of(key) for key in _given(scope)]
+    fitting = [own for each in given for own in digests if hmac.compare_digest(own, each)]
+    return fitting[0] if fitting else None
+
+
+def _digests(path: Path) -> list[bytes]:
+    """Raises ``ValueError`` for a file without keys: it would let everyone in."""
+    lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise ValueError("it has no keys; write one a line")
+    if wrong := [number for number, key in enumerate(keys, 1) if not _is_key(key)]:
+        raise ValueError(f"key {wrong[0]} has blanks or characters that no header may have")
+    return [digest_of(key.encode()) for key in keys]
+
+
+def _is_key(key: str) -> bool:
+    return key.isascii() and key.isprintable() and " " not in key

@@ -1,0 +1,463 @@
+"""``GET /metrics``: what the engine counts, as Prometheus reads it.
+
+Nothing here runs with a token: values are appended where steps are processed and where requests
+end (``engine.observe.histograms``), and all else is read and written out when it is asked for.
+Names are ours; behind each stands vLLM's for the same value, so that its dashboards show us too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from engine.async_engine import AsyncLLMEngine
+from engine.errors import EngineDeadError
+from engine.messages.requests import FinishedRequest
+from engine.messages.stats import SchedulerStats
+from engine.observe.histograms import (
+    NUM_SEQUENCES,
+    REQUEST_SECONDS,
+    REQUEST_TOKENS,
+    SECONDS_BETWEEN_TOKENS,
+    Counted,
+    Histogram,
+)
+from engine.server.traffic import Traffic
+
+STATS_SECONDS = 1.0  # that the core has to tell its statistics; then those from before are told
+FINISH_REASONS = ("stop", "length", "abort", "error", "deadline")
+MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+DRAFTS = "drafts."  # how the counters of drafting begin, in the statistics
+PER_PLACE = "num_accepted_tokens_per_pos."
+
+
+class Figure(NamedTuple):
+    """One number of the scheduler."""
+
+    kind: type[GaugeMetricFamily] | type[CounterMetricFamily]
+    name: str
+    alias: str | None
+    doc: str
+    read: Callable[[SchedulerStats], float]
+
+
+GAUGE, COUNTER = GaugeMetricFamily, CounterMetricFamily
+FIGURES = (
+    Figure(
+        GAUGE,
+        "requests_running",
+        "num_requests_running",
+        "Requests that are computed.",
+        lambda stats: stats.num_running,
+    ),
+    Figure(
+        GAUGE,
+        "requests_waiting",
+        "num_requests_waiting",
+        "Requests in the queue, or parked until something slow is done.",
+        lambda stats: stats.num_waiting + stats.num_parked,
+    ),
+    Figure(
+        GAUGE,
+        "kv_usage_ratio",
+        "kv_cache_usage_perc",
+        "Share of the KV blocks that are in use, 0 to 1.",
+        lambda stats: stats.kv_usage,
+    ),
+    Figure(
+        GAUGE,
+        "queue_blocked",
+        None,
+        "1 while no request in the queue can start and none is computed.",
+        lambda stats: bool(stats.blocked),
+    ),
+    Figure(
+        COUNTER,
+        "prefix_cache_query_tokens",
+        "prefix_cache_queries",
+        "Prompt tokens that were looked up in the prefix cache.",
+        lambda stats: stats.prefix_queries,
+    ),
+    Figure(
+        COUNTER,
+        "prefix_cache_hit_tokens",
+        "prefix_cache_hits",
+        "Prompt tokens that were found there.",
+        lambda stats: stats.prefix_hits,
+    ),
+    Figure(
+        COUNTER,
+        "prefix_cache_resets",
+        None,
+        "Times the prefix cache was emptied on request.",
+        lambda stats: stats.num_cache_resets,
+    ),
+    Figure(
+        COUNTER,
+        "preemptions",
+        "num_preemptions",
+        "Running requests that had to go back to the queue.",
+        lambda stats: stats.num_preemptions,
+    ),
+    Figure(
+        COUNTER,
+        "steps",
+        None,
+        "Steps of the scheduler.",
+        lambda stats: stats.num_steps,
+    ),
+    Figure(
+        COUNTER,
+        "scheduled_tokens",
+        None,
+        "Tokens that steps computed.",
+        lambda stats: stats.num_scheduled_tokens,
+    ),
+    Figure(
+        COUNTER,
+        "requests_failed",
+        None,
+        "Sequences that ended with an error of their own.",
+        lambda stats: stats.num_failed,
+    ),
+    Figure(
+        COUNTER,
+        "requests_expired",
+        None,
+        "Sequences whose time was over.",
+        lambda stats: stats.num_expired,
+    ),
+    Figure(
+        COUNTER,
+        "rescued_steps",
+        None,
+        "Steps in which the default order replaced the policy's.",
+        lambda stats: stats.num_rescued_steps,
+    ),
+    Figure(
+        COUNTER,
+        "policy_faults",
+        None,
+        "Errors of the policy and of resources.",
+        lambda stats: stats.num_policy_faults,
+    ),
+    Figure(
+        COUNTER,
+        "step_seconds",
+        None,
+        "Computing, of steps whose floor is known.",
+        lambda stats: stats.step_seconds,
+    ),
+    Figure(
+        COUNTER,
+        "step_floor_seconds",
+        None,
+        "What these steps take at least on this machine.",
+        lambda stats: stats.floor_seconds,
+    ),
+)
+
+
+class RequestHistograms:
+    """Of finished requests; observed as they end, by the engine's thread."""
+
+    def __init__(self) -> None:
+        self.by_name = {
+            name: Histogram(bounds) for name, (_, bounds, _) in REQUEST_HISTOGRAMS.items()
+        }
+
+    def observe(self, finished: FinishedRequest) -> None:
+        for name, value in _values_of(finished):
+            self.by_name[name].add(value)
+
+
+def _values_of(finished: FinishedRequest) -> Iterator[tuple[str, float]]:
+    """By name; times that did not come to be are left out."""
+    metrics, params = finished.metrics, finished.params
+    arrival, scheduled = metrics.arrival_time, metrics.scheduled_time
+    first, last, end = metrics.first_token_time, metrics.last_token_time, metrics.finished_time
+    yield "request_prompt_tokens", finished.num_prompt_tokens
+    yield "request_generation_tokens", finished.num_output_tokens
+    yield "request_n", params.n
+    if params.max_tokens is not None:
+        yield "request_max_tokens", params.max_tokens
+    if end is not None:
+        yield "request_seconds", end - arrival
+    if scheduled is not None:
+        yield "request_queue_seconds", scheduled - arrival
+    if scheduled is not None and first is not None and last is not None:
+        yield "request_prefill_seconds", first - scheduled
+        yield "request_decode_seconds", last - first
+        yield "request_inference_seconds", last - scheduled
+        between = finished.num_output_tokens / params.n - 1
+        if between > 0:
+            yield "request_seconds_per_token", (last - first) / between
+
+
+# Our name -> vLLM's, bounds, what it is.
+REQUEST_HISTOGRAMS: Mapping[str, tuple[str, tuple[float, ...], str]] = {
+    "request_prompt_tokens": ("request_prompt_tokens", REQUEST_TOKENS, "Tokens of a prompt."),
+    "request_generation_tokens": (
+        "request_generation_tokens",
+        REQUEST_TOKENS,
+        "Tokens of an answer, of all its sequences.",
+    ),
+    "request_n": ("request_params_n", NUM_SEQUENCES, "Sequences that were asked for."),
+    "request_max_tokens": (
+        "request_params_max_tokens",
+        REQUEST_TOKENS,
+        "Tokens that an answer was allowed.",
+    ),
+    "request_seconds": (
+        "e2e_request_latency_seconds",
+        REQUEST_SECONDS,
+        "From the arrival of a request to its end.",
+    ),
+    "request_queue_seconds": (
+        "request_queue_time_seconds",
+        REQUEST_SECONDS,
+        "From the arrival of a request to its start.",
+    ),
+    "request_prefill_seconds": (
+        "request_prefill_time_seconds",
+        REQUEST_SECONDS,
+        "From the start of a request to its first token.",
+    ),
+    "request_decode_seconds": (
+        "request_decode_time_seconds",
+        REQUEST_SECONDS,
+        "From the first token of a request to its last.",
+    ),
+    "request_inference_seconds": (
+        "request_inference_time_seconds",
+        REQUEST_SECONDS,
+        "From the start of a request to its last token.",
+    ),
+    "request_seconds_per_token": (
+        "request_time_per_output_token_seconds",
+        SECONDS_BETWEEN_TOKENS,
+        "Mean time between the tokens of a request.",
+    ),
+}
+
+
+class Metrics(Collector):
+    """Of one engine, under the name by which clients call its model."""
+
+    def __init__(self, engine: AsyncLLMEngine, model: str, traffic: Traffic) -> None:
+        self._engine = engine
+        self._model = model
+        self._traffic = traffic
+        self._latencies = engine.measure()
+        self._requests = RequestHistograms()
+        engine.add_observer(self._requests.observe)
+        self._stats: SchedulerStats | None = None
+        self._is_up = False
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        ProcessCollector(registry=self._registry)
+
+    async def stats(self) -> SchedulerStats | None:
+        """The scheduler's now, or the last that it told if it is silent."""
+        try:
+            async with asyncio.timeout(STATS_SECONDS):
+                self._stats = await self._engine.stats()
+            self._is_up = True
+        except (TimeoutError, EngineDeadError):
+            self._is_up = False
+        return self._stats
+
+    async def text(self) -> bytes:
+        """All of it. Written out by another thread: the event loop goes on."""
+        await self.stats()
+        return await asyncio.to_thread(generate_latest, self._registry)
+
+    def collect(self) -> Iterable[Metric]:
+        yield from self._of_server()
+        yield from self._of_front_end()
+        if self._stats is not None:
+            yield from self._of_scheduler(self._stats)
+            yield from self._drafts(self._stats)
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: names are not known before the engine has told of them."""
+        return ()
+
+    def _of_server(self) -> Iterator[Metric]:
+        yield from self._numbers(
+            GAUGE, "engine_up", None, "1 if the core answers in time.", self._is_up
+        )
+        in_flight, doc = self._traffic.num_in_flight, "Requests not answered yet."
+        yield from self._numbers(GAUGE, "requests_in_flight", None, doc, in_flight)
+        responses = CounterMetricFamily(
+            "metronome_http_responses",
+            "Answers of the server that have begun.",
+            labels=["model_name", "path", "status"],
+        )
+        for (path, status), num in sorted(self._traffic.responses.items()):
+            responses.add_metric([self._model, path, str(status)], num)
+        yield responses
+        blocks, tokens = str(self._engine.num_kv_blocks), str(self._engine.block_size)
+        for name, blocks_label in (
+            ("metronome_cache_config_info", "num_kv_blocks"),
+            ("vllm:cache_config_info", "num_gpu_blocks"),
+        ):
+            labels = ["model_name", "block_size", blocks_label]
+            info = GaugeMetricFamily(name, "The KV pool of a core.", labels=labels)
+            info.add_metric([self._model, tokens, blocks], 1)
+            yield info
+
+    def _of_front_end(self) -> Iterator[Metric]:
+        counts, latencies = self._engine.counts, self._latencies
+        yield from self._numbers(
+            COUNTER,
+            "prompt_tokens",
+            "prompt_tokens",
+            "Prompt tokens of requests that have their first token.",
+            counts.prompt_tokens,
+        )
+        yield from self._numbers(
+            COUNTER,
+            "generation_tokens",
+            "generation_tokens",
+            "Tokens that were generated.",
+            counts.generation_tokens,
+        )
+        by_reason = {reason: counts.finished[reason] for reason in FINISH_REASONS}
+        for name in ("metronome_requests_finished", "vllm:request_success"):
+            yield self._labelled(
+                COUNTER, name, "Requests by finish reason.", "finished_reason", by_reason
+            )
+        yield from self._histogram(
+            "first_token_seconds",
+            "time_to_first_token_seconds",
+            "From the arrival of a request to its first token.",
+            latencies.first_token.counted(),
+        )
+        yield from self._histogram(
+            "between_tokens_seconds",
+            "inter_token_latency_seconds",
+            "Between two steps that brought a request tokens.",
+            latencies.between_tokens.counted(),
+        )
+        yield from self._histogram(
+            "step_tokens",
+            "iteration_tokens_total",
+            "Tokens of prompts that a step has finished, and new ones.",
+            latencies.step_tokens.counted(),
+        )
+        for name, (alias, _, doc) in REQUEST_HISTOGRAMS.items():
+            yield from self._histogram(name, alias, doc, self._requests.by_name[name].counted())
+
+    def _of_scheduler(self, stats: SchedulerStats) -> Iterator[Metric]:
+        for figure in FIGURES:
+            value = figure.read(stats)
+            yield from self._numbers(figure.kind, figure.name, figure.alias, figure.doc, value)
+        reasons = {"capacity": stats.num_waiting, "deferred": stats.num_parked}
+        for name in ("metronome_requests_waiting_by_reason", "vllm:num_requests_waiting_by_reason"):
+            doc = "Requests that wait: for capacity, or deferred until something slow is done."
+            yield self._labelled(GAUGE, name, doc, "reason", reasons)
+        refused = {"refused": stats.num_refused}
+        for name in ("metronome_requests_refused", "vllm:admission_rejections"):
+            doc = "Requests that were not taken: the queue was full, or the policy said so."
+            yield self._labelled(COUNTER, name, doc, "reason", refused)
+        yield self._labelled(
+            COUNTER,
+            "metronome_wait_seconds",
+            "Time in the queue by cause, of requests that have left it.",
+            "cause",
+            stats.wait_seconds,
+        )
+        yield self._labelled(
+            COUNTER,
+            "metronome_hook_seconds",
+            "Time in the hooks of policy and resources.",
+            "hook",
+            stats.hook_seconds,
+        )
+        yield self._labelled(
+            COUNTER,
+            "metronome_feature_events",
+            "What features have counted, as drafts, grammars and adapters.",
+            "event",
+            stats.counters,
+        )
+
+    def _drafts(self, stats: SchedulerStats) -> Iterator[Metric]:
+        """vLLM's names for what speculative decoding counts."""
+        counters = {
+            name.removeprefix(DRAFTS): value
+            for name, value in stats.counters.items()
+            if name.startswith(DRAFTS)
+        }
+        if not counters:
+            return
+        for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+            family = CounterMetricFamily(
+                f"vllm:spec_decode_{name}", "Speculative decoding.", labels=["model_name"]
+            )
+            family.add_metric([self._model], counters.get(name, 0))
+            yield family
+        yield self._labelled(
+            COUNTER,
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Accepted tokens per draft position.",
+            "position",
+            {
+                name.removeprefix(PER_PLACE): value
+                for name, value in counters.items()
+                if name.startswith(PER_PLACE)
+            },
+        )
+
+    def _numbers(
+        self,
+        kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+        name: str,
+        alias: str | None,
+        doc: str,
+        value: float,
+    ) -> Iterator[Metric]:
+        for each in _names(name, alias):
+            family = kind(each, doc, labels=["model_name"])
+            family.add_metric([self._model], value)
+            yield family
+
+    def _labelled(
+        self,
+        kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+        name: str,
+        doc: str,
+        label: str,
+        values: Mapping[str, float],
+    ) -> Metric:
+        family = kind(name, doc, labels=["model_name", label])
+        for key, value in values.items():
+            family.add_metric([self._model, key], value)
+        return family
+
+    def _histogram(self, name: str, alias: str, doc: str, counted: Counted) -> Iterator[Metric]:
+        buckets, so_far = [], 0
+        for bound, num in zip([*counted.bounds, float("inf")], counted.counts, strict=True):
+            so_far += num
+            place = floatToGoString(bound)  # type: ignore[no-untyped-call]
+            buckets.append((place, so_far))
+        for each in _names(name, alias):
+            family = HistogramMetricFamily(each, doc, labels=["model_name"])
+            family.add_metric([self._model], buckets, counted.total)
+            yield family
+
+
+def _names(name: str, alias: str | None) -> list[str]:
+    return [f"metronome_{name}"] + ([] if alias is None else [f"vllm:{alias}"])
