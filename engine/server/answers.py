@@ -58,6 +58,8 @@ class Answer(ABC):
     def __init__(self, asked: Asked, kind: str, prefix: str, model: str) -> None:
         self.asked = asked
         self.name = f"{prefix}-{uuid.uuid4().hex}"
+        """Of what is asked of the engine."""
+        self._prefix = prefix
         self._counted = Counted()
         self._head: dict[str, Any] = {
             "id": self.name,
@@ -65,6 +67,10 @@ class Answer(ABC):
             "created": int(time.time()),
             "model": model,
         }
+
+    def tell_as(self, request_id: str) -> None:
+        """The name that the client knows it by: its own, which others may have too."""
+        self._head["id"] = f"{self._prefix}-{request_id}"
 
     @abstractmethod
     def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:

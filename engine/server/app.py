@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import hmac
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from hashlib import sha256
+from hmac import compare_digest
 from importlib.metadata import version
 from typing import TypeVar
 
 import msgspec
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -21,10 +23,12 @@ from engine.server.asked import Asked, ChatRequest, CompletionRequest, read
 from engine.server.chat import Chat
 from engine.server.completions import Completion
 from engine.server.errors import ApiError, as_api_error, error_response
+from engine.server.http.body import Bodies
+from engine.server.http.request_ids import request_id_of, stamped
+from engine.server.limits import Limits, check_limits
 from engine.server.streams import EventStream, while_there
 
 logger = logging.getLogger("engine.server")
-MAX_BODY_BYTES = 32 << 20
 OPEN_PATHS = ("/health", "/version")  # without a key
 A = TypeVar("A", bound=Asked)
 
@@ -32,10 +36,14 @@ A = TypeVar("A", bound=Asked)
 class Api:
     """What the routes do."""
 
-    def __init__(self, engine: AsyncLLMEngine, names: Sequence[str], max_model_len: int) -> None:
+    def __init__(
+        self, engine: AsyncLLMEngine, names: Sequence[str], max_model_len: int, limits: Limits
+    ) -> None:
         """names: of the model, the first in answers."""
         self._engine = engine
         self._names = tuple(names)
+        self._limits = limits
+        self._bodies = Bodies(limits.max_body_bytes)
         self._max_model_len = max_model_len
         self._began = int(time.time())
 
@@ -78,11 +86,13 @@ class Api:
     # -- helpers
 
     async def _read(self, request: Request, kind: type[A]) -> A:
-        asked = read(await body_of(request), kind)
+        asked = read(await self._bodies.read(request), kind)
+        check_limits(asked, self._limits)
         self._check_model(asked.model)
         return asked
 
     async def _answer(self, request: Request, asked: Asked, answer: Completion | Chat) -> ASGIApp:
+        answer.tell_as(request_id_of(request.scope))
         if not asked.stream:
             body = await while_there(answer.whole(), request.receive)
             return Response(body or b"", 200, media_type="application/json")
@@ -113,38 +123,76 @@ class Api:
 class Keys:
     """Lets through who has one of the keys, as a bearer token; without keys, everybody."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[str], most: int | None = None) -> None:
+        """most: requests of one key at a time."""
         self._app = app
-        self._keys = [key.encode() for key in keys]
+        self._digests = [sha256(key.encode()).digest() for key in keys]
+        self._most = most
+        self._num_open: Counter[bytes] = Counter()  # requests, by digest
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self._app
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._fits(scope):
-            app = error_response(
-                ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
-            )
-        await app(scope, receive, send)
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or not self._digests:
+            await self._app(scope, receive, send)
+            return
+        digest = self._digest_of(scope)
+        if digest is None:
+            refusal = ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+            await stamped(error_response(refusal), scope)(scope, receive, send)
+        elif self._most is not None and self._num_open[digest] >= self._most:
+            await stamped(error_response(self._too_many()), scope)(scope, receive, send)
+        else:
+            self._num_open[digest] += 1
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                self._num_open[digest] -= 1
 
-    def _fits(self, scope: Scope) -> bool:
-        """All keys are compared, each in the same time wherever it differs."""
+    def _digest_of(self, scope: Scope) -> bytes | None:
+        """Of the key that was shown, if it is one of ours. All are compared, each in the same
+        time wherever it differs, and however long it is."""
         given = dict(scope["headers"]).get(b"authorization", b"")
-        token = given.removeprefix(b"Bearer ")
-        return not self._keys or sum(hmac.compare_digest(token, key) for key in self._keys) > 0
+        shown = sha256(given.removeprefix(b"Bearer ")).digest()
+        fitting = [digest for digest in self._digests if compare_digest(shown, digest)]
+        return fitting[0] if fitting else None
+
+    def _too_many(self) -> ApiError:
+        return ApiError(
+            429,
+            f"this key has {self._most} requests under way, the limit (--max-requests-per-key of "
+            "the server): try again when one has ended",
+            code="too_many_requests",
+            retry_after=1.0,
+        )
 
 
 def make_app(
-    engine: AsyncLLMEngine, names: Sequence[str], max_model_len: int, keys: Sequence[str] = ()
+    engine: AsyncLLMEngine,
+    names: Sequence[str],
+    max_model_len: int,
+    keys: Sequence[str] = (),
+    limits: Limits | None = None,
 ) -> ASGIApp:
     """The ASGI application that serves this engine."""
 
-    async def not_there(request: Request, error: Exception) -> Response:
-        return error_response(ApiError(404, f"there is no {request.url.path}"))
+    async def not_there(scope: Scope, receive: Receive, send: Send) -> None:
+        answer = error_response(ApiError(404, f"there is no {scope['path']!r:.80}"))
+        await stamped(answer, scope)(scope, receive, send)
 
     async def not_so(request: Request, error: Exception) -> Response:
-        return error_response(ApiError(405, f"{request.url.path} knows no {request.method}"))
+        path = request.scope["path"]
+        refusal = error_response(ApiError(405, f"{path!r:.80} knows no {request.method:.20}"))
+        refusal.headers.update(getattr(error, "headers", None) or {})  # which it does know
+        stamped(refusal, request.scope)
+        return refusal
 
-    routes = Api(engine, names, max_model_len).routes()
-    return Keys(Starlette(routes=routes, exception_handlers={404: not_there, 405: not_so}), keys)
+    limits = limits or Limits()
+    app = Starlette(
+        routes=Api(engine, names, max_model_len, limits).routes(),
+        exception_handlers={405: not_so},
+    )
+    app.router.default = not_there
+    app.router.redirect_slashes = False  # where to would be what the Host header says
+    return Keys(app, keys, limits.max_requests_per_key)
 
 
 def answered(handle: Callable[[Request], Awaitable[ASGIApp]]) -> Callable[..., Awaitable[ASGIApp]]:
@@ -152,25 +200,17 @@ def answered(handle: Callable[[Request], Awaitable[ASGIApp]]) -> Callable[..., A
 
     async def endpoint(request: Request) -> ASGIApp:
         try:
-            return await handle(request)
+            answer = await handle(request)
+        except ClientDisconnect:  # with nobody to read this
+            answer = Response(b"", 400)
         except Exception as error:
             told = as_api_error(error)
             if told.status == 500:
-                logger.exception("%s %s failed", request.method, request.url.path)
-            return error_response(told)
+                logger.exception("%s %s failed", request.method, request.scope["path"])
+            answer = error_response(told)
+        return stamped(answer, request.scope)
 
     return endpoint
-
-
-async def body_of(request: Request) -> bytes:
-    """Raises ``ApiError`` as soon as it is too large."""
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > MAX_BODY_BYTES:
-            raise ApiError(413, f"the body has over {MAX_BODY_BYTES} bytes, the limit")
-        parts.append(part)
-    return b"".join(parts)
 
 
 def json_response(value: object) -> Response:

@@ -6,6 +6,7 @@ here is refused by name.
 
 from __future__ import annotations
 
+import re
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,6 +16,8 @@ from engine.frontend.prompt import RequestOptions
 from engine.messages.params import SamplingParams
 from engine.messages.structured import StructuredOutputsParams
 from engine.server.errors import ApiError
+
+MAX_ID_DIGITS = 10  # of a token
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -150,7 +153,20 @@ def read(body: bytes, kind: type[T]) -> T:
             message = f"{field} is not supported: leave it out"
         raise ApiError(400, f"{field}: {message}" if field else message, param=field) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ApiError(400, f"the body is no JSON: {error}") from error
+        raise _no_json(body, str(error)) from error
+    except RecursionError as error:
+        raise ApiError(400, "the body has too many levels: nest it less") from error
+
+
+def _no_json(body: bytes, why: str) -> ApiError:
+    """The error for bytes that are no JSON, which names a field whose value is none."""
+    place = re.search(r"\(byte (\d+)\)", why)
+    end = int(place[1]) if place else 0
+    field = re.search(rb'"(\w{1,64})"\s*:\s*-?$', body[max(0, end - 100) : end])
+    if field is None:
+        return ApiError(400, f"the body is no JSON: {why}")
+    name = field[1].decode(errors="replace")
+    return ApiError(400, f"{name}: {why}; NaN and Infinity are no JSON either", param=name)
 
 
 def form_of(response_format: dict[str, Any]) -> StructuredOutputsParams | None:
@@ -183,7 +199,7 @@ def _converted(name: str, value: dict[str, Any]) -> StructuredOutputsParams:
 def _bias(asked: dict[str, float] | None) -> dict[int, float] | None:
     if asked is None:
         return None
-    wrong = [token for token in asked if not token.isdecimal()]
+    wrong = [token for token in asked if not token.isdecimal() or len(token) > MAX_ID_DIGITS]
     if wrong:
         raise ApiError(
             400, f"logit_bias has {wrong[0]!r:.40}, must have token ids", param="logit_bias"

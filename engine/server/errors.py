@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 
 import msgspec
 from starlette.responses import Response
 
 from engine.errors import EngineDeadError, RefusedError, RequestError
+
+INSIDE = re.compile(r"0x[0-9a-fA-F]{6,}|(?<![\w:/])/[\w.+-]+(?:/[\w.+-]+)+")
+"""Addresses and paths, of which clients are not told."""
 
 
 class ApiError(Exception):
@@ -39,8 +43,9 @@ class ApiError(Exception):
 
     def body(self) -> bytes:
         """The error object, which is a whole answer or the last event of a stream."""
+        is_ours = self.status >= 500
         about = {
-            "message": self.message,
+            "message": INSIDE.sub("...", self.message) if is_ours else self.message,
             "type": self.type,
             "param": self.param,
             "code": self.code,

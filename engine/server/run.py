@@ -7,14 +7,19 @@ import logging
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import uvicorn
 import uvloop
 
 from engine.async_engine import AsyncLLMEngine
 from engine.config.args import EngineArgs
+from engine.errors import ConfigError
 from engine.server.app import make_app
+from engine.server.http.protocol import BoundedProtocol, HttpLimits
+from engine.server.limits import Limits
 
 logger = logging.getLogger("engine.server")
 BACKLOG = 2048  # connections that wait to be accepted
@@ -29,6 +34,15 @@ class ServerOptions:
     uds: str | None = None  # a socket file instead
     api_keys: Sequence[str] = ()
     served_model_name: Sequence[str] = ()  # the model's own, if none is given
+    limits: Limits = field(default_factory=Limits)
+    http: HttpLimits = field(default_factory=HttpLimits)
+
+    def __post_init__(self) -> None:
+        if self.limits.max_requests_per_key is not None and not self.api_keys:
+            raise ConfigError(
+                f"max_requests_per_key is {self.limits.max_requests_per_key} without any key: give "
+                "--api-key"
+            )
 
 
 def serve(args: EngineArgs, options: ServerOptions) -> None:
@@ -36,7 +50,9 @@ def serve(args: EngineArgs, options: ServerOptions) -> None:
     engine = AsyncLLMEngine.from_engine_args(args)
     try:
         names = options.served_model_name or [str(args.model)]
-        app = make_app(engine, names, engine.max_model_len, options.api_keys)
+        keys, limits = options.api_keys, options.limits
+        app = make_app(engine, names, engine.max_model_len, keys, limits)
+        protocol: Any = partial(BoundedProtocol, limits=options.http)
         place = options.uds or f"http://{options.host}:{options.port}"
         logger.warning("%s is served at %s", names[0], place)
         config = uvicorn.Config(
@@ -44,7 +60,7 @@ def serve(args: EngineArgs, options: ServerOptions) -> None:
             host=options.host,
             port=options.port,
             uds=options.uds,
-            http="httptools",
+            http=protocol,
             ws="none",
             lifespan="off",
             log_level="warning",
