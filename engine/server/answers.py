@@ -11,13 +11,11 @@ from typing import Any
 
 import msgspec
 
-from engine.messages.requests import CompletionOutput, Logprob, RequestOutput
+from engine.messages.requests import CompletionOutput, RequestOutput
 from engine.messages.structured import WRONG_GRAMMAR
 from engine.server.asked import Asked
 from engine.server.errors import ApiError, as_api_error
 from engine.server.streams import DONE, event_of
-
-LOST = "\ufffd"  # in the text of a token that is a part of a character
 
 
 class PromptDetails(msgspec.Struct):
@@ -80,6 +78,10 @@ class Answer(ABC):
     def choice(self, place: int, completion: CompletionOutput) -> dict[str, Any]:
         """One sequence, or what is new of it. Raises ``ApiError`` for an end that is no answer."""
 
+    def beside(self) -> dict[str, Any]:
+        """What the next answer or chunk has beside its choices."""
+        return {}
+
     async def whole(self) -> bytes:
         """The answer, when all of it is there."""
         choices: list[dict[str, Any]] = []
@@ -87,7 +89,8 @@ class Answer(ABC):
             async for place, output in outputs:
                 choices += self._choices(place, output)
         choices.sort(key=lambda choice: choice["index"])
-        return msgspec.json.encode({**self._head, "choices": choices, "usage": self._counted.usage})
+        answer = {**self._head, **self.beside(), "choices": choices, "usage": self._counted.usage}
+        return msgspec.json.encode(answer)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Chunks as they come. An error before the first is raised; a later one is an event."""
@@ -123,7 +126,7 @@ class Answer(ABC):
         return choice
 
     def _chunk(self, choices: list[dict[str, Any]], *, has_usage: bool) -> bytes:
-        chunk = {**self._head, "choices": choices}
+        chunk = {**self._head, **self.beside(), "choices": choices}
         if has_usage:
             chunk["usage"] = self._counted.usage
         return event_of(msgspec.json.encode(chunk))
@@ -142,52 +145,3 @@ def reason_of(completion: CompletionOutput) -> str | None:
     if error.startswith(WRONG_GRAMMAR):
         raise ApiError(400, error, code="invalid_grammar")
     raise ApiError(500, error, code="request_failed")
-
-
-def bytes_of(text: str) -> list[int] | None:
-    """Of a token's text; ``None`` if it is a part of a character."""
-    return None if LOST in text else list(text.encode())
-
-
-def chat_logprobs(completion: CompletionOutput, num: int) -> dict[str, Any] | None:
-    """As chat completions have them, with the ``num`` most likely tokens."""
-    if completion.logprobs is None:
-        return None
-    content = []
-    for token, at in zip(completion.token_ids, completion.logprobs, strict=True):
-        content.append(_entry(at[token]) | {"top_logprobs": [_entry(e) for e in _best(at, num)]})
-    return {"content": content, "refusal": None}
-
-
-def text_logprobs(completion: CompletionOutput, num: int, offset: int) -> dict[str, Any] | None:
-    """As completions have them; offset: of the text among what was sent."""
-    if completion.logprobs is None:
-        return None
-    tokens, chosen, top, offsets = [], [], [], []
-    for token, at in zip(completion.token_ids, completion.logprobs, strict=True):
-        text = at[token].decoded_token or ""
-        tokens.append(text)
-        chosen.append(_finite(at[token].logprob))
-        top.append({e.decoded_token or "": _finite(e.logprob) for e in _best(at, num)})
-        offsets.append(offset)
-        offset += len(text)
-    return {
-        "tokens": tokens,
-        "token_logprobs": chosen,
-        "top_logprobs": top,
-        "text_offset": offsets,
-    }
-
-
-def _entry(each: Logprob) -> dict[str, Any]:
-    text = each.decoded_token or ""
-    return {"token": text, "logprob": _finite(each.logprob), "bytes": bytes_of(text)}
-
-
-def _best(at: dict[int, Logprob], num: int) -> list[Logprob]:
-    return sorted(at.values(), key=lambda each: each.rank or 0)[:num]
-
-
-def _finite(logprob: float) -> float:
-    """JSON has no infinity; OpenAI says -9999 of what cannot be."""
-    return max(logprob, -9999.0)

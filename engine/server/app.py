@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from hashlib import sha256
 from hmac import compare_digest
 from importlib.metadata import version
@@ -13,24 +12,40 @@ from typing import TypeVar
 
 import msgspec
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.async_engine import AsyncLLMEngine
 from engine.server.asked import Asked, ChatRequest, CompletionRequest, read
 from engine.server.chat import Chat
 from engine.server.completions import Completion
-from engine.server.errors import ApiError, as_api_error, error_response
+from engine.server.errors import ApiError, error_response
+from engine.server.http.answered import request_id_of, stamped
 from engine.server.http.body import Bodies
-from engine.server.http.request_ids import request_id_of, stamped
+from engine.server.http.openapi import ApiRoute, document_of
 from engine.server.limits import Limits, check_limits
 from engine.server.streams import EventStream, while_there
+from engine.server.tokenize import (
+    DetokenizeAnswer,
+    DetokenizeRequest,
+    TokenizeAnswer,
+    TokenizeRequest,
+    detokenize,
+    tokenize,
+)
 
-logger = logging.getLogger("engine.server")
 OPEN_PATHS = ("/health", "/version")  # without a key
-A = TypeVar("A", bound=Asked)
+NOT_YET = (
+    "/v1/embeddings",
+    "/v1/images/generations",
+    "/v1/images/edits",
+    "/v1/images/variations",
+    "/v1/audio/speech",
+    "/v1/audio/transcriptions",
+    "/v1/audio/translations",
+)
+A = TypeVar("A", bound=msgspec.Struct)
 
 
 class Api:
@@ -47,30 +62,39 @@ class Api:
         self._max_model_len = max_model_len
         self._began = int(time.time())
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[ApiRoute]:
+        """Each with what it takes and gives, for the document."""
         return [
-            Route("/v1/completions", answered(self.completions), methods=["POST"]),
-            Route("/v1/chat/completions", answered(self.chat), methods=["POST"]),
-            Route("/v1/models", answered(self.models)),
-            Route("/v1/models/{name:path}", answered(self.model)),
-            Route("/health", answered(self.health)),
-            Route("/version", answered(self.version)),
+            ApiRoute("POST", "/v1/completions", self.completions, CompletionRequest, dict),
+            ApiRoute("POST", "/v1/chat/completions", self.chat, ChatRequest, dict),
+            ApiRoute("GET", "/v1/models", self.models, None, dict),
+            ApiRoute("GET", "/v1/models/{name:path}", self.model, None, dict),
+            ApiRoute("POST", "/tokenize", self.tokenize, TokenizeRequest, TokenizeAnswer),
+            ApiRoute("POST", "/detokenize", self.detokenize, DetokenizeRequest, DetokenizeAnswer),
+            ApiRoute("GET", "/health", self.health),
+            ApiRoute("GET", "/version", self.version, None, dict),
+            ApiRoute("GET", "/openapi.json", self.document, None, dict),
+            *(ApiRoute("POST", path, not_yet, also=(501,)) for path in NOT_YET),
         ]
 
     async def completions(self, request: Request) -> ASGIApp:
+        """Texts behind one prompt or several."""
         asked = await self._read(request, CompletionRequest)
         return await self._answer(request, asked, Completion(self._engine, asked, self._names[0]))
 
     async def chat(self, request: Request) -> ASGIApp:
+        """Answers to a conversation."""
         asked = await self._read(request, ChatRequest)
         return await self._answer(request, asked, Chat(self._engine, asked, self._names[0]))
 
     async def models(self, request: Request) -> ASGIApp:
+        """The names that the model is served under."""
         return json_response(
             {"object": "list", "data": [self._about(name) for name in self._names]}
         )
 
     async def model(self, request: Request) -> ASGIApp:
+        """One of them."""
         name = request.path_params["name"]
         self._check_model(name)
         return json_response(self._about(name))
@@ -81,14 +105,31 @@ class Api:
         return Response(b"", 200)
 
     async def version(self, request: Request) -> ASGIApp:
+        """The server's own."""
         return json_response({"version": version("metronome-engine")})
+
+    async def tokenize(self, request: Request) -> ASGIApp:
+        """Token ids of a text or a conversation."""
+        return json_response(
+            await tokenize(self._engine, await self._read(request, TokenizeRequest))
+        )
+
+    async def detokenize(self, request: Request) -> ASGIApp:
+        """The text of token ids."""
+        return json_response(
+            await detokenize(self._engine, await self._read(request, DetokenizeRequest))
+        )
+
+    async def document(self, request: Request) -> ASGIApp:
+        """This document."""
+        return json_response(document_of(self.routes()))
 
     # -- helpers
 
     async def _read(self, request: Request, kind: type[A]) -> A:
         asked = read(await self._bodies.read(request), kind)
         check_limits(asked, self._limits)
-        self._check_model(asked.model)
+        self._check_model(asked.model)  # type: ignore[attr-defined]
         return asked
 
     async def _answer(self, request: Request, asked: Asked, answer: Completion | Chat) -> ASGIApp:
@@ -100,8 +141,9 @@ class Api:
         await while_there(stream.begin(), request.receive)  # what is wrong has a status of its own
         return stream
 
-    def _check_model(self, name: str) -> None:
-        if name not in self._names:
+    def _check_model(self, name: str | None) -> None:
+        """``None``: the request names no model, and need not."""
+        if name is not None and name not in self._names:
             raise ApiError(
                 404,
                 f"model is {name!r:.80}, there are: {', '.join(self._names)}",
@@ -195,22 +237,13 @@ def make_app(
     return Keys(app, keys, limits.max_requests_per_key)
 
 
-def answered(handle: Callable[[Request], Awaitable[ASGIApp]]) -> Callable[..., Awaitable[ASGIApp]]:
-    """The handler; what it raises is answered as an error."""
-
-    async def endpoint(request: Request) -> ASGIApp:
-        try:
-            answer = await handle(request)
-        except ClientDisconnect:  # with nobody to read this
-            answer = Response(b"", 400)
-        except Exception as error:
-            told = as_api_error(error)
-            if told.status == 500:
-                logger.exception("%s %s failed", request.method, request.scope["path"])
-            answer = error_response(told)
-        return stamped(answer, request.scope)
-
-    return endpoint
+async def not_yet(request: Request) -> ASGIApp:
+    """Not there yet."""
+    raise ApiError(
+        501,
+        f"{request.scope['path']} is not supported yet: this server has texts only",
+        code="not_supported",
+    )
 
 
 def json_response(value: object) -> Response:

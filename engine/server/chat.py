@@ -8,9 +8,10 @@ from typing import Any
 
 from engine.async_engine import AsyncLLMEngine
 from engine.messages.requests import CompletionOutput, RequestOutput
-from engine.server.answers import Answer, chat_logprobs
+from engine.server.answers import Answer
 from engine.server.asked import ChatRequest
 from engine.server.errors import ApiError
+from engine.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 
 PARTS = ("text", "input_text")
 OWN_FIELDS = ("add_generation_prompt", "chat_template", "messages", "tools")
@@ -35,6 +36,8 @@ class Chat(Answer):
             self._variables.setdefault("reasoning_effort", asked.reasoning_effort)
         self._variables["add_generation_prompt"] = asked.add_generation_prompt
         self._begun: set[int] = set()  # sequences of which something was said
+        self._names = TokenNames(engine.tokenizer)
+        self._beside: dict[str, Any] = {}
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         prompt = await self._engine.render_chat(self._messages, **self._variables)
@@ -44,10 +47,22 @@ class Chat(Answer):
         source = self._engine.generate(prompt, self._params, self.name, **options)
         async with aclosing(source) as outputs:
             async for output in outputs:
+                if not self._begun:
+                    self._read_prompt(output)
                 yield 0, output
 
+    def _read_prompt(self, output: RequestOutput) -> None:
+        if self.asked.return_token_ids:
+            self._beside["prompt_token_ids"] = output.prompt_token_ids
+        if self.asked.prompt_logprobs is not None:
+            self._beside["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+
+    def beside(self) -> dict[str, Any]:
+        told, self._beside = self._beside, {}
+        return told
+
     def choice(self, place: int, completion: CompletionOutput) -> dict[str, Any]:
-        logprobs = chat_logprobs(completion, self._num_logprobs or 0)
+        logprobs = chat_logprobs(completion, self._num_logprobs or 0, self._names)
         said = {"content": completion.text}
         if not self.asked.stream:
             return {"message": {"role": "assistant", **said, "refusal": None}, "logprobs": logprobs}

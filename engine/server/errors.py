@@ -8,7 +8,7 @@ import re
 import msgspec
 from starlette.responses import Response
 
-from engine.errors import EngineDeadError, RefusedError, RequestError
+from engine.errors import ConfigError, EngineDeadError, RefusedError, RequestError
 
 INSIDE = re.compile(r"0x[0-9a-fA-F]{6,}|(?<![\w:/])/[\w.+-]+(?:/[\w.+-]+)+")
 """Addresses and paths, of which clients are not told."""
@@ -59,7 +59,7 @@ def as_api_error(error: BaseException) -> ApiError:
         return error
     if isinstance(error, RefusedError):
         return ApiError(503, str(error), code="queue_full", retry_after=error.retry_after or 1.0)
-    if isinstance(error, RequestError):
+    if isinstance(error, RequestError | ConfigError):  # the latter: without a tokenizer
         return ApiError(400, str(error))
     if isinstance(error, EngineDeadError):
         return ApiError(503, "the engine is not running", code="engine_dead", retry_after=10.0)

@@ -21,6 +21,7 @@ MAX_ENTRIES = {
     "allowed_token_ids": 1 << 18,
     "logit_bias": 4096,
     "chat_template_kwargs": 64,
+    "hints": 64,
 }
 MAX_CHARS = {"stop": 1024, "bad_words": 1024, "user": 1024, "cache_salt": 1024}
 """Of a text, or of each in a list."""
@@ -28,6 +29,7 @@ RANGES = {"repetition_penalty": (1e-6, 1e6)}
 """Of numbers that the engine takes as they are, and with which no logits would be finite."""
 COUNTED_LOGPROBS = ("logprobs", "top_logprobs", "prompt_logprobs")
 TYPED_DEEP = ("prompt",)  # decoded into a type that has no depth
+TRAVELLING = ("hints",)  # to a core that may be another process
 INT64 = range(-(2**63), 2**63)
 
 
@@ -71,8 +73,7 @@ def check_limits(asked: msgspec.Struct, limits: Limits) -> None:
 
 
 def _check_number(name: str, value: int, limits: Limits) -> None:
-    if value not in INT64:
-        raise _wrong(name, f"{name} is {_shown(value)}, must be a number of 64 bits")
+    _check_whole(name, value)
     if name == "n" and value > limits.max_n:
         raise _wrong(
             name, f"n is {value}, the limit is {limits.max_n} (--max-n of the server): ask again"
@@ -84,6 +85,11 @@ def _check_number(name: str, value: int, limits: Limits) -> None:
             f"{name} is {value}, must be 0 to {most}: ask for fewer, or raise --max-logprobs of "
             "the server",
         )
+
+
+def _check_whole(name: str, value: int) -> None:
+    if value not in INT64:
+        raise _wrong(name, f"{name} has {_shown(value)}, must be a number of 64 bits")
 
 
 def _check_real(name: str, value: float) -> None:
@@ -114,19 +120,23 @@ def _check_entries(name: str, value: list[Any] | dict[str, Any]) -> None:
         _check_depth(name, value)
 
 
-def _check_depth(name: str, value: list[Any] | dict[str, Any]) -> None:
-    level: list[Any] = [value]
+def _check_depth(name: str, whole: list[Any] | dict[str, Any]) -> None:
+    level: list[Any] = [whole]
     depth = 0
     while level:
         depth += 1
         if depth > MAX_DEPTH:
             raise _wrong(name, f"{name} has over {MAX_DEPTH} levels, the limit: nest it less")
-        level = [
-            inner
+        inner = [
+            value
             for outer in level
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-            if isinstance(inner, list | dict)
+            for value in (outer.values() if isinstance(outer, dict) else outer)
         ]
+        if name in TRAVELLING:
+            for value in inner:
+                if isinstance(value, int):
+                    _check_whole(name, value)
+        level = [value for value in inner if isinstance(value, list | dict)]
 
 
 def _shown(value: int) -> str:

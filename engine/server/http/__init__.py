@@ -2,5 +2,6 @@
 
 protocol     connections with bounds on heads, on how slow a client may be, and on what is no HTTP
 body         bodies with bounds
-request_ids  the name of each request
+answered     answers with the names of their requests; what handlers raise is one too
+openapi      routes that describe themselves, and the document made of them
 """

@@ -1,15 +1,20 @@
-"""The name of each request, as its client and its answer have it: ``X-Request-Id``."""
+"""Answers to requests: each has the request's name, ``X-Request-Id``; errors are answers too."""
 
 from __future__ import annotations
 
+import logging
 import re
 import uuid
+from collections.abc import Awaitable, Callable
 
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Scope
 
+from engine.server.errors import as_api_error, error_response
 from engine.server.streams import EventStream
 
+logger = logging.getLogger("engine.server")
 HEADER = b"x-request-id"
 WELL_FORMED = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 KEY = "metronome.request_id"  # in the scope
@@ -32,3 +37,21 @@ def stamped(answer: ASGIApp, scope: Scope) -> ASGIApp:
     elif isinstance(answer, EventStream):
         answer.headers.append((HEADER, name))
     return answer
+
+
+def answered(handle: Callable[[Request], Awaitable[ASGIApp]]) -> Callable[..., Awaitable[ASGIApp]]:
+    """The handler; what it raises is answered as an error."""
+
+    async def endpoint(request: Request) -> ASGIApp:
+        try:
+            answer = await handle(request)
+        except ClientDisconnect:  # with nobody to read this
+            answer = Response(b"", 400)
+        except Exception as error:
+            told = as_api_error(error)
+            if told.status == 500:
+                logger.exception("%s %s failed", request.method, request.scope["path"])
+            answer = error_response(told)
+        return stamped(answer, request.scope)
+
+    return endpoint
