@@ -14,6 +14,12 @@ LIMITS = {
 }
 HTTP_LIMITS = {"header_timeout": "header_seconds", "body_timeout": "body_seconds"}
 
+TLS = {
+    "certfile": "the server's certificate: HTTPS instead of HTTP",
+    "keyfile": "its key, unless it is in the same file",
+    "ca-certs": "clients must show a certificate that one of these has signed",
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
@@ -34,6 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="as clients call the model, repeatable; the first is in answers",
     )
+    for name, about in TLS.items():
+        group.add_argument(f"--ssl-{name}", metavar="FILE", help=about)
     _add_limits(parser.add_argument_group("limits of the server"))
     add_engine_options(parser)
 
@@ -60,7 +68,7 @@ def run(parsed: argparse.Namespace) -> int:
     try:
         from engine.server.http.protocol import HttpLimits
         from engine.server.limits import Limits
-        from engine.server.run import ServerOptions, serve
+        from engine.server.run import ServerOptions, Tls, serve
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"{error.name} is not installed: pip install metronome-engine[server]"
@@ -74,6 +82,7 @@ def run(parsed: argparse.Namespace) -> int:
         tuple(parsed.served_model_name),
         Limits(**_given(parsed, LIMITS)),
         HttpLimits(**_given(parsed, HTTP_LIMITS)),
+        Tls(parsed.ssl_certfile, parsed.ssl_keyfile, parsed.ssl_ca_certs),
     )
     serve(engine_args(parsed), options)
     return 0

@@ -74,7 +74,7 @@ class Api:
             ApiRoute("GET", "/health", self.health),
             ApiRoute("GET", "/version", self.version, None, dict),
             ApiRoute("GET", "/openapi.json", self.document, None, dict),
-            *(ApiRoute("POST", path, not_yet, also=(501,)) for path in NOT_YET),
+            *(ApiRoute("POST", path, not_yet) for path in NOT_YET),
         ]
 
     async def completions(self, request: Request) -> ASGIApp:
@@ -122,7 +122,7 @@ class Api:
 
     async def document(self, request: Request) -> ASGIApp:
         """This document."""
-        return json_response(document_of(self.routes()))
+        return json_response(document_of(self.routes(), self._names))
 
     # -- helpers
 
@@ -167,14 +167,14 @@ class Keys:
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], most: int | None = None) -> None:
         """most: requests of one key at a time."""
-        self._app = app
+        self.app = app
         self._digests = [sha256(key.encode()).digest() for key in keys]
         self._most = most
         self._num_open: Counter[bytes] = Counter()  # requests, by digest
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS or not self._digests:
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         digest = self._digest_of(scope)
         if digest is None:
@@ -185,7 +185,7 @@ class Keys:
         else:
             self._num_open[digest] += 1
             try:
-                await self._app(scope, receive, send)
+                await self.app(scope, receive, send)
             finally:
                 self._num_open[digest] -= 1
 
@@ -213,7 +213,7 @@ def make_app(
     max_model_len: int,
     keys: Sequence[str] = (),
     limits: Limits | None = None,
-) -> ASGIApp:
+) -> Keys:
     """The ASGI application that serves this engine."""
 
     async def not_there(scope: Scope, receive: Receive, send: Send) -> None:
@@ -238,9 +238,9 @@ def make_app(
 
 
 async def not_yet(request: Request) -> ASGIApp:
-    """Not there yet."""
+    """Not there yet: 400, since clients ask again after a 501."""
     raise ApiError(
-        501,
+        400,
         f"{request.scope['path']} is not supported yet: this server has texts only",
         code="not_supported",
     )

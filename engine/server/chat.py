@@ -14,7 +14,7 @@ from engine.server.errors import ApiError
 from engine.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 
 PARTS = ("text", "input_text")
-OWN_FIELDS = ("add_generation_prompt", "chat_template", "messages", "tools")
+OWN_FIELDS = ("add_generation_prompt", "chat_template", "messages", "self", "tools")
 
 
 class Chat(Answer):

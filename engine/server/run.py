@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import ssl
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +27,40 @@ BACKLOG = 2048  # connections that wait to be accepted
 
 
 @dataclass(frozen=True)
+class Tls:
+    """Certificate and key of the server, and those who sign its clients' certificates."""
+
+    certfile: str | None = None
+    keyfile: str | None = None  # unless it is in the same file
+    ca_certs: str | None = None
+    """Clients must show a certificate that one of these has signed."""
+
+    def __post_init__(self) -> None:
+        if self.certfile is None:
+            if self.keyfile or self.ca_certs:
+                raise ConfigError("ssl_keyfile or ssl_ca_certs is given without ssl_certfile")
+            return
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_cert_chain(self.certfile, self.keyfile)
+            context.load_verify_locations(self.ca_certs or self.certfile)
+        except OSError as error:  # which an SSLError is, too
+            raise ConfigError(
+                f"ssl_certfile {self.certfile!r}, ssl_keyfile {self.keyfile!r} and ssl_ca_certs "
+                f"{self.ca_certs!r} cannot be used: {error}"
+            ) from error
+
+    def options(self) -> dict[str, Any]:
+        """As uvicorn takes them."""
+        return {
+            "ssl_certfile": self.certfile,
+            "ssl_keyfile": self.keyfile,
+            "ssl_ca_certs": self.ca_certs,
+            "ssl_cert_reqs": ssl.CERT_NONE if self.ca_certs is None else ssl.CERT_REQUIRED,
+        }
+
+
+@dataclass(frozen=True)
 class ServerOptions:
     """Where the server listens, to whom, and under which names."""
 
@@ -36,6 +71,7 @@ class ServerOptions:
     served_model_name: Sequence[str] = ()  # the model's own, if none is given
     limits: Limits = field(default_factory=Limits)
     http: HttpLimits = field(default_factory=HttpLimits)
+    tls: Tls = field(default_factory=Tls)
 
     def __post_init__(self) -> None:
         if self.limits.max_requests_per_key is not None and not self.api_keys:
@@ -53,7 +89,8 @@ def serve(args: EngineArgs, options: ServerOptions) -> None:
         keys, limits = options.api_keys, options.limits
         app = make_app(engine, names, engine.max_model_len, keys, limits)
         protocol: Any = partial(BoundedProtocol, limits=options.http)
-        place = options.uds or f"http://{options.host}:{options.port}"
+        scheme = "http" if options.tls.certfile is None else "https"
+        place = options.uds or f"{scheme}://{options.host}:{options.port}"
         logger.warning("%s is served at %s", names[0], place)
         config = uvicorn.Config(
             app,
@@ -67,6 +104,7 @@ def serve(args: EngineArgs, options: ServerOptions) -> None:
             access_log=False,
             server_header=False,
             backlog=BACKLOG,
+            **options.tls.options(),
             timeout_graceful_shutdown=round(args.drain_timeout),
         )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -25,7 +25,8 @@ MAX_ENTRIES = 1 << 22  # of a list
 MAX_NUMBER = 1 << 20  # that a function is given: a width, say
 MAX_BITS = 1 << 14  # of a whole number
 TICKS = 256  # between two looks at the clock
-BUDGET = " budget"  # among a template's variables: no template can name it
+# No template can name these: a variable of its own, and two filters.
+BUDGET, BOUNDED, TICK = " budget", " bounded", " tick"
 WIDE = re.compile(r"%[-+ #0]*[\d.]*(?:\d{7}|\*)|:[^{}]*\d{7}")  # in a format
 ASKED_WIDTH = re.compile(r":[^{}]*\{")  # a format whose width is another value
 SIZED = (
@@ -51,7 +52,7 @@ class Budget:
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """Templates of it are rendered with a ``Budget`` among their variables."""
 
-    intercepted_binops = frozenset(["*", "**", "+", "%"])
+    intercepted_binops = frozenset(["*", "**", "%"])
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -60,7 +61,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         for name, each in self.filters.items():
             self.filters[name] = bounded_filter(each, is_sized=name in SIZED)
         self.filters.update(replace=bounded_replace, join=pass_context(_filter_join))
-        self.filters.update({"bounded ": bounded, "tick ": pass_context(_tick)})
+        self.filters.update({BOUNDED: bounded, TICK: pass_context(_tick)})
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         template: nodes.Template = Ticking().visit(super()._parse(source, name, filename))
@@ -95,7 +96,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class Ticking(NodeTransformer):
-    """Puts a tick into every loop and macro, and a bound around what ``~`` joins."""
+    """Puts a tick into every loop and macro, and a bound around every sum and what ``~`` joins."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         return self._with_tick(node)
@@ -108,11 +109,20 @@ class Ticking(NodeTransformer):
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
-        return _filtered(node, "bounded ")
+        return _filtered(node, BOUNDED)
+
+    def visit_Add(self, node: nodes.Add) -> nodes.Node:
+        """One bound for a sum of many."""
+        last = node
+        while isinstance(last.left, nodes.Add):
+            last.right = self.visit(last.right)
+            last = last.left
+        self.generic_visit(last)
+        return _filtered(node, BOUNDED)
 
     def _with_tick(self, node: Any) -> nodes.Node:
         self.generic_visit(node)
-        tick = _filtered(nodes.Const(None, lineno=node.lineno), "tick ")
+        tick = _filtered(nodes.Const(None, lineno=node.lineno), TICK)
         node.body = [nodes.ExprStmt(tick, lineno=node.lineno), *node.body]
         return node  # type: ignore[no-any-return]
 
@@ -133,6 +143,8 @@ def check_size(size: int, most: int = MAX_CHARS) -> None:
 
 def bounded(value: Any) -> Any:
     """The value, if it is not too large."""
+    if type(value) is str and len(value) < MAX_CHARS:  # nearly always
+        return value
     if isinstance(value, str):
         check_size(len(value))
     elif isinstance(value, list | tuple):

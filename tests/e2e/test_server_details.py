@@ -214,7 +214,7 @@ def test_hints_reach_the_policy_or_are_named(server: Served) -> None:
 @pytest.mark.parametrize("path", ["embeddings", "images/generations", "audio/transcriptions"])
 def test_what_is_not_there_yet_says_so(server: Served, client: Any, path: str) -> None:
     status, answer = post(server, f"/v1/{path}", model=MODEL, input="x")
-    assert status == 501 and answer["error"]["code"] == "not_supported"
+    assert status == 400 and answer["error"]["code"] == "not_supported"
     assert "not supported yet" in answer["error"]["message"]
-    with pytest.raises(openai.APIStatusError, match="not supported yet"):
+    with pytest.raises(openai.BadRequestError, match="not supported yet"):
         client.embeddings.create(model=MODEL, input="x")

@@ -10,7 +10,9 @@ import re
 import socket
 import threading
 import time
+import urllib.parse
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -32,8 +34,18 @@ NONE = "0\r\n\r\n"  # of them
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served("--served-model-name", MODEL, *OPTIONS, METRONOME_API_KEY=KEY) as made:
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the server writes."""
+    return tmp_path_factory.mktemp("server") / "log"
+
+
+@pytest.fixture(scope="module")
+def server(log: Path) -> Iterator[Served]:
+    variables = {"METRONOME_API_KEY": KEY, "METRONOME_LOG_LEVEL": "info"}
+    with (
+        log.open("wb") as file,
+        served("--served-model-name", MODEL, *OPTIONS, log=file, **variables) as made,
+    ):
         yield made
 
 
@@ -341,3 +353,136 @@ def test_requests_have_names(server: Served) -> None:
         complete(server, n=0),
     ):
         assert answer.headers["x-request-id"]
+
+
+def operations(server: Served) -> list[tuple[str, str]]:
+    """Methods and paths of all that there is."""
+    document = json.loads(
+        say(server.port, request("/openapi.json", Authorization=f"Bearer {KEY}")).body
+    )
+    return [
+        (method.upper(), path.replace("{name}", MODEL))
+        for path, methods in document["paths"].items()
+        for method in methods
+    ]
+
+
+HOSTS = [
+    "a/?", "a/health?", "a#", "a/../health", "@a", "[::1", "a:99999", "%2e%2e", "a\\b", "a, b", "",
+]  # fmt: skip
+TARGETS = [
+    "{}", "//a{}", "/{}", "{}?x=/health", "/health/..{}", "/health%2f..{}", "/health;{}",
+    "http://a{}", "http://a/health{}",
+]  # fmt: skip
+
+
+def bare(method: str, target: str, host: str = "a") -> bytes:
+    return f"{method} {target} HTTP/1.1\r\nHost: {host}\r\nContent-Length: 0\r\n\r\n".encode()
+
+
+def test_without_a_key_nothing_but_health_is_told(server: Served) -> None:
+    """Whatever the Host header and the target say: what is matched is what is guarded."""
+    told = {"/health", "/version"}
+    found = operations(server)
+    assert len(found) > 10
+    for method, path in found:
+        if path in told:
+            continue
+        for host in HOSTS:
+            assert say(server.port, bare(method, path, host)).status == 401, (path, host)
+        for target in TARGETS:
+            status = say(server.port, bare(method, target.format(path))).status
+            assert status in (400, 401), (path, target)
+        for other in ("PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"):
+            assert say(server.port, bare(other, path)).status == 401
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        "",
+        KEY,
+        "Bearer",
+        "Bearer ",
+        f"Basic {KEY}",
+        f"Bearer {KEY}x",
+        f"Bearer {KEY[:-1]}",
+        f"Bearer  {KEY}",
+        f"Bearer {KEY.upper()}",
+    ],
+)
+def test_a_key_is_whole_or_none(server: Served, shown: str) -> None:
+    said = say(server.port, request("/v1/models", Authorization=shown))
+    is_bare = shown == KEY  # which is taken as well
+    assert said.status == (200 if is_bare else 401) and KEY.encode() not in said.body
+
+
+def test_pages_of_other_sites_ask_for_nothing(server: Served) -> None:
+    asked = {"model": MODEL, "prompt": "x", "max_tokens": 1}
+    origin = {"Origin": "https://evil.example", "Content_Type": "text/plain"}
+    said = ask(server, "/v1/completions", asked, Sec_Fetch_Site="cross-site", **origin)
+    assert said.status == 403
+    preflight = "OPTIONS /v1/completions HTTP/1.1\r\nHost: a\r\nOrigin: https://evil.example\r\n"
+    bearer = f"Authorization: Bearer {KEY}\r\nAccess-Control-Request-Method: POST\r\n\r\n"
+    answer = say(server.port, (preflight + bearer).encode())
+    assert answer.status == 405 and answer.headers["allow"]
+    good = ask(server, "/v1/completions", asked, **origin)
+    assert good.status == 200
+    for each in (said, answer, good):
+        assert not any(name.startswith("access-control") for name in each.headers)
+
+
+def test_names_are_shown_escaped_and_lead_nowhere(server: Served) -> None:
+    for name in ("../../etc/passwd", "a\u0000b", "x" * 5000, "%n%s", "\n", "\u202e", "{{ 7 * 7 }}"):
+        said = complete(server, model=name)
+        assert said.status == 404 and len(said.body) < 1000 and b"root:" not in said.body
+        assert b"\n" not in said.body and b"49" not in said.body
+        quoted = urllib.parse.quote(name[:1000], safe="")
+        bearer = f"Bearer {KEY}"
+        said = say(server.port, request(f"/v1/models/{quoted}", Authorization=bearer))
+        assert said.status == 404 and len(said.body) < 1000
+
+
+def test_templates_of_requests_are_refused(server: Served) -> None:
+    chat = {"model": MODEL, "messages": [MESSAGE], "max_tokens": 1}
+    for fields in (
+        {"chat_template": "{{ 7 * 7 }}"},
+        {"chat_template_kwargs": {"chat_template": "{{ 7 * 7 }}"}},
+        {"chat_template_kwargs": {"messages": []}},
+        {"chat_template_kwargs": {"tools": []}},
+        {"chat_template_kwargs": {"self": 1}},
+        {"chat_template_kwargs": {"add_generation_prompt": False}},
+    ):
+        said = ask(server, "/v1/chat/completions", {**chat, **fields})
+        assert said.status == 400 and "chat_template" in said.error["message"]
+    for fields in ({"tokenize": True}, {"tokenizer": 1}, {"cls": 1}, {"loop": 1}, {" budget": 1}):
+        said = ask(server, "/v1/chat/completions", {**chat, "chat_template_kwargs": fields})
+        assert said.status in (200, 400)
+    hurt = {"role": "{{ 7 * 7 }}", "content": "{% for x in range(9999999) %}"}
+    assert ask(server, "/v1/chat/completions", {**chat, "messages": [hurt]}).status in (200, 400)
+
+
+def test_it_listens_where_it_was_told_and_nowhere_else(server: Served) -> None:
+    process = psutil.Process(server.process.pid)
+    listening = [
+        (each.laddr.ip, each.laddr.port)
+        for one in (process, *process.children(recursive=True))
+        for each in one.net_connections("inet")
+        if each.status == psutil.CONN_LISTEN
+    ]
+    assert listening == [("127.0.0.1", server.port)]
+
+
+def test_neither_keys_nor_prompts_are_logged(server: Served, log: Path) -> None:
+    """The last of this file: the log is that of all of them."""
+    marker = "a-prompt-that-is-nobodys-business"
+    assert complete(server, prompt=marker).status == 200
+    assert complete(server, prompt=marker, temperature=-1).status == 400
+    assert complete(server, prompt=[marker, 1]).status == 400
+    message = {"role": "user", "content": marker}
+    asked = {"model": MODEL, "messages": [message], "max_tokens": 1, "tools": [{}]}
+    assert ask(server, "/v1/chat/completions", asked).status == 400
+    written = log.read_text(encoding="utf-8", errors="replace")
+    assert "is served at" in written
+    for secret in (KEY, marker, "Traceback"):
+        assert secret not in written

@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Scope
 
-from engine.server.errors import as_api_error, error_response
+from engine.server.errors import ApiError, as_api_error, error_response
 from engine.server.streams import EventStream
 
 logger = logging.getLogger("engine.server")
@@ -44,6 +44,7 @@ def answered(handle: Callable[[Request], Awaitable[ASGIApp]]) -> Callable[..., A
 
     async def endpoint(request: Request) -> ASGIApp:
         try:
+            refuse_other_sites(request)
             answer = await handle(request)
         except ClientDisconnect:  # with nobody to read this
             answer = Response(b"", 400)
@@ -55,3 +56,13 @@ def answered(handle: Callable[[Request], Awaitable[ASGIApp]]) -> Callable[..., A
         return stamped(answer, request.scope)
 
     return endpoint
+
+
+def refuse_other_sites(request: Request) -> None:
+    """Pages of other sites may not have a browser ask for anything: they could spend what a server
+    without keys has. Raises ``ApiError``."""
+    is_asking = request.method not in ("GET", "HEAD")
+    if is_asking and request.headers.get("sec-fetch-site") in ("cross-site", "same-site"):
+        raise ApiError(
+            403, "a page of another site asks: put a proxy of your own before the server"
+        )
