@@ -213,6 +213,23 @@ class AsyncLLMEngine:
         """
         return list(await self._call(partial(self._session.client.call, "profile", "stop")))
 
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text; other tasks go on meanwhile. Raises what ``Tokenizer.encode`` does,
+        and ``ConfigError`` without a tokenizer."""
+        encode = self.get_tokenizer().encode
+        return await self._session.inputs.texts.elsewhere(encode, text, add_special_tokens)
+
+    async def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
+        """Text of token ids; other tasks go on meanwhile. Raises ``ConfigError`` without a
+        tokenizer."""
+        decode = self.get_tokenizer().decode
+        return await self._session.inputs.texts.elsewhere(decode, token_ids, skip_special_tokens)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer; ``None`` if none was loaded."""
+        return self._session.tokenizer
+
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises ``ConfigError`` if none was loaded."""
         if self._session.tokenizer is None:

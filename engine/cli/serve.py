@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from engine.cli.options import add_engine_options, engine_args
 from engine.config.env import ADMIN_API_KEY, API_KEY, admin_api_key, api_keys
 from engine.errors import ConfigError
+
+LIMITS = {
+    name: name for name in ("max_body_bytes", "max_n", "max_logprobs", "max_requests_per_key")
+}
+HTTP_LIMITS = {"header_timeout": "header_seconds", "body_timeout": "body_seconds"}
+
+TLS = {
+    "certfile": "the server's certificate: HTTPS instead of HTTP",
+    "keyfile": "its key, unless it is in the same file",
+    "ca-certs": "clients must show a certificate that one of these has signed",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,12 +66,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--chat-template", metavar="PATH", help="a file with one, instead of the model's own"
     )
+    for name, about in TLS.items():
+        group.add_argument(f"--ssl-{name}", metavar="FILE", help=about)
+    _add_limits(parser.add_argument_group("limits of the server"))
     add_engine_options(parser)
+
+
+def _add_limits(group: argparse._ArgumentGroup) -> None:
+    """Defaults are those of ``Limits`` and ``HttpLimits``, which are imported only to serve."""
+    wholes = {
+        "max-body-bytes": "of a request; default: 33554432",
+        "max-n": "texts for each prompt; default: 128",
+        "max-logprobs": "at each position, -1: as many as there are; default: 20",
+        "max-requests-per-key": "at a time; default: as many as come",
+    }
+    for name, about in wholes.items():
+        group.add_argument(f"--{name}", type=int, metavar="N", help=about)
+    reals = {
+        "header-timeout": "for the headers of a request; default: 10",
+        "body-timeout": "for the body of a request; default: 60",
+    }
+    for name, about in reals.items():
+        group.add_argument(f"--{name}", type=float, metavar="SECONDS", help=about)
 
 
 def run(parsed: argparse.Namespace) -> int:
     try:
-        from engine.server.run import ServerOptions, serve
+        from engine.server.http.protocol import HttpLimits
+        from engine.server.limits import Limits
+        from engine.server.run import ServerOptions, Tls, serve
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"{error.name} is not installed: pip install metronome-engine[server]"
@@ -76,6 +111,9 @@ def run(parsed: argparse.Namespace) -> int:
         admin_api_key=parsed.admin_api_key or admin_api_key(),
         health_timeout=parsed.health_timeout,
         otlp_traces_endpoint=parsed.otlp_traces_endpoint,
+        limits=Limits(**_given(parsed, LIMITS)),
+        http=HttpLimits(**_given(parsed, HTTP_LIMITS)),
+        tls=Tls(parsed.ssl_certfile, parsed.ssl_keyfile, parsed.ssl_ca_certs),
     )
     serve(engine_args(parsed), options)
     return 0
@@ -89,3 +127,9 @@ def _template(path: str | None) -> str | None:
         return Path(path).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--chat-template is {path!r}, which cannot be read: {error}") from error
+
+
+def _given(parsed: argparse.Namespace, names: dict[str, str]) -> dict[str, Any]:
+    """Options that were given, by the names of the fields that they set."""
+    given = {field: getattr(parsed, name) for name, field in names.items()}
+    return {field: value for field, value in given.items() if value is not None}

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import types
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict, TypeVar
 
 import msgspec
 
@@ -26,6 +27,7 @@ from engine.text.chat import Messages, chat_values
 from engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 SHOWN_ID_CHARS = 64  # of a user's id, in the one that its request has in the core
 USUAL_CHARS = 16  # characters of a token, hardly more in any text
 INLINE_CHARS = 500  # below it, tokenising takes less time than starting it in another thread
@@ -427,6 +429,10 @@ class PromptEncoder:
             with suppress(WireError):  # too long to travel: it is refused here soon enough
                 return begun.result()
         return self._tokenizer.encode(text)
+
+    def elsewhere(self, function: Callable[..., T], *args: Any) -> Awaitable[T]:
+        """Run a function of the tokenizer in one of the threads."""
+        return asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *args))
 
     def close(self) -> None:
         """Begin nothing more in threads; harmless when repeated."""

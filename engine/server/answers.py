@@ -11,13 +11,11 @@ from typing import Any
 
 import msgspec
 
-from engine.messages.requests import CompletionOutput, Logprob, RequestOutput
+from engine.messages.requests import CompletionOutput, RequestOutput
 from engine.messages.structured import WRONG_GRAMMAR
 from engine.server.asked import Asked
 from engine.server.errors import ApiError, as_api_error
 from engine.server.streams import DONE, event_of
-
-LOST = "\ufffd"  # in the text of a token that is a part of a character
 
 
 class PromptDetails(msgspec.Struct):
@@ -65,6 +63,9 @@ class Counted:
 class Answer(ABC):
     """One request to the server, whole or as events."""
 
+    def tell_as(self, request_id: str) -> None:  # noqa: B027  (most have names of their own)
+        """The name that the client knows the request by: its own, which others may have too."""
+
     @abstractmethod
     async def whole(self) -> bytes:
         """The answer, when all of it is there."""
@@ -80,6 +81,10 @@ class OpenAIAnswer(Answer):
     def __init__(self, asked: Asked, kind: str, prefix: str, model: str) -> None:
         self.asked = asked
         self.name = f"{prefix}-{uuid.uuid4().hex}"
+        """Of what is asked of the engine."""
+        self.beside: dict[str, Any] = {}
+        """What the next answer or chunk has beside its choices."""
+        self._prefix = prefix
         self._counted = Counted()
         self._head: dict[str, Any] = {
             "id": self.name,
@@ -87,6 +92,9 @@ class OpenAIAnswer(Answer):
             "created": int(time.time()),
             "model": model,
         }
+
+    def tell_as(self, request_id: str) -> None:
+        self._head["id"] = f"{self._prefix}-{request_id}"
 
     @abstractmethod
     def chunks(self) -> AsyncGenerator[bytes, None]:
@@ -113,8 +121,10 @@ class OpenAIAnswer(Answer):
         return event_of(self._told(choices, has_usage=is_counting))
 
     def _told(self, choices: list[dict[str, Any]], *, has_usage: bool) -> bytes:
-        usage = {"usage": self._counted.usage} if has_usage else {}
-        return msgspec.json.encode({**self._head, "choices": choices, **usage})
+        beside, self.beside = self.beside, {}
+        if has_usage:
+            beside["usage"] = self._counted.usage
+        return msgspec.json.encode({**self._head, "choices": choices, **beside})
 
 
 def reason_of(completion: CompletionOutput) -> str | None:
@@ -130,52 +140,3 @@ def reason_of(completion: CompletionOutput) -> str | None:
     if error.startswith(WRONG_GRAMMAR):
         raise ApiError(400, error, code="invalid_grammar")
     raise ApiError(500, error, code="request_failed")
-
-
-def bytes_of(text: str) -> list[int] | None:
-    """Of a token's text; ``None`` if it is a part of a character."""
-    return None if LOST in text else list(text.encode())
-
-
-def chat_logprobs(completion: CompletionOutput, num: int) -> dict[str, Any] | None:
-    """As chat completions have them, with the ``num`` most likely tokens."""
-    if completion.logprobs is None:
-        return None
-    content = []
-    for token, at in zip(completion.token_ids, completion.logprobs, strict=True):
-        content.append(_entry(at[token]) | {"top_logprobs": [_entry(e) for e in _best(at, num)]})
-    return {"content": content, "refusal": None}
-
-
-def text_logprobs(completion: CompletionOutput, num: int, offset: int) -> dict[str, Any] | None:
-    """As completions have them; offset: of the text among what was sent."""
-    if completion.logprobs is None:
-        return None
-    tokens, chosen, top, offsets = [], [], [], []
-    for token, at in zip(completion.token_ids, completion.logprobs, strict=True):
-        text = at[token].decoded_token or ""
-        tokens.append(text)
-        chosen.append(_finite(at[token].logprob))
-        top.append({e.decoded_token or "": _finite(e.logprob) for e in _best(at, num)})
-        offsets.append(offset)
-        offset += len(text)
-    return {
-        "tokens": tokens,
-        "token_logprobs": chosen,
-        "top_logprobs": top,
-        "text_offset": offsets,
-    }
-
-
-def _entry(each: Logprob) -> dict[str, Any]:
-    text = each.decoded_token or ""
-    return {"token": text, "logprob": _finite(each.logprob), "bytes": bytes_of(text)}
-
-
-def _best(at: dict[int, Logprob], num: int) -> list[Logprob]:
-    return sorted(at.values(), key=lambda each: each.rank or 0)[:num]
-
-
-def _finite(logprob: float) -> float:
-    """JSON has no infinity; OpenAI says -9999 of what cannot be."""
-    return max(logprob, -9999.0)

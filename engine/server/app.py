@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import TypeVar
 
@@ -12,8 +11,7 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.async_engine import AsyncLLMEngine
 from engine.server.answers import Answer
@@ -21,102 +19,162 @@ from engine.server.asked import ChatRequest, CompletionRequest, read
 from engine.server.chat import Chat
 from engine.server.completions import Completion
 from engine.server.dialogue import ChatModel
-from engine.server.errors import ApiError, as_api_error, error_response
+from engine.server.errors import ApiError, error_response
+from engine.server.http.answered import request_id_of, stamped
+from engine.server.http.body import Bodies
+from engine.server.http.openapi import ApiRoute, document_of
 from engine.server.keys import Guard, owner_of
+from engine.server.limits import Limits, check_limits
 from engine.server.messages import Messages, count_tokens
 from engine.server.messages_asked import MessagesRequest
 from engine.server.operations import Operations
 from engine.server.responses import Responses, ResponseStore
 from engine.server.responses_asked import ResponsesRequest
 from engine.server.streams import EventStream, while_there
+from engine.server.tokenize import (
+    DetokenizeAnswer,
+    DetokenizeRequest,
+    TokenizeAnswer,
+    TokenizeRequest,
+    detokenize,
+    tokenize,
+)
 
-logger = logging.getLogger("engine.server")
-MAX_BODY_BYTES = 32 << 20
-A = TypeVar("A", CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest)
+NOT_YET = (
+    "/v1/embeddings",
+    "/v1/images/generations",
+    "/v1/images/edits",
+    "/v1/images/variations",
+    "/v1/audio/speech",
+    "/v1/audio/transcriptions",
+    "/v1/audio/translations",
+)
+A = TypeVar("A", bound=msgspec.Struct)
 
 
 class Api:
     """What the routes do."""
 
     def __init__(
-        self, engine: AsyncLLMEngine, names: Sequence[str], chat_template: str | None
+        self,
+        engine: AsyncLLMEngine,
+        names: Sequence[str],
+        limits: Limits,
+        chat_template: str | None,
     ) -> None:
         """names: of the model, the first in answers; chat_template: instead of the model's own."""
         self._engine = engine
         self._model = ChatModel(engine, chat_template)
-        self._names = tuple(names)
-        self._max_model_len = engine.max_model_len
         self._store = ResponseStore()
+        self._names = tuple(names)
+        self._limits = limits
+        self._bodies = Bodies(limits.max_body_bytes)
+        self._max_model_len = engine.max_model_len
         self._began = int(time.time())
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[ApiRoute]:
+        """Each with what it takes and gives, for the document."""
         return [
-            Route("/v1/completions", answered(self.completions), methods=["POST"]),
-            Route("/v1/chat/completions", answered(self.chat), methods=["POST"]),
-            Route("/v1/responses", answered(self.responses), methods=["POST"]),
-            Route("/v1/responses/{name}", answered(self.response), methods=["GET", "DELETE"]),
-            Route("/v1/messages", answered(self.messages), methods=["POST"]),
-            Route("/v1/messages/count_tokens", answered(self.count_tokens), methods=["POST"]),
-            Route("/v1/models", answered(self.models)),
-            Route("/v1/models/{name:path}", answered(self.model)),
-            Route("/version", answered(self.version)),
+            ApiRoute("POST", "/v1/completions", self.completions, CompletionRequest, dict),
+            ApiRoute("POST", "/v1/chat/completions", self.chat, ChatRequest, dict),
+            ApiRoute("POST", "/v1/responses", self.responses, ResponsesRequest, dict, [404]),
+            ApiRoute("GET", "/v1/responses/{response_id}", self.response, None, dict, [404]),
+            ApiRoute("DELETE", "/v1/responses/{response_id}", self.forget, None, dict, [404]),
+            ApiRoute("POST", "/v1/messages", self.messages, MessagesRequest, dict),
+            ApiRoute("POST", "/v1/messages/count_tokens", self.count_tokens, MessagesRequest, dict),
+            ApiRoute("GET", "/v1/models", self.models, None, dict),
+            ApiRoute("GET", "/v1/models/{name:path}", self.model, None, dict),
+            ApiRoute("POST", "/tokenize", self.tokenize, TokenizeRequest, TokenizeAnswer),
+            ApiRoute("POST", "/detokenize", self.detokenize, DetokenizeRequest, DetokenizeAnswer),
+            ApiRoute("GET", "/version", self.version, None, dict),
+            ApiRoute("GET", "/openapi.json", self.document, None, dict),
+            *(ApiRoute("POST", path, not_yet) for path in NOT_YET),
         ]
 
     async def completions(self, request: Request) -> ASGIApp:
+        """Texts behind one prompt or several."""
         asked = await self._read(request, CompletionRequest)
-        return await self._answer(
-            request, asked.stream, Completion(self._engine, asked, self._names[0])
-        )
+        answer = Completion(self._engine, asked, self._names[0])
+        return await self._answer(request, asked.stream, answer)
 
     async def chat(self, request: Request) -> ASGIApp:
+        """Answers to a conversation."""
         asked = await self._read(request, ChatRequest)
-        return await self._answer(request, asked.stream, Chat(self._model, asked, self._names[0]))
+        answer = Chat(self._model, asked, self._names[0])
+        return await self._answer(request, asked.stream, answer)
 
     async def responses(self, request: Request) -> ASGIApp:
+        """A response, which may be stored and gone on with."""
         asked = await self._read(request, ResponsesRequest)
         owner = owner_of(request.scope)
         answer = Responses(self._model, asked, self._names[0], self._store, owner)
         return await self._answer(request, asked.stream, answer)
 
     async def response(self, request: Request) -> ASGIApp:
-        name, owner = request.path_params["name"], owner_of(request.scope)
-        if request.method == "DELETE":
-            self._store.delete(name, owner)
-            return json_response({"id": name, "object": "response", "deleted": True})
-        told = self._store.get(name, owner).told
-        return Response(told, media_type="application/json")
+        """A response that was stored."""
+        name, owner = request.path_params["response_id"], owner_of(request.scope)
+        return Response(self._store.get(name, owner).told, media_type="application/json")
+
+    async def forget(self, request: Request) -> ASGIApp:
+        """Delete a response that was stored."""
+        name = request.path_params["response_id"]
+        self._store.delete(name, owner_of(request.scope))
+        return json_response({"id": name, "object": "response", "deleted": True})
 
     async def messages(self, request: Request) -> ASGIApp:
+        """A message, in Anthropic's form."""
         asked = await self._read(request, MessagesRequest)
         answer = Messages(self._model, asked, self._names[0])
         return await self._answer(request, asked.stream, answer)
 
     async def count_tokens(self, request: Request) -> ASGIApp:
+        """Tokens that a message would read."""
         asked = await self._read(request, MessagesRequest)
         counted = await count_tokens(self._model, asked)
         return Response(counted, media_type="application/json")
 
     async def models(self, request: Request) -> ASGIApp:
+        """The names that the model is served under."""
         return json_response(
             {"object": "list", "data": [self._about(name) for name in self._names]}
         )
 
     async def model(self, request: Request) -> ASGIApp:
+        """One of them."""
         name = request.path_params["name"]
         self._check_model(name)
         return json_response(self._about(name))
 
     async def version(self, request: Request) -> ASGIApp:
+        """The server's own."""
         return json_response({"version": version("metronome-engine")})
+
+    async def tokenize(self, request: Request) -> ASGIApp:
+        """Token ids of a text or a conversation."""
+        return json_response(
+            await tokenize(self._model, await self._read(request, TokenizeRequest))
+        )
+
+    async def detokenize(self, request: Request) -> ASGIApp:
+        """The text of token ids."""
+        return json_response(
+            await detokenize(self._engine, await self._read(request, DetokenizeRequest))
+        )
+
+    async def document(self, request: Request) -> ASGIApp:
+        """This document."""
+        return json_response(document_of(request.app.routes, self._names))
 
     # -- helpers
 
     async def _read(self, request: Request, kind: type[A]) -> A:
-        asked = read(await body_of(request), kind)
-        self._check_model(asked.model)
+        asked = read(await self._bodies.read(request), kind)
+        check_limits(asked, self._limits)
+        self._check_model(asked.model)  # type: ignore[attr-defined]
         return asked
 
     async def _answer(self, request: Request, is_stream: bool, answer: Answer) -> ASGIApp:
+        answer.tell_as(request_id_of(request.scope))
         if not is_stream:
             body = await while_there(answer.whole(), request.receive)
             return Response(body or b"", 200, media_type="application/json")
@@ -124,8 +182,9 @@ class Api:
         await while_there(stream.begin(), request.receive)  # what is wrong has a status of its own
         return stream
 
-    def _check_model(self, name: str) -> None:
-        if name not in self._names:
+    def _check_model(self, name: str | None) -> None:
+        """``None``: the request names no model, and need not."""
+        if name is not None and name not in self._names:
             raise ApiError(
                 404,
                 f"model is {name!r:.80}, there are: {', '.join(self._names)}",
@@ -148,45 +207,38 @@ def make_app(
     engine: AsyncLLMEngine,
     names: Sequence[str],
     operations: Operations,
+    limits: Limits | None = None,
     chat_template: str | None = None,
 ) -> ASGIApp:
     """The ASGI application that serves this engine; ``chat_template`` replaces the model's own."""
 
-    async def not_there(request: Request, error: Exception) -> Response:
-        return error_response(ApiError(404, f"there is no {request.url.path}"))
+    async def not_there(scope: Scope, receive: Receive, send: Send) -> None:
+        answer = error_response(ApiError(404, f"there is no {scope['path']!r:.80}"))
+        await stamped(answer, scope)(scope, receive, send)
 
     async def not_so(request: Request, error: Exception) -> Response:
-        return error_response(ApiError(405, f"{request.url.path} knows no {request.method}"))
+        path = request.scope["path"]
+        refusal = error_response(ApiError(405, f"{path!r:.80} knows no {request.method:.20}"))
+        refusal.headers.update(getattr(error, "headers", None) or {})  # which it does know
+        stamped(refusal, request.scope)
+        return refusal
 
-    routes = [*Api(engine, names, chat_template).routes(), *operations.routes(answered)]
-    app = Starlette(routes=routes, exception_handlers={404: not_there, 405: not_so})
-    return operations.traffic.counting(Guard(app, operations.keys), routes)
-
-
-def answered(handle: Callable[[Request], Awaitable[ASGIApp]]) -> Callable[..., Awaitable[ASGIApp]]:
-    """The handler; what it raises is answered as an error."""
-
-    async def endpoint(request: Request) -> ASGIApp:
-        try:
-            return await handle(request)
-        except Exception as error:
-            told = as_api_error(error)
-            if told.status == 500:
-                logger.exception("%s %s failed", request.method, request.url.path)
-            return error_response(told, request.url.path)
-
-    return endpoint
+    limits = limits or Limits()
+    routes = [*Api(engine, names, limits, chat_template).routes(), *operations.routes()]
+    app = Starlette(routes=routes, exception_handlers={405: not_so})
+    app.router.default = not_there
+    app.router.redirect_slashes = False  # where to would be what the Host header says
+    guard = Guard(app, operations.keys, limits.max_requests_per_key)
+    return operations.traffic.counting(guard, routes)
 
 
-async def body_of(request: Request) -> bytes:
-    """Raises ``ApiError`` as soon as it is too large."""
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > MAX_BODY_BYTES:
-            raise ApiError(413, f"the body has over {MAX_BODY_BYTES} bytes, the limit")
-        parts.append(part)
-    return b"".join(parts)
+async def not_yet(request: Request) -> ASGIApp:
+    """Not there yet: 400, since clients ask again after a 501."""
+    raise ApiError(
+        400,
+        f"{request.scope['path']} is not supported yet: this server has texts only",
+        code="not_supported",
+    )
 
 
 def json_response(value: object) -> Response:

@@ -6,6 +6,8 @@ here is refused by name.
 
 from __future__ import annotations
 
+import re
+import time
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,6 +17,8 @@ from engine.frontend.prompt import RequestOptions
 from engine.messages.params import SamplingParams
 from engine.messages.structured import StructuredOutputsParams
 from engine.server.errors import ApiError
+
+MAX_ID_DIGITS = 10  # of a token
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -56,20 +60,45 @@ class Asked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     priority: int = 0
     cache_salt: str | None = None
     return_token_ids: bool = False
+    prompt_logprobs: int | None = None
     # ours
     timeout: float | None = None
+    queue_timeout: float | None = None
+    deadline: float | None = None  # seconds from now, a wish
+    expected_tokens: int | None = None
+    hints: dict[str, Any] | None = None
 
     def options(self) -> RequestOptions:
-        """Of the request, besides prompt and sampling."""
+        """Of the request, besides prompt and sampling. Raises ``ApiError``."""
         options: RequestOptions = {"priority": self.priority}
         if self.user is not None:
             options["user"] = self.user
         if self.timeout is not None:
             options["timeout"] = self.timeout
+        if self.queue_timeout is not None:
+            options["queue_timeout"] = self.queue_timeout
+        if self.deadline is not None:
+            options["deadline"] = time.monotonic() + _above_zero("deadline", self.deadline)
+        hints = dict(self.hints or {})
+        if self.expected_tokens is not None:
+            hints["output_tokens"] = _above_zero("expected_tokens", self.expected_tokens)
+        if hints:
+            options["hints"] = hints
         return options
 
-    def sampling(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        """Raises ``RequestError`` for a value out of range."""
+    def sampling(
+        self, *, max_tokens: int | None, logprobs: int | None, echoed: int | None = None
+    ) -> SamplingParams:
+        """``echoed``: log-probabilities of the prompt that are told with its text.
+
+        Raises ``RequestError`` for a value out of range.
+        """
+        if self.prompt_logprobs is not None and self.stream:
+            raise ApiError(
+                400,
+                f"prompt_logprobs is {self.prompt_logprobs} with stream: leave one of them out",
+                param="prompt_logprobs",
+            )
         return SamplingParams(
             n=self.n,
             temperature=1.0 if self.temperature is None else self.temperature,
@@ -90,6 +119,7 @@ class Asked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             allowed_token_ids=self.allowed_token_ids,
             logit_bias=_bias(self.logit_bias),
             logprobs=logprobs,
+            prompt_logprobs=self.prompt_logprobs if echoed is None else echoed,
             skip_special_tokens=self.skip_special_tokens,
             output_kind="delta" if self.stream else "final",
             structured_outputs=self._form(),
@@ -151,7 +181,29 @@ def read(body: bytes, kind: type[T]) -> T:
             message = f"{field} is not supported: leave it out"
         raise ApiError(400, f"{field}: {message}" if field else message, param=field) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ApiError(400, f"the body is no JSON: {error}") from error
+        raise _no_json(body, str(error)) from error
+    except RecursionError as error:
+        raise ApiError(400, "the body has too many levels: nest it less") from error
+
+
+def _no_json(body: bytes, why: str) -> ApiError:
+    """The error for bytes that are no JSON, which names a field whose value is none."""
+    place = re.search(r"\(byte (\d+)\)", why)
+    end = int(place[1]) if place else 0
+    field = re.search(rb'"(\w{1,64})"\s*:\s*-?$', body[max(0, end - 100) : end])
+    if field is None:
+        return ApiError(400, f"the body is no JSON: {why}")
+    name = field[1].decode(errors="replace")
+    return ApiError(400, f"{name}: {why}; NaN and Infinity are no JSON either", param=name)
+
+
+N = TypeVar("N", int, float)
+
+
+def _above_zero(name: str, value: N) -> N:
+    if not value > 0:
+        raise ApiError(400, f"{name} is {value}, must be above 0", param=name)
+    return value
 
 
 def form_of(response_format: dict[str, Any]) -> StructuredOutputsParams | None:
@@ -184,7 +236,7 @@ def _converted(name: str, value: dict[str, Any]) -> StructuredOutputsParams:
 def _bias(asked: dict[str, float] | None) -> dict[int, float] | None:
     if asked is None:
         return None
-    wrong = [token for token in asked if not token.isdecimal()]
+    wrong = [token for token in asked if not token.isdecimal() or len(token) > MAX_ID_DIGITS]
     if wrong:
         raise ApiError(
             400, f"logit_bias has {wrong[0]!r:.40}, must have token ids", param="logit_bias"

@@ -7,9 +7,10 @@ from contextlib import aclosing
 from typing import Any
 
 from engine.messages.requests import CompletionOutput
-from engine.server.answers import OpenAIAnswer, chat_logprobs, reason_of
+from engine.server.answers import OpenAIAnswer, reason_of
 from engine.server.asked import ChatRequest
 from engine.server.dialogue import ChatModel, Dialogue, Said, told_call
+from engine.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from engine.server.speech.turns import Text, Thinking, ToolCall, Turn
 
 
@@ -37,7 +38,9 @@ class Chat(OpenAIAnswer):
         super().__init__(asked, kind, "chatcmpl", name)
         self._num_logprobs = asked.top_logprobs or 0
         self._has_thinking = asked.include_reasoning
+        self._token_names = TokenNames(model.engine.tokenizer)
         self._dialogue = Dialogue(model, asked, self.name)
+        self._has_begun = False
 
     async def whole(self) -> bytes:
         choices: dict[int, Choice] = {}
@@ -45,7 +48,7 @@ class Chat(OpenAIAnswer):
             async for said in source:
                 self._count(said)
                 choice = choices.setdefault(said.completion.index, Choice())
-                choice.add(said, chat_logprobs(said.completion, self._num_logprobs))
+                choice.add(said, self._logprobs(said))
         told = [self._whole_choice(choices[index]) for index in sorted(choices)]
         return self._told(told, has_usage=True)
 
@@ -69,6 +72,16 @@ class Chat(OpenAIAnswer):
     def _count(self, said: Said) -> None:
         self._counted.add(0, said.output, [said.completion])
         self._counted.thinking = self._dialogue.num_thinking_tokens
+        if self._has_begun:
+            return
+        self._has_begun = True
+        if self.asked.return_token_ids:
+            self.beside["prompt_token_ids"] = said.output.prompt_token_ids
+        if self.asked.prompt_logprobs is not None:
+            self.beside["prompt_logprobs"] = prompt_logprobs(said.output.prompt_logprobs)
+
+    def _logprobs(self, said: Said) -> dict[str, Any] | None:
+        return chat_logprobs(said.completion, self._num_logprobs, self._token_names)
 
     def _delta(self, said: Said, num_calls: int) -> dict[str, Any]:
         """num_calls: that were told before."""
@@ -108,7 +121,7 @@ class Chat(OpenAIAnswer):
         choice = {
             "index": completion.index,
             **told,
-            "logprobs": chat_logprobs(completion, self._num_logprobs),
+            "logprobs": self._logprobs(said),
             "finish_reason": chat_reason(completion, said.turn),
             "stop_reason": completion.stop_reason,
         }

@@ -26,6 +26,7 @@ OWN_FIELDS = (
     "chat_template",
     "continue_final_message",
     "messages",
+    "self",
     "tools",
 )
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import msgspec
 from starlette.responses import Response
 
-from engine.errors import EngineDeadError, RefusedError, RequestError
+from engine.errors import ConfigError, EngineDeadError, RefusedError, RequestError
+
+INSIDE = re.compile(r"0x[0-9a-fA-F]{6,}|(?<![\w:/])/[\w.+-]+(?:/[\w.+-]+)+")
+"""Addresses and paths, of which clients are not told."""
 
 
 class ApiError(Exception):
@@ -59,8 +63,9 @@ class ApiError(Exception):
 
     def body(self) -> bytes:
         """The error object, which is a whole answer or the last event of a stream."""
+        is_ours = self.status >= 500
         about = {
-            "message": self.message,
+            "message": INSIDE.sub("...", self.message) if is_ours else self.message,
             "type": self.type,
             "param": self.param,
             "code": self.code,
@@ -74,7 +79,7 @@ def as_api_error(error: BaseException) -> ApiError:
         return error
     if isinstance(error, RefusedError):
         return ApiError(503, str(error), code="queue_full", retry_after=error.retry_after or 1.0)
-    if isinstance(error, RequestError):
+    if isinstance(error, RequestError | ConfigError):  # the latter: without a tokenizer
         return ApiError(400, str(error))
     if isinstance(error, EngineDeadError):
         return ApiError(503, "the engine is not running", code="engine_dead", retry_after=10.0)
@@ -88,6 +93,10 @@ def error_response(error: ApiError, path: str = "") -> Response:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    is_anthropic = path.startswith("/v1/messages")
-    body = msgspec.json.encode(error.anthropic()) if is_anthropic else error.body()
+    body = msgspec.json.encode(error.anthropic()) if is_anthropic(path) else error.body()
     return Response(body, error.status, headers, "application/json")
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether Anthropic's clients ask there."""
+    return path.startswith("/v1/messages")

@@ -7,6 +7,7 @@ import hmac
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.errors import ConfigError
 from engine.server.errors import ApiError, error_response
+from engine.server.http.answered import stamped
 
 logger = logging.getLogger("engine.server")
 OPEN_PATHS = ("/health", "/ready", "/ping", "/version")  # without a key
@@ -82,12 +84,14 @@ class KeyRing:
     def has_admin(self) -> bool:
         return self._admin is not None
 
-    def lets_in(self, scope: Scope) -> bool:
-        """Without any key, all are let in; the admin key is as good as any other."""
-        return not self._all() or self.key_of(scope) is not None
+    @property
+    def has_any(self) -> bool:
+        """Without any key, all are let in."""
+        return bool(self._all())
 
     def key_of(self, scope: Scope) -> bytes | None:
-        """The digest of the key that was shown, if it is one of ours: who asks."""
+        """The digest of the key that was shown, if it is one of ours: who asks. The admin key is
+        as good as any other."""
         admin = [] if self._admin is None else [self._admin]
         return _shown(scope, [*self._all(), *admin])
 
@@ -99,18 +103,44 @@ class KeyRing:
 
 
 class Guard:
-    """Answers 401 to those without a key."""
+    """Answers 401 to those without a key, and 429 to a key with too many requests under way."""
 
-    def __init__(self, app: ASGIApp, keys: KeyRing) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, keys: KeyRing, most: int | None = None) -> None:
+        """most: requests of one key at a time."""
+        self.app = app
         self._keys = keys
+        self._most = most
+        self._num_open: Counter[bytes] = Counter()  # requests, by the digest of their key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self._app
         is_open = scope["type"] != "http" or scope["path"] in OPEN_PATHS
-        if not is_open and not self._keys.lets_in(scope):
-            app = error_response(no_key("the API key is missing or wrong"), scope["path"])
-        await app(scope, receive, send)
+        if is_open or not self._keys.has_any:
+            await self.app(scope, receive, send)
+            return
+        digest = self._keys.key_of(scope)
+        if digest is None:
+            await _refused(no_key("the API key is missing or wrong"), scope)(scope, receive, send)
+        elif self._most is not None and self._num_open[digest] >= self._most:
+            await _refused(self._too_many(), scope)(scope, receive, send)
+        else:
+            self._num_open[digest] += 1
+            try:
+                await self.app(scope, receive, send)
+            finally:
+                self._num_open[digest] -= 1
+
+    def _too_many(self) -> ApiError:
+        return ApiError(
+            429,
+            f"this key has {self._most} requests under way, the limit (--max-requests-per-key of "
+            "the server): try again when one has ended",
+            code="too_many_requests",
+            retry_after=1.0,
+        )
+
+
+def _refused(error: ApiError, scope: Scope) -> ASGIApp:
+    return stamped(error_response(error, scope["path"]), scope)
 
 
 def no_key(message: str) -> ApiError:

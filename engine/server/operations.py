@@ -10,13 +10,13 @@ from urllib.parse import urlsplit
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from engine.async_engine import AsyncLLMEngine
 from engine.config.env import ADMIN_API_KEY
 from engine.errors import ConfigError
 from engine.server.errors import ApiError
+from engine.server.http.openapi import ApiRoute
 from engine.server.keys import KeyRing, no_key
 from engine.server.metrics import MEDIA_TYPE, Metrics
 from engine.server.traffic import Traffic
@@ -25,8 +25,6 @@ RETRY_SECONDS = 5.0  # after which a server that is not well is asked again
 SCOPES = ("all", "new")  # of a pause
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[ASGIApp]]
-Answered = Callable[[Handler], Callable[..., Awaitable[ASGIApp]]]
-"""Makes an endpoint of a handler: what that raises is answered as an error."""
 
 
 class Operations:
@@ -44,29 +42,21 @@ class Operations:
         self._metrics = Metrics(engine, model, self.traffic)
         self._check: asyncio.Task[None] | None = None
 
-    def routes(self, answered: Answered) -> list[Route]:
-        of_all = {
-            "/health": self.health,
-            "/ready": self.ready,
-            "/load": self.load,
-            "/metrics": self.metrics,
-        }
-        of_admin = {
-            "/pause": self.pause,
-            "/resume": self.resume,
-            "/reset_prefix_cache": self.reset,
-            "/start_profile": self.start_profile,
-            "/stop_profile": self.stop_profile,
-        }
-        admin, health = self._for_admin, answered(self.health)
+    def routes(self) -> list[ApiRoute]:
+        admin = self._for_admin
         return [
-            *(Route(path, answered(handle)) for path, handle in of_all.items()),
-            Route("/ping", health, methods=["GET", "POST"]),
-            Route("/is_paused", answered(admin(self.is_paused))),
-            *(
-                Route(path, answered(admin(handle)), methods=["POST"])
-                for path, handle in of_admin.items()
-            ),
+            ApiRoute("GET", "/health", self.health),
+            ApiRoute("GET", "/ping", self.health),
+            ApiRoute("POST", "/ping", self.health),
+            ApiRoute("GET", "/ready", self.ready),
+            ApiRoute("GET", "/load", self.load, None, dict),
+            ApiRoute("GET", "/metrics", self.metrics),
+            ApiRoute("GET", "/is_paused", admin(self.is_paused), None, dict),
+            ApiRoute("POST", "/pause", admin(self.pause), None, dict),
+            ApiRoute("POST", "/resume", admin(self.resume), None, dict),
+            ApiRoute("POST", "/reset_prefix_cache", admin(self.reset), None, dict, [409]),
+            ApiRoute("POST", "/start_profile", admin(self.start_profile), None, dict),
+            ApiRoute("POST", "/stop_profile", admin(self.stop_profile), None, dict),
         ]
 
     async def health(self, request: Request) -> ASGIApp:

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from engine.server.answers import Answer, Counted, chat_logprobs, reason_of
+from engine.server.answers import Answer, Counted, reason_of
 from engine.server.asked import ChatRequest
 from engine.server.blocks import Block, Blocks, Change
 from engine.server.dialogue import ChatModel, Dialogue, Said
 from engine.server.errors import ApiError, as_api_error
+from engine.server.logprobs import TokenNames, chat_logprobs
 from engine.server.responses_asked import Message, ResponsesRequest, chat_of, messages_of
 from engine.server.speech.turns import Text
 
@@ -93,6 +94,7 @@ class Responses(Answer):
             chat.top_logprobs = asked.top_logprobs or 0
         self._messages = [*before, *messages_of(asked.input)]
         self._dialogue = Dialogue(model, chat, self.name)
+        self._token_names = TokenNames(model.engine.tokenizer)
         self._blocks = Blocks()
         self._counted = Counted()
         self._logprobs: list[Told] = []
@@ -231,7 +233,7 @@ class Responses(Answer):
         num = self._asked.top_logprobs or 0
         if not any(isinstance(event, Text) for event in said.events):
             return []
-        told = chat_logprobs(said.completion, num)
+        told = chat_logprobs(said.completion, num, self._token_names)
         new: list[Told] = [] if told is None else told["content"]
         self._logprobs += new
         return new

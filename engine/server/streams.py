@@ -26,6 +26,7 @@ class EventStream:
     def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
         self._events = events
         self._first = b""
+        self.headers = list(HEADERS)
 
     async def begin(self) -> None:
         """Wait for the first event. Raises what it does."""
@@ -35,7 +36,7 @@ class EventStream:
         await while_there(self._send_all(send), receive)
 
     async def _send_all(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+        await send({"type": "http.response.start", "status": 200, "headers": self.headers})
         await send({"type": "http.response.body", "body": self._first, "more_body": True})
         async with contextlib.aclosing(self._events) as events:
             async for event in events:

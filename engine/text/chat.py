@@ -1,7 +1,7 @@
 """Chat templates: Jinja in a sandbox, with the filters and names that templates expect.
 
 Renders what transformers' ``apply_chat_template`` renders. Templates are third-party code: they see
-plain data only and cannot reach Python behind it.
+plain data only, cannot reach Python behind it, and have bounds on time and size (``sandbox``).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any, NoReturn
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.errors import ModelError, RequestError, RequestTypeError
+from engine.text.sandbox import BUDGET, MAX_SECONDS, BoundedEnvironment, Budget, bounded_filter
 
 Messages = Sequence[Mapping[str, Any]]
 """One conversation: ``{"role": ..., "content": ...}`` and whatever else the template reads."""
@@ -78,10 +78,11 @@ def chat_values(messages: Messages, values: dict[str, Any]) -> dict[str, Any]:
         raise _refusal(error) from error
 
 
-def fill_template(template: str, values: dict[str, Any]) -> str:
-    """The text of a template. Raises ``RequestError`` if it refuses these values."""
+def fill_template(template: str, values: dict[str, Any], seconds: float = MAX_SECONDS) -> str:
+    """The text of a template. Raises ``RequestError`` if it refuses these values, or takes longer
+    than so many seconds."""
     try:
-        return str(compile_template(template).render(values))
+        return str(compile_template(template).render({**values, BUDGET: Budget(seconds)}))
     except Exception as error:  # third-party code: it may add None to a string, and the like
         raise _refusal(error) from error
 
@@ -123,10 +124,10 @@ def plain(value: Any) -> Any:
 @lru_cache(maxsize=16)
 def compile_template(source: str) -> Any:
     """A compiled chat template. Raises ``TemplateError`` if it is no valid Jinja."""
-    environment = ImmutableSandboxedEnvironment(
+    environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
-    environment.filters["tojson"] = _to_json
+    environment.filters["tojson"] = bounded_filter(_to_json, is_sized=True)
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment.from_string(source)

@@ -45,7 +45,7 @@ def joins_texts(tokenizer: Tokenizer) -> bool:
     """Whether a text is that of its tokens joined, but for bytes and the very first token."""
     if tokenizer.decoder is None:
         return False
-    parts = _flatten(json.loads(tokenizer.decoder.__getstate__()))
+    parts = flat_parts(tokenizer.decoder)
     kinds = [part["type"] for part in parts]
     if kinds in (["ByteLevel"], ["Metaspace"]):
         return True
@@ -57,6 +57,11 @@ def joins_texts(tokenizer: Tokenizer) -> bool:
         return False
     # Of one space the text begins with: with two, more than the first token would be concerned.
     return bool(parts[-1]["start"] <= 1 and parts[-1]["stop"] == 0)
+
+
+def flat_parts(decoder: Any) -> list[dict[str, Any]]:
+    """A decoder as data, part by part."""
+    return _flatten(json.loads(decoder.__getstate__()))
 
 
 def _flatten(part: dict[str, Any]) -> list[dict[str, Any]]:

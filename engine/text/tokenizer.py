@@ -21,6 +21,7 @@ from tokenizers.decoders import DecodeStream
 from engine.config.model import ModelConfig, read_json, read_model_info
 from engine.errors import ModelError, RequestError, RequestTypeError
 from engine.text.chat import Messages, read_templates, render_chat
+from engine.text.token_bytes import TokenBytes
 from engine.text.token_lengths import max_chars_per_token
 from engine.text.token_texts import REPLACEMENT, TokenTexts, joins_texts
 
@@ -121,6 +122,12 @@ class Tokenizer:
         if text is None:
             text = self._texts[token_id] = self.backend.decode([token_id], False)
         return text
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """Bytes that one token adds to a text, special tokens by name: those of a text's tokens,
+        one behind the other, are the text. ``None`` if they are a part of a character, and the
+        tokenizer does not tell which."""
+        return self.backend.token_bytes(token_id)
 
     def apply_chat_template(
         self,
@@ -316,6 +323,9 @@ class Backend(Protocol):
     def token_texts(self, skip_special_tokens: bool) -> TokenTexts | None:
         """The same token by token, if that is enough to know."""
 
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """Of one token; ``None`` if they are not known."""
+
     def as_json(self) -> str | None:
         """As tokenizer.json has it, added tokens included; ``None`` for one in Python."""
 
@@ -327,6 +337,7 @@ class RustBackend:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
+        self._token_bytes = TokenBytes(tokenizer)
         self._token_texts: dict[bool, TokenTexts] = {}
         if joins_texts(tokenizer):
             self._token_texts = {skip: TokenTexts(tokenizer, skip) for skip in (False, True)}
@@ -376,6 +387,9 @@ class RustBackend:
     def token_texts(self, skip_special_tokens: bool) -> TokenTexts | None:
         return self._token_texts.get(skip_special_tokens)
 
+    def token_bytes(self, token_id: int) -> bytes | None:
+        return self._token_bytes[token_id]
+
     def as_json(self) -> str | None:
         found: str = self._tokenizer.to_str()
         return found
@@ -418,6 +432,10 @@ class PythonBackend:
 
     def token_texts(self, skip_special_tokens: bool) -> TokenTexts | None:
         return None
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        text = self.decode([token_id], skip_special_tokens=False)
+        return None if REPLACEMENT in text else text.encode()
 
     def as_json(self) -> str | None:
         return None

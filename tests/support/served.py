@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import IO
 
 READY_SECONDS = 90
 
@@ -25,10 +27,10 @@ def free_port() -> int:
 class Served:
     """A running ``metronome serve``."""
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], port: int, scheme: str = "http") -> None:
         self.process = process
         self.port = port
-        self.url = f"http://127.0.0.1:{port}"
+        self.url = f"{scheme}://127.0.0.1:{port}"
 
     def end(self, number: int = signal.SIGTERM, seconds: float = 30) -> int:
         """Its exit status."""
@@ -37,15 +39,21 @@ class Served:
 
 
 @contextmanager
-def served(*options: str, **variables: str) -> Iterator[Served]:
-    """The model in the box, or another that the options name."""
+def served(
+    *options: str,
+    log: IO[bytes] | None = None,
+    tls: ssl.SSLContext | None = None,
+    **variables: str,
+) -> Iterator[Served]:
+    """The model in the box, or another that the options name. ``log``: where its log goes;
+    ``tls``: how to ask it, if the options give it a certificate."""
     port = free_port()
     command = [sys.executable, "-m", "engine.cli.main", "serve", "--port", str(port), *options]
-    process = subprocess.Popen(command, env={**os.environ, **variables})
+    process = subprocess.Popen(command, env={**os.environ, **variables}, stderr=log)
     try:
-        server = Served(process, port)
+        server = Served(process, port, "http" if tls is None else "https")
         end = time.monotonic() + READY_SECONDS
-        while not is_ready(server.url):
+        while not is_ready(server.url, tls):
             assert process.poll() is None, "the server has ended before it was ready"
             assert time.monotonic() < end, "the server is not ready"
             time.sleep(0.05)
@@ -55,9 +63,9 @@ def served(*options: str, **variables: str) -> Iterator[Served]:
         process.wait()
 
 
-def is_ready(url: str) -> bool:
+def is_ready(url: str, tls: ssl.SSLContext | None = None) -> bool:
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+        with urllib.request.urlopen(f"{url}/health", timeout=5, context=tls) as answer:
             return bool(answer.status == 200)
     except (urllib.error.URLError, OSError):
         return False

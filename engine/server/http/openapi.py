@@ -1,0 +1,167 @@
+"""Routes that describe themselves, and the document made of them: ``GET /openapi.json``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp
+
+from engine.messages.params import OPTIONAL_WHOLE_RANGES, REAL_RANGES, WHOLE_RANGES
+from engine.server.errors import is_anthropic
+from engine.server.http.answered import answered
+
+REASONS = {
+    400: "What was asked is wrong; the message names it",
+    401: "The API key is missing or wrong",
+    403: "A page of another site asks, in a browser",
+    404: "There is no such model, or no such path",
+    405: "The path knows other methods",
+    408: "The time for this request is over, or its body was too slow",
+    413: "The body is too large",
+    429: "This key has too many requests under way; see Retry-After",
+    431: "The headers are too large",
+    500: "The server failed, and its log says why",
+    503: "Not now: the queue is full, or the server is ending; see Retry-After",
+}
+RANGES = {limits.field: limits for limits in (*REAL_RANGES, *WHOLE_RANGES, *OPTIONAL_WHOLE_RANGES)}
+EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+ALWAYS = (400, 401, 403, 405, 408, 413, 429, 431, 500, 503)
+"""Statuses that any route may have."""
+
+
+class ErrorAbout(msgspec.Struct):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(msgspec.Struct):
+    """The body of every answer that is no success."""
+
+    error: ErrorAbout
+
+
+class AnthropicErrorAbout(msgspec.Struct):
+    """What went wrong."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorAnswer(msgspec.Struct):
+    """The same where Anthropic's clients ask."""
+
+    type: str
+    error: AnthropicErrorAbout
+
+
+class ApiRoute(Route):
+    """A route with its entry in the document."""
+
+    def __init__(
+        self,
+        method: str,
+        path: str,
+        handle: Callable[[Request], Awaitable[ASGIApp]],
+        takes: type[msgspec.Struct] | None = None,
+        gives: Any = None,
+        also: Sequence[int] = (),
+    ) -> None:
+        """takes, gives: what is in the bodies, if there is one (``dict``: any object); events as
+        well, if one takes ``stream``. also: statuses beside ``ALWAYS``, and 404 of what names a
+        model. The handler's docstring is the summary."""
+        super().__init__(path, answered(handle), methods=[method])
+        self.method = method
+        self.takes = takes
+        self.gives = gives
+        names = () if takes is None else takes.__struct_fields__
+        self.streams = "stream" in names
+        has_name = "model" in names or bool(self.param_convertors)
+        self.statuses = sorted({*ALWAYS, *also, *([404] if has_name else [])})
+        self.summary = (handle.__doc__ or "").strip().partition("\n")[0]
+
+
+def document_of(routes: Iterable[BaseRoute], models: Sequence[str]) -> dict[str, Any]:
+    """The OpenAPI document of these routes, which serve these models."""
+    described = [route for route in routes if isinstance(route, ApiRoute)]
+    bodies = [each for route in described for each in (route.takes, route.gives) if each]
+    kinds = list(dict.fromkeys([ErrorAnswer, AnthropicErrorAnswer, *bodies]))
+    schemas, components = msgspec.json.schema_components(
+        kinds, ref_template="#/components/schemas/{name}"
+    )
+    for component in components.values():
+        for name, schema in component.get("properties", {}).items():
+            _narrow(name, schema, models)
+    schema_of = dict(zip(kinds, schemas, strict=True))
+    paths: dict[str, dict[str, Any]] = {}
+    for route in described:
+        path = paths.setdefault(route.path.replace(":path}", "}"), {})
+        path[route.method.lower()] = _operation(route, schema_of, models)
+    about = {"title": "Metronome", "version": version("metronome-engine")}
+    key = {"key": {"type": "http", "scheme": "bearer"}}
+    return {
+        "openapi": "3.1.0",
+        "info": about,
+        "paths": paths,
+        "components": {"schemas": components, "securitySchemes": key},
+        "security": [{"key": []}, {}],
+    }
+
+
+def _narrow(name: str, schema: dict[str, Any], models: Sequence[str]) -> None:
+    """Say of a field what its type does not."""
+    kinds = schema.get("anyOf", [schema])
+    if name == "model":
+        schema["enum"] = [*models, *([None] if {"type": "null"} in kinds else [])]
+    if name in RANGES:
+        limits = RANGES[name]
+        low = "exclusiveMinimum" if limits.open_low else "minimum"
+        for kind in kinds:
+            if kind.get("type") in ("integer", "number"):
+                kind[low] = limits.low
+                if math.isfinite(limits.high):
+                    kind["maximum"] = limits.high
+
+
+def _operation(route: ApiRoute, schema_of: dict[Any, Any], models: Sequence[str]) -> dict[str, Any]:
+    good: dict[str, Any] = {"description": "Success"}
+    if route.gives is not None:
+        good["content"] = _json(schema_of[route.gives])
+    if route.streams:
+        good["content"]["text/event-stream"] = {"schema": EVENT}
+    headers = {"X-Request-Id": {"schema": {"type": "string"}}}
+    error = AnthropicErrorAnswer if is_anthropic(route.path) else ErrorAnswer
+    wrong = {"content": _json(schema_of[error]), "headers": headers}
+    operation: dict[str, Any] = {
+        "summary": route.summary,
+        "responses": {
+            "200": {**good, "headers": headers},
+            **{str(status): {"description": REASONS[status], **wrong} for status in route.statuses},
+        },
+    }
+    if route.takes is not None:
+        operation["requestBody"] = {"required": True, "content": _json(schema_of[route.takes])}
+    if names := list(route.param_convertors):
+        operation["parameters"] = [
+            {
+                "name": name,
+                "in": "path",
+                "required": True,
+                "schema": {"type": "string", **({"enum": list(models)} if name == "name" else {})},
+            }
+            for name in names
+        ]
+    return operation
+
+
+def _json(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}

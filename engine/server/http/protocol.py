@@ -1,0 +1,213 @@
+"""uvicorn's protocol on httptools, with the bounds that it lacks.
+
+    connection ── head ──> on_headers_complete ── body ──> on_message_complete ── answer ── head ...
+                  10 s, 64 KiB                    60 s
+
+llhttp, which is inside, refuses by itself what smuggles: lengths that disagree, a length beside a
+chunked body, folded headers, bare line feeds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from engine.errors import ConfigError
+from engine.server.errors import ApiError
+
+LINGER_SECONDS = 2.0  # that a client's further bytes are dropped for, so that it reads the answer
+UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class HttpLimits:
+    """What a connection may cost before its request is looked at."""
+
+    header_seconds: float = 10.0
+    """From the first byte of a request, or from the connection, to the end of its headers."""
+    body_seconds: float = 60.0
+    """From the end of the headers to the end of the body."""
+    header_bytes: int = 64 << 10
+    """Of request line and headers together."""
+    num_headers: int = 256
+
+    def __post_init__(self) -> None:
+        for name in ("header_seconds", "body_seconds"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ConfigError(f"{name} is {getattr(self, name)}, must be above 0")
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """One connection. What it refuses is answered in OpenAI's form, and the connection ends."""
+
+    def __init__(self, *args: Any, limits: HttpLimits | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._limits = limits or HttpLimits()
+        self._deadline: asyncio.TimerHandle | None = None
+        self._refusal: ApiError | None = None
+        self._is_in_body = False  # or else in a head, or before one
+        self._is_over = False  # nothing more is read
+        self._is_kept = True  # as the request asks
+        self._head_bytes = 0
+        self._num_new_bytes = 0  # since the parser last said something
+
+    # -- of the connection
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._set_deadline(self._limits.header_seconds)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._is_over = True
+        self._forget_deadline()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_over:
+            return
+        self._unset_keepalive_if_required()
+        if not self._is_in_body:
+            data = _without_upgrade(data)
+        self._num_new_bytes += len(data)
+        try:
+            self.parser.feed_data(data)
+            self._check_head(0)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade, ApiError):
+            self._refuse(self._refusal or ApiError(400, "what was sent is no HTTP/1.1 request"))
+        else:
+            self._watch()
+
+    def _watch(self) -> None:
+        """Whoever is slow has a deadline: of a head, or of a body."""
+        is_idle = self.cycle is None or self.cycle.response_complete
+        if not self._is_in_body and not is_idle:
+            self._forget_deadline()
+        elif self._deadline is None:
+            limits = self._limits
+            self._set_deadline(limits.body_seconds if self._is_in_body else limits.header_seconds)
+
+    # -- of the parser
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._head_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        self._check_head(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._check_head(len(name) + len(value) + 4)
+        if len(self.headers) >= self._limits.num_headers:
+            most = self._limits.num_headers
+            self._fail(431, f"the request has over {most} headers, the limit: send fewer")
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._num_new_bytes = 0
+        self._check_request()
+        super().on_headers_complete()
+        self._forget_deadline()
+        self._is_in_body = True
+        # An answer before the end of the body does not end the connection: see on_response_complete
+        self._is_kept, self.cycle.keep_alive = self.cycle.keep_alive, True
+
+    def on_body(self, body: bytes) -> None:
+        self._num_new_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._num_new_bytes = 0
+        self._is_in_body = False
+        self._forget_deadline()
+        self.cycle.keep_alive = self._is_kept
+        super().on_message_complete()
+
+    def _check_head(self, num: int) -> None:
+        """Count so many bytes of a head that is not complete."""
+        if num:
+            self._head_bytes += num
+            self._num_new_bytes = 0
+        most = self._limits.header_bytes
+        if not self._is_in_body and self._head_bytes + self._num_new_bytes > most:
+            self._fail(431, f"the request's headers have over {most} bytes, the limit: send less")
+
+    def _check_request(self) -> None:
+        version, names = self.parser.get_http_version(), [name for name, _ in self.headers]
+        if version not in ("1.0", "1.1"):
+            self._fail(505, f"the request is HTTP/{version}, must be HTTP/1.1")
+        num_hosts = names.count(b"host")
+        if num_hosts > 1 or (version == "1.1" and not num_hosts):
+            self._fail(400, f"the request has {num_hosts} Host headers, must have one")
+        if version == "1.0" and b"transfer-encoding" in names:
+            self._fail(400, "the request is HTTP/1.0 with Transfer-Encoding: send Content-Length")
+        if self.parser.should_upgrade():
+            self._fail(400, "the request asks for an upgrade, which is not supported")
+
+    def _fail(self, status: int, message: str) -> None:
+        """End the parser, and the connection with it."""
+        self._refusal = ApiError(status, message)
+        raise self._refusal
+
+    # -- of answers
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._is_in_body and not self._is_over:  # answered before its body has come
+            self._unset_keepalive_if_required()
+            self._linger()
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer for the application, unless it is answering something already."""
+        self._is_over = True
+        if self.cycle is not None and not self.cycle.response_complete and not self._is_in_body:
+            self.transport.close()
+            return
+        if self.cycle is not None and self.cycle.response_started and self._is_in_body:
+            self._linger()
+            return
+        body = error.body()
+        head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+        self.transport.write(STATUS_LINE[error.status] + head % len(body) + body)
+        self._linger()
+
+    def _linger(self) -> None:
+        """Read nothing more, and close; not at once, or the answer would be lost with what the
+        client still sends."""
+        self._is_over = True
+        self._forget_deadline()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._deadline = self.loop.call_later(LINGER_SECONDS, self.transport.close)
+        if self.cycle is not None and not self.cycle.response_complete:  # it waits for its body
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+
+    def _set_deadline(self, seconds: float) -> None:
+        self._forget_deadline()
+        self._deadline = self.loop.call_later(seconds, self._be_late, seconds)
+
+    def _forget_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _be_late(self, seconds: float) -> None:
+        if self.transport.is_closing():
+            return
+        what = "body" if self._is_in_body else "headers"
+        self._refuse(ApiError(408, f"the {what} took over {seconds:g} s, the limit: send it again"))
+
+
+def _without_upgrade(data: bytes) -> bytes:
+    """A request that offers another protocol goes on in this one. Behind an upgrade the parser
+    would read no body, and Java's client offers HTTP/2 with every request."""
+    end = data.find(b"\r\n\r\n")
+    if end < 0 or UPGRADE.search(data, 0, end) is None:
+        return data
+    return UPGRADE.sub(b"\r\nx-upgrade:", data[:end]) + data[end:]

@@ -1,0 +1,147 @@
+"""How much one request may ask for. Each limit is checked before the work that it bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from engine.errors import ConfigError
+from engine.server.errors import ApiError
+
+MAX_DEPTH = 64  # of lists and objects in one another
+MAX_ENTRIES = {
+    "messages": 8192,
+    "tools": 1024,
+    "stop": 64,
+    "bad_words": 1024,
+    "stop_token_ids": 4096,
+    "allowed_token_ids": 1 << 18,
+    "logit_bias": 4096,
+    "chat_template_kwargs": 64,
+    "hints": 64,
+}
+MAX_CHARS = {"stop": 1024, "bad_words": 1024, "user": 1024, "cache_salt": 1024}
+"""Of a text, or of each in a list."""
+RANGES = {"repetition_penalty": (1e-6, 1e6)}
+"""Of numbers that the engine takes as they are, and with which no logits would be finite."""
+COUNTED_LOGPROBS = ("logprobs", "top_logprobs", "prompt_logprobs")
+TYPED_DEEP = ("prompt",)  # decoded into a type that has no depth
+TRAVELLING = ("hints",)  # to a core that may be another process
+INT64 = range(-(2**63), 2**63)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Those of them that are options of the server."""
+
+    max_body_bytes: int = 32 << 20
+    max_n: int = 128
+    """Texts for each prompt."""
+    max_logprobs: int = 20
+    """Tokens of which log-probabilities are told at each position; -1: as many as there are."""
+    max_requests_per_key: int | None = None
+    """Requests of one key at a time."""
+
+    def __post_init__(self) -> None:
+        least = {"max_body_bytes": 1, "max_n": 1, "max_logprobs": -1, "max_requests_per_key": 1}
+        check_at_least(self, least)
+
+
+def check_at_least(options: object, least: dict[str, int]) -> None:
+    """Raise ``ConfigError`` for an option below what it must be."""
+    for name, low in least.items():
+        value = getattr(options, name)
+        if value is not None and not value >= low:
+            raise ConfigError(f"{name} is {value}, must be at least {low}")
+
+
+def check_limits(asked: msgspec.Struct, limits: Limits) -> None:
+    """Raise ``ApiError`` that names field, value, limit and way out."""
+    for name in asked.__struct_fields__:
+        value = getattr(asked, name)
+        if isinstance(value, int):
+            _check_number(name, value, limits)
+        elif isinstance(value, float):
+            _check_real(name, value)
+        elif isinstance(value, str):
+            _check_chars(name, (value,))
+        elif isinstance(value, list | dict):
+            _check_entries(name, value)
+
+
+def _check_number(name: str, value: int, limits: Limits) -> None:
+    _check_whole(name, value)
+    if name == "n" and value > limits.max_n:
+        raise _wrong(
+            name, f"n is {value}, the limit is {limits.max_n} (--max-n of the server): ask again"
+        )
+    most = limits.max_logprobs
+    if name in COUNTED_LOGPROBS and most >= 0 and not 0 <= value <= most:
+        raise _wrong(
+            name,
+            f"{name} is {value}, must be 0 to {most}: ask for fewer, or raise --max-logprobs of "
+            "the server",
+        )
+
+
+def _check_whole(name: str, value: int) -> None:
+    if value not in INT64:
+        raise _wrong(name, f"{name} has {_shown(value)}, must be a number of 64 bits")
+
+
+def _check_real(name: str, value: float) -> None:
+    low, high = RANGES.get(name, (value, value))
+    if not low <= value <= high:
+        raise _wrong(name, f"{name} is {value}, must be in [{low:g}, {high:g}]")
+
+
+def _check_chars(name: str, texts: Iterable[str]) -> None:
+    most = MAX_CHARS.get(name)
+    if most is None:
+        return
+    for text in texts:
+        if len(text) > most:
+            raise _wrong(
+                name,
+                f"{name} has a text of {len(text)} characters, the limit is {most}: shorten it",
+            )
+
+
+def _check_entries(name: str, value: list[Any] | dict[str, Any]) -> None:
+    most = MAX_ENTRIES.get(name)
+    if most is not None and len(value) > most:
+        raise _wrong(name, f"{name} has {len(value)} entries, the limit is {most}: send fewer")
+    if name in MAX_CHARS:
+        _check_chars(name, value)
+    if name not in TYPED_DEEP:
+        _check_depth(name, value)
+
+
+def _check_depth(name: str, whole: list[Any] | dict[str, Any]) -> None:
+    level: list[Any] = [whole]
+    depth = 0
+    while level:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise _wrong(name, f"{name} has over {MAX_DEPTH} levels, the limit: nest it less")
+        inner = [
+            value
+            for outer in level
+            for value in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if name in TRAVELLING:
+            for value in inner:
+                if isinstance(value, int):
+                    _check_whole(name, value)
+        level = [value for value in inner if isinstance(value, list | dict)]
+
+
+def _shown(value: int) -> str:
+    return str(value) if -(10**40) < value < 10**40 else "a number of over 40 digits"
+
+
+def _wrong(name: str, message: str) -> ApiError:
+    return ApiError(400, message, param=name)

@@ -1,0 +1,111 @@
+"""Texts to token ids and back: ``POST /tokenize`` and ``/detokenize``, with vLLM's fields."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from engine.async_engine import AsyncLLMEngine
+from engine.server.dialogue import OWN_FIELDS, ChatModel, plain_message
+from engine.server.errors import ApiError
+from engine.server.logprobs import TokenNames
+
+MAX_CHARS = 4 << 20  # of a text
+MAX_IDS = 1 << 18
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A text, or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None  # unless told, to a text: a template has its own
+    return_token_strs: bool = False
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenizeAnswer(msgspec.Struct, omit_defaults=True):
+    """Its ids."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Token ids."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+class DetokenizeAnswer(msgspec.Struct):
+    """Their text, special tokens by name."""
+
+    prompt: str
+
+
+async def tokenize(model: ChatModel, asked: TokenizeRequest) -> TokenizeAnswer:
+    """Raises ``ApiError`` or ``RequestError``."""
+    engine = model.engine
+    if (asked.prompt is None) == (asked.messages is None):
+        raise ApiError(400, "either prompt or messages must be given", param="prompt")
+    if asked.messages is None:
+        text = asked.prompt or ""
+        ids = await _encoded(engine, text, asked.add_special_tokens is not False)
+    else:
+        rendered = await _rendered(model, asked)
+        ids = rendered["prompt_token_ids"]
+        if asked.add_special_tokens:
+            ids = await _encoded(engine, rendered["prompt"], True)
+    strings = None
+    if asked.return_token_strs:
+        names = TokenNames(engine.tokenizer)
+        strings = [names.text_of(token_id, is_unique=True) for token_id in ids]
+    return TokenizeAnswer(len(ids), engine.max_model_len, ids, strings)
+
+
+async def detokenize(engine: AsyncLLMEngine, asked: DetokenizeRequest) -> DetokenizeAnswer:
+    """Raises ``ApiError``."""
+    if len(asked.tokens) > MAX_IDS:
+        raise ApiError(
+            400,
+            f"tokens has {len(asked.tokens)} ids, the limit is {MAX_IDS}: send fewer",
+            param="tokens",
+        )
+    size = engine.get_tokenizer().vocab_size
+    for token_id in asked.tokens:
+        if not 0 <= token_id < size:
+            raise ApiError(
+                400,
+                f"tokens has {token_id}, must be in [0, {size - 1}]: the tokenizer knows {size}",
+                param="tokens",
+            )
+    return DetokenizeAnswer(await engine.decode(asked.tokens))
+
+
+async def _encoded(engine: AsyncLLMEngine, text: str, add_special_tokens: bool) -> list[int]:
+    if len(text) > MAX_CHARS:
+        raise ApiError(
+            400,
+            f"prompt has {len(text)} characters, the limit is {MAX_CHARS}: send it in parts",
+            param="prompt",
+        )
+    return await engine.encode(text, add_special_tokens)
+
+
+async def _rendered(model: ChatModel, asked: TokenizeRequest) -> Any:
+    variables = {**(asked.chat_template_kwargs or {})}
+    if wrong := sorted({*OWN_FIELDS} & {*variables}):
+        raise ApiError(
+            400,
+            f"chat_template_kwargs has {wrong[0]}, no variable of a template: leave it out",
+            param="chat_template_kwargs",
+        )
+    variables["add_generation_prompt"] = asked.add_generation_prompt
+    messages = [plain_message(message) for message in asked.messages or []]
+    return await model.render(messages, **variables)

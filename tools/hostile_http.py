@@ -1,0 +1,213 @@
+"""Sends a server what no client would, for long: the long form of tests/e2e/test_server_hostile.py.
+
+    python tools/hostile_http.py [--examples 500] [--connections 1000] [--seconds 60] [--seed N]
+
+Requests after its OpenAPI document (schemathesis), bytes that are nearly HTTP, slow and endless ones
+beside a healthy client, and keys that are wrong at their first or last byte. Prints a JSON line for
+each; exit status 1 if the server failed, grew, or held up the healthy client.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from support.raw_http import connect, request, say  # noqa: E402
+from support.schema_fuzz import fuzz  # noqa: E402
+from support.served import Served, served  # noqa: E402
+
+KEY = "k" * 64
+OPTIONS = (
+    "--served-model-name", "box", "--num-threads", "1", "--max-model-len", "64",
+    "--num-kv-blocks", "400", "--dtype", "float32", "--api-key", KEY, "--header-timeout", "5",
+    "--body-timeout", "5",
+)  # fmt: skip
+BEARER = {"Authorization": f"Bearer {KEY}"}
+ASKED = json.dumps({"model": "box", "prompt": "x", "max_tokens": 4}).encode()
+GOOD = request("/v1/completions", ASKED, **BEARER)
+MAX_GROWN_MIB = 50
+MAX_SLOWER = 1.2  # the healthy client's p99 beside hostile ones, against alone
+MAX_T = 4.5
+NUM_KEYS = 20_000
+
+
+class Healthy:
+    """A client that asks all the time, and how long its answers took."""
+
+    def __init__(self, server: Served) -> None:
+        self._server = server
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.seconds: list[float] = []
+        self.wrong = 0
+
+    def __enter__(self) -> Healthy:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.02):
+            said = say(self._server.port, GOOD)
+            self.seconds.append(said.seconds)
+            self.wrong += said.status != 200
+
+    @property
+    def p99(self) -> float:
+        return sorted(self.seconds)[int(0.99 * len(self.seconds))] if self.seconds else 0.0
+
+
+def mutants(server: Served, seconds: float, seed: int) -> dict[str, Any]:
+    """Good requests with bytes cut out, doubled, flipped or put in."""
+    dice, end, statuses = random.Random(seed), time.monotonic() + seconds, dict[str, int]()
+    while time.monotonic() < end:
+        data = bytearray(GOOD)
+        for _ in range(dice.randint(1, 4)):
+            place = dice.randrange(len(data))
+            match dice.randrange(4):
+                case 0:
+                    del data[place : place + dice.randint(1, 9)]
+                case 1:
+                    data[place] = dice.randrange(256)
+                case 2:
+                    data[place:place] = data[place : place + dice.randint(1, 40)]
+                case _:
+                    data[place:place] = dice.choice(
+                        [
+                            b"\r\n",
+                            b"\0",
+                            b": ",
+                            b"Transfer-Encoding: chunked\r\n",
+                            b"\n",
+                            b"\xff" * 9,
+                        ]
+                    )
+        status = str(say(server.port, bytes(data), wait=0.3).status)
+        statuses[status] = statuses.get(status, 0) + 1
+    allowed = {"200", "400", "401", "404", "405", "431", "505", "None"}  # None: it waits for more
+    return {"statuses": statuses, "is_ok": statuses.keys() <= allowed}
+
+
+def slow(server: Served, num: int, seconds: float) -> dict[str, Any]:
+    """Connections that send a byte a second, beside a healthy client."""
+    memory = psutil.Process(server.process.pid).memory_info
+    with Healthy(server) as alone:
+        time.sleep(seconds / 2)
+    before, end = memory().rss, time.monotonic() + seconds / 2
+    peak = before
+    socks = [connect(server.port) for _ in range(num)]
+    with Healthy(server) as beside:
+        while time.monotonic() < end:
+            for place, sock in enumerate(socks):
+                try:
+                    sock.sendall(b"X")
+                except OSError:
+                    sock.close()
+                    socks[place] = connect(server.port)
+            peak = max(peak, memory().rss)
+            time.sleep(1)
+    for sock in socks:
+        sock.close()
+    grown = (peak - before) / (1 << 20)
+    return {
+        "connections": num,
+        "grown_mib": round(grown, 1),
+        "p99_alone_ms": round(1e3 * alone.p99, 2),
+        "p99_beside_ms": round(1e3 * beside.p99, 2),
+        "is_ok": grown < MAX_GROWN_MIB
+        and not alone.wrong + beside.wrong
+        and beside.p99 < MAX_SLOWER * alone.p99 + 0.01,  # the senders are on the same processors
+    }
+
+
+def endless(server: Served) -> dict[str, Any]:
+    """A gibibyte of header, of many headers, of body without a length, of body with one."""
+    memory = psutil.Process(server.process.pid).memory_info
+    before, part = memory().rss, b"a" * (1 << 20)
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n"
+        + f"Authorization: Bearer {KEY}\r\n".encode()
+    )
+    cases: dict[str, tuple[bytes, bytes]] = {
+        "one header": (head + b"X: ", part),
+        "many headers": (head, b"X: a\r\n" * (len(part) // 6)),
+        "chunks": (head + b"Transfer-Encoding: chunked\r\n\r\n", b"100000\r\n" + part + b"\r\n"),
+        "a length": (head + b"Content-Length: 1073741824\r\n\r\n", part),
+    }
+    told = {name: say(server.port, first, *[more] * 1024) for name, (first, more) in cases.items()}
+    grown = (memory().rss - before) / (1 << 20)
+    statuses = {name: said.status for name, said in told.items()}
+    is_ok = set(statuses.values()) <= {413, 431} and grown < MAX_GROWN_MIB
+    return {"statuses": statuses, "grown_mib": round(grown, 1), "is_ok": is_ok}
+
+
+def key_times(server: Served, num: int) -> dict[str, Any]:
+    """Whether the time of a refusal tells where a key is wrong: Welch's t of the two."""
+    keys = ["x" + KEY[1:], KEY[:-1] + "x"]
+    asked = [request("/v1/models", Authorization=f"Bearer {key}") for key in keys]
+    times: tuple[list[float], list[float]] = ([], [])
+    with connect(server.port) as sock:
+        for turn in range(2 * num):
+            began = time.perf_counter()
+            sock.sendall(asked[turn % 2])
+            assert sock.recv(1 << 16).startswith(b"HTTP/1.1 401")
+            times[turn % 2].append(time.perf_counter() - began)
+    cut = sorted(times[0] + times[1])[int(0.95 * 2 * num)]  # pauses of the machine say nothing
+    first, last = ([each for each in one if each < cut] for one in times)
+    spread = statistics.variance(first) / len(first) + statistics.variance(last) / len(last)
+    t = (statistics.mean(first) - statistics.mean(last)) / spread**0.5
+    return {"num": num, "t": round(t, 2), "is_ok": abs(t) < MAX_T}
+
+
+def document(server: Served, examples: int, seed: int) -> dict[str, Any]:
+    found = fuzz(server.url, examples=examples, seed=seed, seconds=3600, key=KEY)
+    if found.status:
+        print(found.said, file=sys.stderr)
+    return {"cases": found.num_cases, "is_ok": found.status == 0}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--examples", type=int, default=500)
+    parser.add_argument("--connections", type=int, default=1000)
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    with served(*OPTIONS) as server:
+        tests: dict[str, Callable[[], dict[str, Any]]] = {
+            "document": lambda: document(server, asked.examples, asked.seed),
+            "mutants": lambda: mutants(server, asked.seconds, asked.seed),
+            "slow": lambda: slow(server, asked.connections, asked.seconds),
+            "endless": lambda: endless(server),
+            "key_times": lambda: key_times(server, NUM_KEYS),
+        }
+        is_ok = True
+        for name, run in tests.items():
+            began = time.monotonic()
+            result = run()
+            print(
+                json.dumps({"test": name, **result, "seconds": round(time.monotonic() - began, 1)})
+            )
+            is_ok = is_ok and result["is_ok"] and say(server.port, GOOD).status == 200
+        is_ok = is_ok and server.end() == 0
+    return 0 if is_ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
