@@ -17,6 +17,7 @@ from engine.server.logprobs import TextLogprobs, TokenNames, prompt_logprobs
 from engine.server.streams import together
 
 MAX_PROMPTS = 256
+MAX_TEXTS = 2048  # of all prompts together
 
 
 class Completion(Answer):
@@ -122,6 +123,13 @@ def prompts_of(asked: CompletionRequest) -> list[Prompt]:
     if not 0 < len(many) <= MAX_PROMPTS:
         raise ApiError(
             400, f"prompt has {len(many)} prompts, must have 1 to {MAX_PROMPTS}", param="prompt"
+        )
+    if len(many) * asked.n > MAX_TEXTS:
+        raise ApiError(
+            400,
+            f"n is {asked.n} with {len(many)} prompts, the limit is {MAX_TEXTS} texts: ask for "
+            "fewer at a time",
+            param="n",
         )
     if asked.cache_salt is None:
         return many
