@@ -78,6 +78,7 @@ campaign: $(READY)
 	$(BIN)/python tools/canaries.py
 	$(ONE_THREAD) $(BIN)/python tools/kill_matrix.py
 	$(ONE_THREAD) $(BIN)/python tools/fuzz_wire.py
+	$(ONE_THREAD) $(BIN)/python tools/hostile_http.py
 	$(ONE_THREAD) $(BIN)/python tools/soak.py
 	$(PYTEST) -m perf tests
 

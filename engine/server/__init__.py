@@ -1,15 +1,28 @@
-"""The HTTP server: OpenAI's API over an ``AsyncLLMEngine``.
+"""The HTTP server: the APIs of OpenAI and Anthropic over an ``AsyncLLMEngine``.
 
-app          routes, limits; errors as OpenAI words them
+run          uvicorn, and the engine behind it
+app          the routes
+http         what comes before a route: connections, bodies, names of requests, the document
 keys         who may ask, by keys that may change
+limits       how much one request may ask for
+
+asked        what completions and chats may ask, as structs; what that means for the engine
+completions  texts behind prompts
+dialogue     a conversation that goes on by an answer: what the next three share
+chat         chat completions
+responses    OpenAI's newer form, and those that are stored (responses_asked: what may be asked)
+messages     Anthropic's form (messages_asked: what may be asked)
+speech       what a model says, taken apart: thinking, text, tool calls
+blocks       the same as blocks, one behind the other
+tokenize     texts to token ids and back
+
+answers      whole answers, and chunks of them
+logprobs     log-probabilities as clients read them
+streams      server-sent events, and who has left
+errors       as clients read them
+
 operations   health and load, and what takes the admin key
 traffic      what is under way, answers by status
 metrics      what Prometheus reads
 tracing      spans of OpenTelemetry, an extra
-asked        what may be asked, as structs; what that means for the engine
-completions  texts behind prompts
-chat         answers to conversations
-answers      what both are told, whole and in chunks
-streams      server-sent events, and who has left
-run          uvicorn, and the engine behind it
 """

@@ -17,6 +17,8 @@ from engine.server.asked import Asked
 from engine.server.errors import ApiError, as_api_error
 from engine.server.streams import DONE, event_of
 
+OURS = "~"  # in the engine's name of a request, before what makes it differ from all others
+
 
 class PromptDetails(msgspec.Struct):
     cached_tokens: int
@@ -95,6 +97,7 @@ class OpenAIAnswer(Answer):
 
     def tell_as(self, request_id: str) -> None:
         self._head["id"] = f"{self._prefix}-{request_id}"
+        self.name = f"{self._head['id']}{OURS}{uuid.uuid4().hex[:12]}"
 
     @abstractmethod
     def chunks(self) -> AsyncGenerator[bytes, None]:

@@ -224,12 +224,23 @@ def make_app(
         return refusal
 
     limits = limits or Limits()
-    routes = [*Api(engine, names, limits, chat_template).routes(), *operations.routes()]
+    routes = routes_of(engine, names, operations, limits, chat_template)
     app = Starlette(routes=routes, exception_handlers={405: not_so})
     app.router.default = not_there
     app.router.redirect_slashes = False  # where to would be what the Host header says
     guard = Guard(app, operations.keys, limits.max_requests_per_key)
     return operations.traffic.counting(guard, routes)
+
+
+def routes_of(
+    engine: AsyncLLMEngine,
+    names: Sequence[str],
+    operations: Operations,
+    limits: Limits,
+    chat_template: str | None = None,
+) -> list[ApiRoute]:
+    """All that is answered."""
+    return [*Api(engine, names, limits, chat_template).routes(), *operations.routes()]
 
 
 async def not_yet(request: Request) -> ASGIApp:

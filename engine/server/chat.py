@@ -39,12 +39,12 @@ class Chat(OpenAIAnswer):
         self._num_logprobs = asked.top_logprobs or 0
         self._has_thinking = asked.include_reasoning
         self._token_names = TokenNames(model.engine.tokenizer)
-        self._dialogue = Dialogue(model, asked, self.name)
+        self._dialogue = Dialogue(model, asked)
         self._has_begun = False
 
     async def whole(self) -> bytes:
         choices: dict[int, Choice] = {}
-        async with aclosing(self._dialogue.said()) as source:
+        async with aclosing(self._dialogue.said(self.name)) as source:
             async for said in source:
                 self._count(said)
                 choice = choices.setdefault(said.completion.index, Choice())
@@ -55,7 +55,7 @@ class Chat(OpenAIAnswer):
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         begun: set[int] = set()
         num_calls: dict[int, int] = {}
-        async with aclosing(self._dialogue.said()) as source:
+        async with aclosing(self._dialogue.said(self.name)) as source:
             async for said in source:
                 self._count(said)
                 index = said.completion.index

@@ -75,12 +75,11 @@ class Said(NamedTuple):
 class Dialogue:
     """One answer to a conversation, or ``n`` of them."""
 
-    def __init__(self, model: ChatModel, asked: ChatRequest, name: str) -> None:
-        """name: of the request. Raises ``RequestError`` or ``ApiError`` for what is wrong."""
+    def __init__(self, model: ChatModel, asked: ChatRequest) -> None:
+        """Raises ``RequestError`` or ``ApiError`` for what cannot be asked."""
         check_asked(asked)
         self._model = model
         self._asked = asked
-        self._name = name
         num_logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
         limits = (asked.max_completion_tokens, asked.max_tokens)
         most = next((limit for limit in limits if limit is not None), None)
@@ -90,8 +89,8 @@ class Dialogue:
         self._turns: dict[int, Turn] = {}
         self.num_thinking_tokens = 0
 
-    async def said(self) -> AsyncGenerator[Said, None]:
-        """What the model says, as it comes."""
+    async def said(self, name: str) -> AsyncGenerator[Said, None]:
+        """What the model says, as it comes; name: of the request."""
         speech, tools = await self._model.speech(), self._tools
         if tools is not None:
             check_family(speech)
@@ -102,7 +101,7 @@ class Dialogue:
             self._params.skip_special_tokens = False
             self._params.output_kind = "delta"
         options = self._asked.options()
-        source = self._model.engine.generate(prompt, self._params, self._name, **options)
+        source = self._model.engine.generate(prompt, self._params, name, **options)
         async with aclosing(source) as outputs:
             async for output in outputs:
                 for completion in output.outputs:

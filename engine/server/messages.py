@@ -32,7 +32,7 @@ class Messages(Answer):
         if asked.max_tokens is None:
             raise ApiError(400, "max_tokens is missing: it must be given", param="max_tokens")
         self.name = f"msg_{uuid.uuid4().hex}"
-        self._dialogue = Dialogue(model, chat_of(asked), self.name)
+        self._dialogue = Dialogue(model, chat_of(asked))
         self._blocks = Blocks()
         self._counted = Counted()
         self._message: Told = {
@@ -65,7 +65,7 @@ class Messages(Answer):
 
     async def _events(self) -> AsyncGenerator[Told, None]:
         is_begun = False
-        async with aclosing(self._dialogue.said()) as source:
+        async with aclosing(self._dialogue.said(self.name)) as source:
             async for said in source:
                 self._counted.add(0, said.output, [said.completion])
                 if not is_begun:
@@ -114,7 +114,7 @@ class Messages(Answer):
 
 async def count_tokens(model: ChatModel, asked: MessagesRequest) -> bytes:
     """Of the prompt that a request would have."""
-    prompt = await Dialogue(model, chat_of(asked), "").prompt()
+    prompt = await Dialogue(model, chat_of(asked)).prompt()
     return msgspec.json.encode({"input_tokens": len(prompt["prompt_token_ids"])})
 
 

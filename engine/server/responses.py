@@ -93,7 +93,7 @@ class Responses(Answer):
             self._has_logprobs = chat.logprobs = True
             chat.top_logprobs = asked.top_logprobs or 0
         self._messages = [*before, *messages_of(asked.input)]
-        self._dialogue = Dialogue(model, chat, self.name)
+        self._dialogue = Dialogue(model, chat)
         self._token_names = TokenNames(model.engine.tokenizer)
         self._blocks = Blocks()
         self._counted = Counted()
@@ -126,7 +126,7 @@ class Responses(Answer):
     async def _events(self) -> AsyncGenerator[Told, None]:
         """All events, the first when the model has begun."""
         is_begun = False
-        async with aclosing(self._dialogue.said()) as source:
+        async with aclosing(self._dialogue.said(self.name)) as source:
             async for said in source:
                 if not is_begun:
                     is_begun = True

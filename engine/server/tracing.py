@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from engine.async_engine import AsyncLLMEngine
 from engine.errors import ConfigError
 from engine.messages.requests import FinishedRequest
+from engine.server.answers import OURS
 
 SERVICE = "metronome"
 END_SECONDS = 2.0  # that the last spans have to be sent
@@ -110,7 +111,7 @@ def _attributes(
     if params.n > 1:
         yield "gen_ai.request.choice.count", params.n
     yield "gen_ai.request.stream", params.output_kind == "delta"
-    yield "gen_ai.response.id", finished.request_id
+    yield "gen_ai.response.id", finished.request_id.partition(OURS)[0]
     yield "gen_ai.response.model", model
     yield "gen_ai.response.finish_reasons", [finished.finish_reason]
     yield "gen_ai.usage.input_tokens", finished.num_prompt_tokens

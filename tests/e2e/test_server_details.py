@@ -218,3 +218,24 @@ def test_what_is_not_there_yet_says_so(server: Served, client: Any, path: str) -
     assert "not supported yet" in answer["error"]["message"]
     with pytest.raises(openai.BadRequestError, match="not supported yet"):
         client.embeddings.create(model=MODEL, input="x")
+
+
+def test_a_full_queue_says_when_to_ask_again() -> None:
+    """And takes requests again once there is room."""
+    queue = ("--max-num-seqs", "1", "--max-waiting-requests", "2")
+    with served("--served-model-name", MODEL, *COMMON, *queue, "--dtype", "float32") as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        asked = {"model": MODEL, "prompt": "x", "extra_body": {"ignore_eos": True}}
+        with ThreadPoolExecutor(8) as pool:
+            running = pool.submit(client.completions.create, **asked, max_tokens=500)
+            crowd = [
+                pool.submit(client.completions.create, **asked, max_tokens=400) for _ in range(7)
+            ]
+            refused = [each.exception(60) for each in crowd]
+            assert running.result(60).choices
+        told = [error for error in refused if error is not None]
+        assert told and all(isinstance(error, openai.InternalServerError) for error in told)
+        for error in told:
+            assert error.status_code == 503 and error.code == "queue_full"
+            assert int(error.response.headers["retry-after"]) >= 1
+        assert client.completions.create(model=MODEL, prompt="x", max_tokens=1).choices

@@ -19,10 +19,11 @@ from engine.server.http.answered import answered
 REASONS = {
     400: "What was asked is wrong; the message names it",
     401: "The API key is missing or wrong",
-    403: "A page of another site asks, in a browser",
+    403: "A page of another site asks, in a browser; or the admin key is missing",
     404: "There is no such model, or no such path",
     405: "The path knows other methods",
     408: "The time for this request is over, or its body was too slow",
+    409: "Requests are in the way",
     413: "The body is too large",
     429: "This key has too many requests under way; see Retry-After",
     431: "The headers are too large",
