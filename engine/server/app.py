@@ -11,6 +11,7 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.async_engine import AsyncLLMEngine
@@ -219,7 +220,9 @@ def make_app(
     async def not_so(request: Request, error: Exception) -> Response:
         path = request.scope["path"]
         refusal = error_response(ApiError(405, f"{path!r:.80} knows no {request.method:.20}"))
-        refusal.headers.update(getattr(error, "headers", None) or {})  # which it does know
+        fitting = [route for route in routes if route.matches(request.scope)[0] != Match.NONE]
+        known = {method for route in fitting for method in route.methods or ()}
+        refusal.headers["Allow"] = ", ".join(sorted(known))
         stamped(refusal, request.scope)
         return refusal
 
