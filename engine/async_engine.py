@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, NamedTuple, Unpack
 
 from engine.config.args import EngineArgs
-from engine.errors import ConfigError, EngineDeadError
+from engine.errors import ConfigError, EngineDeadError, RefusedError
 from engine.frontend.prompt import Prompt, RequestOptions, Submission, TextPrompt
 from engine.frontend.session import PauseScope, Session
 from engine.messages.params import OutputKind, SamplingParams
@@ -32,6 +32,8 @@ from engine.text.tokenizer import Tokenizer
 
 JOIN_SECONDS = 60.0  # longest step a shutdown waits for
 ALIVE_SECONDS = 1.0  # between two looks at a core with nothing to do
+TOKEN_BYTES = 40  # an int and its place in a list
+LOGPROB_BYTES = 200  # a log-probability, its text, and its place in a dict
 
 
 class AsyncLLMEngine:
@@ -49,6 +51,8 @@ class AsyncLLMEngine:
         self._open: set[Stream] = set()
         self._death: EngineDeadError | None = None
         self._is_closing = False
+        self._num_arriving = 0  # requests that the session does not know yet
+        self._queue_limits: QueueLimits | None = None
         # Of the thread alone.
         self._live: dict[str, Stream] = {}
         self._thread = threading.Thread(target=self._run, name="engine-core", daemon=True)
@@ -75,6 +79,7 @@ class AsyncLLMEngine:
         ``LLMEngine.add_request``.
         """
         self._check_alive()
+        self._check_room()
         inputs, began = self._session.inputs, self._session.clock()
         ahead = inputs.texts.ahead(prompt, sampling_params)
         if ahead is not None:  # other tasks go on meanwhile; what is invalid is raised by process()
@@ -83,7 +88,7 @@ class AsyncLLMEngine:
             await asyncio.gather(asyncio.wrap_future(ahead), return_exceptions=True)
             self._check_alive()
         submission = inputs.process(request_id, prompt, sampling_params, options, ahead)
-        stream = Stream(asyncio.get_running_loop(), submission.params.output_kind)
+        stream = Stream(asyncio.get_running_loop(), request_id, submission.params.output_kind)
         self._open_stream(submission, stream)
         try:
             while True:
@@ -98,6 +103,7 @@ class AsyncLLMEngine:
         """A conversation as a prompt; other tasks go on meanwhile. ``options`` are those of
         ``Tokenizer.apply_chat_template``. Raises ``RequestError`` if it cannot be rendered."""
         self.get_tokenizer()  # or its ConfigError
+        self._check_room()
         render = self._session.inputs.render
         (prompt,) = await asyncio.to_thread(render, [messages], options)
         return prompt
@@ -165,17 +171,50 @@ class AsyncLLMEngine:
         """False once the core has died or was shut down."""
         return self._death is None and not self._is_closing
 
-    def shutdown(self) -> None:
+    def give_up(self, error: Exception, request_ids: Iterable[str] | None = None) -> int:
+        """Raise ``error`` in the readers of these requests, or of all, and stop the requests.
+
+        What waits for the readers is dropped. Needs no answer of the core, so it works while that
+        hangs. Returns how many there were. To be called in the event loop of the readers.
+        """
+        wanted = None if request_ids is None else frozenset(as_request_ids(request_ids))
+        with self._changed:
+            streams = [
+                each
+                for each in self._open
+                if not each.is_finished and (wanted is None or each.request_id in wanted)
+            ]
+            for stream in streams:
+                stream.drop(error)
+                if self._death is None:
+                    self._command(partial(self._leave, stream.request_id, stream))
+        return len(streams)
+
+    def unread_bytes(self) -> dict[str, int]:
+        """About how much memory holds what readers have not taken yet, by request; only of those
+        with any. To be called in the event loop of the readers."""
+        with self._changed:
+            streams = list(self._open)
+        sizes = {stream.request_id: stream.num_unread_bytes for stream in streams}
+        return {name: size for name, size in sizes.items() if size}
+
+    def limit_queue(self, max_requests: int, max_seconds: float | None = None) -> None:
+        """From now on refuse requests at once, before any work, while so many have no token yet,
+        or while a new one would wait longer for its first one, judged by the pace of late ones."""
+        self._queue_limits = QueueLimits(max_requests, max_seconds)
+
+    def shutdown(self, timeout: float = JOIN_SECONDS) -> None:
         """Stop after the step that runs and let go of the model; harmless when repeated.
 
-        Requests that are still read raise ``EngineDeadError``.
+        Requests that are still read raise ``EngineDeadError``. A step that takes longer than
+        ``timeout`` seconds is not waited for.
         """
         with self._changed:
             self._is_closing = True
             self._changed.notify()
             self._session.wake()
         if threading.current_thread() is not self._thread:
-            self._thread.join(JOIN_SECONDS)
+            self._thread.join(timeout)
         atexit.unregister(self.shutdown)
 
     # In tasks.
@@ -184,6 +223,7 @@ class AsyncLLMEngine:
         with self._changed:
             self._check_alive()
             self._open.add(stream)
+            self._num_arriving += 1
             self._command(Arrival(submission, stream))
 
     def _close_stream(self, request_id: str, stream: Stream) -> None:
@@ -210,6 +250,12 @@ class AsyncLLMEngine:
             raise EngineDeadError(str(self._death)) from self._death.__cause__
         if self._is_closing:
             raise EngineDeadError("the engine was shut down")
+
+    def _check_room(self) -> None:
+        """Raise ``RefusedError`` if the queue is full."""
+        if self._queue_limits is not None:
+            waiting = self._session.outputs.num_unstarted + self._num_arriving
+            self._queue_limits.check(waiting, self._session.outputs.seconds_per_start)
 
     # In the thread.
 
@@ -248,7 +294,11 @@ class AsyncLLMEngine:
         """Add requests; one that is not taken raises in its own reader only."""
         if not arrivals:
             return
-        errors = self._session.submit_all([arrival.submission for arrival in arrivals])
+        try:
+            errors = self._session.submit_all([arrival.submission for arrival in arrivals])
+        finally:
+            with self._changed:
+                self._num_arriving -= len(arrivals)
         for place, (submission, stream) in enumerate(arrivals):
             error = errors.get(place)
             if error is None:
@@ -297,6 +347,24 @@ class AsyncLLMEngine:
                     command()
 
 
+class QueueLimits(NamedTuple):
+    """How many requests may wait for their first token, and how long a new one may have to."""
+
+    max_requests: int
+    max_seconds: float | None
+
+    def check(self, num_waiting: int, seconds_per_start: float) -> None:
+        """Raise ``RefusedError`` for one more."""
+        seconds = num_waiting * seconds_per_start
+        if num_waiting >= self.max_requests:
+            why = f"{num_waiting} requests wait already, the limit is {self.max_requests}"
+        elif self.max_seconds is not None and seconds > self.max_seconds:
+            why = f"a request would wait {seconds:.1f} s, the limit is {self.max_seconds:g}"
+        else:
+            return
+        raise RefusedError(f"the queue is full: {why}; try again later", seconds or None)
+
+
 class Arrival(NamedTuple):
     """A request on its way to the core. Those that come together go there together."""
 
@@ -313,8 +381,9 @@ class Stream:
     Belongs to one event loop; only ``post`` may be called from another thread.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, kind: OutputKind) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, request_id: str, kind: OutputKind) -> None:
         self.loop = loop
+        self.request_id = request_id
         self.is_finished = False
         """The last output, or an error, has arrived."""
         self._kind = kind
@@ -329,6 +398,8 @@ class Stream:
 
     def put(self, output: RequestOutput) -> None:
         """Add an output behind those that wait."""
+        if self._error is not None:  # the reader was given up
+            return
         waiting = self._waiting
         if waiting is not None and self._kind == "delta":
             output = merge_deltas(waiting, output)
@@ -343,6 +414,16 @@ class Stream:
             self._error = error
             self._arrived.set()
 
+    def drop(self, error: Exception) -> None:
+        """Raise ``error`` in the reader in place of what waits."""
+        self._waiting = None
+        self.fail(error)
+
+    @property
+    def num_unread_bytes(self) -> int:
+        """About how much memory holds what waits for the reader."""
+        return 0 if self._waiting is None else sum(map(size_of, self._waiting.outputs))
+
     async def next(self) -> RequestOutput:
         """All that has come since the last call; waits until there is something."""
         await self._arrived.wait()
@@ -353,6 +434,14 @@ class Stream:
         if self._error is None:
             self._arrived.clear()
         return output
+
+
+def size_of(completion: CompletionOutput) -> int:
+    """About how much memory it takes, in bytes."""
+    size = len(completion.text) + TOKEN_BYTES * len(completion.token_ids)
+    for position in completion.logprobs or ():
+        size += LOGPROB_BYTES * (1 + len(position))
+    return size
 
 
 Deliveries = dict[asyncio.AbstractEventLoop, list[tuple[Stream, RequestOutput]]]

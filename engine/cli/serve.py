@@ -28,6 +28,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="as clients call the model, repeatable; the first is in answers",
     )
+    group.add_argument(
+        "--reader-timeout",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="requests of clients that read nothing for so long are aborted; default: 30",
+    )
+    group.add_argument(
+        "--max-queue-seconds",
+        type=float,
+        metavar="SECONDS",
+        help="refuse requests that would wait longer for their first token, by the pace of late "
+        "ones; default: only their number is limited, as max-waiting-requests says or to 8 for "
+        "each of max-num-seqs",
+    )
     add_engine_options(parser)
 
 
@@ -40,7 +55,13 @@ def run(parsed: argparse.Namespace) -> int:
         ) from error
     keys = [*parsed.api_key, *api_keys()]
     options = ServerOptions(
-        parsed.host, parsed.port, parsed.uds, tuple(keys), tuple(parsed.served_model_name)
+        host=parsed.host,
+        port=parsed.port,
+        uds=parsed.uds,
+        api_keys=tuple(keys),
+        served_model_name=tuple(parsed.served_model_name),
+        reader_timeout=parsed.reader_timeout,
+        max_queue_seconds=parsed.max_queue_seconds,
     )
     serve(engine_args(parsed), options)
     return 0

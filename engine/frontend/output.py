@@ -44,6 +44,11 @@ class OutputProcessor:
         self, tokenizer: Tokenizer | None, texts: PooledText[Reading] | None = None
     ) -> None:
         self.counts = TokenCounts()
+        self.num_unstarted = 0
+        """Requests without a token; any thread may read it."""
+        self.seconds_per_start = 0.0
+        """Between the first tokens of two requests, smoothed over about 20; 0.0: not known."""
+        self._queued_at: float | None = None  # of the last first token, if others waited for theirs
         self._tokenizer = tokenizer
         self._texts = texts
         self._requests: dict[str, RequestState] = {}
@@ -73,6 +78,7 @@ class OutputProcessor:
             )
         live = RequestState(submission, self._tokenizer, self._texts is None)
         self._requests[submission.request_id] = live
+        self.num_unstarted += 1
         for core_id, sequence in zip(live.core_ids, live.sequences, strict=True):
             self._rows[core_id] = Row(live, sequence)
 
@@ -193,6 +199,7 @@ class OutputProcessor:
     def withdraw(self, submission: Submission) -> list[str]:
         """Forget a request that was not taken. Returns its ids in the core."""
         request = self._requests.pop(submission.request_id)
+        self.num_unstarted -= 1
         for core_id in request.core_ids:
             del self._rows[core_id]
         return request.core_ids
@@ -215,6 +222,15 @@ class OutputProcessor:
             request.metrics.scheduled_time = started.scheduled_time
             request.num_cached_tokens = started.num_cached_tokens
 
+    def _note_start(self, time: float) -> None:
+        """The first token of a request has come."""
+        self.num_unstarted -= 1
+        if self._queued_at is not None:
+            share = 0.05 if self.seconds_per_start else 1.0
+            gap = max(0.0, time - self._queued_at)
+            self.seconds_per_start += share * (gap - self.seconds_per_start)
+        self._queued_at = time if self.num_unstarted else None
+
     def _take_prompt_logprobs(self, batch: CoreOutputs, index: int) -> None:
         row = self._rows.get(batch.request_ids[index])
         if row is not None:
@@ -236,6 +252,7 @@ class OutputProcessor:
             metrics = request.metrics
             if metrics.first_token_time is None:
                 metrics.first_token_time = time
+                self._note_start(time)
                 self.counts.prompt_tokens += len(request.prompt_token_ids)
             metrics.last_token_time = time
             self.counts.generation_tokens += len(token_ids)
@@ -288,6 +305,8 @@ class OutputProcessor:
         if request.is_finished:
             assert sequence.end is not None
             request.metrics.finished_time = time
+            if request.metrics.first_token_time is None:
+                self.num_unstarted -= 1
             self.counts.finished[sequence.end.reason] += 1
             del self._requests[request.request_id]
 
