@@ -79,7 +79,7 @@ class AsyncLLMEngine:
         ``LLMEngine.add_request``.
         """
         self._check_alive()
-        self._check_room()
+        self.check_room()
         inputs, began = self._session.inputs, self._session.clock()
         ahead = inputs.texts.ahead(prompt, sampling_params)
         if ahead is not None:  # other tasks go on meanwhile; what is invalid is raised by process()
@@ -103,7 +103,7 @@ class AsyncLLMEngine:
         """A conversation as a prompt; other tasks go on meanwhile. ``options`` are those of
         ``Tokenizer.apply_chat_template``. Raises ``RequestError`` if it cannot be rendered."""
         self.get_tokenizer()  # or its ConfigError
-        self._check_room()
+        self.check_room()
         render = self._session.inputs.render
         (prompt,) = await asyncio.to_thread(render, [messages], options)
         return prompt
@@ -203,6 +203,12 @@ class AsyncLLMEngine:
         or while a new one would wait longer for its first one, judged by the pace of late ones."""
         self._queue_limits = QueueLimits(max_requests, max_seconds)
 
+    def check_room(self) -> None:
+        """Raise ``RefusedError`` if a request would be refused now, by ``limit_queue``."""
+        if self._queue_limits is not None:
+            waiting = self._session.outputs.num_unstarted + self._num_arriving
+            self._queue_limits.check(waiting, self._session.outputs.seconds_per_start)
+
     def shutdown(self, timeout: float = JOIN_SECONDS) -> None:
         """Stop after the step that runs and let go of the model; harmless when repeated.
 
@@ -250,12 +256,6 @@ class AsyncLLMEngine:
             raise EngineDeadError(str(self._death)) from self._death.__cause__
         if self._is_closing:
             raise EngineDeadError("the engine was shut down")
-
-    def _check_room(self) -> None:
-        """Raise ``RefusedError`` if the queue is full."""
-        if self._queue_limits is not None:
-            waiting = self._session.outputs.num_unstarted + self._num_arriving
-            self._queue_limits.check(waiting, self._session.outputs.seconds_per_start)
 
     # In the thread.
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +21,7 @@ from engine.config.args import EngineArgs
 from engine.errors import ConfigError
 from engine.server.app import make_app
 from engine.server.drain import Drain
+from engine.server.gate import QueueGate
 from engine.server.readers import SlowReaders
 
 logger = logging.getLogger("engine.server")
@@ -27,6 +30,7 @@ END_SECONDS = 0.5  # for the last bytes to leave, and for the engine's last step
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 QUEUE_PER_SEAT = 8  # requests that may wait for each that may run, and at least
 MIN_QUEUE = 256
+SEND_BUFFER = 64 << 10  # the system's own choice grows to megabytes for a client that does not read
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ def serve(args: EngineArgs, options: ServerOptions) -> None:
         engine.limit_queue(most, options.max_queue_seconds)
         names = options.served_model_name or [str(args.model)]
         app = make_app(engine, names, engine.max_model_len, options.api_keys)
-        drain = Drain(app, engine, args.drain_timeout)
+        drain = Drain(QueueGate(app, engine), engine, args.drain_timeout)
         place = options.uds or f"http://{options.host}:{options.port}"
         logger.warning("%s is served at %s", names[0], place)
         config = uvicorn.Config(
@@ -103,7 +107,14 @@ class Server(uvicorn.Server):
         for number in SIGNALS:
             asyncio.get_running_loop().remove_signal_handler(number)
 
-    async def shutdown(self, sockets: object = None) -> None:
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Connections have the send buffer of the socket that accepts them."""
+        await super().startup(sockets)
+        for listener in (each for server in self.servers for each in server.sockets):
+            with socket.socket(fileno=os.dup(listener.fileno())) as made:
+                made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Connections are taken until all requests have ended, so that they can be refused."""
         await self._drain.finish()
         await self._flush()
