@@ -12,6 +12,7 @@ far below the server's.
 
 import argparse
 import bisect
+import contextlib
 import errno
 import heapq
 import json
@@ -417,6 +418,20 @@ def settled_after(rows: list[Row], began: float, promise: Promise) -> float:
     return float("inf")
 
 
+def thread_seconds(pid: int) -> dict[str, float]:
+    """Processor time of each thread of a process, to the nanosecond."""
+    found = {}
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            found[task.name] = int((task / "schedstat").read_text().split()[0]) / 1e9
+    return found
+
+
+def cpu_between(before: dict[str, float], after: dict[str, float]) -> float:
+    """Seconds of all threads that are still there."""
+    return sum(seconds - before.get(thread, 0.0) for thread, seconds in after.items())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -435,11 +450,13 @@ def main() -> None:
         "--tick", type=float, default=0.002, help="seconds between two looks, with --streams"
     )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--pid", type=int, help="of the server, to say what it took of each token")
     parser.add_argument("--rows", type=Path, help="write a line for each request here")
     asked = parser.parse_args()
     parts = urlsplit(asked.url)
     address = (parts.hostname or "127.0.0.1", parts.port or 80)
     shape = Shape(asked.model, asked.prompt, asked.tokens, asked.vocab)
+    before = thread_seconds(asked.pid) if asked.pid else {}
     cpu, began = time.process_time(), time.perf_counter()
     if asked.streams:
         rows = closed_loop(
@@ -450,6 +467,9 @@ def main() -> None:
     cpu = time.process_time() - cpu
     figures = summary(rows, Promise(asked.ttft, asked.itl), asked.seconds)
     num_tokens = sum(row.num_tokens for row in rows if row.times)
+    if asked.pid:
+        spent = cpu_between(before, thread_seconds(asked.pid))
+        figures["server_us_per_token"] = round(1e6 * spent / max(1, num_tokens), 2)
     figures["own_us_per_token"] = round(1e6 * cpu / max(1, num_tokens), 2)
     print(json.dumps(figures, indent=1))
     if asked.rows:

@@ -78,6 +78,25 @@ class AsyncLLMEngine:
         if the queue is full, ``EngineDeadError`` if the core has died. Options are those of
         ``LLMEngine.add_request``.
         """
+        reader = await self.open(prompt, sampling_params, request_id, **options)
+        try:
+            while True:
+                output = await reader.next()
+                yield output
+                if output.finished:
+                    return
+        finally:
+            reader.close()
+
+    async def open(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None,
+        request_id: str,
+        **options: Unpack[RequestOptions],
+    ) -> Reader:
+        """The same as an object, which must be closed: outputs are what ``next`` returns, until
+        one is ``finished``."""
         self._check_alive()
         self.check_room()
         inputs, began = self._session.inputs, self._session.clock()
@@ -90,14 +109,7 @@ class AsyncLLMEngine:
         submission = inputs.process(request_id, prompt, sampling_params, options, ahead)
         stream = Stream(asyncio.get_running_loop(), request_id, submission.params.output_kind)
         self._open_stream(submission, stream)
-        try:
-            while True:
-                output = await stream.next()
-                yield output
-                if output.finished:
-                    return
-        finally:
-            self._close_stream(request_id, stream)
+        return Reader(stream, self._close_stream)
 
     async def render_chat(self, messages: Messages, **options: Any) -> TextPrompt:
         """A conversation as a prompt; other tasks go on meanwhile. ``options`` are those of
@@ -187,7 +199,7 @@ class AsyncLLMEngine:
             for stream in streams:
                 stream.drop(error)
                 if self._death is None:
-                    self._command(partial(self._leave, stream.request_id, stream))
+                    self._command(partial(self._leave, stream))
         return len(streams)
 
     def unread_bytes(self) -> dict[str, int]:
@@ -232,11 +244,11 @@ class AsyncLLMEngine:
             self._num_arriving += 1
             self._command(Arrival(submission, stream))
 
-    def _close_stream(self, request_id: str, stream: Stream) -> None:
+    def _close_stream(self, stream: Stream) -> None:
         with self._changed:
             self._open.remove(stream)
             if not stream.is_finished and self._death is None:
-                self._command(partial(self._leave, request_id, stream))
+                self._command(partial(self._leave, stream))
 
     async def _call(self, function: Callable[[], Any]) -> Any:
         """Run ``function`` in the thread, between two steps."""
@@ -306,11 +318,11 @@ class AsyncLLMEngine:
             else:
                 stream.post(partial(stream.fail, error))
 
-    def _leave(self, request_id: str, stream: Stream) -> None:
+    def _leave(self, stream: Stream) -> None:
         """The reader has left the stream. Its id may belong to a newer stream, which keeps it."""
-        if self._live.get(request_id) is stream:
-            del self._live[request_id]
-            self._session.drop([request_id])
+        if self._live.get(stream.request_id) is stream:
+            del self._live[stream.request_id]
+            self._session.drop([stream.request_id])
 
     def _abort(self, request_ids: list[str]) -> None:
         self._deliver(self._session.abort(request_ids))
@@ -373,6 +385,22 @@ class Arrival(NamedTuple):
 
 
 Command = Callable[[], None] | Arrival
+Sink = Callable[[RequestOutput], bool]
+
+
+class Reader(NamedTuple):
+    """Reads the outputs of one request, in its event loop."""
+
+    stream: Stream
+    close_stream: Callable[[Stream], None]
+
+    async def next(self, sink: Sink | None = None) -> RequestOutput:
+        """As ``Stream.next``."""
+        return await self.stream.next(sink)
+
+    def close(self) -> None:
+        """Stop the request if it has not finished; to be called once."""
+        self.close_stream(self.stream)
 
 
 class Stream:
@@ -390,6 +418,7 @@ class Stream:
         self._waiting: RequestOutput | None = None
         self._error: Exception | None = None
         self._arrived = asyncio.Event()
+        self._sink: Sink | None = None
 
     def post(self, callback: Callable[[], object]) -> None:
         """Run ``callback`` in the stream's loop. If that is closed, the reader is gone."""
@@ -401,7 +430,10 @@ class Stream:
         if self._error is not None:  # the reader was given up
             return
         waiting = self._waiting
-        if waiting is not None and self._kind == "delta":
+        if waiting is None:
+            if self._sink is not None and self._sink(output):
+                return
+        elif self._kind == "delta":
             output = merge_deltas(waiting, output)
         self._waiting = output
         self.is_finished = output.finished
@@ -424,9 +456,17 @@ class Stream:
         """About how much memory holds what waits for the reader."""
         return 0 if self._waiting is None else sum(map(size_of, self._waiting.outputs))
 
-    async def next(self) -> RequestOutput:
-        """All that has come since the last call; waits until there is something."""
-        await self._arrived.wait()
+    async def next(self, sink: Sink | None = None) -> RequestOutput:
+        """All that has come since the last call; waits until there is something.
+
+        While it waits, each output is offered to ``sink``, and returned only if that returns False:
+        so a reader that has little to do with most outputs is not woken for them.
+        """
+        self._sink = sink
+        try:
+            await self._arrived.wait()
+        finally:
+            self._sink = None
         output, self._waiting = self._waiting, None
         if output is None:
             assert self._error is not None

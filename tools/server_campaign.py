@@ -49,7 +49,11 @@ from engine.rpc.zmq_client import EngineCoreClient  # noqa: E402
 
 NAME = "box"
 COMMON = ("--served-model-name", NAME, "--num-threads", "1", "--max-model-len", "1024")
-READY_SECONDS = 60.0
+OVERLOAD_SHAPE = Shape(NAME, num_prompt=32, num_tokens=32)
+STALLED_SHAPE = Shape(NAME, num_prompt=16, num_tokens=600)
+DRAINS_SHAPE = Shape(NAME, num_prompt=8, num_tokens=120)
+DISCONNECTS_SHAPE = Shape(NAME, num_prompt=16, num_tokens=60)
+OVERLOAD_PROMISE = Promise(ttft=2.0, itl=0.5)
 MAX_REFUSAL_MS = 10.0
 MIN_GOODPUT_SHARE = 0.9
 MAX_RECOVERY_SECONDS = 10.0
@@ -84,9 +88,9 @@ class Overload:
     seconds: float = 60.0
     factor: float = 10.0
     measure_seconds: float = 15.0
-    promise: Promise = Promise(ttft=2.0, itl=0.5)
+    promise: Promise = OVERLOAD_PROMISE
     queue_seconds: float = 1.0
-    shape: Shape = Shape(NAME, num_prompt=32, num_tokens=32)
+    shape: Shape = OVERLOAD_SHAPE
     options: tuple[str, ...] = COMMON
 
 
@@ -144,7 +148,7 @@ class Stalled:
     others: int = 100
     seconds: float = 60.0
     reader_timeout: float = 30.0
-    shape: Shape = Shape(NAME, num_prompt=16, num_tokens=600)
+    shape: Shape = STALLED_SHAPE
     options: tuple[str, ...] = (
         *COMMON,
         *("--multiprocess", "--max-num-seqs", "640", "--num-kv-blocks", "24000"),
@@ -225,7 +229,7 @@ class Drains:
     times: int = 200
     streams: int = 64
     timeouts: tuple[float, ...] = (0.0, 0.3, 1.0, 30.0)
-    shape: Shape = Shape(NAME, num_prompt=8, num_tokens=120)
+    shape: Shape = DRAINS_SHAPE
     options: tuple[str, ...] = COMMON
 
 
@@ -307,7 +311,7 @@ class Disconnects:
     seconds: float = 300.0
     streams: int = 1000
     leaving: float = 0.3
-    shape: Shape = Shape(NAME, num_prompt=16, num_tokens=60)
+    shape: Shape = DISCONNECTS_SHAPE
     options: tuple[str, ...] = (*COMMON[2:], "--num-kv-blocks", "16000")
     """Of the core."""
 
@@ -315,13 +319,15 @@ class Disconnects:
 def disconnects(asked: Disconnects, seed: int = 0) -> Result:
     """Nothing may be lost, and nothing be held at the end."""
     result, rng = Result("disconnects"), random.Random(seed)
-    with core(*asked.options) as (address, watcher):
-        with served("--core-address", address, "--served-model-name", NAME) as server:
-            rows, memory = _come_and_go(asked, server, rng)
-            idle = wait_until(lambda: not _num_held(watcher), 10.0)
-            stats = watcher.stats()
-            assert stats is not None
-            status = server.end()
+    with (
+        core(*asked.options) as (address, watcher),
+        served("--core-address", address, "--served-model-name", NAME) as server,
+    ):
+        rows, memory = _come_and_go(asked, server, rng)
+        idle = wait_until(lambda: not _num_held(watcher), 10.0)
+        stats = watcher.stats()
+        assert stats is not None
+        status = server.end()
     steady = [point for point in memory if point[0] >= WARM_UP_SHARE * asked.seconds]
     grown = round(600.0 * slope(steady), 2)
     hows = Counter(row.how for row in rows)
@@ -336,7 +342,9 @@ def disconnects(asked: Disconnects, seed: int = 0) -> Result:
     result.check(idle is not None, f"{_held(stats)} requests are held")
     result.check(stats.kv_usage == 0.0, f"{stats.kv_usage:.2%} of the blocks are held")
     result.check(set(hows) <= {"done", "left"}, f"requests ended: {dict(hows)}")
-    wrong = [how for how in map(how_told, rows) if how not in ("whole",) and "wrong: left" not in how]
+    wrong = [
+        how for how in map(how_told, rows) if how not in ("whole",) and "wrong: left" not in how
+    ]
     result.check(not wrong, f"{len(wrong)} streams were wrong: {wrong[:3]}")
     result.check(status == 0, f"exit status {status}")
     if asked.seconds >= MIN_SLOPE_SECONDS:
@@ -348,7 +356,11 @@ def _come_and_go(
     asked: Disconnects, server: Served, rng: random.Random
 ) -> tuple[list[Row], list[tuple[float, float]]]:
     """Streams that ended, and the server's memory by time."""
-    load, rows, memory = Load("127.0.0.1", server.port, tick=0.002), list[Row](), list[tuple[float, float]]()
+    load, rows, memory = (
+        Load("127.0.0.1", server.port, tick=0.002),
+        list[Row](),
+        list[tuple[float, float]](),
+    )
     began = time.perf_counter()
 
     def another(due: float) -> None:

@@ -6,6 +6,7 @@ completions  texts behind prompts
 chat         answers to conversations
 answers      what both are told, whole and in chunks
 streams      server-sent events, and who has left
+plain        events that bring nothing but text, with no task woken for them
 gate         a full queue refuses before any work
 drain        the end: open requests go on to theirs
 readers      those who do not read what they asked for

@@ -7,16 +7,18 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
+from engine.async_engine import Reader
 from engine.messages.requests import CompletionOutput, Logprob, RequestOutput
 from engine.messages.structured import WRONG_GRAMMAR
 from engine.server.asked import Asked
 from engine.server.errors import ApiError, as_api_error
 from engine.server.streams import DONE, event_of
 
+TEXT = b"<text>"
 LOST = "\ufffd"  # in the text of a token that is a part of a character
 
 
@@ -38,22 +40,32 @@ class Counted:
 
     def __init__(self) -> None:
         self._prompts: dict[int, tuple[int, int]] = {}  # tokens, and those that were cached
-        self._written = 0
+        self.num_written = 0
 
     def add(self, place: int, output: RequestOutput) -> None:
         """place: of the prompt."""
         self._prompts[place] = (len(output.prompt_token_ids), output.num_cached_tokens)
-        self._written += sum(len(each.token_ids) for each in output.outputs)
+        self.num_written += sum(len(each.token_ids) for each in output.outputs)
 
     @property
     def usage(self) -> Usage:
         read = sum(num for num, _ in self._prompts.values())
         cached = sum(num for _, num in self._prompts.values())
-        return Usage(read, self._written, read + self._written, PromptDetails(cached))
+        return Usage(read, self.num_written, read + self.num_written, PromptDetails(cached))
+
+
+class Frame(NamedTuple):
+    """A chunk, as bytes, around the text of a delta."""
+
+    before: bytes
+    behind: bytes
 
 
 class Answer(ABC):
     """One request to the server, whole or as events."""
+
+    frame: Frame | None = None
+    """Of chunks that have no news but a text; ``None`` if there is none."""
 
     def __init__(self, asked: Asked, kind: str, prefix: str, model: str) -> None:
         self.asked = asked
@@ -65,6 +77,10 @@ class Answer(ABC):
             "created": int(time.time()),
             "model": model,
         }
+
+    async def open(self) -> Reader:
+        """The one request that this is; only with a ``frame``."""
+        raise NotImplementedError
 
     @abstractmethod
     def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
@@ -100,6 +116,32 @@ class Answer(ABC):
                 raise
             yield event_of(as_api_error(error).body())
         yield DONE
+
+    def chunk(self, output: RequestOutput) -> bytes:
+        """The event of an output. Raises ``ApiError`` for an end that is no answer."""
+        return self._chunk(self._choices(0, output), has_usage=False)
+
+    def last_chunk(self) -> bytes:
+        """Behind all others: the usage, if it was asked for."""
+        options = self.asked.stream_options
+        is_asked = options is not None and options.include_usage
+        return self._chunk([], has_usage=True) if is_asked else b""
+
+    def add_tokens(self, num: int) -> None:
+        """So many were told in another way."""
+        self._counted.num_written += num
+
+    def _frame(self, choice: bytes) -> Frame | None:
+        """That of a choice in which ``TEXT`` stands for the text; ``None`` if a chunk has more to
+        tell that differs."""
+        asked, options = self.asked, self.asked.stream_options
+        is_counting = options is not None and options.continuous_usage_stats
+        if asked.n != 1 or asked.return_token_ids or is_counting:
+            return None
+        head = msgspec.json.encode({**self._head, "choices": []})
+        before, behind = choice.split(TEXT)
+        ends = b',"finish_reason":null,"stop_reason":null}]}'
+        return Frame(b"data: " + head[:-2] + before, behind + ends + b"\n\n")
 
     def _choices(self, place: int, output: RequestOutput) -> list[dict[str, Any]]:
         self._counted.add(place, output)

@@ -21,6 +21,7 @@ from engine.server.asked import Asked, ChatRequest, CompletionRequest, read
 from engine.server.chat import Chat
 from engine.server.completions import Completion
 from engine.server.errors import ApiError, as_api_error, error_response
+from engine.server.plain import PlainStream
 from engine.server.streams import EventStream, while_there
 
 logger = logging.getLogger("engine.server")
@@ -86,7 +87,8 @@ class Api:
         if not asked.stream:
             body = await while_there(answer.whole(), request.receive)
             return Response(body or b"", 200, media_type="application/json")
-        stream = EventStream(answer.events())
+        plain = answer.frame is not None
+        stream = PlainStream(answer) if plain else EventStream(answer.events())
         await while_there(stream.begin(), request.receive)  # what is wrong has a status of its own
         return stream
 

@@ -6,9 +6,10 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from engine.async_engine import AsyncLLMEngine
+from engine.async_engine import AsyncLLMEngine, Reader
+from engine.frontend.prompt import TextPrompt
 from engine.messages.requests import CompletionOutput, RequestOutput
-from engine.server.answers import Answer, chat_logprobs
+from engine.server.answers import TEXT, Answer, chat_logprobs
 from engine.server.asked import ChatRequest
 from engine.server.errors import ApiError
 
@@ -35,16 +36,28 @@ class Chat(Answer):
             self._variables.setdefault("reasoning_effort", asked.reasoning_effort)
         self._variables["add_generation_prompt"] = asked.add_generation_prompt
         self._begun: set[int] = set()  # sequences of which something was said
+        if not asked.logprobs:
+            self.frame = self._frame(
+                b'{"index":0,"delta":{"content":' + TEXT + b'},"logprobs":null'
+            )
+
+    async def open(self) -> Reader:
+        prompt = await self._prompt()
+        return await self._engine.open(prompt, self._params, self.name, **self.asked.options())
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        prompt = await self._engine.render_chat(self._messages, **self._variables)
-        if self.asked.cache_salt is not None:
-            prompt["cache_salt"] = self.asked.cache_salt
+        prompt = await self._prompt()
         options = self.asked.options()
         source = self._engine.generate(prompt, self._params, self.name, **options)
         async with aclosing(source) as outputs:
             async for output in outputs:
                 yield 0, output
+
+    async def _prompt(self) -> TextPrompt:
+        prompt = await self._engine.render_chat(self._messages, **self._variables)
+        if self.asked.cache_salt is not None:
+            prompt["cache_salt"] = self.asked.cache_salt
+        return prompt
 
     def choice(self, place: int, completion: CompletionOutput) -> dict[str, Any]:
         logprobs = chat_logprobs(completion, self._num_logprobs or 0)

@@ -7,10 +7,10 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from engine.async_engine import AsyncLLMEngine
+from engine.async_engine import AsyncLLMEngine, Reader
 from engine.frontend.prompt import Prompt
 from engine.messages.requests import CompletionOutput, RequestOutput
-from engine.server.answers import Answer, text_logprobs
+from engine.server.answers import TEXT, Answer, text_logprobs
 from engine.server.asked import CompletionRequest
 from engine.server.errors import ApiError
 from engine.server.streams import together
@@ -31,6 +31,12 @@ class Completion(Answer):
         most = 16 if asked.max_tokens is None else asked.max_tokens
         self._params = asked.sampling(max_tokens=most, logprobs=asked.logprobs)
         self._sent: dict[int, int] = defaultdict(int)  # characters, by choice
+        if len(self._prompts) == 1 and asked.logprobs is None:
+            self.frame = self._frame(b'{"index":0,"text":' + TEXT + b',"logprobs":null')
+
+    async def open(self) -> Reader:
+        options = self.asked.options()
+        return await self._engine.open(self._prompts[0], self._params, self.name, **options)
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         options = self.asked.options()

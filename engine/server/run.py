@@ -22,6 +22,7 @@ from engine.errors import ConfigError
 from engine.server.app import make_app
 from engine.server.drain import Drain
 from engine.server.gate import QueueGate
+from engine.server.plain import WritingProtocol
 from engine.server.readers import SlowReaders
 
 logger = logging.getLogger("engine.server")
@@ -69,7 +70,7 @@ def serve(args: EngineArgs, options: ServerOptions) -> None:
             host=options.host,
             port=options.port,
             uds=options.uds,
-            http="httptools",
+            http=WritingProtocol,
             ws="none",
             lifespan="off",
             log_level="warning",
