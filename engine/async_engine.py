@@ -21,7 +21,9 @@ from functools import partial
 from typing import Any, NamedTuple, Unpack
 
 from engine.config.args import EngineArgs
+from engine.core.client import NumCores
 from engine.errors import ConfigError, EngineDeadError, RefusedError
+from engine.frontend.pace import QueuePace
 from engine.frontend.prompt import Prompt, RequestOptions, Submission, TextPrompt
 from engine.frontend.session import PauseScope, Session
 from engine.messages.params import OutputKind, SamplingParams
@@ -179,6 +181,11 @@ class AsyncLLMEngine:
         return self._session.inputs.max_model_len
 
     @property
+    def num_cores(self) -> NumCores:
+        """Cores that have not died, and all."""
+        return self._session.client.num_cores()
+
+    @property
     def is_running(self) -> bool:
         """False once the core has died or was shut down."""
         return self._death is None and not self._is_closing
@@ -210,16 +217,21 @@ class AsyncLLMEngine:
         sizes = {stream.request_id: stream.num_unread_bytes for stream in streams}
         return {name: size for name, size in sizes.items() if size}
 
-    def limit_queue(self, max_requests: int, max_seconds: float | None = None) -> None:
+    def limit_queue(
+        self, max_requests: int, max_seconds: float | None = None, *, num_seats: int = 0
+    ) -> None:
         """From now on refuse requests at once, before any work, while so many have no token yet,
-        or while a new one would wait longer for its first one, judged by the pace of late ones."""
+        or while a new one would wait longer for its first one, judged by the pace of late ones.
+
+        num_seats: how many may run at once, if that is known.
+        """
+        self._session.outputs.pace.num_seats = num_seats
         self._queue_limits = QueueLimits(max_requests, max_seconds)
 
     def check_room(self) -> None:
         """Raise ``RefusedError`` if a request would be refused now, by ``limit_queue``."""
         if self._queue_limits is not None:
-            waiting = self._session.outputs.num_unstarted + self._num_arriving
-            self._queue_limits.check(waiting, self._session.outputs.seconds_per_start)
+            self._queue_limits.check(self._session.outputs.pace, self._num_arriving)
 
     def shutdown(self, timeout: float = JOIN_SECONDS) -> None:
         """Stop after the step that runs and let go of the model; harmless when repeated.
@@ -365,9 +377,10 @@ class QueueLimits(NamedTuple):
     max_requests: int
     max_seconds: float | None
 
-    def check(self, num_waiting: int, seconds_per_start: float) -> None:
+    def check(self, pace: QueuePace, num_arriving: int) -> None:
         """Raise ``RefusedError`` for one more."""
-        seconds = num_waiting * seconds_per_start
+        num_waiting = pace.num_waiting + num_arriving
+        seconds = pace.estimated_wait(num_arriving)
         if num_waiting >= self.max_requests:
             why = f"{num_waiting} requests wait already, the limit is {self.max_requests}"
         elif self.max_seconds is not None and seconds > self.max_seconds:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 from engine.cli.options import add_engine_options, engine_args
+from engine.config.args import EngineArgs
 from engine.config.env import API_KEY, api_keys
 from engine.errors import ConfigError
 
@@ -63,5 +65,16 @@ def run(parsed: argparse.Namespace) -> int:
         reader_timeout=parsed.reader_timeout,
         max_queue_seconds=parsed.max_queue_seconds,
     )
-    serve(engine_args(parsed), options)
+    serve(core_apart(engine_args(parsed), parsed), options)
     return 0
+
+
+def core_apart(args: EngineArgs, parsed: argparse.Namespace) -> EngineArgs:
+    """Unless told otherwise the core has a process of its own: it would share Python's lock with
+    the streams. One of several that dies takes none of the others with it."""
+    chosen: dict[str, bool] = {}
+    if "multiprocess" not in parsed and args.core_address is None:
+        chosen["multiprocess"] = True
+    if "survive_core_death" not in parsed:
+        chosen["survive_core_death"] = True
+    return replace(args, **chosen)  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 from engine.errors import RequestError
+from engine.frontend.pace import QueuePace
 from engine.frontend.pooled_text import PooledText
 from engine.frontend.prompt import Submission
 from engine.messages.params import SamplingParams
@@ -44,11 +45,8 @@ class OutputProcessor:
         self, tokenizer: Tokenizer | None, texts: PooledText[Reading] | None = None
     ) -> None:
         self.counts = TokenCounts()
-        self.num_unstarted = 0
-        """Requests without a token; any thread may read it."""
-        self.seconds_per_start = 0.0
-        """Between the first tokens of two requests, smoothed over about 20; 0.0: not known."""
-        self._queued_at: float | None = None  # of the last first token, if others waited for theirs
+        self.pace = QueuePace()
+        """Other threads may read it."""
         self._tokenizer = tokenizer
         self._texts = texts
         self._requests: dict[str, RequestState] = {}
@@ -78,7 +76,7 @@ class OutputProcessor:
             )
         live = RequestState(submission, self._tokenizer, self._texts is None)
         self._requests[submission.request_id] = live
-        self.num_unstarted += 1
+        self.pace.arrive()
         for core_id, sequence in zip(live.core_ids, live.sequences, strict=True):
             self._rows[core_id] = Row(live, sequence)
 
@@ -199,7 +197,7 @@ class OutputProcessor:
     def withdraw(self, submission: Submission) -> list[str]:
         """Forget a request that was not taken. Returns its ids in the core."""
         request = self._requests.pop(submission.request_id)
-        self.num_unstarted -= 1
+        self.pace.leave(has_started=False)
         for core_id in request.core_ids:
             del self._rows[core_id]
         return request.core_ids
@@ -222,15 +220,6 @@ class OutputProcessor:
             request.metrics.scheduled_time = started.scheduled_time
             request.num_cached_tokens = started.num_cached_tokens
 
-    def _note_start(self, time: float) -> None:
-        """The first token of a request has come."""
-        self.num_unstarted -= 1
-        if self._queued_at is not None:
-            share = 0.05 if self.seconds_per_start else 1.0
-            gap = max(0.0, time - self._queued_at)
-            self.seconds_per_start += share * (gap - self.seconds_per_start)
-        self._queued_at = time if self.num_unstarted else None
-
     def _take_prompt_logprobs(self, batch: CoreOutputs, index: int) -> None:
         row = self._rows.get(batch.request_ids[index])
         if row is not None:
@@ -252,7 +241,7 @@ class OutputProcessor:
             metrics = request.metrics
             if metrics.first_token_time is None:
                 metrics.first_token_time = time
-                self._note_start(time)
+                self.pace.start(time)
                 self.counts.prompt_tokens += len(request.prompt_token_ids)
             metrics.last_token_time = time
             self.counts.generation_tokens += len(token_ids)
@@ -305,8 +294,7 @@ class OutputProcessor:
         if request.is_finished:
             assert sequence.end is not None
             request.metrics.finished_time = time
-            if request.metrics.first_token_time is None:
-                self.num_unstarted -= 1
+            self.pace.leave(has_started=request.metrics.first_token_time is not None)
             self.counts.finished[sequence.end.reason] += 1
             del self._requests[request.request_id]
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from engine.async_engine import Reader
-from engine.messages.requests import CompletionOutput, Logprob, RequestOutput
+from engine.messages.requests import LOST_CORE, CompletionOutput, Logprob, RequestOutput
 from engine.messages.structured import WRONG_GRAMMAR
 from engine.server.asked import Asked
 from engine.server.errors import ApiError, as_api_error
@@ -177,6 +177,8 @@ def reason_of(completion: CompletionOutput) -> str | None:
     error = completion.error or "the request failed"
     if error.startswith(WRONG_GRAMMAR):
         raise ApiError(400, error, code="invalid_grammar")
+    if error.startswith(LOST_CORE):
+        raise ApiError(503, LOST_CORE, code="core_died", retry_after=1.0)
     raise ApiError(500, error, code="request_failed")
 
 

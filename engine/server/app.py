@@ -69,9 +69,10 @@ class Api:
         return json_response(self._about(name))
 
     async def health(self, request: Request) -> ASGIApp:
-        """Whether the core goes on: it answers between two steps."""
+        """Whether the cores go on: they answer between two steps. Some may have died."""
         await self._engine.stats()
-        return Response(b"", 200)
+        cores = self._engine.num_cores
+        return json_response({"cores": cores.total, "cores_alive": cores.alive})
 
     async def version(self, request: Request) -> ASGIApp:
         return json_response({"version": version("metronome-engine")})

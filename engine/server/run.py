@@ -58,8 +58,9 @@ def serve(args: EngineArgs, options: ServerOptions) -> None:
     with _ending_while_starting():
         engine = AsyncLLMEngine.from_engine_args(args)
     try:
-        most = args.max_waiting_requests or max(MIN_QUEUE, QUEUE_PER_SEAT * args.max_num_seqs)
-        engine.limit_queue(most, options.max_queue_seconds)
+        seats = args.max_num_seqs * args.data_parallel_size
+        most = args.max_waiting_requests or max(MIN_QUEUE, QUEUE_PER_SEAT * seats)
+        engine.limit_queue(most, options.max_queue_seconds, num_seats=seats)
         names = options.served_model_name or [str(args.model)]
         app = make_app(engine, names, engine.max_model_len, options.api_keys)
         drain = Drain(QueueGate(app, engine), engine, args.drain_timeout)
