@@ -74,7 +74,12 @@ class Row:
     @property
     def is_whole(self) -> bool:
         """It has come to an end of its own, no error."""
-        return self.how == "done" and self.status == 200 and b'"error"' not in self.tail
+        return self.how == "done" and self.status == 200 and not self.is_failed
+
+    @property
+    def is_failed(self) -> bool:
+        """It was told an error behind the first event."""
+        return b'data: {"error"' in self.tail
 
 
 class Connection:
@@ -136,6 +141,12 @@ class Load:
                 self._send(heapq.heappop(self._due)[2])
             wait = min(until, self._due[0][0]) - now if self._due else until - now
             self._poll(min(max(0.0, wait), 0.1))
+
+    def __enter__(self) -> "Load":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Cut what is open."""
@@ -317,10 +328,9 @@ def open_loop(
     address: tuple[str, int], shape: Shape, rate: float, seconds: float, seed: int = 0
 ) -> list[Row]:
     """All requests of a run, ended."""
-    load = Load(*address)
-    rows = poisson(load, shape, rate, seconds, seed)
-    load.run(time.perf_counter() + seconds + DRAIN_SECONDS)
-    load.close()
+    with Load(*address) as load:
+        rows = poisson(load, shape, rate, seconds, seed)
+        load.run(time.perf_counter() + seconds + DRAIN_SECONDS)
     return rows
 
 

@@ -220,8 +220,8 @@ class AsyncLLMEngine:
     def limit_queue(
         self, max_requests: int, max_seconds: float | None = None, *, num_seats: int = 0
     ) -> None:
-        """From now on refuse requests at once, before any work, while so many have no token yet,
-        or while a new one would wait longer for its first one, judged by the pace of late ones.
+        """From now on refuse requests at once, before any work, while so many wait for a seat, or
+        while a new one would wait longer for its first token, by the pace of late ones.
 
         num_seats: how many may run at once, if that is known.
         """
@@ -379,7 +379,7 @@ class QueueLimits(NamedTuple):
 
     def check(self, pace: QueuePace, num_arriving: int) -> None:
         """Raise ``RefusedError`` for one more."""
-        num_waiting = pace.num_waiting + num_arriving
+        num_waiting = pace.num_queued(num_arriving)
         seconds = pace.estimated_wait(num_arriving)
         if num_waiting >= self.max_requests:
             why = f"{num_waiting} requests wait already, the limit is {self.max_requests}"

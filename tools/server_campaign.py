@@ -263,7 +263,7 @@ class Drained:
 
 
 def _drain(asked: Drains, server: Served, rng: random.Random) -> Drained:
-    load, rows = Load("127.0.0.1", server.port), []
+    load, rows = Load("127.0.0.1", server.port), list[Row]()
     now = time.perf_counter()
     for _ in range(asked.streams):
         rows.append(Row(now + rng.random() * 0.5, asked.shape.body(rng)))
@@ -293,7 +293,7 @@ def how_told(row: Row) -> str:
         return "unreachable"
     if row.how != "done":
         return f"wrong: {row.how} behind {row.num_events} events: {row.tail!r}"
-    if b'"error"' in row.tail:
+    if row.is_failed:
         return "told"
     asked = json.loads(row.body)["max_tokens"]
     if row.num_tokens != asked:

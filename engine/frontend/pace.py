@@ -54,8 +54,17 @@ class QueuePace:
         else:
             self.num_waiting -= 1
 
+    def num_queued(self, num_arriving: int = 0) -> int:
+        """Requests that wait for a seat, with those that arrive."""
+        return max(0, self.num_waiting + num_arriving - self._num_free)
+
     def estimated_wait(self, num_arriving: int = 0) -> float:
         """Seconds until the first token of a request that came now, behind those that arrive."""
         ahead = self.num_waiting + num_arriving
-        free = max(0, self.num_seats - self.num_running)
-        return max(ahead * self._starts.seconds, (ahead - free) * self._seats.seconds, 0.0)
+        return max(
+            ahead * self._starts.seconds, self.num_queued(num_arriving) * self._seats.seconds
+        )
+
+    @property
+    def _num_free(self) -> int:
+        return max(0, self.num_seats - self.num_running)

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.async_engine import AsyncLLMEngine
 from engine.server.errors import ApiError, error_response
+from engine.server.streams import swallow
 
 logger = logging.getLogger("engine.server")
 
@@ -37,6 +38,7 @@ class Drain:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.is_begun and scope["type"] == "http" and scope["path"] not in WHILE_DRAINING:
+            await swallow(receive)
             await self._refusal()(scope, receive, send)
             return
         self.num_open += 1

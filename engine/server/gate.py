@@ -1,4 +1,4 @@
-"""A full queue refuses requests before anything is done for them: their bodies are not read."""
+"""A full queue refuses requests before anything is done for them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from engine.async_engine import AsyncLLMEngine
 from engine.errors import RefusedError
 from engine.server.errors import as_api_error, error_response
+from engine.server.streams import swallow
 
 QUEUED_PATHS = frozenset(
     ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
@@ -27,4 +28,5 @@ class QueueGate:
                 self._engine.check_room()
             except RefusedError as error:
                 app = error_response(as_api_error(error))
+                await swallow(receive)
         await app(scope, receive, send)

@@ -12,6 +12,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from engine.async_engine import Reader
 from engine.messages.requests import RequestOutput
 from engine.server.answers import Answer
 from engine.server.errors import as_api_error
@@ -49,31 +50,35 @@ class PlainStream:
         self._answer = answer
         self._before, self._behind = answer.frame
         self._first = b""
+        self._reader: Reader | None = None  # none before it has begun, nor if that failed
 
     async def begin(self) -> None:
         """Wait for the first event. Raises what is wrong."""
-        self._reader = await self._answer.open()
+        reader = await self._answer.open()
         try:
-            self._output = await self._reader.next()
+            self._output = await reader.next()
             self._first = self._answer.chunk(self._output)
         except BaseException:
-            self._reader.close()
+            reader.close()
             raise
+        self._reader = reader
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._reader is None:  # the client has left
+            return
         try:
-            await while_there(self._send_all(scope, send), receive)
+            await while_there(self._send_all(self._reader, scope, send), receive)
         finally:
             self._reader.close()
 
-    async def _send_all(self, scope: Scope, send: Send) -> None:
+    async def _send_all(self, reader: Reader, scope: Scope, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
         await send({"type": "http.response.body", "body": self._first, "more_body": True})
         self._write = scope.get("extensions", {}).get(WRITE, {}).get("part")
         sink = None if self._write is None else self._take
         try:
             while not self._output.finished:
-                self._output = await self._reader.next(sink)
+                self._output = await reader.next(sink)
                 event = self._answer.chunk(self._output)
                 await send({"type": "http.response.body", "body": event, "more_body": True})
             last = self._answer.last_chunk()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import socket
+import struct
 import time
 from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from engine.async_engine import AsyncLLMEngine
 from engine.server.errors import ApiError
@@ -22,8 +25,8 @@ class Transport(Protocol):
     """As much of asyncio's as is needed here."""
 
     def get_write_buffer_size(self) -> int: ...
-    def is_closing(self) -> bool: ...
     def abort(self) -> None: ...
+    def get_extra_info(self, name: str) -> Any: ...
 
 
 class Connection(Protocol):
@@ -78,7 +81,7 @@ class SlowReaders:
                 size,
                 now - since,
             )
-            connection.transport.abort()
+            cut(connection.transport)
 
     def _bound_unread(self) -> None:
         """Give up the requests of the slowest readers."""
@@ -91,3 +94,10 @@ class SlowReaders:
             logger.warning("request %s is aborted: %d bytes of it are unread", name, size)
             error = ApiError(503, "the request was aborted: it was read too slowly", code="aborted")
             self._engine.give_up(error, [name])
+
+
+def cut(transport: Transport) -> None:
+    """Close a connection at once, here and for its client; the system keeps nothing of it."""
+    with socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno())) as own:
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    transport.abort()

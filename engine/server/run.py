@@ -23,7 +23,7 @@ from engine.server.app import make_app
 from engine.server.drain import Drain
 from engine.server.gate import QueueGate
 from engine.server.plain import WritingProtocol
-from engine.server.readers import SlowReaders
+from engine.server.readers import SlowReaders, cut
 
 logger = logging.getLogger("engine.server")
 BACKLOG = 2048  # connections that wait to be accepted
@@ -129,7 +129,7 @@ class Server(uvicorn.Server):
             if time.monotonic() > until:
                 logger.warning("%d connections are cut: nobody reads them", len(unsent))
                 for transport in unsent:
-                    transport.abort()
+                    cut(transport)
                 return
             await asyncio.sleep(0.01)
 

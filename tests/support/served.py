@@ -30,6 +30,12 @@ class Served:
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
 
+    @classmethod
+    def start(cls, port: int, *options: str, **variables: str) -> Served:
+        """One that is not ready yet."""
+        command = [sys.executable, "-m", "engine.cli.main", "serve", "--port", str(port), *options]
+        return cls(subprocess.Popen(command, env={**os.environ, **variables}), port)
+
     def end(self, number: int = signal.SIGTERM, seconds: float = 30) -> int:
         """Its exit status."""
         self.process.send_signal(number)
@@ -39,11 +45,9 @@ class Served:
 @contextmanager
 def served(*options: str, **variables: str) -> Iterator[Served]:
     """The model in the box, or another that the options name."""
-    port = free_port()
-    command = [sys.executable, "-m", "engine.cli.main", "serve", "--port", str(port), *options]
-    process = subprocess.Popen(command, env={**os.environ, **variables})
+    server = Served.start(free_port(), *options, **variables)
+    process = server.process
     try:
-        server = Served(process, port)
         end = time.monotonic() + READY_SECONDS
         while not is_ready(server.url):
             assert process.poll() is None, "the server has ended before it was ready"
