@@ -79,6 +79,7 @@ campaign: $(READY)
 	$(ONE_THREAD) $(BIN)/python tools/kill_matrix.py
 	$(ONE_THREAD) $(BIN)/python tools/fuzz_wire.py
 	$(ONE_THREAD) $(BIN)/python tools/soak.py
+	$(ONE_THREAD) $(BIN)/python tools/server_campaign.py all
 	$(PYTEST) -m perf tests
 
 bench: $(READY)
