@@ -80,6 +80,7 @@ campaign: $(READY)
 	$(ONE_THREAD) $(BIN)/python tools/fuzz_wire.py
 	$(ONE_THREAD) $(BIN)/python tools/hostile_http.py
 	$(ONE_THREAD) $(BIN)/python tools/soak.py
+	$(ONE_THREAD) $(BIN)/python tools/server_campaign.py all
 	$(PYTEST) -m perf tests
 
 bench: $(READY)

@@ -23,7 +23,9 @@ from functools import partial
 from typing import Any, NamedTuple, Unpack
 
 from engine.config.args import EngineArgs
-from engine.errors import ConfigError, EngineDeadError
+from engine.core.client import NumCores
+from engine.errors import ConfigError, EngineDeadError, RefusedError
+from engine.frontend.pace import QueuePace
 from engine.frontend.prompt import Prompt, RequestOptions, Submission, TextPrompt
 from engine.frontend.session import PauseScope, Session
 from engine.messages.params import OutputKind, SamplingParams
@@ -44,6 +46,8 @@ logger = logging.getLogger(__name__)
 JOIN_SECONDS = 60.0  # longest step a shutdown waits for
 ALIVE_SECONDS = 1.0  # between two looks at a core with nothing to do
 HEALTH_SECONDS = 10.0  # that a core has to answer
+TOKEN_BYTES = 40  # an int and its place in a list
+LOGPROB_BYTES = 200  # a log-probability, its text, and its place in a dict
 
 
 class AsyncLLMEngine:
@@ -62,6 +66,8 @@ class AsyncLLMEngine:
         self._death: EngineDeadError | None = None
         self._is_closing = False
         self._paused: PauseScope | None = None
+        self._num_arriving = 0  # requests that the session does not know yet
+        self._queue_limits: QueueLimits | None = None
         # Of the thread alone.
         self._live: dict[str, Stream] = {}
         self._observers: list[Observer] = []
@@ -88,7 +94,27 @@ class AsyncLLMEngine:
         if the queue is full, ``EngineDeadError`` if the core has died. Options are those of
         ``LLMEngine.add_request``.
         """
+        reader = await self.open(prompt, sampling_params, request_id, **options)
+        try:
+            while True:
+                output = await reader.next()
+                yield output
+                if output.finished:
+                    return
+        finally:
+            reader.close()
+
+    async def open(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None,
+        request_id: str,
+        **options: Unpack[RequestOptions],
+    ) -> Reader:
+        """The same as an object, which must be closed: outputs are what ``next`` returns, until
+        one is ``finished``."""
         self._check_alive()
+        self.check_room()
         inputs, began = self._session.inputs, self._session.clock()
         ahead = inputs.texts.ahead(prompt, sampling_params)
         if ahead is not None:  # other tasks go on meanwhile; what is invalid is raised by process()
@@ -97,21 +123,15 @@ class AsyncLLMEngine:
             await asyncio.gather(asyncio.wrap_future(ahead), return_exceptions=True)
             self._check_alive()
         submission = inputs.process(request_id, prompt, sampling_params, options, ahead)
-        stream = Stream(asyncio.get_running_loop(), submission.params.output_kind)
+        stream = Stream(asyncio.get_running_loop(), request_id, submission.params.output_kind)
         self._open_stream(submission, stream)
-        try:
-            while True:
-                output = await stream.next()
-                yield output
-                if output.finished:
-                    return
-        finally:
-            self._close_stream(request_id, stream)
+        return Reader(stream, self._close_stream)
 
     async def render_chat(self, messages: Messages, **options: Any) -> TextPrompt:
         """A conversation as a prompt; other tasks go on meanwhile. ``options`` are those of
         ``Tokenizer.apply_chat_template``. Raises ``RequestError`` if it cannot be rendered."""
         self.get_tokenizer()  # or its ConfigError
+        self.check_room()
         render = self._session.inputs.render
         (prompt,) = await asyncio.to_thread(render, [messages], options)
         return prompt
@@ -242,21 +262,70 @@ class AsyncLLMEngine:
         return self._session.inputs.max_model_len
 
     @property
+    def num_cores(self) -> NumCores:
+        """Cores that have not died, and all."""
+        return self._session.client.num_cores()
+
+    @property
     def is_running(self) -> bool:
         """False once the core has died or was shut down."""
         return self._death is None and not self._is_closing
 
-    def shutdown(self) -> None:
+    def give_up(self, error: Exception, request_ids: Iterable[str] | None = None) -> int:
+        """Raise ``error`` in the readers of these requests, or of all, and stop the requests.
+
+        What waits for the readers is dropped. Needs no answer of the core, so it works while that
+        hangs. Returns how many there were. To be called in the event loop of the readers.
+        """
+        wanted = None if request_ids is None else frozenset(as_request_ids(request_ids))
+        with self._changed:
+            streams = [
+                each
+                for each in self._open
+                if not each.is_finished and (wanted is None or each.request_id in wanted)
+            ]
+            for stream in streams:
+                stream.drop(error)
+                if self._death is None:
+                    self._command(partial(self._leave, stream))
+        return len(streams)
+
+    def unread_bytes(self) -> dict[str, int]:
+        """About how much memory holds what readers have not taken yet, by request; only of those
+        with any. To be called in the event loop of the readers."""
+        with self._changed:
+            streams = list(self._open)
+        sizes = {stream.request_id: stream.num_unread_bytes for stream in streams}
+        return {name: size for name, size in sizes.items() if size}
+
+    def limit_queue(
+        self, max_requests: int, max_seconds: float | None = None, *, num_seats: int = 0
+    ) -> None:
+        """From now on refuse requests at once, before any work, while so many wait for a seat, or
+        while a new one would wait longer for its first token, by the pace of late ones.
+
+        num_seats: how many may run at once, if that is known.
+        """
+        self._session.outputs.pace.num_seats = num_seats
+        self._queue_limits = QueueLimits(max_requests, max_seconds)
+
+    def check_room(self) -> None:
+        """Raise ``RefusedError`` if a request would be refused now, by ``limit_queue``."""
+        if self._queue_limits is not None:
+            self._queue_limits.check(self._session.outputs.pace, self._num_arriving)
+
+    def shutdown(self, timeout: float = JOIN_SECONDS) -> None:
         """Stop after the step that runs and let go of the model; harmless when repeated.
 
-        Requests that are still read raise ``EngineDeadError``.
+        Requests that are still read raise ``EngineDeadError``. A step that takes longer than
+        ``timeout`` seconds is not waited for.
         """
         with self._changed:
             self._is_closing = True
             self._changed.notify()
             self._session.wake()
         if threading.current_thread() is not self._thread:
-            self._thread.join(JOIN_SECONDS)
+            self._thread.join(timeout)
         atexit.unregister(self.shutdown)
 
     # In tasks.
@@ -265,13 +334,14 @@ class AsyncLLMEngine:
         with self._changed:
             self._check_alive()
             self._open.add(stream)
+            self._num_arriving += 1
             self._command(Arrival(submission, stream))
 
-    def _close_stream(self, request_id: str, stream: Stream) -> None:
+    def _close_stream(self, stream: Stream) -> None:
         with self._changed:
             self._open.remove(stream)
             if not stream.is_finished and self._death is None:
-                self._command(partial(self._leave, request_id, stream))
+                self._command(partial(self._leave, stream))
 
     async def _call(self, function: Callable[[], Any]) -> Any:
         """Run ``function`` in the thread, between two steps."""
@@ -329,7 +399,11 @@ class AsyncLLMEngine:
         """Add requests; one that is not taken raises in its own reader only."""
         if not arrivals:
             return
-        errors = self._session.submit_all([arrival.submission for arrival in arrivals])
+        try:
+            errors = self._session.submit_all([arrival.submission for arrival in arrivals])
+        finally:
+            with self._changed:
+                self._num_arriving -= len(arrivals)
         for place, (submission, stream) in enumerate(arrivals):
             error = errors.get(place)
             if error is None:
@@ -337,11 +411,11 @@ class AsyncLLMEngine:
             else:
                 stream.post(partial(stream.fail, error))
 
-    def _leave(self, request_id: str, stream: Stream) -> None:
+    def _leave(self, stream: Stream) -> None:
         """The reader has left the stream. Its id may belong to a newer stream, which keeps it."""
-        if self._live.get(request_id) is stream:
-            self._session.drop([request_id])
-            del self._live[request_id]
+        if self._live.get(stream.request_id) is stream:
+            self._session.drop([stream.request_id])
+            del self._live[stream.request_id]
 
     def _observe(self, observer: Observer) -> None:
         self._observers.append(observer)
@@ -390,6 +464,25 @@ class AsyncLLMEngine:
                     command()
 
 
+class QueueLimits(NamedTuple):
+    """How many requests may wait for their first token, and how long a new one may have to."""
+
+    max_requests: int
+    max_seconds: float | None
+
+    def check(self, pace: QueuePace, num_arriving: int) -> None:
+        """Raise ``RefusedError`` for one more."""
+        num_waiting = pace.num_queued(num_arriving)
+        seconds = pace.estimated_wait(num_arriving)
+        if num_waiting >= self.max_requests:
+            why = f"{num_waiting} requests wait already, the limit is {self.max_requests}"
+        elif self.max_seconds is not None and seconds > self.max_seconds:
+            why = f"a request would wait {seconds:.1f} s, the limit is {self.max_seconds:g}"
+        else:
+            return
+        raise RefusedError(f"the queue is full: {why}; try again later", seconds or None)
+
+
 class Arrival(NamedTuple):
     """A request on its way to the core. Those that come together go there together."""
 
@@ -399,6 +492,22 @@ class Arrival(NamedTuple):
 
 Command = Callable[[], None] | Arrival
 Observer = Callable[[FinishedRequest], object]
+Sink = Callable[[RequestOutput], bool]
+
+
+class Reader(NamedTuple):
+    """Reads the outputs of one request, in its event loop."""
+
+    stream: Stream
+    close_stream: Callable[[Stream], None]
+
+    async def next(self, sink: Sink | None = None) -> RequestOutput:
+        """As ``Stream.next``."""
+        return await self.stream.next(sink)
+
+    def close(self) -> None:
+        """Stop the request if it has not finished; to be called once."""
+        self.close_stream(self.stream)
 
 
 class Stream:
@@ -407,16 +516,18 @@ class Stream:
     Belongs to one event loop; only ``post`` may be called from another thread.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, kind: OutputKind) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, request_id: str, kind: OutputKind) -> None:
         self.loop = loop
         self.context = contextvars.copy_context()
         """Of the task that reads it."""
+        self.request_id = request_id
         self.is_finished = False
         """The last output, or an error, has arrived."""
         self._kind = kind
         self._waiting: RequestOutput | None = None
         self._error: Exception | None = None
         self._arrived = asyncio.Event()
+        self._sink: Sink | None = None
 
     def post(self, callback: Callable[[], object]) -> None:
         """Run ``callback`` in the stream's loop. If that is closed, the reader is gone."""
@@ -425,8 +536,13 @@ class Stream:
 
     def put(self, output: RequestOutput) -> None:
         """Add an output behind those that wait."""
+        if self._error is not None:  # the reader was given up
+            return
         waiting = self._waiting
-        if waiting is not None and self._kind == "delta":
+        if waiting is None:
+            if self._sink is not None and self._sink(output):
+                return
+        elif self._kind == "delta":
             output = merge_deltas(waiting, output)
         self._waiting = output
         self.is_finished = output.finished
@@ -439,9 +555,27 @@ class Stream:
             self._error = error
             self._arrived.set()
 
-    async def next(self) -> RequestOutput:
-        """All that has come since the last call; waits until there is something."""
-        await self._arrived.wait()
+    def drop(self, error: Exception) -> None:
+        """Raise ``error`` in the reader in place of what waits."""
+        self._waiting = None
+        self.fail(error)
+
+    @property
+    def num_unread_bytes(self) -> int:
+        """About how much memory holds what waits for the reader."""
+        return 0 if self._waiting is None else sum(map(size_of, self._waiting.outputs))
+
+    async def next(self, sink: Sink | None = None) -> RequestOutput:
+        """All that has come since the last call; waits until there is something.
+
+        While it waits, each output is offered to ``sink``, and returned only if that returns False:
+        so a reader that has little to do with most outputs is not woken for them.
+        """
+        self._sink = sink
+        try:
+            await self._arrived.wait()
+        finally:
+            self._sink = None
         output, self._waiting = self._waiting, None
         if output is None:
             assert self._error is not None
@@ -449,6 +583,14 @@ class Stream:
         if self._error is None:
             self._arrived.clear()
         return output
+
+
+def size_of(completion: CompletionOutput) -> int:
+    """About how much memory it takes, in bytes."""
+    size = len(completion.text) + TOKEN_BYTES * len(completion.token_ids)
+    for position in completion.logprobs or ():
+        size += LOGPROB_BYTES * (1 + len(position))
+    return size
 
 
 Deliveries = dict[asyncio.AbstractEventLoop, list[tuple[Stream, RequestOutput]]]

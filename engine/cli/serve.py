@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from engine.cli.options import add_engine_options, engine_args
+from engine.config.args import EngineArgs
 from engine.config.env import ADMIN_API_KEY, API_KEY, admin_api_key, api_keys
 from engine.errors import ConfigError
 
@@ -66,6 +68,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--chat-template", metavar="PATH", help="a file with one, instead of the model's own"
     )
+    group.add_argument(
+        "--reader-timeout",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="requests of clients that read nothing for so long are aborted; default: 30",
+    )
+    group.add_argument(
+        "--max-queue-seconds",
+        type=float,
+        metavar="SECONDS",
+        help="refuse requests that would wait longer for their first token, by the pace of late "
+        "ones; default: only their number is limited, as max-waiting-requests says or to 8 for "
+        "each of max-num-seqs",
+    )
     for name, about in TLS.items():
         group.add_argument(f"--ssl-{name}", metavar="FILE", help=about)
     _add_limits(parser.add_argument_group("limits of the server"))
@@ -111,11 +128,13 @@ def run(parsed: argparse.Namespace) -> int:
         admin_api_key=parsed.admin_api_key or admin_api_key(),
         health_timeout=parsed.health_timeout,
         otlp_traces_endpoint=parsed.otlp_traces_endpoint,
+        reader_timeout=parsed.reader_timeout,
+        max_queue_seconds=parsed.max_queue_seconds,
         limits=Limits(**_given(parsed, LIMITS)),
         http=HttpLimits(**_given(parsed, HTTP_LIMITS)),
         tls=Tls(parsed.ssl_certfile, parsed.ssl_keyfile, parsed.ssl_ca_certs),
     )
-    serve(engine_args(parsed), options)
+    serve(core_apart(engine_args(parsed), parsed), options)
     return 0
 
 
@@ -133,3 +152,14 @@ def _given(parsed: argparse.Namespace, names: dict[str, str]) -> dict[str, Any]:
     """Options that were given, by the names of the fields that they set."""
     given = {field: getattr(parsed, name) for name, field in names.items()}
     return {field: value for field, value in given.items() if value is not None}
+
+
+def core_apart(args: EngineArgs, parsed: argparse.Namespace) -> EngineArgs:
+    """Unless told otherwise the core has a process of its own: it would share Python's lock with
+    the streams. One of several that dies takes none of the others with it."""
+    chosen: dict[str, bool] = {}
+    if "multiprocess" not in parsed and args.core_address is None:
+        chosen["multiprocess"] = True
+    if "survive_core_death" not in parsed:
+        chosen["survive_core_death"] = True
+    return replace(args, **chosen)  # type: ignore[arg-type]

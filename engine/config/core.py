@@ -26,6 +26,9 @@ class CoreOptions:
     core_address: str | None = field(default=None, metadata=FRONT_END)
     """Use the core that runs at this address, as metronome core printed it; give the model it has,
     for its tokenizer. Addresses of several cores, divided by commas, share the work."""
+    survive_core_death: bool = field(default=False, metadata=FRONT_END)
+    """If one of several cores dies, go on with the others; its requests end with an error. If not,
+    all is over."""
     core_ready_timeout: float = field(default=600.0, metadata=STARTER)
     """Seconds the core's process may take to load the model."""
     core_hang_timeout: float = field(default=300.0, metadata=FRONT_END)

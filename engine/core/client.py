@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from engine.messages.requests import AddRequest, CoreOutputs
 from engine.messages.stats import SchedulerStats
@@ -11,6 +11,13 @@ from engine.messages.wire import Welcome
 
 if TYPE_CHECKING:  # what a client elsewhere imports is kept small
     from engine.config.decide import Decided
+
+
+class NumCores(NamedTuple):
+    """Cores behind a client that have not died, and all."""
+
+    alive: int
+    total: int
 
 
 class CoreClient(Protocol):
@@ -59,6 +66,10 @@ class CoreClient(Protocol):
 
     def num_unfinished(self) -> int:
         """Requests that were taken and whose end ``step`` has not returned yet."""
+
+    def num_cores(self) -> NumCores:
+        """Any thread may ask."""
+        return NumCores(1, 1)
 
     def stats(self) -> SchedulerStats | None:
         """Gauges and counters of the scheduler, ``None`` if it keeps none."""

@@ -13,6 +13,7 @@ from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 from engine.errors import RequestError
+from engine.frontend.pace import QueuePace
 from engine.frontend.pooled_text import PooledText
 from engine.frontend.prompt import Submission
 from engine.messages.params import SamplingParams
@@ -51,6 +52,8 @@ class OutputProcessor:
         self._between_tokens: list[float] | None = None  # its column
         self.on_finished: Callable[[FinishedRequest], None] | None = None
         """Called with each request that has ended, by the thread that drives this."""
+        self.pace = QueuePace()
+        """Other threads may read it."""
         self._tokenizer = tokenizer
         self._texts = texts
         self._requests: dict[str, RequestState] = {}
@@ -87,6 +90,7 @@ class OutputProcessor:
             )
         live = RequestState(submission, self._tokenizer, self._texts is None)
         self._requests[submission.request_id] = live
+        self.pace.arrive()
         for core_id, sequence in zip(live.core_ids, live.sequences, strict=True):
             self._rows[core_id] = Row(live, sequence)
 
@@ -213,6 +217,7 @@ class OutputProcessor:
     def withdraw(self, submission: Submission) -> list[str]:
         """Forget a request that was not taken. Returns its ids in the core."""
         request = self._requests.pop(submission.request_id)
+        self.pace.leave(has_started=False)
         for core_id in request.core_ids:
             del self._rows[core_id]
         return request.core_ids
@@ -259,6 +264,7 @@ class OutputProcessor:
             metrics, last = request.metrics, request.metrics.last_token_time
             if metrics.first_token_time is None:
                 metrics.first_token_time = time
+                self.pace.start(time)
                 self.counts.prompt_tokens += len(request.prompt_token_ids)
                 if self._latencies is not None:
                     self._latencies.first_token.add(time - metrics.arrival_time)
@@ -315,6 +321,7 @@ class OutputProcessor:
         if request.is_finished:
             assert sequence.end is not None
             request.metrics.finished_time = time
+            self.pace.leave(has_started=request.metrics.first_token_time is not None)
             self.counts.finished[sequence.end.reason] += 1
             del self._requests[request.request_id]
             if self.on_finished is not None:

@@ -31,6 +31,7 @@ class Balancer:
         self._max_remembered = max_remembered
         self._seen: dict[int, int] = {}  # hash of a prompt's beginning -> the last core it met
         self._placed: dict[str, tuple[int, int]] = {}  # request -> core, tokens
+        self._here = list(range(num_cores))  # cores that may be chosen
 
     def choose(self, request: AddRequest) -> int:
         """Choose the core for a request, and count the request there."""
@@ -52,15 +53,23 @@ class Balancer:
         core, num_tokens = self._placed.pop(request_id, (0, 0))
         self.loads[core] -= num_tokens
 
+    def remove(self, core: int) -> list[str]:
+        """Choose this core no more. Returns its unfinished requests, which end by that."""
+        self._here.remove(core)
+        names = [name for name, (place, _) in self._placed.items() if place == core]
+        for name in names:
+            self.end(name)
+        return names
+
     def _fair(self, beginnings: list[int]) -> int:
         """The core with most of the prompt cached, unless too busy; else that with least work."""
-        least = min(self.loads)
+        least = min(self.loads[core] for core in self._here)
         limit = max(MAX_LEAD * least, least + MIN_LEAD_TOKENS)
         for beginning in reversed(beginnings):
             core = self._seen.get(beginning)
-            if core is not None and self.loads[core] <= limit:
+            if core in self._here and self.loads[core] <= limit:
                 return core
-        return self.loads.index(least)
+        return next(core for core in self._here if self.loads[core] == least)
 
     def _beginnings(self, request: AddRequest) -> Iterator[int]:
         """Hashes of ever longer parts of the prompt, in whole blocks."""

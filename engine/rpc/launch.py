@@ -64,16 +64,18 @@ def start_cores(config: EngineConfig, build: Build) -> ManyCoresClient:
             child, address = spawn(own, build)
             failing.callback(child.close)
             spawned.append((child, address))
-        return many(failing, (meet(own, *each) for each in spawned))
+        return many(config, failing, (meet(own, *each) for each in spawned))
 
 
-def many(failing: ExitStack, clients: Iterator[EngineCoreClient]) -> ManyCoresClient:
+def many(
+    config: EngineConfig, failing: ExitStack, clients: Iterator[EngineCoreClient]
+) -> ManyCoresClient:
     """One client of all these. If one fails, those before it are shut down by ``failing``."""
     known: list[EngineCoreClient] = []
     failing.callback(shut_down, known)
     for client in clients:
         known.append(client)
-    together = ManyCoresClient(known)
+    together = ManyCoresClient(known, survives=config.core.survive_core_death)
     failing.pop_all()
     return together
 
@@ -140,7 +142,7 @@ def check_model(ours: ModelConfig, address: str, theirs: str) -> None:
 def attach_cores(config: EngineConfig, addresses: Sequence[str]) -> ManyCoresClient:
     """A client of several cores that run already; they stay when the client leaves."""
     with ExitStack() as failing:
-        return many(failing, (attach_core(config, address) for address in addresses))
+        return many(config, failing, (attach_core(config, address) for address in addresses))
 
 
 def start_error(report: Report) -> EngineError:

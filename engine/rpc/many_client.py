@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,23 +13,36 @@ from typing import Any
 import msgspec
 import zmq
 
-from engine.core.client import CoreClient
+from engine.core.client import CoreClient, NumCores
 from engine.errors import ConfigError, EngineDeadError
-from engine.messages.requests import AddRequest, CoreOutputs, as_request_ids, in_use
+from engine.messages.requests import (
+    LOST_CORE,
+    AddRequest,
+    CoreOutputs,
+    Finished,
+    as_request_ids,
+    in_use,
+)
 from engine.messages.stats import SchedulerStats
 from engine.rpc.balance import Balancer
 from engine.rpc.zmq_client import STEP_SECONDS, EngineCoreClient
 
+logger = logging.getLogger("engine.core")
+
 
 class ManyCoresClient(CoreClient):
-    """Cores that share the work. If one dies, all are dead, and the error names it.
+    """Cores that share the work. If one dies, all are dead, and the error names it; or, if the
+    client ``survives`` that, its requests end with an error, and the others go on.
 
     A request goes to the core that ``Balancer`` chooses and stays there; utilities are called on
     all cores. Raises ``ConfigError`` for cores that do not run the same model.
     """
 
-    def __init__(self, cores: Sequence[EngineCoreClient]) -> None:
+    def __init__(self, cores: Sequence[EngineCoreClient], *, survives: bool = False) -> None:
         self._cores = list(cores)
+        self._alive = list(range(len(self._cores)))
+        self._survives = survives
+        self._lost: list[CoreOutputs] = []  # ends of requests whose core died
         _check_alike(self._cores)
         self.decided = self._cores[0].decided  # as do all the others
         self.id_prefix = _prefix_of(self._cores)
@@ -76,21 +91,26 @@ class ManyCoresClient(CoreClient):
         return batches
 
     def wake(self) -> None:
-        self._cores[0].wake()
+        for index in self._alive:
+            self._cores[index].wake()
 
     def check_alive(self) -> None:
-        for index, core in enumerate(self._cores):
+        for index in list(self._alive):
             with self._named(index):
-                core.check_alive()
+                self._cores[index].check_alive()
 
     def num_unfinished(self) -> int:
-        return sum(core.num_unfinished() for core in self._cores)
+        alive = sum(self._cores[index].num_unfinished() for index in self._alive)
+        return alive + sum(len(batch.finished) for batch in self._lost)
+
+    def num_cores(self) -> NumCores:
+        return NumCores(len(self._alive), len(self._cores))
 
     def latest_stats(self) -> SchedulerStats | None:
         told = []
-        for index, core in enumerate(self._cores):
+        for index in list(self._alive):
             with self._named(index):
-                told.append(core.latest_stats())
+                told.append(self._cores[index].latest_stats())
         return sum_of(told)
 
     def call(self, name: str, *args: Any) -> Any:
@@ -105,6 +125,7 @@ class ManyCoresClient(CoreClient):
     def _add_to(
         self, core: int, requests: Sequence[AddRequest], places: list[int]
     ) -> dict[int, Exception]:
+        refused: dict[int, Exception] = {}
         with self._named(core):
             refused = self._cores[core].add_all([requests[place] for place in places])
         for index in refused:
@@ -113,19 +134,34 @@ class ManyCoresClient(CoreClient):
 
     def _of_all(self, name: str, *args: Any) -> list[Any]:
         answers = []
-        for index, core in enumerate(self._cores):
+        for index in list(self._alive):
             with self._named(index):
-                answers.append(core.call(name, *args))
+                answers.append(self._cores[index].call(name, *args))
         return answers
 
     @contextmanager
     def _named(self, index: int) -> Iterator[None]:
-        """The error of a core that died, naming the core."""
+        """The error of a core that died, naming the core. None if the others go on without it."""
         try:
             yield
         except EngineDeadError as error:
             which = f"core {index} of {len(self._cores)} at {self._cores[index].address.data}"
-            raise EngineDeadError(f"{which}: {error}") from error.__cause__
+            death = EngineDeadError(f"{which}: {error}")
+            if not self._survives or self._alive == [index]:
+                raise death from error.__cause__
+            if index in self._alive:
+                self._go_on_without(index, death)
+
+    def _go_on_without(self, index: int, death: EngineDeadError) -> None:
+        self._alive.remove(index)
+        for source in self._cores[index].sources:
+            self._poller.unregister(source)
+        names = self._balancer.remove(index)
+        logger.error("%s; its %d requests fail, the other cores go on", death, len(names))
+        message = f"{LOST_CORE}: {death}"
+        ends = [Finished(place, "error", message=message) for place in range(len(names))]
+        nothing = [0] * len(names)
+        self._lost.append(CoreOutputs(names, [], nothing, time.monotonic(), finished=ends))
 
     def _take(self) -> list[CoreOutputs]:
         """Outputs that have come. The death of a core is raised once they were read."""
@@ -143,11 +179,11 @@ class ManyCoresClient(CoreClient):
 
     def _take_from_all(self) -> list[CoreOutputs]:
         """The outputs of each core. A death is noted, to be raised later."""
-        batches: list[CoreOutputs] = []
-        for index, core in enumerate(self._cores):
+        batches, self._lost = self._lost, []
+        for index in list(self._alive):
             try:
                 with self._named(index):
-                    batches += core.take()
+                    batches += self._cores[index].take()
             except EngineDeadError as error:
                 self._death = error
         return batches

@@ -5,6 +5,9 @@ app          the routes
 http         what comes before a route: connections, bodies, names of requests, the document
 keys         who may ask, by keys that may change
 limits       how much one request may ask for
+gate         a full queue refuses before any work
+drain        the end: open requests go on to theirs
+readers      those who do not read what they asked for
 
 asked        what completions and chats may ask, as structs; what that means for the engine
 completions  texts behind prompts
@@ -18,6 +21,7 @@ tokenize     texts to token ids and back
 
 answers      whole answers, and chunks of them
 logprobs     log-probabilities as clients read them
+direct       streams of one request, written where its outputs arrive
 streams      server-sent events, and who has left
 errors       as clients read them
 

@@ -6,17 +6,18 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from engine.messages.requests import CompletionOutput, RequestOutput
+from engine.async_engine import Reader
+from engine.messages.requests import LOST_CORE, CompletionOutput, RequestOutput
 from engine.messages.structured import WRONG_GRAMMAR
 from engine.server.asked import Asked
 from engine.server.errors import ApiError, as_api_error
 from engine.server.streams import DONE, event_of
 
+TEXT = b"<text>"
 OURS = "~"  # in the engine's name of a request, before what makes it differ from all others
 
 
@@ -43,7 +44,7 @@ class Counted:
 
     def __init__(self) -> None:
         self._prompts: dict[int, tuple[int, int]] = {}  # tokens, and those that were cached
-        self._written = 0
+        self.num_written = 0
         self.thinking = 0  # of those that were written
 
     def add(
@@ -51,19 +52,29 @@ class Counted:
     ) -> None:
         """place: of the prompt; completions: those of the output that were not counted yet."""
         self._prompts[place] = (len(output.prompt_token_ids), output.num_cached_tokens)
-        self._written += sum(len(each.token_ids) for each in completions)
+        self.num_written += sum(len(each.token_ids) for each in completions)
 
     @property
     def usage(self) -> Usage:
         read = sum(num for num, _ in self._prompts.values())
         cached = sum(num for _, num in self._prompts.values())
-        total = read + self._written
+        total = read + self.num_written
         details = CompletionDetails(self.thinking)
-        return Usage(read, self._written, total, PromptDetails(cached), details)
+        return Usage(read, self.num_written, total, PromptDetails(cached), details)
+
+
+class Frame(NamedTuple):
+    """A chunk, as bytes, around the text of a delta."""
+
+    before: bytes
+    behind: bytes
 
 
 class Answer(ABC):
     """One request to the server, whole or as events."""
+
+    is_one = True
+    """It is one request to the engine."""
 
     def tell_as(self, request_id: str) -> None:  # noqa: B027  (most have names of their own)
         """The name that the client knows the request by: its own, which others may have too."""
@@ -73,8 +84,20 @@ class Answer(ABC):
         """The answer, when all of it is there."""
 
     @abstractmethod
-    def events(self) -> AsyncGenerator[bytes, None]:
-        """Its parts as they come. An error before the first is raised; a later one is an event."""
+    async def open(self) -> Reader:
+        """Ask the engine; of what ``is_one``."""
+
+    @abstractmethod
+    def events_of(self, output: RequestOutput) -> bytes:
+        """What is new. Raises ``ApiError`` for an end that is no answer."""
+
+    @abstractmethod
+    def end(self) -> bytes:
+        """What is sent behind all events."""
+
+    @abstractmethod
+    def failure(self, error: BaseException) -> bytes:
+        """The same if it has failed after it has begun."""
 
 
 class OpenAIAnswer(Answer):
@@ -99,24 +122,14 @@ class OpenAIAnswer(Answer):
         self._head["id"] = f"{self._prefix}-{request_id}"
         self.name = f"{self._head['id']}{OURS}{uuid.uuid4().hex[:12]}"
 
-    @abstractmethod
-    def chunks(self) -> AsyncGenerator[bytes, None]:
-        """As events, without the end."""
+    def end(self) -> bytes:
+        options = self.asked.stream_options
+        is_asked = options is not None and options.include_usage
+        usage = event_of(self._told([], has_usage=True)) if is_asked else b""
+        return usage + DONE
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        options, is_begun = self.asked.stream_options, False
-        try:
-            async with aclosing(self.chunks()) as chunks:
-                async for chunk in chunks:
-                    is_begun = True
-                    yield chunk
-            if options is not None and options.include_usage:
-                yield event_of(self._told([], has_usage=True))
-        except Exception as error:
-            if not is_begun:
-                raise
-            yield event_of(as_api_error(error).body())
-        yield DONE
+    def failure(self, error: BaseException) -> bytes:
+        return event_of(as_api_error(error).body()) + DONE
 
     def _chunk(self, choices: list[dict[str, Any]]) -> bytes:
         options = self.asked.stream_options
@@ -128,6 +141,30 @@ class OpenAIAnswer(Answer):
         if has_usage:
             beside["usage"] = self._counted.usage
         return msgspec.json.encode({**self._head, "choices": choices, **beside})
+
+    def _frame(self, choice: bytes) -> Frame | None:
+        """That of a choice in which ``TEXT`` stands for the text; ``None`` if a chunk has more to
+        tell that differs."""
+        asked, options = self.asked, self.asked.stream_options
+        is_counting = options is not None and options.continuous_usage_stats
+        if asked.n != 1 or asked.return_token_ids or is_counting:
+            return None
+        head = msgspec.json.encode({**self._head, "choices": []})
+        before, behind = choice.split(TEXT)
+        ends = b',"finish_reason":null,"stop_reason":null}]}'
+        return Frame(b"data: " + head[:-2] + before, behind + ends + b"\n\n")
+
+
+async def outputs_of(reader: Reader) -> AsyncGenerator[RequestOutput, None]:
+    """All of them, to the last. Who leaves early stops the request."""
+    try:
+        while True:
+            output = await reader.next()
+            yield output
+            if output.finished:
+                return
+    finally:
+        reader.close()
 
 
 def reason_of(completion: CompletionOutput) -> str | None:
@@ -142,4 +179,6 @@ def reason_of(completion: CompletionOutput) -> str | None:
     error = completion.error or "the request failed"
     if error.startswith(WRONG_GRAMMAR):
         raise ApiError(400, error, code="invalid_grammar")
+    if error.startswith(LOST_CORE):
+        raise ApiError(503, LOST_CORE, code="core_died", retry_after=1.0)
     raise ApiError(500, error, code="request_failed")

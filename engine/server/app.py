@@ -20,7 +20,9 @@ from engine.server.asked import ChatRequest, CompletionRequest, read
 from engine.server.chat import Chat
 from engine.server.completions import Completion
 from engine.server.dialogue import ChatModel
+from engine.server.direct import DirectStream
 from engine.server.errors import ApiError, error_response
+from engine.server.gate import QueueGate
 from engine.server.http.answered import request_id_of, stamped
 from engine.server.http.body import Bodies
 from engine.server.http.openapi import ApiRoute, document_of
@@ -101,14 +103,14 @@ class Api:
     async def chat(self, request: Request) -> ASGIApp:
         """Answers to a conversation."""
         asked = await self._read(request, ChatRequest)
-        answer = Chat(self._model, asked, self._names[0])
+        answer = Chat(await self._model.voice(), asked, self._names[0])
         return await self._answer(request, asked.stream, answer)
 
     async def responses(self, request: Request) -> ASGIApp:
         """A response, which may be stored and gone on with."""
         asked = await self._read(request, ResponsesRequest)
         owner = owner_of(request.scope)
-        answer = Responses(self._model, asked, self._names[0], self._store, owner)
+        answer = Responses(await self._model.voice(), asked, self._names[0], self._store, owner)
         return await self._answer(request, asked.stream, answer)
 
     async def response(self, request: Request) -> ASGIApp:
@@ -125,13 +127,13 @@ class Api:
     async def messages(self, request: Request) -> ASGIApp:
         """A message, in Anthropic's form."""
         asked = await self._read(request, MessagesRequest)
-        answer = Messages(self._model, asked, self._names[0])
+        answer = Messages(await self._model.voice(), asked, self._names[0])
         return await self._answer(request, asked.stream, answer)
 
     async def count_tokens(self, request: Request) -> ASGIApp:
         """Tokens that a message would read."""
         asked = await self._read(request, MessagesRequest)
-        counted = await count_tokens(self._model, asked)
+        counted = await count_tokens(await self._model.voice(), asked)
         return Response(counted, media_type="application/json")
 
     async def models(self, request: Request) -> ASGIApp:
@@ -179,7 +181,9 @@ class Api:
         if not is_stream:
             body = await while_there(answer.whole(), request.receive)
             return Response(body or b"", 200, media_type="application/json")
-        stream = EventStream(answer.events())
+        stream: DirectStream | EventStream = DirectStream(answer)
+        if isinstance(answer, Completion) and not answer.is_one:
+            stream = EventStream(answer.events())
         await while_there(stream.begin(), request.receive)  # what is wrong has a status of its own
         return stream
 
@@ -231,7 +235,8 @@ def make_app(
     app = Starlette(routes=routes, exception_handlers={405: not_so})
     app.router.default = not_there
     app.router.redirect_slashes = False  # where to would be what the Host header says
-    guard = Guard(app, operations.keys, limits.max_requests_per_key)
+    gate = QueueGate(app, engine)
+    guard = Guard(gate, operations.keys, limits.max_requests_per_key)
     return operations.traffic.counting(guard, routes)
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from engine.messages.requests import CompletionOutput
-from engine.server.answers import OpenAIAnswer, reason_of
+import msgspec
+
+from engine.async_engine import Reader
+from engine.messages.requests import CompletionOutput, RequestOutput
+from engine.server.answers import TEXT, Frame, OpenAIAnswer, outputs_of, reason_of
 from engine.server.asked import ChatRequest
-from engine.server.dialogue import ChatModel, Dialogue, Said, told_call
+from engine.server.dialogue import Dialogue, Said, Voice, told_call
 from engine.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from engine.server.speech.turns import Text, Thinking, ToolCall, Turn
 
@@ -32,42 +34,54 @@ class Choice:
 class Chat(OpenAIAnswer):
     """One request for an answer, or for ``n``."""
 
-    def __init__(self, model: ChatModel, asked: ChatRequest, name: str) -> None:
+    def __init__(self, voice: Voice, asked: ChatRequest, name: str) -> None:
         """name: of the model. Raises ``RequestError`` or ``ApiError`` for what cannot be asked."""
         kind = "chat.completion.chunk" if asked.stream else "chat.completion"
         super().__init__(asked, kind, "chatcmpl", name)
+        self._has_logprobs = bool(asked.logprobs)
         self._num_logprobs = asked.top_logprobs or 0
         self._has_thinking = asked.include_reasoning
-        self._token_names = TokenNames(model.engine.tokenizer)
-        self._dialogue = Dialogue(model, asked)
+        self._token_names = TokenNames(voice.tokenizer)
+        self._dialogue = Dialogue(voice, asked)
         self._has_begun = False
+        self._num_calls: dict[int, int] = {}  # that were told, by sequence
+        self._text_frame: Frame | None = None
 
     async def whole(self) -> bytes:
         choices: dict[int, Choice] = {}
-        async with aclosing(self._dialogue.said(self.name)) as source:
-            async for said in source:
-                self._count(said)
-                choice = choices.setdefault(said.completion.index, Choice())
-                choice.add(said, self._logprobs(said))
+        async with aclosing(outputs_of(await self.open())) as outputs:
+            async for output in outputs:
+                for said in self._dialogue.read(output):
+                    self._count(said)
+                    choice = choices.setdefault(said.completion.index, Choice())
+                    choice.add(said, self._logprobs(said))
         told = [self._whole_choice(choices[index]) for index in sorted(choices)]
         return self._told(told, has_usage=True)
 
-    async def chunks(self) -> AsyncGenerator[bytes, None]:
-        begun: set[int] = set()
-        num_calls: dict[int, int] = {}
-        async with aclosing(self._dialogue.said(self.name)) as source:
-            async for said in source:
-                self._count(said)
-                index = said.completion.index
-                before = num_calls.get(index, 0)
-                num_calls[index] = len(said.turn.calls)
-                delta = self._delta(said, before)
-                if index not in begun:
-                    begun.add(index)
-                    delta = {"role": "assistant", "content": "", **delta}
-                choice = self._ended(said, {"delta": delta})
-                if delta or choice["finish_reason"] or choice["logprobs"] or "token_ids" in choice:
-                    yield self._chunk([choice])
+    async def open(self) -> Reader:
+        if not self._has_logprobs:
+            choice = b'{"index":0,"delta":{"content":' + TEXT + b'},"logprobs":null'
+            self._text_frame = self._frame(choice)
+        return await self._dialogue.open(self.name)
+
+    def events_of(self, output: RequestOutput) -> bytes:
+        return b"".join([self._events_of(said) for said in self._dialogue.read(output)])
+
+    def _events_of(self, said: Said) -> bytes:
+        self._count(said)
+        index, events, frame = said.completion.index, said.events, self._text_frame
+        is_plain = frame is not None and index in self._num_calls and not said.output.finished
+        if is_plain and len(events) == 1 and isinstance(events[0], Text):
+            assert frame is not None
+            return frame.before + msgspec.json.encode(events[0].text) + frame.behind
+        delta = self._delta(said, self._num_calls.get(index, 0))
+        if index not in self._num_calls:
+            delta = {"role": "assistant", "content": "", **delta}
+        self._num_calls[index] = len(said.turn.calls)
+        choice = self._ended(said, {"delta": delta})
+        if delta or choice["finish_reason"] or choice["logprobs"] or "token_ids" in choice:
+            return self._chunk([choice])
+        return b""
 
     def _count(self, said: Said) -> None:
         self._counted.add(0, said.output, [said.completion])

@@ -7,10 +7,12 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from engine.async_engine import AsyncLLMEngine
+import msgspec
+
+from engine.async_engine import AsyncLLMEngine, Reader
 from engine.frontend.prompt import Prompt
 from engine.messages.requests import CompletionOutput, RequestOutput
-from engine.server.answers import OpenAIAnswer, reason_of
+from engine.server.answers import TEXT, Frame, OpenAIAnswer, outputs_of, reason_of
 from engine.server.asked import CompletionRequest
 from engine.server.errors import ApiError
 from engine.server.logprobs import TextLogprobs, TokenNames, prompt_logprobs
@@ -44,8 +46,13 @@ class Completion(OpenAIAnswer):
         self._logprobs: dict[int, TextLogprobs] = defaultdict(
             lambda: TextLogprobs(asked.logprobs or 0, names)
         )  # by choice
+        self._text_frame: Frame | None = None
         self._begun: set[int] = set()  # choices of which something was said
         self._read: dict[int, RequestOutput] = {}  # by place: what is known of the prompt
+
+    @property
+    def is_one(self) -> bool:  # type: ignore[override]
+        return len(self._prompts) == 1
 
     async def whole(self) -> bytes:
         choices: list[dict[str, Any]] = []
@@ -55,30 +62,59 @@ class Completion(OpenAIAnswer):
         choices.sort(key=lambda choice: int(choice["index"]))
         return self._told(choices, has_usage=True)
 
-    async def chunks(self) -> AsyncGenerator[bytes, None]:
-        async with aclosing(self._outputs()) as outputs:
-            async for place, output in outputs:
-                yield self._chunk(self._choices(place, output))
+    async def open(self) -> Reader:
+        if self._num_logprobs is None and not self._has_echo:
+            self._text_frame = self._frame(b'{"index":0,"text":' + TEXT + b',"logprobs":null')
+        return await self._open(0)
 
-    def _choices(self, place: int, output: RequestOutput) -> list[dict[str, Any]]:
-        self._counted.add(place, output, output.outputs)
-        return [self._choice(place, each) for each in output.outputs]
+    def events_of(self, output: RequestOutput) -> bytes:
+        frame = self._text_frame
+        if frame is None or output.finished or not self._begun:
+            return self._chunk(self._choices(0, output))
+        (completion,) = output.outputs
+        self._counted.num_written += len(completion.token_ids)
+        return frame.before + msgspec.json.encode(completion.text) + frame.behind
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Of several prompts. An error before the first is raised; a later one is an event."""
+        is_begun = False
+        try:
+            async with aclosing(self._outputs()) as outputs:
+                async for place, output in outputs:
+                    chunk = self._chunk(self._choices(place, output))
+                    is_begun = True
+                    yield chunk
+            yield self.end()
+        except Exception as error:
+            if not is_begun:
+                raise
+            yield self.failure(error)
 
     async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        options = self.asked.options()
-        if self._has_echo:
-            self._prompts = [await self._with_text(prompt) for prompt in self._prompts]
-        sources: list[AsyncGenerator[RequestOutput, None]] = [
-            self._engine.generate(prompt, self._params, f"{self.name}-{place}", **options)
-            for place, prompt in enumerate(self._prompts)
-        ]
+        sources = [self._source(place) for place in range(len(self._prompts))]
         async with aclosing(together(sources)) as outputs:
             async for place, output in outputs:
-                self._read.setdefault(place, output)
-                if self._is_echo_alone:
-                    for completion in output.outputs:
-                        _forget_text(completion)
                 yield place, output
+
+    async def _source(self, place: int) -> AsyncGenerator[RequestOutput, None]:
+        async with aclosing(outputs_of(await self._open(place))) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def _open(self, place: int) -> Reader:
+        prompt = self._prompts[place]
+        if self._has_echo:
+            prompt = await self._with_text(prompt)
+        name, options = f"{self.name}-{place}", self.asked.options()
+        return await self._engine.open(prompt, self._params, name, **options)
+
+    def _choices(self, place: int, output: RequestOutput) -> list[dict[str, Any]]:
+        self._read.setdefault(place, output)
+        if self._is_echo_alone:
+            for completion in output.outputs:
+                _forget_text(completion)
+        self._counted.add(place, output, output.outputs)
+        return [self._choice(place, each) for each in output.outputs]
 
     async def _with_text(self, prompt: Prompt) -> Prompt:
         """A prompt that can be told."""

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any, NamedTuple
 
-from engine.async_engine import AsyncLLMEngine
+from engine.async_engine import AsyncLLMEngine, Reader
 from engine.frontend.prompt import TextPrompt
 from engine.messages.requests import CompletionOutput, RequestOutput
 from engine.messages.structured import StructuredOutputsParams
@@ -19,6 +17,7 @@ from engine.server.speech.forms import form_behind_thinking, form_with_tools
 from engine.server.speech.tools import check_family, tools_of
 from engine.server.speech.turns import Event, Speech, ToolCall, Turn
 from engine.text.plain_specials import has_special_tokens, render_plainly
+from engine.text.tokenizer import Tokenizer
 
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 OWN_FIELDS = (
@@ -32,7 +31,7 @@ OWN_FIELDS = (
 
 
 class ChatModel:
-    """An engine, and how its model's answers are read."""
+    """An engine, and how conversations with its model are written and read."""
 
     def __init__(self, engine: AsyncLLMEngine, chat_template: str | None = None) -> None:
         """chat_template: to use instead of the model's own."""
@@ -40,14 +39,14 @@ class ChatModel:
         self.chat_template = chat_template
         self._speech: asyncio.Future[Speech] | None = None
 
-    async def speech(self) -> Speech:
+    async def voice(self) -> Voice:
         """Made once, in a thread: it takes a second."""
         if self._speech is None:
             tokenizer = self.engine.get_tokenizer()
             own = "\n".join(tokenizer.templates.values())
             making = asyncio.to_thread(Speech, tokenizer, self.chat_template or own)
             self._speech = asyncio.ensure_future(making)
-        return await asyncio.shield(self._speech)
+        return Voice(self, await asyncio.shield(self._speech))
 
     async def render(self, messages: list[dict[str, Any]], **options: Any) -> TextPrompt:
         """The prompt of a conversation. What a message says is plain text, whatever it looks like.
@@ -63,6 +62,17 @@ class ChatModel:
         return await self.engine.render_chat(messages, **options)
 
 
+class Voice(NamedTuple):
+    """A model for conversations, and how its answers are read."""
+
+    model: ChatModel
+    speech: Speech
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.model.engine.tokenizer
+
+
 class Said(NamedTuple):
     """What is new of one sequence."""
 
@@ -75,10 +85,10 @@ class Said(NamedTuple):
 class Dialogue:
     """One answer to a conversation, or ``n`` of them."""
 
-    def __init__(self, model: ChatModel, asked: ChatRequest) -> None:
+    def __init__(self, voice: Voice, asked: ChatRequest) -> None:
         """Raises ``RequestError`` or ``ApiError`` for what cannot be asked."""
         check_asked(asked)
-        self._model = model
+        self._voice = voice
         self._asked = asked
         num_logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
         limits = (asked.max_completion_tokens, asked.max_tokens)
@@ -86,31 +96,41 @@ class Dialogue:
         self._params = asked.sampling(max_tokens=most, logprobs=num_logprobs)
         self._messages = [plain_message(message) for message in asked.messages]
         self._tools = tools_of(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
+        if self._tools is not None:
+            check_family(voice.speech)
+        self._prompt: TextPrompt = {}
         self._turns: dict[int, Turn] = {}
         self.num_thinking_tokens = 0
 
-    async def said(self, name: str) -> AsyncGenerator[Said, None]:
-        """What the model says, as it comes; name: of the request."""
-        speech, tools = await self._model.speech(), self._tools
-        if tools is not None:
-            check_family(speech)
-        prompt = await self.prompt()
-        self._params.structured_outputs = self._form(speech, prompt["prompt"])
-        told = None if tools is None else tools.told
-        if speech.reader(has_tools=bool(told)) is not None:  # else the text is as it was asked for
-            self._params.skip_special_tokens = False
-            self._params.output_kind = "delta"
+    async def open(self, name: str) -> Reader:
+        """Ask the model; name: of the request."""
+        prompt = self._prompt = await self.prompt()
+        params = self._params
+        params.structured_outputs = self._form(prompt["prompt"])
+        if self._voice.speech.reader(has_tools=self._tools is not None) is not None:
+            params.skip_special_tokens = False  # markers may be special
+            params.output_kind = "delta"
         options = self._asked.options()
-        source = self._model.engine.generate(prompt, self._params, name, **options)
-        async with aclosing(source) as outputs:
-            async for output in outputs:
-                for completion in output.outputs:
-                    turn = self._turns.get(completion.index)
-                    if turn is None:
-                        skip = self._asked.skip_special_tokens
-                        turn = speech.begin(prompt, tools=told, skip_special=skip)
-                        self._turns[completion.index] = turn
-                    yield Said(completion, self._events(turn, completion), turn, output)
+        return await self._voice.model.engine.open(prompt, params, name, **options)
+
+    def read(self, output: RequestOutput) -> list[Said]:
+        """What is new, by sequence."""
+        return [self._read(output, completion) for completion in output.outputs]
+
+    def _read(self, output: RequestOutput, completion: CompletionOutput) -> Said:
+        turn = self._turns.get(completion.index)
+        if turn is None:
+            turn = self._turns[completion.index] = self._voice.speech.begin(
+                self._prompt,
+                tools=None if self._tools is None else self._tools.told,
+                skip_special=self._asked.skip_special_tokens,
+            )
+        is_single = self._tools is not None and self._tools.is_single
+        was_thinking = turn.is_thinking
+        events = turn.read(completion, max_calls=1 if is_single else None)
+        if was_thinking or turn.is_thinking:
+            self.num_thinking_tokens += len(completion.token_ids)
+        return Said(completion, events, turn, output)
 
     async def prompt(self) -> TextPrompt:
         """The conversation as the model reads it. Raises ``RequestError``."""
@@ -121,13 +141,13 @@ class Dialogue:
         variables["add_generation_prompt"] = asked.add_generation_prompt
         if self._tools is not None:
             variables["tools"] = self._tools.told
-        prompt = await self._model.render(self._messages, **variables)
+        prompt = await self._voice.model.render(self._messages, **variables)
         if asked.cache_salt is not None:
             prompt["cache_salt"] = asked.cache_salt
         return prompt
 
-    def _form(self, speech: Speech, prompt: str) -> StructuredOutputsParams | None:
-        form, tools = self._params.structured_outputs, self._tools
+    def _form(self, prompt: str) -> StructuredOutputsParams | None:
+        form, tools, speech = self._params.structured_outputs, self._tools, self._voice.speech
         demanded = None if tools is None else form_with_tools(speech, tools, prompt)
         if form is None:
             return demanded
@@ -139,13 +159,6 @@ class Dialogue:
                 param="response_format",
             )
         return form_behind_thinking(speech, form, prompt)
-
-    def _events(self, turn: Turn, completion: CompletionOutput) -> list[Event]:
-        was_thinking, is_single = turn.is_thinking, bool(self._tools and self._tools.is_single)
-        events = turn.read(completion, max_calls=1 if is_single else None)
-        if was_thinking or turn.is_thinking:
-            self.num_thinking_tokens += len(completion.token_ids)
-        return events
 
 
 def check_asked(asked: ChatRequest) -> None:

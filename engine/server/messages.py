@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from contextlib import aclosing
 from typing import Any
 
 import msgspec
 
-from engine.server.answers import Answer, Counted, reason_of
+from engine.async_engine import Reader
+from engine.messages.requests import RequestOutput
+from engine.server.answers import Answer, Counted, outputs_of, reason_of
 from engine.server.blocks import Block, Blocks, Change
-from engine.server.dialogue import ChatModel, Dialogue, Said
+from engine.server.dialogue import Dialogue, Said, Voice
 from engine.server.errors import ApiError, as_api_error
 from engine.server.messages_asked import MessagesRequest, chat_of
 
@@ -27,14 +29,15 @@ DELTAS = {
 class Messages(Answer):
     """One request for a message."""
 
-    def __init__(self, model: ChatModel, asked: MessagesRequest, name: str) -> None:
+    def __init__(self, voice: Voice, asked: MessagesRequest, name: str) -> None:
         """name: of the model. Raises ``RequestError`` or ``ApiError`` for what cannot be asked."""
         if asked.max_tokens is None:
             raise ApiError(400, "max_tokens is missing: it must be given", param="max_tokens")
         self.name = f"msg_{uuid.uuid4().hex}"
-        self._dialogue = Dialogue(model, chat_of(asked))
+        self._dialogue = Dialogue(voice, chat_of(asked))
         self._blocks = Blocks()
         self._counted = Counted()
+        self._is_begun = False
         self._message: Told = {
             "id": self.name,
             "type": "message",
@@ -46,38 +49,35 @@ class Messages(Answer):
         }
 
     async def whole(self) -> bytes:
-        async with aclosing(self._events()) as events:
-            async for _ in events:
-                pass
+        async with aclosing(outputs_of(await self.open())) as outputs:
+            async for output in outputs:
+                list(self._events(output))
         return msgspec.json.encode(self._message)
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        is_begun = False
-        try:
-            async with aclosing(self._events()) as events:
-                async for event in events:
-                    is_begun = True
-                    yield _sse(event)
-        except Exception as error:
-            if not is_begun:
-                raise
-            yield _sse(as_api_error(error).anthropic())
+    async def open(self) -> Reader:
+        return await self._dialogue.open(self.name)
 
-    async def _events(self) -> AsyncGenerator[Told, None]:
-        is_begun = False
-        async with aclosing(self._dialogue.said(self.name)) as source:
-            async for said in source:
-                self._counted.add(0, said.output, [said.completion])
-                if not is_begun:
-                    is_begun = True
-                    message = {**self._message, "content": [], "usage": self._usage()}
-                    yield {"type": "message_start", "message": message}
-                for change in self._blocks.take(said.events):
-                    yield from_change(change)
-                    self._keep(change)
-                if said.completion.finish_reason is not None:
-                    for event in self._end(said):
-                        yield event
+    def events_of(self, output: RequestOutput) -> bytes:
+        return b"".join([_sse(event) for event in self._events(output)])
+
+    def end(self) -> bytes:
+        return b""
+
+    def failure(self, error: BaseException) -> bytes:
+        return _sse(as_api_error(error).anthropic())
+
+    def _events(self, output: RequestOutput) -> Iterator[Told]:
+        for said in self._dialogue.read(output):
+            self._counted.add(0, said.output, [said.completion])
+            if not self._is_begun:
+                self._is_begun = True
+                message = {**self._message, "usage": self._usage()}
+                yield {"type": "message_start", "message": message}
+            for change in self._blocks.take(said.events):
+                yield from_change(change)
+                self._keep(change)
+            if said.completion.finish_reason is not None:
+                yield from self._end(said)
 
     def _end(self, said: Said) -> Iterator[Told]:
         reason = reason_of(said.completion)  # raises for an end that is no answer
@@ -112,9 +112,9 @@ class Messages(Answer):
         }
 
 
-async def count_tokens(model: ChatModel, asked: MessagesRequest) -> bytes:
+async def count_tokens(voice: Voice, asked: MessagesRequest) -> bytes:
     """Of the prompt that a request would have."""
-    prompt = await Dialogue(model, chat_of(asked)).prompt()
+    prompt = await Dialogue(voice, chat_of(asked)).prompt()
     return msgspec.json.encode({"input_tokens": len(prompt["prompt_token_ids"])})
 
 

@@ -34,8 +34,6 @@ class Operations:
         self, engine: AsyncLLMEngine, keys: KeyRing, model: str, health_timeout: float
     ) -> None:
         self.traffic = Traffic()
-        self.is_draining = False
-        """Set once the server takes no further connections."""
         self.keys = keys
         self._engine = engine
         self._timeout = health_timeout
@@ -45,9 +43,9 @@ class Operations:
     def routes(self) -> list[ApiRoute]:
         admin = self._for_admin
         return [
-            ApiRoute("GET", "/health", self.health),
-            ApiRoute("GET", "/ping", self.health),
-            ApiRoute("POST", "/ping", self.health),
+            ApiRoute("GET", "/health", self.health, None, dict),
+            ApiRoute("GET", "/ping", self.health, None, dict),
+            ApiRoute("POST", "/ping", self.health, None, dict),
             ApiRoute("GET", "/ready", self.ready),
             ApiRoute("GET", "/load", self.load, None, dict),
             ApiRoute("GET", "/metrics", self.metrics),
@@ -60,14 +58,13 @@ class Operations:
         ]
 
     async def health(self, request: Request) -> ASGIApp:
-        """200 if the core has answered between two steps, 503 if it has died or is silent."""
+        """Whether the cores go on: they answer between two steps. Some may have died."""
         await self._check_health()
-        return Response(b"", 200)
+        cores = self._engine.num_cores
+        return _json({"cores": cores.total, "cores_alive": cores.alive})
 
     async def ready(self, request: Request) -> ASGIApp:
         """200 if a request that came now would be served."""
-        if self.is_draining:
-            raise _unready("the server is ending", "draining")
         if self._engine.paused is not None:
             raise _unready("the engine is paused: POST /resume goes on", "paused")
         await self._check_health()

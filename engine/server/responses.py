@@ -8,16 +8,18 @@ from __future__ import annotations
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from contextlib import aclosing
 from typing import Any, NamedTuple
 
 import msgspec
 
-from engine.server.answers import Answer, Counted, reason_of
+from engine.async_engine import Reader
+from engine.messages.requests import RequestOutput
+from engine.server.answers import Answer, Counted, outputs_of, reason_of
 from engine.server.asked import ChatRequest
 from engine.server.blocks import Block, Blocks, Change
-from engine.server.dialogue import ChatModel, Dialogue, Said
+from engine.server.dialogue import Dialogue, Said, Voice
 from engine.server.errors import ApiError, as_api_error
 from engine.server.logprobs import TokenNames, chat_logprobs
 from engine.server.responses_asked import Message, ResponsesRequest, chat_of, messages_of
@@ -74,7 +76,7 @@ class Responses(Answer):
 
     def __init__(
         self,
-        model: ChatModel,
+        voice: Voice,
         asked: ResponsesRequest,
         name: str,
         store: ResponseStore,
@@ -93,8 +95,8 @@ class Responses(Answer):
             self._has_logprobs = chat.logprobs = True
             chat.top_logprobs = asked.top_logprobs or 0
         self._messages = [*before, *messages_of(asked.input)]
-        self._dialogue = Dialogue(model, chat)
-        self._token_names = TokenNames(model.engine.tokenizer)
+        self._dialogue = Dialogue(voice, chat)
+        self._token_names = TokenNames(voice.tokenizer)
         self._blocks = Blocks()
         self._counted = Counted()
         self._logprobs: list[Told] = []
@@ -103,43 +105,38 @@ class Responses(Answer):
         self._response = _head(self.name, name, asked, chat)
 
     async def whole(self) -> bytes:
-        async with aclosing(self._events()) as events:
-            async for _ in events:
-                pass
+        async with aclosing(outputs_of(await self.open())) as outputs:
+            async for output in outputs:
+                list(self._events(output))
         return msgspec.json.encode(self._response)
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        is_begun = False
-        try:
-            async with aclosing(self._events()) as events:
-                async for event in events:
-                    is_begun = True
-                    yield _sse(event)
-        except Exception as error:
-            if not is_begun:
-                raise
-            told = as_api_error(error)
-            self._response["status"] = "failed"
-            self._response["error"] = {"code": "server_error", "message": told.message}
-            yield _sse(self._event("response.failed", response=self._response))
+    async def open(self) -> Reader:
+        return await self._dialogue.open(self.name)
 
-    async def _events(self) -> AsyncGenerator[Told, None]:
-        """All events, the first when the model has begun."""
-        is_begun = False
-        async with aclosing(self._dialogue.said(self.name)) as source:
-            async for said in source:
-                if not is_begun:
-                    is_begun = True
-                    yield self._event("response.created", response=dict(self._response))
-                    yield self._event("response.in_progress", response=dict(self._response))
-                self._counted.add(0, said.output, [said.completion])
-                new = self._new_logprobs(said)
-                for change in self._blocks.take(said.events):
-                    for event in self._told(change, new):
-                        yield event
-                if said.completion.finish_reason is not None:
-                    for event in self._end(said):
-                        yield event
+    def events_of(self, output: RequestOutput) -> bytes:
+        return b"".join([_sse(event) for event in self._events(output)])
+
+    def end(self) -> bytes:
+        return b""
+
+    def failure(self, error: BaseException) -> bytes:
+        self._response["status"] = "failed"
+        message = as_api_error(error).message
+        self._response["error"] = {"code": "server_error", "message": message}
+        return _sse(self._event("response.failed", response=self._response))
+
+    def _events(self, output: RequestOutput) -> Iterator[Told]:
+        """To be encoded one by one: the response goes on to change."""
+        if self._num_events == 0:
+            yield self._event("response.created", response=self._response)
+            yield self._event("response.in_progress", response=self._response)
+        for said in self._dialogue.read(output):
+            self._counted.add(0, said.output, [said.completion])
+            new = self._new_logprobs(said)
+            for change in self._blocks.take(said.events):
+                yield from self._told(change, new)
+            if said.completion.finish_reason is not None:
+                yield from self._end(said)
 
     def _end(self, said: Said) -> Iterator[Told]:
         reason = reason_of(said.completion)  # raises for an end that is no answer

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
+import socket
 import ssl
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,16 +23,23 @@ from engine.async_engine import AsyncLLMEngine
 from engine.config.args import EngineArgs
 from engine.errors import ConfigError
 from engine.server.app import make_app
+from engine.server.drain import Drain
 from engine.server.http.protocol import BoundedProtocol, HttpLimits
 from engine.server.keys import KeyRing
 from engine.server.limits import Limits
 from engine.server.operations import Operations
+from engine.server.readers import SlowReaders, cut
 
 if TYPE_CHECKING:  # OpenTelemetry is optional
     from engine.server.tracing import Tracing
 
 logger = logging.getLogger("engine.server")
 BACKLOG = 2048  # connections that wait to be accepted
+END_SECONDS = 0.5  # for the last bytes to leave, and for the engine's last step
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+QUEUE_PER_SEAT = 8  # requests that may wait for each that may run, and at least
+MIN_QUEUE = 256
+SEND_BUFFER = 64 << 10  # the system's own choice grows to megabytes for a client that does not read
 
 
 @dataclass(frozen=True)
@@ -80,6 +90,8 @@ class ServerOptions:
     admin_api_key: str | None = None
     health_timeout: float = 10.0  # seconds that a core may take to answer, and still be well
     otlp_traces_endpoint: str | None = None
+    reader_timeout: float = 30.0  # seconds in which a client must read something
+    max_queue_seconds: float | None = None  # longest estimated wait of a request that is taken
     limits: Limits = field(default_factory=Limits)
     http: HttpLimits = field(default_factory=HttpLimits)
     tls: Tls = field(default_factory=Tls)
@@ -88,29 +100,34 @@ class ServerOptions:
         most = self.limits.max_requests_per_key
         if most is not None and not self.api_keys and self.api_key_file is None:
             raise ConfigError(f"max_requests_per_key is {most} without any key: give --api-key")
-        if not 0.0 < self.health_timeout < float("inf"):
-            raise ConfigError(
-                f"health_timeout is {self.health_timeout}, must be a number of seconds above 0"
-            )
+        for name in ("health_timeout", "reader_timeout", "max_queue_seconds"):
+            value = getattr(self, name)
+            if value is not None and not 0.0 < value < float("inf"):
+                raise ConfigError(f"{name} is {value}, must be a number of seconds above 0")
 
 
 def serve(args: EngineArgs, options: ServerOptions) -> None:
-    """Serve until SIGINT or SIGTERM; then streams that are open go on to their ends."""
+    """Serve until SIGINT or SIGTERM; then requests that are open go on to their ends."""
     keys = KeyRing(options.api_keys, options.api_key_file, options.admin_api_key)
     tracing = make_tracing(options.otlp_traces_endpoint)
-    engine = AsyncLLMEngine.from_engine_args(args)
+    with _ending_while_starting():
+        engine = AsyncLLMEngine.from_engine_args(args)
     try:
+        seats = args.max_num_seqs * args.data_parallel_size
+        most = args.max_waiting_requests or max(MIN_QUEUE, QUEUE_PER_SEAT * seats)
+        engine.limit_queue(most, options.max_queue_seconds, num_seats=seats)
         names = options.served_model_name or [str(args.model)]
         operations = Operations(engine, keys, names[0], options.health_timeout)
         app = make_app(engine, names, operations, options.limits, options.chat_template)
         if tracing is not None:
             app = tracing.begin(engine, names[0], app)
+        drain = Drain(app, engine, args.drain_timeout)
         protocol: Any = partial(BoundedProtocol, limits=options.http)
         scheme = "http" if options.tls.certfile is None else "https"
         place = options.uds or f"{scheme}://{options.host}:{options.port}"
         logger.warning("%s is served at %s", names[0], place)
         config = uvicorn.Config(
-            app,
+            drain,
             host=options.host,
             port=options.port,
             uds=options.uds,
@@ -122,12 +139,14 @@ def serve(args: EngineArgs, options: ServerOptions) -> None:
             server_header=False,
             backlog=BACKLOG,
             **options.tls.options(),
-            timeout_graceful_shutdown=round(args.drain_timeout),
+            timeout_graceful_shutdown=1,
         )
+        server = Server(config, drain)
+        readers = SlowReaders(engine, server.server_state.connections, options.reader_timeout)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(Server(config, operations)))
+            runner.run(_serve(server, readers))
     finally:
-        engine.shutdown()
+        engine.shutdown(END_SECONDS)
         if tracing is not None:
             tracing.end()
 
@@ -146,23 +165,72 @@ def make_tracing(endpoint: str | None) -> Tracing | None:
 
 
 class Server(uvicorn.Server):
-    """Ends with status 0 when it was told to and has drained; uvicorn's own ends by the signal."""
+    """Drains when it is told to end, and ends with status 0; uvicorn's own ends by the signal."""
 
-    def __init__(self, config: uvicorn.Config, operations: Operations) -> None:
+    def __init__(self, config: uvicorn.Config, drain: Drain) -> None:
         super().__init__(config)
-        self._operations = operations
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._operations.is_draining = True
-        super().handle_exit(sig, frame)
+        self._drain = drain
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    def on_signal(self) -> None:
+        """The first drains, the second aborts what is open, a third ends the process."""
+        if not self.should_exit:
+            self._drain.begin()
+            self.should_exit = True
+            return
+        self._drain.hurry()
+        for number in SIGNALS:
+            asyncio.get_running_loop().remove_signal_handler(number)
 
-async def _serve(server: Server) -> None:
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Connections have the send buffer of the socket that accepts them."""
+        await super().startup(sockets)
+        for listener in (each for server in self.servers for each in server.sockets):
+            with socket.socket(fileno=os.dup(listener.fileno())) as made:
+                made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Connections are taken until all requests have ended, so that they can be refused."""
+        await self._drain.finish()
+        await self._flush()
+        await super().shutdown()
+
+    async def _flush(self) -> None:
+        """Wait for the last bytes to leave; cut the connections of those who do not read them."""
+        until = time.monotonic() + END_SECONDS
+        while unsent := self._unsent():
+            if time.monotonic() > until:
+                logger.warning("%d connections are cut: nobody reads them", len(unsent))
+                for transport in unsent:
+                    cut(transport)
+                return
+            await asyncio.sleep(0.01)
+
+    def _unsent(self) -> list[asyncio.Transport]:
+        transports = [connection.transport for connection in self.server_state.connections]
+        return [each for each in transports if each.get_write_buffer_size()]
+
+
+async def _serve(server: Server, readers: SlowReaders) -> None:
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, server.handle_exit, number, None)
+    for number in SIGNALS:
+        loop.add_signal_handler(number, server.on_signal)
+    watching = asyncio.create_task(readers.watch())
     await server.serve()
+    watching.cancel()
+
+
+@contextmanager
+def _ending_while_starting() -> Iterator[None]:
+    """SIGTERM ends the program in order while the model is loaded."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        logger.warning("the server is ended before it was ready")
+        raise SystemExit(0)
+
+    before = signal.signal(signal.SIGTERM, end)
+    yield
+    signal.signal(signal.SIGTERM, before)

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
+SWALLOW_SECONDS = 1.0
+SWALLOW_BYTES = 1 << 20
 DONE = b"data: [DONE]\n\n"
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -19,11 +21,19 @@ HEADERS = [
 T = TypeVar("T")
 
 
-class EventStream:
+class Streaming:
+    """An ASGI response that sends events as they come."""
+
+    def __init__(self) -> None:
+        self.headers = list(HEADERS)
+
+
+class EventStream(Streaming):
     """An ASGI response that sends events as they come, each a call of its own: half of what a
     response of a web framework costs. A reader who leaves ends the events."""
 
     def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__()
         self._events = events
         self._first = b""
         self.headers = list(HEADERS)
@@ -59,6 +69,19 @@ async def while_there(work: Coroutine[Any, Any, T], receive: Receive) -> T | Non
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await task
+
+
+async def swallow(receive: Receive) -> None:
+    """Read a body that is not wanted: a client that is still sending it when its connection is
+    closed may not see the answer. Reads neither for long nor much."""
+    size = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(SWALLOW_SECONDS):
+            while size < SWALLOW_BYTES:
+                message = await receive()
+                if not message.get("more_body"):
+                    return
+                size += len(message["body"])
 
 
 async def _left(receive: Receive) -> None:

@@ -25,6 +25,8 @@ SAMPLE = (
     "parent/SIGKILL/prefill",
     "parent/SIGKILL/handshake",
     "parent/raise/decode",
+    "served_core/SIGSTOP/decode",
+    "server/SIGKILL/decode",
     "ngram/SIGKILL/decode",
     "draft_model/SIGKILL/decode",
     "draft_model/SIGTERM/prefill",

@@ -42,6 +42,7 @@ Who dies, and what becomes of the others
   kill_actor: A process that uses a core and is then killed, stopped or led astray.
   kill_drafts: Whole engines whose core dies while requests with grammars and with drafts are in
       flight.
+  kill_server: A server with streams, whose core or which itself dies or is stopped.
   kill_text: Text processes of a whole engine that die or are stopped: every text must come out
       as if not.
   deadly_program: The program of a text process, with inputs that kill it, hang it, or make it

@@ -17,7 +17,7 @@ from pathlib import Path
 from engine.errors import EngineDeadError
 from engine.ipc.address import Address
 from engine.rpc.zmq_client import EngineCoreClient
-from support import kill_actor, kill_drafts, kill_text
+from support import kill_actor, kill_drafts, kill_server, kill_text
 from support.hostile import Hostile
 from support.live_core import is_running, own_directory, pid_of, shared_names, wait_until
 from support.streams import Lengths, Streams
@@ -401,10 +401,52 @@ def _hit_drafting(cell: Cell, scene: Scene, outcome: Outcome) -> None:
     outcome.check(wait_until(lambda: not is_running(pid), 2.0), "the core lives on")
 
 
+# A server, and the core behind it
+
+
+def _hit_served_core(cell: Cell, scene: Scene, outcome: Outcome) -> None:
+    """Each stream is told, /health says so, and the server still ends in order."""
+    with kill_server.streaming(cell.phase) as it:
+        core = it.core()
+        scene.kill(core, signal.Signals[cell.fault])
+        limit = kill_server.HANG_SECONDS + 1.0 if cell.fault == "SIGSTOP" else DEATH_SECONDS
+        if cell.fault == "SIGTERM":
+            limit = WORK_SECONDS
+        outcome.within(it.read_on(limit + 10.0), limit, "the end of the streams")
+        outcome.check(not it.not_told(), f"not told: {it.not_told()}")
+        if cell.phase != "draining":
+            outcome.within(wait_until(lambda: not it.is_healthy(), 10.0), limit, "its sickness")
+        tree = scene.tree(it.pid)
+        outcome.check(it.server.end() == 0, "the server did not end in order")
+        gone = wait_until(lambda: not scene.alive([*tree, core]), 10.0)
+        outcome.within(gone, kill_server.TREE_SECONDS, "the end of the tree")
+
+
+def _hit_server(cell: Cell, scene: Scene, outcome: Outcome) -> None:
+    """It takes its core with it; one that is ended in order tells its streams first."""
+    with kill_server.streaming(cell.phase) as it:
+        tree = scene.tree(it.pid)
+        scene.kill(it.pid, signal.Signals[cell.fault])
+        if cell.fault == "SIGSTOP":
+            time.sleep(0.3)
+            outcome.check(scene.alive(tree[1:]), "the core ended with a server that is stopped")
+            scene.kill(it.pid, signal.SIGCONT)
+        if cell.fault != "SIGKILL":
+            outcome.within(it.read_on(WORK_SECONDS), WORK_SECONDS, "the end of the streams")
+            outcome.check(not it.not_told(), f"not told: {it.not_told()}")
+            is_ending = cell.fault == "SIGTERM" or cell.phase == "draining"
+            status = it.server.process.wait(10.0) if is_ending else it.server.end()
+            outcome.check(status == 0, f"exit status {status}")
+        gone = wait_until(lambda: not scene.alive(tree), 10.0)
+        outcome.within(gone, kill_server.TREE_SECONDS, "the end of the tree")
+
+
 HITS: dict[str, Callable[[Cell, Scene, Outcome], None]] = {
     "core": _hit_core,
     "client": _hit_client,
     "parent": _hit_parent,
+    "server": _hit_server,
+    "served_core": _hit_served_core,
     "tokenizer": _hit_text,
     "detokenizer": _hit_text,
     **dict.fromkeys(kill_drafts.DRAFTS, _hit_drafting),

@@ -32,6 +32,20 @@ class Served:
         self.port = port
         self.url = f"{scheme}://127.0.0.1:{port}"
 
+    @classmethod
+    def start(
+        cls,
+        port: int,
+        *options: str,
+        log: IO[bytes] | None = None,
+        scheme: str = "http",
+        **variables: str,
+    ) -> Served:
+        """One that is not ready yet."""
+        command = [sys.executable, "-m", "engine.cli.main", "serve", "--port", str(port), *options]
+        process = subprocess.Popen(command, env={**os.environ, **variables}, stderr=log)
+        return cls(process, port, scheme)
+
     def end(self, number: int = signal.SIGTERM, seconds: float = 30) -> int:
         """Its exit status."""
         self.process.send_signal(number)
@@ -47,11 +61,10 @@ def served(
 ) -> Iterator[Served]:
     """The model in the box, or another that the options name. ``log``: where its log goes;
     ``tls``: how to ask it, if the options give it a certificate."""
-    port = free_port()
-    command = [sys.executable, "-m", "engine.cli.main", "serve", "--port", str(port), *options]
-    process = subprocess.Popen(command, env={**os.environ, **variables}, stderr=log)
+    scheme = "http" if tls is None else "https"
+    server = Served.start(free_port(), *options, log=log, scheme=scheme, **variables)
+    process = server.process
     try:
-        server = Served(process, port, "http" if tls is None else "https")
         end = time.monotonic() + READY_SECONDS
         while not is_ready(server.url, tls):
             assert process.poll() is None, "the server has ended before it was ready"

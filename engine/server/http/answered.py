@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Scope
 
 from engine.server.errors import ApiError, as_api_error, error_response
-from engine.server.streams import EventStream
+from engine.server.streams import Streaming
 
 logger = logging.getLogger("engine.server")
 HEADER = b"x-request-id"
@@ -34,7 +34,7 @@ def stamped(answer: ASGIApp, scope: Scope) -> ASGIApp:
     name = request_id_of(scope).encode()
     if isinstance(answer, Response):
         answer.raw_headers.append((HEADER, name))
-    elif isinstance(answer, EventStream):
+    elif isinstance(answer, Streaming):
         answer.headers.append((HEADER, name))
     return answer
 

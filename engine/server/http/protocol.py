@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from engine.errors import ConfigError
 from engine.server.errors import ApiError
+from engine.server.http.writing import WritingProtocol
 
 LINGER_SECONDS = 2.0  # that a client's further bytes are dropped for, so that it reads the answer
 UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
@@ -42,7 +43,7 @@ class HttpLimits:
                 raise ConfigError(f"{name} is {getattr(self, name)}, must be above 0")
 
 
-class BoundedProtocol(HttpToolsProtocol):
+class BoundedProtocol(WritingProtocol):
     """One connection. What it refuses is answered in OpenAI's form, and the connection ends."""
 
     def __init__(self, *args: Any, limits: HttpLimits | None = None, **kwargs: Any) -> None:

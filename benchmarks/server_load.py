@@ -1,0 +1,506 @@
+"""Asks a server for streams, from one thread without a framework, and notes when what came.
+
+    python benchmarks/server_load.py URL --model NAME [--rate 20] [--seconds 30] [--tokens 64]
+                                     [--ttft 0.5] [--itl 0.1] [--rows FILE]
+
+Requests arrive as in a Poisson process whatever the server does (an open loop), or, with
+--streams N, N of them run all the time. A request keeps the promise if its first token came within
+--ttft seconds and 99 % of the gaps between its events were at most --itl; goodput is those a
+second. Printed are also the processor time that this program has used for each token: it should be
+far below the server's.
+"""
+
+import argparse
+import bisect
+import contextlib
+import errno
+import heapq
+import json
+import random
+import select
+import socket
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+RECEIVE_BYTES = 1 << 16
+END = b"0\r\n\r\n"  # the last chunk
+DONE = b"data: [DONE]"
+ENDED = ("done", "refused", "cut", "unreachable", "left")
+TICK_SECONDS = 0.0005
+DRAIN_SECONDS = 60.0  # for the last requests of a run
+
+
+@dataclass(slots=True)
+class Row:
+    """One request. Times are seconds of ``time.perf_counter``."""
+
+    due: float
+    body: bytes
+    leave_after: int = 0  # events; 0: stays to the end
+    reads: bool = True
+    keeps: bool = False  # what was sent, in ``received``
+    sent: float = 0.0
+    status: int = 0
+    times: list[float] = field(default_factory=list)
+    """When something came: of each event, or of several that came together."""
+    num_events: int = 0
+    ended: float = 0.0
+    how: str = ""
+    """Of ``ENDED``; "done": told to its end, maybe that of an error."""
+    tail: bytes = b""
+    received: list[bytes] = field(default_factory=list)
+
+    @property
+    def ttft(self) -> float:
+        """From when it was due, not from when it could be sent."""
+        return self.times[0] - self.due
+
+    @property
+    def gaps(self) -> list[float]:
+        return [b - a for a, b in zip(self.times, self.times[1:], strict=False)]
+
+    @property
+    def num_tokens(self) -> int:
+        """As the usage at the end says, or else the events."""
+        before, _, behind = self.tail.rpartition(b'"completion_tokens":')
+        number = behind.lstrip()[:12].split(b",")[0].split(b"}")[0] if before else b""
+        return int(number) if number.strip().isdigit() else self.num_events
+
+    @property
+    def is_whole(self) -> bool:
+        """It has come to an end of its own, no error."""
+        return self.how == "done" and self.status == 200 and not self.is_failed
+
+    @property
+    def is_failed(self) -> bool:
+        """It was told an error behind the first event."""
+        return b'data: {"error"' in self.tail
+
+
+class Connection:
+    """A socket, and the request that it carries."""
+
+    __slots__ = ("is_old", "out", "row", "socket")
+
+    def __init__(self, made: socket.socket) -> None:
+        self.socket = made
+        self.row: Row | None = None
+        self.out = b""
+        self.is_old = False  # it has carried another request before
+
+
+class Load:
+    """Sends requests when they are due and reads what comes, in the thread that calls ``run``."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        path: str = "/v1/completions",
+        receive_buffer: int = 0,
+        tick: float = TICK_SECONDS,
+    ) -> None:
+        """receive_buffer: of each socket, in bytes, if the system's own choice is too large;
+        tick: seconds between two looks at the sockets, by so much later are times noted."""
+        self.on_end: Callable[[Row], object] = lambda row: None
+        self.num_open = 0
+        self._address = (host, port)
+        self._receive_buffer = receive_buffer
+        self._tick = tick
+        self._head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        self._epoll = select.epoll()
+        self._by_fd: dict[int, Connection] = {}
+        self._idle: list[Connection] = []
+        self._due: list[tuple[float, int, Row]] = []
+        self._num_added = 0
+        self._buffer = bytearray(RECEIVE_BYTES)
+
+    def add(self, row: Row) -> None:
+        """Send it when it is due."""
+        self._num_added += 1
+        heapq.heappush(self._due, (row.due, self._num_added, row))
+
+    @property
+    def num_pending(self) -> int:
+        """Requests that have not ended."""
+        return self.num_open + len(self._due)
+
+    def run(self, until: float, is_over: Callable[[], bool] = lambda: False) -> None:
+        """Until that time, until it is over, or until nothing is left to do."""
+        while self.num_pending and not is_over():
+            now = time.perf_counter()
+            if now >= until:
+                return
+            while self._due and self._due[0][0] <= now:
+                self._send(heapq.heappop(self._due)[2])
+            wait = min(until, self._due[0][0]) - now if self._due else until - now
+            self._poll(min(max(0.0, wait), 0.1))
+
+    def __enter__(self) -> "Load":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cut what is open."""
+        for connection in list(self._by_fd.values()):
+            self._end(connection, "left")
+            self._forget(connection)
+        self._epoll.close()
+
+    # -- helpers
+
+    def _poll(self, seconds: float) -> None:
+        time.sleep(self._tick)
+        by_fd, buffer = self._by_fd, self._buffer
+        for fd, what in self._epoll.poll(seconds, 4096):
+            connection = by_fd.get(fd)
+            if connection is None:
+                continue
+            if what & select.EPOLLOUT:
+                self._write(connection)
+                continue
+            try:
+                size = connection.socket.recv_into(buffer)
+            except BlockingIOError:
+                continue
+            except OSError:
+                size = 0
+            row = connection.row
+            if not size:
+                self._lost(connection)
+            elif row is not None:
+                self._received(connection, row, bytes(memoryview(buffer)[:size]))
+
+    def _received(self, connection: Connection, row: Row, data: bytes) -> None:
+        if not row.status:
+            row.status = int(data[9:12])
+        if row.keeps:
+            row.received.append(data)
+        num = data.count(b"data: {")
+        if num:
+            row.times.append(time.perf_counter())
+            row.num_events += num
+            if row.leave_after and row.num_events >= row.leave_after:
+                self._end(connection, "left")
+                self._forget(connection)
+                return
+        if row.status != 200:
+            row.tail += data
+            if _is_complete(row.tail):
+                self._finish(connection, "refused")
+        elif data.endswith(END):
+            row.tail = (row.tail + data)[-1000:]
+            self._finish(connection, "done" if DONE in row.tail else "cut")
+        else:
+            row.tail = data
+
+    def _send(self, row: Row) -> None:
+        self.num_open += 1
+        length = f"Content-Length: {len(row.body)}\r\n\r\n"
+        connection = self._idle.pop() if self._idle else self._connect()
+        connection.row = row
+        connection.out = (self._head + length).encode() + row.body
+        row.sent = time.perf_counter()
+        if connection.is_old:
+            self._write(connection)
+
+    def _connect(self) -> Connection:
+        made = socket.socket()
+        made.setblocking(False)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self._receive_buffer:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._receive_buffer)
+        connection = Connection(made)
+        if made.connect_ex(self._address) not in (0, errno.EINPROGRESS):
+            connection.out = b""
+        self._by_fd[made.fileno()] = connection
+        self._epoll.register(made.fileno(), select.EPOLLOUT)
+        return connection
+
+    def _write(self, connection: Connection) -> None:
+        row = connection.row
+        if row is None:
+            return
+        try:
+            connection.out = connection.out[connection.socket.send(connection.out) :]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._lost(connection)
+            return
+        what = select.EPOLLOUT if connection.out else select.EPOLLIN if row.reads else 0
+        self._epoll.modify(connection.socket.fileno(), what)
+
+    def _lost(self, connection: Connection) -> None:
+        """The other side has closed it."""
+        row, is_old = connection.row, connection.is_old
+        if row is not None and is_old and not row.status:  # it was closed before it could be used
+            self._forget(connection)
+            self.num_open -= 1
+            self._send(row)
+            return
+        if row is not None:
+            self._end(connection, "cut" if row.status or not connection.out else "unreachable")
+        self._forget(connection)
+
+    def _finish(self, connection: Connection, how: str) -> None:
+        row = connection.row
+        assert row is not None
+        self._end(connection, how)
+        if b"onnection: close" in row.tail or how == "refused":
+            self._forget(connection)
+        else:
+            connection.is_old = True
+            self._idle.append(connection)
+
+    def _end(self, connection: Connection, how: str) -> None:
+        row, connection.row = connection.row, None
+        if row is not None:
+            row.ended, row.how = time.perf_counter(), how
+            self.num_open -= 1
+            self.on_end(row)
+
+    def _forget(self, connection: Connection) -> None:
+        if connection in self._idle:
+            self._idle.remove(connection)
+        del self._by_fd[connection.socket.fileno()]
+        self._epoll.unregister(connection.socket.fileno())
+        connection.socket.close()
+
+
+def _is_complete(answer: bytes) -> bool:
+    """Of an answer with a length."""
+    head, blank, body = answer.partition(b"\r\n\r\n")
+    _, _, length = head.lower().partition(b"content-length:")
+    return bool(blank) and len(body) >= int(length.split(b"\r\n")[0] or 0)
+
+
+# What is asked
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of the requests."""
+
+    model: str
+    num_prompt: int = 32
+    num_tokens: int = 64
+    vocab: int = 1000
+
+    def body(self, rng: random.Random) -> bytes:
+        """Lengths vary by a half to either side."""
+        prompt = [rng.randrange(10, self.vocab) for _ in range(_around(rng, self.num_prompt))]
+        asked = {
+            "model": self.model,
+            "prompt": prompt,
+            "max_tokens": _around(rng, self.num_tokens),
+            "ignore_eos": True,
+            "temperature": 0.0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        return json.dumps(asked, separators=(",", ":")).encode()
+
+
+def _around(rng: random.Random, number: int) -> int:
+    return rng.randint(max(1, number // 2), max(1, number + number // 2))
+
+
+def poisson(load: Load, shape: Shape, rate: float, seconds: float, seed: int) -> list[Row]:
+    """Arrivals at this rate, from now on for so long."""
+    rng, rows = random.Random(seed), []
+    at = start = time.perf_counter()
+    while (at := at + rng.expovariate(rate)) < start + seconds:
+        rows.append(Row(at, shape.body(rng)))
+        load.add(rows[-1])
+    return rows
+
+
+def open_loop(
+    address: tuple[str, int], shape: Shape, rate: float, seconds: float, seed: int = 0
+) -> list[Row]:
+    """All requests of a run, ended."""
+    with Load(*address) as load:
+        rows = poisson(load, shape, rate, seconds, seed)
+        load.run(time.perf_counter() + seconds + DRAIN_SECONDS)
+    return rows
+
+
+def closed_loop(
+    address: tuple[str, int],
+    shape: Shape,
+    streams: int,
+    seconds: float,
+    *,
+    seed: int = 0,
+    tick: float = TICK_SECONDS,
+) -> list[Row]:
+    """So many streams all the time: as one ends, the next is sent. Those that the end cuts off
+    are not among the rows."""
+    load, rng, rows = Load(*address, tick=tick), random.Random(seed), []
+    until = time.perf_counter() + seconds
+
+    def again(row: Row) -> None:
+        rows.append(row)
+        if time.perf_counter() < until:
+            load.add(Row(time.perf_counter(), shape.body(rng)))
+
+    load.on_end = again
+    for _ in range(streams):
+        load.add(Row(time.perf_counter(), shape.body(rng)))
+    load.run(until)
+    load.on_end = rows.append
+    load.close()
+    return rows
+
+
+# What came of it
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What a request is to be given: seconds to its first token, and between two events at its
+    99th percentile."""
+
+    ttft: float = 1.0
+    itl: float = 0.25
+
+    def is_kept(self, row: Row) -> bool:
+        return row.is_whole and row.ttft <= self.ttft and quantile(row.gaps, 0.99) <= self.itl
+
+
+def quantile(values: list[float], share: float) -> float:
+    """0.0 for none."""
+    if not values:
+        return 0.0
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def summary(rows: list[Row], promise: Promise, seconds: float) -> dict[str, Any]:
+    """Figures of a run of so many seconds."""
+    whole = [row for row in rows if row.is_whole]
+    told = [row for row in rows if row.times]
+    ttfts, gaps = [row.ttft for row in told], [gap for row in told for gap in row.gaps]
+    refusals = [row.ended - row.sent for row in rows if row.how == "refused"]
+    kept = sum(map(promise.is_kept, rows))
+    return {
+        "requests": len(rows),
+        "whole": len(whole),
+        "refused": len(refusals),
+        "other": len(rows) - len(whole) - len(refusals),
+        "kept": kept,
+        "kept_share": round(kept / len(rows), 4) if rows else 0.0,
+        "goodput_per_s": round(kept / seconds, 3),
+        "tokens_per_s": round(sum(row.num_tokens for row in told) / seconds, 1),
+        "events_per_s": round(sum(row.num_events for row in told) / seconds, 1),
+        **_percentiles("ttft", ttfts),
+        **_percentiles("itl", gaps),
+        **_percentiles("refusal", refusals),
+    }
+
+
+def _percentiles(name: str, values: list[float]) -> dict[str, float]:
+    shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+    return {
+        f"{name}_ms_{at}": round(1e3 * quantile(values, share), 2) for at, share in shares.items()
+    }
+
+
+def settled_after(rows: list[Row], began: float, promise: Promise) -> float:
+    """Seconds from ``began`` until requests that come keep the promise, with those behind them:
+    95 % of them, and the next ten nearly all."""
+    ordered = sorted(rows, key=lambda row: row.due)
+    kept = [promise.is_kept(row) for row in ordered]
+    dues = [row.due for row in ordered]
+    for index in range(bisect.bisect_left(dues, began), len(ordered)):
+        rest, near = kept[index:], kept[index : index + 10]
+        if statistics.mean(rest) >= 0.95 and statistics.mean(near) >= 0.9:
+            return max(0.0, dues[index] - began)
+    return float("inf")
+
+
+def thread_seconds(pid: int) -> dict[str, float]:
+    """Processor time of each thread of a process, to the nanosecond."""
+    found = {}
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            found[task.name] = int((task / "schedstat").read_text().split()[0]) / 1e9
+    return found
+
+
+def cpu_between(before: dict[str, float], after: dict[str, float]) -> float:
+    """Seconds of all threads that are still there."""
+    return sum(seconds - before.get(thread, 0.0) for thread, seconds in after.items())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("url")
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--rate", type=float, default=20.0, help="requests a second")
+    parser.add_argument("--streams", type=int, default=0, help="so many all the time instead")
+    parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--prompt", type=int, default=32, help="tokens")
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--vocab", type=int, default=1000)
+    parser.add_argument("--ttft", type=float, default=Promise.ttft)
+    parser.add_argument("--itl", type=float, default=Promise.itl)
+    parser.add_argument(
+        "--tick", type=float, default=0.002, help="seconds between two looks, with --streams"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--pid", type=int, help="of the server, to say what it took of each token")
+    parser.add_argument("--rows", type=Path, help="write a line for each request here")
+    asked = parser.parse_args()
+    parts = urlsplit(asked.url)
+    address = (parts.hostname or "127.0.0.1", parts.port or 80)
+    shape = Shape(asked.model, asked.prompt, asked.tokens, asked.vocab)
+    before = thread_seconds(asked.pid) if asked.pid else {}
+    cpu, began = time.process_time(), time.perf_counter()
+    if asked.streams:
+        rows = closed_loop(
+            address, shape, asked.streams, asked.seconds, seed=asked.seed, tick=asked.tick
+        )
+    else:
+        rows = open_loop(address, shape, asked.rate, asked.seconds, asked.seed)
+    cpu = time.process_time() - cpu
+    figures = summary(rows, Promise(asked.ttft, asked.itl), asked.seconds)
+    num_tokens = sum(row.num_tokens for row in rows if row.times)
+    if asked.pid:
+        spent = cpu_between(before, thread_seconds(asked.pid))
+        figures["server_us_per_token"] = round(1e6 * spent / max(1, num_tokens), 2)
+    figures["own_us_per_token"] = round(1e6 * cpu / max(1, num_tokens), 2)
+    print(json.dumps(figures, indent=1))
+    if asked.rows:
+        with asked.rows.open("w") as file:
+            for row in rows:
+                file.write(json.dumps(line_of(row, began)) + "\n")
+
+
+def line_of(row: Row, began: float) -> dict[str, Any]:
+    """A request as a row of figures, in seconds from ``began``."""
+    return {
+        "due": round(row.due - began, 6),
+        "sent": round(row.sent - began, 6),
+        "status": row.status,
+        "how": row.how,
+        "tokens": row.num_tokens,
+        "ttft": round(row.ttft, 6) if row.times else None,
+        "itl_p99": round(quantile(row.gaps, 0.99), 6),
+        "ended": round(row.ended - began, 6),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""How long a new request would wait for its first token, by the pace of late ones."""
+
+from __future__ import annotations
+
+SHARE = 0.05  # of the latest gap in the smoothed one: about the last 20 count
+
+
+class Gap:
+    """Seconds between two starts that others wait for, smoothed; 0.0: not known."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._last: float | None = None
+
+    def note(self, time: float, *, is_waited_for: bool) -> None:
+        """A start. A gap counts if others waited all the while: else it shows how few came."""
+        if self._last is not None:
+            share = SHARE if self.seconds else 1.0
+            self.seconds += share * (max(0.0, time - self._last) - self.seconds)
+        self._last = time if is_waited_for else None
+
+
+class QueuePace:
+    """Counts requests that wait for their first token, and those that have it.
+
+    A request waits for those ahead of it in the queue, and, if all ``num_seats`` are taken, for
+    running ones to end. Both have a pace of their own: empty seats are taken at once.
+    """
+
+    def __init__(self) -> None:
+        self.num_waiting = 0
+        self.num_running = 0
+        self.num_seats = 0
+        """Requests that may run at once; 0: not known."""
+        self._starts = Gap()
+        self._seats = Gap()
+
+    def arrive(self) -> None:
+        self.num_waiting += 1
+
+    def start(self, time: float) -> None:
+        """A request has its first token."""
+        self.num_waiting -= 1
+        self.num_running += 1
+        is_waited_for = self.num_waiting > 0
+        self._starts.note(time, is_waited_for=is_waited_for)
+        is_full = self.num_running >= self.num_seats > 0
+        self._seats.note(time, is_waited_for=is_waited_for and is_full)
+
+    def leave(self, *, has_started: bool) -> None:
+        """A request has ended."""
+        if has_started:
+            self.num_running -= 1
+        else:
+            self.num_waiting -= 1
+
+    def num_queued(self, num_arriving: int = 0) -> int:
+        """Requests that wait for a seat, with those that arrive."""
+        return max(0, self.num_waiting + num_arriving - self._num_free)
+
+    def estimated_wait(self, num_arriving: int = 0) -> float:
+        """Seconds until the first token of a request that came now, behind those that arrive."""
+        ahead = self.num_waiting + num_arriving
+        return max(
+            ahead * self._starts.seconds, self.num_queued(num_arriving) * self._seats.seconds
+        )
+
+    @property
+    def _num_free(self) -> int:
+        return max(0, self.num_seats - self.num_running)

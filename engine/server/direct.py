@@ -1,0 +1,78 @@
+"""Streams of one request: events are made and written where its outputs arrive, as a rule, so that
+no task is woken for them."""
+
+from __future__ import annotations
+
+from starlette.types import Receive, Scope, Send
+
+from engine.async_engine import Reader
+from engine.messages.requests import RequestOutput
+from engine.server.answers import Answer
+from engine.server.http.writing import Writer, writer_of
+from engine.server.streams import Streaming, while_there
+
+
+class DirectStream(Streaming):
+    """The events of an answer that is one request. A reader who leaves ends them, and one that is
+    behind gets several steps at once."""
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__()
+        self._answer = answer
+        self._first = b""
+        self._reader: Reader | None = None  # none before it has begun, nor if that failed
+        self._writer: Writer | None = None
+        self._error: Exception | None = None
+
+    async def begin(self) -> None:
+        """Wait for the first event. Raises what is wrong."""
+        reader = await self._answer.open()
+        try:
+            self._is_finished = False
+            while not self._first and not self._is_finished:
+                self._first = self._take(await reader.next())
+        except BaseException:
+            reader.close()
+            raise
+        self._reader = reader
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._reader is None:  # the client has left
+            return
+        try:
+            await while_there(self._send_all(self._reader, scope, send), receive)
+        finally:
+            self._reader.close()
+
+    async def _send_all(self, reader: Reader, scope: Scope, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.headers})
+        await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        self._writer = writer_of(scope)
+        sink = None if self._writer is None else self._write
+        try:
+            while not self._is_finished:
+                event = self._take(await reader.next(sink))
+                if event:
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+            last = self._answer.end()
+        except Exception as error:
+            last = self._answer.failure(self._error or error)
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    def _take(self, output: RequestOutput) -> bytes:
+        self._is_finished = output.finished
+        return self._answer.events_of(output)
+
+    def _write(self, output: RequestOutput) -> bool:
+        """Write the events of an output; False if it is the last, or cannot be sent now."""
+        assert self._writer is not None
+        if output.finished or self._error is not None or not self._writer.is_ready:
+            return False
+        try:
+            event = self._answer.events_of(output)
+        except Exception as error:  # other requests wait behind this one
+            self._error = error
+            return False
+        if event:
+            self._writer.write(event)
+        return True

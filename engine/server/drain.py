@@ -1,0 +1,87 @@
+"""The end of a server: open answers go on to theirs, new requests are refused."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from engine.async_engine import AsyncLLMEngine
+from engine.server.errors import ApiError, error_response
+from engine.server.streams import swallow
+
+logger = logging.getLogger("engine.server")
+
+WHILE_DRAINING = ("/health", "/ping", "/load", "/metrics", "/version")  # go on to be answered
+TELL_SECONDS = 0.5  # for answers to end that were told to
+LOOK_SECONDS = 0.02
+
+
+class Drain:
+    """Counts the requests that are open; once it has begun, refuses new ones with 503.
+
+    Wrap the application with it. ``begin`` and ``hurry`` may be called in signal handlers of the
+    loop.
+    """
+
+    def __init__(self, app: ASGIApp, engine: AsyncLLMEngine, timeout: float) -> None:
+        """timeout: seconds that open requests have to end by themselves."""
+        self.is_begun = False
+        self.num_open = 0
+        self._app = app
+        self._engine = engine
+        self._timeout = timeout
+        self._until = math.inf
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.is_begun and scope["type"] == "http" and scope["path"] not in WHILE_DRAINING:
+            await swallow(receive)
+            await self._refusal()(scope, receive, send)
+            return
+        self.num_open += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self.num_open -= 1
+
+    def begin(self) -> None:
+        """Refuse requests from now on."""
+        self.is_begun = True
+        self._until = time.monotonic() + self._timeout
+        logger.warning(
+            "the server is ending: %d open requests have %g s", self.num_open, self._timeout
+        )
+
+    def hurry(self) -> None:
+        """Do not wait any longer for open requests."""
+        self._until = 0.0
+
+    async def finish(self) -> None:
+        """Wait until all requests have ended. At the deadline those that are left are told an
+        error, whatever the core does."""
+        num_before, num_told = self.num_open, 0
+        while self.num_open and time.monotonic() < self._until:
+            await asyncio.sleep(LOOK_SECONDS)
+        tell_until = time.monotonic() + TELL_SECONDS
+        while self.num_open and time.monotonic() < tell_until:
+            error = ApiError(503, "the request was aborted: the server is ending", code="aborted")
+            num_told += self._engine.give_up(error)
+            await asyncio.sleep(LOOK_SECONDS)
+        logger.warning(
+            "%d requests were open: %d were aborted, %d could not be told",
+            num_before,
+            num_told,
+            self.num_open,
+        )
+
+    def _refusal(self) -> ASGIApp:
+        seconds = self._until - time.monotonic()
+        error = ApiError(
+            503, "the server is ending", code="draining", retry_after=max(1.0, seconds)
+        )
+        response = error_response(error)
+        response.headers["Connection"] = "close"
+        return response

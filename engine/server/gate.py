@@ -1,0 +1,32 @@
+"""A full queue refuses requests before anything is done for them."""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from engine.async_engine import AsyncLLMEngine
+from engine.errors import RefusedError
+from engine.server.errors import as_api_error, error_response
+from engine.server.streams import swallow
+
+QUEUED_PATHS = frozenset(
+    ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+)
+
+
+class QueueGate:
+    """Lets requests for texts through while the engine's queue has room."""
+
+    def __init__(self, app: ASGIApp, engine: AsyncLLMEngine) -> None:
+        self._app = app
+        self._engine = engine
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
+        if scope["type"] == "http" and scope["path"] in QUEUED_PATHS and scope["method"] == "POST":
+            try:
+                self._engine.check_room()
+            except RefusedError as error:
+                app = error_response(as_api_error(error))
+                await swallow(receive)
+        await app(scope, receive, send)

@@ -1,0 +1,454 @@
+"""Loads that a server must bear: too many requests, readers that do not read, ends in mid-stream.
+
+    python tools/server_campaign.py overload [--seconds 60] [--factor 10]
+    python tools/server_campaign.py stalled [--stalled 500] [--others 100]
+    python tools/server_campaign.py drains [--times 200] [--streams 64]
+    python tools/server_campaign.py disconnects [--minutes 5] [--streams 1000]
+    python tools/server_campaign.py all
+
+Each starts `metronome serve` with the model in the box, or with --model, in processes of its own.
+Prints a JSON line for each; exit status 1 if anything was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
+
+from server_load import (  # noqa: E402
+    Load,
+    Promise,
+    Row,
+    Shape,
+    closed_loop,
+    open_loop,
+    poisson,
+    quantile,
+    settled_after,
+    summary,
+)
+from support.live_core import rss_mib, slope, wait_until  # noqa: E402
+from support.served import Served, served  # noqa: E402
+
+from engine.rpc.zmq_client import EngineCoreClient  # noqa: E402
+
+NAME = "box"
+COMMON = ("--served-model-name", NAME, "--num-threads", "1", "--max-model-len", "1024")
+OVERLOAD_SHAPE = Shape(NAME, num_prompt=32, num_tokens=32)
+STALLED_SHAPE = Shape(NAME, num_prompt=16, num_tokens=600)
+DRAINS_SHAPE = Shape(NAME, num_prompt=8, num_tokens=120)
+DISCONNECTS_SHAPE = Shape(NAME, num_prompt=16, num_tokens=60)
+OVERLOAD_PROMISE = Promise(ttft=2.0, itl=0.5)
+MAX_REFUSAL_MS = 10.0
+MIN_GOODPUT_SHARE = 0.9
+MAX_RECOVERY_SECONDS = 10.0
+MAX_STALLED_MIB = 150.0
+MAX_OTHERS_ITL = 1.2
+LATE_SECONDS = 2.0  # from the deadline of a drain to the end of the process
+MAX_SLOPE = 10.0  # MiB in ten minutes, of the server's memory under a steady load
+MIN_SLOPE_SECONDS = 240.0  # what is shorter says nothing of a slope
+WARM_UP_SHARE = 0.3
+
+
+@dataclass
+class Result:
+    """Figures of a campaign, and what was wrong."""
+
+    name: str
+    figures: dict[str, Any] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+
+    def check(self, is_so: object, failure: str) -> None:
+        if not is_so:
+            self.failures.append(failure)
+
+
+# Ten times the load
+
+
+@dataclass(frozen=True)
+class Overload:
+    """An open load of ``factor`` times what the server can bear."""
+
+    seconds: float = 60.0
+    factor: float = 10.0
+    measure_seconds: float = 15.0
+    promise: Promise = OVERLOAD_PROMISE
+    queue_seconds: float = 1.0
+    shape: Shape = OVERLOAD_SHAPE
+    options: tuple[str, ...] = COMMON
+
+
+def overload(asked: Overload, seed: int = 0) -> Result:
+    """Goodput at too much load, how soon others are refused, and how soon it is over."""
+    result, promise = Result("overload"), asked.promise
+    with served(*asked.options, "--max-queue-seconds", str(asked.queue_seconds)) as server:
+        address = ("127.0.0.1", server.port)
+        closed_loop(address, asked.shape, 8, 2.0)  # warm
+        rows = closed_loop(address, asked.shape, 64, asked.measure_seconds)
+        capacity = sum(row.is_whole for row in rows) / asked.measure_seconds
+        result.figures["capacity_per_s"] = round(capacity, 2)
+        goodputs = {}
+        for share in (0.7, 0.9, 1.1):
+            rows = open_loop(address, asked.shape, share * capacity, asked.measure_seconds, seed)
+            goodputs[str(share)] = summary(rows, promise, _span(rows))
+        result.figures["below"] = goodputs
+        peak = max(each["goodput_per_s"] for each in goodputs.values())
+        load = Load(*address)
+        rows = poisson(load, asked.shape, asked.factor * capacity, asked.seconds, seed)
+        ended = time.perf_counter() + asked.seconds
+        load.run(ended)
+        after = poisson(load, asked.shape, 0.5 * capacity, 2 * MAX_RECOVERY_SECONDS, seed + 1)
+        load.run(ended + 4 * MAX_RECOVERY_SECONDS)
+        load.close()
+        figures = result.figures["overload"] = summary(rows, promise, asked.seconds)
+        recovery = settled_after(after, ended, promise)
+    share = figures["goodput_per_s"] / peak if peak else 0.0
+    result.figures |= {
+        "peak_per_s": peak,
+        "goodput_share": round(share, 3),
+        "recovery_s": round(recovery, 2),
+    }
+    result.check(share >= MIN_GOODPUT_SHARE, f"goodput falls to {share:.0%} of its peak")
+    late = figures["refusal_ms_p99"]
+    result.check(late <= MAX_REFUSAL_MS, f"1 % of refusals take over {late} ms")
+    result.check(recovery <= MAX_RECOVERY_SECONDS, f"recovery takes {recovery:.1f} s")
+    result.check(not figures["other"], f"{figures['other']} requests ended in another way")
+    return result
+
+
+def _span(rows: list[Row]) -> float:
+    """Seconds from the first request to the last end."""
+    return max(row.ended for row in rows) - min(row.due for row in rows)
+
+
+# Readers that do not read
+
+
+@dataclass(frozen=True)
+class Stalled:
+    """Readers of which most never read."""
+
+    stalled: int = 500
+    others: int = 100
+    seconds: float = 60.0
+    reader_timeout: float = 30.0
+    shape: Shape = STALLED_SHAPE
+    options: tuple[str, ...] = (
+        *COMMON,
+        *("--multiprocess", "--max-num-seqs", "640", "--num-kv-blocks", "24000"),
+    )
+
+
+def stalled(asked: Stalled, seed: int = 0) -> Result:
+    """The same load twice, once with everybody reading: memory, and what the others notice."""
+    result = Result("stalled")
+    timeout = ("--reader-timeout", str(asked.reader_timeout))
+    with served(*asked.options, *timeout) as server:
+        closed_loop(("127.0.0.1", server.port), replace(asked.shape, num_tokens=8), 8, 1.0)
+        before = rss_mib(server.process.pid)
+        all_read = _crowd(asked, server, reads=True, seed=seed)
+        none_read = _crowd(asked, server, reads=False, seed=seed)
+    result.figures |= {
+        "rss_mib_before": round(before, 1),
+        "rss_mib_all_read": round(all_read.rss_mib, 1),
+        "rss_mib_none_read": round(none_read.rss_mib, 1),
+        "itl_ms_p99_all_read": round(1e3 * all_read.itl_p99, 2),
+        "itl_ms_p99_none_read": round(1e3 * none_read.itl_p99, 2),
+        "others": dict(none_read.hows),
+    }
+    grown = none_read.rss_mib - before
+    result.check(grown <= MAX_STALLED_MIB, f"memory grew by {grown:.0f} MiB")
+    ratio = none_read.itl_p99 / all_read.itl_p99 if all_read.itl_p99 else 0.0
+    result.figures["itl_ratio"] = round(ratio, 3)
+    result.check(ratio <= MAX_OTHERS_ITL, f"p99 between tokens is {ratio:.2f} times as long")
+    result.check(set(none_read.hows) <= {"done", "left"}, f"others ended: {none_read.hows}")
+    return result
+
+
+@dataclass
+class Crowd:
+    """What came of those who read."""
+
+    itl_p99: float
+    rss_mib: float
+    hows: Counter[str]
+
+
+def _crowd(asked: Stalled, server: Served, *, reads: bool, seed: int) -> Crowd:
+    rng = random.Random(seed)
+    idlers = Load("127.0.0.1", server.port, receive_buffer=4096)
+    now = time.perf_counter()
+    for _ in range(asked.stalled):
+        idlers.add(Row(now, asked.shape.body(rng), reads=reads))
+    is_over = threading.Event()
+    deadline = time.perf_counter() + asked.seconds
+    thread = threading.Thread(target=lambda: idlers.run(deadline, is_over.is_set), daemon=True)
+    thread.start()
+    sizes: list[float] = []
+    readers: list[Row] = []
+
+    def others() -> None:
+        address = ("127.0.0.1", server.port)
+        readers.extend(closed_loop(address, asked.shape, asked.others, asked.seconds, seed=seed))
+
+    reading = threading.Thread(target=others, daemon=True)
+    reading.start()
+    while reading.is_alive():
+        sizes.append(rss_mib(server.process.pid))
+        time.sleep(0.1)
+    is_over.set()
+    thread.join()
+    idlers.close()
+    gaps = [gap for row in readers for gap in row.gaps]
+    return Crowd(quantile(gaps, 0.99), max(sizes), Counter(row.how for row in readers))
+
+
+# Ends in mid-stream
+
+
+@dataclass(frozen=True)
+class Drains:
+    """SIGTERM at any moment."""
+
+    times: int = 200
+    streams: int = 64
+    timeouts: tuple[float, ...] = (0.0, 0.3, 1.0, 30.0)
+    shape: Shape = DRAINS_SHAPE
+    options: tuple[str, ...] = COMMON
+
+
+def drains(asked: Drains, seed: int = 0) -> Result:
+    """Every stream that was begun must be told its end, and the process end in time."""
+    result, hows = Result("drains"), Counter[str]()
+    rng, slowest = random.Random(seed), 0.0
+    for index in range(asked.times):
+        timeout = rng.choice(asked.timeouts)
+        with served(*asked.options, "--drain-timeout", str(timeout)) as server:
+            drained = _drain(asked, server, rng)
+        late = drained.seconds - timeout
+        slowest = max(slowest, late)
+        hows.update(drained.hows)
+        what = f"drain {index} of {timeout:g} s (seed {seed})"
+        result.check(not drained.wrong, f"{what}: {drained.wrong}")
+        result.check(drained.status == 0, f"{what}: exit status {drained.status}")
+        result.check(late <= LATE_SECONDS, f"{what}: ended {late:.1f} s behind the deadline")
+    result.figures = {"hows": dict(hows), "longest_behind_deadline_s": round(slowest, 2)}
+    return result
+
+
+@dataclass
+class Drained:
+    """One end of a server."""
+
+    hows: Counter[str]
+    wrong: list[str]
+    status: int
+    seconds: float
+
+
+def _drain(asked: Drains, server: Served, rng: random.Random) -> Drained:
+    load, rows = Load("127.0.0.1", server.port), list[Row]()
+    now = time.perf_counter()
+    for _ in range(asked.streams):
+        rows.append(Row(now + rng.random() * 0.5, asked.shape.body(rng)))
+        load.add(rows[-1])
+    load.run(now + rng.random() * 1.5)
+    server.process.send_signal(signal.SIGTERM)
+    began = time.perf_counter()
+    load.run(began + 40.0)
+    load.close()
+    status = server.process.wait(40.0)
+    seconds = time.perf_counter() - began
+    hows, wrong = Counter[str](), []
+    for row in rows:
+        how = how_told(row)
+        hows[how] += 1
+        if how.startswith("wrong"):
+            wrong.append(how)
+    return Drained(hows, wrong, status, seconds)
+
+
+def how_told(row: Row) -> str:
+    """What became of a stream, as its client can tell."""
+    if row.how == "refused":
+        is_right = row.status == 503 and b"etry-" in row.tail and b"onnection: close" in row.tail
+        return "refused" if is_right else f"wrong: refused by {row.tail!r}"
+    if row.how == "unreachable":
+        return "unreachable"
+    if row.how != "done":
+        return f"wrong: {row.how} behind {row.num_events} events: {row.tail!r}"
+    if row.is_failed:
+        return "told"
+    asked = json.loads(row.body)["max_tokens"]
+    if row.num_tokens != asked:
+        return f"wrong: {row.num_tokens} tokens of {asked}"
+    return "whole"
+
+
+# Clients that leave
+
+
+@dataclass(frozen=True)
+class Disconnects:
+    """Many streams, and clients that leave them."""
+
+    seconds: float = 300.0
+    streams: int = 1000
+    leaving: float = 0.3
+    shape: Shape = DISCONNECTS_SHAPE
+    options: tuple[str, ...] = (*COMMON[2:], "--num-kv-blocks", "16000")
+    """Of the core."""
+
+
+def disconnects(asked: Disconnects, seed: int = 0) -> Result:
+    """Nothing may be lost, and nothing be held at the end."""
+    result, rng = Result("disconnects"), random.Random(seed)
+    with (
+        core(*asked.options) as (address, watcher),
+        served("--core-address", address, "--served-model-name", NAME) as server,
+    ):
+        rows, memory = _come_and_go(asked, server, rng)
+        idle = wait_until(lambda: not _num_held(watcher), 10.0)
+        stats = watcher.stats()
+        assert stats is not None
+        status = server.end()
+    steady = [point for point in memory if point[0] >= WARM_UP_SHARE * asked.seconds]
+    grown = round(600.0 * slope(steady), 2)
+    hows = Counter(row.how for row in rows)
+    result.figures = {
+        "hows": dict(hows),
+        "tokens": sum(row.num_tokens for row in rows),
+        "rss_mib": round(memory[-1][1], 1),
+        "slope_mib_in_10_min": grown,
+        "seconds_until_idle": idle,
+        "kv_usage": stats.kv_usage,
+    }
+    result.check(idle is not None, f"{_held(stats)} requests are held")
+    result.check(stats.kv_usage == 0.0, f"{stats.kv_usage:.2%} of the blocks are held")
+    result.check(set(hows) <= {"done", "left"}, f"requests ended: {dict(hows)}")
+    wrong = [
+        how for how in map(how_told, rows) if how not in ("whole",) and "wrong: left" not in how
+    ]
+    result.check(not wrong, f"{len(wrong)} streams were wrong: {wrong[:3]}")
+    result.check(status == 0, f"exit status {status}")
+    if asked.seconds >= MIN_SLOPE_SECONDS:
+        result.check(grown <= MAX_SLOPE, f"memory grows by {grown} MiB in ten minutes")
+    return result
+
+
+def _come_and_go(
+    asked: Disconnects, server: Served, rng: random.Random
+) -> tuple[list[Row], list[tuple[float, float]]]:
+    """Streams that ended, and the server's memory by time."""
+    load, rows, memory = (
+        Load("127.0.0.1", server.port, tick=0.002),
+        list[Row](),
+        list[tuple[float, float]](),
+    )
+    began = time.perf_counter()
+
+    def another(due: float) -> None:
+        leaves = rng.random() < asked.leaving
+        load.add(Row(due, asked.shape.body(rng), leave_after=rng.randint(1, 30) if leaves else 0))
+
+    def again(row: Row) -> None:
+        rows.append(row)
+        if time.perf_counter() < began + asked.seconds:
+            another(time.perf_counter())
+
+    load.on_end = again
+    for _ in range(asked.streams):
+        another(began + rng.random())
+    while load.num_pending and time.perf_counter() < began + asked.seconds + 60.0:
+        load.run(time.perf_counter() + 1.0)
+        memory.append((time.perf_counter() - began, rss_mib(server.process.pid)))
+    load.close()
+    return rows, memory
+
+
+@contextmanager
+def core(*options: str) -> Iterator[tuple[str, EngineCoreClient]]:
+    """The address of a core in a process of its own, and a client that looks at it."""
+    command = [sys.executable, "-m", "engine.cli.main", "core", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
+        try:
+            assert running.stdout is not None
+            address = running.stdout.readline().removeprefix("core address: ").strip()
+            watcher = EngineCoreClient.connect(address)
+            yield address, watcher
+            watcher.shutdown()
+        finally:
+            running.kill()
+
+
+def _num_held(watcher: EngineCoreClient) -> int:
+    stats = watcher.stats()
+    assert stats is not None
+    return _held(stats)
+
+
+def _held(stats: Any) -> int:
+    return int(stats.num_running + stats.num_waiting + stats.num_parked)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("what", choices=("overload", "stalled", "drains", "disconnects", "all"))
+    parser.add_argument("--model", help="a directory; the model in the box if not given")
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--factor", type=float, default=10.0)
+    parser.add_argument("--stalled", type=int, default=500)
+    parser.add_argument("--others", type=int, default=100)
+    parser.add_argument("--times", type=int, default=200)
+    parser.add_argument("--streams", type=int)
+    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--seed", type=int, default=random.randrange(10**6))
+    args = parser.parse_args()
+    print(f"seed {args.seed}", flush=True)
+    model = ("--model", args.model) if args.model else ()
+    runs = {
+        "overload": lambda: overload(
+            Overload(args.seconds, args.factor, options=(*COMMON, *model)), args.seed
+        ),
+        "stalled": lambda: stalled(
+            Stalled(args.stalled, args.others, args.seconds, options=(*Stalled.options, *model)),
+            args.seed,
+        ),
+        "drains": lambda: drains(
+            Drains(args.times, args.streams or 64, options=(*COMMON, *model)), args.seed
+        ),
+        "disconnects": lambda: disconnects(
+            Disconnects(
+                60.0 * args.minutes, args.streams or 1000, options=(*Disconnects.options, *model)
+            ),
+            args.seed,
+        ),
+    }
+    failed = False
+    for name in runs if args.what == "all" else (args.what,):
+        result = runs[name]()
+        print(json.dumps(asdict(result)), flush=True)
+        failed |= bool(result.failures)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
