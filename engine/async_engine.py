@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
-import contextvars
 import logging
 import threading
 from collections import deque
@@ -24,13 +23,13 @@ from typing import Any, NamedTuple, Unpack
 
 from engine.config.args import EngineArgs
 from engine.core.client import NumCores
-from engine.errors import ConfigError, EngineDeadError, RefusedError
-from engine.frontend.pace import QueuePace
+from engine.errors import ConfigError, EngineDeadError
+from engine.frontend.pace import QueueLimits
 from engine.frontend.prompt import Prompt, RequestOptions, Submission, TextPrompt
 from engine.frontend.session import PauseScope, Session
-from engine.messages.params import OutputKind, SamplingParams
+from engine.frontend.streams import Reader, Stream
+from engine.messages.params import SamplingParams
 from engine.messages.requests import (
-    CompletionOutput,
     FinishedRequest,
     RequestOutput,
     as_request_ids,
@@ -46,8 +45,6 @@ logger = logging.getLogger(__name__)
 JOIN_SECONDS = 60.0  # longest step a shutdown waits for
 ALIVE_SECONDS = 1.0  # between two looks at a core with nothing to do
 HEALTH_SECONDS = 10.0  # that a core has to answer
-TOKEN_BYTES = 40  # an int and its place in a list
-LOGPROB_BYTES = 200  # a log-probability, its text, and its place in a dict
 
 
 class AsyncLLMEngine:
@@ -464,25 +461,6 @@ class AsyncLLMEngine:
                     command()
 
 
-class QueueLimits(NamedTuple):
-    """How many requests may wait for their first token, and how long a new one may have to."""
-
-    max_requests: int
-    max_seconds: float | None
-
-    def check(self, pace: QueuePace, num_arriving: int) -> None:
-        """Raise ``RefusedError`` for one more."""
-        num_waiting = pace.num_queued(num_arriving)
-        seconds = pace.estimated_wait(num_arriving)
-        if num_waiting >= self.max_requests:
-            why = f"{num_waiting} requests wait already, the limit is {self.max_requests}"
-        elif self.max_seconds is not None and seconds > self.max_seconds:
-            why = f"a request would wait {seconds:.1f} s, the limit is {self.max_seconds:g}"
-        else:
-            return
-        raise RefusedError(f"the queue is full: {why}; try again later", seconds or None)
-
-
 class Arrival(NamedTuple):
     """A request on its way to the core. Those that come together go there together."""
 
@@ -492,105 +470,6 @@ class Arrival(NamedTuple):
 
 Command = Callable[[], None] | Arrival
 Observer = Callable[[FinishedRequest], object]
-Sink = Callable[[RequestOutput], bool]
-
-
-class Reader(NamedTuple):
-    """Reads the outputs of one request, in its event loop."""
-
-    stream: Stream
-    close_stream: Callable[[Stream], None]
-
-    async def next(self, sink: Sink | None = None) -> RequestOutput:
-        """As ``Stream.next``."""
-        return await self.stream.next(sink)
-
-    def close(self) -> None:
-        """Stop the request if it has not finished; to be called once."""
-        self.close_stream(self.stream)
-
-
-class Stream:
-    """A queue of one: what the reader has not taken yet is merged with what comes next.
-
-    Belongs to one event loop; only ``post`` may be called from another thread.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, request_id: str, kind: OutputKind) -> None:
-        self.loop = loop
-        self.context = contextvars.copy_context()
-        """Of the task that reads it."""
-        self.request_id = request_id
-        self.is_finished = False
-        """The last output, or an error, has arrived."""
-        self._kind = kind
-        self._waiting: RequestOutput | None = None
-        self._error: Exception | None = None
-        self._arrived = asyncio.Event()
-        self._sink: Sink | None = None
-
-    def post(self, callback: Callable[[], object]) -> None:
-        """Run ``callback`` in the stream's loop. If that is closed, the reader is gone."""
-        with contextlib.suppress(RuntimeError):
-            self.loop.call_soon_threadsafe(callback)
-
-    def put(self, output: RequestOutput) -> None:
-        """Add an output behind those that wait."""
-        if self._error is not None:  # the reader was given up
-            return
-        waiting = self._waiting
-        if waiting is None:
-            if self._sink is not None and self._sink(output):
-                return
-        elif self._kind == "delta":
-            output = merge_deltas(waiting, output)
-        self._waiting = output
-        self.is_finished = output.finished
-        self._arrived.set()
-
-    def fail(self, error: Exception) -> None:
-        """Raise ``error`` in the reader, once it has taken what waits."""
-        if not self.is_finished:
-            self.is_finished = True
-            self._error = error
-            self._arrived.set()
-
-    def drop(self, error: Exception) -> None:
-        """Raise ``error`` in the reader in place of what waits."""
-        self._waiting = None
-        self.fail(error)
-
-    @property
-    def num_unread_bytes(self) -> int:
-        """About how much memory holds what waits for the reader."""
-        return 0 if self._waiting is None else sum(map(size_of, self._waiting.outputs))
-
-    async def next(self, sink: Sink | None = None) -> RequestOutput:
-        """All that has come since the last call; waits until there is something.
-
-        While it waits, each output is offered to ``sink``, and returned only if that returns False:
-        so a reader that has little to do with most outputs is not woken for them.
-        """
-        self._sink = sink
-        try:
-            await self._arrived.wait()
-        finally:
-            self._sink = None
-        output, self._waiting = self._waiting, None
-        if output is None:
-            assert self._error is not None
-            raise self._error
-        if self._error is None:
-            self._arrived.clear()
-        return output
-
-
-def size_of(completion: CompletionOutput) -> int:
-    """About how much memory it takes, in bytes."""
-    size = len(completion.text) + TOKEN_BYTES * len(completion.token_ids)
-    for position in completion.logprobs or ():
-        size += LOGPROB_BYTES * (1 + len(position))
-    return size
 
 
 Deliveries = dict[asyncio.AbstractEventLoop, list[tuple[Stream, RequestOutput]]]
@@ -608,23 +487,3 @@ def _run_for(future: Future[Any], function: Callable[[], Any]) -> None:
         future.set_result(function())
     except Exception as error:
         future.set_exception(error)
-
-
-def merge_deltas(first: RequestOutput, second: RequestOutput) -> RequestOutput:
-    """One output with the news of both; nothing is lost, sequences are matched by index."""
-    merged = {completion.index: completion for completion in first.outputs}
-    for later in second.outputs:
-        earlier = merged.get(later.index)
-        merged[later.index] = later if earlier is None else _join(earlier, later)
-    second.outputs = [merged[index] for index in sorted(merged)]
-    if second.prompt_logprobs is None:
-        second.prompt_logprobs = first.prompt_logprobs
-    return second
-
-
-def _join(first: CompletionOutput, second: CompletionOutput) -> CompletionOutput:
-    second.text = first.text + second.text
-    second.token_ids = first.token_ids + second.token_ids
-    if first.logprobs is not None and second.logprobs is not None:
-        second.logprobs = first.logprobs + second.logprobs
-    return second

@@ -30,6 +30,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--port", type=int, default=8000, metavar="N", help="default: 8000")
     group.add_argument("--uds", metavar="PATH", help="a socket file instead of host and port")
     group.add_argument(
+        "--served-model-name",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="as clients call the model, repeatable; the first is in answers",
+    )
+    group.add_argument(
+        "--chat-template", metavar="PATH", help="a file with one, instead of the model's own"
+    )
+    _add_watching(group)
+    _add_access(parser.add_argument_group("access to the server"))
+    _add_limits(parser.add_argument_group("limits of the server"))
+    add_engine_options(parser)
+
+
+def _add_access(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
         "--api-key",
         action="append",
         default=[],
@@ -46,6 +63,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY",
         help=f"of those who may pause the engine and the like; or {ADMIN_API_KEY}",
     )
+    for name, about in TLS.items():
+        group.add_argument(f"--ssl-{name}", metavar="FILE", help=about)
+
+
+def _add_watching(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--health-timeout",
         type=float,
@@ -57,16 +79,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--otlp-traces-endpoint",
         metavar="URL",
         help="where spans of finished requests are sent, as http://127.0.0.1:4318/v1/traces",
-    )
-    group.add_argument(
-        "--served-model-name",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="as clients call the model, repeatable; the first is in answers",
-    )
-    group.add_argument(
-        "--chat-template", metavar="PATH", help="a file with one, instead of the model's own"
     )
     group.add_argument(
         "--reader-timeout",
@@ -83,10 +95,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "ones; default: only their number is limited, as max-waiting-requests says or to 8 for "
         "each of max-num-seqs",
     )
-    for name, about in TLS.items():
-        group.add_argument(f"--ssl-{name}", metavar="FILE", help=about)
-    _add_limits(parser.add_argument_group("limits of the server"))
-    add_engine_options(parser)
 
 
 def _add_limits(group: argparse._ArgumentGroup) -> None:

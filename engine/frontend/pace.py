@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+from engine.errors import RefusedError
+
 SHARE = 0.05  # of the latest gap in the smoothed one: about the last 20 count
 
 
@@ -68,3 +72,22 @@ class QueuePace:
     @property
     def _num_free(self) -> int:
         return max(0, self.num_seats - self.num_running)
+
+
+class QueueLimits(NamedTuple):
+    """How many requests may wait for their first token, and how long a new one may have to."""
+
+    max_requests: int
+    max_seconds: float | None
+
+    def check(self, pace: QueuePace, num_arriving: int) -> None:
+        """Raise ``RefusedError`` for one more."""
+        num_waiting = pace.num_queued(num_arriving)
+        seconds = pace.estimated_wait(num_arriving)
+        if num_waiting >= self.max_requests:
+            why = f"{num_waiting} requests wait already, the limit is {self.max_requests}"
+        elif self.max_seconds is not None and seconds > self.max_seconds:
+            why = f"a request would wait {seconds:.1f} s, the limit is {self.max_seconds:g}"
+        else:
+            return
+        raise RefusedError(f"the queue is full: {why}; try again later", seconds or None)

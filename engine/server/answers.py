@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from engine.async_engine import Reader
+from engine.frontend.streams import Reader
 from engine.messages.requests import LOST_CORE, CompletionOutput, RequestOutput
 from engine.messages.structured import WRONG_GRAMMAR
 from engine.server.asked import Asked

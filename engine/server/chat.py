@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from engine.async_engine import Reader
+from engine.frontend.streams import Reader
 from engine.messages.requests import CompletionOutput, RequestOutput
 from engine.server.answers import TEXT, Frame, OpenAIAnswer, outputs_of, reason_of
 from engine.server.asked import ChatRequest

@@ -9,8 +9,9 @@ from typing import Any
 
 import msgspec
 
-from engine.async_engine import AsyncLLMEngine, Reader
+from engine.async_engine import AsyncLLMEngine
 from engine.frontend.prompt import Prompt
+from engine.frontend.streams import Reader
 from engine.messages.requests import CompletionOutput, RequestOutput
 from engine.server.answers import TEXT, Frame, OpenAIAnswer, outputs_of, reason_of
 from engine.server.asked import CompletionRequest

@@ -7,8 +7,9 @@ import contextlib
 import json
 from typing import Any, NamedTuple
 
-from engine.async_engine import AsyncLLMEngine, Reader
+from engine.async_engine import AsyncLLMEngine
 from engine.frontend.prompt import TextPrompt
+from engine.frontend.streams import Reader
 from engine.messages.requests import CompletionOutput, RequestOutput
 from engine.messages.structured import StructuredOutputsParams
 from engine.server.asked import ChatRequest

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from starlette.types import Receive, Scope, Send
 
-from engine.async_engine import Reader
+from engine.frontend.streams import Reader
 from engine.messages.requests import RequestOutput
 from engine.server.answers import Answer
 from engine.server.http.writing import Writer, writer_of

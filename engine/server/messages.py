@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from engine.async_engine import Reader
+from engine.frontend.streams import Reader
 from engine.messages.requests import RequestOutput
 from engine.server.answers import Answer, Counted, outputs_of, reason_of
 from engine.server.blocks import Block, Blocks, Change

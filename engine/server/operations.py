@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import wraps
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -71,6 +72,7 @@ class Operations:
         return Response(b"", 200)
 
     async def load(self, request: Request) -> ASGIApp:
+        """What it has to do now."""
         stats = await self._metrics.stats()
         load: dict[str, float] = {"server_load": self.traffic.num_in_flight}
         if stats is not None:
@@ -80,12 +82,15 @@ class Operations:
         return _json(load)
 
     async def metrics(self, request: Request) -> ASGIApp:
+        """What Prometheus reads."""
         return Response(await self._metrics.text(), headers={"Content-Type": MEDIA_TYPE})
 
     async def is_paused(self, request: Request) -> ASGIApp:
+        """Whether it computes nothing until told to go on."""
         return _json({"is_paused": self._engine.paused is not None})
 
     async def pause(self, request: Request) -> ASGIApp:
+        """Compute nothing until told to go on."""
         what = request.query_params.get("what", "all")
         if what not in SCOPES:
             raise ApiError(400, f"what is {what!r:.80}, must be all or new", param="what")
@@ -93,10 +98,12 @@ class Operations:
         return _json({"status": "paused", "what": what})
 
     async def resume(self, request: Request) -> ASGIApp:
+        """Go on."""
         await self._soon(self._engine.resume())
         return _json({"status": "resumed"})
 
     async def reset(self, request: Request) -> ASGIApp:
+        """Forget cached prefixes."""
         value = request.query_params.get("reset_running_requests", "false").lower()
         if value not in ("true", "false"):
             raise ApiError(
@@ -113,10 +120,12 @@ class Operations:
         return _json({"status": "reset"})
 
     async def start_profile(self, request: Request) -> ASGIApp:
+        """Record what the worker does."""
         await self._soon(self._engine.start_profile())
         return _json({"status": "started"})
 
     async def stop_profile(self, request: Request) -> ASGIApp:
+        """Write what was recorded."""
         return _json({"traces": await self._engine.stop_profile()})
 
     async def _check_health(self) -> None:
@@ -140,6 +149,7 @@ class Operations:
     def _for_admin(self, handle: Handler) -> Handler:
         """The handler, for those who show the admin key, and for no page of another site."""
 
+        @wraps(handle)
         async def checked(request: Request) -> ASGIApp:
             refuse_foreign(request)
             if not self.keys.has_admin:

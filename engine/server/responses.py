@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from engine.async_engine import Reader
+from engine.frontend.streams import Reader
 from engine.messages.requests import RequestOutput
 from engine.server.answers import Answer, Counted, outputs_of, reason_of
 from engine.server.asked import ChatRequest

@@ -8,9 +8,8 @@ import pytest
 from support.fakes import FakeClient, counting, fake_session
 
 from engine import AsyncLLMEngine, SamplingParams
-from engine.async_engine import QueueLimits
 from engine.errors import RefusedError
-from engine.frontend.pace import QueuePace
+from engine.frontend.pace import QueueLimits, QueuePace
 
 
 def busy(pace: QueuePace, num_waiting: int, gap: float, starts: int = 60) -> float:

@@ -1,0 +1,134 @@
+"""Outputs of one request on their way from the engine's thread to the task that reads them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+from collections.abc import Callable
+from typing import NamedTuple
+
+from engine.messages.params import OutputKind
+from engine.messages.requests import CompletionOutput, RequestOutput
+
+TOKEN_BYTES = 40  # an int and its place in a list
+LOGPROB_BYTES = 200  # a log-probability, its text, and its place in a dict
+Sink = Callable[[RequestOutput], bool]
+
+
+class Reader(NamedTuple):
+    """Reads the outputs of one request, in its event loop."""
+
+    stream: Stream
+    close_stream: Callable[[Stream], None]
+
+    async def next(self, sink: Sink | None = None) -> RequestOutput:
+        """As ``Stream.next``."""
+        return await self.stream.next(sink)
+
+    def close(self) -> None:
+        """Stop the request if it has not finished; to be called once."""
+        self.close_stream(self.stream)
+
+
+class Stream:
+    """A queue of one: what the reader has not taken yet is merged with what comes next.
+
+    Belongs to one event loop; only ``post`` may be called from another thread.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, request_id: str, kind: OutputKind) -> None:
+        self.loop = loop
+        self.context = contextvars.copy_context()
+        """Of the task that reads it."""
+        self.request_id = request_id
+        self.is_finished = False
+        """The last output, or an error, has arrived."""
+        self._kind = kind
+        self._waiting: RequestOutput | None = None
+        self._error: Exception | None = None
+        self._arrived = asyncio.Event()
+        self._sink: Sink | None = None
+
+    def post(self, callback: Callable[[], object]) -> None:
+        """Run ``callback`` in the stream's loop. If that is closed, the reader is gone."""
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(callback)
+
+    def put(self, output: RequestOutput) -> None:
+        """Add an output behind those that wait."""
+        if self._error is not None:  # the reader was given up
+            return
+        waiting = self._waiting
+        if waiting is None:
+            if self._sink is not None and self._sink(output):
+                return
+        elif self._kind == "delta":
+            output = merge_deltas(waiting, output)
+        self._waiting = output
+        self.is_finished = output.finished
+        self._arrived.set()
+
+    def fail(self, error: Exception) -> None:
+        """Raise ``error`` in the reader, once it has taken what waits."""
+        if not self.is_finished:
+            self.is_finished = True
+            self._error = error
+            self._arrived.set()
+
+    def drop(self, error: Exception) -> None:
+        """Raise ``error`` in the reader in place of what waits."""
+        self._waiting = None
+        self.fail(error)
+
+    @property
+    def num_unread_bytes(self) -> int:
+        """About how much memory holds what waits for the reader."""
+        return 0 if self._waiting is None else sum(map(size_of, self._waiting.outputs))
+
+    async def next(self, sink: Sink | None = None) -> RequestOutput:
+        """All that has come since the last call; waits until there is something.
+
+        While it waits, each output is offered to ``sink``, and returned only if that returns False:
+        so a reader that has little to do with most outputs is not woken for them.
+        """
+        self._sink = sink
+        try:
+            await self._arrived.wait()
+        finally:
+            self._sink = None
+        output, self._waiting = self._waiting, None
+        if output is None:
+            assert self._error is not None
+            raise self._error
+        if self._error is None:
+            self._arrived.clear()
+        return output
+
+
+def size_of(completion: CompletionOutput) -> int:
+    """About how much memory it takes, in bytes."""
+    size = len(completion.text) + TOKEN_BYTES * len(completion.token_ids)
+    for position in completion.logprobs or ():
+        size += LOGPROB_BYTES * (1 + len(position))
+    return size
+
+
+def merge_deltas(first: RequestOutput, second: RequestOutput) -> RequestOutput:
+    """One output with the news of both; nothing is lost, sequences are matched by index."""
+    merged = {completion.index: completion for completion in first.outputs}
+    for later in second.outputs:
+        earlier = merged.get(later.index)
+        merged[later.index] = later if earlier is None else _join(earlier, later)
+    second.outputs = [merged[index] for index in sorted(merged)]
+    if second.prompt_logprobs is None:
+        second.prompt_logprobs = first.prompt_logprobs
+    return second
+
+
+def _join(first: CompletionOutput, second: CompletionOutput) -> CompletionOutput:
+    second.text = first.text + second.text
+    second.token_ids = first.token_ids + second.token_ids
+    if first.logprobs is not None and second.logprobs is not None:
+        second.logprobs = first.logprobs + second.logprobs
+    return second
