@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Unpack
 from engine.config.args import EngineArgs
 from engine.core.client import NumCores
 from engine.errors import ConfigError, EngineDeadError
-from engine.frontend.pace import QueueLimits
+from engine.frontend.pace import QueueLimits, QueuePace
 from engine.frontend.prompt import Prompt, RequestOptions, Submission, TextPrompt
 from engine.frontend.session import PauseScope, Session
 from engine.frontend.streams import Reader, Stream
@@ -301,15 +301,18 @@ class AsyncLLMEngine:
         """From now on refuse requests at once, before any work, while so many wait for a seat, or
         while a new one would wait longer for its first token, by the pace of late ones.
 
-        num_seats: how many may run at once, if that is known.
+        num_seats: how many may run at once, if that is known. Before the first request only:
+        raises ``ConfigError`` behind it.
         """
-        self._session.outputs.pace.num_seats = num_seats
-        self._queue_limits = QueueLimits(max_requests, max_seconds)
+        if self._open:
+            raise ConfigError("limit_queue is called with requests under way: call it before")
+        pace = self._session.outputs.pace = QueuePace(num_seats)
+        self._queue_limits = QueueLimits(pace, max_requests, max_seconds)
 
     def check_room(self) -> None:
         """Raise ``RefusedError`` if a request would be refused now, by ``limit_queue``."""
         if self._queue_limits is not None:
-            self._queue_limits.check(self._session.outputs.pace, self._num_arriving)
+            self._queue_limits.check(self._num_arriving)
 
     def shutdown(self, timeout: float = JOIN_SECONDS) -> None:
         """Stop after the step that runs and let go of the model; harmless when repeated.

@@ -13,6 +13,7 @@ from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 from engine.errors import RequestError
+from engine.frontend.logprobs import Position, position_logprobs, prompt_positions
 from engine.frontend.pace import QueuePace
 from engine.frontend.pooled_text import PooledText
 from engine.frontend.prompt import Submission
@@ -23,7 +24,6 @@ from engine.messages.requests import (
     Finished,
     FinishedRequest,
     FinishReason,
-    Logprob,
     RequestMetrics,
     RequestOutput,
     Started,
@@ -52,8 +52,8 @@ class OutputProcessor:
         self._between_tokens: list[float] | None = None  # its column
         self.on_finished: Callable[[FinishedRequest], None] | None = None
         """Called with each request that has ended, by the thread that drives this."""
-        self.pace = QueuePace()
-        """Other threads may read it."""
+        self.pace: QueuePace | None = None
+        """Kept if queues are limited; other threads may read it."""
         self._tokenizer = tokenizer
         self._texts = texts
         self._requests: dict[str, RequestState] = {}
@@ -90,7 +90,8 @@ class OutputProcessor:
             )
         live = RequestState(submission, self._tokenizer, self._texts is None)
         self._requests[submission.request_id] = live
-        self.pace.arrive()
+        if self.pace is not None:
+            self.pace.arrive()
         for core_id, sequence in zip(live.core_ids, live.sequences, strict=True):
             self._rows[core_id] = Row(live, sequence)
 
@@ -217,7 +218,8 @@ class OutputProcessor:
     def withdraw(self, submission: Submission) -> list[str]:
         """Forget a request that was not taken. Returns its ids in the core."""
         request = self._requests.pop(submission.request_id)
-        self.pace.leave(has_started=False)
+        if self.pace is not None:
+            self.pace.leave(has_started=False)
         for core_id in request.core_ids:
             del self._rows[core_id]
         return request.core_ids
@@ -264,7 +266,8 @@ class OutputProcessor:
             metrics, last = request.metrics, request.metrics.last_token_time
             if metrics.first_token_time is None:
                 metrics.first_token_time = time
-                self.pace.start(time)
+                if self.pace is not None:
+                    self.pace.start(time)
                 self.counts.prompt_tokens += len(request.prompt_token_ids)
                 if self._latencies is not None:
                     self._latencies.first_token.add(time - metrics.arrival_time)
@@ -321,7 +324,8 @@ class OutputProcessor:
         if request.is_finished:
             assert sequence.end is not None
             request.metrics.finished_time = time
-            self.pace.leave(has_started=request.metrics.first_token_time is not None)
+            if self.pace is not None:
+                self.pace.leave(has_started=request.metrics.first_token_time is not None)
             self.counts.finished[sequence.end.reason] += 1
             del self._requests[request.request_id]
             if self.on_finished is not None:
@@ -573,25 +577,6 @@ class OutputSequence:
 
 
 Moved = dict[RequestState, list[OutputSequence]]
-Position = dict[int, Logprob]
-
-
-def position_logprobs(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> Position:
-    """The chosen token first, then the most likely ones, best first; the chosen one only once."""
-    ids, values = entry.token_ids, entry.logprobs
-    texts = [None if tokenizer is None else tokenizer.token_text(i) for i in ids]
-    position = {ids[0]: Logprob(values[0], entry.rank, texts[0])}
-    for rank in range(1, len(ids)):
-        position.setdefault(ids[rank], Logprob(values[rank], rank, texts[rank]))
-    return position
-
-
-def prompt_positions(
-    entries: list[TokenLogprobs], num_prompt: int, tokenizer: Tokenizer | None
-) -> list[Position | None]:
-    """One entry per prompt token; ``None`` for the first, which nothing predicts, and unasked."""
-    unknown: list[Position | None] = [None] * (num_prompt - len(entries))
-    return unknown + [position_logprobs(entry, tokenizer) for entry in entries]
 
 
 def _reader(submission: Submission, tokenizer: Tokenizer | None) -> TextReader | None:

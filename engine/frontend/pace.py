@@ -31,11 +31,11 @@ class QueuePace:
     running ones to end. Both have a pace of their own: empty seats are taken at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_seats: int = 0) -> None:
+        """num_seats: requests that may run at once; 0: not known."""
         self.num_waiting = 0
         self.num_running = 0
-        self.num_seats = 0
-        """Requests that may run at once; 0: not known."""
+        self.num_seats = num_seats
         self._starts = Gap()
         self._seats = Gap()
 
@@ -77,13 +77,14 @@ class QueuePace:
 class QueueLimits(NamedTuple):
     """How many requests may wait for their first token, and how long a new one may have to."""
 
+    pace: QueuePace
     max_requests: int
     max_seconds: float | None
 
-    def check(self, pace: QueuePace, num_arriving: int) -> None:
+    def check(self, num_arriving: int) -> None:
         """Raise ``RefusedError`` for one more."""
-        num_waiting = pace.num_queued(num_arriving)
-        seconds = pace.estimated_wait(num_arriving)
+        num_waiting = self.pace.num_queued(num_arriving)
+        seconds = self.pace.estimated_wait(num_arriving)
         if num_waiting >= self.max_requests:
             why = f"{num_waiting} requests wait already, the limit is {self.max_requests}"
         elif self.max_seconds is not None and seconds > self.max_seconds:

@@ -8,7 +8,7 @@ import pytest
 from support.fakes import FakeClient, counting, fake_session
 
 from engine import AsyncLLMEngine, SamplingParams
-from engine.errors import RefusedError
+from engine.errors import ConfigError, RefusedError
 from engine.frontend.pace import QueueLimits, QueuePace
 
 
@@ -60,15 +60,17 @@ def test_empty_seats_are_taken_at_once_and_are_no_pace_of_full_ones() -> None:
 @pytest.mark.parametrize(
     ("limits", "said"),
     [
-        (QueueLimits(10, None), "10 requests wait already, the limit is 10"),
-        (QueueLimits(99, 4.0), "would wait 5.0 s, the limit is 4"),
+        ((10, None), "10 requests wait already, the limit is 10"),
+        ((99, 4.0), "would wait 5.0 s, the limit is 4"),
     ],
 )
-def test_a_refusal_names_value_and_limit_and_how_long(limits: QueueLimits, said: str) -> None:
+def test_a_refusal_names_value_and_limit_and_how_long(
+    limits: tuple[int, float | None], said: str
+) -> None:
     pace = QueuePace()
     busy(pace, 10, 0.5)
     with pytest.raises(RefusedError, match=said) as error:
-        limits.check(pace, 0)
+        QueueLimits(pace, *limits).check(0)
     assert error.value.retry_after == pytest.approx(5.0)
 
 
@@ -80,6 +82,8 @@ async def test_a_request_too_many_is_refused_before_the_core_is_asked() -> None:
     readers = [await engine.open([5], params, str(i)) for i in range(2)]
     with pytest.raises(RefusedError, match="2 requests wait already"):
         await engine.open([5], params, "2")
+    with pytest.raises(ConfigError, match="call it before"):
+        engine.limit_queue(3)
     for reader in readers:
         while not (await reader.next()).finished:
             pass
