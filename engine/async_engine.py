@@ -16,7 +16,7 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple, Unpack
@@ -92,14 +92,24 @@ class AsyncLLMEngine:
         ``LLMEngine.add_request``.
         """
         reader = await self.open(prompt, sampling_params, request_id, **options)
-        try:
-            while True:
-                output = await reader.next()
+        async with contextlib.aclosing(reader.outputs()) as outputs:
+            async for output in outputs:
                 yield output
-                if output.finished:
-                    return
-        finally:
-            reader.close()
+
+    async def chat(
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | None,
+        request_id: str,
+        chat_options: Mapping[str, Any] | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """``generate`` behind a conversation; ``chat_options`` are those of ``render_chat``."""
+        prompt = await self.render_chat(messages, **(chat_options or {}))
+        source = self.generate(prompt, sampling_params, request_id, **options)
+        async with contextlib.aclosing(source) as outputs:
+            async for output in outputs:
+                yield output
 
     async def open(
         self,

@@ -31,7 +31,7 @@ LAYERS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("frontend",), "requests and outputs on the user's side of the core"),
     (("llm_engine", "async_engine"), "step by step, and for tasks"),
     (("llm",), "the shortest way in: prompts to outputs"),
-    (("server", "sim"), "OpenAI's API over HTTP; policies side by side on a virtual clock"),
+    (("server", "sim"), "the APIs of OpenAI and Anthropic; policies on a virtual clock"),
     (("cli",), "the `metronome` command"),
 )
 PLANNED = ("parallel", "pooling")  # places that are kept, with nothing in them yet

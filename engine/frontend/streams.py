@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import NamedTuple
 
 from engine.messages.params import OutputKind
@@ -25,6 +25,17 @@ class Reader(NamedTuple):
     async def next(self, sink: Sink | None = None) -> RequestOutput:
         """As ``Stream.next``."""
         return await self.stream.next(sink)
+
+    async def outputs(self) -> AsyncGenerator[RequestOutput, None]:
+        """All of them, to the last. Who leaves early stops the request."""
+        try:
+            while True:
+                output = await self.next()
+                yield output
+                if output.finished:
+                    return
+        finally:
+            self.close()
 
     def close(self) -> None:
         """Stop the request if it has not finished; to be called once."""

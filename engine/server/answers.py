@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -153,18 +153,6 @@ class OpenAIAnswer(Answer):
         before, behind = choice.split(TEXT)
         ends = b',"finish_reason":null,"stop_reason":null}]}'
         return Frame(b"data: " + head[:-2] + before, behind + ends + b"\n\n")
-
-
-async def outputs_of(reader: Reader) -> AsyncGenerator[RequestOutput, None]:
-    """All of them, to the last. Who leaves early stops the request."""
-    try:
-        while True:
-            output = await reader.next()
-            yield output
-            if output.finished:
-                return
-    finally:
-        reader.close()
 
 
 def reason_of(completion: CompletionOutput) -> str | None:

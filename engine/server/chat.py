@@ -9,7 +9,7 @@ import msgspec
 
 from engine.frontend.streams import Reader
 from engine.messages.requests import CompletionOutput, RequestOutput
-from engine.server.answers import TEXT, Frame, OpenAIAnswer, outputs_of, reason_of
+from engine.server.answers import TEXT, Frame, OpenAIAnswer, reason_of
 from engine.server.asked import ChatRequest
 from engine.server.dialogue import Dialogue, Said, Voice, told_call
 from engine.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
@@ -49,7 +49,7 @@ class Chat(OpenAIAnswer):
 
     async def whole(self) -> bytes:
         choices: dict[int, Choice] = {}
-        async with aclosing(outputs_of(await self.open())) as outputs:
+        async with aclosing((await self.open()).outputs()) as outputs:
             async for output in outputs:
                 for said in self._dialogue.read(output):
                     self._count(said)

@@ -13,7 +13,7 @@ from engine.async_engine import AsyncLLMEngine
 from engine.frontend.prompt import Prompt
 from engine.frontend.streams import Reader
 from engine.messages.requests import CompletionOutput, RequestOutput
-from engine.server.answers import TEXT, Frame, OpenAIAnswer, outputs_of, reason_of
+from engine.server.answers import TEXT, Frame, OpenAIAnswer, reason_of
 from engine.server.asked import CompletionRequest
 from engine.server.errors import ApiError
 from engine.server.logprobs import TextLogprobs, TokenNames, prompt_logprobs
@@ -98,7 +98,7 @@ class Completion(OpenAIAnswer):
                 yield place, output
 
     async def _source(self, place: int) -> AsyncGenerator[RequestOutput, None]:
-        async with aclosing(outputs_of(await self._open(place))) as outputs:
+        async with aclosing((await self._open(place)).outputs()) as outputs:
             async for output in outputs:
                 yield output
 

@@ -12,7 +12,7 @@ import msgspec
 
 from engine.frontend.streams import Reader
 from engine.messages.requests import RequestOutput
-from engine.server.answers import Answer, Counted, outputs_of, reason_of
+from engine.server.answers import Answer, Counted, reason_of
 from engine.server.blocks import Block, Blocks, Change
 from engine.server.dialogue import Dialogue, Said, Voice
 from engine.server.errors import ApiError, as_api_error
@@ -49,7 +49,7 @@ class Messages(Answer):
         }
 
     async def whole(self) -> bytes:
-        async with aclosing(outputs_of(await self.open())) as outputs:
+        async with aclosing((await self.open()).outputs()) as outputs:
             async for output in outputs:
                 list(self._events(output))
         return msgspec.json.encode(self._message)

@@ -16,7 +16,7 @@ import msgspec
 
 from engine.frontend.streams import Reader
 from engine.messages.requests import RequestOutput
-from engine.server.answers import Answer, Counted, outputs_of, reason_of
+from engine.server.answers import Answer, Counted, reason_of
 from engine.server.asked import ChatRequest
 from engine.server.blocks import Block, Blocks, Change
 from engine.server.dialogue import Dialogue, Said, Voice
@@ -105,7 +105,7 @@ class Responses(Answer):
         self._response = _head(self.name, name, asked, chat)
 
     async def whole(self) -> bytes:
-        async with aclosing(outputs_of(await self.open())) as outputs:
+        async with aclosing((await self.open()).outputs()) as outputs:
             async for output in outputs:
                 list(self._events(output))
         return msgspec.json.encode(self._response)

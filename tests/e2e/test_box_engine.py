@@ -131,6 +131,20 @@ async def test_slow_reader(answer: tuple[str, list[int]]) -> None:
         async_engine.shutdown()
 
 
+async def test_an_answer_to_a_conversation() -> None:
+    async_engine = AsyncLLMEngine.from_engine_args(EngineArgs(**SIZES))
+    try:
+        messages = [{"role": "user", "content": "Hello"}]
+        chat_options = {"add_generation_prompt": False}
+        source = async_engine.chat(messages, greedy(), "chat", chat_options, priority=1)
+        outputs = [output async for output in source]
+        tokenizer = async_engine.get_tokenizer()
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=False)
+        assert outputs[-1].finished and outputs[-1].prompt == text
+    finally:
+        async_engine.shutdown()
+
+
 @pytest.mark.behaviour(126)
 async def test_a_hundred_at_once() -> None:
     async_engine = AsyncLLMEngine.from_engine_args(EngineArgs(**SIZES))
