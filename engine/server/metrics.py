@@ -308,6 +308,9 @@ class Metrics(Collector):
         for (path, status), num in sorted(self._traffic.responses.items()):
             responses.add_metric([self._model, path, str(status)], num)
         yield responses
+        doc = "Seconds to the answer that there is no room."
+        counted = self._traffic.refusals.counted()
+        yield from self._histogram("http_refusal_seconds", None, doc, counted)
         blocks, tokens = str(self._engine.num_kv_blocks), str(self._engine.block_size)
         for name, blocks_label in (
             ("metronome_cache_config_info", "num_kv_blocks"),
@@ -447,7 +450,9 @@ class Metrics(Collector):
             family.add_metric([self._model, key], value)
         return family
 
-    def _histogram(self, name: str, alias: str, doc: str, counted: Counted) -> Iterator[Metric]:
+    def _histogram(
+        self, name: str, alias: str | None, doc: str, counted: Counted
+    ) -> Iterator[Metric]:
         buckets, so_far = [], 0
         for bound, num in zip([*counted.bounds, float("inf")], counted.counts, strict=True):
             so_far += num

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Awaitable, Sequence
 
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from engine.observe.histograms import Histogram
+
+NO_ROOM = (429, 503)
+SECONDS_TO_REFUSE = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
 OTHER = "other"  # paths that are none of ours, whatever clients invent
 
 
@@ -19,6 +24,8 @@ class Traffic:
         """Requests for answers that are not finished yet."""
         self.responses: Counter[tuple[str, int]] = Counter()
         """Those that have begun, by path and status."""
+        self.refusals = Histogram(SECONDS_TO_REFUSE)
+        """Seconds from a request to the answer that there is no room for it."""
 
     def counting(self, app: ASGIApp, routes: Sequence[Route]) -> ASGIApp:
         """``app``, which has these routes. Each of its messages costs 0.1 us more."""
@@ -35,9 +42,14 @@ class Traffic:
                 await app(scope, receive, send)
                 return
 
+            began = time.perf_counter()
+
             def noting(message: Message) -> Awaitable[None]:
                 if message["type"] == "http.response.start":
-                    self.responses[name_of(scope["path"]), message["status"]] += 1
+                    status = message["status"]
+                    self.responses[name_of(scope["path"]), status] += 1
+                    if status in NO_ROOM:
+                        self.refusals.add(time.perf_counter() - began)
                 return send(message)
 
             is_work = scope["method"] == "POST" and scope["path"].startswith("/v1/")
