@@ -176,14 +176,14 @@ def _costs(
 def highest_rate(
     server: Running, shape: Shape, promise: Promise, start: float, seconds: float
 ) -> float:
-    """At which ``ENOUGH`` of the requests are given the promise; 0.0 if not even at a quarter of
+    """At which ``ENOUGH`` of the requests are given the promise; 0.0 if not even at a sixteenth of
     ``start``."""
 
     def is_enough(rate: float, seed: int) -> bool:
         rows = open_loop(server.address, shape, rate, seconds, seed)
         return bool(rows) and sum(map(promise.is_kept, rows)) >= ENOUGH * len(rows)
 
-    good, bad = 0.0, start / 4
+    good, bad = 0.0, start / 16
     while is_enough(bad, 1):
         good, bad = bad, bad * SEARCH_GROWTH
     if not good:

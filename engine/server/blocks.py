@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator
-from typing import Literal, NamedTuple
+from contextlib import aclosing
+from typing import Any, Literal, NamedTuple
 
+import msgspec
+
+from engine.frontend.streams import Reader
+from engine.messages.requests import RequestOutput
+from engine.server.answers import Answer, Counted
+from engine.server.dialogue import Dialogue
 from engine.server.speech.turns import Event, Text, ToolCall
+
+Told = dict[str, Any]
 
 Kind = Literal["thinking", "text", "call"]
 
@@ -63,3 +73,41 @@ class Blocks:
         block = self._open = Block(kind, len(self.all), call)
         self.all.append(block)
         return block
+
+
+class BlockAnswer(Answer):
+    """An answer whose events tell of its blocks, and which is told whole as its last event has
+    it."""
+
+    def __init__(self, name: str, dialogue: Dialogue) -> None:
+        self.name = name
+        self.told: Told = {}
+        """The answer, as far as it is there."""
+        self._dialogue = dialogue
+        self._blocks = Blocks()
+        self._counted = Counted()
+
+    async def whole(self) -> bytes:
+        async with aclosing((await self.open()).outputs()) as outputs:
+            async for output in outputs:
+                list(self._events(output))
+        return msgspec.json.encode(self.told)
+
+    async def open(self) -> Reader:
+        return await self._dialogue.open(self.name)
+
+    def events_of(self, output: RequestOutput) -> bytes:
+        return b"".join([named_event(event) for event in self._events(output)])
+
+    def end(self) -> bytes:
+        return b""
+
+    @abstractmethod
+    def _events(self, output: RequestOutput) -> Iterator[Told]:
+        """To be encoded one by one: what they show goes on to change. Raises ``ApiError`` for an
+        end that is no answer."""
+
+
+def named_event(event: Told) -> bytes:
+    """As it is sent, under the name of its type."""
+    return b"event: %s\ndata: %s\n\n" % (event["type"].encode(), msgspec.json.encode(event))

@@ -5,20 +5,16 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterator
-from contextlib import aclosing
-from typing import Any
 
 import msgspec
 
-from engine.frontend.streams import Reader
 from engine.messages.requests import RequestOutput
-from engine.server.answers import Answer, Counted, reason_of
-from engine.server.blocks import Block, Blocks, Change
+from engine.server.answers import reason_of
+from engine.server.blocks import Block, BlockAnswer, Change, Told, named_event
 from engine.server.dialogue import Dialogue, Said, Voice
 from engine.server.errors import ApiError, as_api_error
 from engine.server.messages_asked import MessagesRequest, chat_of
 
-Told = dict[str, Any]
 DELTAS = {
     "text": ("text_delta", "text"),
     "thinking": ("thinking_delta", "thinking"),
@@ -26,19 +22,16 @@ DELTAS = {
 }
 
 
-class Messages(Answer):
+class Messages(BlockAnswer):
     """One request for a message."""
 
     def __init__(self, voice: Voice, asked: MessagesRequest, name: str) -> None:
         """name: of the model. Raises ``RequestError`` or ``ApiError`` for what cannot be asked."""
         if asked.max_tokens is None:
             raise ApiError(400, "max_tokens is missing: it must be given", param="max_tokens")
-        self.name = f"msg_{uuid.uuid4().hex}"
-        self._dialogue = Dialogue(voice, chat_of(asked))
-        self._blocks = Blocks()
-        self._counted = Counted()
+        super().__init__(f"msg_{uuid.uuid4().hex}", Dialogue(voice, chat_of(asked)))
         self._is_begun = False
-        self._message: Told = {
+        self.told = {
             "id": self.name,
             "type": "message",
             "role": "assistant",
@@ -48,30 +41,15 @@ class Messages(Answer):
             "stop_sequence": None,
         }
 
-    async def whole(self) -> bytes:
-        async with aclosing((await self.open()).outputs()) as outputs:
-            async for output in outputs:
-                list(self._events(output))
-        return msgspec.json.encode(self._message)
-
-    async def open(self) -> Reader:
-        return await self._dialogue.open(self.name)
-
-    def events_of(self, output: RequestOutput) -> bytes:
-        return b"".join([_sse(event) for event in self._events(output)])
-
-    def end(self) -> bytes:
-        return b""
-
     def failure(self, error: BaseException) -> bytes:
-        return _sse(as_api_error(error).anthropic())
+        return named_event(as_api_error(error).anthropic())
 
     def _events(self, output: RequestOutput) -> Iterator[Told]:
         for said in self._dialogue.read(output):
             self._counted.add(0, said.output, [said.completion])
             if not self._is_begun:
                 self._is_begun = True
-                message = {**self._message, "usage": self._usage()}
+                message = {**self.told, "usage": self._usage()}
                 yield {"type": "message_start", "message": message}
             for change in self._blocks.take(said.events):
                 yield from_change(change)
@@ -92,13 +70,13 @@ class Messages(Answer):
             ended["stop_reason"] = "tool_use"
         elif isinstance(stop, str):
             ended = {"stop_reason": "stop_sequence", "stop_sequence": stop}
-        self._message |= {**ended, "usage": self._usage()}
+        self.told |= {**ended, "usage": self._usage()}
         yield {"type": "message_delta", "delta": ended, "usage": self._usage()}
         yield {"type": "message_stop"}
 
     def _keep(self, change: Change) -> None:
         if change.what == "end":
-            self._message["content"].append(whole_block(change.block))
+            self.told["content"].append(whole_block(change.block))
 
     def _usage(self) -> Told:
         """Cached tokens are no input tokens there."""
@@ -146,7 +124,3 @@ def block_told(block: Block, text: str, arguments: Told) -> Told:
     if block.kind == "thinking":
         return {"type": "thinking", "thinking": text, "signature": ""}
     return {"type": "text", "text": text, "citations": None}
-
-
-def _sse(event: Told) -> bytes:
-    return b"event: %s\ndata: %s\n\n" % (event["type"].encode(), msgspec.json.encode(event))

@@ -9,16 +9,14 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import aclosing
 from typing import Any, NamedTuple
 
 import msgspec
 
-from engine.frontend.streams import Reader
 from engine.messages.requests import RequestOutput
-from engine.server.answers import Answer, Counted, reason_of
+from engine.server.answers import reason_of
 from engine.server.asked import ChatRequest
-from engine.server.blocks import Block, Blocks, Change
+from engine.server.blocks import Block, BlockAnswer, Change, Told, named_event
 from engine.server.dialogue import Dialogue, Said, Voice
 from engine.server.errors import ApiError, as_api_error
 from engine.server.logprobs import TokenNames, chat_logprobs
@@ -27,7 +25,6 @@ from engine.server.speech.turns import Text
 
 MAX_STORED = 1024
 MAX_STORED_BYTES = 64 << 20
-Told = dict[str, Any]
 
 
 class Stored(NamedTuple):
@@ -71,7 +68,7 @@ class ResponseStore:
         del self._stored[name]
 
 
-class Responses(Answer):
+class Responses(BlockAnswer):
     """One request for a response."""
 
     def __init__(
@@ -83,7 +80,6 @@ class Responses(Answer):
         owner: str,
     ) -> None:
         """name: of the model. Raises ``RequestError`` or ``ApiError`` for what cannot be asked."""
-        self.name = f"resp_{uuid.uuid4().hex}"
         self._asked, self._store, self._owner = asked, store, owner
         before: list[Message] = []
         if asked.previous_response_id is not None:
@@ -95,54 +91,36 @@ class Responses(Answer):
             self._has_logprobs = chat.logprobs = True
             chat.top_logprobs = asked.top_logprobs or 0
         self._messages = [*before, *messages_of(asked.input)]
-        self._dialogue = Dialogue(voice, chat)
+        super().__init__(f"resp_{uuid.uuid4().hex}", Dialogue(voice, chat))
         self._token_names = TokenNames(voice.tokenizer)
-        self._blocks = Blocks()
-        self._counted = Counted()
         self._logprobs: list[Told] = []
         self._num_events = 0
         self._ids: dict[int, str] = {}
-        self._response = _head(self.name, name, asked, chat)
-
-    async def whole(self) -> bytes:
-        async with aclosing((await self.open()).outputs()) as outputs:
-            async for output in outputs:
-                list(self._events(output))
-        return msgspec.json.encode(self._response)
-
-    async def open(self) -> Reader:
-        return await self._dialogue.open(self.name)
-
-    def events_of(self, output: RequestOutput) -> bytes:
-        return b"".join([_sse(event) for event in self._events(output)])
-
-    def end(self) -> bytes:
-        return b""
+        self.told = _head(self.name, name, asked, chat)
 
     def failure(self, error: BaseException) -> bytes:
-        self._response["status"] = "failed"
+        self.told["status"] = "failed"
         message = as_api_error(error).message
-        self._response["error"] = {"code": "server_error", "message": message}
-        return _sse(self._event("response.failed", response=self._response))
+        self.told["error"] = {"code": "server_error", "message": message}
+        return named_event(self._event("response.failed", response=self.told))
 
     def _events(self, output: RequestOutput) -> Iterator[Told]:
-        """To be encoded one by one: the response goes on to change."""
         if self._num_events == 0:
-            yield self._event("response.created", response=self._response)
-            yield self._event("response.in_progress", response=self._response)
+            yield self._event("response.created", response=self.told)
+            yield self._event("response.in_progress", response=self.told)
         for said in self._dialogue.read(output):
             self._counted.add(0, said.output, [said.completion])
             new = self._new_logprobs(said)
             for change in self._blocks.take(said.events):
-                yield from self._told(change, new)
+                yield from self._change(change, new)
             if said.completion.finish_reason is not None:
                 yield from self._end(said)
 
     def _end(self, said: Said) -> Iterator[Told]:
         reason = reason_of(said.completion)  # raises for an end that is no answer
         for change in self._blocks.end():
-            yield from self._told(change, [])
-        response, usage = self._response, self._counted.usage
+            yield from self._change(change, [])
+        response, usage = self.told, self._counted.usage
         is_whole = reason == "stop"
         response["status"] = "completed" if is_whole else "incomplete"
         if is_whole:
@@ -165,7 +143,7 @@ class Responses(Answer):
             self._store.put(self.name, told, messages, self._owner)
         yield self._event(f"response.{response['status']}", response=response)
 
-    def _told(self, change: Change, logprobs: list[Told]) -> Iterator[Told]:
+    def _change(self, change: Change, logprobs: list[Told]) -> Iterator[Told]:
         block = change.block
         place = {"output_index": block.index, "item_id": self._id(block)}
         if change.what == "begin":
@@ -197,7 +175,7 @@ class Responses(Answer):
             extra = {"logprobs": self._logprobs} if block.kind == "text" else {}
             yield self._event(f"response.{what}.done", **place, text=block.text, **extra)
             yield self._event("response.content_part.done", **place, part=item["content"][0])
-        self._response["output"].append(item)
+        self.told["output"].append(item)
         yield self._event("response.output_item.done", output_index=block.index, item=item)
 
     def _item(self, block: Block, status: str) -> Told:
@@ -271,7 +249,3 @@ def _head(name: str, model: str, asked: ResponsesRequest, chat: ChatRequest) -> 
         "usage": None,
         "user": asked.user,
     }
-
-
-def _sse(event: Told) -> bytes:
-    return b"event: %s\ndata: %s\n\n" % (event["type"].encode(), msgspec.json.encode(event))
