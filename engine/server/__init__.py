@@ -16,7 +16,7 @@ chat         chat completions
 responses    OpenAI's newer form, and those that are stored (responses_asked: what may be asked)
 messages     Anthropic's form (messages_asked: what may be asked)
 speech       what a model says, taken apart: thinking, text, tool calls
-blocks       the same as blocks, one behind the other
+blocks       the same as blocks, one behind the other, and answers made of them
 tokenize     texts to token ids and back
 
 answers      whole answers, and chunks of them
