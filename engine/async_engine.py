@@ -451,7 +451,7 @@ class AsyncLLMEngine:
                 del self._live[output.request_id]
             batches.setdefault(stream.loop, []).append((stream, output))
         for batch in batches.values():
-            batch[0][0].post(partial(_put_all, batch))
+            batch[0][0].post(Delivery(batch))
 
     def _die(self, cause: BaseException | None) -> None:
         if cause is None:
@@ -488,9 +488,21 @@ Observer = Callable[[FinishedRequest], object]
 Deliveries = dict[asyncio.AbstractEventLoop, list[tuple[Stream, RequestOutput]]]
 
 
-def _put_all(batch: list[tuple[Stream, RequestOutput]]) -> None:
-    for stream, output in batch:
-        stream.put(output)
+class Delivery:
+    """A step's outputs on their way to readers in one event loop. Its name has none of them: they
+    must not get into logs."""
+
+    def __init__(self, batch: list[tuple[Stream, RequestOutput]]) -> None:
+        self._batch = batch
+
+    def __call__(self) -> None:
+        """No stream may cost another its outputs."""
+        for stream, output in self._batch:
+            try:
+                stream.put(output)
+            except Exception as error:
+                logger.exception("the reader of a request failed")
+                stream.fail(error)
 
 
 def _run_for(future: Future[Any], function: Callable[[], Any]) -> None:

@@ -36,6 +36,10 @@ class RequestTypeError(RequestError, TypeError):
     """A request with an argument of the wrong type."""
 
 
+class PromptTooLongError(RequestError):
+    """A prompt that leaves no room for output."""
+
+
 class RefusedError(RequestError):
     """A good request that is not taken now: the queue is full, or the policy says so.
 

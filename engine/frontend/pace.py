@@ -23,6 +23,10 @@ class Gap:
             self.seconds += share * (max(0.0, time - self._last) - self.seconds)
         self._last = time if is_waited_for else None
 
+    def forget(self) -> None:
+        """Others wait no longer: the time until the next start shows nothing."""
+        self._last = None
+
 
 class QueuePace:
     """Counts requests that wait for their first token, and those that have it.
@@ -55,8 +59,11 @@ class QueuePace:
         """A request has ended."""
         if has_started:
             self.num_running -= 1
-        else:
-            self.num_waiting -= 1
+            return
+        self.num_waiting -= 1
+        if not self.num_waiting:
+            self._starts.forget()
+            self._seats.forget()
 
     def num_queued(self, num_arriving: int = 0) -> int:
         """Requests that wait for a seat, with those that arrive."""
@@ -64,10 +71,11 @@ class QueuePace:
 
     def estimated_wait(self, num_arriving: int = 0) -> float:
         """Seconds until the first token of a request that came now, behind those that arrive."""
+        num_queued = self.num_queued(num_arriving)
+        if not num_queued and self.num_seats:  # there is a seat for each
+            return 0.0
         ahead = self.num_waiting + num_arriving
-        return max(
-            ahead * self._starts.seconds, self.num_queued(num_arriving) * self._seats.seconds
-        )
+        return max(ahead * self._starts.seconds, num_queued * self._seats.seconds)
 
     @property
     def _num_free(self) -> int:

@@ -17,7 +17,12 @@ from typing import Any, NamedTuple, TypedDict, TypeVar
 
 import msgspec
 
-from engine.errors import RequestError, RequestTypeError, WireError
+from engine.errors import (
+    PromptTooLongError,
+    RequestError,
+    RequestTypeError,
+    WireError,
+)
 from engine.frontend.text_workers import TextPool
 from engine.messages.params import SamplingParams, check_params_for_vocab, is_finite
 from engine.messages.requests import AddRequest
@@ -479,9 +484,9 @@ class PromptEncoder:
 
 def too_long(num_tokens: str, limit: int) -> RequestError:
     """The error for a prompt that leaves no room for output."""
-    return RequestError(
-        f"the prompt has {num_tokens} tokens, but max_model_len is {limit}, prompt and at least "
-        "one output token together; shorten the prompt, have it shortened by "
+    return PromptTooLongError(
+        f"the prompt is too long: it has {num_tokens} tokens, but max_model_len is {limit}, prompt "
+        "and at least one output token together; shorten the prompt, have it shortened by "
         "truncate_prompt_tokens=-1, or raise max_model_len"
     )
 

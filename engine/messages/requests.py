@@ -21,6 +21,7 @@ PLAIN = (type(None), bool, int, float, str, bytes)
 MAX_PLAIN_DEPTH = 64
 MAX_ID_CHARS = 4096  # every output has the id of its request
 LOST_CORE = "the core that ran this request has died"  # how the error of such a request begins
+NO_TOKEN = "no token is left"  # how the error begins of a request that allows itself none
 INT64 = range(-(2**63), 2**63)
 """Fields of a request that ask for a feature, and the part of a plan that serves it."""
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine.messages.requests import NO_TOKEN
 from engine.messages.step import Column, NewSeq
 from engine.sample.edits import EditTables, PenaltyTables, SamplingSpec, Upload
 from engine.sample.logprobs import Scored, score
@@ -317,7 +318,7 @@ def why_unsound(position: int, what: str = "hold NaN or +inf, or are all -inf") 
 def why_none_left(position: int) -> str:
     """Error text for logits that were sound before they were edited."""
     return (
-        f"no token is left for position {position}: allowed_token_ids, bad_words, min_tokens, "
+        f"{NO_TOKEN} for position {position}: allowed_token_ids, bad_words, min_tokens, "
         "a grammar and logits processors mask all tokens"
     )
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from engine.frontend.streams import Reader
-from engine.messages.requests import LOST_CORE, CompletionOutput, RequestOutput
+from engine.messages.requests import LOST_CORE, NO_TOKEN, CompletionOutput, RequestOutput
 from engine.messages.structured import WRONG_GRAMMAR
 from engine.server.asked import Asked
 from engine.server.errors import ApiError, as_api_error
@@ -167,6 +167,8 @@ def reason_of(completion: CompletionOutput) -> str | None:
     error = completion.error or "the request failed"
     if error.startswith(WRONG_GRAMMAR):
         raise ApiError(400, error, code="invalid_grammar")
+    if error.startswith(NO_TOKEN):
+        raise ApiError(400, error, code="no_token_is_allowed")
     if error.startswith(LOST_CORE):
         raise ApiError(503, LOST_CORE, code="core_died", retry_after=1.0)
     raise ApiError(500, error, code="request_failed")

@@ -218,12 +218,14 @@ def make_app(
     """The ASGI application that serves this engine; ``chat_template`` replaces the model's own."""
 
     async def not_there(scope: Scope, receive: Receive, send: Send) -> None:
-        answer = error_response(ApiError(404, f"there is no {scope['path']!r:.80}"))
+        error = ApiError(404, f"there is no {scope['path']!r:.80}")
+        answer = error_response(error, scope["path"])
         await stamped(answer, scope)(scope, receive, send)
 
     async def not_so(request: Request, error: Exception) -> Response:
         path = request.scope["path"]
-        refusal = error_response(ApiError(405, f"{path!r:.80} knows no {request.method:.20}"))
+        error_told = ApiError(405, f"{path!r:.80} knows no {request.method:.20}")
+        refusal = error_response(error_told, path)
         fitting = [route for route in routes if route.matches(request.scope)[0] != Match.NONE]
         known = {method for route in fitting for method in route.methods or ()}
         refusal.headers["Allow"] = ", ".join(sorted(known))

@@ -61,6 +61,7 @@ class Asked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     cache_salt: str | None = None
     return_token_ids: bool = False
     prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
     # ours
     timeout: float | None = None
     queue_timeout: float | None = None
@@ -121,6 +122,7 @@ class Asked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             logprobs=logprobs,
             prompt_logprobs=self.prompt_logprobs if echoed is None else echoed,
             skip_special_tokens=self.skip_special_tokens,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
             output_kind="delta" if self.stream else "final",
             structured_outputs=self._form(),
         )
@@ -159,8 +161,13 @@ class ChatRequest(Asked, kw_only=True, forbid_unknown_fields=True):
     add_generation_prompt: bool = True
     reasoning_effort: str | None = None
     parallel_tool_calls: bool | None = None
-    store: bool | None = None  # nothing is stored
-    metadata: dict[str, str] | None = None  # likewise
+    # of no effect: nothing is stored, there is one tier, and prefixes are cached anyway
+    store: bool | None = None
+    metadata: dict[str, str] | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    verbosity: str | None = None
     include_reasoning: bool = True
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -172,7 +179,13 @@ T = TypeVar("T", bound=msgspec.Struct)
 def read(body: bytes, kind: type[T]) -> T:
     """A request from its JSON. Raises ``ApiError`` that names the field."""
     try:
-        return msgspec.json.decode(body, type=kind)
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except msgspec.ValidationError as error:
+            if "got `null`" not in str(error):
+                raise
+        given = msgspec.json.decode(body)  # a field that is null was not given
+        return msgspec.convert({k: v for k, v in given.items() if v is not None}, kind)
     except msgspec.ValidationError as error:
         message, _, place = str(error).partition(" - at `$")
         field = place.rstrip("`").lstrip(".") or None

@@ -15,7 +15,7 @@ from engine.frontend.streams import Reader
 from engine.messages.requests import CompletionOutput, RequestOutput
 from engine.server.answers import TEXT, Frame, OpenAIAnswer, reason_of
 from engine.server.asked import CompletionRequest
-from engine.server.errors import ApiError
+from engine.server.errors import ApiError, log_unforeseen
 from engine.server.logprobs import TextLogprobs, TokenNames, prompt_logprobs
 from engine.server.streams import together
 
@@ -89,6 +89,7 @@ class Completion(OpenAIAnswer):
         except Exception as error:
             if not is_begun:
                 raise
+            log_unforeseen(error)
             yield self.failure(error)
 
     async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:

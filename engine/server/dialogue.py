@@ -20,7 +20,9 @@ from engine.server.speech.turns import Event, Speech, ToolCall, Turn
 from engine.text.plain_specials import has_special_tokens, render_plainly
 from engine.text.tokenizer import Tokenizer
 
-TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+TEXT_PARTS = (
+    "text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal",
+)  # fmt: skip
 OWN_FIELDS = (
     "add_generation_prompt",
     "chat_template",
@@ -42,12 +44,14 @@ class ChatModel:
 
     async def voice(self) -> Voice:
         """Made once, in a thread: it takes a second."""
-        if self._speech is None:
+        made = self._speech
+        if made is None or (made.done() and (made.cancelled() or made.exception() is not None)):
             tokenizer = self.engine.get_tokenizer()
             own = "\n".join(tokenizer.templates.values())
             making = asyncio.to_thread(Speech, tokenizer, self.chat_template or own)
             self._speech = asyncio.ensure_future(making)
-        return Voice(self, await asyncio.shield(self._speech))
+            made = self._speech
+        return Voice(self, await asyncio.shield(made))
 
     async def render(self, messages: list[dict[str, Any]], **options: Any) -> TextPrompt:
         """The prompt of a conversation. What a message says is plain text, whatever it looks like.
@@ -123,14 +127,17 @@ class Dialogue:
         if turn is None:
             turn = self._turns[completion.index] = self._voice.speech.begin(
                 self._prompt,
-                tools=None if self._tools is None else self._tools.told,
+                tools=None if self._tools is None else self._tools.read_as,
                 skip_special=self._asked.skip_special_tokens,
             )
         is_single = self._tools is not None and self._tools.is_single
-        was_thinking = turn.is_thinking
+        was_thinking, before = turn.is_thinking, turn.num_thinking or 0
         events = turn.read(completion, max_calls=1 if is_single else None)
-        if was_thinking or turn.is_thinking:
-            self.num_thinking_tokens += len(completion.token_ids)
+        if turn.num_thinking is None:  # its markers are no tokens: about so many
+            is_thinking = was_thinking or turn.is_thinking
+            self.num_thinking_tokens += len(completion.token_ids) * is_thinking
+        else:
+            self.num_thinking_tokens += turn.num_thinking - before
         return Said(completion, events, turn, output)
 
     async def prompt(self) -> TextPrompt:
@@ -183,6 +190,12 @@ def check_asked(asked: ChatRequest) -> None:
 def plain_message(message: dict[str, Any]) -> dict[str, Any]:
     """As chat templates read it: content as one text, arguments of tool calls as objects. Raises
     ``ApiError`` for what is no text."""
+    if not isinstance(message.get("role"), str):
+        raise ApiError(
+            400,
+            f"messages has the role {message.get('role')!r:.40}, must be a text as user",
+            param="messages",
+        )
     plain = {**message, "content": plain_content(message.get("content"))}
     if plain.get("role") == "developer":  # OpenAI's newer name; templates know the older one
         plain["role"] = "system"
@@ -196,8 +209,8 @@ def plain_message(message: dict[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def plain_content(content: Any) -> str:
-    """The text of a message, whole or in parts."""
+def plain_content(content: Any, param: str = "messages") -> str:
+    """The text of a message, whole or in parts. Raises ``ApiError`` that names ``param``."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -206,18 +219,45 @@ def plain_content(content: Any) -> str:
         raise ApiError(
             400,
             f"a message's content is {content!r:.80}, must be a text or parts of one",
-            param="messages",
+            param=param,
         )
     for part in content:
         if not isinstance(part, dict) or part.get("type") not in TEXT_PARTS:
             kind = part.get("type") if isinstance(part, dict) else part
             raise ApiError(
                 400,
-                f"messages has a part of type {kind!r:.40}, which is not supported yet: only "
+                f"{param} has a part of type {kind!r:.40}, which is not supported yet: only "
                 "text is",
-                param="messages",
+                param=param,
             )
-    return "".join(str(part.get("text", part.get("refusal", ""))) for part in content)
+    return "".join(
+        text_of(part, "refusal" if part["type"] == "refusal" else "text", param) for part in content
+    )
+
+
+def text_of(part: dict[str, Any], name: str, param: str) -> str:
+    """This field of a part, which must be a text."""
+    text = part.get(name)
+    if not isinstance(text, str):
+        raise ApiError(
+            400, f"{param} has a part whose {name} is {text!r:.40}, must be a text", param=param
+        )
+    return text
+
+
+def said_last(messages: list[dict[str, Any]], *, calls: bool = False) -> dict[str, Any]:
+    """The message of the model at the end, a new one if there is none. What is no call begins a
+    new one behind calls."""
+    last = messages[-1] if messages else None
+    if last is None or last["role"] != "assistant" or ("tool_calls" in last and not calls):
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def think(message: dict[str, Any], text: str) -> None:
+    """Add to what the model thought before a message."""
+    before = message.get("reasoning_content")
+    message["reasoning_content"] = text if before is None else f"{before}\n{text}"
 
 
 def _plain_call(call: Any) -> dict[str, Any]:

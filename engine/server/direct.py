@@ -8,6 +8,7 @@ from starlette.types import Receive, Scope, Send
 from engine.frontend.streams import Reader
 from engine.messages.requests import RequestOutput
 from engine.server.answers import Answer
+from engine.server.errors import log_unforeseen
 from engine.server.http.writing import Writer, writer_of
 from engine.server.streams import Streaming, while_there
 
@@ -51,12 +52,16 @@ class DirectStream(Streaming):
         sink = None if self._writer is None else self._write
         try:
             while not self._is_finished:
-                event = self._take(await reader.next(sink))
+                output = await reader.next(sink)
+                if self._error is not None:  # this output was taken, and something went wrong
+                    raise self._error
+                event = self._take(output)
                 if event:
                     await send({"type": "http.response.body", "body": event, "more_body": True})
             last = self._answer.end()
         except Exception as error:
-            last = self._answer.failure(self._error or error)
+            log_unforeseen(error)
+            last = self._answer.failure(error)
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     def _take(self, output: RequestOutput) -> bytes:
@@ -70,9 +75,9 @@ class DirectStream(Streaming):
             return False
         try:
             event = self._answer.events_of(output)
+            if event:
+                self._writer.write(event)
         except Exception as error:  # other requests wait behind this one
             self._error = error
             return False
-        if event:
-            self._writer.write(event)
         return True

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.async_engine import AsyncLLMEngine
 from engine.server.errors import ApiError, error_response
+from engine.server.http.answered import stamped
 from engine.server.streams import swallow
 
 logger = logging.getLogger("engine.server")
@@ -39,7 +40,7 @@ class Drain:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.is_begun and scope["type"] == "http" and scope["path"] not in WHILE_DRAINING:
             await swallow(receive)
-            await self._refusal()(scope, receive, send)
+            await self._refusal(scope)(scope, receive, send)
             return
         self.num_open += 1
         try:
@@ -71,17 +72,17 @@ class Drain:
             num_told += self._engine.give_up(error)
             await asyncio.sleep(LOOK_SECONDS)
         logger.warning(
-            "%d requests were open: %d were aborted, %d could not be told",
+            "%d requests were open: %d of their streams were aborted, %d could not be told",
             num_before,
             num_told,
             self.num_open,
         )
 
-    def _refusal(self) -> ASGIApp:
+    def _refusal(self, scope: Scope) -> ASGIApp:
         seconds = self._until - time.monotonic()
         error = ApiError(
             503, "the server is ending", code="draining", retry_after=max(1.0, seconds)
         )
-        response = error_response(error)
+        response = error_response(error, scope["path"])
         response.headers["Connection"] = "close"
-        return response
+        return stamped(response, scope)

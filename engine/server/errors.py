@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from typing import Any
@@ -9,10 +10,18 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from engine.errors import ConfigError, EngineDeadError, RefusedError, RequestError
+from engine.errors import (
+    ConfigError,
+    EngineDeadError,
+    PromptTooLongError,
+    RefusedError,
+    RequestError,
+)
 
 INSIDE = re.compile(r"0x[0-9a-fA-F]{6,}|(?<![\w:/])/[\w.+-]+(?:/[\w.+-]+)+")
 """Addresses and paths, of which clients are not told."""
+
+logger = logging.getLogger("engine.server")
 
 
 class ApiError(Exception):
@@ -79,11 +88,19 @@ def as_api_error(error: BaseException) -> ApiError:
         return error
     if isinstance(error, RefusedError):
         return ApiError(503, str(error), code="queue_full", retry_after=error.retry_after or 1.0)
+    if isinstance(error, PromptTooLongError):
+        return ApiError(400, str(error), code="context_length_exceeded")
     if isinstance(error, RequestError | ConfigError):  # the latter: without a tokenizer
         return ApiError(400, str(error))
     if isinstance(error, EngineDeadError):
         return ApiError(503, "the engine is not running", code="engine_dead", retry_after=10.0)
     return ApiError(500, "the server failed; its log says why")
+
+
+def log_unforeseen(error: BaseException) -> None:
+    """Of an answer that has begun: its client is told that the log says why."""
+    if as_api_error(error).status == 500 and not isinstance(error, ApiError):
+        logger.error("an answer failed after it had begun", exc_info=error)
 
 
 def error_response(error: ApiError, path: str = "") -> Response:
@@ -93,6 +110,8 @@ def error_response(error: ApiError, path: str = "") -> Response:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
+    if error.status == 408 or error.code == "request_failed":
+        headers["x-should-retry"] = "false"  # clients would, and fail again
     body = msgspec.json.encode(error.anthropic()) if is_anthropic(path) else error.body()
     return Response(body, error.status, headers, "application/json")
 

@@ -7,6 +7,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from engine.async_engine import AsyncLLMEngine
 from engine.errors import RefusedError
 from engine.server.errors import as_api_error, error_response
+from engine.server.http.answered import stamped
 from engine.server.streams import swallow
 
 QUEUED_PATHS = frozenset(
@@ -27,6 +28,6 @@ class QueueGate:
             try:
                 self._engine.check_room()
             except RefusedError as error:
-                app = error_response(as_api_error(error))
+                app = stamped(error_response(as_api_error(error), scope["path"]), scope)
                 await swallow(receive)
         await app(scope, receive, send)

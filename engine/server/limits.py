@@ -14,7 +14,7 @@ from engine.server.errors import ApiError
 MAX_DEPTH = 64  # of lists and objects in one another
 MAX_ENTRIES = {
     "messages": 8192,
-    "tools": 1024,
+    "tools": 512,
     "stop": 64,
     "bad_words": 1024,
     "stop_token_ids": 4096,

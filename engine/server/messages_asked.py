@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from engine.server.asked import ChatRequest
+from engine.server.dialogue import said_last, text_of, think
 from engine.server.errors import ApiError
 from engine.server.speech.tools import CHOICES
 
@@ -112,9 +113,11 @@ def _of_user(role: str, blocks: list[Any]) -> list[Message]:
     for block in blocks:
         kind = block.get("type") if isinstance(block, dict) else block
         if kind == "text":
-            texts.append(str(block.get("text", "")))
+            texts.append(text_of(block, "text", "messages"))
         elif kind == "tool_result":
             result = _text_of(block.get("content") or "", "messages")
+            if block.get("is_error") is True:
+                result = f"Error: {result}"
             results.append(
                 {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result}
             )
@@ -125,29 +128,34 @@ def _of_user(role: str, blocks: list[Any]) -> list[Message]:
 
 
 def _of_assistant(blocks: list[Any]) -> list[Message]:
-    message: Message = {"role": "assistant", "content": ""}
+    """What follows a call is a message of its own."""
+    messages: list[Message] = []
     for block in blocks:
         kind = block.get("type") if isinstance(block, dict) else block
         if kind == "text":
-            message["content"] += str(block.get("text", ""))
+            said_last(messages)["content"] += text_of(block, "text", "messages")
         elif kind == "thinking":
-            message["reasoning_content"] = str(block.get("thinking", ""))
+            think(said_last(messages), text_of(block, "thinking", "messages"))
         elif kind == "tool_use":
             function = {"name": block.get("name"), "arguments": block.get("input") or {}}
             call = {"id": block.get("id"), "type": "function", "function": function}
-            message.setdefault("tool_calls", []).append(call)
+            said_last(messages, calls=True).setdefault("tool_calls", []).append(call)
         elif kind != "redacted_thinking":
             raise _unsupported(kind)
-    return [message]
+    return messages or [{"role": "assistant", "content": ""}]
 
 
 def _text_of(content: str | list[Any], param: str) -> str:
     if isinstance(content, str):
         return content
+    if not isinstance(content, list):
+        raise ApiError(
+            400, f"{param} has the content {content!r:.40}, must be a text or blocks", param=param
+        )
     for block in content:
         if not isinstance(block, dict) or block.get("type") != "text":
             raise _unsupported(block.get("type") if isinstance(block, dict) else block, param)
-    return "\n".join(str(block.get("text", "")) for block in content)
+    return "\n".join(text_of(block, "text", param) for block in content)
 
 
 def tool_of(tool: dict[str, Any]) -> dict[str, Any]:
@@ -171,7 +179,7 @@ def _choice(choice: dict[str, Any] | None) -> tuple[Any, bool]:
     kind, is_single = choice.get("type"), choice.get("disable_parallel_tool_use") is True
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}, True
-    if kind not in TOOL_CHOICES:
+    if not isinstance(kind, str) or kind not in TOOL_CHOICES:
         raise ApiError(
             400,
             f"tool_choice has type {kind!r:.40}, must be auto, any, tool or none",
@@ -196,6 +204,12 @@ def _format(asked: MessagesRequest) -> dict[str, Any] | None:
     form = asked.output_format or (asked.output_config or {}).get("format")
     if form is None:
         return None
+    if not isinstance(form, dict):
+        raise ApiError(
+            400,
+            f"output_config has the format {form!r:.40}, must be an object",
+            param="output_config",
+        )
     return {"type": form.get("type"), "json_schema": {"schema": form.get("schema")}}
 
 

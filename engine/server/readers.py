@@ -59,7 +59,10 @@ class SlowReaders:
         """Look at them until cancelled."""
         while True:
             await asyncio.sleep(min(LOOK_SECONDS, self._timeout / 4))
-            self.look(time.monotonic())
+            try:
+                self.look(time.monotonic())
+            except Exception:  # as without file descriptors: look again later
+                logger.exception("slow readers could not be looked at")
 
     def look(self, now: float) -> None:
         """Look at them once; ``now`` on any clock that goes on."""
@@ -70,7 +73,7 @@ class SlowReaders:
             if not size:
                 continue
             earlier = before.get(connection)
-            has_moved = earlier is None or size < earlier.size
+            has_moved = earlier is None or size != earlier.size
             since = now if has_moved or earlier is None else earlier.since
             if now - since < self._timeout:
                 self._stuck[connection] = Stuck(size, since)

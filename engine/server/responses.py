@@ -28,10 +28,11 @@ MAX_STORED_BYTES = 64 << 20
 
 
 class Stored(NamedTuple):
-    """A response, the conversation that ends with it, and whose it is."""
+    """A response, the conversation that ends with it (as JSON, an eighth as large), and whose it
+    is."""
 
     told: bytes
-    messages: list[Message]
+    conversation: bytes
     owner: str
     size: int
 
@@ -44,8 +45,11 @@ class ResponseStore:
         self._size = 0
 
     def put(self, name: str, told: bytes, messages: list[Message], owner: str) -> None:
-        size = len(told) + len(msgspec.json.encode(messages))
-        self._stored[name] = Stored(told, messages, owner, size)
+        conversation = msgspec.json.encode(messages)
+        size = len(told) + len(conversation)
+        if name in self._stored:
+            self._size -= self._stored.pop(name).size
+        self._stored[name] = Stored(told, conversation, owner, size)
         self._size += size
         while len(self._stored) > MAX_STORED or self._size > MAX_STORED_BYTES:
             self._size -= self._stored.popitem(last=False)[1].size
@@ -84,7 +88,8 @@ class Responses(BlockAnswer):
         before: list[Message] = []
         if asked.previous_response_id is not None:
             param = "previous_response_id"
-            before = store.get(asked.previous_response_id, owner, param).messages
+            stored = store.get(asked.previous_response_id, owner, param)
+            before = msgspec.json.decode(stored.conversation)
         chat = chat_of(asked, before)
         self._has_logprobs = "message.output_text.logprobs" in (asked.include or [])
         if self._has_logprobs or asked.top_logprobs is not None:
@@ -94,7 +99,9 @@ class Responses(BlockAnswer):
         super().__init__(f"resp_{uuid.uuid4().hex}", Dialogue(voice, chat))
         self._token_names = TokenNames(voice.tokenizer)
         self._logprobs: list[Told] = []
+        self._pending: list[Told] = []  # of tokens whose text is not there yet
         self._num_events = 0
+        self._end_status = "completed"  # of blocks that end
         self._ids: dict[int, str] = {}
         self.told = _head(self.name, name, asked, chat)
 
@@ -118,6 +125,7 @@ class Responses(BlockAnswer):
 
     def _end(self, said: Said) -> Iterator[Told]:
         reason = reason_of(said.completion)  # raises for an end that is no answer
+        self._end_status = "completed" if reason == "stop" else "incomplete"
         for change in self._blocks.end():
             yield from self._change(change, [])
         response, usage = self.told, self._counted.usage
@@ -167,7 +175,7 @@ class Responses(BlockAnswer):
         yield from self._done(block, what, place)
 
     def _done(self, block: Block, what: str, place: Told) -> Iterator[Told]:
-        item = self._item(block, "completed")
+        item = self._item(block, self._end_status)
         if block.call is not None:
             about = {"arguments": block.call.arguments, "name": block.call.name}
             yield self._event(f"response.{what}.done", **place, **about)
@@ -180,7 +188,7 @@ class Responses(BlockAnswer):
 
     def _item(self, block: Block, status: str) -> Told:
         item: Told = {"id": self._id(block), "status": status}
-        is_done = status == "completed"
+        is_done = status != "in_progress"
         if block.call is not None:
             return {
                 "type": "function_call",
@@ -204,12 +212,14 @@ class Responses(BlockAnswer):
         return self._ids.setdefault(block.index, f"{prefix}_{uuid.uuid4().hex}")
 
     def _new_logprobs(self, said: Said) -> list[Told]:
-        """Of the text alone."""
-        num = self._asked.top_logprobs or 0
+        """Of the text alone, which may come later than its tokens."""
+        told = chat_logprobs(said.completion, self._asked.top_logprobs or 0, self._token_names)
+        self._pending += [] if told is None else told["content"]
+        if not said.events:
+            return []
+        new, self._pending = self._pending, []
         if not any(isinstance(event, Text) for event in said.events):
             return []
-        told = chat_logprobs(said.completion, num, self._token_names)
-        new: list[Told] = [] if told is None else told["content"]
         self._logprobs += new
         return new
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from engine.server.asked import ChatRequest
-from engine.server.dialogue import plain_content
+from engine.server.dialogue import plain_content, said_last, think
 from engine.server.errors import ApiError
 
 MAX_ITEMS = 4096
@@ -117,27 +117,26 @@ def messages_of(given: str | list[dict[str, Any]]) -> list[Message]:
 def _add_item(messages: list[Message], item: dict[str, Any]) -> None:
     kind = item.get("type", "message")
     if kind == "message":
-        content, role = plain_content(item.get("content")), item.get("role")
+        content, role = plain_content(item.get("content"), "input"), item.get("role")
         if not isinstance(role, str):
             raise ApiError(400, f"input has an item without a role: {item!r:.80}", param="input")
         if role != "assistant":
             messages.append({"role": role, "content": content})
             return
-        said = _said_last(messages)
+        said = said_last(messages)
         said["content"] += content
     elif kind == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
-        _said_last(messages).setdefault("tool_calls", []).append(call)
+        said_last(messages, calls=True).setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
-        content = plain_content(item.get("output"))
+        content = plain_content(item.get("output"), "input")
         call_id = item.get("call_id")
         messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
     elif kind == "reasoning":
-        parts = item.get("content") or item.get("summary") or []
-        text = "".join(str(p.get("text", "")) for p in parts if isinstance(p, dict))
+        text = plain_content(item.get("content") or item.get("summary") or "", "input")
         if text:
-            _said_last(messages)["reasoning_content"] = text
+            think(said_last(messages), text)
     else:
         raise ApiError(
             400,
@@ -145,13 +144,6 @@ def _add_item(messages: list[Message], item: dict[str, Any]) -> None:
             "function_call_output and reasoning are supported",
             param="input",
         )
-
-
-def _said_last(messages: list[Message]) -> Message:
-    """The message of the model at the end, a new one if there is none."""
-    if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": ""})
-    return messages[-1]
 
 
 def _refuse(asked: ResponsesRequest) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import socket
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -221,3 +224,34 @@ def test_keys_and_an_end_that_drains() -> None:
         rest = list(stream)
         assert [first, *rest][-1].choices[0].finish_reason == "length"
         assert server.process.wait(30) == 0
+
+
+def test_who_breaks_a_connection_costs_others_nothing(server: Served, client: Any) -> None:
+    """A second request behind one that is answered, and wrong; or a client that leaves."""
+    asked = {"model": MODEL, "prompt": "def add(a, b):", "max_tokens": 120, "temperature": 0}
+    asked["extra_body"] = {"ignore_eos": True}
+    calm = client.completions.create(**asked).choices[0].text
+    body = json.dumps(
+        {"model": MODEL, "prompt": "x", "max_tokens": 200, "stream": True, "ignore_eos": True}
+    )
+    head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    first = f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode()
+    wrong = f"{head}Transfer-Encoding: chunked\r\n\r\nzz\r\n".encode()
+    for second in (wrong, first):
+        with ThreadPoolExecutor(5) as pool, contextlib.ExitStack() as stack:
+            broken = [
+                stack.enter_context(socket.create_connection(("127.0.0.1", server.port), 10))
+                for _ in range(2)
+            ]
+            for connection in broken:
+                connection.sendall(first)
+                assert b"200 OK" in connection.recv(4096)
+            whole = [pool.submit(client.completions.create, **asked) for _ in range(2)]
+            streams = [pool.submit(client.completions.create, stream=True, **asked)]
+            time.sleep(0.05)
+            for connection in broken:
+                connection.sendall(second)
+                connection.close()
+            assert [each.result(60).choices[0].text for each in whole] == [calm, calm]
+            for stream in streams:
+                assert "".join(c.choices[0].text for c in stream.result(60)) == calm

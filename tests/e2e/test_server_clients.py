@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -342,3 +344,101 @@ def test_clients_that_wait_for_many(server: Served) -> None:
         assert len(said) == 12
 
     asyncio.run(asyncio.wait_for(main(), 60))
+
+
+# Mistakes deep inside
+
+
+CHAT, RESPONSE, MESSAGE = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": 5}}
+RESULT = {"type": "tool_result", "tool_use_id": "x", "content": 5}
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "named"),
+    [
+        (CHAT, {"messages": ASK, "tools": [TOOL], "tool_choice": ALLOWED}, "tool_choice"),
+        (CHAT, {"messages": [{"role": 5, "content": "x"}]}, "role 5"),
+        (CHAT, {"messages": [{"content": "x"}]}, "role None"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]},
+            "text is None",
+        ),
+        (CHAT, {"messages": ASK, "allowed_token_ids": [2], "min_tokens": 2}, "no token is left"),
+        (RESPONSE, {"input": [{"type": "reasoning", "content": 5}]}, "content is 5"),
+        (RESPONSE, {"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input"),
+        (MESSAGE, {"messages": ASK, "tool_choice": {"type": ["auto"]}}, "tool_choice"),
+        (MESSAGE, {"messages": ASK, "output_config": {"format": 5}}, "format 5"),
+        (MESSAGE, {"messages": [{"role": "user", "content": [RESULT]}]}, "content 5"),
+    ],
+)
+def test_a_mistake_deep_inside_is_named(
+    server: Served, path: str, asked: dict[str, Any], named: str
+) -> None:
+    limit = {"max_tokens": 4} if path == MESSAGE else {}
+    status, body = post(server, path, {"model": MODEL, **limit, **asked})
+    assert status == 400 and named in body["error"]["message"]
+
+
+@pytest.mark.parametrize("broken", [{"properties": None}, {"required": 5}, {"properties": []}])
+def test_a_tool_whose_schema_is_none(client: Any, broken: dict[str, Any]) -> None:
+    function = {"name": "weather", "parameters": {"type": "object", **broken}}
+    with pytest.raises(openai.BadRequestError, match="of the tool weather"):
+        client.chat.completions.create(
+            model=MODEL, messages=ASK, tools=[{"type": "function", "function": function}]
+        )
+
+
+def test_null_is_as_good_as_nothing(server: Served) -> None:
+    nothing = dict.fromkeys(("n", "stream", "presence_penalty", "stop", "tools", "logprobs"))
+    asked = {"model": MODEL, "messages": ASK, "max_tokens": 2, **nothing}
+    status, body = post(server, CHAT, asked)
+    assert status == 200 and len(body["choices"]) == 1
+
+
+def test_a_prompt_that_is_too_long(client: Any, claude: Any) -> None:
+    long = [{"role": "user", "content": "word " * 4000}]
+    with pytest.raises(openai.BadRequestError, match="prompt is too long") as told:
+        client.chat.completions.create(model=MODEL, messages=long)
+    assert told.value.code == "context_length_exceeded"
+    shortened = client.chat.completions.create(
+        model=MODEL, messages=long, max_tokens=1, extra_body={"truncate_prompt_tokens": 50}
+    )
+    assert shortened.usage.prompt_tokens == 50
+    with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
+        claude.messages.create(model=MODEL, messages=long, max_tokens=1)
+
+
+def test_log_probabilities_of_a_response_are_of_all_its_text(client: Any) -> None:
+    for stop in ([], ["this is not in the text"]):
+        more = {"stop": stop, "ignore_eos": True}
+        said = respond(client, top_logprobs=1, temperature=0, extra_body=more)
+        (item,) = said.output
+        (part,) = item.content
+        assert len(part.logprobs) == said.usage.output_tokens
+        assert item.status == said.status == "incomplete"
+
+
+def test_thinking_and_calls_go_back_in_order(client: Any) -> None:
+    def num_tokens(items: list[dict[str, Any]]) -> int:
+        said = respond(client, input=items, max_output_tokens=1)
+        return int(said.usage.input_tokens)
+
+    def thought(text: str) -> dict[str, Any]:
+        return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]}
+
+    once = [{"role": "user", "content": "Hi"}, thought("one")]
+    said = {"role": "assistant", "content": "I look."}
+    assert num_tokens([*once, thought("and two"), said]) > num_tokens([*once, said])
+
+
+def post(server: Served, path: str, asked: dict[str, Any]) -> tuple[int, Any]:
+    request = urllib.request.Request(
+        server.url + path, json.dumps(asked).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())

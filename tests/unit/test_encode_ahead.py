@@ -192,7 +192,11 @@ def test_many_prompts_are_tokenised_together(llm: LLM) -> None:
         ("half \ud800", RequestTypeError, "half .* is no text that can be tokenised"),
         (7, RequestTypeError, "a prompt is a str, a list of token ids or a dict"),
         ({"prompt": 7}, RequestTypeError, "prompt must be a str"),
-        ("long " * 5000, RequestError, "the prompt has .* but max_model_len is 256"),
+        (
+            "long " * 5000,
+            RequestError,
+            "the prompt is too long: it has .* but max_model_len is 256",
+        ),
         ("", RequestError, "the prompt is empty"),
     ],
 )

@@ -154,3 +154,20 @@ async def test_a_sink_takes_outputs_in_place_of_a_reader_that_waits() -> None:
     assert taken == list(range(10, 50))
     reader.close()
     engine.shutdown()
+
+
+def test_time_in_which_nobody_waits_is_no_pace() -> None:
+    pace = QueuePace(num_seats=4)
+    for _ in range(6):
+        pace.arrive()
+    for second in range(4):
+        pace.start(float(second))
+    pace.leave(has_started=False)
+    pace.leave(has_started=False)  # they gave up, and nothing comes for an hour
+    for _ in range(4):
+        pace.leave(has_started=True)
+    for n in range(6):
+        pace.arrive()
+        assert QueueLimits(pace, 99, 5.0).check(0) is None
+        pace.start(3600.0 + n)
+        pace.leave(has_started=True)

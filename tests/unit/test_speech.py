@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from engine.messages.requests import CompletionOutput
 from engine.server.errors import ApiError
 from engine.server.speech.families import FAMILIES, TOOL_FAMILIES
-from engine.server.speech.tools import check_family, tools_of
+from engine.server.speech.tools import check_family, kinds_of, tools_of
 from engine.server.speech.turns import Speech, Turn
 from engine.text.plain_specials import has_special_tokens, render_plainly
 from engine.text.tokenizer import RustBackend, Tokenizer
@@ -279,3 +279,85 @@ def test_special_tokens_in_a_message_are_letters() -> None:
     start, end = (tokenizer.added_tokens[t].token_id for t in ("<|im_start|>", "</s>"))
     assert [ids.count(each) for each in (start, end)] == [1, 1]
     assert ids[0] == start and ids[-1] == end
+
+
+def told(tokenizer: Tokenizer, signs: str, written: str, **options: Any) -> Turn:
+    ids = tokenizer.encode(written)
+    return read(tokenizer, Speech(tokenizer, signs), ids, [1] * len(ids), **options)[0]
+
+
+def test_a_call_whose_name_ends_at_a_marker(tokenizer: Tokenizer) -> None:
+    call = "<tool_call>weather<arg_key>city</arg_key><arg_value>Rome</arg_value></tool_call>"
+    turn = told(tokenizer, signs_of("glm"), call + "<tool_call>weather</tool_call>Bye")
+    assert calls_in(turn) == [("weather", {"city": "Rome"}), ("weather", {})]
+    assert turn.content == "Bye"
+
+
+@pytest.mark.parametrize("half", ["\\ud83d", "\\ud800", "\\udfff"])
+def test_half_a_character_is_none_and_no_marker(tokenizer: Tokenizer, half: str) -> None:
+    arguments = f'{{"city": "a{half}b"}}'
+    call = f'<tool_call>{{"name": "weather", "arguments": {arguments}}}</tool_call>'
+    turn = told(tokenizer, "<tool_call><think>", call)
+    assert calls_in(turn) == [("weather", {"city": "a\ufffdb"})]
+    turn = told(tokenizer, signs_of("mistral"), f"[TOOL_CALLS]weather[ARGS]{arguments}")
+    assert calls_in(turn) == [("weather", {"city": "a\ufffdb"})]
+
+
+@pytest.mark.parametrize(
+    ("signs", "written"),
+    [
+        ("<tool_call>", '<tool_call>{"name": "weather", "arguments": {"days": NaN}}</tool_call>'),
+        ("<tool_call>", '<tool_call>{"name": "weather", "arguments": {"days": 1e999}}</tool_call>'),
+        (signs_of("llama3-json"), '{"name": "Bob", "age": 5}'),
+        (signs_of("mistral"), '[TOOL_CALLS]weather[ARGS]{"city": 1} and more'),
+        (signs_of("hermes"), '<tool_call>{"name": "weather", "argum'),
+        (signs_of("qwen-coder"), "<tool_call>\n<function=weather>\n<parameter=city>\nRo"),
+    ],
+)
+def test_all_of_what_is_no_call_stays_text(tokenizer: Tokenizer, signs: str, written: str) -> None:
+    turn = told(tokenizer, signs, written)
+    assert not turn.calls
+    assert turn.content.removesuffix("</tool_call>") == written.removesuffix("</tool_call>")
+
+
+def test_a_call_without_arguments(tokenizer: Tokenizer) -> None:
+    for call in ('{"name": "weather", "arguments": null}', '{"name": "weather"}'):
+        turn = told(tokenizer, "<tool_call>", f"<tool_call>{call}</tool_call>")
+        assert calls_in(turn) == [("weather", {})]
+
+
+def test_parts_of_an_answer_are_not_glued(tokenizer: Tokenizer) -> None:
+    call = '<tool_call>{"name": "weather"}</tool_call>'
+    assert told(tokenizer, "<tool_call>", f"A.\n{call}\nB.").content == "A.\nB."
+    turn = told(tokenizer, "<tool_call><think>", "<think>\n\n x\n</think>\n\n  indented\n")
+    assert (turn.thinking, turn.content) == ("x", "  indented\n")
+
+
+def test_tokens_of_thinking_are_counted_however_they_come() -> None:
+    tokenizer = tokenizer_with("<think>", "</think>")
+    ids = tokenizer.encode("<think>0123456789</think>abc")
+    for size in (1, 3, 7, 100):
+        turn, _ = read(tokenizer, Speech(tokenizer, "<think>"), ids, [size] * len(ids))
+        assert turn.num_thinking == 10
+
+
+ROOT = {"$defs": {"unit": {"enum": ["C", "F"]}, "deep": {"$ref": "#/$defs/unit"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "types", "values"),
+    [
+        ({"type": "string"}, ["string"], []),
+        ({"type": ["string", "null"]}, ["string", "null"], []),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, ["integer", "null"], []),
+        ({"anyOf": [{"type": "integer"}, {}]}, [], []),
+        ({"$ref": "#/$defs/deep"}, ["string", "string"], ["C", "F"]),
+        ({"const": 5}, ["integer"], [5]),
+        ({"enum": [True, None]}, ["boolean", "null"], [True, None]),
+        ({"$ref": "#/nowhere"}, [], []),
+        ({"$ref": "#"}, [], []),
+        (True, [], []),
+    ],
+)
+def test_what_a_schema_admits(schema: Any, types: list[str], values: list[Any]) -> None:
+    assert kinds_of(schema, ROOT) == (types, values)

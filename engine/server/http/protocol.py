@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from engine.errors import ConfigError
 from engine.server.errors import ApiError
@@ -54,6 +54,7 @@ class BoundedProtocol(WritingProtocol):
         self._is_in_body = False  # or else in a head, or before one
         self._is_over = False  # nothing more is read
         self._is_kept = True  # as the request asks
+        self._unfinished: list[RequestResponseCycle] = []  # requests of this connection, in order
         self._head_bytes = 0
         self._num_new_bytes = 0  # since the parser last said something
 
@@ -65,6 +66,9 @@ class BoundedProtocol(WritingProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._is_over = True
+        for cycle in self._unfinished:  # uvicorn knows the last alone
+            cycle.disconnected = True
+            cycle.message_event.set()
         self._forget_deadline()
         super().connection_lost(exc)
 
@@ -113,6 +117,8 @@ class BoundedProtocol(WritingProtocol):
         self._num_new_bytes = 0
         self._check_request()
         super().on_headers_complete()
+        self._forget_finished()
+        self._unfinished.append(self.cycle)
         self._forget_deadline()
         self._is_in_body = True
         # An answer before the end of the body does not end the connection: see on_response_complete
@@ -159,13 +165,18 @@ class BoundedProtocol(WritingProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self._is_in_body and not self._is_over:  # answered before its body has come
+        is_own = self.cycle.response_complete  # or an earlier one's
+        if self._is_in_body and is_own and not self._is_over:  # answered before its body has come
             self._unset_keepalive_if_required()
             self._linger()
 
     def _refuse(self, error: ApiError) -> None:
         """Answer for the application, unless it is answering something already."""
         self._is_over = True
+        self._forget_finished()
+        if any(cycle is not self.cycle for cycle in self._unfinished):
+            self.transport.close()  # what was said now would be in the middle of another answer
+            return
         if self.cycle is not None and not self.cycle.response_complete and not self._is_in_body:
             self.transport.close()
             return
@@ -176,6 +187,9 @@ class BoundedProtocol(WritingProtocol):
         head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
         self.transport.write(STATUS_LINE[error.status] + head % len(body) + body)
         self._linger()
+
+    def _forget_finished(self) -> None:
+        self._unfinished = [each for each in self._unfinished if not each.response_complete]
 
     def _linger(self) -> None:
         """Read nothing more, and close; not at once, or the answer would be lost with what the

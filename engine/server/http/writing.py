@@ -35,7 +35,8 @@ class WritingProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         before = self.cycle
         super().on_headers_complete()
-        if self.cycle is not before:  # the task that reads the scope has not begun
+        is_chunked = self.parser.get_http_version() == "1.1"
+        if self.cycle is not before and is_chunked:  # the task that reads the scope has not begun
             self.scope["extensions"] = {WRITER: {"writer": Writer(self.cycle)}}
 
 

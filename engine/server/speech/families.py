@@ -95,7 +95,7 @@ FAMILIES = (
             "thinking": THINKING,
             "tool_calls": {
                 "open_pattern": r"\s*(?:<｜tool▁calls▁begin｜>)?\s*<｜tool▁call▁begin｜>function"
-                r"<｜tool▁sep｜>(?P<name>[^\n]+)\n```json\n",
+                r"<｜tool▁sep｜>(?P<name>[\w.-]+)\n```json\n",
                 "close_pattern": r"\n```\s*<｜tool▁call▁end｜>",
                 **LAX,
                 "transform": NAMED,
@@ -119,7 +119,7 @@ FAMILIES = (
             "thinking": THINKING,
             "tool_calls": {
                 "open_pattern": r"\s*(?:<｜tool▁calls▁begin｜>)?\s*<｜tool▁call▁begin｜>"
-                r"(?P<name>[^<\n]+?)<｜tool▁sep｜>",
+                r"(?P<name>[\w.-]+)<｜tool▁sep｜>",
                 "close": "<｜tool▁call▁end｜>",
                 **LAX,
                 "transform": NAMED,
@@ -143,7 +143,7 @@ FAMILIES = (
         {
             "thinking": THINKING,
             "tool_calls": {
-                "open_pattern": r"\s*<tool_call>\s*(?P<name>[^\s<]+)\s*",
+                "open_pattern": r"\s*<tool_call>\s*(?P<name>[\w.-]+)\s*",
                 "close": "</tool_call>",
                 "content": "xml-inline",
                 "content_args": {
@@ -164,7 +164,7 @@ FAMILIES = (
         {
             "thinking": THINKING,
             "tool_calls": {
-                "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\s]+)>\s*",
+                "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[\w.-]+)>\s*",
                 "close": "</tool_call>",
                 "content": "xml-inline",
                 "content_args": {
@@ -184,7 +184,7 @@ FAMILIES = (
         {
             "thinking": {"open": "[THINK]", "close": "[/THINK]"},
             "tool_calls": {
-                "open_pattern": r"\[TOOL_CALLS\](?P<name>[^\s\[{]+)(?:\[CALL_ID\][^\[{]*)?\[ARGS\]",
+                "open_pattern": r"\[TOOL_CALLS\](?P<name>[\w.-]+)(?:\[CALL_ID\][^\[{]*)?\[ARGS\]",
                 "close_pattern": r"(?=\[TOOL_CALLS\])",
                 **LAX,
                 "transform": NAMED,

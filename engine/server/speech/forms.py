@@ -11,7 +11,7 @@ from typing import Any
 from engine.messages.structured import StructuredOutputsParams
 from engine.server.speech.families import Calls
 from engine.server.speech.markers import Markers
-from engine.server.speech.tools import Tool, Tools
+from engine.server.speech.tools import Tool, Tools, kinds_of
 from engine.server.speech.turns import Speech
 
 # As models are trained to write JSON: a space behind commas and colons, and no other.
@@ -72,8 +72,10 @@ class Rules:
         added = self._markers.tokenizer.added_tokens
         return text in added and added[text].special
 
-    def json(self, schema: Any) -> str:
-        return "%json " + json.dumps({**schema, "x-guidance": WRITTEN})
+    def json(self, schema: Any, *, is_strict: bool) -> str:
+        """is_strict: a keyword that cannot be enforced is an error."""
+        how = WRITTEN if is_strict else {**WRITTEN, "lenient": True, "coerce_one_of": True}
+        return "%json " + json.dumps({**schema, "x-guidance": how})
 
     def thinking(self, speech: Speech, prompt: str) -> list[str]:
         """Free text until thinking ends: if it has begun, and else if the model wants to."""
@@ -104,11 +106,11 @@ def _call(rules: Rules, calls: Calls, tool: Tool) -> str:
     """How one tool is called."""
     begin = rules.text(calls.begin.replace("{name}", tool.name))
     if calls.form == "arguments":
-        body = [rules.json(tool.parameters)]
+        body = [rules.json(tool.parameters, is_strict=tool.is_strict)]
     elif calls.form == "object":
-        body = [rules.json(_object(calls, tool))]
+        body = [rules.json(_object(calls, tool), is_strict=tool.is_strict)]
     else:
-        body = list(_tagged(rules, calls, tool.parameters))
+        body = list(_tagged(rules, calls, tool))
     parts = [begin, *body, rules.text(calls.end)]
     # A schema ends its line.
     return " ".join(rules.add("part", part) if "%json" in part else part for part in parts)
@@ -116,38 +118,54 @@ def _call(rules: Rules, calls: Calls, tool: Tool) -> str:
 
 def _object(calls: Calls, tool: Tool) -> dict[str, Any]:
     """References inside the tool's schema point to its root, which moves."""
-    schema = dict(tool.parameters)
-    definitions = {key: schema.pop(key) for key in DEFINITIONS if key in schema}
     return {
         "type": "object",
-        "properties": {"name": {"const": tool.name}, calls.key: schema},
+        "properties": {
+            "name": {"const": tool.name},
+            calls.key: _moved(tool.parameters, f"#/properties/{calls.key}"),
+        },
         "required": ["name", calls.key],
         "additionalProperties": False,
-        **definitions,
     }
 
 
-def _tagged(rules: Rules, calls: Calls, parameters: dict[str, Any]) -> Iterator[str]:
+def _moved(schema: Any, root: str) -> Any:
+    if isinstance(schema, list):
+        return [_moved(each, root) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: _moved(value, root) for key, value in schema.items()}
+    reference = moved.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        moved["$ref"] = root + reference[1:]
+    return moved
+
+
+def _tagged(rules: Rules, calls: Calls, tool: Tool) -> Iterator[str]:
     """Arguments between tags, those that are required always, in the order of the schema."""
-    required = parameters.get("required", [])
-    definitions = {key: parameters[key] for key in DEFINITIONS if key in parameters}
-    for name, schema in parameters.get("properties", {}).items():
+    required = tool.parameters.get("required", [])
+    for name, schema in tool.parameters["properties"].items():
         if calls.form == "xml":
             begin, end = f"<parameter={name}>\n", "\n</parameter>\n"
         else:
             begin, end = f"<arg_key>{name}</arg_key>\n<arg_value>", "</arg_value>\n"
-        value = _value(rules, schema, end, definitions)
+        value = _value(rules, tool, schema, end)
         whole = rules.add("argument", f"{rules.text(begin)} {value}")
         yield whole if name in required else f"{whole}?"
 
 
-def _value(rules: Rules, schema: Any, end: str, definitions: dict[str, Any]) -> str:
-    schema = schema if isinstance(schema, dict) else {}
-    if schema.get("type") != "string":
-        return f"{rules.add('value', rules.json({**schema, **definitions}))} {rules.text(end)}"
-    if isinstance(schema.get("enum"), list):
-        choices = " | ".join(json.dumps(str(each)) for each in schema["enum"])
-        return f"({choices}) {rules.text(end)}"
+def _value(rules: Rules, tool: Tool, schema: Any, end: str) -> str:
+    """Texts stand there as they are, all else as JSON."""
+    found = kinds_of(schema, tool.parameters)
+    if found.values:
+        told = [each if isinstance(each, str) else json.dumps(each) for each in found.values]
+        return f"({' | '.join(map(json.dumps, told))}) {rules.text(end)}"
+    if found.types and "string" not in found.types:
+        # With the definitions that it may refer to; where they are is where they were.
+        whole = {**tool.parameters, **schema} if isinstance(schema, dict) else {}
+        kept = {key: whole[key] for key in (*DEFINITIONS, *schema) if key in whole}
+        body = rules.json(kept, is_strict=tool.is_strict)
+        return f"{rules.add('value', body)} {rules.text(end)}"
     return rules.add("value", f"/(?s:.*){in_regex(end)}/", "[lazy]")
 
 

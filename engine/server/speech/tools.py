@@ -13,6 +13,7 @@ from engine.server.speech.families import TOOL_FAMILIES
 from engine.server.speech.turns import Speech
 
 MAX_TOOLS = 512
+MAX_DEPTH = 16  # of references in a schema that are followed
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 CHOICES = ("none", "auto", "required")
 
@@ -26,6 +27,13 @@ class Tool(NamedTuple):
     told: dict[str, Any]  # as chat templates see it
 
 
+class Kinds(NamedTuple):
+    """What a schema admits: types, and the values if it lists them."""
+
+    types: list[str]  # none: any
+    values: list[Any]
+
+
 class Tools(NamedTuple):
     """What may be called, and whether something must be."""
 
@@ -36,6 +44,11 @@ class Tools(NamedTuple):
     @property
     def told(self) -> list[dict[str, Any]]:
         return [tool.told for tool in self.all]
+
+    @property
+    def read_as(self) -> list[dict[str, Any]]:
+        """The same for who reads their calls: of each argument the types alone."""
+        return [_types_of(tool) for tool in self.all]
 
     @property
     def has_strict(self) -> bool:
@@ -104,7 +117,21 @@ def _tool(given: dict[str, Any]) -> Tool:
             "object",
             param="tools",
         )
+    properties, required = parameters.get("properties", {}), parameters.get("required", [])
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        raise ApiError(
+            400,
+            f"parameters of the tool {name} have properties {properties!r:.40} and required "
+            f"{required!r:.40}, must be an object and a list",
+            param="tools",
+        )
     parameters = {"type": "object", "properties": {}, **parameters}
+    if function.get("strict") not in (None, True, False):
+        raise ApiError(
+            400,
+            f"strict of the tool {name} is {function['strict']!r:.40}, must be true or false",
+            param="tools",
+        )
     told = {"type": "function", "function": {**function, "parameters": parameters}}
     return Tool(name, parameters, function.get("strict") is True, told)
 
@@ -120,7 +147,8 @@ def _choice(choice: Any, names: list[str]) -> tuple[list[str], bool]:
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         about = choice.get("allowed_tools")
         if isinstance(about, dict) and about.get("mode") in ("auto", "required"):
-            listed = [_listed(each) for each in about.get("tools") or []]
+            given = about.get("tools")
+            listed = [_listed(each) for each in given] if isinstance(given, list) else []
             return _known(listed, names), about["mode"] == "required"
     raise ApiError(
         400,
@@ -144,3 +172,51 @@ def _known(wanted: list[Any], names: list[str]) -> list[str]:
             param="tool_choice",
         )
     return wanted
+
+
+def kinds_of(schema: Any, root: dict[str, Any], depth: int = 0) -> Kinds:
+    """Of a property; references are followed."""
+    if not isinstance(schema, dict) or depth > MAX_DEPTH:
+        return Kinds([], [])
+    if isinstance(schema.get("$ref"), str):
+        return kinds_of(_at(root, schema["$ref"]), root, depth + 1)
+    values = schema["enum"] if isinstance(schema.get("enum"), list) else []
+    if "const" in schema:
+        values = [schema["const"]]
+    if values:
+        return Kinds([_type_of(value) for value in values], values)
+    given = schema.get("type")
+    types = given if isinstance(given, list) else [given] if isinstance(given, str) else []
+    for name in ("anyOf", "oneOf"):
+        if isinstance(schema.get(name), list):
+            found = [kinds_of(each, root, depth + 1) for each in schema[name]]
+            if not all(each.types for each in found):
+                return Kinds([], [])
+            types = [*types, *(kind for each in found for kind in each.types)]
+    return Kinds([str(each) for each in types], [])
+
+
+def _at(root: Any, reference: str) -> Any:
+    """What a local reference points to; ``None`` if there is nothing."""
+    found = root
+    for part in reference.removeprefix("#").strip("/").split("/"):
+        name = part.replace("~1", "/").replace("~0", "~")
+        if not isinstance(found, dict) or (part and name not in found):
+            return None
+        found = found[name] if part else found
+    return found
+
+
+def _type_of(value: Any) -> str:
+    names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
+    return "null" if value is None else names.get(type(value), "object")
+
+
+def _types_of(tool: Tool) -> dict[str, Any]:
+    """The types of arguments; a text is the last that a value is taken for."""
+    properties = {}
+    for name, schema in tool.parameters["properties"].items():
+        types = dict.fromkeys(kinds_of(schema, tool.parameters).types)
+        properties[name] = {"type": sorted(types, key=lambda each: each == "string")}
+    about = {"name": tool.name, "parameters": {"type": "object", "properties": properties}}
+    return {"type": "function", "function": about}

@@ -24,8 +24,8 @@ from engine.text.tokenizer import Tokenizer
 logger = logging.getLogger("engine.server")
 THINKING_FIELDS = ("thinking", "reasoning_content", "reasoning")
 TOOL_FIELD = "tool_calls"
-CLOSE = "region_close"
 BRACE = "{"
+HALVES = re.compile("[\ud800-\udfff]")
 
 
 class Text(NamedTuple):
@@ -71,7 +71,11 @@ class Speech:
         self._with_tools: Reader | None = None
         self._without: Reader | None = None
         if template is not None:
-            self._with_tools = Reader(tokenizer, _fitted(tokenizer, template))
+            calls = family.calls if family else None
+            opener = calls.before + calls.begin if calls else ""
+            self._with_tools = Reader(
+                tokenizer, _fitted(tokenizer, template), opener, is_ours=own is None
+            )
             fields = {k: v for k, v in template["fields"].items() if k != TOOL_FIELD}
             if fields.keys() - {"content"}:
                 self._without = Reader(
@@ -98,29 +102,69 @@ class Speech:
 
     def begin(self, prompt: Any, *, tools: list[dict[str, Any]] | None, skip_special: bool) -> Turn:
         """prompt: as ``AsyncLLMEngine.render_chat`` returns it; tools: those that may be called."""
-        reader = self.reader(has_tools=bool(tools))
+        reader = self.reader(has_tools=tools is not None)
         if reader is None:
             return PlainTurn()
         marked = MarkedText(reader.markers, prompt["prompt_token_ids"], skip_special=skip_special)
         short = bool(self.family and self.family.short_ids)
         parser = reader.parser(self.prefix(prompt["prompt"]), tools)
-        return ReadTurn(marked, parser, reader, short_ids=short)
+        names = {tool["function"]["name"] for tool in tools or []}
+        thinking = self._counter(reader, self.is_thinking(prompt["prompt"]))
+        return ReadTurn(marked, parser, reader, names, thinking, short_ids=short)
+
+    def _counter(self, reader: Reader, is_thinking: bool) -> ThinkingCounter | None:
+        """``None`` where markers are no tokens."""
+        added = reader.markers.tokenizer.added_tokens
+        if self.thinking is None or any(marker not in added for marker in self.thinking):
+            return None
+        begin, end = (added[marker].token_id for marker in self.thinking)
+        return ThinkingCounter(begin, end, is_thinking)
 
 
 class Reader:
     """A response template and the markers it has in one vocabulary."""
 
-    def __init__(self, tokenizer: Tokenizer, template: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: dict[str, Any],
+        opener: str = "",
+        *,
+        is_ours: bool = True,
+    ) -> None:
+        """opener: how a call begins, if the template does not say; is_ours: the template."""
         parsing = importlib.import_module("transformers.utils.chat_parsing.response_templates")
         self.markers = Markers(tokenizer, template)
         self._template = parsing.load_response_template(self.markers.template)
         field = template["fields"].get(TOOL_FIELD, {})
         self.needs_close = field.get("content") in ("xml-inline", "kv-lines")
         """Whether a part of a tool call can be taken for all of it."""
+        self.has_names = "transform" in field
+        """Whether what opens a tool call names the tool."""
+        self.is_json = is_ours and field.get("content") == "json"
+        """Whether what stands in a tool call is it, or all its arguments, as JSON."""
+        self.opener: str = field.get("open") or opener
+        """How a call begins, ``{name}`` for the tool's."""
 
     def parser(self, prefix: str, tools: list[dict[str, Any]] | None) -> Any:
         parsing = importlib.import_module("transformers.utils.chat_parsing.response_parser")
         return parsing.ResponseParser(self._template, prefix=self.markers.read(prefix), tools=tools)
+
+
+class ThinkingCounter:
+    """Counts tokens between two markers."""
+
+    def __init__(self, begin: int, end: int, is_thinking: bool) -> None:
+        self._begin, self._end, self._is_thinking = begin, end, is_thinking
+
+    def count(self, token_ids: list[int]) -> int:
+        num = 0
+        for token in token_ids:
+            if token in (self._begin, self._end):
+                self._is_thinking = token == self._begin
+            else:
+                num += self._is_thinking
+        return num
 
 
 class Turn:
@@ -130,6 +174,8 @@ class Turn:
         self.content = ""
         self.thinking = ""
         self.calls: list[ToolCall] = []
+        self.num_thinking: int | None = 0
+        """Tokens of thinking; ``None`` if they cannot be counted."""
 
     @property
     def is_thinking(self) -> bool:
@@ -166,15 +212,30 @@ class PlainTurn(Turn):
 class ReadTurn(Turn):
     """Taken apart by a parser. What cannot be read as a tool call stays text."""
 
-    def __init__(self, marked: MarkedText, parser: Any, reader: Reader, *, short_ids: bool) -> None:
+    def __init__(
+        self,
+        marked: MarkedText,
+        parser: Any,
+        reader: Reader,
+        names: set[str],
+        thinking: ThinkingCounter | None,
+        *,
+        short_ids: bool,
+    ) -> None:
+        """names: of the tools that may be called."""
         super().__init__()
         self._marked = marked
         self._parser: Any = parser
         self._markers = reader.markers
-        self._needs_close = reader.needs_close
+        self._reader = reader
+        self._names = names
+        self._counter = thinking
+        if thinking is None:
+            self.num_thinking = None
         self._short_ids = short_ids
         self._spaces = ""  # at the end of a text; left out if no more of it follows
         self._has_begun = False  # some text, or thinking, was said of the region that is open
+        self._was_said = [False, False]  # some text; some thinking
         self._num_regions = 0
         self._call = ""  # as it is written
         self._region = ""
@@ -186,6 +247,8 @@ class ReadTurn(Turn):
         return self._region in THINKING_FIELDS
 
     def _read(self, completion: CompletionOutput) -> Iterator[Event]:
+        if self._counter is not None and self.num_thinking is not None:
+            self.num_thinking += self._counter.count(completion.token_ids)
         text = self._marked.read(completion.token_ids, completion.text)
         if completion.finish_reason is not None:
             text += self._marked.flush()
@@ -199,18 +262,17 @@ class ReadTurn(Turn):
         except Exception as error:  # the library's parsers raise what they like
             logger.info("an answer cannot be read as its template says: %r", error)
             self._parser = None
-            yield from self._as_text(self._call + text)
+            yield from self._as_text(self._written("") + text)
             return
         for event in told:
             yield from self._told(event)
         for event in last:
-            if self._needs_close and (event["type"], event["field"]) == (CLOSE, TOOL_FIELD):
-                event = {**event, "value": None}
-            yield from self._told(event)
+            yield from self._told(event, is_cut=self._reader.needs_close)
         if completion.finish_reason is not None:
             yield from self._as_text("")
 
-    def _told(self, event: dict[str, Any]) -> Iterator[Event]:
+    def _told(self, event: dict[str, Any], *, is_cut: bool = False) -> Iterator[Event]:
+        """is_cut: a call that closes here has no end."""
         field, kind = event["field"], event["type"]
         if kind == "region_open":
             self._region, self._has_begun, self._call = field, False, ""
@@ -222,21 +284,23 @@ class ReadTurn(Turn):
         elif kind == "region_chunk":
             yield from self._said(field, event["text"])
         else:
-            self._region = ""
             if field == TOOL_FIELD:
-                yield from self._called(event["value"])
+                yield from self._called(event["value"], is_cut=is_cut)
             elif field in THINKING_FIELDS:
                 self._spaces = ""
+            self._region = ""
 
     def _said(self, field: str, text: str) -> Iterator[Event]:
         """Without the white space between the parts of an answer."""
         text = self._markers.plain(text)
         is_thinking = field in THINKING_FIELDS
         if not self._has_begun and (is_thinking or self._num_regions > 1):
-            text = text.lstrip()
+            text = text.lstrip() if is_thinking else text.lstrip("\n")
         if not text:
             return
-        self._has_begun = True
+        if not self._has_begun and self._was_said[is_thinking]:
+            text = "\n" + text  # a part of its own
+        self._has_begun = self._was_said[is_thinking] = True
         kept = text.rstrip()
         if not kept:
             self._spaces += text
@@ -244,15 +308,42 @@ class ReadTurn(Turn):
         said, self._spaces = self._spaces + kept, text[len(kept) :]
         yield Thinking(said) if is_thinking else Text(said)
 
-    def _called(self, value: Any) -> Iterator[Event]:
-        written, self._call = self._call, ""
-        calls = calls_of(value)
+    def _called(self, value: Any, *, is_cut: bool) -> Iterator[Event]:
+        name = _name_in(value) if self._reader.has_names else ""
+        written = self._written(name)
+        try:
+            calls = [] if is_cut else self._calls(value, name)
+        except (ValueError, RecursionError):
+            calls = []
         if not calls:
             yield from self._as_text(written)
-            return
-        for name, arguments in calls:
-            told = self._markers.plain(json.dumps(arguments, ensure_ascii=False))
-            yield ToolCall(call_id(short=self._short_ids), name, told)
+        yield from calls
+
+    def _written(self, name: str) -> str:
+        """The call that is open, as it was written."""
+        if self._region != TOOL_FIELD:
+            return ""
+        return self._reader.opener.replace("{name}", name) + self._markers.plain(self._call)
+
+    def _calls(self, value: Any, name: str) -> list[ToolCall]:
+        """Raises ``ValueError`` for numbers that JSON does not have."""
+        found: list[tuple[str, dict[str, Any] | None]] = [*calls_of(value, self._names)]
+        if self._reader.is_json:  # read again: an escape may look like a marker
+            plain = self._markers.plain(self._call)
+            found = [(name, _arguments_in(plain))] if name else [*calls_of(plain, self._names)]
+        calls = []
+        for called, arguments in found:
+            if arguments is None:
+                return []
+            told = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+            short = self._short_ids
+            calls.append(ToolCall(call_id(short=short), self._clean(called), self._clean(told)))
+        return calls
+
+    def _clean(self, text: str) -> str:
+        """Without halves of characters, which a model can write by escapes."""
+        plain = text if self._reader.is_json else self._markers.plain(text)
+        return HALVES.sub("\ufffd", plain)
 
     def _as_text(self, text: str) -> Iterator[Event]:
         text, self._spaces = self._spaces + self._markers.plain(text), ""
@@ -260,8 +351,9 @@ class ReadTurn(Turn):
             yield Text(text)
 
 
-def calls_of(value: Any) -> list[tuple[str, dict[str, Any]]]:
-    """Names and arguments in what a model wrote as a tool call; none if it is no call."""
+def calls_of(value: Any, names: set[str]) -> list[tuple[str, dict[str, Any]]]:
+    """Names and arguments in what a model wrote as a tool call; none if it is no call. What has no
+    arguments must have one of these names."""
     if isinstance(value, str):
         value = _values_in(value)
     found = []
@@ -269,18 +361,39 @@ def calls_of(value: Any) -> list[tuple[str, dict[str, Any]]]:
         call = each.get("function", each) if isinstance(each, dict) else None
         if not isinstance(call, dict):
             return []
-        name, arguments = call.get("name"), call.get("arguments", call.get("parameters", {}))
+        name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
         if isinstance(arguments, str):
-            arguments = _values_in(arguments)
-            arguments = arguments[0] if len(arguments) == 1 else None
+            arguments = _arguments_in(arguments)
+        elif arguments is None and (name in names or call.keys() & {"arguments", "parameters"}):
+            arguments = {}
         if not isinstance(name, str) or not isinstance(arguments, dict):
             return []
         found.append((name, arguments))
     return found
 
 
+def _arguments_in(text: str) -> dict[str, Any] | None:
+    """One object, or nothing at all; ``None`` for anything else."""
+    if not text.strip():
+        return {}
+    values = _values_in(text)
+    return values[0] if len(values) == 1 and isinstance(values[0], dict) else None
+
+
+def _name_in(value: Any) -> str:
+    """That the template has taken out of the opening of a call; none if it did not."""
+    function = value.get("function") if isinstance(value, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else ""
+
+
 def _values_in(text: str) -> list[Any]:
     """JSON values one behind the other, as two calls may be written; none if there is more."""
+    if text.lstrip().startswith("["):
+        try:
+            return list(json.loads(text))
+        except (ValueError, RecursionError):
+            return []
     values, decoder = [], json.JSONDecoder()
     at = text.find(BRACE)
     if text[: max(at, 0)].strip():
