@@ -184,8 +184,12 @@ def read(body: bytes, kind: type[T]) -> T:
         except msgspec.ValidationError as error:
             if "got `null`" not in str(error):
                 raise
-        given = msgspec.json.decode(body)  # a field that is null was not given
-        return msgspec.convert({k: v for k, v in given.items() if v is not None}, kind)
+            given = msgspec.json.decode(body)
+            if not isinstance(given, dict):
+                raise
+        # A field that is null was not given.
+        told = {name: value for name, value in given.items() if value is not None}
+        return msgspec.json.decode(msgspec.json.encode(told), type=kind)
     except msgspec.ValidationError as error:
         message, _, place = str(error).partition(" - at `$")
         field = place.rstrip("`").lstrip(".") or None

@@ -395,6 +395,8 @@ def test_null_is_as_good_as_nothing(server: Served) -> None:
     asked = {"model": MODEL, "messages": ASK, "max_tokens": 2, **nothing}
     status, body = post(server, CHAT, asked)
     assert status == 200 and len(body["choices"]) == 1
+    status, body = post(server, CHAT, None)
+    assert status == 400 and "got `null`" in body["error"]["message"]
 
 
 def test_a_prompt_that_is_too_long(client: Any, claude: Any) -> None:
@@ -433,7 +435,7 @@ def test_thinking_and_calls_go_back_in_order(client: Any) -> None:
     assert num_tokens([*once, thought("and two"), said]) > num_tokens([*once, said])
 
 
-def post(server: Served, path: str, asked: dict[str, Any]) -> tuple[int, Any]:
+def post(server: Served, path: str, asked: Any) -> tuple[int, Any]:
     request = urllib.request.Request(
         server.url + path, json.dumps(asked).encode(), {"Content-Type": "application/json"}
     )

@@ -102,6 +102,9 @@ def document_of(routes: Iterable[BaseRoute], models: Sequence[str]) -> dict[str,
     for component in components.values():
         for name, schema in component.get("properties", {}).items():
             _narrow(name, schema, models)
+    for taken in {route.takes.__name__ for route in described if route.takes is not None}:
+        properties = components[taken]["properties"]
+        properties.update({name: _or_null(schema) for name, schema in properties.items()})
     schema_of = dict(zip(kinds, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for route in described:
@@ -116,6 +119,15 @@ def document_of(routes: Iterable[BaseRoute], models: Sequence[str]) -> dict[str,
         "components": {"schemas": components, "securitySchemes": key},
         "security": [{"key": []}, {}],
     }
+
+
+def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
+    """A field with a default may be null, which is as good as leaving it out."""
+    kinds = schema.get("anyOf", [schema])
+    if "default" not in schema or {"type": "null"} in kinds:
+        return schema
+    inner = [{key: value for key, value in kind.items() if key != "default"} for kind in kinds]
+    return {"anyOf": [*inner, {"type": "null"}], "default": schema["default"]}
 
 
 def _narrow(name: str, schema: dict[str, Any], models: Sequence[str]) -> None:
