@@ -73,9 +73,6 @@ class Frame(NamedTuple):
 class Answer(ABC):
     """One request to the server, whole or as events."""
 
-    is_one = True
-    """It is one request to the engine."""
-
     def tell_as(self, request_id: str) -> None:  # noqa: B027  (most have names of their own)
         """The name that the client knows the request by: its own, which others may have too."""
 
@@ -85,7 +82,7 @@ class Answer(ABC):
 
     @abstractmethod
     async def open(self) -> Reader:
-        """Ask the engine; of what ``is_one``."""
+        """Ask the engine; of an answer that is one request to it."""
 
     @abstractmethod
     def events_of(self, output: RequestOutput) -> bytes:

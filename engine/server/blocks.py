@@ -27,7 +27,11 @@ class Block:
         self.kind = kind
         self.index = index
         self.call = call
-        self.text = ""
+        self.parts: list[str] = []  # of its text
+
+    @property
+    def text(self) -> str:
+        return "".join(self.parts)
 
 
 class Change(NamedTuple):
@@ -60,7 +64,7 @@ class Blocks:
                 yield from self.end()
                 yield Change("begin", self._begin(kind))
             assert self._open is not None
-            self._open.text += event.text
+            self._open.parts.append(event.text)
             yield Change("more", self._open, event.text)
 
     def end(self) -> Iterator[Change]:

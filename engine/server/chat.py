@@ -78,7 +78,8 @@ class Chat(OpenAIAnswer):
         if index not in self._num_calls:
             delta = {"role": "assistant", "content": "", **delta}
         self._num_calls[index] = len(said.turn.calls)
-        choice = self._ended(said, {"delta": delta})
+        token_ids = said.completion.token_ids
+        choice = self._ended(said, {"delta": delta}, self._logprobs(said), token_ids)
         if delta or choice["finish_reason"] or choice["logprobs"] or "token_ids" in choice:
             return self._chunk([choice])
         return b""
@@ -122,25 +123,29 @@ class Chat(OpenAIAnswer):
             message |= told_thinking(turn.thinking)
         if turn.calls:
             message["tool_calls"] = [told_call(call) for call in turn.calls]
-        told = self._ended(choice.last, {"message": message})
+        logprobs = None
         if choice.logprobs is not None:
-            told["logprobs"] = {"content": choice.logprobs, "refusal": None}
-        if self.asked.return_token_ids:
-            told["token_ids"] = choice.token_ids
-        return told
+            logprobs = {"content": choice.logprobs, "refusal": None}
+        return self._ended(choice.last, {"message": message}, logprobs, choice.token_ids)
 
-    def _ended(self, said: Said, told: dict[str, Any]) -> dict[str, Any]:
+    def _ended(
+        self,
+        said: Said,
+        told: dict[str, Any],
+        logprobs: dict[str, Any] | None,
+        token_ids: list[int],
+    ) -> dict[str, Any]:
         """With what is told of each choice."""
         completion = said.completion
         choice = {
             "index": completion.index,
             **told,
-            "logprobs": self._logprobs(said),
+            "logprobs": logprobs,
             "finish_reason": chat_reason(completion, said.turn),
             "stop_reason": completion.stop_reason,
         }
         if self.asked.return_token_ids:
-            choice["token_ids"] = completion.token_ids
+            choice["token_ids"] = token_ids
         return choice
 
 

@@ -52,7 +52,8 @@ class Completion(OpenAIAnswer):
         self._read: dict[int, RequestOutput] = {}  # by place: what is known of the prompt
 
     @property
-    def is_one(self) -> bool:  # type: ignore[override]
+    def is_one(self) -> bool:
+        """It is one request to the engine."""
         return len(self._prompts) == 1
 
     async def whole(self) -> bytes:

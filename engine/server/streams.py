@@ -29,14 +29,13 @@ class Streaming:
 
 
 class EventStream(Streaming):
-    """An ASGI response that sends events as they come, each a call of its own: half of what a
-    response of a web framework costs. A reader who leaves ends the events."""
+    """The events of a generator, each a call of its own: half of what a response of a web
+    framework costs. A reader who leaves ends them."""
 
     def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
         super().__init__()
         self._events = events
         self._first = b""
-        self.headers = list(HEADERS)
 
     async def begin(self) -> None:
         """Wait for the first event. Raises what it does."""

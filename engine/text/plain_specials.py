@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
@@ -50,13 +51,14 @@ def render_plainly(tokenizer: Tokenizer, messages: Messages, options: dict[str, 
     return {"prompt": text.replace(guard, ""), "prompt_token_ids": token_ids}
 
 
+@lru_cache(maxsize=8)
 def _pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
     added = tokenizer.added_tokens
     special = [text for text, token in added.items() if token.special and len(text) > 1]
     if not special:
         return None
     special.sort(key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, special)))  # re keeps what it has compiled
+    return re.compile("|".join(map(re.escape, special)))
 
 
 def _split(pattern: re.Pattern[str], text: str) -> Iterator[str]:

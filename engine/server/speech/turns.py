@@ -13,6 +13,7 @@ import logging
 import re
 import secrets
 import string
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -167,15 +168,24 @@ class ThinkingCounter:
         return num
 
 
-class Turn:
+class Turn(ABC):
     """What one sequence has said so far."""
 
     def __init__(self) -> None:
-        self.content = ""
-        self.thinking = ""
+        # In parts: a text that grows by a token would be copied for each.
+        self._content: list[str] = []
+        self._thinking: list[str] = []
         self.calls: list[ToolCall] = []
         self.num_thinking: int | None = 0
         """Tokens of thinking; ``None`` if they cannot be counted."""
+
+    @property
+    def content(self) -> str:
+        return "".join(self._content)
+
+    @property
+    def thinking(self) -> str:
+        return "".join(self._thinking)
 
     @property
     def is_thinking(self) -> bool:
@@ -187,9 +197,9 @@ class Turn:
         events: list[Event] = []
         for event in self._read(completion):
             if isinstance(event, Text):
-                self.content += event.text
+                self._content.append(event.text)
             elif isinstance(event, Thinking):
-                self.thinking += event.text
+                self._thinking.append(event.text)
             elif max_calls is None or len(self.calls) < max_calls:
                 self.calls.append(event)
             else:
@@ -197,8 +207,9 @@ class Turn:
             events.append(event)
         return events
 
+    @abstractmethod
     def _read(self, completion: CompletionOutput) -> Iterator[Event]:
-        raise NotImplementedError
+        """What is new."""
 
 
 class PlainTurn(Turn):
