@@ -55,6 +55,7 @@ READY_SECONDS = 600.0
 WARM_SECONDS = 3.0
 NUM_STREAMS = 64  # that make a capacity
 TINY_STREAMS = 256
+TINY_TICK = 0.04  # several tokens of a stream come together, so that reading them takes little
 ENOUGH = 0.95  # of the requests
 SEARCH_STEPS = 4  # halvings of the range of rates
 SEARCH_GROWTH = 1.5
@@ -199,9 +200,9 @@ def highest_rate(
 
 def tiny_load(server: Running, shape: Shape, seconds: float) -> dict[str, float]:
     """Many streams of a model that takes no time: what the server can do."""
-    closed_loop(server.address, shape, TINY_STREAMS, WARM_SECONDS, tick=0.002)
+    closed_loop(server.address, shape, TINY_STREAMS, WARM_SECONDS, tick=TINY_TICK)
     before, own = thread_seconds(server.pid), time.process_time()
-    rows = closed_loop(server.address, shape, TINY_STREAMS, seconds, tick=0.002)
+    rows = closed_loop(server.address, shape, TINY_STREAMS, seconds, tick=TINY_TICK)
     tokens = sum(row.num_tokens for row in rows if row.times)
     return {"tokens_per_s": round(tokens / seconds, 1), **_costs(server, rows, before, own)}
 

@@ -14,7 +14,15 @@ from e2e.general_models import GENERAL_CASES, make_general_model
 from e2e.test_equality import GENERAL, NATIVE
 from e2e.tiny_models import CASES, VOCAB, make_tiny_model
 from support.fingerprint import LENGTHS, of_a_fresh_process
-from support.precision import BAR, Distance, compare, measure, quantile_of_bins, random_texts
+from support.precision import (
+    BAR,
+    Distance,
+    Shown,
+    compare,
+    measure,
+    quantile_of_bins,
+    random_texts,
+)
 from support.watched import BLOCK, WAYS, watch
 
 from engine.config.model import read_model_info
@@ -121,6 +129,17 @@ def test_distances_are_what_they_say() -> None:
         far.add("a", exact * torch.nan, exact)
 
 
+def test_a_position_that_is_computed_again_counts_once() -> None:
+    exact, ours, theirs = {"a": torch.zeros(3, 4)}, Distance(), Distance()
+    shown = Shown((ours, theirs), exact, {"a": torch.ones(3, 4, dtype=torch.bfloat16)})
+    for at, off in (([0, 2], 3.0), ([2], 0.5), ([2], 0.5)):
+        shown("a", at, torch.full((len(at), 4), off))
+    shown.finish()
+    assert ours.num_positions == theirs.num_positions == 2
+    assert ours.figures().mean == pytest.approx((3.0 + 0.5) / 2)
+    assert theirs.figures().mean == pytest.approx(1.0)
+
+
 def test_the_quantile_of_bins_is_that_of_the_values(seed: int) -> None:
     exact = torch.zeros(100, 500)
     off = torch.randn(100, 500, generator=torch.Generator().manual_seed(seed)).exp()
@@ -128,7 +147,7 @@ def test_the_quantile_of_bins_is_that_of_the_values(seed: int) -> None:
     gathered.add("a", off, exact)
     for share in (0.5, 0.999):
         right = float(off.flatten().double().quantile(share))
-        assert quantile_of_bins(gathered.bins, share) == pytest.approx(right, rel=0.01)
+        assert quantile_of_bins(gathered.bins["a"], share) == pytest.approx(right, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,12 @@ from support.watched import WAYS, watch
 
 BAR = 1.1  # how much farther than transformers' bfloat16 the engine may be
 ROWS_AT_ONCE = 64
-ROWS_KEPT = 256  # of logits that wait to be compared at once: decoding shows one row at a time
 MIN_BYTES_AT_ONCE = 1 << 30  # of exact logits in memory
 SHIFT = 16  # of a float32's bits: what is left is sign, exponent and 7 bits of the fraction
 NUM_BINS = 1 << (31 - SHIFT)
 NUM_DRAWS = 400  # of the bootstrap
 Texts = Mapping[str, Sequence[int]]
+Logits = Mapping[str, torch.Tensor]  # of each text, [tokens - 1, V]
 
 
 class Figures(NamedTuple):
@@ -42,7 +42,7 @@ class Distance:
     kl: dict[str, float] = field(default_factory=dict)  # sums, by text
     off: dict[str, float] = field(default_factory=dict)  # sums of the means over the vocabulary
     count: dict[str, int] = field(default_factory=dict)
-    bins: np.ndarray = field(default_factory=lambda: np.zeros(NUM_BINS, np.int64))
+    bins: dict[str, np.ndarray] = field(default_factory=dict)
 
     def add(self, name: str, logits: torch.Tensor, exact: torch.Tensor) -> None:
         """logits, exact: [N, V] float32, of positions of one text."""
@@ -56,21 +56,23 @@ class Distance:
             self.off[name] = self.off.get(name, 0.0) + float(off.double().mean(-1).sum())
             self.count[name] = self.count.get(name, 0) + len(some)
             found = off.flatten().contiguous().view(torch.int32) >> SHIFT
-            self.bins += np.bincount(found.numpy(), minlength=NUM_BINS)
+            bins = np.bincount(found.numpy(), minlength=NUM_BINS)
+            self.bins[name] = self.bins.get(name, 0) + bins
 
     @property
     def num_positions(self) -> int:
         return sum(self.count.values())
 
-    def figures(self) -> Figures:
-        num = self.num_positions
-        high = quantile_of_bins(self.bins, 0.999)
-        return Figures(sum(self.kl.values()) / num, sum(self.off.values()) / num, high)
-
-    def means(self, names: Sequence[str]) -> tuple[float, float]:
-        """Mean KL and mean error over these texts, each as often as it is named."""
+    def figures(self, names: Sequence[str] | None = None) -> Figures:
+        """Over these texts, each as often as it is named, or over all."""
+        names = list(self.count) if names is None else names
         num = sum(self.count[name] for name in names)
-        return sum(self.kl[n] for n in names) / num, sum(self.off[n] for n in names) / num
+        high = quantile_of_bins(np.sum([self.bins[name] for name in names], axis=0), 0.999)
+        return Figures(
+            sum(self.kl[name] for name in names) / num,
+            sum(self.off[name] for name in names) / num,
+            high,
+        )
 
 
 def quantile_of_bins(bins: np.ndarray, share: float) -> float:
@@ -85,35 +87,33 @@ def quantile_of_bins(bins: np.ndarray, share: float) -> float:
 
 
 class Shown:
-    """Logits of a group of texts as the engine shows them, compared many rows at a time."""
+    """Logits of a group of texts as the engine shows them, compared when all have come.
+
+    A position that is computed again, after a preemption, counts once, as it was computed last:
+    the largest errors belong to a handful of positions, and each would count several times.
+    """
 
     def __init__(
-        self,
-        distances: tuple[Distance, Distance],
-        exact: Mapping[str, torch.Tensor],
-        rounded: Mapping[str, torch.Tensor],
+        self, distances: tuple[Distance, Distance], exact: Logits, rounded: Logits
     ) -> None:
         self._ours, self._theirs = distances
         self._exact, self._rounded = exact, rounded
-        self._kept: dict[str, list[tuple[list[int], torch.Tensor]]] = {}
+        self._shown: dict[str, torch.Tensor] = {}
+        self._positions: dict[str, set[int]] = {}
 
     def __call__(self, name: str, at: list[int], logits: torch.Tensor) -> None:
         """logits [len(at), V] may be overwritten behind this call."""
-        kept = self._kept.setdefault(name, [])
-        kept.append((at, logits.float().clone()))
-        if sum(len(some) for some, _ in kept) >= ROWS_KEPT:
-            self._compare(name)
+        if name not in self._shown:
+            self._shown[name] = torch.empty_like(self._exact[name])
+        self._shown[name][at] = logits.float()
+        self._positions.setdefault(name, set()).update(at)
 
     def finish(self) -> None:
-        for name in list(self._kept):
-            self._compare(name)
-
-    def _compare(self, name: str) -> None:
-        kept = self._kept.pop(name)
-        at = [position for some, _ in kept for position in some]
-        exact = self._exact[name][at]
-        self._ours.add(name, torch.cat([logits for _, logits in kept]), exact)
-        self._theirs.add(name, self._rounded[name][at].float(), exact)
+        for name, positions in self._positions.items():
+            at = sorted(positions)
+            exact = self._exact[name][at]
+            self._ours.add(name, self._shown.pop(name)[at], exact)
+            self._theirs.add(name, self._rounded[name][at].float(), exact)
 
 
 class Ratio(NamedTuple):
@@ -123,15 +123,17 @@ class Ratio(NamedTuple):
     num_positions: int
     ours: Figures
     theirs: Figures
-    intervals: tuple[tuple[float, float], tuple[float, float]]
-    """95 % of the ratios of mean KL and of mean error, over texts drawn with replacement."""
+    intervals: tuple[tuple[float, float], ...]
+    """95 % of each of the ratios, over texts drawn with replacement."""
     num_preemptions: int = 0
 
     @property
     def values(self) -> Figures:
-        return Figures(
-            *(a / b if b else float(a > 0) for a, b in zip(self.ours, self.theirs, strict=True))
-        )
+        return ratios_of(self.ours, self.theirs)
+
+
+def ratios_of(ours: Figures, theirs: Figures) -> Figures:
+    return Figures(*(a / b if b else float(a > 0) for a, b in zip(ours, theirs, strict=True)))
 
 
 def compare(way: str, ours: Distance, theirs: Distance, num_preemptions: int = 0) -> Ratio:
@@ -140,15 +142,14 @@ def compare(way: str, ours: Distance, theirs: Distance, num_preemptions: int = 0
     drawn = []
     for _ in range(NUM_DRAWS):
         chosen = rng.choices(names, k=len(names))
-        pairs = zip(ours.means(chosen), theirs.means(chosen), strict=True)
-        drawn.append([a / b if b else 1.0 for a, b in pairs])
+        drawn.append(ratios_of(ours.figures(chosen), theirs.figures(chosen)))
     low, high = np.quantile(drawn, [0.025, 0.975], axis=0).tolist()
     return Ratio(
         way,
         ours.num_positions,
         ours.figures(),
         theirs.figures(),
-        ((low[0], high[0]), (low[1], high[1])),
+        tuple(zip(low, high, strict=True)),
         num_preemptions,
     )
 
