@@ -9,7 +9,8 @@ run all the time. The promise is --ttft (5) times its median to the first token,
 its median between two events for 99 % of a request's gaps. Then in each round every engine, in a
 process of its own: how soon it is ready, the given shares of the peer's capacity as open loads
 (Poisson arrivals, see server_load.py), and the highest rate at which 95 % of requests are given the
-promise. With --tiny also the tokens a second of 256 streams of that model.
+promise. With --tiny also the tokens a second of 256 streams of that model. Both engines get the
+same requests, and no request comes twice: its prompt would be cached.
 
 What the serving side takes of a token is processor time of the process that answers HTTP, with all
 its threads; in both engines the model is computed by a process of its own, which is not counted.
@@ -17,6 +18,7 @@ The load generator runs on the same machine; what it takes is told beside.
 """
 
 import argparse
+import itertools
 import json
 import os
 import signal
@@ -59,6 +61,7 @@ TINY_TICK = 0.04  # several tokens of a stream come together, so that reading th
 ENOUGH = 0.95  # of the requests
 SEARCH_STEPS = 4  # halvings of the range of rates
 SEARCH_GROWTH = 1.5
+FIRST_SEARCH_SEED = 100_000
 
 
 @dataclass(frozen=True)
@@ -142,9 +145,10 @@ class Base:
 
 
 def base_of(server: Running, shape: Shape, seconds: float) -> Base:
-    closed_loop(server.address, shape, 4, WARM_SECONDS)
-    alone = [row for row in closed_loop(server.address, shape, 1, seconds) if row.is_whole]
-    rows = closed_loop(server.address, shape, NUM_STREAMS, seconds)
+    closed_loop(server.address, shape, 4, WARM_SECONDS, seed=1)
+    alone = closed_loop(server.address, shape, 1, seconds, seed=2)
+    alone = [row for row in alone if row.is_whole]
+    rows = closed_loop(server.address, shape, NUM_STREAMS, seconds, seed=3)
     return Base(
         statistics.median(row.ttft for row in alone),
         statistics.median(gap for row in alone for gap in row.gaps),
@@ -180,18 +184,20 @@ def highest_rate(
     """At which ``ENOUGH`` of the requests are given the promise; 0.0 if not even at a sixteenth of
     ``start``."""
 
-    def is_enough(rate: float, seed: int) -> bool:
-        rows = open_loop(server.address, shape, rate, seconds, seed)
+    seeds = itertools.count(FIRST_SEARCH_SEED)
+
+    def is_enough(rate: float) -> bool:
+        rows = open_loop(server.address, shape, rate, seconds, next(seeds))
         return bool(rows) and sum(map(promise.is_kept, rows)) >= ENOUGH * len(rows)
 
     good, bad = 0.0, start / 16
-    while is_enough(bad, 1):
+    while is_enough(bad):
         good, bad = bad, bad * SEARCH_GROWTH
     if not good:
         return 0.0
-    for step in range(SEARCH_STEPS):
+    for _ in range(SEARCH_STEPS):
         middle = (good + bad) / 2
-        if is_enough(middle, 2 + step):
+        if is_enough(middle):
             good = middle
         else:
             bad = middle
@@ -200,9 +206,9 @@ def highest_rate(
 
 def tiny_load(server: Running, shape: Shape, seconds: float) -> dict[str, float]:
     """Many streams of a model that takes no time: what the server can do."""
-    closed_loop(server.address, shape, TINY_STREAMS, WARM_SECONDS, tick=TINY_TICK)
+    closed_loop(server.address, shape, TINY_STREAMS, WARM_SECONDS, seed=1, tick=TINY_TICK)
     before, own = thread_seconds(server.pid), time.process_time()
-    rows = closed_loop(server.address, shape, TINY_STREAMS, seconds, tick=TINY_TICK)
+    rows = closed_loop(server.address, shape, TINY_STREAMS, seconds, seed=2, tick=TINY_TICK)
     tokens = sum(row.num_tokens for row in rows if row.times)
     return {"tokens_per_s": round(tokens / seconds, 1), **_costs(server, rows, before, own)}
 
@@ -222,11 +228,9 @@ def round_of(
         found["ready_s"] = round(server.ready_seconds, 2)
         own = base_of(server, shape, asked.seconds / 2)
         found["own"] = {name: round(value, 5) for name, value in asdict(own).items()}
-        for share in map(float, asked.shares.split(",")):
-            rate = share * base.capacity
-            found[f"at_{share:g}"] = at_rate(
-                server, shape, rate, promise, asked.seconds, 100 * number
-            )
+        for place, share in enumerate(map(float, asked.shares.split(","))):
+            rate, seed = share * base.capacity, 100 * (number + 1) + place
+            found[f"at_{share:g}"] = at_rate(server, shape, rate, promise, asked.seconds, seed)
         if not asked.no_search:
             rate = highest_rate(server, shape, promise, base.capacity, asked.seconds / 2)
             found["highest_rate_per_s"] = round(rate, 3)
