@@ -44,7 +44,12 @@ Figures = dict[str, float]
 
 
 def by_bench_serve(
-    asked: argparse.Namespace, server: Running, rate: float, promise: Promise, home: str
+    asked: argparse.Namespace,
+    server: Running,
+    rate: float,
+    promise: Promise,
+    home: str,
+    seed: int,
 ) -> Figures:
     command = [
         asked.vllm_python, "-c", BENCH_SERVE,
@@ -52,8 +57,8 @@ def by_bench_serve(
         "--tokenizer", asked.model, "--dataset-name", "random",
         "--random-input-len", str(NUM_PROMPT), "--random-output-len", str(NUM_TOKENS),
         "--num-prompts", str(round(rate * asked.seconds)), "--request-rate", str(rate),
-        "--ignore-eos", "--save-result", "--save-detailed", "--result-dir", home,
-        "--result-filename", "found.json",
+        "--seed", str(seed), "--ignore-eos", "--save-result", "--save-detailed",
+        "--result-dir", home, "--result-filename", "found.json",
     ]  # fmt: skip
     _run(command, home)
     found = json.loads((Path(home) / "found.json").read_text())
@@ -72,7 +77,12 @@ def by_bench_serve(
 
 
 def by_guidellm(
-    asked: argparse.Namespace, server: Running, rate: float, promise: Promise, home: str
+    asked: argparse.Namespace,
+    server: Running,
+    rate: float,
+    promise: Promise,
+    home: str,
+    seed: int,
 ) -> Figures:
     data = f"kind=synthetic_text,prompt_tokens={NUM_PROMPT},output_tokens={NUM_TOKENS}"
     command = [
@@ -80,6 +90,7 @@ def by_guidellm(
         "--backend", f"kind=openai_http,target={_url(server)},model={NAME},validate_backend=False",
         "--tokenizer", f"kind=hf_auto,model={asked.model}",
         "--data", data,
+        "--seed", f"kind=static,value={seed}",
         "--profile", f"kind=poisson,rate={rate}",
         "--constraint", f"kind=max_duration,seconds={asked.seconds:g}",
         "--disable-console",
@@ -185,9 +196,9 @@ def round_of(
 ) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, drive in drivers.items():
-        for share in map(float, asked.shares.split(",")):
-            with tempfile.TemporaryDirectory() as home:
-                figures = drive(asked, server, share * capacity, promise, home)
+        for place, share in enumerate(map(float, asked.shares.split(","))):
+            with tempfile.TemporaryDirectory() as home:  # other prompts each time: none is cached
+                figures = drive(asked, server, share * capacity, promise, home, 1 + place)
             found[f"{name}, {share:g}"] = {key: round(value, 3) for key, value in figures.items()}
     return found
 

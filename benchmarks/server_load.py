@@ -255,7 +255,7 @@ class Load:
         row = connection.row
         assert row is not None
         self._end(connection, how)
-        if b"onnection: close" in row.tail or how == "refused":
+        if b"onnection: close" in row.tail or how == "cut":
             self._forget(connection)
         else:
             connection.is_old = True
