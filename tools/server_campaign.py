@@ -303,6 +303,8 @@ def how_told(row: Row) -> str:
         return "refused" if is_right else f"wrong: refused by {row.tail!r}"
     if row.how == "unreachable":
         return "unreachable"
+    if row.how == "cut" and not row.status:  # it waited to be accepted, or to be read, at the end
+        return "unanswered"
     if row.how != "done":
         return f"wrong: {row.how} behind {row.num_events} events: {row.tail!r}"
     if row.is_failed:

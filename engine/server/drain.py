@@ -7,7 +7,7 @@ import logging
 import math
 import time
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.async_engine import AsyncLLMEngine
 from engine.server.errors import ApiError, error_response
@@ -19,6 +19,7 @@ logger = logging.getLogger("engine.server")
 WHILE_DRAINING = ("/health", "/ping", "/load", "/metrics", "/version")  # go on to be answered
 TELL_SECONDS = 0.5  # for answers to end that were told to
 LOOK_SECONDS = 0.02
+RETRY_SECONDS = 1.0  # till another server may answer
 
 
 class Drain:
@@ -44,7 +45,7 @@ class Drain:
             return
         self.num_open += 1
         try:
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, self._last_on_connection(send))
         finally:
             self.num_open -= 1
 
@@ -68,7 +69,12 @@ class Drain:
             await asyncio.sleep(LOOK_SECONDS)
         tell_until = time.monotonic() + TELL_SECONDS
         while self.num_open and time.monotonic() < tell_until:
-            error = ApiError(503, "the request was aborted: the server is ending", code="aborted")
+            error = ApiError(
+                503,
+                "the request was aborted: the server is ending",
+                code="aborted",
+                retry_after=RETRY_SECONDS,
+            )
             num_told += self._engine.give_up(error)
             await asyncio.sleep(LOOK_SECONDS)
         logger.warning(
@@ -78,10 +84,20 @@ class Drain:
             self.num_open,
         )
 
+    def _last_on_connection(self, send: Send) -> Send:
+        """Answers that begin once the end has begun say that their connection ends with them."""
+
+        async def say(message: Message) -> None:
+            if self.is_begun and message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
+            await send(message)
+
+        return say
+
     def _refusal(self, scope: Scope) -> ASGIApp:
         seconds = self._until - time.monotonic()
         error = ApiError(
-            503, "the server is ending", code="draining", retry_after=max(1.0, seconds)
+            503, "the server is ending", code="draining", retry_after=max(RETRY_SECONDS, seconds)
         )
         response = error_response(error, scope["path"])
         response.headers["Connection"] = "close"
