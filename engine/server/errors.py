@@ -21,11 +21,17 @@ from engine.errors import (
 INSIDE = re.compile(r"0x[0-9a-fA-F]{6,}|(?<![\w:/])/[\w.+-]+(?:/[\w.+-]+)+")
 """Addresses and paths, of which clients are not told."""
 
+FOR_NOW = (429, 503)
+RETRY_SECONDS = 1.0  # that they tell if nothing better is known
+
 logger = logging.getLogger("engine.server")
 
 
 class ApiError(Exception):
-    """Answered with this status; ``param`` is the field that is to blame."""
+    """Answered with this status; ``param`` is the field that is to blame.
+
+    What is refused for now (429, 503) always says in how many seconds to come again.
+    """
 
     def __init__(
         self,
@@ -41,6 +47,8 @@ class ApiError(Exception):
         self.message = message
         self.param = param
         self.code = code
+        if retry_after is None and status in FOR_NOW:
+            retry_after = RETRY_SECONDS
         self.retry_after = retry_after
 
     @property
@@ -87,7 +95,7 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RefusedError):
-        return ApiError(503, str(error), code="queue_full", retry_after=error.retry_after or 1.0)
+        return ApiError(503, str(error), code="queue_full", retry_after=error.retry_after)
     if isinstance(error, PromptTooLongError):
         return ApiError(400, str(error), code="context_length_exceeded")
     if isinstance(error, RequestError | ConfigError):  # the latter: without a tokenizer

@@ -135,7 +135,6 @@ class Guard:
             f"this key has {self._most} requests under way, the limit (--max-requests-per-key of "
             "the server): try again when one has ended",
             code="too_many_requests",
-            retry_after=1.0,
         )
 
 

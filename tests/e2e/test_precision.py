@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from e2e.general_models import GENERAL_CASES, make_general_model
@@ -16,6 +17,7 @@ from e2e.tiny_models import CASES, VOCAB, make_tiny_model
 from support.fingerprint import LENGTHS, of_a_fresh_process
 from support.precision import (
     BAR,
+    NUM_BINS,
     Distance,
     Shown,
     compare,
@@ -147,7 +149,9 @@ def test_the_quantile_of_bins_is_that_of_the_values(seed: int) -> None:
     gathered.add("a", off, exact)
     for share in (0.5, 0.999):
         right = float(off.flatten().double().quantile(share))
-        assert quantile_of_bins(gathered.bins["a"], share) == pytest.approx(right, rel=0.01)
+        assert quantile_of_bins(np.arange(NUM_BINS), gathered.bins["a"], share) == pytest.approx(
+            right, rel=0.01
+        )
 
 
 @pytest.mark.parametrize(

@@ -63,26 +63,29 @@ class Distance:
     def num_positions(self) -> int:
         return sum(self.count.values())
 
-    def figures(self, names: Sequence[str] | None = None) -> Figures:
-        """Over these texts, each as often as it is named, or over all."""
-        names = list(self.count) if names is None else names
-        num = sum(self.count[name] for name in names)
-        high = quantile_of_bins(np.sum([self.bins[name] for name in names], axis=0), 0.999)
-        return Figures(
-            sum(self.kl[name] for name in names) / num,
-            sum(self.off[name] for name in names) / num,
-            high,
-        )
+    def figures(self) -> Figures:
+        names = list(self.count)
+        return Figures(*self.drawn(names, np.ones((1, len(names)), np.int64))[0].tolist())
+
+    def drawn(self, names: Sequence[str], times: np.ndarray) -> np.ndarray:
+        """Figures [draws, 3], each over texts that count so many times [draws, texts]."""
+        num = times @ [self.count[name] for name in names]
+        bins = np.stack([self.bins[name] for name in names])
+        used = np.flatnonzero(bins.any(axis=0))
+        highs = [quantile_of_bins(used, row, 0.999) for row in times @ bins[:, used]]
+        kl, off = (times @ [sums[name] for name in names] / num for sums in (self.kl, self.off))
+        return np.column_stack([kl, off, highs])
 
 
-def quantile_of_bins(bins: np.ndarray, share: float) -> float:
-    """Within a bin the values are taken to lie evenly; a bin is 0.8 % wide at most."""
-    below = bins.cumsum()
+def quantile_of_bins(bins: np.ndarray, counts: np.ndarray, share: float) -> float:
+    """Of values that lie in these bins, counted; within a bin, which is 0.8 % wide at most, they
+    are taken to lie evenly."""
+    below = counts.cumsum()
     rank = share * below[-1]
     place = int(np.searchsorted(below, rank))
-    edges = (np.array([place, place + 1], np.int32) << SHIFT).view(np.float32)
-    before = below[place] - bins[place]
-    within = (rank - before) / max(1, bins[place])
+    edges = (np.array([bins[place], bins[place] + 1], np.int32) << SHIFT).view(np.float32)
+    before = below[place] - counts[place]
+    within = (rank - before) / max(1, counts[place])
     return float(edges[0] + within * (edges[1] - edges[0]))
 
 
@@ -129,20 +132,21 @@ class Ratio(NamedTuple):
 
     @property
     def values(self) -> Figures:
-        return ratios_of(self.ours, self.theirs)
+        ours, theirs = np.array(self.ours), np.array(self.theirs)
+        return Figures(*ratios_of(ours, theirs).tolist())
 
 
-def ratios_of(ours: Figures, theirs: Figures) -> Figures:
-    return Figures(*(a / b if b else float(a > 0) for a, b in zip(ours, theirs, strict=True)))
+def ratios_of(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+    """1 where theirs is 0 and ours is not."""
+    return np.divide(ours, theirs, out=(ours > 0).astype(float), where=theirs != 0)
 
 
 def compare(way: str, ours: Distance, theirs: Distance, num_preemptions: int = 0) -> Ratio:
     """Of the same positions of the same texts."""
-    rng, names = random.Random(1), sorted(ours.count)
-    drawn = []
-    for _ in range(NUM_DRAWS):
-        chosen = rng.choices(names, k=len(names))
-        drawn.append(ratios_of(ours.figures(chosen), theirs.figures(chosen)))
+    names = sorted(ours.count)
+    each = np.full(len(names), 1 / len(names))
+    times = np.random.default_rng(1).multinomial(len(names), each, NUM_DRAWS)
+    drawn = ratios_of(ours.drawn(names, times), theirs.drawn(names, times))
     low, high = np.quantile(drawn, [0.025, 0.975], axis=0).tolist()
     return Ratio(
         way,

@@ -44,7 +44,6 @@ class Bodies:
                 f"bodies of over {TOTAL_BODIES * self._most} bytes are being read, the limit: try "
                 "again",
                 code="too_many_bodies",
-                retry_after=1.0,
             )
 
 
