@@ -316,11 +316,13 @@ def _around(rng: random.Random, number: int) -> int:
 
 def poisson(load: Load, shape: Shape, rate: float, seconds: float, seed: int) -> list[Row]:
     """Arrivals at this rate, from now on for so long."""
-    rng, rows = random.Random(seed), []
-    at = start = time.perf_counter()
-    while (at := at + rng.expovariate(rate)) < start + seconds:
-        rows.append(Row(at, shape.body(rng)))
-        load.add(rows[-1])
+    rng, asked, at = random.Random(seed), [], 0.0
+    while (at := at + rng.expovariate(rate)) < seconds:
+        asked.append((at, shape.body(rng)))
+    start = time.perf_counter()  # making tens of thousands of them takes seconds
+    rows = [Row(start + at, body) for at, body in asked]
+    for row in rows:
+        load.add(row)
     return rows
 
 

@@ -13,6 +13,7 @@ Prints a JSON line for each; exit status 1 if anything was wrong.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import re
@@ -100,23 +101,26 @@ class Overload:
 def overload(asked: Overload, seed: int = 0) -> Result:
     """Goodput at too much load, how soon others are refused, and how soon it is over."""
     result, promise = Result("overload"), asked.promise
+    seeds = itertools.count(100 * seed)  # a prompt that comes twice would be cached
     with served(*asked.options, "--max-queue-seconds", str(asked.queue_seconds)) as server:
         address = ("127.0.0.1", server.port)
-        closed_loop(address, asked.shape, 8, 2.0)  # warm
-        rows = closed_loop(address, asked.shape, 64, asked.measure_seconds)
+        closed_loop(address, asked.shape, 8, 2.0, seed=next(seeds))  # warm
+        rows = closed_loop(address, asked.shape, 64, asked.measure_seconds, seed=next(seeds))
         capacity = sum(row.is_whole for row in rows) / asked.measure_seconds
         result.figures["capacity_per_s"] = round(capacity, 2)
         goodputs = {}
         for share in (0.7, 0.9, 1.1):
-            rows = open_loop(address, asked.shape, share * capacity, asked.measure_seconds, seed)
+            rate = share * capacity
+            rows = open_loop(address, asked.shape, rate, asked.measure_seconds, next(seeds))
             goodputs[str(share)] = summary(rows, promise, _span(rows))
         result.figures["below"] = goodputs
         peak = max(each["goodput_per_s"] for each in goodputs.values())
         load = Load(*address)
-        rows = poisson(load, asked.shape, asked.factor * capacity, asked.seconds, seed)
+        rows = poisson(load, asked.shape, asked.factor * capacity, asked.seconds, next(seeds))
         ended = time.perf_counter() + asked.seconds
         load.run(ended)
-        after = poisson(load, asked.shape, 0.5 * capacity, 2 * MAX_RECOVERY_SECONDS, seed + 1)
+        spare = 2 * MAX_RECOVERY_SECONDS
+        after = poisson(load, asked.shape, 0.5 * capacity, spare, next(seeds))
         load.run(ended + 4 * MAX_RECOVERY_SECONDS)
         load.close()
         figures = result.figures["overload"] = summary(rows, promise, asked.seconds)

@@ -36,6 +36,10 @@ class SchedulerOptions:
     """Cap on one prompt's tokens in a step while others compete; 0 is no cap."""
     long_prefill_token_threshold_adaptive: bool = False
     """Raise that cap to an equal share of the step's tokens where it is below one."""
+    max_mixed_prefill_tokens: int | None = None
+    """Prompt tokens of a step beside requests that decode, while at most six times as many wait; a
+    prompt that is longer goes alone. 0 is no cap. On a CPU 128 if not given, else 0; none under a
+    policy that bounds or orders steps itself."""
     watermark: float | None = None
     """Share of the KV blocks that a request leaves free as it starts beside others; judged by the
     measured time of steps if not given."""
@@ -82,7 +86,7 @@ class SchedulerOptions:
                 "scheduling_policy is None, must name a policy ('fcfs' is the default)"
             )
         check_range(self, 1, MAX_SEATS, "max_num_seqs")
-        check_range(self, 0, INT32_MAX, "long_prefill_token_threshold")
+        check_range(self, 0, INT32_MAX, "long_prefill_token_threshold", "max_mixed_prefill_tokens")
         check_range(self, 1, INT32_MAX, "max_model_len", "max_num_batched_tokens")
         check_range(self, 1, None, "max_waiting_requests", "max_waiting_tokens", "stalled_steps")
         check_range(self, 0, None, "max_policy_faults")
@@ -145,6 +149,8 @@ class SchedulerConfig(SchedulerOptions):
     """Token budget of a step."""
     max_model_len: int = 2048
     """Longest prompt plus output, in tokens."""
+    max_mixed_prefill_tokens: int = 0
+    """Prompt tokens of a step beside requests that decode, while few wait; 0 is no cap."""
     num_steps_in_flight: int = 1
     """Steps launched before the oldest is settled: 1 synchronous, 2 overlapped."""
     resources: tuple[Any, ...] = ()

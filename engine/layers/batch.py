@@ -41,7 +41,7 @@ class ForwardBatch:
     embeds: Embeds | None = None
     adapters: torch.Tensor | None = None  # [N] int32: adapter slot of each token, -1: none
     aux_layers: tuple[int, ...] = ()  # whose outputs are wanted beside the last hidden states
-    recorder: Recorder | None = None  # repeats this step, if it is one of decodes and no more
+    recorder: Recorder | None = None  # repeats this step, of which nothing else is asked
 
     def move(self, positions: torch.Tensor) -> None:
         """Give the tokens other positions than their places in the sequence, of one row [N] or

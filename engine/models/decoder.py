@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -145,8 +146,9 @@ class Decoder:
             )
         x = self.embedding(batch.input_ids, batch.embeds)
         if batch.recorder is not None:
-            work = partial(self._last_hidden, batch, kv)
-            return Hidden(batch.recorder.run(work, x, batch.attn))
+            work = partial(self._last_hidden, replace(batch, wanted=None), kv)
+            hidden = batch.recorder.run(work, x, batch.attn)
+            return Hidden(hidden if batch.wanted is None else hidden[batch.wanted.rows])
         return self._hidden(batch, kv, x)
 
     def _last_hidden(

@@ -39,10 +39,11 @@ from engine.sched.predict.headroom import Judgement
 from engine.sched.request import SERIAL, WATCHED, Request
 from engine.sched.resource import Fit, OnRefuse, Resource
 from engine.sched.roster import Cause, Roster
-from engine.sched.step.builder import Step, pad_drafts, prefill_cap, seal
+from engine.sched.step.builder import Step, pad_drafts, seal
 from engine.sched.step.decodes import FEW, DecodeFastPath
 from engine.sched.step.intake import Intake, TimerKind
 from engine.sched.step.preempt import cut_to_blocks, promised_to_others, victims_for
+from engine.sched.step.prompts import prefill_cap, waits_for_decodes
 from engine.sched.step.settle import Counters, Settler, end_of
 from engine.sched.view import View
 
@@ -218,7 +219,7 @@ class Scheduler(SchedulerInterface):
             wanted = min(1 + self.resources.extra(req, step), room)
         else:
             room = step.tokens_left - step.num_kept_tokens
-            if room <= 0:
+            if room <= 0 or waits_for_decodes(behind, self.config, step, self.roster, self.guard):
                 return Fit(0, Cause.TOKENS, OnRefuse.CLOSE)
             wanted = min(behind, room, prefill_cap(self.config, self.roster))
         if wanted < behind and not self.config.enable_chunked_prefill:
@@ -261,6 +262,7 @@ class Scheduler(SchedulerInterface):
         if is_new:
             self._admit(req)
             self.resources.seated(req, step)
+        is_prompt = is_new or req.num_uncomputed > 1
         upto = table.num_computed.at[row] + num_tokens
         table.num_computed.at[row] = upto
         table.in_flight.at[row] += 1
@@ -268,7 +270,7 @@ class Scheduler(SchedulerInterface):
         if samples:
             table.num_pending.at[row] += 1
         self.kv.commit(req, min(upto, table.num_tokens.at[row]))
-        step.record(req, num_tokens, is_new=is_new, samples=samples)
+        step.record(req, num_tokens, is_new=is_new, is_prompt=is_prompt, samples=samples)
         self.resources.take(req, num_tokens, step)
         if self.guard.uses_ledger:
             self.view.ledger.on_grant(req, num_tokens)

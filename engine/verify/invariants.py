@@ -24,6 +24,7 @@
 [21]   no request lacks blocks while one that it outranks is granted   ``check.check_ranked``
 [22]   drafts are asked of a worker only where a step can verify them  ``halves``
 [23]   drafts are counted as they were verified                        ``halves.DraftCounts``
+[24]   beside decodes, prompts go one by one while few wait            ``check.check_mixed``
 =====  ==============================================================  ==========================
 """
 
@@ -41,7 +42,14 @@ from engine.sched.interface import PauseState
 from engine.sched.request import Request
 from engine.sched.roster import by_rank
 from engine.sched.scheduler import Scheduler
-from engine.verify.check import check_empty, check_plan, check_ranked, check_spare, check_state
+from engine.verify.check import (
+    check_empty,
+    check_mixed,
+    check_plan,
+    check_ranked,
+    check_spare,
+    check_state,
+)
 from engine.verify.fake import EMPTY_DIGEST, DigestWorker, mix
 from engine.verify.needs import Drafts, Need
 
@@ -83,6 +91,7 @@ class Invariants:
         if self.plugins:
             self._check_plugins()
             check_spare(self.scheduler, plan)
+            check_mixed(self.scheduler, plan)
             check_ranked(self.scheduler, plan)
         if not plan.is_empty:
             check_plan(self.scheduler, plan)

@@ -113,6 +113,7 @@ class Staged(NamedTuple):
     picked: Picked | None  # None: rows have one token each, as many as a graph holds
     changes: Changes | None
     mixed: int  # tokens of the graph that it is for, 0: none
+    filled: bool  # it is made up with padding to be recorded, see ``Recorder.mixed_size``
 
     @property
     def step(self) -> DeviceColumns:
@@ -154,15 +155,17 @@ class Batches:
         *,
         padded: int = 0,
         mixed: int = 0,
+        filled: int = 0,
     ) -> Staged:
         """Send these rows, and with a plan all that it changes: one copy.
 
         ``specs``: of the plan's new sequences. padded: these rows have one token each, and are made
         up to so many with padding. mixed: they are for a graph of so many tokens; see
-        ``mixed_room``.
+        ``mixed_room``. filled: they are made up to so many tokens; those behind the last are of no
+        sequence.
         """
         tokens = locate(rows)
-        num_tokens = max(len(tokens.slots), padded)
+        num_tokens = max(len(tokens.slots), padded, filled)
         host = self._staging.open(max(num_tokens, mixed))
         self._fill(host, rows, tokens, padded)
         if mixed:  # sequences of no tokens; the tokens behind the last belong to none
@@ -178,7 +181,7 @@ class Batches:
         changes = None if plan is None else stage_changes(plan, specs, self._staging)
         self._staging.send()
         room = self._room(max(len(rows.counts), padded), num_tokens)
-        return Staged(rows, tokens, room, draws, picked, changes, mixed)
+        return Staged(rows, tokens, room, draws, picked, changes, mixed, filled > 0)
 
     def mixed_room(self, num_tokens: int) -> Room:
         """Of any step of so many tokens at most: as many sequences as there can be then."""

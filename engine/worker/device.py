@@ -36,8 +36,14 @@ def resolve_device(asked: Device) -> Device:
 
 def has_tiles(model: ModelConfig, info: ModelInfo, device: Device) -> bool:
     """Whether a CPU computes this model by tiles of bfloat16."""
-    is_plain = model.quantization is None and isa.LEVEL == "amx"
-    return is_plain and device == "cpu" and compute_dtype(model, info, device) is torch.bfloat16
+    if model.quantization is not None or device != "cpu":
+        return False
+    return takes_tiles(compute_dtype(model, info, device))
+
+
+def takes_tiles(dtype: torch.dtype) -> bool:
+    """Whether this CPU multiplies such numbers by tiles."""
+    return isa.LEVEL == "amx" and dtype is torch.bfloat16
 
 
 def make_platform(device: Device) -> Platform:

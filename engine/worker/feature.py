@@ -28,7 +28,7 @@ class Machine(NamedTuple):
     sampler: Sampler  # what requests do to their logits
     batches: Batches  # the step that is being sent
     features: tuple[Feature, ...] = ()
-    recorder: Recorder | None = None  # of decode steps on a CPU
+    recorder: Recorder | None = None  # of steps on a CPU
 
 
 class Feature:

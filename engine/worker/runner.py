@@ -291,7 +291,8 @@ class Runner:
         """Send these rows and, with a plan, all its changes."""
         padded = self._size_for(rows)
         mixed = 0 if padded else self._mixed_size_for(rows)
-        staged = self.machine.batches.stage(rows, plan, specs, padded=padded, mixed=mixed)
+        sizes = {"padded": padded, "mixed": mixed, "filled": self._filled_size_for(rows)}
+        staged = self.machine.batches.stage(rows, plan, specs, **sizes)
         if staged.changes is not None:
             self.machine.slots.apply(*staged.changes)
         return staged
@@ -408,6 +409,17 @@ class Runner:
             return 0
         graph = self._mixed.holding(int(rows.counts.sum()))
         return 0 if graph is None else graph.num_rows
+
+    def _filled_size_for(self, rows: PlanRows) -> int:
+        """Tokens that a step with chunks is made up to, to be repeated on a CPU; 0: it is not."""
+        machine, num_tokens = self.machine, int(rows.counts.sum())
+        if machine.recorder is None or rows.drafts is not None or machine.live.prompt_scored:
+            return 0
+        if num_tokens == len(rows.counts):  # decodes alone
+            return 0
+        size = machine.recorder.mixed_size(num_tokens)
+        is_touched = any(feature.touches(rows) for feature in machine.features)
+        return 0 if is_touched or size > machine.batches.max_num_tokens else size
 
     def _step_for(
         self, staged: Staged, is_made_up: bool, is_masked: bool

@@ -160,7 +160,9 @@ class EagerStep:
         for feature in features:
             feature.extend(batch, rows)
         # Where every token draws one, all rows are decodes, with drafts or without.
-        if batch.wanted is None and not any(feature.touches(rows) for feature in features):
+        if self._staged.filled or (
+            batch.wanted is None and not any(feature.touches(rows) for feature in features)
+        ):
             batch.recorder = self._machine.recorder
 
 

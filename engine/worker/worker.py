@@ -30,7 +30,7 @@ from engine.models.load import load_model
 from engine.models.model import Model
 from engine.sample.sampler import Sampler
 from engine.worker.batches import Batches, Staging
-from engine.worker.device import make_platform, resolve_device
+from engine.worker.device import make_platform, resolve_device, takes_tiles
 from engine.worker.feature import Feature, Machine
 from engine.worker.memory import (
     PagesAhead,
@@ -48,7 +48,7 @@ from engine.worker.steps import Pending
 from engine.worker.warmup import WORTH_SAYING, meet_shapes, prepare_kernels, warm_up
 from kernels.cpu import isa
 from kernels.cpu.cells import DTYPES as COMPILED
-from kernels.cpu.recording import Recorder
+from kernels.cpu.recording import MOST_MIXED, Recorder
 from kernels.cpu.threads import leave_threads_to_kernels, set_threads
 
 OWN_PARTS = ("drafts", "masks")  # computed without a feature
@@ -278,6 +278,14 @@ def make_worker(
     return ModelWorker(config, info, platform, features)
 
 
+def make_recorder(model: Model, platform: Platform, config: ResolvedConfig) -> Recorder | None:
+    """None on a GPU, which has graphs, and where steps are to go launch by launch."""
+    if not platform.shares_memory or config.gpu.enforce_eager:
+        return None
+    is_plain = isinstance(model, Decoder) and config.model.quantization is None
+    return Recorder(most_mixed=MOST_MIXED if is_plain and takes_tiles(model.dtype) else 0)
+
+
 def make_machine(
     model: Model, platform: Platform, config: ResolvedConfig, features: Sequence[Feature] = ()
 ) -> Machine:
@@ -298,5 +306,5 @@ def make_machine(
             platform, slots, live, staging, batch_invariant=config.model.batch_invariant
         ),
         features=tuple(features),
-        recorder=Recorder() if platform.shares_memory and not config.gpu.enforce_eager else None,
+        recorder=make_recorder(model, platform, config),
     )

@@ -5,6 +5,9 @@ them takes as long as the smallest. As a CUDA graph does on a GPU, a recording k
 one step with the memory they use. A later step of as many sequences writes its inputs to the same
 addresses, tells the attention's plan anew, and runs all of it without Python in between.
 
+Steps with chunks of prompts have any number of tokens. Where tiles compute sixteen rows at once,
+such a step is made up to a multiple of that with padding, so that there are few kinds of them.
+
 Memory between the launches comes from one arena, in which each recording begins at the start: no
 two of them run at once. A recording is kept only if the work was nothing but launches: whatever
 else torch was asked to compute meanwhile would be missing in the next step.
@@ -30,6 +33,8 @@ from kernels.cpu.team import JOB_WORDS, TEAM, launch_all
 from kernels.meta import AttentionMeta
 
 MAX_BYTES = 64 << 20  # of the arena, of which only what is written takes memory
+MOST_MIXED = 256  # tokens of a step with chunks: Python takes little of a larger one
+MIXED_STEP = 16
 
 Work = Callable[[torch.Tensor], torch.Tensor]
 """Launches for an input, and their output. What it works out from a tensor's numbers on the host,
@@ -48,7 +53,9 @@ class Recording:
         result: torch.Tensor,
         launches: list[Launch],
         plans: dict[PlanKey, Plan],
+        num_bytes: int,
     ) -> None:
+        self.bytes_a_token = -(-num_bytes // len(given))
         self._given = given
         self._result = result
         self._plans = plans
@@ -64,11 +71,20 @@ class Recording:
 
 
 class Recorder:
-    """Repeats a model's decode steps: the second of a kind is recorded, later ones replayed."""
+    """Repeats a model's steps: the second of a kind is recorded, later ones replayed.
 
-    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+    most_mixed: tokens of a step with chunks of prompts, at most; 0 repeats decodes alone.
+    """
+
+    def __init__(self, max_bytes: int = MAX_BYTES, *, most_mixed: int = 0) -> None:
         self._memory = torch.empty(max_bytes, dtype=torch.uint8)
+        self._most_mixed = most_mixed
         self.forget()
+
+    def mixed_size(self, num_tokens: int) -> int:
+        """Tokens that a step with chunks is made up to, to be recorded; 0: it is not."""
+        size = -(-num_tokens // MIXED_STEP) * MIXED_STEP
+        return size if size <= self._most_mixed else 0
 
     def forget(self) -> None:
         """The model's cache lies elsewhere now."""
@@ -80,7 +96,7 @@ class Recorder:
         """What the work makes of an input [N, ...], which it may overwrite. It must be the same
         each time but for N and for what attention is asked.
 
-        The result is overwritten by the next step.
+        The result is overwritten by the next step; behind the last sequence's token it is anything.
         """
         kind = _kind_of(len(given), meta)
         recording = self._kept.get(kind)
@@ -94,7 +110,14 @@ class Recorder:
             self._unfit.add(kind)
         else:
             self._kept[kind] = recording
+        if kind.has_chunks:
+            self._most_mixed = min(self._most_mixed, self._room_for(recording))
         return result
+
+    def _room_for(self, recording: Recording | None) -> int:
+        """Tokens of the largest step that there is memory for, by one that was recorded. Known from
+        the first on, so that steps of a size are computed alike from then on."""
+        return 0 if recording is None else len(self._memory) // (2 * recording.bytes_a_token)
 
 
 class _Kind(NamedTuple):
@@ -123,7 +146,7 @@ def record(
     plans = {key: plan for key, plan in meta.scratch.items() if isinstance(plan, Plan)}
     if not watch.is_fit or len(plans) < len(meta.scratch):
         return result, None
-    return result, Recording(given, result, launches, plans)
+    return result, Recording(given, result, launches, plans, watch.num_bytes)
 
 
 class _Watch(TorchDispatchMode):
@@ -136,6 +159,11 @@ class _Watch(TorchDispatchMode):
         self._base = memory.data_ptr()
         self._skipped = -self._base % _ALIGNED
         self._arena = Arena(len(memory) - self._skipped)
+
+    @property
+    def num_bytes(self) -> int:
+        """As much of the memory was in use at once."""
+        return self._arena.peak
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -180,6 +208,7 @@ class Arena:
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.peak = 0  # the end of the last part that ever was in use
         self._used: list[tuple[int, int]] = []  # start and end, in order
         self._holders: dict[int, int] = {}
 
@@ -189,6 +218,7 @@ class Arena:
         for start, end in [*self._used, (self.size, 0)]:
             if start - before >= num_bytes:
                 insort(self._used, (before, before + max(num_bytes, 1)))
+                self.peak = max(self.peak, before + num_bytes)
                 self._holders[before] = 0
                 return before
             before = -(-end // _ALIGNED) * _ALIGNED

@@ -22,6 +22,7 @@ KV, TABLES = "kv/manager.py", "kv/tables.py"
 SCHEDULER, STEP = "sched/scheduler.py", "sched/step/"
 SETTLE, APPEND, BULK = STEP + "settle.py", STEP + "settle.py", STEP + "decodes.py"
 COLUMNS, ROSTER, WAITS = STEP + "settle.py", "sched/roster.py", "sched/roster.py"
+PROMPTS = STEP + "prompts.py"
 
 CANARIES = (
     # blocks
@@ -110,6 +111,12 @@ CANARIES = (
         SCHEDULER,
         "wanted = min(behind, room, prefill_cap(",
         "wanted = min(behind, room + 1, prefill_cap(",
+    ),
+    Canary(
+        "let all prompts join those that decode",
+        PROMPTS,
+        "    return roster.queued_tokens + begun <= FEW * size\n",
+        "    return False\n",
     ),
     Canary(
         "lose a seat",

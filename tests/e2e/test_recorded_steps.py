@@ -47,6 +47,8 @@ def test_replayed_steps_compute_the_same(
         return replay(self, given, meta)
 
     monkeypatch.setattr(Recording, "replay", seen)
+    # Steps with prompts compute the last layer's attention otherwise than those that are eager.
+    monkeypatch.setattr("engine.worker.worker.takes_tiles", lambda dtype: False)
     draw = random.Random(seed)
     path = make_tiny_model(name, tmp_path, dtype)
     config = json.loads((path / "config.json").read_text())
@@ -91,6 +93,38 @@ def test_steps_with_drafts_are_replayed_too(
             found.append((scores(engine, requests[:1]), scores(engine, requests)))
     assert found[0] == found[1]
     assert any(num_tokens > num_seqs for num_tokens, _, num_seqs in sizes), sizes
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma2", "qwen3-moe"])
+def test_steps_with_prompts_are_replayed_too(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Prompts of any length, in pieces and whole, alone and beside others that decode."""
+    sizes, replay = set(), Recording.replay
+
+    def seen(self: Recording, given: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
+        sizes.add((len(given), meta.query_start[1:].tolist()[-1], len(meta.seq_lens)))
+        return replay(self, given, meta)
+
+    monkeypatch.setattr(Recording, "replay", seen)
+    # Wherever there are tiles; what is made up to whole ones is computed alike without.
+    monkeypatch.setattr("engine.worker.worker.takes_tiles", lambda dtype: True)
+    draw = random.Random(seed)
+    path = make_tiny_model(name, tmp_path, torch.bfloat16)
+    requests = [
+        ([draw.randrange(3, VOCAB) for _ in range(draw.randint(1, 90))], draw.randint(3, 24))
+        for _ in range(24)
+    ]
+    found = []
+    for options in ({}, {"enforce_eager": True}):
+        options |= {"long_prefill_token_threshold": 40, "max_num_batched_tokens": 70}
+        options |= {"batch_invariant": True}
+        with engine_for(str(path), max_num_seqs=8, **options) as engine:
+            found.append(scores(engine, requests))
+    assert found[0] == found[1]
+    mixed = {sizes for sizes in sizes if sizes[1] > sizes[2]}
+    assert bool(mixed) == (name != "qwen3-moe")  # torch computes its routes
+    assert all(size % 16 == 0 and 0 <= size - num < 16 for size, num, _ in mixed)
 
 
 def no_meta() -> AttentionMeta:

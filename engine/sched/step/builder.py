@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.config.sched import SchedulerConfig
 from engine.kv.manager import KVManager
 from engine.messages.step import PADDING, DraftPart, NewSeq, StepPlan
 from engine.sched.request import WATCHED, Request, Status
@@ -33,6 +32,8 @@ class Step:
         self.grants: list[tuple[Request, int]] = []
         self.new: list[Request] = []
         self.preempted: list[Request] = []
+        self.num_prompts = 0  # of the grants: those that start, or go on behind their first tokens
+        self.num_prompt_tokens = 0
         self.silent: set[int] = set()  # rows of prompts that are not complete: no draw
         self.plain_rows: Rows = NO_ROWS
         self.plain: list[int] = []  # rows granted by ``DecodeFastPath.grant_one``
@@ -58,6 +59,12 @@ class Step:
     @property
     def has_grants(self) -> bool:
         return bool(self.grants or self.plain) or self.plain_rows.size > 0
+
+    @property
+    def has_decodes(self) -> bool:
+        """Does a request get its next token in this step, or is one kept for it?"""
+        is_bulk = bool(self.plain or self.decodes) or self.plain_rows.size > 0
+        return is_bulk or len(self.grants) > self.num_prompts
 
     @property
     def has_running(self) -> bool:
@@ -128,10 +135,15 @@ class Step:
         """Pass over this waiting request alone."""
         self.refused.append((req, cause))
 
-    def record(self, req: Request, num_tokens: int, *, is_new: bool, samples: bool) -> None:
+    def record(
+        self, req: Request, num_tokens: int, *, is_new: bool, is_prompt: bool, samples: bool
+    ) -> None:
         """The request computes this many tokens."""
         self.tokens_left -= num_tokens
         self.grants.append((req, num_tokens))
+        if is_prompt:
+            self.num_prompts += 1
+            self.num_prompt_tokens += num_tokens
         if is_new:
             self.new.append(req)
         if not samples:
@@ -244,16 +256,3 @@ def new_seq(req: Request) -> NewSeq:
         stop_token_ids=req.stop_ids,
         bad_words_ids=req.add.bad_words_ids,
     )
-
-
-def prefill_cap(config: SchedulerConfig, roster: Roster) -> int:
-    """Cap on one prompt's tokens in this step: none for a request that is alone."""
-    threshold = config.long_prefill_token_threshold
-    if not threshold or not config.enable_chunked_prefill:
-        return config.max_num_batched_tokens
-    competing = len(roster.running) + len(roster.waiting)
-    if competing <= 1:
-        return config.max_num_batched_tokens
-    if config.long_prefill_token_threshold_adaptive:
-        return max(threshold, config.max_num_batched_tokens // competing)
-    return threshold

@@ -90,7 +90,7 @@ def paged_attention(
     if plan is None:
         plan = meta.scratch[key] = _planned(meta, *key)
     out = q.new_empty((num_tokens, num_heads * head_dim))
-    if num_tokens > plan.num_rows:
+    if num_tokens > plan.num_rows and not is_recorded():  # else what is behind them is not read
         out.zero_()
     tensors = (q.data_ptr(), kv_layer.data_ptr(), meta.block_tables.data_ptr(), out.data_ptr())
     shape = (kv_heads, meta.block_tables.stride(0), block)

@@ -1,0 +1,115 @@
+"""Prompts beside decodes: one after another while few wait (``max_mixed_prefill_tokens``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.simulate import Run, expected, make_request, make_run
+
+from engine.config.args import EngineArgs
+from engine.config.decide import resolve
+from engine.config.engine import Device
+from engine.config.model import ModelInfo
+from engine.errors import ConfigError
+from engine.sched import Policy, Request, SchedView
+from engine.sched.policies.fcfs import FCFS
+from engine.sched.policies.sarathi import Sarathi
+
+
+def beside_a_decode(lengths: Sequence[int], **options: Any) -> Run:
+    """A request decodes, then prompts "0", "1", ... of these lengths come at once."""
+    run = make_run(**{"max_num_batched_tokens": 1024, "max_mixed_prefill_tokens": 128} | options)
+    run.add(make_request("old", [3] * 4, 50))
+    run.step()
+    for index, length in enumerate(lengths):
+        run.add(make_request(str(index), [5 + index] * length, 4))
+    return run
+
+
+def prompts_of(run: Run, num_steps: int) -> list[dict[str, int]]:
+    """Of the next steps: whose prompts, and how many tokens of each; "old" decodes in all."""
+    first = len(run.plans)
+    for _ in range(num_steps):
+        run.step()
+    plans = run.plans[first:]
+    assert all(plan["old"] == 1 for plan in plans)
+    return [{name: count for name, count in plan.items() if count > 1} for plan in plans]
+
+
+def test_prompts_that_come_together_go_one_after_another() -> None:
+    run = beside_a_decode([100, 100, 100])
+    assert prompts_of(run, 4) == [{"0": 100}, {"1": 100}, {"2": 100}, {}]
+    run.drain()
+    assert run.outputs["2"] == expected([7] * 100, 4)
+
+
+def test_small_prompts_share_a_step() -> None:
+    assert prompts_of(beside_a_decode([60, 68, 60]), 2) == [{"0": 60, "1": 68}, {"2": 60}]
+
+
+def test_a_prompt_that_is_longer_goes_alone_and_whole() -> None:
+    assert prompts_of(beside_a_decode([500, 20]), 2) == [{"0": 500}, {"1": 20}]
+
+
+def test_a_prompt_in_pieces_is_not_joined() -> None:
+    run = beside_a_decode([600, 100], max_num_batched_tokens=401)
+    assert prompts_of(run, 3) == [{"0": 400}, {"0": 200}, {"1": 100}]
+
+
+def test_while_many_wait_steps_are_filled() -> None:
+    """Until what waits is six steps' worth; then one after another."""
+    run = beside_a_decode([100] * 11)
+    first, second = prompts_of(run, 2)
+    assert (len(first), len(second)) == (4, 1)
+
+
+def test_nobody_decodes_so_prompts_start_together() -> None:
+    run = make_run(max_num_batched_tokens=1024, max_mixed_prefill_tokens=128)
+    for name in "abc":
+        run.add(make_request(name, [ord(name)] * 100, 4))
+    run.step()
+    assert run.plans[0] == {"a": 100, "b": 100, "c": 100}
+
+
+def test_what_is_cached_takes_no_room() -> None:
+    run = beside_a_decode([112])
+    assert prompts_of(run, 1) == [{"0": 112}]
+    run.add(make_request("other", [90] * 100, 4))
+    run.add(make_request("again", [5] * 112, 4))  # 96 of them are cached
+    assert prompts_of(run, 1) == [{"other": 100, "again": 16}]
+
+
+def test_zero_is_no_cap() -> None:
+    run = beside_a_decode([100, 100, 100], max_mixed_prefill_tokens=0)
+    assert prompts_of(run, 1) == [{"0": 100, "1": 100, "2": 100}]
+
+
+class PromptsLast(FCFS):
+    """An order of its own."""
+
+    def order(self, view: SchedView) -> Iterator[Request]:
+        yield from view.decodes_first()
+        yield from view.unoffered
+
+
+@pytest.mark.parametrize("policy", [Sarathi(), PromptsLast()])
+def test_a_policy_that_shapes_steps_is_left_alone(policy: Policy) -> None:
+    run = beside_a_decode([100, 100, 100], policy=policy)
+    assert prompts_of(run, 1) == [{"0": 100, "1": 100, "2": 100}]
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "found"), [("cpu", None, 128), ("cuda", None, 0), ("cpu", 0, 0)]
+)
+def test_what_a_device_has_if_none_is_asked(device: Device, asked: int | None, found: int) -> None:
+    config = EngineArgs(max_mixed_prefill_tokens=asked).create_config()
+    info = ModelInfo(path=Path("m"), architecture="", model_type="", hf={})
+    assert resolve(config, info, device).scheduler.max_mixed_prefill_tokens == found
+
+
+def test_a_cap_below_zero_is_refused() -> None:
+    with pytest.raises(ConfigError, match="max_mixed_prefill_tokens is -1"):
+        make_run(max_mixed_prefill_tokens=-1)
