@@ -20,7 +20,7 @@ TOKEN_BUDGET = 8192  # of a step
 # Of a step on a CPU: what takes some tenths of a second, for larger ones gain little and delay
 # requests that decode. The second is of those that multiply what the model is computed in by tiles.
 CPU_CHUNK, FAST_CPU_CHUNK = 512, 2048
-CPU_MIXED = 128  # prompt tokens beside decodes: a step of some three times its decodes alone
+CPU_MIXED = 160  # prompt tokens beside decodes: a step of some three times its decodes alone
 CPU_BLOCK_SIZE = 16
 GPU_BLOCK_SIZE = 64  # a tile of keys is one block then
 
@@ -129,7 +129,7 @@ def decide_mixed(asked: SchedulerOptions, *, is_cpu: bool) -> int:
     prompt tokens take hardly longer than the decodes beside them."""
     if asked.max_mixed_prefill_tokens is not None:
         return asked.max_mixed_prefill_tokens
-    return CPU_MIXED if is_cpu else 0
+    return CPU_MIXED if is_cpu and asked.enable_chunked_prefill else 0
 
 
 def decide_max_model_len(asked: SchedulerOptions, info: ModelInfo) -> int:

@@ -37,9 +37,9 @@ class SchedulerOptions:
     long_prefill_token_threshold_adaptive: bool = False
     """Raise that cap to an equal share of the step's tokens where it is below one."""
     max_mixed_prefill_tokens: int | None = None
-    """Prompt tokens of a step beside requests that decode, while at most six times as many wait; a
-    prompt that is longer goes alone. 0 is no cap. On a CPU 128 if not given, else 0; none under a
-    policy that bounds or orders steps itself."""
+    """Prompt tokens of a step beside requests that decode; of those that wait, what is more than
+    six times as many is computed too. 0 is no cap. If not given, 160 on a CPU with chunked prefill,
+    else 0; none under a policy that bounds or orders steps itself."""
     watermark: float | None = None
     """Share of the KV blocks that a request leaves free as it starts beside others; judged by the
     measured time of steps if not given."""
@@ -116,6 +116,11 @@ class SchedulerOptions:
             raise ConfigError(
                 f"max_num_batched_tokens ({budget}) is below max_model_len "
                 f"({longest}) and chunked prefill is off: long prompts could never run"
+            )
+        if self.max_mixed_prefill_tokens and not self.enable_chunked_prefill:
+            raise ConfigError(
+                f"max_mixed_prefill_tokens is {self.max_mixed_prefill_tokens}, but chunked prefill "
+                "is off: a prompt cannot be computed in pieces; leave one of them out"
             )
         if longest is not None and self.long_prefill_token_threshold > longest:
             raise ConfigError(

@@ -43,7 +43,7 @@ from engine.sched.step.builder import Step, pad_drafts, seal
 from engine.sched.step.decodes import FEW, DecodeFastPath
 from engine.sched.step.intake import Intake, TimerKind
 from engine.sched.step.preempt import cut_to_blocks, promised_to_others, victims_for
-from engine.sched.step.prompts import prefill_cap, waits_for_decodes
+from engine.sched.step.prompts import mixed_room, prefill_cap
 from engine.sched.step.settle import Counters, Settler, end_of
 from engine.sched.view import View
 
@@ -218,8 +218,11 @@ class Scheduler(SchedulerInterface):
             room = min(step.tokens_left, req.max_total - req.num_tokens - pending)
             wanted = min(1 + self.resources.extra(req, step), room)
         else:
-            room = step.tokens_left - step.num_kept_tokens
-            if room <= 0 or waits_for_decodes(behind, self.config, step, self.roster, self.guard):
+            room = min(
+                step.tokens_left - step.num_kept_tokens,
+                mixed_room(req, self.config, step, self.roster, self.guard),
+            )
+            if room <= 0:
                 return Fit(0, Cause.TOKENS, OnRefuse.CLOSE)
             wanted = min(behind, room, prefill_cap(self.config, self.roster))
         if wanted < behind and not self.config.enable_chunked_prefill:

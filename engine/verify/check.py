@@ -12,7 +12,7 @@ from engine.sched.interface import PauseState
 from engine.sched.request import Request, Status
 from engine.sched.roster import by_rank
 from engine.sched.scheduler import Scheduler
-from engine.sched.step.prompts import FEW, SHAPING_HOOKS, prefill_cap, waits_for_decodes
+from engine.sched.step.prompts import FEW, SHAPING_HOOKS, prefill_cap
 
 # A policy with one of these may well leave something, and so may a resource.
 FRUGAL_HOOKS = ("limits", "evict", "order", "next_waiting", "admit", "chunk", "victim", "outranks")
@@ -206,34 +206,40 @@ def _check_running(scheduler: Scheduler, req: Request, count: int, left: int) ->
     if behind <= 0 or not (config.enable_chunked_prefill or behind <= left):
         return
     cap = prefill_cap(config, scheduler.roster)
-    if count >= cap or (not count and _waits(scheduler, behind)):
+    if count >= cap or _is_mixed_full(scheduler):
         return
     least = 1 if config.enable_chunked_prefill else min(behind, left, cap)
     fits = scheduler.kv.fits(req, req.num_computed + least)
     assert not fits, f"{req} got {count} tokens, is {behind} behind, and {left} are left"
 
 
-def _waits(scheduler: Scheduler, behind: int) -> bool:
+def _spares_decodes(scheduler: Scheduler) -> bool:
+    """Are prompts held back beside decodes?"""
+    is_whole = scheduler.guard.overrides(*SHAPING_HOOKS) or type(scheduler) is not Scheduler
+    return scheduler.config.max_mixed_prefill_tokens > 0 and not is_whole
+
+
+def _is_mixed_full(scheduler: Scheduler) -> bool:
     """May a prompt have been left to a later step, for the sake of this one's decodes?"""
-    step = scheduler.view.step
-    return waits_for_decodes(behind, scheduler.config, step, scheduler.roster, scheduler.guard)
+    step, size = scheduler.view.step, scheduler.config.max_mixed_prefill_tokens
+    return _spares_decodes(scheduler) and step.has_decodes and step.num_prompt_tokens >= size
 
 
 def check_mixed(scheduler: Scheduler, plan: StepPlan) -> None:
-    """Beside decodes a further prompt makes a step larger only while many tokens wait [24]."""
-    size, roster = scheduler.config.max_mixed_prefill_tokens, scheduler.roster
-    if not size or scheduler.guard.overrides(*SHAPING_HOOKS) or type(scheduler) is not Scheduler:
+    """Beside decodes prompts make a step no larger than so, or than what waits asks for [24]."""
+    size, roster, rows = scheduler.config.max_mixed_prefill_tokens, scheduler.roster, plan.rows
+    if not _spares_decodes(scheduler) or scheduler.resources.members:  # one may want them whole
         return
-    table, rows = roster.table, plan.rows
+    table = roster.table
     known = table.num_tokens.all[rows] + table.num_pending.all[rows] - plan.samples
     is_new = np.isin(rows, [req.row for req in scheduler.view.step.new])
     is_prompt = known - plan.starts > 1
-    num_tokens = int(plan.counts[is_prompt].sum())
-    if is_prompt.sum() < 2 or (is_prompt | is_new).all() or num_tokens <= size:
+    if (is_prompt | is_new).all():
         return
     begun = sum(req.num_uncomputed for req in roster.running_prompts())
-    most = roster.queued_tokens + begun + int(known[is_prompt | is_new].sum())
-    assert most > FEW * size, f"{num_tokens} tokens of prompts beside decodes, {most} at most wait"
+    most = roster.queued_tokens + begun + int(known[is_prompt | is_new].sum()) - FEW * size
+    num_tokens = int(plan.counts[is_prompt].sum())
+    assert num_tokens <= max(size, most), f"{num_tokens} tokens of prompts beside decodes"
 
 
 def _check_head(scheduler: Scheduler, left: int) -> None:
@@ -244,7 +250,7 @@ def _check_head(scheduler: Scheduler, left: int) -> None:
     head = roster.waiting[0]
     if head.num_pending or not (scheduler.config.enable_chunked_prefill or head.num_tokens <= left):
         return
-    if _waits(scheduler, head.num_uncomputed):
+    if _is_mixed_full(scheduler):
         return
     promised = sum(kv.blocks_for(req.num_tokens + 1) for req in roster.running)
     needed = kv.blocks_for(head.num_tokens) + promised + len(roster.running)

@@ -130,7 +130,7 @@ def draw_config(rng: Random, policy: Any, options: dict[str, Any] | None) -> Sch
         enable_chunked_prefill=chunked,
         long_prefill_token_threshold=threshold,
         long_prefill_token_threshold_adaptive=threshold > 0 and rng.random() < 0.3,
-        max_mixed_prefill_tokens=rng.choice((0, 0, 1, 4)),
+        max_mixed_prefill_tokens=rng.choice((0, 0, 1, 4)) * chunked,
         watermark=rng.choice((None, None, None, None, 0.0, 0.2)),
         scheduling_policy=name,
         policy_options=options,

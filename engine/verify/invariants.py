@@ -24,7 +24,7 @@
 [21]   no request lacks blocks while one that it outranks is granted   ``check.check_ranked``
 [22]   drafts are asked of a worker only where a step can verify them  ``halves``
 [23]   drafts are counted as they were verified                        ``halves.DraftCounts``
-[24]   beside decodes, prompts go one by one while few wait            ``check.check_mixed``
+[24]   beside decodes, prompts go in pieces while few wait             ``check.check_mixed``
 =====  ==============================================================  ==========================
 """
 

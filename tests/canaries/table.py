@@ -115,8 +115,8 @@ CANARIES = (
     Canary(
         "let all prompts join those that decode",
         PROMPTS,
-        "    return roster.queued_tokens + begun <= FEW * size\n",
-        "    return False\n",
+        "begun - FEW * size)",
+        "begun)",
     ),
     Canary(
         "lose a seat",

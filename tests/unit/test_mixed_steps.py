@@ -1,4 +1,4 @@
-"""Prompts beside decodes: one after another while few wait (``max_mixed_prefill_tokens``)."""
+"""Prompts beside decodes: in small steps while few wait (``max_mixed_prefill_tokens``)."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from engine.errors import ConfigError
 from engine.sched import Policy, Request, SchedView
 from engine.sched.policies.fcfs import FCFS
 from engine.sched.policies.sarathi import Sarathi
+from engine.sched.resource import Fit, Resource
+from engine.sched.step.builder import Step
 
 
 def beside_a_decode(lengths: Sequence[int], **options: Any) -> Run:
@@ -39,9 +41,9 @@ def prompts_of(run: Run, num_steps: int) -> list[dict[str, int]]:
     return [{name: count for name, count in plan.items() if count > 1} for plan in plans]
 
 
-def test_prompts_that_come_together_go_one_after_another() -> None:
+def test_prompts_beside_a_decode_go_in_small_steps() -> None:
     run = beside_a_decode([100, 100, 100])
-    assert prompts_of(run, 4) == [{"0": 100}, {"1": 100}, {"2": 100}, {}]
+    assert prompts_of(run, 3) == [{"0": 100, "1": 28}, {"1": 72, "2": 56}, {"2": 44}]
     run.drain()
     assert run.outputs["2"] == expected([7] * 100, 4)
 
@@ -50,20 +52,15 @@ def test_small_prompts_share_a_step() -> None:
     assert prompts_of(beside_a_decode([60, 68, 60]), 2) == [{"0": 60, "1": 68}, {"2": 60}]
 
 
-def test_a_prompt_that_is_longer_goes_alone_and_whole() -> None:
-    assert prompts_of(beside_a_decode([500, 20]), 2) == [{"0": 500}, {"1": 20}]
+def test_a_long_prompt_takes_six_steps_more_at_most() -> None:
+    run = beside_a_decode([2000], max_num_batched_tokens=4096)
+    assert [plan["0"] for plan in prompts_of(run, 7)] == [1232, 128, 128, 128, 128, 128, 128]
 
 
-def test_a_prompt_in_pieces_is_not_joined() -> None:
-    run = beside_a_decode([600, 100], max_num_batched_tokens=401)
-    assert prompts_of(run, 3) == [{"0": 400}, {"0": 200}, {"1": 100}]
-
-
-def test_while_many_wait_steps_are_filled() -> None:
-    """Until what waits is six steps' worth; then one after another."""
-    run = beside_a_decode([100] * 11)
-    first, second = prompts_of(run, 2)
-    assert (len(first), len(second)) == (4, 1)
+def test_what_is_more_than_six_steps_of_prompts_is_computed_at_once() -> None:
+    first, second = prompts_of(beside_a_decode([100] * 11), 2)
+    assert first == {"0": 100, "1": 100, "2": 100, "3": 32}
+    assert second == {"3": 68, "4": 60}
 
 
 def test_nobody_decodes_so_prompts_start_together() -> None:
@@ -80,6 +77,21 @@ def test_what_is_cached_takes_no_room() -> None:
     run.add(make_request("other", [90] * 100, 4))
     run.add(make_request("again", [5] * 112, 4))  # 96 of them are cached
     assert prompts_of(run, 1) == [{"other": 100, "again": 16}]
+
+
+class Whole(Resource):
+    """Wants the first 200 tokens in one step, as a picture may."""
+
+    def watches(self, req: Request) -> bool:
+        return req.num_computed < 200 <= req.num_prompt
+
+    def fit(self, req: Request, num_tokens: int, step: Step) -> Fit:
+        return Fit(num_tokens if not self.watches(req) or num_tokens >= 200 else 0)
+
+
+def test_what_must_be_computed_whole_is_not_cut() -> None:
+    run = beside_a_decode([50, 300, 50], resources=[Whole()])
+    assert prompts_of(run, 2) == [{"0": 50, "2": 50}, {"1": 300}]
 
 
 def test_zero_is_no_cap() -> None:
@@ -102,7 +114,7 @@ def test_a_policy_that_shapes_steps_is_left_alone(policy: Policy) -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "asked", "found"), [("cpu", None, 128), ("cuda", None, 0), ("cpu", 0, 0)]
+    ("device", "asked", "found"), [("cpu", None, 160), ("cuda", None, 0), ("cpu", 0, 0)]
 )
 def test_what_a_device_has_if_none_is_asked(device: Device, asked: int | None, found: int) -> None:
     config = EngineArgs(max_mixed_prefill_tokens=asked).create_config()
@@ -110,6 +122,16 @@ def test_what_a_device_has_if_none_is_asked(device: Device, asked: int | None, f
     assert resolve(config, info, device).scheduler.max_mixed_prefill_tokens == found
 
 
-def test_a_cap_below_zero_is_refused() -> None:
-    with pytest.raises(ConfigError, match="max_mixed_prefill_tokens is -1"):
-        make_run(max_mixed_prefill_tokens=-1)
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_mixed_prefill_tokens": -1}, "max_mixed_prefill_tokens is -1"),
+        (
+            {"max_mixed_prefill_tokens": 64, "enable_chunked_prefill": False, "max_model_len": 99},
+            "64, but chunked prefill is off",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        make_run(**options)

@@ -1,20 +1,21 @@
 """How many tokens of prompts a step takes.
 
-Whoever decodes waits for the whole step, and two short prompts at once may well take it three times
-as long as its decodes alone. So beside decodes prompts go one after another, as long as few tokens
-wait; the later ones lose little, as the earlier ones are done sooner. Once many wait, larger steps
-end the queue sooner for everybody, and the step's budget is the only bound.
+Whoever decodes waits for the whole step, and a prompt of moderate length takes it several times as
+long as its decodes alone. So beside decodes prompts go in small pieces while few tokens wait: six
+steps later they are done. What waits beyond that is computed at once, since larger steps end a long
+queue sooner for everybody.
 """
 
 from __future__ import annotations
 
 from engine.config.sched import SchedulerConfig
 from engine.sched.plugins.hooks import Guard
+from engine.sched.request import WATCHED, Request
 from engine.sched.roster import Roster
 from engine.sched.step.builder import Step
 
 SHAPING_HOOKS = ("limits", "order", "chunk")  # a policy with one of these shapes steps itself
-FEW = 6  # steps' worth of prompts that may wait while they go one after another
+FEW = 6  # steps of such pieces that prompts may wait for
 
 
 def prefill_cap(config: SchedulerConfig, roster: Roster) -> int:
@@ -30,17 +31,19 @@ def prefill_cap(config: SchedulerConfig, roster: Roster) -> int:
     return threshold
 
 
-def waits_for_decodes(
-    behind: int, config: SchedulerConfig, step: Step, roster: Roster, guard: Guard
-) -> bool:
-    """Is a prompt with so many tokens left to a later step, for the sake of this step's decodes?
+def mixed_room(
+    req: Request, config: SchedulerConfig, step: Step, roster: Roster, guard: Guard
+) -> int:
+    """Tokens that a prompt may compute now for the sake of this step's decodes.
 
-    Never the first one of a step. Prompts that a cache holds count whole among those that wait.
+    Of a prompt with something to be computed whole, as its resource may demand of a picture, no
+    piece may be enough: it is not cut if it comes first. Tokens that a cache holds count among
+    those that wait.
     """
     size, taken = config.max_mixed_prefill_tokens, step.num_prompt_tokens
-    if not (size and taken and step.has_decodes) or taken + behind <= size:
-        return False
-    if guard.overrides(*SHAPING_HOOKS):
-        return False
-    begun = sum(req.num_uncomputed for req in roster.running_prompts())
-    return roster.queued_tokens + begun <= FEW * size
+    if not (size and step.has_decodes) or guard.overrides(*SHAPING_HOOKS):
+        return config.max_num_batched_tokens
+    if not taken and req.table.flags.at[req.row] & WATCHED:
+        return config.max_num_batched_tokens
+    begun = sum(other.num_uncomputed for other in roster.running_prompts())
+    return max(size - taken, roster.queued_tokens + begun - FEW * size)
