@@ -172,6 +172,7 @@ class Roster:
         self.holding: dict[int, Request] = {}  # by row; not running, yet they hold blocks
         self.waits = WaitLedger()
         self.queued_tokens = 0  # prompt tokens of waiting and parked requests
+        self.parked_tokens = 0  # of these, of the parked ones
         self.freed_slots: list[int] = []  # not sent to the worker yet
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self.running_rows = RunningRows(self.table)
@@ -244,6 +245,7 @@ class Roster:
         self.waiting.remove(req)
         req.move(Status.PARKED)
         self.parked[req.request_id] = req
+        self.parked_tokens += req.num_prompt
         if holds:
             self.holding[req.row] = req
 
@@ -251,7 +253,7 @@ class Roster:
         """Back into the queue, at its rank."""
         self.waits.leave(req, now)
         self.waits.enter(req, now)
-        del self.parked[req.request_id]
+        self._unpark(req)
         req.move(Status.WAITING)
         self.waiting.add(req)
 
@@ -265,7 +267,7 @@ class Roster:
         elif req.status is Status.WAITING:
             self._dequeue(req)
         else:
-            del self.parked[req.request_id]
+            self._unpark(req)
             self.queued_tokens -= req.num_prompt
         self.holding.pop(req.row, None)
         req.move(Status.FINISHED)
@@ -286,6 +288,10 @@ class Roster:
     def _dequeue(self, req: Request) -> None:
         self.waiting.remove(req)
         self.queued_tokens -= req.num_prompt
+
+    def _unpark(self, req: Request) -> None:
+        del self.parked[req.request_id]
+        self.parked_tokens -= req.num_prompt
 
     def _leave_seat(self, req: Request) -> None:
         self.running.remove(req)

@@ -32,18 +32,24 @@ from engine.sched.interface import (
     SchedulerInterface,
     StepOutputs,
 )
-from engine.sched.plugins.hooks import DECIDING, FaultLog, Guard, ReentryGuard, not_reentrant
+from engine.sched.plugins.hooks import (
+    DECIDING,
+    SHAPING,
+    FaultLog,
+    Guard,
+    ReentryGuard,
+    not_reentrant,
+)
 from engine.sched.plugins.resources import Resources
 from engine.sched.policy import Admission, Policy
 from engine.sched.predict.headroom import Judgement
 from engine.sched.request import SERIAL, WATCHED, Request
 from engine.sched.resource import Fit, OnRefuse, Resource
 from engine.sched.roster import Cause, Roster
-from engine.sched.step.builder import Step, pad_drafts, seal
+from engine.sched.step.builder import Step, mixed_room, pad_drafts, prefill_cap, seal
 from engine.sched.step.decodes import FEW, DecodeFastPath
 from engine.sched.step.intake import Intake, TimerKind
 from engine.sched.step.preempt import cut_to_blocks, promised_to_others, victims_for
-from engine.sched.step.prompts import mixed_room, prefill_cap
 from engine.sched.step.settle import Counters, Settler, end_of
 from engine.sched.view import View
 
@@ -217,21 +223,35 @@ class Scheduler(SchedulerInterface):
         if behind == 1:
             room = min(step.tokens_left, req.max_total - req.num_tokens - pending)
             wanted = min(1 + self.resources.extra(req, step), room)
-        else:
-            room = min(
-                step.tokens_left - step.num_kept_tokens,
-                mixed_room(req, self.config, step, self.roster, self.guard),
-            )
-            if room <= 0:
-                return Fit(0, Cause.TOKENS, OnRefuse.CLOSE)
-            wanted = min(behind, room, prefill_cap(self.config, self.roster))
+            return self._asked_for(req, behind, wanted, step)
+        room = step.tokens_left - step.num_kept_tokens
+        most = min(behind, room, prefill_cap(self.config, self.roster))
+        spared = min(most, self._room_beside_decodes(step))
+        if spared <= 0:
+            return Fit(0, Cause.TOKENS, OnRefuse.CLOSE)
+        fit = self._asked_for(req, behind, spared, step)
+        if spared == most or fit.num_tokens > 0 or fit.on_refuse in (OnRefuse.PARK, OnRefuse.FAIL):
+            return fit
+        # It may have to be computed whole, as a picture: uncut if it comes first, or next time.
+        if step.num_prompt_tokens:
+            return Fit(0, Cause.TOKENS, OnRefuse.CLOSE)
+        return self._asked_for(req, behind, most, step)
+
+    def _room_beside_decodes(self, step: Step) -> int:
+        if self.guard.overrides(*SHAPING):
+            return step.tokens_left
+        return mixed_room(step, self.config, self.roster)
+
+    def _asked_for(self, req: Request, behind: int, wanted: int, step: Step) -> Fit:
+        """What policy and resources allow of so many tokens, of a request so far behind."""
         if wanted < behind and not self.config.enable_chunked_prefill:
             return Fit(0, Cause.TOKENS, OnRefuse.CLOSE)
         if wanted > 0:
             wanted = min(wanted, self.asked.chunk(req, wanted, self.view))
         if wanted <= 0:
             return Fit(0, Cause.POLICY, OnRefuse.CLOSE)
-        if wanted > 1 and not is_waiting and (behind == 1 or self.config.enable_chunked_prefill):
+        may_be_cut = behind == 1 or self.config.enable_chunked_prefill
+        if wanted > 1 and may_be_cut and not req.is_waiting:
             wanted = cut_to_blocks(req, wanted, self.asked, self.view)
         return self.resources.fit(req, wanted, step)
 

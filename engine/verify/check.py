@@ -9,10 +9,11 @@ import numpy as np
 
 from engine.messages.step import StepPlan
 from engine.sched.interface import PauseState
+from engine.sched.plugins.hooks import SHAPING
 from engine.sched.request import Request, Status
 from engine.sched.roster import by_rank
 from engine.sched.scheduler import Scheduler
-from engine.sched.step.prompts import FEW, SHAPING_HOOKS, prefill_cap
+from engine.sched.step.builder import SPREAD, prefill_cap
 
 # A policy with one of these may well leave something, and so may a resource.
 FRUGAL_HOOKS = ("limits", "evict", "order", "next_waiting", "admit", "chunk", "victim", "outranks")
@@ -215,7 +216,7 @@ def _check_running(scheduler: Scheduler, req: Request, count: int, left: int) ->
 
 def _spares_decodes(scheduler: Scheduler) -> bool:
     """Are prompts held back beside decodes?"""
-    is_whole = scheduler.guard.overrides(*SHAPING_HOOKS) or type(scheduler) is not Scheduler
+    is_whole = scheduler.guard.overrides(*SHAPING) or type(scheduler) is not Scheduler
     return scheduler.config.max_mixed_prefill_tokens > 0 and not is_whole
 
 
@@ -237,7 +238,7 @@ def check_mixed(scheduler: Scheduler, plan: StepPlan) -> None:
     if (is_prompt | is_new).all():
         return
     begun = sum(req.num_uncomputed for req in roster.running_prompts())
-    most = roster.queued_tokens + begun + int(known[is_prompt | is_new].sum()) - FEW * size
+    most = roster.queued_tokens + begun + int(known[is_prompt | is_new].sum()) - SPREAD * size
     num_tokens = int(plan.counts[is_prompt].sum())
     assert num_tokens <= max(size, most), f"{num_tokens} tokens of prompts beside decodes"
 

@@ -160,9 +160,8 @@ class EagerStep:
         for feature in features:
             feature.extend(batch, rows)
         # Where every token draws one, all rows are decodes, with drafts or without.
-        if self._staged.filled or (
-            batch.wanted is None and not any(feature.touches(rows) for feature in features)
-        ):
+        are_decodes = self._picked.read is None
+        if self._staged.filled or (are_decodes and not any(f.touches(rows) for f in features)):
             batch.recorder = self._machine.recorder
 
 

@@ -2,7 +2,7 @@
 
 A decode step of a model of many layers is a hundred launches, and what Python does around each of
 them takes as long as the smallest. As a CUDA graph does on a GPU, a recording keeps the launches of
-one step with the memory they use. A later step of as many sequences writes its inputs to the same
+one step with the memory they use. A later step of as many tokens writes its inputs to the same
 addresses, tells the attention's plan anew, and runs all of it without Python in between.
 
 Steps with chunks of prompts have any number of tokens. Where tiles compute sixteen rows at once,
@@ -34,7 +34,7 @@ from kernels.meta import AttentionMeta
 
 MAX_BYTES = 64 << 20  # of the arena, of which only what is written takes memory
 MOST_MIXED = 256  # tokens of a step with chunks: Python takes little of a larger one
-MIXED_STEP = 16
+MIXED_STEP = 16  # tokens that are one row of tiles
 
 Work = Callable[[torch.Tensor], torch.Tensor]
 """Launches for an input, and their output. What it works out from a tensor's numbers on the host,
@@ -110,7 +110,7 @@ class Recorder:
             self._unfit.add(kind)
         else:
             self._kept[kind] = recording
-        if kind.has_chunks:
+        if kind.has_chunks and kind.num_tokens <= self._most_mixed:
             self._most_mixed = min(self._most_mixed, self._room_for(recording))
         return result
 

@@ -22,7 +22,7 @@ KV, TABLES = "kv/manager.py", "kv/tables.py"
 SCHEDULER, STEP = "sched/scheduler.py", "sched/step/"
 SETTLE, APPEND, BULK = STEP + "settle.py", STEP + "settle.py", STEP + "decodes.py"
 COLUMNS, ROSTER, WAITS = STEP + "settle.py", "sched/roster.py", "sched/roster.py"
-PROMPTS = STEP + "prompts.py"
+BUILDER = STEP + "builder.py"
 
 CANARIES = (
     # blocks
@@ -109,14 +109,14 @@ CANARIES = (
     Canary(
         "one token too many",
         SCHEDULER,
-        "wanted = min(behind, room, prefill_cap(",
-        "wanted = min(behind, room + 1, prefill_cap(",
+        "most = min(behind, room, prefill_cap(",
+        "most = min(behind, room + 1, prefill_cap(",
     ),
     Canary(
         "let all prompts join those that decode",
-        PROMPTS,
-        "begun - FEW * size)",
-        "begun)",
+        BUILDER,
+        "max(size, waiting - SPREAD * size)",
+        "waiting",
     ),
     Canary(
         "lose a seat",

@@ -91,7 +91,39 @@ class Whole(Resource):
 
 def test_what_must_be_computed_whole_is_not_cut() -> None:
     run = beside_a_decode([50, 300, 50], resources=[Whole()])
-    assert prompts_of(run, 2) == [{"0": 50, "2": 50}, {"1": 300}]
+    assert prompts_of(run, 3) == [{"0": 50}, {"1": 300}, {"2": 50}]
+
+
+def test_what_must_be_computed_whole_comes_first_soon() -> None:
+    """Though prompts keep coming, of which one is always begun."""
+    run = beside_a_decode([100], resources=[Whole()])
+    run.add(make_request("picture", [90] * 300, 4))
+    for index in range(8):
+        run.add(make_request(f"late {index}", [100 + index] * 128, 2))
+        run.step()
+    assert any(plan.get("picture") == 300 for plan in run.plans[:5])
+
+
+class Least(Resource):
+    """Wants 200 tokens at once, and says so only when it is asked."""
+
+    def watches(self, req: Request) -> bool:
+        return False
+
+    def fit(self, req: Request, num_tokens: int, step: Step) -> Fit:
+        return Fit(num_tokens if num_tokens >= min(200, req.num_uncomputed) else 0)
+
+
+def test_a_resource_that_refuses_a_piece_is_asked_about_the_whole() -> None:
+    assert prompts_of(beside_a_decode([300], resources=[Least()]), 1) == [{"0": 300}]
+
+
+def test_what_cannot_run_yet_does_not_make_steps_longer() -> None:
+    run = beside_a_decode([100] * 3)
+    run.scheduler.add_request(make_request("parked", [9] * 2000, 2))
+    parked = run.scheduler.roster.by_id["parked"]
+    run.scheduler.roster.park(parked, 0.0, "a grammar")
+    assert prompts_of(run, 1) == [{"0": 100, "1": 28}]
 
 
 def test_zero_is_no_cap() -> None:

@@ -35,6 +35,8 @@ HOOKS = (
     *("rank", "limits", "evict", "order", "next_waiting", "admit", "chunk", "outranks", "victim"),
     *("on_add", "on_grant", "on_step", "on_finish"),
 )
+# A policy with one of these says itself what a step takes of prompts.
+SHAPING = ("limits", "order", "chunk")
 # Hooks that decide which requests run; a policy without any of them gets the default order.
 DECIDING = frozenset(("limits", "order", "next_waiting", "admit", "chunk", "victim"))
 

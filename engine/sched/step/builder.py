@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.config.sched import SchedulerConfig
 from engine.kv.manager import KVManager
 from engine.messages.step import PADDING, DraftPart, NewSeq, StepPlan
 from engine.sched.request import WATCHED, Request, Status
@@ -14,6 +15,7 @@ from engine.sched.roster import NO_ROWS, Cause, Roster, Rows
 
 ONES = np.ones(1024, dtype=np.int32)
 ONES.flags.writeable = False
+SPREAD = 6  # steps over which prompts that wait are spread for the sake of decodes
 
 
 def ones(count: int) -> NDArray[np.int32]:
@@ -34,6 +36,7 @@ class Step:
         self.preempted: list[Request] = []
         self.num_prompts = 0  # of the grants: those that start, or go on behind their first tokens
         self.num_prompt_tokens = 0
+        self.most_prompt_tokens: int | None = None  # beside decodes, see ``mixed_room``
         self.silent: set[int] = set()  # rows of prompts that are not complete: no draw
         self.plain_rows: Rows = NO_ROWS
         self.plain: list[int] = []  # rows granted by ``DecodeFastPath.grant_one``
@@ -115,6 +118,7 @@ class Step:
         self.refused.clear()
         self.short.clear()
         self.decodes = ()
+        self.most_prompt_tokens = None
 
     def closing_cause(self) -> str:
         """Why the requests that still wait were not admitted."""
@@ -256,3 +260,34 @@ def new_seq(req: Request) -> NewSeq:
         stop_token_ids=req.stop_ids,
         bad_words_ids=req.add.bad_words_ids,
     )
+
+
+def prefill_cap(config: SchedulerConfig, roster: Roster) -> int:
+    """Cap on one prompt's tokens in this step: none for a request that is alone."""
+    threshold = config.long_prefill_token_threshold
+    if not threshold or not config.enable_chunked_prefill:
+        return config.max_num_batched_tokens
+    competing = len(roster.running) + len(roster.waiting)
+    if competing <= 1:
+        return config.max_num_batched_tokens
+    if config.long_prefill_token_threshold_adaptive:
+        return max(threshold, config.max_num_batched_tokens // competing)
+    return threshold
+
+
+def mixed_room(step: Step, config: SchedulerConfig, roster: Roster) -> int:
+    """Tokens that prompts may still have in this step for the sake of its decodes.
+
+    Whoever decodes waits for the whole step, and a prompt of moderate length takes it several times
+    as long as its decodes alone. So beside decodes prompts go in small pieces while few tokens
+    wait: some steps later they are done. What waits beyond that is computed at once, since larger
+    steps end a long queue sooner for everybody. Tokens that a cache holds count as any that wait.
+    """
+    size = config.max_mixed_prefill_tokens
+    if not (size and step.has_decodes):
+        return config.max_num_batched_tokens
+    if step.most_prompt_tokens is None:
+        begun = sum(req.num_uncomputed for req in roster.running_prompts())
+        waiting = roster.queued_tokens - roster.parked_tokens + begun + step.num_prompt_tokens
+        step.most_prompt_tokens = max(size, waiting - SPREAD * size)
+    return step.most_prompt_tokens - step.num_prompt_tokens

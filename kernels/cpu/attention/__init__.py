@@ -119,7 +119,7 @@ def paged_attention(
 
 
 def plan_again(meta: AttentionMeta, plans: dict[PlanKey, Plan]) -> list[Plan]:
-    """Tell launches that were recorded with these plans about a step of as many sequences. What is
+    """Tell launches that were recorded with these plans about a step of as many tokens. What is
     returned is to be kept until they are done."""
     renewed = [_planned(meta, *key) for key in plans]
     for plan, new in zip(plans.values(), renewed, strict=True):
