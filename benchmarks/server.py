@@ -277,7 +277,8 @@ def keep(kind: str, asked: argparse.Namespace, found: dict[str, Any]) -> None:
     """Write a result file."""
     label = "-".join(part for part in (kind, Path(asked.model).name, asked.label) if part)
     path = HERE / "results" / f"{label}-{time.strftime('%Y%m%d-%H%M%S')}.json"
-    options = {name: str(value) for name, value in vars(asked).items()}
+    # Of a path its last part: where it lay on this machine is nobody's business.
+    options = {name: str(value).rpartition("/")[2] for name, value in vars(asked).items()}
     body = {"machine": machine.describe(), "options": options, **found}
     path.write_text(json.dumps(body, indent=1) + "\n")
     print(path)

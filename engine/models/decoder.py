@@ -146,7 +146,7 @@ class Decoder:
             )
         x = self.embedding(batch.input_ids, batch.embeds)
         if batch.recorder is not None:
-            work = partial(self._last_hidden, replace(batch, wanted=None), kv)
+            work = partial(self._last_hidden, batch, kv)
             hidden = batch.recorder.run(work, x, batch.attn)
             return Hidden(hidden if batch.wanted is None else hidden[batch.wanted.rows])
         return self._hidden(batch, kv, x)
@@ -154,7 +154,8 @@ class Decoder:
     def _last_hidden(
         self, batch: ForwardBatch, kv: list[torch.Tensor], x: torch.Tensor
     ) -> torch.Tensor:
-        return self._hidden(batch, kv, x).last
+        """Of every token: which of them are read differs between steps that are repeated."""
+        return self._hidden(replace(batch, wanted=None), kv, x).last
 
     def _hidden(self, batch: ForwardBatch, kv: list[torch.Tensor], x: torch.Tensor) -> Hidden:
         """From the embeddings [N, H] to what ``forward`` returns."""

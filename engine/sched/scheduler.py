@@ -46,7 +46,7 @@ from engine.sched.predict.headroom import Judgement
 from engine.sched.request import SERIAL, WATCHED, Request
 from engine.sched.resource import Fit, OnRefuse, Resource
 from engine.sched.roster import Cause, Roster
-from engine.sched.step.builder import Step, mixed_room, pad_drafts, prefill_cap, seal
+from engine.sched.step.builder import Step, pad_drafts, prefill_cap, room_beside_decodes, seal
 from engine.sched.step.decodes import FEW, DecodeFastPath
 from engine.sched.step.intake import Intake, TimerKind
 from engine.sched.step.preempt import cut_to_blocks, promised_to_others, victims_for
@@ -226,7 +226,7 @@ class Scheduler(SchedulerInterface):
             return self._asked_for(req, behind, wanted, step)
         room = step.tokens_left - step.num_kept_tokens
         most = min(behind, room, prefill_cap(self.config, self.roster))
-        spared = min(most, self._room_beside_decodes(step))
+        spared = min(most, self._prompt_room(step))
         if spared <= 0:
             return Fit(0, Cause.TOKENS, OnRefuse.CLOSE)
         fit = self._asked_for(req, behind, spared, step)
@@ -237,10 +237,11 @@ class Scheduler(SchedulerInterface):
             return Fit(0, Cause.TOKENS, OnRefuse.CLOSE)
         return self._asked_for(req, behind, most, step)
 
-    def _room_beside_decodes(self, step: Step) -> int:
+    def _prompt_room(self, step: Step) -> int:
+        """Tokens that prompts may still have in this step."""
         if self.guard.overrides(*SHAPING):
             return step.tokens_left
-        return mixed_room(step, self.config, self.roster)
+        return room_beside_decodes(step, self.config, self.roster)
 
     def _asked_for(self, req: Request, behind: int, wanted: int, step: Step) -> Fit:
         """What policy and resources allow of so many tokens, of a request so far behind."""

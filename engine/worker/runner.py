@@ -412,9 +412,10 @@ class Runner:
 
     def _filled_size_for(self, rows: PlanRows) -> int:
         """Tokens that a step with chunks is made up to, to be repeated on a CPU; 0: it is not."""
-        machine, num_tokens = self.machine, int(rows.counts.sum())
+        machine = self.machine
         if machine.recorder is None or rows.drafts is not None or machine.live.prompt_scored:
             return 0
+        num_tokens = int(rows.counts.sum())
         if num_tokens == len(rows.counts):  # decodes alone
             return 0
         size = machine.recorder.mixed_size(num_tokens)

@@ -34,19 +34,30 @@ def scores(engine: LLMEngine, requests: list[tuple[list[int], int]]) -> list[lis
     return [found[str(index)] for index in range(len(requests))]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen3-moe", "granite", "gemma2"])
-def test_replayed_steps_compute_the_same(
-    tmp_path: Path, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
-    """Over contexts that begin to be cut into items, in batches that grow and shrink."""
-    sizes, replay = set(), Recording.replay
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, int, int]]:
+    """Of each step that is replayed: rows, tokens and sequences."""
+    found, replay = set(), Recording.replay
 
     def seen(self: Recording, given: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
-        sizes.add(len(given))
+        found.add((len(given), meta.query_start[1:].tolist()[-1], len(meta.seq_lens)))
         return replay(self, given, meta)
 
     monkeypatch.setattr(Recording, "replay", seen)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen3-moe", "granite", "gemma2"])
+def test_replayed_steps_compute_the_same(
+    tmp_path: Path,
+    name: str,
+    dtype: torch.dtype,
+    sizes: set[tuple[int, int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
+) -> None:
+    """Over contexts that begin to be cut into items, in batches that grow and shrink."""
     # Steps with prompts compute the last layer's attention otherwise than those that are eager.
     monkeypatch.setattr("engine.worker.worker.takes_tiles", lambda dtype: False)
     draw = random.Random(seed)
@@ -70,16 +81,9 @@ def test_replayed_steps_compute_the_same(
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window"])
 def test_steps_with_drafts_are_replayed_too(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, seed: int
+    tmp_path: Path, name: str, sizes: set[tuple[int, int, int]], seed: int
 ) -> None:
     """Of one request and of several, some of which have drafts, whatever steps take."""
-    sizes, replay = set(), Recording.replay
-
-    def seen(self: Recording, given: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
-        sizes.add((len(given), meta.query_start[1:].tolist()[-1], len(meta.seq_lens)))
-        return replay(self, given, meta)
-
-    monkeypatch.setattr(Recording, "replay", seen)
     draw = random.Random(seed)
     path = str(make_tiny_model(name, tmp_path, torch.bfloat16))
     phrase = [draw.randrange(3, VOCAB) for _ in range(4)]
@@ -97,16 +101,13 @@ def test_steps_with_drafts_are_replayed_too(
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma2", "qwen3-moe"])
 def test_steps_with_prompts_are_replayed_too(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, seed: int
+    tmp_path: Path,
+    name: str,
+    sizes: set[tuple[int, int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
 ) -> None:
     """Prompts of any length, in pieces and whole, alone and beside others that decode."""
-    sizes, replay = set(), Recording.replay
-
-    def seen(self: Recording, given: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
-        sizes.add((len(given), meta.query_start[1:].tolist()[-1], len(meta.seq_lens)))
-        return replay(self, given, meta)
-
-    monkeypatch.setattr(Recording, "replay", seen)
     # Wherever there are tiles; what is made up to whole ones is computed alike without.
     monkeypatch.setattr("engine.worker.worker.takes_tiles", lambda dtype: True)
     draw = random.Random(seed)
@@ -122,9 +123,9 @@ def test_steps_with_prompts_are_replayed_too(
         with engine_for(str(path), max_num_seqs=8, **options) as engine:
             found.append(scores(engine, requests))
     assert found[0] == found[1]
-    mixed = {sizes for sizes in sizes if sizes[1] > sizes[2]}
+    mixed = {size for size in sizes if size[1] > size[2]}
     assert bool(mixed) == (name != "qwen3-moe")  # torch computes its routes
-    assert all(size % 16 == 0 and 0 <= size - num < 16 for size, num, _ in mixed)
+    assert all(num_rows % 16 == 0 and 0 <= num_rows - num < 16 for num_rows, num, _ in mixed)
 
 
 def no_meta() -> AttentionMeta:

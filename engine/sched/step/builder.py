@@ -36,7 +36,7 @@ class Step:
         self.preempted: list[Request] = []
         self.num_prompts = 0  # of the grants: those that start, or go on behind their first tokens
         self.num_prompt_tokens = 0
-        self.most_prompt_tokens: int | None = None  # beside decodes, see ``mixed_room``
+        self.most_prompt_tokens: int | None = None  # see ``room_beside_decodes``
         self.silent: set[int] = set()  # rows of prompts that are not complete: no draw
         self.plain_rows: Rows = NO_ROWS
         self.plain: list[int] = []  # rows granted by ``DecodeFastPath.grant_one``
@@ -275,7 +275,7 @@ def prefill_cap(config: SchedulerConfig, roster: Roster) -> int:
     return threshold
 
 
-def mixed_room(step: Step, config: SchedulerConfig, roster: Roster) -> int:
+def room_beside_decodes(step: Step, config: SchedulerConfig, roster: Roster) -> int:
     """Tokens that prompts may still have in this step for the sake of its decodes.
 
     Whoever decodes waits for the whole step, and a prompt of moderate length takes it several times
