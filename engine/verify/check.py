@@ -98,8 +98,8 @@ def check_members(scheduler: Scheduler) -> None:
             assert holds or not num_blocks, f"{req} holds blocks"
     queued = sum(req.num_prompt for req in members[len(running) :])
     assert roster.queued_tokens == queued, "the queue has lost count of its tokens"
-    parked = sum(req.num_prompt for req in roster.parked.values())
-    assert roster.parked_tokens == parked, "the parked have lost count of their tokens"
+    num_parked = sum(req.num_prompt for req in roster.parked.values())
+    assert roster.parked_tokens == num_parked, "the parked have lost count of their tokens"
     for queue in (running, waiting):
         ranks = [(*req.rank, req.arrival) for req in queue]
         assert ranks == sorted(ranks), "a queue is out of order"
