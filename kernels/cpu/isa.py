@@ -98,8 +98,11 @@ def _settle() -> str:
     # Numba's own name for a context that is made when the first function is declared.
     if "target_context" in vars(cpu_target) or len(available()) == 1:
         return available()[-1]  # too late, or nothing to choose
+    # What Numba's option names is compiled with, as for a processor that is elsewhere.
+    kept = set[str]()
     if level not in available():
         level = available()[-1]
+        kept = {name.removeprefix("+") for name in _ASKED}
     above = LEVELS[LEVELS.index(level) + 1 :]
     without = {name for higher in above for name in _NEEDS[higher]}
     # Whole families, with what would bring them back: one feature of LLVM's implies others.
@@ -107,6 +110,7 @@ def _settle() -> str:
     without |= {name for name in _HOST if name.startswith(tuple(families))}
     for name in without:
         _HOST[name] = False
+    without -= kept
     if not config.CPU_NAME:
         config.CPU_NAME = binding.get_host_cpu_name()
     features = _ASKED or [f"{'+' if on else '-'}{name}" for name, on in _HOST.items()]

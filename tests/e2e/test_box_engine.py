@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e.box_engine import KINDS, PROMPTS, SIZES, greedy, joined
+from e2e.box_engine import EXACT, KINDS, PROMPTS, SIZES, greedy, joined
 
 from engine import (
     LLM,
@@ -52,7 +52,7 @@ def test_llm_keeps_the_order_and_agrees_with_the_engine(answer: tuple[str, list[
         assert reply.outputs[0].token_ids
 
 
-def test_200_mixed_requests_are_answered_once(llm_engine: LLMEngine, seed: int) -> None:
+def test_200_mixed_requests_are_answered_once(seed: int) -> None:
     """Random lengths, parameters, aborts, stop strings; outputs equal those of runs alone."""
     dice = random.Random(seed)
     todo = {}
@@ -69,10 +69,14 @@ def test_200_mixed_requests_are_answered_once(llm_engine: LLMEngine, seed: int) 
         prompt = [dice.randrange(4, 4000) for _ in range(dice.randint(1, 60))]
         todo[f"mixed-{i}"] = (prompt, params)
     aborted = set(dice.sample(sorted(todo), 20))
-    answers = _run_mixed(llm_engine, todo, aborted, dice)
-    assert answers.keys() == todo.keys()
-    for name in dice.sample(sorted(todo.keys() - aborted), 25):
-        assert _run_mixed(llm_engine, {name: todo[name]}, set(), dice)[name] == answers[name]
+    with LLMEngine.from_engine_args(EngineArgs(**SIZES, **EXACT)) as exact:
+        answers = _run_mixed(exact, todo, aborted, dice)
+        assert answers.keys() == todo.keys()
+        for name in dice.sample(sorted(todo.keys() - aborted), 25):
+            assert _run_mixed(exact, {name: todo[name]}, set(), dice)[name] == answers[name]
+        stats = exact.stats()
+        assert stats is not None
+        assert (stats.num_running, stats.num_waiting, stats.kv_usage) == (0, 0, 0.0)
 
 
 Mixed = dict[str, tuple[list[int], SamplingParams]]
