@@ -20,7 +20,8 @@ TOKEN_BUDGET = 8192  # of a step
 # Of a step on a CPU: what takes some tenths of a second, for larger ones gain little and delay
 # requests that decode. The second is of those that multiply what the model is computed in by tiles.
 CPU_CHUNK, FAST_CPU_CHUNK = 512, 2048
-CPU_MIXED = 160  # prompt tokens beside decodes: a step of some three times its decodes alone
+# Prompt tokens beside decodes: a step of some four times its decodes alone. Likewise with tiles.
+CPU_MIXED, FAST_CPU_MIXED = 48, 160
 CPU_BLOCK_SIZE = 16
 GPU_BLOCK_SIZE = 64  # a tile of keys is one block then
 
@@ -75,7 +76,7 @@ def resolve(
         asked,
         max_num_batched_tokens=decide_token_budget(asked, is_cpu=is_cpu, has_tiles=has_tiles),
         max_model_len=decide_max_model_len(asked, info),
-        max_mixed_prefill_tokens=decide_mixed(asked, is_cpu=is_cpu),
+        max_mixed_prefill_tokens=decide_mixed(asked, is_cpu=is_cpu, has_tiles=has_tiles),
         num_steps_in_flight=2 if overlaps else 1,
     )
     block_size = config.cache.block_size or (CPU_BLOCK_SIZE if is_cpu else GPU_BLOCK_SIZE)
@@ -124,12 +125,14 @@ def decide_token_budget(asked: SchedulerOptions, *, is_cpu: bool, has_tiles: boo
     return max(chunk if is_small else TOKEN_BUDGET, asked.max_num_seqs)
 
 
-def decide_mixed(asked: SchedulerOptions, *, is_cpu: bool) -> int:
+def decide_mixed(asked: SchedulerOptions, *, is_cpu: bool, has_tiles: bool = False) -> int:
     """Prompt tokens of a step beside decodes, as asked or by the device. On a GPU some hundred
     prompt tokens take hardly longer than the decodes beside them."""
     if asked.max_mixed_prefill_tokens is not None:
         return asked.max_mixed_prefill_tokens
-    return CPU_MIXED if is_cpu and asked.enable_chunked_prefill else 0
+    if not (is_cpu and asked.enable_chunked_prefill):
+        return 0
+    return FAST_CPU_MIXED if has_tiles else CPU_MIXED
 
 
 def decide_max_model_len(asked: SchedulerOptions, info: ModelInfo) -> int:

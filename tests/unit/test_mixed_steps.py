@@ -146,12 +146,21 @@ def test_a_policy_that_shapes_steps_is_left_alone(policy: Policy) -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "asked", "found"), [("cpu", None, 160), ("cuda", None, 0), ("cpu", 0, 0)]
+    ("device", "has_tiles", "asked", "found"),
+    [
+        ("cpu", False, None, 48),
+        ("cpu", True, None, 160),
+        ("cuda", False, None, 0),
+        ("cpu", True, 0, 0),
+    ],
 )
-def test_what_a_device_has_if_none_is_asked(device: Device, asked: int | None, found: int) -> None:
+def test_what_a_device_has_if_none_is_asked(
+    device: Device, has_tiles: bool, asked: int | None, found: int
+) -> None:
     config = EngineArgs(max_mixed_prefill_tokens=asked).create_config()
     info = ModelInfo(path=Path("m"), architecture="", model_type="", hf={})
-    assert resolve(config, info, device).scheduler.max_mixed_prefill_tokens == found
+    resolved = resolve(config, info, device, has_tiles=has_tiles)
+    assert resolved.scheduler.max_mixed_prefill_tokens == found
 
 
 @pytest.mark.parametrize(
