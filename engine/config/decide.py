@@ -20,7 +20,8 @@ TOKEN_BUDGET = 8192  # of a step
 # Of a step on a CPU: what takes some tenths of a second, for larger ones gain little and delay
 # requests that decode. The second is of those that multiply what the model is computed in by tiles.
 CPU_CHUNK, FAST_CPU_CHUNK = 512, 2048
-# Prompt tokens beside decodes: a step of some four times its decodes alone. Likewise with tiles.
+# Prompt tokens beside decodes: a step of three to four times its decodes alone. The second is of
+# those with tiles, too.
 CPU_MIXED, FAST_CPU_MIXED = 48, 160
 CPU_BLOCK_SIZE = 16
 GPU_BLOCK_SIZE = 64  # a tile of keys is one block then
