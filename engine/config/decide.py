@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 from engine.config.cache import CacheConfig
 from engine.config.engine import Device, EngineConfig, ResolvedConfig
@@ -17,12 +18,23 @@ logger = logging.getLogger("engine.config")
 
 GIB = 1 << 30
 TOKEN_BUDGET = 8192  # of a step
-# Of a step on a CPU: what takes some tenths of a second, for larger ones gain little and delay
-# requests that decode. The second is of those that multiply what the model is computed in by tiles.
-CPU_CHUNK, FAST_CPU_CHUNK = 512, 2048
-# Prompt tokens beside decodes: a step of three to four times its decodes alone. The second is of
-# those with tiles, too.
-CPU_MIXED, FAST_CPU_MIXED = 48, 160
+
+
+class CpuSteps(NamedTuple):
+    """Tokens of a step on a CPU."""
+
+    most: int  # takes some tenths of a second: larger ones gain little and delay who decodes
+    mixed: int  # of prompts beside decodes: a step of three to four times its decodes alone
+
+
+Products = Literal["tiles", "wide pairs", ""]
+"""How a CPU multiplies what a model is computed in: bfloat16 in tiles (AMX), in pairs at twice its
+float32 rate (AVX-512 BF16 from Zen 5 on), or anything otherwise."""
+CPU_STEPS: dict[Products, CpuSteps] = {
+    "tiles": CpuSteps(2048, 160),
+    "wide pairs": CpuSteps(1024, 128),
+    "": CpuSteps(512, 48),
+}
 CPU_BLOCK_SIZE = 16
 GPU_BLOCK_SIZE = 64  # a tile of keys is one block then
 
@@ -62,11 +74,11 @@ class ModelFacts:
 
 
 def resolve(
-    config: EngineConfig, info: ModelInfo, device: Device, *, has_tiles: bool = False
+    config: EngineConfig, info: ModelInfo, device: Device, *, products: Products = ""
 ) -> ResolvedConfig:
     """Decide open options by the device, and the length, at most the model's own.
 
-    has_tiles: whether the CPU multiplies what the model is computed in by tiles (AMX).
+    products: how the CPU multiplies what the model is computed in.
 
     Raises ``ConfigError``.
     """
@@ -75,9 +87,9 @@ def resolve(
     scheduler = part(
         SchedulerConfig,
         asked,
-        max_num_batched_tokens=decide_token_budget(asked, is_cpu=is_cpu, has_tiles=has_tiles),
+        max_num_batched_tokens=decide_token_budget(asked, is_cpu=is_cpu, products=products),
         max_model_len=decide_max_model_len(asked, info),
-        max_mixed_prefill_tokens=decide_mixed(asked, is_cpu=is_cpu, has_tiles=has_tiles),
+        max_mixed_prefill_tokens=decide_mixed(asked, is_cpu=is_cpu, products=products),
         num_steps_in_flight=2 if overlaps else 1,
     )
     block_size = config.cache.block_size or (CPU_BLOCK_SIZE if is_cpu else GPU_BLOCK_SIZE)
@@ -117,23 +129,22 @@ def decide(
     )
 
 
-def decide_token_budget(asked: SchedulerOptions, *, is_cpu: bool, has_tiles: bool = False) -> int:
+def decide_token_budget(asked: SchedulerOptions, *, is_cpu: bool, products: Products = "") -> int:
     """Tokens of a step: as asked, or by the device, and at least one for each seat."""
     if asked.max_num_batched_tokens is not None:
         return asked.max_num_batched_tokens
     is_small = is_cpu and asked.enable_chunked_prefill
-    chunk = FAST_CPU_CHUNK if has_tiles else CPU_CHUNK
-    return max(chunk if is_small else TOKEN_BUDGET, asked.max_num_seqs)
+    return max(CPU_STEPS[products].most if is_small else TOKEN_BUDGET, asked.max_num_seqs)
 
 
-def decide_mixed(asked: SchedulerOptions, *, is_cpu: bool, has_tiles: bool = False) -> int:
+def decide_mixed(asked: SchedulerOptions, *, is_cpu: bool, products: Products = "") -> int:
     """Prompt tokens of a step beside decodes, as asked or by the device. On a GPU some hundred
     prompt tokens take hardly longer than the decodes beside them."""
     if asked.max_mixed_prefill_tokens is not None:
         return asked.max_mixed_prefill_tokens
     if not (is_cpu and asked.enable_chunked_prefill):
         return 0
-    return FAST_CPU_MIXED if has_tiles else CPU_MIXED
+    return CPU_STEPS[products].mixed
 
 
 def decide_max_model_len(asked: SchedulerOptions, info: ModelInfo) -> int:

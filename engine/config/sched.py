@@ -27,9 +27,9 @@ class SchedulerOptions:
     max_num_seqs: int = 256
     """Requests that may run at once."""
     max_num_batched_tokens: int | None = None
-    """Token budget of a step; 8192 if not given (with chunked prefill on a CPU 512, or 2048 where
-    AMX multiplies bfloat16: larger steps gain little and delay requests that decode), or
-    max_num_seqs if that is more."""
+    """Token budget of a step; 8192 if not given (with chunked prefill on a CPU 512; of bfloat16
+    1024 on processors like Zen 5, 2048 with AMX: larger steps gain little and delay requests that
+    decode), or max_num_seqs if that is more."""
     enable_chunked_prefill: bool = True
     """Compute a long prompt in pieces beside decodes."""
     long_prefill_token_threshold: int = 0
@@ -39,8 +39,8 @@ class SchedulerOptions:
     max_mixed_prefill_tokens: int | None = None
     """Prompt tokens of a step beside requests that decode; of those that wait, what is more than
     six times as many is computed too. 0 is no cap. If not given, on a CPU with chunked prefill
-    48, or 160 where AMX multiplies bfloat16, else 0; none under a policy that bounds or
-    orders steps itself."""
+    48, or of bfloat16 128 on processors like Zen 5 and 160 with AMX, else 0; none under a policy
+    that bounds or orders steps itself."""
     watermark: float | None = None
     """Share of the KV blocks that a request leaves free as it starts beside others; judged by the
     measured time of steps if not given."""

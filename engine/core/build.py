@@ -57,11 +57,11 @@ def build_core(
     if config.model.load_format != "dummy":
         read_ahead(info.path)
     with not_collecting():
-        from engine.worker.device import has_tiles, resolve_device
+        from engine.worker.device import cpu_products, resolve_device
         from engine.worker.worker import make_worker
 
     device = resolve_device(config.device)
-    resolved = resolve(config, info, device, has_tiles=has_tiles(config.model, info, device))
+    resolved = resolve(config, info, device, products=cpu_products(config.model, info, device))
     worker = make_worker(resolved, info, computing_halves(resolved, info, drafting))
     check_capabilities(chosen.resources, worker.capabilities)
     facts = worker.load()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from engine.config.decide import Products
 from engine.config.engine import Device
 from engine.config.env import INTERPRET_CUDA, interprets_cuda
 from engine.config.model import ModelConfig, ModelInfo
@@ -34,11 +35,14 @@ def resolve_device(asked: Device) -> Device:
     return "cuda"
 
 
-def has_tiles(model: ModelConfig, info: ModelInfo, device: Device) -> bool:
-    """Whether a CPU computes this model by tiles of bfloat16."""
+def cpu_products(model: ModelConfig, info: ModelInfo, device: Device) -> Products:
+    """How a CPU multiplies what this model is computed in."""
     if model.quantization is not None or device != "cpu":
-        return False
-    return takes_tiles(compute_dtype(model, info, device))
+        return ""
+    dtype = compute_dtype(model, info, device)
+    if takes_tiles(dtype):
+        return "tiles"
+    return "wide pairs" if isa.has_wide_pairs() and dtype is torch.bfloat16 else ""
 
 
 def takes_tiles(dtype: torch.dtype) -> bool:

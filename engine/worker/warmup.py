@@ -16,6 +16,7 @@ from engine.messages.step import EMPTY, Column, NewSeq, StepPlan
 from engine.models.assemble import activation_dtype
 from engine.models.hf_config import heads
 from engine.worker.memory import choose_kv_dtype
+from engine.worker.roofline import Measured
 from engine.worker.runner import Driver, Runner
 from kernels.cpu.prepare import AttentionKind, prepare
 
@@ -24,6 +25,7 @@ logger = logging.getLogger("engine.worker")
 NUM_PROMPT, NUM_DECODES = 4, 2
 NUM_TIMES = 2  # where steps are recorded as they come: the second of a kind is, if it can be
 WORTH_SAYING = 2.0  # seconds
+LARGEST_SECONDS = 0.5  # that a start may take longer, so that the first prompts need not wait
 
 
 def prepare_kernels(info: ModelInfo, dtype: torch.dtype, kv_dtype: str) -> None:
@@ -65,6 +67,18 @@ def warm_up(driver: Driver, num_blocks: int) -> float:
     if seconds > WORTH_SAYING:
         logger.info("kernels compiled in %.0f s; the next start finds them", seconds)
     return seconds
+
+
+def meet_largest(driver: Driver, max_num_tokens: int, max_model_len: int) -> None:
+    """Run a step as large as there can be, on a CPU, where it is a quick one: what it takes of
+    memory for the first time costs a fault a page, a tenth of a second of the first prompts."""
+    if driver.roofline is None:
+        return
+    num_seqs = -(-max_num_tokens // max_model_len)
+    counts = np.full(num_seqs, max_num_tokens // num_seqs, dtype=np.int32)
+    step = Measured(0.0, counts, counts * 0, counts * 0 + 1)
+    if driver.roofline.floor([step]) < LARGEST_SECONDS:
+        driver.runner.profile_run(int(counts.sum()), num_seqs)
 
 
 def _plan(

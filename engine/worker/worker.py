@@ -45,7 +45,13 @@ from engine.worker.roofline import make_roofline
 from engine.worker.runner import Driver, Runner
 from engine.worker.slots import LiveSeqs, Slots
 from engine.worker.steps import Pending
-from engine.worker.warmup import WORTH_SAYING, meet_shapes, prepare_kernels, warm_up
+from engine.worker.warmup import (
+    WORTH_SAYING,
+    meet_largest,
+    meet_shapes,
+    prepare_kernels,
+    warm_up,
+)
 from kernels.cpu import isa
 from kernels.cpu.cells import DTYPES as COMPILED
 from kernels.cpu.recording import MOST_MIXED, Recorder
@@ -159,6 +165,7 @@ class ModelWorker:
                 self.driver.roofline = make_roofline(
                     config.model, self._info, model, self._kv_dtype, is_quiet=is_quiet
                 )
+            meet_largest(self.driver, sched.max_num_batched_tokens, sched.max_model_len)
             self._pages_ahead = PagesAhead(runner.machine.kv)
             self._pages_ahead.start()
         else:

@@ -130,6 +130,13 @@ def has(feature: str) -> bool:
     return bool(_HOST.get(feature))
 
 
+def has_wide_pairs() -> bool:
+    """Whether pairs of bfloat16 are multiplied twice as fast as float32, without tiles. Of the
+    processors with AVX-512 BF16 the first (Cooper Lake, Zen 4) take as long for half as many; later
+    ones (Zen 5) have AVX-VNNI as well."""
+    return LEVEL == "avx512_bf16" and has("avxvnni")
+
+
 def widens_float16() -> bool:
     """Whether float16 is read in one instruction."""
     return has("f16c") or platform.machine() == "aarch64"

@@ -10,7 +10,7 @@ import pytest
 from support.simulate import Run, expected, make_request, make_run
 
 from engine.config.args import EngineArgs
-from engine.config.decide import resolve
+from engine.config.decide import Products, resolve
 from engine.config.engine import Device
 from engine.config.model import ModelInfo
 from engine.errors import ConfigError
@@ -146,20 +146,21 @@ def test_a_policy_that_shapes_steps_is_left_alone(policy: Policy) -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "has_tiles", "asked", "found"),
+    ("device", "products", "asked", "found"),
     [
-        ("cpu", False, None, 48),
-        ("cpu", True, None, 160),
-        ("cuda", False, None, 0),
-        ("cpu", True, 0, 0),
+        ("cpu", "", None, 48),
+        ("cpu", "wide pairs", None, 128),
+        ("cpu", "tiles", None, 160),
+        ("cuda", "", None, 0),
+        ("cpu", "tiles", 0, 0),
     ],
 )
 def test_what_a_device_has_if_none_is_asked(
-    device: Device, has_tiles: bool, asked: int | None, found: int
+    device: Device, products: Products, asked: int | None, found: int
 ) -> None:
     config = EngineArgs(max_mixed_prefill_tokens=asked).create_config()
     info = ModelInfo(path=Path("m"), architecture="", model_type="", hf={})
-    resolved = resolve(config, info, device, has_tiles=has_tiles)
+    resolved = resolve(config, info, device, products=products)
     assert resolved.scheduler.max_mixed_prefill_tokens == found
 
 

@@ -281,8 +281,9 @@ def test_what_is_left_open_is_decided_for_the_device(device, options, decided):
     info = ModelInfo(path=Path("m"), architecture="", model_type="", hf={})
     found = resolve(asked, info, device)
     if device == "cpu" and not options:
-        fast = resolve(asked, info, device, has_tiles=True)
-        assert fast.scheduler.max_num_batched_tokens == 2048
+        for products, most in (("wide pairs", 1024), ("tiles", 2048)):
+            fast = resolve(asked, info, device, products=products)
+            assert fast.scheduler.max_num_batched_tokens == most
     sched = found.scheduler
     sizes = (sched.max_num_batched_tokens, sched.num_steps_in_flight, found.block_size)
     assert sizes == decided and found.device == device
