@@ -32,6 +32,7 @@ END = b"0\r\n\r\n"  # the last chunk
 DONE = b"data: [DONE]"
 ENDED = ("done", "refused", "cut", "unreachable", "left")
 TICK_SECONDS = 0.0005
+MOST_CONNECTIONS = 8192  # a process has a limit of descriptors
 DRAIN_SECONDS = 60.0  # for the last requests of a run
 
 
@@ -105,14 +106,18 @@ class Load:
         path: str = "/v1/completions",
         receive_buffer: int = 0,
         tick: float = TICK_SECONDS,
+        most_connections: int = MOST_CONNECTIONS,
     ) -> None:
         """receive_buffer: of each socket, in bytes, if the system's own choice is too large;
-        tick: seconds between two looks at the sockets, by so much later are times noted."""
+        tick: seconds between two looks at the sockets, by so much later are times noted;
+        most_connections: open at once. A request that is due while all are taken is sent later, and
+        its times count from when it was due."""
         self.on_end: Callable[[Row], object] = lambda row: None
         self.num_open = 0
         self._address = (host, port)
         self._receive_buffer = receive_buffer
         self._tick = tick
+        self._most_connections = most_connections
         self._head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
         self._epoll = select.epoll()
         self._by_fd: dict[int, Connection] = {}
@@ -137,7 +142,7 @@ class Load:
             now = time.perf_counter()
             if now >= until:
                 return
-            while self._due and self._due[0][0] <= now:
+            while self._due and self._due[0][0] <= now and self._has_room:
                 self._send(heapq.heappop(self._due)[2])
             wait = min(until, self._due[0][0]) - now if self._due else until - now
             self._poll(min(max(0.0, wait), 0.1))
@@ -156,6 +161,10 @@ class Load:
         self._epoll.close()
 
     # -- helpers
+
+    @property
+    def _has_room(self) -> bool:
+        return bool(self._idle) or len(self._by_fd) < self._most_connections
 
     def _poll(self, seconds: float) -> None:
         time.sleep(self._tick)

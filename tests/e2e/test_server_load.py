@@ -44,7 +44,7 @@ def run(load: Load, seconds: float = WAIT_SECONDS) -> None:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    """For the next three tests, in this order: the last one ends it."""
+    """For the next four tests, in this order: the last one ends it."""
     limits = ("--max-num-seqs", "8", "--max-waiting-requests", "4", "--reader-timeout", "1")
     with served(*COMMON, *limits) as made:
         yield made
@@ -60,6 +60,17 @@ def test_a_full_queue_refuses_and_those_taken_are_served(server: Served, seed: i
     assert refused.status == 503 and b"retry-after: " in refused.tail.lower()
     assert json.loads(refused.tail.partition(b"\r\n\r\n")[2])["error"]["code"] == "queue_full"
     assert all(how_told(row) == "whole" for row in rows if row.how == "done")
+
+
+def test_requests_beyond_a_loads_connections_are_sent_when_others_are_done(
+    server: Served, seed: int
+) -> None:
+    with Load("127.0.0.1", server.port, most_connections=2) as load:
+        rows = requests(load, SHORT, 9, seed)
+        run(load)
+    assert Counter(map(how_told, rows)) == {"whole": 9}
+    for row in rows:
+        assert sum(other.sent <= row.sent < other.ended for other in rows) <= 2
 
 
 def test_who_does_not_read_is_cut_off_and_holds_up_nobody(server: Served, seed: int) -> None:
