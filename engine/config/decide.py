@@ -25,15 +25,16 @@ class CpuSteps(NamedTuple):
 
     most: int  # takes some tenths of a second: larger ones gain little and delay who decodes
     mixed: int  # of prompts beside decodes: a step of three to four times its decodes alone
+    spread: int  # so many steps take what waits for them; more is computed at once
 
 
 Products = Literal["tiles", "wide pairs", ""]
 """How a CPU multiplies what a model is computed in: bfloat16 in tiles (AMX), in pairs at twice its
 float32 rate (AVX-512 BF16 from Zen 5 on), or anything otherwise."""
 CPU_STEPS: dict[Products, CpuSteps] = {
-    "tiles": CpuSteps(2048, 160),
-    "wide pairs": CpuSteps(1024, 128),
-    "": CpuSteps(512, 48),
+    "tiles": CpuSteps(2048, 160, 6),
+    "wide pairs": CpuSteps(1024, 48, 12),
+    "": CpuSteps(512, 48, 12),
 }
 CPU_BLOCK_SIZE = 16
 GPU_BLOCK_SIZE = 64  # a tile of keys is one block then
@@ -91,6 +92,7 @@ def resolve(
         max_model_len=decide_max_model_len(asked, info),
         max_mixed_prefill_tokens=decide_mixed(asked, is_cpu=is_cpu, products=products),
         num_steps_in_flight=2 if overlaps else 1,
+        num_mixed_prefill_steps=CPU_STEPS[products].spread,
     )
     block_size = config.cache.block_size or (CPU_BLOCK_SIZE if is_cpu else GPU_BLOCK_SIZE)
     return part(ResolvedConfig, config, device=device, scheduler=scheduler, block_size=block_size)

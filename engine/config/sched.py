@@ -38,9 +38,9 @@ class SchedulerOptions:
     """Raise that cap to an equal share of the step's tokens where it is below one."""
     max_mixed_prefill_tokens: int | None = None
     """Prompt tokens of a step beside requests that decode; of those that wait, what is more than
-    six times as many is computed too. 0 is no cap. If not given, on a CPU with chunked prefill
-    48, or of bfloat16 128 on processors like Zen 5 and 160 with AMX, else 0; none under a policy
-    that bounds or orders steps itself."""
+    twelve times as many (with AMX six times) is computed too. 0 is no cap. If not given, on a CPU
+    with chunked prefill 48, or 160 where AMX multiplies bfloat16, else 0; none under a policy that
+    bounds or orders steps itself."""
     watermark: float | None = None
     """Share of the KV blocks that a request leaves free as it starts beside others; judged by the
     measured time of steps if not given."""
@@ -161,7 +161,9 @@ class SchedulerConfig(SchedulerOptions):
     """Steps launched before the oldest is settled: 1 synchronous, 2 overlapped."""
     resources: tuple[Any, ...] = ()
     """Names, classes, dotted paths or objects of resources beside those the model needs."""
+    num_mixed_prefill_steps: int = 6
+    """Steps of ``max_mixed_prefill_tokens`` over which prompts that wait are spread."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(self, 1, None, "num_steps_in_flight")
+        check_range(self, 1, None, "num_steps_in_flight", "num_mixed_prefill_steps")

@@ -13,7 +13,7 @@ from engine.sched.plugins.hooks import SHAPING
 from engine.sched.request import Request, Status
 from engine.sched.roster import by_rank
 from engine.sched.scheduler import Scheduler
-from engine.sched.step.builder import SPREAD, prefill_cap
+from engine.sched.step.builder import prefill_cap
 
 # A policy with one of these may well leave something, and so may a resource.
 FRUGAL_HOOKS = ("limits", "evict", "order", "next_waiting", "admit", "chunk", "victim", "outranks")
@@ -230,7 +230,9 @@ def _is_mixed_full(scheduler: Scheduler) -> bool:
 
 def check_mixed(scheduler: Scheduler, plan: StepPlan) -> None:
     """Beside decodes prompts make a step no larger than so, or than what waits asks for [24]."""
-    size, roster, rows = scheduler.config.max_mixed_prefill_tokens, scheduler.roster, plan.rows
+    config, roster, rows = scheduler.config, scheduler.roster, plan.rows
+    size = config.max_mixed_prefill_tokens
+    spread = config.num_mixed_prefill_steps * size
     if not _spares_decodes(scheduler) or scheduler.resources.members:  # one may want them whole
         return
     table = roster.table
@@ -240,7 +242,7 @@ def check_mixed(scheduler: Scheduler, plan: StepPlan) -> None:
     if (is_prompt | is_new).all():
         return
     begun = sum(req.num_uncomputed for req in roster.running_prompts())
-    most = roster.queued_tokens + begun + int(known[is_prompt | is_new].sum()) - SPREAD * size
+    most = roster.queued_tokens + begun + int(known[is_prompt | is_new].sum()) - spread
     num_tokens = int(plan.counts[is_prompt].sum())
     assert num_tokens <= max(size, most), f"{num_tokens} tokens of prompts beside decodes"
 

@@ -69,13 +69,16 @@ def warm_up(driver: Driver, num_blocks: int) -> float:
     return seconds
 
 
-def meet_largest(driver: Driver, max_num_tokens: int, max_model_len: int) -> None:
+def meet_largest(
+    driver: Driver, max_num_tokens: int, max_num_seqs: int, max_model_len: int
+) -> None:
     """Run a step as large as there can be, on a CPU, where it is a quick one: what it takes of
     memory for the first time costs a fault a page, a tenth of a second of the first prompts."""
     if driver.roofline is None:
         return
-    num_seqs = -(-max_num_tokens // max_model_len)
-    counts = np.full(num_seqs, max_num_tokens // num_seqs, dtype=np.int32)
+    num_seqs = min(-(-max_num_tokens // max_model_len), max_num_seqs)
+    count = min(max_num_tokens // num_seqs, max_model_len)
+    counts = np.full(num_seqs, count, dtype=np.int32)
     step = Measured(0.0, counts, counts * 0, counts * 0 + 1)
     if driver.roofline.floor([step]) < LARGEST_SECONDS:
         driver.runner.profile_run(int(counts.sum()), num_seqs)

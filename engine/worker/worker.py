@@ -165,7 +165,8 @@ class ModelWorker:
                 self.driver.roofline = make_roofline(
                     config.model, self._info, model, self._kv_dtype, is_quiet=is_quiet
                 )
-            meet_largest(self.driver, sched.max_num_batched_tokens, sched.max_model_len)
+            sizes = (sched.max_num_batched_tokens, sched.max_num_seqs, sched.max_model_len)
+            meet_largest(self.driver, *sizes)
             self._pages_ahead = PagesAhead(runner.machine.kv)
             self._pages_ahead.start()
         else:

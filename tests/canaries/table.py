@@ -115,7 +115,7 @@ CANARIES = (
     Canary(
         "let all prompts join those that decode",
         BUILDER,
-        "max(size, waiting - SPREAD * size)",
+        "max(size, waiting - spread)",
         "waiting",
     ),
     Canary(

@@ -57,6 +57,11 @@ def test_a_long_prompt_takes_six_steps_more_at_most() -> None:
     assert [plan["0"] for plan in prompts_of(run, 7)] == [1232, 128, 128, 128, 128, 128, 128]
 
 
+def test_over_how_many_steps_prompts_are_spread_is_decided_for_the_processor() -> None:
+    run = beside_a_decode([2000], max_num_batched_tokens=4096, num_mixed_prefill_steps=12)
+    assert [plan["0"] for plan in prompts_of(run, 3)] == [464, 128, 128]
+
+
 def test_what_is_more_than_six_steps_of_prompts_is_computed_at_once() -> None:
     first, second = prompts_of(beside_a_decode([100] * 11), 2)
     assert first == {"0": 100, "1": 100, "2": 100, "3": 32}
@@ -149,7 +154,7 @@ def test_a_policy_that_shapes_steps_is_left_alone(policy: Policy) -> None:
     ("device", "products", "asked", "found"),
     [
         ("cpu", "", None, 48),
-        ("cpu", "wide pairs", None, 128),
+        ("cpu", "wide pairs", None, 48),
         ("cpu", "tiles", None, 160),
         ("cuda", "", None, 0),
         ("cpu", "tiles", 0, 0),
@@ -162,6 +167,7 @@ def test_what_a_device_has_if_none_is_asked(
     info = ModelInfo(path=Path("m"), architecture="", model_type="", hf={})
     resolved = resolve(config, info, device, products=products)
     assert resolved.scheduler.max_mixed_prefill_tokens == found
+    assert resolved.scheduler.num_mixed_prefill_steps == (6 if products == "tiles" else 12)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from engine.sched.roster import NO_ROWS, Cause, Roster, Rows
 
 ONES = np.ones(1024, dtype=np.int32)
 ONES.flags.writeable = False
-SPREAD = 6  # steps over which prompts that wait are spread for the sake of decodes
 
 
 def ones(count: int) -> NDArray[np.int32]:
@@ -289,5 +288,6 @@ def room_beside_decodes(step: Step, config: SchedulerConfig, roster: Roster) -> 
     if step.most_prompt_tokens is None:
         begun = sum(req.num_uncomputed for req in roster.running_prompts())
         waiting = roster.queued_tokens - roster.parked_tokens + begun + step.num_prompt_tokens
-        step.most_prompt_tokens = max(size, waiting - SPREAD * size)
+        spread = config.num_mixed_prefill_steps * size
+        step.most_prompt_tokens = max(size, waiting - spread)
     return step.most_prompt_tokens - step.num_prompt_tokens
