@@ -24,7 +24,7 @@ class CpuSteps(NamedTuple):
     """Tokens of a step on a CPU."""
 
     most: int  # takes some tenths of a second: larger ones gain little and delay who decodes
-    mixed: int  # of prompts beside decodes: a step of three to four times its decodes alone
+    mixed: int  # of prompts beside decodes: a step of three to five times its decodes alone
     spread: int  # so many steps take what waits for them; more is computed at once
 
 
@@ -33,7 +33,7 @@ Products = Literal["tiles", "wide pairs", ""]
 float32 rate (AVX-512 BF16 from Zen 5 on), or anything otherwise."""
 CPU_STEPS: dict[Products, CpuSteps] = {
     "tiles": CpuSteps(2048, 160, 6),
-    "wide pairs": CpuSteps(1024, 48, 12),
+    "wide pairs": CpuSteps(1024, 128, 6),
     "": CpuSteps(512, 48, 12),
 }
 CPU_BLOCK_SIZE = 16

@@ -38,9 +38,9 @@ class SchedulerOptions:
     """Raise that cap to an equal share of the step's tokens where it is below one."""
     max_mixed_prefill_tokens: int | None = None
     """Prompt tokens of a step beside requests that decode; of those that wait, what is more than
-    twelve times as many (with AMX six times) is computed too. 0 is no cap. If not given, on a CPU
-    with chunked prefill 48, or 160 where AMX multiplies bfloat16, else 0; none under a policy that
-    bounds or orders steps itself."""
+    twelve times as many (six times on the last two kinds named here) is computed too. 0 is no cap.
+    If not given, on a CPU with chunked prefill 48, or of bfloat16 128 on processors like Zen 5 and
+    160 with AMX, else 0; none under a policy that bounds or orders steps itself."""
     watermark: float | None = None
     """Share of the KV blocks that a request leaves free as it starts beside others; judged by the
     measured time of steps if not given."""

@@ -154,7 +154,7 @@ def test_a_policy_that_shapes_steps_is_left_alone(policy: Policy) -> None:
     ("device", "products", "asked", "found"),
     [
         ("cpu", "", None, 48),
-        ("cpu", "wide pairs", None, 48),
+        ("cpu", "wide pairs", None, 128),
         ("cpu", "tiles", None, 160),
         ("cuda", "", None, 0),
         ("cpu", "tiles", 0, 0),
@@ -167,7 +167,7 @@ def test_what_a_device_has_if_none_is_asked(
     info = ModelInfo(path=Path("m"), architecture="", model_type="", hf={})
     resolved = resolve(config, info, device, products=products)
     assert resolved.scheduler.max_mixed_prefill_tokens == found
-    assert resolved.scheduler.num_mixed_prefill_steps == (6 if products == "tiles" else 12)
+    assert resolved.scheduler.num_mixed_prefill_steps == (6 if products else 12)
 
 
 @pytest.mark.parametrize(
