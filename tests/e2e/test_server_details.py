@@ -227,12 +227,11 @@ def test_a_full_queue_says_when_to_ask_again() -> None:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
         asked = {"model": MODEL, "prompt": "x", "extra_body": {"ignore_eos": True}}
         with ThreadPoolExecutor(8) as pool:
-            running = pool.submit(client.completions.create, **asked, max_tokens=500)
             crowd = [
-                pool.submit(client.completions.create, **asked, max_tokens=400) for _ in range(7)
+                pool.submit(client.completions.create, **asked, max_tokens=400) for _ in range(8)
             ]
             refused = [each.exception(60) for each in crowd]
-            assert running.result(60).choices
+        assert None in refused  # whichever came first
         told = [error for error in refused if error is not None]
         assert told and all(isinstance(error, openai.InternalServerError) for error in told)
         for error in told:
