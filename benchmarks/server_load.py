@@ -17,6 +17,7 @@ import errno
 import heapq
 import json
 import random
+import resource
 import select
 import socket
 import statistics
@@ -32,7 +33,8 @@ END = b"0\r\n\r\n"  # the last chunk
 DONE = b"data: [DONE]"
 ENDED = ("done", "refused", "cut", "unreachable", "left")
 TICK_SECONDS = 0.0005
-MOST_CONNECTIONS = 8192  # a process has a limit of descriptors
+# A process has a limit of descriptors, of which some are used otherwise.
+MOST_CONNECTIONS = min(8192, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 64)
 DRAIN_SECONDS = 60.0  # for the last requests of a run
 
 

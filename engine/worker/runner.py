@@ -386,8 +386,10 @@ class Runner:
         share, rest = divmod(num_tokens, num_seqs)
         counts = np.minimum(share + (slots >= num_seqs - rest), self._max_model_len - context)
         rows = PlanRows(slots, slots * 0 + context, counts.astype(np.int32), slots * 0 + 1)
-        self.draw(self.forward(self.machine.batches.stage(rows), is_made_up=True))
-        num_computed.zero_()
+        try:
+            self.draw(self.forward(self.machine.batches.stage(rows), is_made_up=True))
+        finally:
+            num_computed.zero_()
 
     # -- helpers
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
@@ -73,7 +74,9 @@ def meet_largest(
     driver: Driver, max_num_tokens: int, max_num_seqs: int, max_model_len: int
 ) -> None:
     """Run a step as large as there can be, on a CPU, where it is a quick one: what it takes of
-    memory for the first time costs a fault a page, a tenth of a second of the first prompts."""
+    memory for the first time costs a fault a page, a tenth of a second of the first prompts.
+
+    Failures are ignored here, too."""
     if driver.roofline is None:
         return
     num_seqs = min(-(-max_num_tokens // max_model_len), max_num_seqs)
@@ -81,7 +84,8 @@ def meet_largest(
     counts = np.full(num_seqs, count, dtype=np.int32)
     step = Measured(0.0, counts, counts * 0, counts * 0 + 1)
     if driver.roofline.floor([step]) < LARGEST_SECONDS:
-        driver.runner.profile_run(int(counts.sum()), num_seqs)
+        with suppress(Exception):
+            driver.runner.profile_run(int(counts.sum()), num_seqs)
 
 
 def _plan(
