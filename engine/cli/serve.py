@@ -25,6 +25,7 @@ TLS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the same as --model")
     group = parser.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1")
     group.add_argument("--port", type=int, default=8000, metavar="N", help="default: 8000")
@@ -142,8 +143,20 @@ def run(parsed: argparse.Namespace) -> int:
         http=HttpLimits(**_given(parsed, HTTP_LIMITS)),
         tls=Tls(parsed.ssl_certfile, parsed.ssl_keyfile, parsed.ssl_ca_certs),
     )
+    _take_model(parsed)
     serve(core_apart(engine_args(parsed), parsed), options)
     return 0
+
+
+def _take_model(parsed: argparse.Namespace) -> None:
+    """Raises ``ConfigError`` for two models."""
+    if parsed.model_tag is None:
+        return
+    if getattr(parsed, "model", parsed.model_tag) != parsed.model_tag:
+        raise ConfigError(
+            f"there are two models, {parsed.model_tag!r} and --model {parsed.model!r}: name one"
+        )
+    parsed.model = parsed.model_tag
 
 
 def _template(path: str | None) -> str | None:

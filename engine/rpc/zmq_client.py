@@ -56,6 +56,7 @@ from engine.rpc.health import HealthMonitor
 STEP_SECONDS = 0.1  # that ``step`` waits for outputs, and between two checks of a silent core
 WELCOME_SECONDS = 10.0
 HANG_SECONDS = 300.0
+EVENTS, POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # as plain numbers, since asked at each step
 LAST_WORDS_MS = 200  # from the end of a core's process to that of its connection
 MAX_SUBMIT_TOKENS = 1 << 20  # prompt tokens in one message, so that it stays far below the limit
 
@@ -249,17 +250,16 @@ class EngineCoreClient(CoreClient):
     def _take_all(self) -> bool:
         """Take what has come; True if there was anything. What came before ``Dead`` is kept."""
         has_come = False
-        while True:
+        while self._socket.get(EVENTS) & POLLIN:  # asking costs less than an error would
             try:
                 self._take(self._protocol.feed(self._socket.recv_multipart(zmq.NOBLOCK)))
-            except zmq.Again:
-                return has_come
             except EngineDeadError as error:
                 self._death = error
                 if not has_come:
                     raise
                 return True
             has_come = True
+        return has_come
 
     def _is_lost(self, ready: dict[Any, int]) -> bool:
         if self._lost in ready:

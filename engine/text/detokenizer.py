@@ -46,14 +46,16 @@ class Detokenizer:
             return ""
         joining = self._joining
         if joining is not None:
-            if len(token_ids) == 1:
-                text = joining[token_ids[0]]
-            else:
-                texts = [joining[token_id] for token_id in token_ids]
-                text = "".join(texts) if all(texts) else ""
-            if text:
-                self._last_joined = token_ids[-1]
-                return text
+            text, last = "", self._last_joined
+            for token_id in token_ids:
+                piece = joining[token_id]
+                if piece is None:
+                    return self._feed_stream(token_ids)
+                if piece:
+                    text += piece
+                    last = token_id
+            self._last_joined = last
+            return text
         return self._feed_stream(token_ids)
 
     def _feed_stream(self, token_ids: list[int]) -> str:

@@ -15,10 +15,12 @@ from tokenizers import Tokenizer
 REPLACEMENT = "\ufffd"  # stands for bytes that are not a whole character
 
 
-class TokenTexts(dict[int, str]):
+class TokenTexts(dict[int, str | None]):
     """The text a token adds behind text that is out, by its id; made when it is first asked for.
 
-    Empty where that takes more than the token to say: a byte, or special and skipped.
+    ``None`` where that takes more than the token to say: a byte. Empty where the token adds nothing
+    wherever it stands: special and skipped, or beyond the tokenizer's own (rows that fill a model's
+    table up).
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
@@ -26,19 +28,21 @@ class TokenTexts(dict[int, str]):
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
 
-    def __missing__(self, token_id: int) -> str:
+    def __missing__(self, token_id: int) -> str | None:
         text = self[token_id] = self._find(token_id)
         return text
 
-    def _find(self, token_id: int) -> str:
+    def _find(self, token_id: int) -> str | None:
         name = self._tokenizer.id_to_token(token_id)
-        if name is None or name.startswith("<0x"):  # bytes are text together with their neighbours
+        if name is None:
             return ""
+        if name.startswith("<0x"):  # bytes are text together with their neighbours
+            return None
         alone, twice = (
             self._tokenizer.decode([token_id] * num, skip_special_tokens=self._skip)
             for num in (1, 2)
         )
-        return "" if REPLACEMENT in twice else twice[len(alone) :]
+        return None if REPLACEMENT in twice else twice[len(alone) :]
 
 
 def joins_texts(tokenizer: Tokenizer) -> bool:

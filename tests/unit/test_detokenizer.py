@@ -152,13 +152,14 @@ def test_random_ids_make_no_trouble(kind: str, seed: int) -> None:
 def test_pieces_are_those_of_the_library_stream(
     maker: Callable[[], RustTokenizer], seed: int
 ) -> None:
-    """Whatever the ids: words, special tokens, half characters, bytes that are no text."""
+    """Whatever the ids: words, special tokens, half characters, bytes that are no text, and ids
+    that the tokenizer does not have."""
     dice, joining, plain = random.Random(seed), RustBackend(maker()), StreamBackend(maker())
     words = [i for i in range(plain.vocab_size) if plain.decode([i], True).isascii()]
     for _ in range(300):
         skips, share = dice.random() < 0.5, dice.random()
         ids = [
-            dice.choice(words) if dice.random() < share else dice.randrange(plain.vocab_size)
+            dice.choice(words) if dice.random() < share else dice.randrange(plain.vocab_size + 20)
             for _ in range(60)
         ]
         num_prompt = dice.randrange(12)
