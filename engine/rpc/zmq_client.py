@@ -250,7 +250,7 @@ class EngineCoreClient(CoreClient):
     def _take_all(self) -> bool:
         """Take what has come; True if there was anything. What came before ``Dead`` is kept."""
         has_come = False
-        while self._socket.get(EVENTS) & POLLIN:  # asking costs less than an error would
+        while int(self._socket.get(EVENTS)) & POLLIN:  # asking costs less than an error
             try:
                 self._take(self._protocol.feed(self._socket.recv_multipart(zmq.NOBLOCK)))
             except EngineDeadError as error:
