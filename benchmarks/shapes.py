@@ -123,7 +123,8 @@ class Step:
 
     def meta(self) -> AttentionMeta:
         """Anew: what a step's layers share is worked out again."""
-        return AttentionMeta(*self._tensors, *self._sizes)
+        starts, lens, tables, positions, slots = self._tensors
+        return AttentionMeta(starts, lens, tables, positions, slots, *self._sizes)
 
     def cache(self, kv_heads: int, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
         """One layer's, of small random numbers."""

@@ -19,6 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from kernels.triton.launch import Launch
+from tools.compiled import Loop, Pipeline, disassembled, hot_loop, pipelines_of
 from tools.shipped import DTYPES, Shipped
 
 
@@ -38,6 +39,11 @@ DEVICES = {
 }
 
 
+# Of a processor of sm_90: registers, bytes of shared memory, threads, programs.
+REGISTERS, SHARED, THREADS, MOST_PROGRAMS = 65536, 233_472, 2048, 32
+SHARED_OF_SYSTEM = 1024  # bytes, of each program
+
+
 class Resources(NamedTuple):
     """What a compiled kernel takes: registers a thread, bytes spilled, bytes of shared memory."""
 
@@ -46,6 +52,20 @@ class Resources(NamedTuple):
     shared: int
     num_warpgroup_products: int
     num_warp_products: int
+    loop: Loop | None = None  # the one that does the work, if it multiplies; NVIDIA's alone
+    pipelines: tuple[Pipeline, ...] = ()
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether every loop with a product has copies under way while it computes."""
+        return all(pipeline.is_ahead for pipeline in self.pipelines)
+
+    def programs(self, num_warps: int) -> int:
+        """That a processor of sm_90 holds at a time."""
+        threads = 32 * num_warps
+        registers = -(-self.registers // 8) * 8 * threads
+        by_memory = SHARED // (self.shared + SHARED_OF_SYSTEM)
+        return min(REGISTERS // registers, by_memory, THREADS // threads, MOST_PROGRAMS)
 
 
 class _NoDriver:
@@ -99,7 +119,9 @@ def _of_nvidia(compiled: Any) -> Resources:
     assert found, done.stdout
     ptx = compiled.asm["ptx"]
     products = ptx.count("wgmma.mma_async"), ptx.count("mma.sync")
-    return Resources(int(found[1]), int(found[2]), compiled.metadata.shared, *products)
+    sizes = (int(found[1]), int(found[2]), compiled.metadata.shared)
+    loop = hot_loop(disassembled(compiled.asm["cubin"]))
+    return Resources(*sizes, *products, loop, tuple(pipelines_of(compiled.asm["ttgir"])))
 
 
 def _of_amd(compiled: Any) -> Resources:
