@@ -283,13 +283,12 @@ def wanted_rows(
     """Want these tokens. rows [R] int64, the sequence of each [R] int64, and how many keys it sees,
     itself included, [R] int32."""
     count = len(rows)
-    used = -(-attn.max_seq_len // attn.block_size)
     return Wanted(
         rows,
         AttentionMeta(
             query_start=torch.arange(count + 1, dtype=torch.int32, device=rows.device),
             seq_lens=seq_lens,
-            block_tables=attn.block_tables[:, :used][sequences],
+            block_tables=attn.block_tables[sequences],  # whole: kernels are compiled for the width
             positions=attn.positions[rows],
             slots=attn.slots[rows],
             block_size=attn.block_size,

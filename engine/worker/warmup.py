@@ -7,25 +7,45 @@ import threading
 import time
 from contextlib import suppress
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from engine.config.model import ModelInfo
 from engine.messages.params import SamplingParams
-from engine.messages.step import EMPTY, Column, NewSeq, StepPlan
+from engine.messages.step import EMPTY, Column, DraftPart, MaskPart, Masks, NewSeq, StepPlan
 from engine.models.assemble import activation_dtype
 from engine.models.hf_config import heads
+from engine.sample.edits import WORD
 from engine.worker.memory import choose_kv_dtype
 from engine.worker.roofline import Measured
 from engine.worker.runner import Driver, Runner
 from kernels.cpu.prepare import AttentionKind, prepare
+from kernels.tuning import MAX_PREFILL_ROWS
 
 logger = logging.getLogger("engine.worker")
 
 NUM_PROMPT, NUM_DECODES = 4, 2
 NUM_TIMES = 2  # where steps are recorded as they come: the second of a kind is, if it can be
 WORTH_SAYING = 2.0  # seconds
+SECONDS_TO_TELL = 5.0  # between two words on how far compiling has come
+FEW_KEYS = 512  # of which a split makes few parts
+PLAIN = SamplingParams(temperature=1.0, max_tokens=NUM_DECODES + 1, ignore_eos=True)
+EVERYTHING = SamplingParams(
+    temperature=1.0,
+    top_k=2,
+    top_p=0.9,
+    min_p=0.1,
+    repetition_penalty=1.1,
+    allowed_token_ids=[0, 1],
+    logit_bias={1: 1.0},
+    min_tokens=1,
+    logprobs=1,
+    prompt_logprobs=1,
+    max_tokens=NUM_DECODES + 1,
+    ignore_eos=True,
+)
 LARGEST_SECONDS = 0.5  # that a start may take longer, so that the first prompts need not wait
 
 
@@ -55,19 +75,41 @@ def warm_up(driver: Driver, num_blocks: int) -> float:
     if num_prompt < 1:
         return 0.0
     started = time.perf_counter()
-    params = SamplingParams(temperature=1.0, max_tokens=NUM_DECODES + 1, ignore_eos=True)
-    seq = NewSeq("warm-up", 0, [0] * num_prompt, num_prompt, params, 0, [], [])
+    seq = NewSeq("warm-up", 0, [0] * num_prompt, num_prompt, PLAIN, 0, [], [])
     for _ in range(1 if machine.recorder is None else NUM_TIMES):
         driver.execute(_plan(0, num_prompt, block_size, new=[seq]))
         for position in range(num_prompt, num_prompt + NUM_DECODES):
             driver.execute(_plan(position, 1, block_size))
         driver.execute(_plan(0, 0, block_size, freed=[0]))
+    if machine.platform.compiles:
+        _meet_edits(driver, num_prompt)
     for layer in machine.kv:
         layer[: 1 + -(-(num_prompt + NUM_DECODES) // block_size)] = 0
     seconds = time.perf_counter() - started
     if seconds > WORTH_SAYING:
         logger.info("kernels compiled in %.0f s; the next start finds them", seconds)
     return seconds
+
+
+def _meet_edits(driver: Driver, num_prompt: int) -> None:
+    """A request that asks for everything that is done with logits, with a mask, then with drafts.
+    What edits them is compiled so, and its tables are made."""
+    machine = driver.runner.machine
+    block_size = machine.slots.block_size
+    seq = NewSeq("warm-up", 0, [0] * num_prompt, num_prompt, EVERYTHING, 0, [0], [[0], [0, 0]])
+    first = _plan(0, num_prompt, block_size, new=[seq])
+    first.masks = MaskPart(np.zeros(1, dtype=np.int32))
+    num_words = -(-machine.model.vocab_size // WORD)
+    pending = driver.launch(first)
+    driver.sample(pending, Masks(np.full(num_words, -1, dtype=np.int32), num_words))
+    driver.collect(pending)
+    verify = _plan(num_prompt, NUM_DECODES, block_size)
+    num_drafts = NUM_DECODES - 1
+    verify.drafts = DraftPart(
+        np.full(1, num_drafts, dtype=np.int32), np.zeros(num_drafts, dtype=np.int32)
+    )
+    driver.execute(verify)
+    driver.execute(_plan(0, 0, block_size, freed=[0]))
 
 
 def meet_largest(
@@ -119,14 +161,54 @@ def _plan(
     )
 
 
-CHUNKS = (1, 2, 4, 8, 16, 32, 64, 128)  # tokens; launch settings differ only up to the longest
-
-
 def meet_shapes(runner: Runner, max_num_tokens: int, max_model_len: int) -> None:
-    """Run a chunk of every kind of length, at the beginning and behind a long context. Otherwise
-    kernels are compiled while a request waits for them."""
-    longest = min(max_num_tokens, max_model_len)
-    for num_tokens in CHUNKS:
-        if num_tokens <= longest:
-            for context in {0, max_model_len - num_tokens}:
-                runner.profile_run(num_tokens, 1, context)
+    """Run a step of every kind that there can be. Otherwise kernels are compiled while a request
+    waits for them. Failures are not ignored: such a step could not be computed."""
+    told = started = time.perf_counter()
+    max_num_seqs = len(runner.machine.slots.state.num_computed)
+    kinds = kinds_of_steps(max_num_tokens, max_num_seqs, max_model_len)
+    for done, kind in enumerate(kinds):
+        runner.profile_run(*kind)
+        now = time.perf_counter()
+        if now - told > SECONDS_TO_TELL:
+            told = now
+            logger.info(
+                "compiling kernels: %d of %d kinds of steps, %.0f s",
+                *(done + 1, len(kinds), now - started),
+            )
+
+
+class StepKind(NamedTuple):
+    """Steps that launch the same kernels: tokens, sequences that share them, tokens before."""
+
+    num_tokens: int
+    num_seqs: int
+    context: int
+
+
+def kinds_of_steps(max_num_tokens: int, max_num_seqs: int, max_model_len: int) -> list[StepKind]:
+    """One step for every kernel that a step may launch call by call, whatever the model's heads.
+
+    Kernels differ by the power of two that holds a chunk's rows (tokens times query heads of a key
+    head), by what the tokens alone come to (experts, quantised products), and by whether the keys
+    are split, into few parts or many: by the number of sequences and how long they are.
+    """
+    most = min(max_num_tokens, max_model_len)
+    powers = [1 << bit for bit in range(max_num_tokens.bit_length())]
+    rows = [1 << bit for bit in range(MAX_PREFILL_ROWS.bit_length())]
+    firsts = {held // group + 1 for held in rows for group in range(1, MAX_PREFILL_ROWS + 1)}
+    lengths = sorted(n for n in firsts.union(power for power in powers) if n <= most)
+    kinds = []
+    for length in lengths:
+        contexts = (0, FEW_KEYS - length, max_model_len - length)
+        kinds += [StepKind(length, 1, c) for c in contexts if 0 <= c <= max_model_len - length]
+    for num_seqs in powers[1:]:
+        if num_seqs <= max_num_seqs:
+            contexts = (0, FEW_KEYS - 1, max_model_len - 1)
+            kinds += [StepKind(num_seqs, num_seqs, c) for c in contexts if c < max_model_len]
+    shared = [power for power in powers if power > most] + [max_num_tokens]
+    for num_tokens in shared:
+        num_seqs = -(-num_tokens // max_model_len)
+        if num_seqs <= max_num_seqs:
+            kinds.append(StepKind(num_tokens, num_seqs, 0))
+    return list(dict.fromkeys(kinds))

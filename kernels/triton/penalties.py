@@ -15,12 +15,12 @@ from kernels.tuning import pad_power
 BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=["num_words", "stride_drafts"])
+@triton.jit(do_not_specialize=["num_words", "stride_drafts", "num_drafts"])
 def penalise_kernel(  # noqa: PLR0913
     logits, slots, prompt_bits, counts, repetition, presence, frequency, drafts,
-    stride, vocab_size, num_words, stride_drafts, DRAFTS: tl.constexpr, BLOCK: tl.constexpr,
+    stride, vocab_size, num_words, stride_drafts, num_drafts, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, block). drafts: [R, DRAFTS] or None."""
+    """Program (row, block). drafts: [R, num_drafts] or None."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     if slot < 0:
@@ -31,7 +31,7 @@ def penalise_kernel(  # noqa: PLR0913
     is_token = ids < vocab_size
     count = tl.load(counts + slot * vocab_size + ids, mask=is_token, other=0)
     if drafts is not None:
-        for i in range(DRAFTS):
+        for i in range(num_drafts):
             draft = tl.load(drafts + row * stride_drafts + i)
             count = tl.where(ids == draft, count + 1, count)
     packed = tl.load(prompt_bits + slot * num_words + (ids >> 5), mask=is_token, other=0)
@@ -141,7 +141,7 @@ def penalise_launch(
         "vocab_size": vocab_size,
         "num_words": state.prompt_bits.shape[1],
         "stride_drafts": 0 if drafts is None else drafts.stride(0),
-        "DRAFTS": 0 if drafts is None else drafts.shape[1],
+        "num_drafts": 0 if drafts is None else drafts.shape[1],
         "BLOCK": BLOCK,
     }
     return Launch(penalise_kernel, (num_rows, triton.cdiv(vocab_size, BLOCK)), args, 4, 1)

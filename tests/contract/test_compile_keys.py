@@ -1,0 +1,233 @@
+"""A GPU compiles nothing while a request waits: each kernel of serving was met when it started.
+
+Told by the keys by which Triton looks for what it has compiled; nothing is compiled or computed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from e2e.tiny_models import CASES, Case, config_of
+from support import made_tokenizers
+from support.compile_keys import Keys, recorded
+
+from engine import EngineArgs, LLMEngine, SamplingParams, StructuredOutputsParams
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(
+        os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels have no keys"
+    ),
+]
+
+
+def quickly(few: tuple[int, ...], others: tuple[int, ...]) -> list[Any]:
+    """A few values, and others where there is time."""
+    return [*few, *(pytest.param(value, marks=pytest.mark.slow) for value in others)]
+
+
+GROUPS = quickly((1, 3, 5, 7, 12), (2, 4, 6, 8, 16, 71))
+SEATS = quickly((1, 8, 256), (4, 64))
+VOCAB = 512
+LARGE = {"max_position_embeddings": 131072, "vocab_size": VOCAB, "num_hidden_layers": 2}
+FORM = StructuredOutputsParams(regex="(the|dog|fox)+")
+COMMON = {"max_tokens": 3, "ignore_eos": True, "temperature": 0.0}
+FEATURES: dict[str, dict[str, Any]] = {
+    "logprobs": {"logprobs": 3},
+    "all log-probabilities": {"logprobs": -1},
+    "prompt_logprobs": {"prompt_logprobs": 2},
+    "penalties": {"presence_penalty": 0.5, "repetition_penalty": 1.2},
+    "logit_bias": {"logit_bias": {3: 1.0}},
+    "min_tokens": {"min_tokens": 2, "stop_token_ids": [9]},
+    "allowed_token_ids": {"allowed_token_ids": [3, 4, 5]},
+    "bad_words": {"bad_words": ["the", " dog", "x +"]},
+    "grammar": {"structured_outputs": FORM, "ignore_eos": False},
+    "n": {"n": 3, "temperature": 1.0},
+    "narrowed": {"temperature": 1.0, "top_k": 5, "top_p": 0.9, "min_p": 0.1},
+}
+
+
+@pytest.fixture
+def keys(monkeypatch: pytest.MonkeyPatch) -> Iterator[Keys]:
+    with recorded(monkeypatch) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("tokenizer")
+    return made_tokenizers.save(root, made_tokenizers.byte_level())
+
+
+def model(root: Path, family: str = "llama", **options: Any) -> Path:
+    """A directory with a configuration alone: the weights are made up."""
+    case = CASES[family]
+    config = config_of(Case(case.family, {**case.options, **LARGE, **options}))
+    config.architectures = [f"{case.family}ForCausalLM"]
+    config.save_pretrained(root)
+    return root
+
+
+def grouped(group: int, head_dim: int = 64) -> dict[str, int]:
+    kv_heads = 1 if group > 8 else 2
+    heads = group * kv_heads
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    return sizes | {"head_dim": head_dim, "hidden_size": 16 * heads}
+
+
+def engine_of(root: Path, **options: Any) -> LLMEngine:
+    defaults = {"load_format": "dummy", "dtype": "bfloat16", "device": "cuda", "num_threads": 1}
+    defaults |= {"max_num_batched_tokens": 512, "num_kv_blocks": 2200, "log_level": "error"}
+    defaults |= {"enable_prefix_caching": False, "max_model_len": 4096, "max_num_seqs": 8}
+    if "tokenizer" not in options:
+        defaults["skip_tokenizer_init"] = True
+    return LLMEngine.from_engine_args(EngineArgs(model=root, **{**defaults, **options}))
+
+
+class Serving:
+    """Requests to an engine whose start is over. From here on a new key is a fault."""
+
+    def __init__(self, engine: LLMEngine, keys: Keys) -> None:
+        self._engine = engine
+        self._keys = keys
+        self._ids = map(str, itertools.count())
+        keys.phase = "plain requests"
+
+    def add(self, length: int, **params: Any) -> None:
+        ids = {"prompt_token_ids": [5] * length}
+        self._engine.add_request(next(self._ids), ids, SamplingParams(**{**COMMON, **params}))
+
+    def drain(self) -> None:
+        while self._engine.has_unfinished_requests():
+            for output in self._engine.step():
+                failed = any(one.finish_reason == "error" for one in output.outputs)
+                # The zeros that are drawn follow no grammar.
+                assert not failed or self._keys.phase == "grammar", output
+
+    def plain(self, group: int, max_model_len: int) -> None:
+        """Chunks of each size on both sides of where tiles change: alone, beside decodes, all at
+        once; then a prompt of several steps."""
+        edges = [max(rows // group, 1) for rows in (8, 16, 32, 64, 128, 256)]
+        lengths = {length + more for length in edges for more in (0, 1)} | {1, 2, 9, 17, 65, 500}
+        fitting = sorted(length for length in lengths if length <= max_model_len - 8)
+        for length in fitting:
+            self.add(length)
+            self.drain()
+        for length in fitting[::2]:
+            self.add(3, max_tokens=6)
+            self._engine.step()
+            self._engine.step()
+            self.add(length, temperature=0.8)
+            self.add(5)
+            self.drain()
+        for length in fitting:
+            self.add(length)
+        self.add(max_model_len - 8, max_tokens=5)
+        self.drain()
+
+    def features(self, names: list[str]) -> None:
+        """Each alone, and beside a chunk."""
+        for name in names:
+            self._keys.phase = name
+            self.add(7, **FEATURES[name])
+            self.drain()
+            self.add(70, **FEATURES[name])
+            self.add(3)
+            self.drain()
+
+    def check(self) -> None:
+        late = [told for told in self._keys.first.values() if not told.startswith("start: ")]
+        assert not late, "compiled while requests wait:\n" + "\n".join(late)
+        assert len(self._keys.first) > 15
+
+
+WITHOUT_TEXT = [name for name in FEATURES if name not in ("bad_words", "grammar")]
+
+
+def serve(
+    root: Path, keys: Keys, group: int, max_num_seqs: int, features: bool = True, **options: Any
+) -> None:
+    with engine_of(root, max_num_seqs=max_num_seqs, **options) as engine:
+        serving = Serving(engine, keys)
+        serving.plain(group, options.get("max_model_len", 4096))
+        if features:
+            serving.features(list(FEATURES) if "tokenizer" in options else WITHOUT_TEXT)
+    serving.check()
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_number_of_query_heads(group: int, keys: Keys, tmp_path: Path) -> None:
+    serve(model(tmp_path, **grouped(group)), keys, group, 64)
+
+
+@pytest.mark.parametrize("max_num_seqs", SEATS)
+def test_every_number_of_seats(max_num_seqs: int, keys: Keys, tmp_path: Path) -> None:
+    serve(model(tmp_path, **grouped(4)), keys, 4, max_num_seqs)
+
+
+@pytest.mark.parametrize("options", [
+    {"enforce_eager": True},
+    {"enforce_eager": True, "max_model_len": 65536},
+    {"max_model_len": 131072},
+    {"max_model_len": 40, "max_num_batched_tokens": 16},
+    {"cudagraph_capture_sizes": [2, 5]},
+    {"block_size": 16, "dtype": "float16"},
+    {"dtype": "float32"},
+], ids=str)  # fmt: skip
+def test_every_way_to_run(options: dict[str, Any], keys: Keys, tmp_path: Path) -> None:
+    small = options.get("max_model_len") == 40
+    serve(model(tmp_path, **grouped(3)), keys, 3, 4, not small, **options)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("gemma2", {"num_hidden_layers": 3}),
+        ("qwen3", {"head_dim": 128}),
+        ("phi3", {"head_dim": 96}),
+        ("olmo2", {}),
+        ("mixtral", {"intermediate_size": 128}),
+        ("qwen3-moe", {"num_experts": 32, "num_experts_per_tok": 1}),
+    ],
+)
+def test_every_kind_of_layer(
+    family: str, options: dict[str, Any], keys: Keys, tmp_path: Path
+) -> None:
+    serve(model(tmp_path, family, **options), keys, 2, 8)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+def test_quantised_weights(quantization: str, keys: Keys, tmp_path: Path) -> None:
+    sizes = {"intermediate_size": 256}
+    serve(model(tmp_path, **grouped(4), **sizes), keys, 4, 8, quantization=quantization)
+
+
+def test_texts_grammars_and_bad_words(keys: Keys, tmp_path: Path, tokenizer: Path) -> None:
+    serve(model(tmp_path, **grouped(2)), keys, 2, 8, tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("num_drafts", quickly((1, 11), (4,)))
+def test_drafts(num_drafts: int, keys: Keys, tmp_path: Path) -> None:
+    """Constant prompts and the zeros that are drawn repeat themselves: there is always a draft."""
+    drafts = {"method": "ngram", "num_speculative_tokens": num_drafts, "adaptive": False}
+    options = {"speculative_config": drafts, "max_num_seqs": 8}
+    with engine_of(model(tmp_path, **grouped(4)), **options) as engine:
+        serving = Serving(engine, keys)
+        for length in (3, 20, 70):
+            for params in ({}, {"presence_penalty": 0.5}, {"logprobs": 2}):
+                serving.add(length, max_tokens=20, **params)
+            serving.drain()
+            serving.add(length, max_tokens=20)
+            serving.drain()
+    serving.check()
+
+
+def test_a_model_that_drafts(keys: Keys, tmp_path: Path) -> None:
+    small = model(tmp_path / "small", **grouped(3))
+    drafts = {"method": "draft_model", "model": str(small), "num_speculative_tokens": 3}
+    serve(model(tmp_path / "large", **grouped(4)), keys, 3, 8, speculative_config=drafts)
