@@ -368,10 +368,11 @@ class Runner:
     def capture(self, sizes: Sequence[int], mixed_sizes: Sequence[int] = ()) -> None:
         """Record decode steps of these numbers of rows, and forward passes of so many tokens;
         larger steps are launched call by call."""
-        self._graphed = record(self.machine, sizes, self._max_model_len)
-        self._mixed = record_mixed(self.machine, mixed_sizes, self._max_model_len)
-        for feature in self.machine.features:
-            feature.capture(sizes, mixed_sizes)
+        with self.machine.platform.recording():
+            self._graphed = record(self.machine, sizes, self._max_model_len)
+            self._mixed = record_mixed(self.machine, mixed_sizes, self._max_model_len)
+            for feature in self.machine.features:
+                feature.capture(sizes, mixed_sizes)
 
     @torch.inference_mode()
     def profile_run(self, num_tokens: int, num_seqs: int, context: int = 0) -> None:

@@ -136,12 +136,20 @@ class ModelWorker:
             for feature in self._features:
                 feature.profile_run(*size)
 
+        sizes, mixed = self._graph_sizes()
+
+        def record(num: int) -> None:
+            self.driver.runner.capture(_last(sizes, num), _last(mixed, num))
+
         with explained(platform, f"a step of {sched.max_num_batched_tokens} tokens was tried"):
             use = platform.measure(run)
+            graphs = platform.measure_graphs(record, max(len(sizes), len(mixed)))
         logger.info(
-            "GPU memory: %.2f GiB of weights and tables, %.2f of activations, %.2f of others",
+            "GPU memory: %.2f GiB of weights and tables, %.2f of activations, %.2f of recorded "
+            "steps, %.2f of others",
             use.loaded / GIB,
             use.activations / GIB,
+            graphs / GIB,
             use.others / GIB,
         )
         block_size = config.block_size
@@ -150,6 +158,8 @@ class ModelWorker:
             use,
             config.gpu.gpu_memory_utilization,
             one_request=blocks_of_one * self._block_bytes(),
+            graphs=graphs,
+            num_tensors=len(self.driver.runner.machine.kv),
         )
 
     def allocate(self, num_blocks: int) -> None:
@@ -244,11 +254,17 @@ class ModelWorker:
         for feature in self._features:
             feature.allocate(num_blocks)
 
-    def _record(self, runner: Runner) -> None:
+    def _graph_sizes(self) -> tuple[list[int], list[int]]:
+        """Rows of the decode steps, and tokens of the mixed steps, that are recorded; ascending."""
         gpu, sched = self.config.gpu, self.config.scheduler
+        if not self.driver.runner.machine.model.can_be_recorded:
+            return [], []
         sizes = graph_sizes(gpu, sched.max_num_seqs)
-        mixed = mixed_sizes(gpu, sched.max_num_batched_tokens)
-        if not runner.machine.model.can_be_recorded and sizes:
+        return sizes, mixed_sizes(gpu, sched.max_num_batched_tokens)
+
+    def _record(self, runner: Runner) -> None:
+        sizes, mixed = self._graph_sizes()
+        if not runner.machine.model.can_be_recorded and not self.config.gpu.enforce_eager:
             logger.info("this model's decode steps are launched call by call: it waits for the GPU")
             return
         started = time.perf_counter()
@@ -267,6 +283,11 @@ class ModelWorker:
             raise ConfigError(f"profile of {what!r:.80} is not known; there are: start, stop")
         self._profiler.start()
         return None
+
+
+def _last(sizes: list[int], num: int) -> list[int]:
+    """At most so many."""
+    return sizes[max(0, len(sizes) - num) :]
 
 
 def cpu_level() -> str:

@@ -67,8 +67,14 @@ Models, kernels, devices
   paged_cache: A paged cache whose blocks lie scattered, and where NaN is what no sequence owns.
   triton_interpreter: Triton kernels on the CPU: Triton's interpreter, with 16 and 8 bit floats
       as devices round them.
+  fake_memory: Memory of a GPU without one: tensors on `meta`, counted as torch's allocator would
+      take them.
   lent_to_gpu: Triton kernels given tensors on the CPU, computed by a GPU: what an interpreter
       is held to, a device is held to.
+  fake_cuda: A made-up `torch.cuda` under the real platform, runner and kernels: what only a
+      device does.
+  fake_graphs: Its streams, events and graphs: what orders work, and what repeats it.
+  device_memory: Its memory: who touched which bytes when, and what is freed is handed out again.
   made_quantized: Random quantised matrices of every kind that files hold.
   made_tokenizers: Small tokenizers of the kinds that models ship with, made on the spot, as
       model directories.

@@ -8,6 +8,7 @@ the same code runs with interpreted kernels or compiled loops.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -90,4 +91,14 @@ class Platform(Protocol):
 
     def measure(self, work: Work) -> MemoryUse:
         """Run this work and return the memory it took in addition."""
+        ...
+
+    def recording(self) -> AbstractContextManager[None]:
+        """Within it graphs are captured, all that are kept together. Only they keep memory of what
+        ran."""
+        ...
+
+    def measure_graphs(self, record: Callable[[int], None], num_sizes: int) -> int:
+        """Bytes that the graphs of so many sizes will take. record: capture those of so many
+        sizes, the largest, in place of all before."""
         ...

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.config.gpu_memory import MemoryUse
+from engine.config.gpu_memory import TRIED_GRAPHS, GraphTrial, MemoryUse, graphs_bytes
 from engine.worker.platform import Fetched, Graph, Mark, Work
 
 
@@ -30,7 +31,8 @@ class CudaGraph:
             # Run first: kernels are compiled and libraries take their workspace unrecorded.
             work()
             torch.cuda.synchronize()
-            self._graph.capture_begin(pool=self._pool)
+            # Other threads of the program may allocate memory meanwhile.
+            self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 work()
             except BaseException:
@@ -85,20 +87,50 @@ class CudaPlatform:
         return CudaGraph(self._recording, self._pool)
 
     def free_and_total(self) -> tuple[int, int]:
-        return torch.cuda.mem_get_info()
+        return torch.cuda.mem_get_info(self.device)
 
     def measure(self, work: Work) -> MemoryUse:
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        # What was taken from the device counts: gaps between tensors are of use to no one else.
+        loaded = torch.cuda.memory_reserved(self.device)
         work()
-        torch.cuda.synchronize()
-        activations = torch.cuda.max_memory_allocated() - before
-        free, total = torch.cuda.mem_get_info()
-        others = total - free - torch.cuda.memory_reserved()
+        torch.cuda.synchronize(self.device)
+        activations = torch.cuda.max_memory_reserved(self.device) - loaded
+        free, total = self.free_and_total()
+        others = total - free - torch.cuda.memory_reserved(self.device)
         torch.cuda.empty_cache()
-        return MemoryUse(total=total, loaded=before, activations=activations, others=others)
+        return MemoryUse(total=total, loaded=loaded, activations=activations, others=others)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        self._pool = torch.cuda.graph_pool_handle()  # one ends with the last graph in it
+        was_collecting = gc.isenabled()
+        gc.collect()  # what a dead engine left must not end while something is recorded
+        gc.disable()
+        torch.cuda.empty_cache()
+        try:
+            yield
+        finally:
+            if was_collecting:
+                gc.enable()
+            # What ran before it was recorded: the activations of the largest once more.
+            torch.cuda.empty_cache()
+
+    def measure_graphs(self, record: Callable[[int], None], num_sizes: int) -> int:
+        if not num_sizes:
+            return 0
+        num_several = min(num_sizes, TRIED_GRAPHS)
+        before = self.free_and_total()[0]
+        record(1)
+        one = self.free_and_total()[0]
+        record(0)  # before further ones: a new recording shares no memory with another
+        record(num_several)
+        several = self.free_and_total()[0]
+        record(0)
+        trial = GraphTrial(before=before, one=one, several=several, num_several=num_several)
+        return graphs_bytes(trial, num_sizes)
 
     def _bring(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor.record_stream(self._homeward)

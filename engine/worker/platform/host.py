@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -78,6 +79,12 @@ class HostPlatform:
     def measure(self, work: Work) -> MemoryUse:
         work()
         return MemoryUse(total=free_host_bytes(), loaded=0, activations=0, others=0)
+
+    def recording(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def measure_graphs(self, record: Callable[[int], None], num_sizes: int) -> int:
+        return 0
 
 
 class CpuPlatform(HostPlatform):

@@ -1,0 +1,94 @@
+"""What the worker takes of a GPU's memory: weights, pool, graphs and steps within its share.
+
+The real worker on tensors that count and hold nothing; see `support.fake_memory`.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from shapes import QWEN3, SHAPES, Shape, model_directory
+from support.fake_memory import FakeDevice, fake_memory
+
+from engine import EngineArgs
+from engine.config.decide import Decided, decide, resolve
+from engine.config.model import read_model_info
+from engine.errors import ConfigError
+from engine.worker.worker import ModelWorker
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels take other tiles"
+)
+
+GIB = 1 << 30
+TOTAL = 80 * 10**9  # bytes
+MODELS = {
+    "qwen3-0.6b": (SHAPES["qwen3-0.6b"], 1.11),  # GiB of weights
+    "llama-3.1-8b": (SHAPES["llama-3.1-8b"], 14.96),
+    "qwen3-14b": (Shape(QWEN3, 40, 5120, 40, 8, 128, 17408, 151936, False), 27.51),
+}
+
+
+@contextmanager
+def measured(
+    shape: Shape, device: FakeDevice, monkeypatch: pytest.MonkeyPatch, **options: object
+) -> Iterator[tuple[ModelWorker, Decided, int]]:
+    """A worker that has loaded and measured, what is decided then, and bytes of the pool."""
+    with model_directory(shape, 32768) as root, fake_memory(device, monkeypatch) as platform:
+        config = EngineArgs(  # type: ignore[arg-type]
+            model=Path(root),
+            load_format="dummy",
+            device="cuda",
+            skip_tokenizer_init=True,
+            **options,
+        ).create_config()
+        info = read_model_info(config.model.model)
+        resolved = resolve(config, info, "cuda")
+        worker = ModelWorker(resolved, info, platform)
+        facts = worker.load()
+        decided = decide(resolved, info, facts, worker.measure)
+        yield worker, decided, decided.num_kv_blocks * facts.block_bytes
+        worker.shutdown()
+
+
+@pytest.mark.parametrize("name, share", [("qwen3-0.6b", 0.5), *((name, 0.9) for name in MODELS)])
+def test_all_that_a_gpu_holds_is_within_its_share(
+    name: str, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape, weights = MODELS[name]
+    device, allowed = FakeDevice(TOTAL), int(TOTAL * share)
+    with measured(shape, device, monkeypatch, gpu_memory_utilization=share) as run:
+        worker, decided, pool = run
+        worker.allocate(decided.num_kv_blocks)
+        sched = decided.scheduler
+        worker.driver.runner.profile_run(sched.max_num_batched_tokens, sched.max_num_seqs)
+    assert device.most_used <= allowed, f"{(device.most_used - allowed) / GIB:.2f} GiB too much"
+    # The pool gets what weights, the largest step, graphs and the driver leave: some GiB less.
+    assert pool >= allowed - (weights + 3.5) * GIB
+    assert gc.isenabled()
+
+
+def test_what_does_not_fit_is_said_with_what_graphs_would_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = FakeDevice(20 * 10**9)
+    with (
+        pytest.raises(ConfigError, match=r"no GPU memory is left .* recorded steps 0\.\d\d"),
+        measured(MODELS["llama-3.1-8b"][0], device, monkeypatch),
+    ):
+        pass
+
+
+def test_fewer_graphs_leave_more_to_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    pools = []
+    for options in ({}, {"cudagraph_capture_sizes": [1, 2]}, {"enforce_eager": True}):
+        device = FakeDevice(TOTAL)
+        with measured(MODELS["qwen3-0.6b"][0], device, monkeypatch, **options) as (_, _, pool):
+            pools.append(pool)
+    recorded, few, eager = pools
+    assert recorded + GIB // 4 < few <= eager
