@@ -30,7 +30,7 @@ LEAST_PREFILL_KEYS = 512
 MAX_DECODE_TOKENS = 8
 MAX_PREFILL_ROWS = 128
 # Of a recorded step with prompt tokens: sequences of more tokens than decode attention takes.
-MOST_CHUNKS = 8
+MOST_CHUNKS = 32
 # Rows times parts of the keys that such a step has memory for.
 MOST_PART_ROWS = 4096
 

@@ -12,7 +12,7 @@ import torch
 from support.paged_cache import Cache
 from support.pairwise import pairwise
 
-from kernels import AttentionMeta, cpu, reference
+from kernels import AttentionMeta, cpu, reference, tuning
 from kernels import triton as bodies
 
 STEPS = {
@@ -127,6 +127,16 @@ def test_every_row_of_one_key_head(rng: torch.Generator) -> None:
         kv = cache.kv.to(dtype)
         wanted = reference.paged_attention(q.double(), kv.double(), cache.meta, variant)
         close(bodies.paged_attention(q, kv, cache.meta, variant), wanted, TOLERANCE[dtype])
+
+
+def test_a_recorded_step_holds_as_many_chunks_as_its_tokens_may_be(rng: torch.Generator) -> None:
+    """Chunks of the least tokens, 32 of them, and no token of anything else."""
+    cache = Cache(((9, 0), (9, 40)) * (tuning.MOST_CHUNKS // 2), (1, 32), rng)
+    q = torch.randn(cache.num_tokens, 2, 32, generator=rng)
+    variant = reference.Variant(0.2)
+    got = bodies.paged_attention(q, cache.kv, as_recorded(cache.meta, len(q)), variant)
+    wanted = reference.paged_attention(q.double(), cache.kv.double(), cache.meta, variant)
+    close(got, wanted, 2e-5)
 
 
 def test_padding_of_a_graph_comes_out_as_zeros(rng: torch.Generator) -> None:
