@@ -397,7 +397,7 @@ class Runner:
     def _size_for(self, rows: PlanRows) -> int:
         """Rows of the graph that computes these; 0 if none does."""
         counts, machine = rows.counts, self.machine
-        if not self._graphed.sizes or machine.live.prompt_scored or not len(counts):
+        if not self._graphed.sizes or not len(counts) or machine.live.has_scored(rows.slots):
             return 0
         if (counts != 1).any() or any(feature.touches(rows) for feature in machine.features):
             return 0
@@ -416,7 +416,9 @@ class Runner:
     def _filled_size_for(self, rows: PlanRows) -> int:
         """Tokens that a step with chunks is made up to, to be repeated on a CPU; 0: it is not."""
         machine = self.machine
-        if machine.recorder is None or rows.drafts is not None or machine.live.prompt_scored:
+        if machine.recorder is None or rows.drafts is not None:
+            return 0
+        if machine.live.has_scored(rows.slots):
             return 0
         num_tokens = int(rows.counts.sum())
         if num_tokens == len(rows.counts):  # decodes alone

@@ -39,6 +39,10 @@ class LiveSeqs:
             if seq.params.prompt_logprobs is not None and len(seq.token_ids) == seq.num_prompt:
                 self.prompt_scored.add(seq.slot)
 
+    def has_scored(self, slots: NDArray[np.int32]) -> bool:
+        """Whether prompt log-probabilities are wanted of one of these."""
+        return bool(self.prompt_scored) and not self.prompt_scored.isdisjoint(slots.tolist())
+
 
 class Slots:
     """Tokens, lengths, block tables and sampling parameters of every seat.

@@ -76,6 +76,7 @@ class EagerStep:
         self._staged = staged
         self._picked = picked
         self._is_made_up = is_made_up
+        self._is_scored = machine.live.has_scored(staged.rows.slots)
         self.prompt_logprobs = NO_SCORES
 
     def forward(self) -> Rows:
@@ -83,9 +84,9 @@ class EagerStep:
         machine, picked, live = self._machine, self._picked, self._machine.live
         with section("forward"):
             hidden = self._forward()
-        if live.prompt_scored:
+        if self._is_scored:
             self.prompt_logprobs = self._scores.collect(self._staged.rows, hidden, live)
-        if picked.read is not None and (live.prompt_scored or self._graph is not None):
+        if picked.read is not None and (self._is_scored or self._graph is not None):
             hidden = hidden[picked.read.tokens]
         if picked.slots.shape[0]:
             with section("logits"):
@@ -132,7 +133,7 @@ class EagerStep:
         machine, staged = self._machine, self._staged
         if self._graph is not None:
             return self._graph.replay()[: len(staged.tokens.slots)]
-        read = None if machine.live.prompt_scored else self._picked.read
+        read = None if self._is_scored else self._picked.read
         batch = machine.batches.build_picked(staged, read)
         self._extend(batch)
         self._hidden = machine.model.forward(batch, machine.kv)

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e.tiny_models import CASES, Case, config_of
 from support import made_tokenizers
-from support.compile_keys import Keys, recorded
+from support.compile_keys import Keys, engine_of, grouped, model, recorded
 
-from engine import EngineArgs, LLMEngine, SamplingParams, StructuredOutputsParams
+from engine import LLMEngine, SamplingParams, StructuredOutputsParams
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -33,8 +32,6 @@ def quickly(few: tuple[int, ...], others: tuple[int, ...]) -> list[Any]:
 
 GROUPS = quickly((1, 3, 5, 7, 12), (2, 4, 6, 8, 16, 71))
 SEATS = quickly((1, 8, 256), (4, 64))
-VOCAB = 512
-LARGE = {"max_position_embeddings": 131072, "vocab_size": VOCAB, "num_hidden_layers": 2}
 FORM = StructuredOutputsParams(regex="(the|dog|fox)+")
 COMMON = {"max_tokens": 3, "ignore_eos": True, "temperature": 0.0}
 FEATURES: dict[str, dict[str, Any]] = {
@@ -62,31 +59,6 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> Iterator[Keys]:
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("tokenizer")
     return made_tokenizers.save(root, made_tokenizers.byte_level())
-
-
-def model(root: Path, family: str = "llama", **options: Any) -> Path:
-    """A directory with a configuration alone: the weights are made up."""
-    case = CASES[family]
-    config = config_of(Case(case.family, {**case.options, **LARGE, **options}))
-    config.architectures = [f"{case.family}ForCausalLM"]
-    config.save_pretrained(root)
-    return root
-
-
-def grouped(group: int, head_dim: int = 64) -> dict[str, int]:
-    kv_heads = 1 if group > 8 else 2
-    heads = group * kv_heads
-    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
-    return sizes | {"head_dim": head_dim, "hidden_size": 16 * heads}
-
-
-def engine_of(root: Path, **options: Any) -> LLMEngine:
-    defaults = {"load_format": "dummy", "dtype": "bfloat16", "device": "cuda", "num_threads": 1}
-    defaults |= {"max_num_batched_tokens": 512, "num_kv_blocks": 2200, "log_level": "error"}
-    defaults |= {"enable_prefix_caching": False, "max_model_len": 4096, "max_num_seqs": 8}
-    if "tokenizer" not in options:
-        defaults["skip_tokenizer_init"] = True
-    return LLMEngine.from_engine_args(EngineArgs(model=root, **{**defaults, **options}))
 
 
 class Serving:

@@ -69,6 +69,8 @@ Models, kernels, devices
       as devices round them.
   fake_memory: Memory of a GPU without one: tensors on `meta`, counted as torch's allocator would
       take them.
+  compile_keys: What a GPU would compile, by Triton's own keys: the GPU's worker driven where
+      nothing is compiled and no kernel runs.
   lent_to_gpu: Triton kernels given tensors on the CPU, computed by a GPU: what an interpreter
       is held to, a device is held to.
   fake_cuda: A made-up `torch.cuda` under the real platform, runner and kernels: what only a

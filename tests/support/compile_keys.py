@@ -9,18 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import triton
+from e2e.tiny_models import CASES, Case, config_of
 from triton.runtime.jit import compute_cache_key
 
+from engine import EngineArgs, LLMEngine
 from engine.config.env import INTERPRET_CUDA
 from engine.worker.platform.host import HostPlatform
 from kernels.bodies import CPU_TENSORS, CpuTensors
 from kernels.triton.launch import Launch
 from tools.device_gate import DEVICES, compiling_for
+
+LARGE = {"max_position_embeddings": 131072, "vocab_size": 512, "num_hidden_layers": 2}
 
 
 class Keys:
@@ -78,3 +83,30 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Keys]:
     monkeypatch.setattr(HostPlatform, "compiles", True)
     with compiling_for(DEVICES["sm_90"]):
         yield keys
+
+
+def model(root: Path, family: str = "llama", **options: Any) -> Path:
+    """A directory with a configuration alone, of tests/e2e/tiny_models: weights are made up."""
+    case = CASES[family]
+    config = config_of(Case(case.family, {**case.options, **LARGE, **options}))
+    config.architectures = [f"{case.family}ForCausalLM"]
+    config.save_pretrained(root)
+    return root
+
+
+def grouped(group: int, head_dim: int = 64) -> dict[str, int]:
+    """Sizes of a model with so many query heads for each key head."""
+    kv_heads = 1 if group > 8 else 2
+    heads = group * kv_heads
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    return sizes | {"head_dim": head_dim, "hidden_size": 16 * heads}
+
+
+def engine_of(root: Path, **options: Any) -> LLMEngine:
+    """An engine on the device of `recorded`."""
+    defaults = {"load_format": "dummy", "dtype": "bfloat16", "device": "cuda", "num_threads": 1}
+    defaults |= {"max_num_batched_tokens": 512, "num_kv_blocks": 2200, "log_level": "error"}
+    defaults |= {"enable_prefix_caching": False, "max_model_len": 4096, "max_num_seqs": 8}
+    if "tokenizer" not in options:
+        defaults["skip_tokenizer_init"] = True
+    return LLMEngine.from_engine_args(EngineArgs(model=root, **{**defaults, **options}))
