@@ -21,8 +21,9 @@ class CoreOptions:
     multiprocess: bool = field(default=False, metadata=FRONT_END)
     """Run the core in a process of its own, which ends with this one."""
     data_parallel_size: int = field(default=1, metadata=STARTER)
-    """Cores that share the work, each in a process of its own with the whole model; a request goes
-    where its prompt is cached, or where least is to be done."""
+    """Cores that share the work, each in a process of its own with the whole model, and with a GPU
+    of its own where there are GPUs; a request goes where its prompt is cached, or where least is to
+    be done."""
     core_address: str | None = field(default=None, metadata=FRONT_END)
     """Use the core that runs at this address, as metronome core printed it; give the model it has,
     for its tokenizer. Addresses of several cores, divided by commas, share the work."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 import difflib
 import logging
 import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from engine.errors import ConfigError
 
@@ -40,6 +43,41 @@ def interprets_cuda() -> bool:
     if value not in ("0", "1"):
         raise ConfigError(f"{INTERPRET_CUDA} is {value!r:.80}, must be 0 or 1")
     return value == "1"
+
+
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+"""Numbers or UUIDs of the GPUs that a process sees, divided by commas; the driver's own name."""
+
+
+def visible_gpus(num: int) -> list[str]:
+    """How a child process is told of each of the ``num`` GPUs that this one sees, in order."""
+    listed = os.environ.get(VISIBLE_GPUS)
+    if listed is None:
+        return [str(index) for index in range(num)]
+    return [name.strip() for name in listed.split(",")][:num]
+
+
+_LENT = threading.Lock()
+
+
+@contextmanager
+def environment_for_child(values: Mapping[str, str]) -> Iterator[None]:
+    """Within it the environment has these values, for a process that is started here: what its
+    main module imports may read them before any line of ours runs."""
+    if not values:
+        yield
+        return
+    with _LENT:
+        before = {name: os.environ.get(name) for name in values}
+        os.environ.update(values)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
 
 CPU_ISA = "METRONOME_CPU_ISA"

@@ -18,20 +18,23 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
+from engine.config.env import environment_for_child
 from engine.errors import ConfigError, EngineDeadError
 
 CLOSE_SECONDS = 2.0  # that a child has to end when it is asked to; it is killed then
 KILL_SECONDS = 5.0  # from SIGKILL to the end, which only the system can delay
 EXIT_SECONDS = 0.5  # from the end of a child's line to its exit code
 END = b"end"
+NO_VALUES: Mapping[str, str] = MappingProxyType({})
 
 Line = Connection
 
@@ -50,7 +53,8 @@ class Child:
 
     ``args`` travel by import path, as everything does that is given to a spawned process. Raises
     ``ConfigError`` if one of them cannot, ``EngineDeadError`` if the system has no process to give.
-    ``at_end`` is called when the process has gone, or if there is none.
+    ``at_end`` is called when the process has gone, or if there is none. ``environment``: variables
+    that differ from ours.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class Child:
         target: Callable[..., None],
         *args: Any,
         at_end: Callable[[], object] = lambda: None,
+        environment: Mapping[str, str] = NO_VALUES,
     ) -> None:
         context = multiprocessing.get_context("spawn")
         with ExitStack() as failing:
@@ -67,7 +72,7 @@ class Child:
                 resource_tracker.ensure_running()  # it lets interrupts through when it is started
                 self.line, theirs = context.Pipe()
                 failing.callback(self.line.close)
-                with theirs, _without_interrupts():
+                with theirs, _without_interrupts(), environment_for_child(environment):
                     self._process = context.Process(
                         target=target, args=(theirs, *args), name=name, daemon=True
                     )

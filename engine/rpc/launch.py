@@ -6,7 +6,7 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -19,9 +19,10 @@ from engine.core.client import CoreClient
 from engine.core.inproc_client import InprocClient
 from engine.errors import ConfigError, EngineDeadError, EngineError
 from engine.ipc.address import Address, Directory, address_of
-from engine.ipc.process import Child, Line, ParentWatch, Report, report_to_parent
+from engine.ipc.process import NO_VALUES, Child, Line, ParentWatch, Report, report_to_parent
 from engine.observe.logs import set_up_logging
 from engine.rpc.failures import KINDS, death_of
+from engine.rpc.gpus import environments_of
 from engine.rpc.host import ORPHANED, EngineCoreHost
 from engine.rpc.many_client import ManyCoresClient, shut_down
 from engine.rpc.zmq_client import EngineCoreClient
@@ -56,12 +57,15 @@ def start_core(config: EngineConfig, build: Build) -> EngineCoreClient:
 
 
 def start_cores(config: EngineConfig, build: Build) -> ManyCoresClient:
-    """``data_parallel_size`` cores, each in a process of its own with its share of the machine."""
-    own = share_of(config, config.core.data_parallel_size)
+    """``data_parallel_size`` cores, each in a process of its own with its share of the machine, or
+    with a GPU of its own. Raises ``ConfigError`` if there are too few."""
+    num_cores = config.core.data_parallel_size
+    own = share_of(config, num_cores)
+    environments = environments_of(config.device, num_cores)
     with ExitStack() as failing:
         spawned = []
-        for _ in range(config.core.data_parallel_size):  # all load at once
-            child, address = spawn(own, build)
+        for environment in environments:  # all load at once
+            child, address = spawn(own, build, environment)
             failing.callback(child.close)
             spawned.append((child, address))
         return many(config, failing, (meet(own, *each) for each in spawned))
@@ -91,12 +95,20 @@ def share_of(config: EngineConfig, num_cores: int) -> EngineConfig:
     )
 
 
-def spawn(config: EngineConfig, build: Build) -> tuple[Child, Address]:
+def spawn(
+    config: EngineConfig, build: Build, environment: Mapping[str, str] = NO_VALUES
+) -> tuple[Child, Address]:
     """Start a process that builds a core; returns it and the address of the core."""
     directory = Directory.create()
     address = directory.address
     child = Child(
-        "engine core", serve_child, build, config, str(directory.path), at_end=directory.remove
+        "engine core",
+        serve_child,
+        build,
+        config,
+        str(directory.path),
+        at_end=directory.remove,
+        environment=environment,
     )
     return child, address
 

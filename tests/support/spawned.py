@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from engine.config.core import CoreConfig
 from engine.config.decide import Decided
 from engine.config.engine import EngineConfig
+from engine.config.env import VISIBLE_GPUS
 from engine.config.model import ModelConfig
 from engine.config.sched import SchedulerConfig
 from engine.core.engine_core import EngineCore
@@ -67,6 +70,20 @@ class FakeBuild:
 
     def make_worker(self) -> ScriptedWorker:
         return ScriptedWorker(self)
+
+
+@dataclass(frozen=True)
+class TellingGpus(FakeBuild):
+    """Writes which GPUs it sees, and its share of each, to a file named by its process."""
+
+    folder: str = ""
+
+    def __call__(
+        self, config: EngineConfig, *, clock: Callable[[], float] = time.monotonic
+    ) -> InprocClient:
+        told = f"{os.environ.get(VISIBLE_GPUS, 'any')} {config.gpu.gpu_memory_utilization}"
+        (Path(self.folder) / str(os.getpid())).write_text(told)
+        return super().__call__(config, clock=clock)
 
 
 class ScriptedWorker(DigestWorker):
