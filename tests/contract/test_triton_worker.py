@@ -10,7 +10,7 @@ pytestmark = pytest.mark.timeout(300)  # a process of its own, maybe beside othe
 
 
 def test_cuda_worker_agrees_with_the_cpu_worker_and_weights_stay_packed() -> None:
-    triton_interpreter.check("test_cuda_worker.py", "test_quantized_models.py")
+    triton_interpreter.check("test_cuda_worker.py", "test_fake_cuda.py", "test_quantized_models.py")
 
 
 @pytest.mark.slow

@@ -1,0 +1,417 @@
+"""The GPU's worker on a made-up device that checks order, memory and graphs, beside the CPU's.
+
+What only a device shows is taken away from the real code, or done wrong there, one thing at a time:
+each such mutant is a fault, or other tokens. Those that change nothing:
+
+* Without the wait of the current stream for the recording one behind a capture, or without the
+  `synchronize` before it: either of them orders the warm run; without both there is a fault.
+* A copy that captured work makes of its inputs: it is made anew in every replay.
+* One pinned buffer for all steps: `Staging.open` waits for its copy, a step early at worst, while
+  the device still has the rest of that step to do.
+* Without the second wait of `collect`, on the mark behind the whole launch: nothing but its time
+  is read there, which is a fault of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from e2e.tiny_models import CASES, Case, config_of, random_model, save
+from support import triton_interpreter
+from support.fake_cuda import Event, FakeCuda, Stream
+
+from engine import LLM, RequestOutput, SamplingParams
+from engine.sample.sampler import Drawing, Draws, Sampler
+from engine.worker.batches import Batches, Staging
+from engine.worker.platform.cuda import CudaGraph, CudaPlatform
+from engine.worker.worker import ModelWorker
+from kernels import slots as on_slots
+from kernels.slots import Rows
+
+pytestmark = pytest.mark.skipif(
+    not triton_interpreter.IS_INTERPRETING, reason="takes the place of a device"
+)
+Patch = pytest.MonkeyPatch
+
+PROMPTS = ([5, 6, 7], [9] * 18, [3, 4], [8] * 5, [7] * 9, [3])  # the second in two chunks
+SHAPE = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "head_dim": 16}
+SHAPE |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 200}
+ENGINE = {"max_model_len": 32, "num_threads": 1, "max_num_seqs": 4, "num_kv_blocks": 40}
+ENGINE |= {"block_size": 8, "max_num_batched_tokens": 16, "log_level": "error"}
+RECORDED = {"device": "cuda", "cudagraph_capture_sizes": [2, 4, 16]}
+MODES = {
+    "recorded": RECORDED,
+    "call by call": {"device": "cuda", "enforce_eager": True},
+    "preempted": {**RECORDED, "num_kv_blocks": 5},
+    "drafts": {
+        **RECORDED,
+        "speculative_config": {
+            "method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2
+        },
+    },
+}  # fmt: skip
+
+
+def asked(num_tokens: int) -> list[SamplingParams]:
+    """Of each prompt: greedy and by chance, edited and penalised, with log-probabilities."""
+    common = {"max_tokens": num_tokens, "ignore_eos": True}
+    return [
+        SamplingParams(temperature=0, **common),
+        SamplingParams(temperature=0.8, top_p=0.9, seed=4, logprobs=2, **common),
+        SamplingParams(temperature=1.5, seed=5, **common),
+        SamplingParams(temperature=0, presence_penalty=0.7, logit_bias={9: 1.0}, **common),
+        SamplingParams(temperature=1.5, top_k=9, seed=5, prompt_logprobs=1, **common),
+        SamplingParams(temperature=0, allowed_token_ids=[3, 4, 50, 60], **common),
+    ]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    case = CASES["llama"]
+    save(random_model(config_of(Case(case.family, {**case.options, **SHAPE})), seed=0), path)
+    return path
+
+
+def llm_for(path: Path, **options) -> LLM:
+    return LLM(path, skip_tokenizer_init=True, **{**ENGINE, **options})
+
+
+def run(llm: LLM, num_prompts: int = len(PROMPTS), num_tokens: int = 7) -> list[RequestOutput]:
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS[:num_prompts]]
+    return llm.generate(prompts, asked(num_tokens)[:num_prompts], use_tqdm=False)
+
+
+def tokens(outs: list[RequestOutput]) -> list[list[int]]:
+    return [out.outputs[0].token_ids for out in outs]
+
+
+@pytest.fixture(scope="module")
+def wanted(model: Path) -> list[list[int]]:
+    with llm_for(model, device="cpu") as llm:
+        return tokens(run(llm))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled(monkeypatch: Patch) -> None:
+    """So there is no need to meet every shape of a launch at the start."""
+    monkeypatch.setattr(CudaPlatform, "compiles", False)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_tokens_are_those_of_the_cpu_worker_and_nothing_is_out_of_order(mode, model, wanted):
+    with FakeCuda() as cuda, llm_for(model, **MODES[mode]) as llm:
+        assert tokens(run(llm)) == wanted
+        if mode == "preempted":
+            assert llm.llm_engine.stats().num_preemptions > 0
+        assert (cuda.num_replays > 5) == (mode != "call by call")
+    assert not cuda.faults
+
+
+@pytest.fixture(scope="module")
+def device(model: Path) -> Iterator[Device]:
+    """An engine on a made-up device, for mutants of what follows its start."""
+    cuda = FakeCuda()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CudaPlatform, "compiles", False)
+        with cuda:
+            llm = llm_for(model, **RECORDED)
+    yield Device(cuda, llm)
+    with cuda:
+        llm.shutdown()
+
+
+class Device(NamedTuple):
+    cuda: FakeCuda
+    llm: LLM
+
+    def settle(self) -> list[str]:
+        """Faults so far. What comes later comes behind all that was."""
+        found = list(self.cuda.faults)
+        torch.cuda.synchronize()
+        self.cuda.faults.clear()
+        return found
+
+
+def fail_in_slot(patch: Patch, slot: int) -> None:
+    """Steps with this slot raise, without waiting for the device."""
+    prepare = Sampler.prepare
+
+    def failing(self: Sampler, rows: Rows, draws: Draws, *args: Any, **kwargs: Any) -> Drawing:
+        if slot in draws.slots.tolist():
+            raise RuntimeError("asked for")
+        return prepare(self, rows, draws, *args, **kwargs)
+
+    patch.setattr(Sampler, "prepare", failing)
+
+
+def test_the_host_waits_for_no_running_step_while_requests_decode(device):
+    """It sleeps until a step is done, but always has queued the next one before."""
+    cuda, engine = device.cuda, device.llm.llm_engine
+    with cuda:
+        for number in range(4):
+            prompt = {"prompt_token_ids": PROMPTS[number]}
+            engine.add_request(str(number), prompt, asked(24)[number])
+        for _ in range(8):
+            engine.step()
+        cuda.waits.clear()
+        before = cuda.num_replays
+        for _ in range(6):
+            engine.step()
+        assert cuda.num_replays == before + 12  # two for each step
+        assert len(cuda.waits) >= 6
+        assert not [wait for wait in cuda.waits if wait.is_drained]
+        while engine.has_unfinished_requests():
+            engine.step()
+        assert not device.settle()
+
+
+def test_steps_that_are_run_again_are_in_order_too(device, monkeypatch):
+    """Halves of a step take a staging buffer each, before any of them is collected."""
+    fail_in_slot(monkeypatch, 1)
+    with device.cuda:
+        outs = run(device.llm)
+        assert not device.settle()
+    assert "error" in [out.outputs[0].finish_reason for out in outs]
+
+
+# -- mutants
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def mark_on_the_computing_stream(self: CudaPlatform) -> Event:
+    with torch.cuda.stream(torch.cuda.default_stream()):
+        return torch.cuda.default_stream().record_event()
+
+
+def without_waiting(method: Callable[..., Any]) -> Callable[..., Any]:
+    def mutant(*args: Any, **kwargs: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Event, "synchronize", nothing)
+            return method(*args, **kwargs)
+
+    return mutant
+
+
+RUNNING: dict[str, tuple[Callable[[Patch], None], str]] = {
+    "results are not waited for by the copy home": (
+        lambda patch: patch.setattr(Stream, "wait_stream", nothing),
+        "copy_ on stream 1",
+    ),
+    "what a graph puts out is copied home as it lies": (
+        lambda patch: patch.setattr(torch.Tensor, "clone", lambda x: x),
+        "copy_ on stream 1",
+    ),
+    "memory is reused while it is copied home": (
+        lambda patch: patch.setattr(FakeCuda, "record_stream", nothing),
+        "copy_ on stream 1",
+    ),
+    "results are read early": (
+        lambda patch: patch.setattr(Event, "synchronize", nothing),
+        "numpy on host",
+    ),
+    "the mark of results is not behind their copies": (
+        lambda patch: patch.setattr(CudaPlatform, "mark", mark_on_the_computing_stream),
+        "numpy on host",
+    ),
+}
+
+
+@pytest.mark.parametrize("mutant", RUNNING)
+def test_what_is_wrong_in_a_step_is_found(mutant, device, monkeypatch):
+    apply, fault = RUNNING[mutant]
+    with device.cuda:
+        apply(monkeypatch)
+        run(device.llm, 4, 4)
+        monkeypatch.undo()
+        found = device.settle()
+    assert any(fault in text and "nothing orders" in text for text in found), found[:3]
+
+
+def test_a_staging_buffer_that_is_filled_early_is_found(device, monkeypatch):
+    """In order come results behind launches, so only steps that are run again show it."""
+    with device.cuda:
+        monkeypatch.setattr(Staging, "open", without_waiting(Staging.open))
+        fail_in_slot(monkeypatch, 1)
+        run(device.llm, 4, 4)
+        monkeypatch.undo()
+        found = device.settle()
+    assert any("the host wrote over" in text for text in found), found[:3]
+
+
+def with_the_tokens_looked_at(patch: Patch) -> None:
+    finish = Sampler.finish
+
+    def mutant(self: Sampler, rows: Rows, draws: Draws, drawing: Drawing, drawn: torch.Tensor):
+        assert len(drawn.tolist()) == len(rows.slots)
+        return finish(self, rows, draws, drawing, drawn)
+
+    patch.setattr(Sampler, "finish", mutant)
+
+
+def with_pageable_memory(patch: Patch) -> None:
+    patch.setattr(FakeCuda, "pinned", lambda self, like: like)
+
+
+@pytest.mark.parametrize("apply", [with_the_tokens_looked_at, with_pageable_memory])
+def test_a_wait_in_a_step_is_found(apply, device, monkeypatch):
+    with device.cuda:
+        apply(monkeypatch)
+        device.cuda.waits.clear()
+        run(device.llm, 4, 4)
+        device.settle()
+    drained = [wait.where for wait in device.cuda.waits if wait.is_drained]
+    assert sum("runner.py" in place for place in drained) > 3, drained
+
+
+class Mutant:
+    """Things of a start that are replaced, some of them only while a graph is captured."""
+
+    def __init__(self, patch: Patch) -> None:
+        self._patch = patch
+
+    def no_wait_for_inputs(self) -> None:
+        self._while_capturing((Stream, "wait_stream", nothing))
+
+    def no_wait_for_the_warm_run(self) -> None:
+        wait = Stream.wait_stream
+
+        def waits_for_default(self: Stream, other: Stream) -> None:
+            if other is torch.cuda.default_stream():
+                wait(self, other)
+
+        self._while_capturing(
+            (Stream, "wait_stream", waits_for_default), (torch.cuda, "synchronize", nothing)
+        )
+
+    def captured_where_it_computes(self) -> None:
+        self._while_capturing((torch.cuda, "stream", nullcontext))
+
+    def lengths_copied_before(self) -> None:
+        seq_lens = Batches.seq_lens
+        self._patch.setattr(Batches, "seq_lens", lambda *args: seq_lens(*args).clone())
+
+    def keys_moved_behind(self) -> None:
+        allocate = ModelWorker.allocate
+
+        def mutant(self: ModelWorker, num_blocks: int) -> None:
+            allocate(self, num_blocks)
+            kv = self.driver.runner.machine.kv
+            kv[:] = [layer.clone() for layer in kv]
+
+        self._patch.setattr(ModelWorker, "allocate", mutant)
+
+    def one_buffer_for_uploads(self) -> None:
+        buffer = torch.empty(1 << 16, dtype=torch.uint8, pin_memory=True)
+
+        def upload(self: CudaPlatform, values: np.ndarray) -> torch.Tensor:
+            pinned = buffer[: values.nbytes]
+            pinned.numpy()[:] = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+            there = pinned.to(self.device, non_blocking=True)
+            return there.view(torch.from_numpy(values).dtype).view(values.shape)
+
+        self._patch.setattr(CudaPlatform, "upload", upload)
+
+    def _while_capturing(self, *replaced: tuple[Any, str, Any]) -> None:
+        capture = CudaGraph.capture
+
+        def mutant(self: CudaGraph, work: Callable[[], None]) -> None:
+            with pytest.MonkeyPatch.context() as patch:
+                for owner, name, value in replaced:
+                    patch.setattr(owner, name, value)
+                capture(self, work)
+
+        self._patch.setattr(CudaGraph, "capture", mutant)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "fault"),
+    [
+        (Mutant.no_wait_for_inputs, "nothing orders"),
+        (Mutant.no_wait_for_the_warm_run, "nothing orders"),
+        (Mutant.captured_where_it_computes, "capture on the default stream"),
+        (Mutant.lengths_copied_before, None),
+        (Mutant.keys_moved_behind, "touches memory that was freed since"),
+        (Mutant.one_buffer_for_uploads, "the host wrote over"),
+    ],
+)
+def test_what_is_wrong_from_the_start_is_found(mutant, fault, model, wanted, monkeypatch):
+    """fault: None where the tokens alone tell."""
+    with FakeCuda() as cuda:
+        mutant(Mutant(monkeypatch))
+        with llm_for(model, device="cuda", cudagraph_capture_sizes=[4]) as llm:
+            found = tokens(run(llm, 3, 4))
+    if fault is None:
+        assert found != [ids[:4] for ids in wanted[:3]]
+    else:
+        assert any(fault in text for text in cuda.faults), cuda.faults[:3]
+
+
+# -- the device itself
+
+
+WORKS: dict[str, Callable[[CudaPlatform, torch.Tensor], object]] = {
+    "item": lambda platform, x: x.sum().item(),
+    "tolist": lambda platform, x: x.tolist(),
+    "cpu": lambda platform, x: x.cpu(),
+    "nonzero": lambda platform, x: x.nonzero(),
+    "a mask": lambda platform, x: x[x > 0],
+    "upload": lambda platform, x: platform.upload(np.ones(3)),
+    "memory of the host": lambda platform, x: x.copy_(torch.ones(4)),
+    "synchronize": lambda platform, x: torch.cuda.synchronize(),
+    "an event": lambda platform, x: platform.mark().synchronize(),
+    "the default stream": lambda platform, x: add_elsewhere(x),
+}
+
+
+def add_elsewhere(x: torch.Tensor) -> None:
+    with torch.cuda.stream(torch.cuda.default_stream()):
+        x.add_(1)
+
+
+@pytest.mark.parametrize("what", WORKS)
+def test_what_a_capture_must_not_do_is_found(what):
+    with FakeCuda() as cuda:
+        platform = CudaPlatform()
+        x = platform.zeros((4,), torch.float32)
+        platform.graph().capture(lambda: x.add_(1))
+        assert not cuda.faults
+        platform.graph().capture(lambda: WORKS[what](platform, x))
+    assert any("captur" in text for text in cuda.faults), cuda.faults
+
+
+def test_a_graph_repeats_what_was_recorded_and_its_memory_is_poison_to_others():
+    given, made = [1.0], []
+    with FakeCuda() as cuda:
+        platform = CudaPlatform()
+        x, y = (platform.zeros((4,), torch.float32) for _ in range(2))
+        first, second = platform.graph(), platform.graph()
+        first.capture(lambda: made.append(x.add_(given[0]) + 1))
+        second.capture(lambda: y.copy_(made[-1]))
+        given[0] = 5.0
+        first.replay()
+        second.replay()
+        assert (x.tolist(), y.tolist()) == ([2.0] * 4, [3.0] * 4)  # the warm run added one, too
+        assert not cuda.faults
+        made.clear()
+        first.replay()
+        second.replay()
+        assert y.isnan().all()
+    assert "copy_ touches memory that was freed since" in cuda.faults[0]
+
+
+def test_a_launch_that_leaves_its_tensors_is_found():
+    with FakeCuda() as cuda:
+        table = torch.zeros((2, 4), dtype=torch.int32, device="cuda")
+        slots, too_few = (torch.zeros(n, dtype=torch.int32, device="cuda") for n in (5, 4))
+        on_slots.grow_block_tables(table, slots, slots, too_few)
+    assert any("grow_kernel touches memory of no tensor" in text for text in cuda.faults)
