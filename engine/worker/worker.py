@@ -185,7 +185,8 @@ class ModelWorker:
     def launch(self, plan: StepPlan) -> Pending:
         """Start a step. Raises ``RuntimeError`` for a plan with a part that is not computed."""
         check_parts(plan, self.capabilities)
-        return self.driver.launch(plan)
+        with self.platform.current():
+            return self.driver.launch(plan)
 
     def preview(self, ticket: Pending) -> Column | None:
         """What is drawn where every token is allowed, ahead of the masks."""
@@ -193,7 +194,8 @@ class ModelWorker:
 
     def sample(self, ticket: Pending, masks: Masks | None) -> None:
         """Start the draw of a step that waited for its masks."""
-        self.driver.sample(ticket, masks)
+        with self.platform.current():
+            self.driver.sample(ticket, masks)
 
     def collect(self, ticket: Pending) -> StepResult:
         """Wait for a launched step and read its results."""
@@ -214,7 +216,8 @@ class ModelWorker:
             raise ConfigError(
                 f"{name!r:.80} is not available; this worker has: {', '.join(self.methods)}"
             )
-        return method(*args)
+        with self.platform.current():
+            return method(*args)
 
     def shutdown(self) -> None:
         """Free model and memory; may be called twice."""

@@ -61,6 +61,10 @@ class Platform(Protocol):
     """Whether host and device are one: nothing need be copied, and what is asked for is done at
     once."""
 
+    def current(self) -> AbstractContextManager[object]:
+        """Within it what this thread queues goes to this device: each thread has its own choice."""
+        ...
+
     def mark(self) -> Mark:
         """A new mark behind all work queued so far."""
         ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,11 @@ class CudaPlatform:
         self._homeward = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._recording = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
+
+    def current(self) -> AbstractContextManager[object]:
+        if torch.cuda.current_device() == self.device.index:
+            return nullcontext()
+        return torch.cuda.device(self.device)
 
     def mark(self) -> Mark:
         # A blocking event lets the waiting thread sleep, where others spin.

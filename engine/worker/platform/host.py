@@ -55,6 +55,9 @@ class HostPlatform:
     def __init__(self) -> None:
         self.device = torch.device("cpu")
 
+    def current(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
     def mark(self) -> Mark:
         return HostMark()
 
