@@ -77,6 +77,7 @@ class FakeCuda:
         self.graph: Graph | None = None  # that is being captured
         self._num_pools = self._num_streams = 0
         self._noted: dict[tuple[int, int, bool], None] = {}  # addresses that a launch touches
+        self._newest = 0  # of the default stream's work, marks apart
         self._sent: list[Sent] = []
         self._active: list[Any] = []
 
@@ -120,8 +121,7 @@ class FakeCuda:
         if self.graph is not None:
             self.fault(f"{what} while capturing")
         self._check_sent()
-        newest = self.clocks.known(self.default.name).get(self.default.name, 0)
-        is_drained = known.get(self.default.name, 0) >= newest
+        is_drained = known.get(self.default.name, 0) >= self._newest
         self.waits.append(Wait(what, where(), is_drained))
         self.clocks.learn(HOST, known)
         is_done = self.clocks.knows
@@ -131,6 +131,8 @@ class FakeCuda:
         if thread != HOST:  # it is queued now
             self.clocks.learn(thread, self.clocks.known(HOST))
         access = Access(thread, self.clocks.tick(thread), what, where())
+        if thread == self.default.name:
+            self._newest = access.time
         for ranges, is_write in ((reads, False), (writes, True)):
             for block, begin, end in ranges:
                 for earlier in block.touch(begin, end, access, is_write=is_write):

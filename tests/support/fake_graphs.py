@@ -52,6 +52,7 @@ class Event:
         clocks = self._cuda.clocks
         self.stream = stream or self._cuda.stream
         clocks.learn(self.stream.name, clocks.known(HOST))
+        clocks.tick(self.stream.name)
         self.known = clocks.known(self.stream.name)
 
     def wait(self, stream: Stream | None = None) -> None:
