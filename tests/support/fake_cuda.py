@@ -26,9 +26,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import triton
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+from triton.backends.compiler import GPUTarget
 from triton.runtime.interpreter import InterpreterBuilder
 
 from kernels.triton.launch import Launch
@@ -88,6 +90,7 @@ class FakeCuda:
         patch.setattr(
             torch.Tensor, "record_stream", lambda x, stream: self.record_stream(x, stream)
         )
+        patch.setattr(triton.runtime.driver, "_active", Driver())
         run = Launch.run
         patch.setattr(Launch, "run", lambda launch: self.launch(launch, run))
         for name, is_read, is_write in (
@@ -206,7 +209,7 @@ class FakeCuda:
             self.queue(name, read, [*written, *fresh])
         return out
 
-    def launch(self, launch: Launch, run: Callable[[Launch], None]) -> None:
+    def launch(self, launch: Launch, run: Callable[[Launch], Any]) -> Any:
         name = launch.kernel.fn.__name__
         if self._is_captured(name):
             assert self.graph is not None
@@ -214,12 +217,13 @@ class FakeCuda:
                 if isinstance(x, torch.Tensor) and not self.is_here(x):
                     self.fault(f"captured {name} is given memory of the host")
             self.graph.record_launch(launch, run)
-            return
+            return None
         self._noted = {}
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-            run(launch)
+            compiled = run(launch)
         reads, writes = self._merged(name)
         self.access(self.stream.name, name, reads, writes)
+        return compiled
 
     def copy(self, to: torch.Tensor, source: torch.Tensor, non_blocking: bool = False):
         """``Tensor.copy_``, of which one side at least lies on the device."""
@@ -400,6 +404,16 @@ class FakeCuda:
         }
 
 
+class Driver:
+    """As much of Triton's as is asked before kernels are launched, or interpreted."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+
 class Operations(TorchDispatchMode):
     def __init__(self, cuda: FakeCuda) -> None:
         super().__init__()
@@ -438,6 +452,9 @@ class Calls(TorchFunctionMode):
 
     def on_its_device(self, x):
         return CUDA if self._cuda.is_here(x) else x.device
+
+    def on_get_device(self, x):
+        return CUDA.index if self._cuda.is_here(x) else x.get_device()
 
     def on_its_is_cuda(self, x):
         return self._cuda.is_here(x)

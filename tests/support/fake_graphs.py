@@ -129,7 +129,7 @@ class Graph:
 
         self._steps.append(Recorded(name, repeat, given))
 
-    def record_launch(self, launch: Launch, run: Callable[[Launch], None]) -> None:
+    def record_launch(self, launch: Launch, run: Callable[[Launch], Any]) -> None:
         args = tree_map_only(torch.Tensor, self._cuda.memory.alias, launch.args)
         again, name = launch._replace(args=args), launch.kernel.fn.__name__
         repeat = lambda: self._cuda.launch(again, run)  # noqa: E731
