@@ -15,6 +15,7 @@ from engine.worker.platform.cuda import CudaPlatform
 from engine.worker.platform.host import CpuPlatform, HostPlatform
 from kernels.bodies import CPU_TENSORS
 from kernels.cpu import isa
+from kernels.toolchain import why_triton_cannot_start
 
 LEAST_CAPABILITY = (8, 0)  # of the kernels: Ampere
 
@@ -53,7 +54,7 @@ def takes_tiles(dtype: torch.dtype) -> bool:
 def make_platform(device: Device) -> Platform:
     """The CPU or the GPU; or the CPU in a GPU's place, if the environment says so.
 
-    Raises ``ConfigError`` if the GPU is too old, or Triton does not interpret.
+    Raises ``ConfigError`` if the GPU is too old, Triton lacks what it needs, or does not interpret.
     """
     if device == "cpu":
         CPU_TENSORS.go_to_triton(False)
@@ -61,12 +62,19 @@ def make_platform(device: Device) -> Platform:
     if not interprets_cuda():
         CPU_TENSORS.go_to_triton(False)
         _check_capability()
+        _check_triton()
         return CudaPlatform()
     try:
         CPU_TENSORS.go_to_triton(True)
     except ValueError as error:
         raise ConfigError(f"{INTERPRET_CUDA} is set, but {error}") from error
     return HostPlatform()
+
+
+def _check_triton() -> None:
+    why = why_triton_cannot_start()
+    if why is not None:
+        raise ConfigError(f"a GPU computes with Triton. {why}; or use device='cpu'")
 
 
 def _check_capability() -> None:

@@ -1,0 +1,82 @@
+"""What Triton needs of a machine before its first launch, and what of it is missing.
+
+With the driver of a device it loads a module of its own in C, which it builds once and keeps. A
+failure there would come up when a model is in memory already.
+"""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any
+
+COMPILERS = ("gcc", "clang")
+BUILD_SECONDS = 60.0
+SOURCE = "#include <Python.h>\nint nothing;\n"
+
+
+def why_triton_cannot_start() -> str | None:
+    """What is wrong and what can be done about it; ``None`` if Triton can launch kernels here."""
+    try:
+        triton = importlib.import_module("triton")
+    except Exception as error:  # a library that it brings may not fit the system
+        told = f"{type(error).__name__}: {error}"
+        return f"Triton cannot be imported ({told}); pip install 'triton>=3.6,<3.8'"
+    try:
+        triton.runtime.driver.active.get_current_target()
+    except Exception as error:
+        found = None if triton.knobs.build.impl else missing_for_build(triton.knobs.build.cc)
+        told = f"{type(error).__name__}: {error}"
+        return found or f"Triton {triton.__version__} finds no device it can use ({told})"
+    return None
+
+
+def missing_for_build(compiler: str | None) -> str | None:
+    """What is missing to build a module of Python's in C; ``None`` if one can be built.
+
+    compiler: that is asked for (``CC``), or ``None`` for the one in ``PATH``.
+    """
+    command = compiler or next(filter(shutil.which, COMPILERS), None)
+    if command is None or shutil.which(command) is None:
+        looked = f"CC is {compiler!r}, which is not there" if compiler else "none is in PATH"
+        return (
+            f"Triton builds its launcher with a C compiler, and {looked}: apt install gcc "
+            "python3-dev, or set CC"
+        )
+    include = _include()
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "module.c"
+        source.write_text(SOURCE)
+        made = [str(source), "-shared", "-fPIC", f"-I{include}", "-o", f"{folder}/module.so"]
+        told = _failure([command, *made])
+    if told is None:
+        return None
+    if "Python.h" in told:
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        return (
+            f"Triton builds its launcher with {command}, which finds no Python.h in {include}: apt "
+            f"install python3-dev (python{version}-dev)"
+        )
+    return f"Triton builds its launcher with {command}, which fails: {told:.500}"
+
+
+def _failure(command: list[str]) -> str | None:
+    try:
+        done: Any = subprocess.run(
+            command, capture_output=True, text=True, timeout=BUILD_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return None if done.returncode == 0 else str(done.stderr).strip()
+
+
+def _include() -> str:
+    """Where Triton looks for Python's headers."""
+    scheme = sysconfig.get_default_scheme()
+    scheme = "posix_prefix" if scheme == "posix_local" else scheme
+    return sysconfig.get_paths(scheme=scheme)["include"]
