@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from e2e.general_models import make_general_model
+from e2e.test_quantized import written
 from e2e.tiny_models import CASES, Case, config_of, random_model, save
 from support import triton_interpreter
 from support.fake_cuda import Event, FakeCuda, Stream
@@ -111,6 +113,51 @@ def test_tokens_are_those_of_the_cpu_worker_and_nothing_is_out_of_order(mode, mo
         if mode == "preempted":
             assert llm.llm_engine.stats().num_preemptions > 0
         assert (cuda.num_replays > 5) == (mode != "call by call")
+    assert not cuda.faults
+
+
+def draft_model(path: Path, root: Path) -> dict[str, Any]:
+    """The model drafts for itself: every draft stands."""
+    drafting = {"method": "draft_model", "model": str(path), "num_speculative_tokens": 2}
+    return {"path": path, "speculative_config": drafting}
+
+
+def family(name: str, **shape: Any) -> Callable[[Path, Path], dict[str, Any]]:
+    def make(path: Path, root: Path) -> dict[str, Any]:
+        case = CASES[name]
+        options = {**case.options, "vocab_size": SHAPE["vocab_size"], **shape}
+        save(random_model(config_of(Case(case.family, options)), seed=1), root)
+        return {"path": root}
+
+    return make
+
+
+def quantised(path: Path, root: Path) -> dict[str, Any]:
+    return {"path": written(root, "awq-tied-kept").path}
+
+
+def general(path: Path, root: Path) -> dict[str, Any]:
+    return {"path": make_general_model("gpt-neox", root)}
+
+
+OTHERS = {"draft model": draft_model}
+LONG = {
+    "gemma2": family("gemma2"),
+    "qwen3-moe": family("qwen3-moe", num_hidden_layers=1),
+    "awq": quantised,
+    "gpt-neox": general,
+}
+
+
+@pytest.mark.parametrize(
+    "name", [*OTHERS, *(pytest.param(name, marks=pytest.mark.slow) for name in LONG)]
+)
+def test_other_models_are_in_order_too(name, model, tmp_path):
+    options = (OTHERS | LONG)[name](model, tmp_path)
+    with llm_for(**options, device="cpu") as llm:
+        expected = tokens(run(llm, 4, 5))
+    with FakeCuda() as cuda, llm_for(**options, **RECORDED) as llm:
+        assert tokens(run(llm, 4, 5)) == expected
     assert not cuda.faults
 
 

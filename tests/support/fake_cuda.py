@@ -87,9 +87,8 @@ class FakeCuda:
         patch = pytest.MonkeyPatch()
         for name, value in self._surface().items():
             patch.setattr(torch.cuda, name, value)
-        patch.setattr(
-            torch.Tensor, "record_stream", lambda x, stream: self.record_stream(x, stream)
-        )
+        uses = lambda x, stream: self.record_stream(x, stream)  # noqa: E731
+        patch.setattr(torch.Tensor, "record_stream", uses)
         patch.setattr(triton.runtime.driver, "_active", Driver())
         run = Launch.run
         patch.setattr(Launch, "run", lambda launch: self.launch(launch, run))
@@ -130,7 +129,9 @@ class FakeCuda:
         is_done = self.clocks.knows
         self._sent = [one for one in self._sent if not is_done(HOST, one.thread, one.time)]
 
-    def access(self, thread: str, what: str, reads: Sequence[Range], writes: Sequence[Range]):
+    def access(
+        self, thread: str, what: str, reads: Sequence[Range], writes: Sequence[Range]
+    ) -> None:
         if thread != HOST:  # it is queued now
             self.clocks.learn(thread, self.clocks.known(HOST))
         access = Access(thread, self.clocks.tick(thread), what, where())
@@ -225,12 +226,14 @@ class FakeCuda:
         self.access(self.stream.name, name, reads, writes)
         return compiled
 
-    def copy(self, to: torch.Tensor, source: torch.Tensor, non_blocking: bool = False):
+    def copy(
+        self, to: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
+    ) -> torch.Tensor:
         """``Tensor.copy_``, of which one side at least lies on the device."""
         both = self.is_here(to) and self.is_here(source)
         pinned = self.is_ours(to) and self.is_ours(source)
         if self._is_captured("copy_"):
-            if not both and source.dim():
+            if not both:
                 self.fault("captured copy_ reads or writes memory of the host")
             assert self.graph is not None
             self.graph.record("copy_", torch.Tensor.copy_, (to, source), {}, [to], [])
@@ -241,7 +244,7 @@ class FakeCuda:
             time = self.clocks.known(self.stream.name)[self.stream.name]
             values = ctypes.string_at(sent[1], sent[2] - sent[1])
             self._sent.append(Sent(self.stream.name, time, sent[1], values, where()))
-        if not both and source.dim() and not (pinned and non_blocking):
+        if not both and not (pinned and non_blocking):
             kind = "pinned" if pinned else "pageable"
             self.wait(f"copy_ of {kind} memory", self.clocks.known(self.stream.name))
         return to
@@ -346,6 +349,8 @@ class FakeCuda:
             block, ranges = self.memory.block_at(begin), found[is_write]
             if block is None or end > block.end:
                 self.fault(f"{name} touches memory of no tensor")
+            elif not block.is_live and block.home[0] == POOL:
+                self.fault(f"{name} touches memory that was freed")
             elif ranges and ranges[-1][0] is block and begin <= ranges[-1][2]:
                 ranges[-1] = (block, ranges[-1][1], max(end, ranges[-1][2]))
             else:
