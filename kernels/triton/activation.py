@@ -9,8 +9,10 @@ import triton
 import triton.language as tl
 
 from kernels.triton.launch import Launch
+from kernels.triton.repeated import Forms, again
 
 TILE = 1024
+FORMS = Forms()
 ACTS = ("silu", "gelu_tanh", "gelu")
 
 
@@ -50,7 +52,12 @@ def act_mul(gate_up: torch.Tensor, act: str) -> torch.Tensor:
     rows = gate_up.reshape(-1, gate_up.shape[-1])
     out = gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
     if out.numel():
-        act_mul_launch(rows, out, act).run()
+        again(
+            FORMS,
+            (rows.shape, rows.stride(), rows.dtype, act, rows.get_device()),
+            (rows, out),
+            lambda: [act_mul_launch(rows, out, act)],
+        )
     return out
 
 

@@ -15,6 +15,7 @@ import triton.language as tl
 from kernels.meta import AttentionMeta
 from kernels.reference import HeadNorm, Rope
 from kernels.triton.launch import Launch
+from kernels.triton.repeated import again
 from kernels.tuning import pad_power, write_heads, write_warps
 
 FP8_MAX = tl.constexpr(448.0)
@@ -163,7 +164,16 @@ def qkv_rope_write(
     """See kernels.ops.qkv_rope_write. heads: (Hq, Hkv, D)."""
     q = qkv.new_empty((len(qkv), heads[0], heads[2]))
     if len(qkv):
-        write_launch(qkv, kv_layer, meta, heads, (rope, norm, kv_scales), q).run()
+        weights = (rope.cos_sin, norm.q, norm.k, kv_scales)
+        forms = [None if one is None else (one.shape, one.dtype) for one in weights]
+        shapes = (qkv.shape, qkv.stride(), kv_layer.shape, heads)
+        turns = (rope.interleaved, norm.eps, norm.add_one)
+        again(
+            meta.scratch,
+            ("write", shapes, qkv.dtype, kv_layer.dtype, turns, *forms),
+            (qkv, kv_layer, q, *weights),
+            lambda: [write_launch(qkv, kv_layer, meta, heads, (rope, norm, kv_scales), q)],
+        )
     return q
 
 

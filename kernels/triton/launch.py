@@ -27,13 +27,13 @@ class Launch(NamedTuple):
         sizes = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return sizes | ({"maxnreg": 255} if self.fills_registers else {})
 
-    def run(self) -> None:
-        if is_interpreting() or _is_watched() or torch.version.hip:  # ROCm looks at more
-            self._run_by_triton()
-            return
+    def run(self) -> Any:
+        """Returns what was compiled; nothing where kernels are interpreted."""
+        if needs_triton():
+            return self._run_by_triton()
         active = triton.runtime.driver.active
         device = active.get_current_device()
-        kinds, values = _parameters(self.kernel), []
+        kinds, values = parameters_of(self.kernel), []
         key = [id(self.kernel), device, self.num_warps, self.num_stages, self.fills_registers]
         for name, is_constant in kinds:
             value = self.args[name]
@@ -41,11 +41,12 @@ class Launch(NamedTuple):
             key.append(value if is_constant else _specialised(value))
         compiled = _COMPILED.get(tuple(key))
         if compiled is None:
-            _COMPILED[tuple(key)] = self._run_by_triton()
-            return
+            compiled = _COMPILED[tuple(key)] = self._run_by_triton()
+            return compiled
         x, y, z = (*self.grid, 1, 1)[:3]
         stream, function = active.get_current_stream(device), compiled.function
         compiled.run(x, y, z, stream, function, compiled.packed_metadata, None, None, None, *values)
+        return compiled
 
     def _run_by_triton(self) -> Any:
         return self.kernel[self.grid](**self.args, **self.options())
@@ -61,7 +62,7 @@ binds arguments by name, writes options out as text and looks at globals: half o
 _PARAMETERS: dict[int, list[tuple[str, bool]]] = {}
 
 
-def _parameters(kernel: Any) -> list[tuple[str, bool]]:
+def parameters_of(kernel: Any) -> list[tuple[str, bool]]:
     """Name of each, and whether it is compiled into the kernel."""
     if id(kernel) not in _PARAMETERS:
         _PARAMETERS[id(kernel)] = [(one.name, one.is_constexpr) for one in kernel.params]
@@ -79,8 +80,11 @@ def _specialised(value: Any) -> Any:
     return type(value)
 
 
-def _is_watched() -> bool:
-    """Whether a profiler wants to hear of launches from Triton."""
+def needs_triton() -> bool:
+    """Whether Triton itself has to launch: it interprets, a profiler wants to hear of launches from
+    it, or the device is one for which it looks at more."""
+    if is_interpreting() or torch.version.hip:
+        return True
     runtime = triton.knobs.runtime
     return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
 

@@ -9,9 +9,12 @@ import triton
 import triton.language as tl
 
 from kernels.triton.launch import Launch
+from kernels.triton.repeated import Forms, again
 from kernels.tuning import pad_power
 
 TILE = 2048  # elements a program, if a row has no more
+ROWS = torch.contiguous_format
+FORMS = Forms()
 
 
 @triton.jit(do_not_specialize=["num_rows", "eps"])
@@ -52,7 +55,12 @@ def rms_norm(
     rows = x.reshape(-1, x.shape[-1])
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
-        norm_launch((rows, None), weight, (out, None), eps, add_one).run()
+        again(
+            FORMS,
+            (rows.shape, rows.stride(), x.dtype, weight.dtype, eps, add_one, x.get_device()),
+            (rows, weight, out),
+            lambda: [norm_launch((rows, None), weight, (out, None), eps, add_one)],
+        )
     return out
 
 
@@ -65,9 +73,15 @@ def add_rms_norm(
     add_one: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See kernels.ops.add_rms_norm."""
-    out, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    out, total = torch.empty_like(x, memory_format=ROWS), torch.empty_like(x, memory_format=ROWS)
     if out.numel():
-        norm_launch((x, residual), weight, (out, total), eps, add_one).run()
+        strides, dtypes = (x.stride(), residual.stride()), (x.dtype, residual.dtype, weight.dtype)
+        again(
+            FORMS,
+            (x.shape, strides, dtypes, eps, add_one, x.get_device()),
+            (x, residual, weight, out, total),
+            lambda: [norm_launch((x, residual), weight, (out, total), eps, add_one)],
+        )
     return out, total
 
 
