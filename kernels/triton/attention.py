@@ -7,10 +7,11 @@ import torch
 from kernels import tuning
 from kernels.meta import AttentionMeta
 from kernels.reference import Variant
-from kernels.triton.attention_decode import decode_attention, decode_launch, tile_of
-from kernels.triton.attention_prefill import cut, prefill_attention, prefill_launch
+from kernels.triton.attention_decode import decode_launch, decode_launches, tile_of
+from kernels.triton.attention_prefill import cut, prefill_launch, prefill_launches
 from kernels.triton.launch import Launch, arch_of
 from kernels.triton.merge import Parts
+from kernels.triton.repeated import again
 
 
 def paged_attention(
@@ -18,7 +19,15 @@ def paged_attention(
 ) -> torch.Tensor:
     """See kernels.ops.paged_attention."""
     out = _room_for_output(q, meta)
-    _attend(q, kv_layer, meta, variant, out)
+    options, extras = variant[:3], variant[3:]
+    forms = [None if one is None else (one.shape, one.dtype) for one in extras]
+    shapes = (q.shape, q.stride(), kv_layer.shape)
+    again(
+        meta.scratch,
+        ("attention", shapes, q.dtype, kv_layer.dtype, options, *forms),
+        (q, kv_layer, out, *extras),
+        lambda: launches(q, kv_layer, meta, variant, out),
+    )
     return out.flatten(1)
 
 
@@ -28,27 +37,27 @@ def _room_for_output(q: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
     return q.new_empty(q.shape) if owns_all else q.new_zeros(q.shape)
 
 
-def _attend(
+def launches(
     q: torch.Tensor,
     kv_layer: torch.Tensor,
     meta: AttentionMeta,
     variant: Variant,
     out: torch.Tensor,
-) -> None:
+) -> list[Launch]:
+    """Of a step's attention, in order. What they write besides `out` all layers may write."""
     if meta.is_mixed:
-        for launch in mixed_launches(q, kv_layer, meta, variant, out):
-            launch.run()
-        return
+        return mixed_launches(q, kv_layer, meta, variant, out)
     num_seqs, singles = len(meta.seq_lens), meta.num_decodes
     # Batch-invariant: a draft always takes the chunk kernel, whatever else is in the step.
     longest = 1 if meta.batch_invariant else tuning.MAX_DECODE_TOKENS
     if 1 < meta.max_query_len <= longest:
-        decode_attention(q, kv_layer, meta, variant, num_seqs, out)
-        return
+        return decode_launches(q, kv_layer, meta, variant, num_seqs, out)
+    found = []
     if singles:
-        decode_attention(q[:singles], kv_layer, meta, variant, singles, out[:singles])
+        found += decode_launches(q[:singles], kv_layer, meta, variant, singles, out[:singles])
     if singles < num_seqs and len(q) > singles:
-        prefill_attention(q, kv_layer, meta, variant, out)
+        found += prefill_launches(q, kv_layer, meta, variant, out)
+    return found
 
 
 def mixed_launches(

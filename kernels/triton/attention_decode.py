@@ -78,23 +78,6 @@ def decode_kernel(  # noqa: PLR0913
     store_rows(state, out, lse, kv_scales, where, rows, kv_head, S)
 
 
-def decode_attention(
-    q: torch.Tensor,
-    kv_layer: torch.Tensor,
-    meta: AttentionMeta,
-    variant: Variant,
-    num_seqs: int,
-    out: torch.Tensor,
-) -> None:
-    """Attend the first num_seqs sequences, which own q's first rows.
-
-    q, out: [n, Hq, D] of those rows alone. Rows no sequence owns stay as they are. Each sequence
-    has at most MAX_DECODE_TOKENS query tokens.
-    """
-    for launch in decode_launches(q, kv_layer, meta, variant, num_seqs, out):
-        launch.run()
-
-
 def decode_launches(
     q: torch.Tensor,
     kv_layer: torch.Tensor,
@@ -103,6 +86,11 @@ def decode_launches(
     num_seqs: int,
     out: torch.Tensor,
 ) -> list[Launch]:
+    """Of the first num_seqs sequences, which own q's first rows.
+
+    q, out: [n, Hq, D] of those rows alone. Rows no sequence owns stay as they are. Each sequence
+    has at most MAX_DECODE_TOKENS query tokens.
+    """
     is_single = num_seqs == meta.num_decodes
     tokens = 1 if is_single else meta.max_query_len
     tile, heads = tile_of(q, kv_layer, tokens)

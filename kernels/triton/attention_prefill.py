@@ -128,18 +128,6 @@ def cut(q: torch.Tensor, kv_layer: torch.Tensor, meta: AttentionMeta) -> Chunks:
     return found
 
 
-def prefill_attention(
-    q: torch.Tensor,
-    kv_layer: torch.Tensor,
-    meta: AttentionMeta,
-    variant: Variant,
-    out: torch.Tensor,
-) -> None:
-    """Attend every sequence after the first num_decodes. q, out: [N, Hq, D]."""
-    for launch in prefill_launches(q, kv_layer, meta, variant, out):
-        launch.run()
-
-
 def prefill_launches(
     q: torch.Tensor,
     kv_layer: torch.Tensor,
@@ -147,6 +135,7 @@ def prefill_launches(
     variant: Variant,
     out: torch.Tensor,
 ) -> list[Launch]:
+    """Of each sequence after the first num_decodes. q, out: [N, Hq, D]."""
     chunks = cut(q, kv_layer, meta)
     programs = len(chunks.work) * (q.shape[1] // chunks.heads)
     splits = tuning.prefill_splits(
