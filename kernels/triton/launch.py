@@ -89,6 +89,12 @@ def needs_triton() -> bool:
     return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
 
 
+# Bytes of shared memory that the settings of sm_90 and of sm_80 are cut for; the latter also run on
+# 8.6, 8.9 and 12.0. Compute capabilities with as much as 9.0, where no device is there to be asked.
+MUCH_SHARED, LITTLE_SHARED = 232_448, 101_376
+WITH_MUCH = (90, 100, 103)
+
+
 @cache
 def is_interpreting() -> bool:
     """Whether kernels of this process run in Triton's interpreter."""
@@ -108,13 +114,29 @@ def arch_of(x: torch.Tensor) -> str:
 @cache
 def _arch_of_device(index: int) -> str:
     with torch.cuda.device(index):
-        return _arch_of_target()
+        driver = triton.runtime.driver.active
+        target = driver.get_current_target()
+        if target.backend == "hip":
+            return "gfx942"
+        return family_of(target.arch, driver.utils.get_device_properties(index)["max_shared_mem"])
 
 
 def _arch_of_target() -> str:
     target = triton.runtime.driver.active.get_current_target()
     if target.backend == "hip":
         return "gfx942"
-    if target.arch < 80:
-        raise ValueError(f"compute capability {target.arch / 10} is too old: 8.0 is the least")
-    return "sm_90" if target.arch >= 90 else "sm_80"
+    return family_of(target.arch, MUCH_SHARED if target.arch in WITH_MUCH else LITTLE_SHARED)
+
+
+def family_of(capability: int, max_shared: int) -> str:
+    """Whose settings fit an NVIDIA device: by the shared memory of a program, in bytes, since newer
+    ones have less (12.0) or as much (10.0), and compile the same products to instructions of their
+    own. capability: 90 for 9.0. Raises ``ValueError`` for a device that none fit."""
+    if capability < 80:
+        raise ValueError(f"compute capability {capability / 10} is too old: 8.0 is the least")
+    if max_shared < LITTLE_SHARED:
+        raise ValueError(
+            f"a program has {max_shared} bytes of shared memory on this device (compute capability "
+            f"{capability / 10}): kernels are cut for {LITTLE_SHARED} at least"
+        )
+    return "sm_90" if capability >= 90 and max_shared >= MUCH_SHARED else "sm_80"
