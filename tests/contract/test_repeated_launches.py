@@ -14,7 +14,7 @@ import triton
 from kernels import triton as bodies
 from kernels.triton import norm
 from kernels.triton.launch import Launch
-from kernels.triton.repeated import Forms, again
+from kernels.triton.repeated import again
 from tools.device_gate import DEVICES, compiling_for
 
 pytestmark = pytest.mark.skipif(
@@ -43,9 +43,10 @@ class Launches:
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     found = Launches()
     monkeypatch.setattr(Launch, "run", lambda launch: found.run(launch))
-    monkeypatch.setattr(norm, "FORMS", Forms())
+    norm.FORMS.clear()
     with compiling_for(DEVICES["sm_90"]):
         yield found
+    norm.FORMS.clear()  # of launchers that are none
 
 
 def a_norm(rows: int = 3, offset: int = 0) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
