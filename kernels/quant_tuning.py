@@ -9,12 +9,18 @@ from typing import NamedTuple
 
 from kernels.tuning import PROCESSORS
 
-# Above so many rows a weight is dequantised once and multiplied by the library: arithmetic on the
-# weights, which every block of rows repeats, would cost more than a pass over them.
-MOST_FUSED_ROWS = 64
 MAX_SPLITS = 16
 # Steps over the inputs that a split should have, to be worth its part of the sums.
 LEAST_STEPS = 4
+
+# Above so many rows of 16-bit numbers a weight is dequantised once and the library multiplies. That
+# writes and reads 2 bytes a weight more: 4 / 3.05e12 s on an H100. A row costs the library
+# 2 / 783e12 s a weight, and a product that unpacks half as much again, if its tensor cores are busy
+# two thirds of the time (they wait for scales at each group): even at 1,030 rows. An A100 (1.9e12
+# bytes, 250e12 operations a second) is even at 530, an MI300X (4.3e12, 600e12) at 560.
+_MOST_FUSED_ROWS = {"sm_90": 1024, "sm_80": 512, "gfx942": 512}
+# Of float32, which tensor cores do not take: arithmetic is the bound from few rows on.
+_MOST_FUSED_ROWS_OF_FLOAT32 = 64
 
 
 class Tile(NamedTuple):
@@ -27,21 +33,41 @@ class Tile(NamedTuple):
 
 
 # Bytes of x -> rows -> (outputs, warps, stages); the first entry that holds the rows is taken, or
-# the last. Float32 is for comparing: it takes no tensor core, and more rows would spill.
+# the last. Unpacking a weight takes about as many instructions as multiplying it by 64 rows: more
+# rows a program are worth their registers. Float32 is for comparing: more rows would spill.
 _TILES = {
-    2: {16: (64, 4, 4), 32: (64, 4, 3), 64: (64, 4, 2)},
-    4: {16: (32, 8, 1)},
+    "sm_90": {
+        2: {16: (64, 4, 4), 32: (64, 4, 4), 64: (64, 4, 4), 128: (128, 8, 3)},
+        4: {16: (32, 8, 1)},
+    },
+    "sm_80": {
+        2: {16: (64, 4, 4), 32: (64, 4, 3), 64: (64, 4, 3)},
+        4: {16: (32, 8, 1)},
+    },
+    "gfx942": {
+        2: {16: (64, 4, 2), 32: (64, 4, 2), 64: (64, 4, 2)},
+        4: {16: (32, 8, 1)},
+    },
 }
 
 
-def product_tile(num_rows: int, itemsize: int) -> Tile:
+def most_fused_rows(arch: str, itemsize: int) -> int:
+    """Rows up to which packed weights are read by the product itself."""
+    return _MOST_FUSED_ROWS[arch] if itemsize == 2 else _MOST_FUSED_ROWS_OF_FLOAT32
+
+
+def product_tile(arch: str, num_rows: int, itemsize: int) -> Tile:
     """For so many rows of numbers of `itemsize` bytes."""
-    table = _TILES[itemsize]
+    table = _TILES[arch][itemsize]
     rows = next((rows for rows in table if num_rows <= rows), max(table))
     return Tile(rows, *table[rows])
 
 
-def num_splits(arch: str, num_programs: int, num_steps: int) -> int:
-    """Parts of the inputs, so that programs fill the device; `num_steps` are there to share."""
-    wanted = -(-2 * PROCESSORS[arch] // max(num_programs, 1))
+def num_splits(arch: str, tile: Tile, num_programs: int, num_steps: int) -> int:
+    """Parts of the inputs, so that programs fill the device; `num_steps` are there to share.
+
+    A processor holds one program of eight warps, or two of four. Parts of many rows are as many
+    bytes as the weights: there are no more than fill it once.
+    """
+    wanted = -(-(8 // tile.warps) * PROCESSORS[arch] // max(num_programs, 1))
     return max(1, min(wanted, num_steps // LEAST_STEPS, MAX_SPLITS))

@@ -1,119 +1,64 @@
 """Products with quantised weights: integers of 4 and 8 bits, 8-bit floats, scales by group.
 
-Few rows: weights are dequantised in registers, on their way to the product; a group's scale meets
-the sums, so what is multiplied are whole numbers, exact in 16 bits. Many rows: a pass dequantises
-the weight into scratch memory, and the library multiplies. Sums over parts of the inputs are added
-in order: no atomics.
+Weights are dequantised in registers, on their way to the product (unpack.py). Of very many rows,
+where arithmetic is the bound, a pass dequantises them into scratch memory, and the library
+multiplies. Sums over parts of the inputs are added in order: no atomics.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch.nn import functional as F
 
-from kernels.quant_tuning import MOST_FUSED_ROWS, Tile, num_splits, product_tile
+from kernels.quant_tuning import Tile, most_fused_rows, num_splits, product_tile
 from kernels.quantized import Packed, Quantized, pack
 from kernels.triton.launch import Launch, arch_of
+from kernels.triton.unpack import bytes_of, of_group, packed_sums, piece_of, shape_of
 
 FP8 = torch.float8_e4m3fn
 SUM_TILE = 1024
 DEQUANTISED_OUTPUTS = 32  # a program
+MOST_GATHERED_ROWS = 16  # above, columns are put in the order of a matrix once, for all programs
 
 
-class Shape(NamedTuple):
-    """What the kernels are compiled for."""
-
-    K: int  # inputs
-    WIDTH: int  # bytes of a row of the matrix
-    BITS: int
-    GROUP: int
-    GROUPS: int
-    PIECE: int
-    M: int = 0  # rows of x, a program
-    N: int = 0  # outputs, a program
-
-
-@triton.jit
-def as_float(nibble, dtype: tl.constexpr):
-    """Numbers below 16, of 16 bits plus a power of two: they become bits of the mantissa.
-
-    The power cancels against that of the zero, and nothing is converted, which is slow.
-    """
-    if dtype == tl.bfloat16:
-        return (nibble.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)
-    elif dtype == tl.float16:
-        return (nibble.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True)
-    else:
-        return nibble.to(tl.float32)
-
-
-@triton.jit
-def piece_of(
-    raw, half: tl.constexpr, zeros, there, is_column, dtype: tl.constexpr, S: tl.constexpr
-):
-    """Values minus their zeros: [N, PIECE] of dtype, exact; 8-bit floats have no zeros."""
-    if raw.dtype != tl.uint8:
-        return raw.to(tl.float32).to(dtype)
-    else:
-        if zeros is None:
-            zero = tl.full([S.N], 1 << (S.BITS - 1), tl.uint8)
-        else:
-            zero = tl.load(zeros + there, mask=is_column, other=0)
-        if S.BITS == 4:
-            value = as_float((raw >> (4 * half)) & 15, dtype) - as_float(zero, dtype)[:, None]
-        else:
-            value = raw.to(tl.float32) - zero.to(tl.float32)[:, None]
-        return value.to(dtype)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def product_kernel(  # noqa: PLR0913
+@triton.jit(do_not_specialize=["num_rows", "num_steps", "steps_a_split"])
+def packed_product_kernel(  # noqa: PLR0913
     x, values, scales, zeros, order, bias, out, num_rows, stride_x, num_outputs, num_steps,
     steps_a_split, S: tl.constexpr,
 ):  # fmt: skip
-    """Program (outputs, rows, split): out[split, row, output] = x @ weight.T over its inputs."""
-    column = tl.program_id(0) * S.N + tl.arange(0, S.N)
-    row = tl.program_id(1) * S.M + tl.arange(0, S.M)
+    """Program (rows, outputs, split): out[split, row, output] = x @ weight.T over its inputs.
+
+    Programs of the same weights stand side by side: memory gives these to the first of them.
+    """
+    row = tl.program_id(0) * S.M + tl.arange(0, S.M)
+    output = tl.program_id(1) * S.N + tl.arange(0, S.N)
     split = tl.program_id(2)
-    is_column, is_row = column < num_outputs, row < num_rows
-    rows = x + row.to(tl.int64)[:, None] * stride_x
+    is_row, column = row < num_rows, tl.minimum(output, num_outputs - 1)
+    rows = x + row.to(tl.int64)[None, :] * stride_x
     matrix = values + column.to(tl.int64)[:, None] * S.WIDTH
-    inner = tl.arange(0, S.PIECE)
-    acc = tl.full([S.M, S.N], 0.0, tl.float32)
-    last = tl.minimum((split + 1) * steps_a_split, num_steps)
-    for step in range(split * steps_a_split, last):
-        byte = step * S.PIECE + inner
-        is_there = is_column[:, None] & (byte < S.WIDTH)[None, :]
-        raw = tl.load(matrix + byte[None, :], mask=is_there, other=0.0)
-        for half in tl.static_range(8 // S.BITS):
-            k = (step * (8 // S.BITS) + half) * S.PIECE
-            place, in_k = k + inner, k + inner < S.K
-            if order is not None:
-                place = tl.load(order + k + inner, mask=in_k, other=0)
-            a = tl.load(rows + place[None, :], mask=is_row[:, None] & in_k[None, :], other=0.0)
-            there = tl.minimum(k // S.GROUP, S.GROUPS - 1) * num_outputs + column
-            weight = piece_of(raw, half, zeros, there, is_column, x.dtype.element_ty, S)
-            part = tl.dot(a, tl.trans(weight), input_precision="ieee")
-            scale = tl.load(scales + there, mask=is_column, other=0.0)
-            acc += part * scale.to(tl.float32)[None, :]
+    first = split * steps_a_split
+    last = tl.minimum(first + steps_a_split, num_steps)
+    acc = packed_sums(
+        rows, is_row, matrix, scales, zeros, order, column, num_outputs, first, last, S
+    )
     if bias is not None:
-        acc += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    place = (split * num_rows + row).to(tl.int64)[:, None] * num_outputs + column[None, :]
-    tl.store(out + place, acc.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+        acc += tl.load(bias + column).to(tl.float32)[:, None]
+    place = (split * num_rows + row).to(tl.int64)[:, None] * num_outputs + output[None, :]
+    mask = is_row[:, None] & (output < num_outputs)[None, :]
+    tl.store(out + place, tl.trans(acc).to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["size"])
-def sum_kernel(parts, bias, out, size, num_outputs, SPLITS: tl.constexpr, TILE: tl.constexpr):
+@triton.jit(do_not_specialize=["size", "num_splits"])
+def sum_kernel(parts, bias, out, size, num_outputs, num_splits, TILE: tl.constexpr):
     """Program tile of out, flattened: the sum of its parts, in their order, and the bias."""
     place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = place < size
     total = tl.zeros([TILE], tl.float32)
-    for split in range(SPLITS):
+    for split in range(num_splits):
         total += tl.load(parts + split * size.to(tl.int64) + place, mask=mask, other=0.0)
     if bias is not None:
         total += tl.load(bias + place % num_outputs, mask=mask, other=0.0).to(tl.float32)
@@ -124,18 +69,15 @@ def sum_kernel(parts, bias, out, size, num_outputs, SPLITS: tl.constexpr, TILE: 
 def dequantize_kernel(values, scales, zeros, out, num_outputs, S: tl.constexpr):
     """Program (outputs, step): out[output, column] = (value - zero) * scale, columns as packed."""
     column = tl.program_id(0) * S.N + tl.arange(0, S.N)
-    is_column = column < num_outputs
+    is_column, there = column < num_outputs, tl.minimum(column, num_outputs - 1)
     step = tl.program_id(1)
     inner = tl.arange(0, S.PIECE)
-    byte = step * S.PIECE + inner
-    is_there = is_column[:, None] & (byte < S.WIDTH)[None, :]
-    matrix = values + column.to(tl.int64)[:, None] * S.WIDTH
-    raw = tl.load(matrix + byte[None, :], mask=is_there, other=0.0)
+    raw = bytes_of(values + there.to(tl.int64)[:, None] * S.WIDTH, step, S)
     for half in tl.static_range(8 // S.BITS):
-        k = (step * (8 // S.BITS) + half) * S.PIECE
-        there = tl.minimum(k // S.GROUP, S.GROUPS - 1) * num_outputs + column
-        weight = piece_of(raw, half, zeros, there, is_column, out.dtype.element_ty, S)
-        scale = tl.load(scales + there, mask=is_column, other=0.0)
+        k = step * S.STEP + half * S.PIECE
+        zero = of_group(zeros, k, there, num_outputs, S)
+        weight = piece_of(raw, half, zero, out.dtype.element_ty, S)
+        scale = of_group(scales, k, there, num_outputs, S)
         weight = weight.to(tl.float32) * scale.to(tl.float32)[:, None]
         place = out + column.to(tl.int64)[:, None] * S.K + (k + inner)[None, :]
         mask = is_column[:, None] & (k + inner < S.K)[None, :]
@@ -162,27 +104,14 @@ def quantize_kernel(x, scale, out, scales, stride_x, K: tl.constexpr, TILE: tl.c
         tl.store(out + row * K + k + inner, scaled.to(tl.float8e4nv), mask=k + inner < K)
 
 
-def shape_of(packed: Packed, rows: int, outputs: int) -> Shape:
-    return Shape(
-        K=packed.num_inputs,
-        WIDTH=packed.values.shape[1],
-        BITS=packed.bits,
-        GROUP=packed.group_size,
-        GROUPS=len(packed.scales),
-        PIECE=packed.piece,
-        M=rows,
-        N=outputs,
-    )
-
-
 def weight_only_product(
     x: torch.Tensor, packed: Packed, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """See kernels.reference.quant.weight_only_product."""
-    if len(x) > MOST_FUSED_ROWS:
-        weight = dequantized(packed, x.dtype)
-        columns = x if packed.order is None else x.index_select(1, packed.order)
-        return F.linear(columns, weight, bias)
+    if packed.order is not None and len(x) > MOST_GATHERED_ROWS:
+        x, packed = x.index_select(1, packed.order), packed._replace(order=None)
+    if len(x) > most_fused_rows(arch_of(x), x.element_size()):
+        return F.linear(x, dequantized(packed, x.dtype), bias)
     out = x.new_empty((len(x), packed.num_outputs))
     if len(x):
         for launch in product_launches(x, packed, bias, out):
@@ -193,11 +122,11 @@ def weight_only_product(
 def product_launches(
     x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, out: torch.Tensor
 ) -> list[Launch]:
-    """Of at most MOST_FUSED_ROWS rows."""
-    tile = product_tile(len(x), x.element_size())
-    programs = triton.cdiv(packed.num_outputs, tile.outputs)
+    """Of one row or more; the weight is never dequantised but in registers."""
+    tile = product_tile(arch_of(x), len(x), x.element_size())
+    programs = triton.cdiv(packed.num_outputs, tile.outputs) * triton.cdiv(len(x), tile.rows)
     num_steps = triton.cdiv(packed.values.shape[1], packed.piece)
-    splits = num_splits(arch_of(x), programs, num_steps)
+    splits = num_splits(arch_of(x), tile, programs, num_steps)
     if splits == 1:
         return [product_launch((x, packed, bias, out), tile, num_steps, 1)]
     parts = torch.empty((splits, *out.shape), dtype=torch.float32, device=x.device)
@@ -231,8 +160,8 @@ def product_launch(
         "steps_a_split": steps,
         "S": shape_of(packed, tile.rows, tile.outputs),
     }
-    programs = triton.cdiv(packed.num_outputs, tile.outputs), triton.cdiv(len(x), tile.rows)
-    return Launch(product_kernel, (*programs, splits), args, tile.warps, tile.stages)
+    programs = triton.cdiv(len(x), tile.rows), triton.cdiv(packed.num_outputs, tile.outputs)
+    return Launch(packed_product_kernel, (*programs, splits), args, tile.warps, tile.stages)
 
 
 def sum_launch(parts: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> Launch:
@@ -243,7 +172,7 @@ def sum_launch(parts: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
         "out": out,
         "size": out.numel(),
         "num_outputs": out.shape[1],
-        "SPLITS": len(parts),
+        "num_splits": len(parts),
         "TILE": SUM_TILE,
     }
     return Launch(sum_kernel, (triton.cdiv(out.numel(), SUM_TILE),), args, 4, 1)
@@ -309,12 +238,12 @@ def configurations() -> Iterator[Launch]:
 
 
 def of_rows(packed: Packed, dtype: torch.dtype) -> Iterator[Launch]:
-    x = torch.empty((64, packed.num_inputs), dtype=dtype, device="meta")
-    out, bias = x.new_empty((64, packed.num_outputs)), x.new_empty(packed.num_outputs)
-    for num_rows in (1, 64):
-        yield from product_launches(x[:num_rows], packed, bias, out[:num_rows])
-    tensors = (x[:32], packed, bias, out[:32])
-    yield product_launch(tensors, product_tile(32, dtype.itemsize), 8, 1)
+    x = torch.empty((1024, packed.num_inputs), dtype=dtype, device="meta")
+    out, bias = x.new_empty((1024, packed.num_outputs)), x.new_empty(packed.num_outputs)
+    for num_rows in (1, 32, 64, 128, 1024):
+        is_ordered = num_rows <= MOST_GATHERED_ROWS
+        one = packed if is_ordered else packed._replace(order=None)
+        yield from product_launches(x[:num_rows], one, bias, out[:num_rows])
     yield dequantize_launch(packed, x.new_empty((packed.num_outputs, packed.num_inputs)))
 
 

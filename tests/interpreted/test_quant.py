@@ -4,19 +4,42 @@ import pytest
 import torch
 from support.made_quantized import KINDS, Kind, make
 
-from kernels.quant_tuning import MOST_FUSED_ROWS, Tile
+from kernels.quant_tuning import Tile, most_fused_rows, num_splits, product_tile
 from kernels.quantized import can_pack, pack, unpack
 from kernels.reference import quant as reference
 from kernels.triton import quant
+from kernels.triton.launch import Launch
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+# Groups that pieces of 64 inputs do not divide, or of one piece; inputs that fill no step.
+ODD_KINDS = (
+    Kind(4, 16, has_zeros=True),
+    Kind(4, 96),
+    Kind(4, 192, has_zeros=True),
+    Kind(8, 32, has_zeros=True),
+    Kind(8, 192, is_float=True),
+)
 
 
 @pytest.fixture(autouse=True)
 def _seeded(seed: int) -> None:
     torch.manual_seed(seed)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """Every launch of the test, in order."""
+    found: list[Launch] = []
+    run = Launch.run
+
+    def keep(launch: Launch) -> None:
+        found.append(launch)
+        run(launch)
+
+    monkeypatch.setattr(Launch, "run", keep)
+    return found
 
 
 def wanted_of(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -59,10 +82,44 @@ def test_packing_keeps_every_number(kind: Kind) -> None:
     assert torch.equal(reference.dequantize(some, torch.float32), weight[ids])
 
 
+@pytest.mark.parametrize("kind", [*KINDS, *ODD_KINDS], ids=str)
+@pytest.mark.parametrize("num_rows", [16, 64, 65, 130, 300])
+def test_rows_of_a_batch_read_packed_weights(
+    kind: Kind, num_rows: int, launched: list[Launch]
+) -> None:
+    """The sums are those of float64, rounded once; nothing as large as the weight is written."""
+    matrix = make(kind, num_outputs=136, num_inputs=576)
+    packed, dtype = pack(matrix), torch.bfloat16 if num_rows % 2 else torch.float16
+    x = torch.randn(num_rows, 576).to(dtype)
+    got = quant.weight_only_product(x, packed)
+    wanted = wanted_of(x, reference.dequantize(matrix, torch.float32), None)
+    tolerance = torch.finfo(dtype).eps * wanted.abs().max()
+    torch.testing.assert_close(got.double(), wanted, rtol=0, atol=float(tolerance))
+    kernels = [launch.kernel.fn.__name__ for launch in launched]
+    assert kernels in (
+        ["packed_product_kernel"],
+        ["packed_product_kernel", "sum_kernel"],
+    )
+    assert launched[0].args["values"] is packed.values
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])
+@pytest.mark.parametrize("num_rows", [65, 130, 512])
+def test_parts_of_a_batch_are_fewer_bytes_than_its_weights(arch: str, num_rows: int) -> None:
+    """Of every layer of Llama-3-8B: outputs, inputs."""
+    assert most_fused_rows(arch, 2) >= 512
+    tile = product_tile(arch, num_rows, 2)
+    for outputs, inputs in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)):
+        programs = -(-outputs // tile.outputs) * -(-num_rows // tile.rows)
+        splits = num_splits(arch, tile, programs, inputs // 128)
+        parts = splits * num_rows * outputs * 4 if splits > 1 else 0
+        assert parts <= 2 * outputs * inputs
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_many_rows_take_the_dequantised_weight(kind: Kind) -> None:
+def test_very_many_rows_take_the_dequantised_weight(kind: Kind) -> None:
     matrix = make(kind, num_outputs=40, num_inputs=256)
-    x = torch.randn(MOST_FUSED_ROWS + 1, 256)
+    x = torch.randn(most_fused_rows("sm_90", 4) + 1, 256)
     got = quant.weight_only_product(x, pack(matrix))
     wanted = wanted_of(x, reference.dequantize(matrix, torch.float32), None)
     torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=1e-4)
