@@ -6,8 +6,38 @@ import os
 import signal
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+# Plug-ins that a machine with a GPU may lack, what pyproject.toml sets for each, and its marks.
+PLUGINS = {
+    "asyncio": (("asyncio_mode", "asyncio_default_fixture_loop_scope"), "asyncio"),
+    "timeout": (("timeout",), "timeout(seconds)"),
+}
+
+
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Know the options of plug-ins that are not there: an unknown option is an error."""
+    for name, (options, _) in PLUGINS.items():
+        for option in () if pluginmanager.hasplugin(name) else options:
+            parser.addini(option, f"of pytest-{name}, which is not installed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for name, (_, mark) in PLUGINS.items():
+        if not config.pluginmanager.hasplugin(name):
+            config.addinivalue_line("markers", f"{mark}: of pytest-{name}, which is not installed")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m gpu` only files with such tests are read, or in folders where all are: others import
+    what a machine with a GPU may lack."""
+    if config.option.markexpr != "gpu" or collection_path.suffix != ".py":
+        return None
+    sources = (collection_path, collection_path.with_name("conftest.py"))
+    has_mark = any("pytest.mark.gpu" in each.read_text() for each in sources if each.exists())
+    return None if has_mark else True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
