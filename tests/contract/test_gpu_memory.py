@@ -17,6 +17,7 @@ from support.fake_memory import FakeDevice, fake_memory
 
 from engine import EngineArgs
 from engine.config.decide import Decided, decide, resolve
+from engine.config.gpu_memory import GraphTrial, graphs_bytes
 from engine.config.model import read_model_info
 from engine.errors import ConfigError
 from engine.worker.worker import ModelWorker
@@ -92,3 +93,13 @@ def test_fewer_graphs_leave_more_to_the_pool(monkeypatch: pytest.MonkeyPatch) ->
             pools.append(pool)
     recorded, few, eager = pools
     assert recorded + GIB // 4 < few <= eager
+
+
+def test_graphs_are_reckoned_from_the_few_that_were_tried() -> None:
+    trial = GraphTrial(before=100, one=60, several=54, num_several=4)
+    assert graphs_bytes(trial, num_sizes=4) == 46
+    assert graphs_bytes(trial, num_sizes=10) == 46 + 6 * 2
+    # Another process has given something back meanwhile.
+    given_back = GraphTrial(before=100, one=60, several=75, num_several=4)
+    assert graphs_bytes(given_back, num_sizes=10) == 40
+    assert graphs_bytes(GraphTrial(before=100, one=110, several=110, num_several=1), 1) == 0

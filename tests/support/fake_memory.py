@@ -6,6 +6,7 @@ rounding, splitting and the pools of streams and graphs follow c10/cuda/CUDACach
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -165,7 +166,7 @@ class FakeGraph:
         self._device = device
 
     def capture_begin(self, pool: int, capture_error_mode: str) -> None:
-        assert capture_error_mode == "thread_local"
+        assert capture_error_mode == "thread_local" and not gc.isenabled()
         device = self._device
         device.capturing = pool
         device.num_of_pool[pool] = device.num_of_pool.get(pool, 0) + 1
