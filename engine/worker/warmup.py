@@ -31,6 +31,7 @@ NUM_TIMES = 2  # where steps are recorded as they come: the second of a kind is,
 WORTH_SAYING = 2.0  # seconds
 SECONDS_TO_TELL = 5.0  # between two words on how far compiling has come
 FEW_KEYS = 512  # of which a split makes few parts
+MANY_KEYS = 16_384  # that are split in any batch; more would only take longer
 PLAIN = SamplingParams(temperature=1.0, max_tokens=NUM_DECODES + 1, ignore_eos=True)
 EVERYTHING = SamplingParams(
     temperature=1.0,
@@ -204,8 +205,9 @@ def kinds_of_steps(max_num_tokens: int, max_num_seqs: int, max_model_len: int) -
         kinds += [StepKind(length, 1, c) for c in contexts if 0 <= c <= max_model_len - length]
     for num_seqs in powers[1:]:
         if num_seqs <= max_num_seqs:
-            contexts = (0, FEW_KEYS - 1, max_model_len - 1)
-            kinds += [StepKind(num_seqs, num_seqs, c) for c in contexts if c < max_model_len]
+            contexts = (0, FEW_KEYS - 1, MANY_KEYS - 1, max_model_len - 1)
+            fitting = [c for c in contexts if c < min(max_model_len, MANY_KEYS)]
+            kinds += [StepKind(num_seqs, num_seqs, context) for context in fitting]
     shared = [power for power in powers if power > most] + [max_num_tokens]
     for num_tokens in shared:
         num_seqs = -(-num_tokens // max_model_len)
