@@ -57,14 +57,19 @@ def measured(
         worker.shutdown()
 
 
-@pytest.mark.parametrize("name, share", [("qwen3-0.6b", 0.5), *((name, 0.9) for name in MODELS)])
+@pytest.mark.parametrize(
+    "name, share, sizes",
+    [("qwen3-0.6b", 0.5, (1, 64, 256)), *((name, 0.9, None) for name in MODELS)],
+)
 def test_all_that_a_gpu_holds_is_within_its_share(
-    name: str, share: float, monkeypatch: pytest.MonkeyPatch
+    name: str, share: float, sizes: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape, weights = MODELS[name]
     device, allowed = FakeDevice(TOTAL), int(TOTAL * share)
-    with measured(shape, device, monkeypatch, gpu_memory_utilization=share) as run:
+    options = {"gpu_memory_utilization": share, "cudagraph_capture_sizes": sizes}
+    with measured(shape, device, monkeypatch, **options) as run:
         worker, decided, pool = run
+        worker.platform.compiles = sizes is not None  # smaller steps: to meet them once is enough
         worker.allocate(decided.num_kv_blocks)
         sched = decided.scheduler
         worker.driver.runner.profile_run(sched.max_num_batched_tokens, sched.max_num_seqs)
