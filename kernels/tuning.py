@@ -18,12 +18,12 @@ PROCESSORS = {"sm_90": 132, "sm_80": 108, "gfx942": 304}
 MAX_SPLITS = 32
 # Splits in batch-invariant mode, whatever else runs.
 FIXED_SPLITS = 16
-# Fewer keys are not worth a split of their own.
-MIN_SPLIT_KEYS = 128
-# In batches that fill the device: what one program takes of a sequence that is longer than most.
-LONG_SPLIT_KEYS = 4096
-# Programs beyond this only to split further: an empty one takes its time to begin and to end.
-MOST_PROGRAMS = 4096
+# Fewer keys are not worth a share of their own: in batches that do not fill the device, or do.
+LEAST_SHARE_KEYS, LEAST_FULL_SHARE_KEYS = 128, 1024
+# Shares that there are programs for on each processor, likewise.
+PROGRAMS_A_PROCESSOR, FULL_PROGRAMS_A_PROCESSOR = 2, 6
+# In batches that fill the device, what is no longer than this is not worth a plan and a merge.
+MOST_UNPLANNED_KEYS = 8192
 # Of a chunk's part: its sums go through memory in float32 once more.
 LEAST_PREFILL_KEYS = 512
 # Query tokens up to which a sequence is split as single tokens are.
@@ -50,6 +50,22 @@ class Kind(NamedTuple):
     query_bytes: int
     cache_bytes: int
     head_dim: int  # at least 64: smaller heads take its settings
+
+
+class Shares(NamedTuple):
+    """Into how many shares the keys of all sequences are cut, or of each, and the least of one."""
+
+    num: int
+    least_keys: int
+    is_each: bool
+
+    def most_items(self, num_seqs: int) -> int:
+        """Shares and the rests of sequences: a sequence has one more than what fills its shares."""
+        return self.num * num_seqs if self.is_each else self.num + num_seqs
+
+    def most_slots(self, num_seqs: int) -> int:
+        """Items of sequences that are longer than a share, of which there are fewer than shares."""
+        return self.most_items(num_seqs if self.is_each else min(num_seqs, self.num))
 
 
 class Splits(NamedTuple):
@@ -181,21 +197,25 @@ def prefill_tile(arch: str, kind: Kind, longest: int, *, is_fixed: bool) -> Tile
     return _entry(_rows_of(_PREFILL, arch, kind), wanted)
 
 
-def decode_splits(arch: str, num_programs: int, max_seq_len: int, *, is_fixed: bool) -> Splits:
-    """For `num_programs` sequences times blocks of heads.
+def decode_shares(
+    arch: str, num_programs: int, num_blocks: int, max_seq_len: int, *, is_fixed: bool
+) -> Shares | None:
+    """For `num_programs` sequences times blocks of heads, `num_blocks` of these. None: each
+    sequence is read by one program for each block.
 
-    Few programs split what there is among all processors. Many do not need to, unless one sequence
-    is much longer than the others: all would wait for the one program that walks through it.
+    Few programs share what there is among all processors. Many need not, unless one sequence is
+    much longer than the others: all would wait for the one program that walks through it.
     """
     if is_fixed:
-        return Splits(FIXED_SPLITS, MIN_SPLIT_KEYS)
-    wanted = -(-2 * PROCESSORS[arch] // max(num_programs, 1))
-    if wanted == 1 and max_seq_len <= 2 * LONG_SPLIT_KEYS:
-        return Splits(1, max_seq_len)
-    shared_out = max(MIN_SPLIT_KEYS, 1024 // wanted)
-    least = LONG_SPLIT_KEYS if wanted == 1 else shared_out
-    most = min(MAX_SPLITS, max(1, MOST_PROGRAMS // num_programs))
-    return Splits(min(pad_power(-(-max_seq_len // least), 1), pad_power(most, 1)), least)
+        return Shares(FIXED_SPLITS, LEAST_SHARE_KEYS, is_each=True)
+    processors = PROCESSORS[arch]
+    if num_programs < PROGRAMS_A_PROCESSOR * processors:
+        num, least = PROGRAMS_A_PROCESSOR * processors, LEAST_SHARE_KEYS
+    elif max_seq_len <= MOST_UNPLANNED_KEYS:
+        return None
+    else:
+        num, least = FULL_PROGRAMS_A_PROCESSOR * processors, LEAST_FULL_SHARE_KEYS
+    return Shares(max(1, num // num_blocks), least, is_each=False)
 
 
 def prefill_splits(arch: str, num_programs: int, max_seq_len: int, *, is_fixed: bool) -> Splits:

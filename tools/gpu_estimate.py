@@ -23,8 +23,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from benchmarks.shapes import SHAPES, Shape, Step
+from kernels import tuning
 from kernels.reference import Variant
 from kernels.triton.attention_decode import decode_launches
 from kernels.triton.attention_prefill import prefill_launches
@@ -132,35 +134,50 @@ def programs_of(launch: Launch, facts: Resources, shares_cache: bool) -> Program
     about the same time, so that memory gives them once."""
     shape = launch.args["S"]
     lens = launch.args["seq_lens"].numpy().astype(np.int64)
-    starts = launch.args["query_start"].numpy().astype(np.int64)
-    counts = np.diff(starts)
-    num_splits, least = launch.args["num_splits"], launch.args["min_tiles"]
+    counts = np.diff(launch.args["query_start"].numpy().astype(np.int64))
+    readers = 1.0
     if "work" in launch.args:
         work = launch.args["work"].numpy()
         seqs, first = work[:, 0], work[:, 1]
         new = np.minimum(counts[seqs] - first, shape.ROWS // shape.HEADS)
         ends = np.where(seqs < 0, 0, lens[seqs] - counts[seqs] + first + new)
+        tiles, num_splits = -(-ends // shape.KEYS), launch.args["num_splits"]
+        share = np.maximum(-(-tiles // num_splits), launch.args["min_tiles"])
+        parts = [np.clip(tiles - split * share, 0, share) for split in range(num_splits)]
+        each = np.repeat(np.stack(parts)[:, None], launch.grid[1], axis=1)
+        readers = max(1.0, len(ends) / max(1, len(lens))) if shares_cache else 1.0
     else:
-        ends = np.where(counts <= launch.args["most_tokens"], lens, 0)[: launch.grid[0]]
-    tiles = -(-ends // shape.KEYS)
-    share = np.maximum(-(-tiles // num_splits), least)
-    parts = [np.clip(tiles - split * share, 0, share) for split in range(num_splits)]
-    each = np.repeat(np.stack(parts)[:, None], launch.grid[1], axis=1)  # first axes move fastest
-    element = launch.args["kv"].element_size()
-    tile_bytes = 2 * shape.KEYS * shape.D * element
-    readers = len(ends) / max(1, len(lens)) if shares_cache else 1
-    return Programs(
-        facts,
-        launch.num_warps,
-        each.ravel().tolist(),
-        4 * shape.ROWS * shape.KEYS * shape.PAD_D,
-        tile_bytes,
-        max(1.0, readers),
-    )
+        lens = lens[: launch.grid[0]]
+        each = -(-lens // shape.KEYS)
+        if launch.args["items"] is not None:
+            items = planned(launch, each)
+            each = np.concatenate([items, np.zeros(launch.grid[0] - len(items), np.int64)])
+        each = np.repeat(each[None], launch.grid[1], axis=0)
+    tile_bytes = 2 * shape.KEYS * shape.D * launch.args["kv"].element_size()
+    operations = 4 * shape.ROWS * shape.KEYS * shape.PAD_D
+    tiles_of_each = each.ravel().tolist()  # first axes of a grid move fastest
+    return Programs(facts, launch.num_warps, tiles_of_each, operations, tile_bytes, readers)
 
 
-def merge_seconds(launch: Launch, card: Card) -> float:
-    parts: torch.Tensor = launch.args["parts"]
+def planned(launch: Launch, tiles: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Tiles of each item that the plan's kernel would make (``kernels/triton/shares.py``)."""
+    shape, num_blocks = launch.args["S"], launch.grid[1]
+    most = len(launch.args["seq_lens"]) * num_blocks
+    shares = tuning.decode_shares("sm_90", most, num_blocks, 1 << 30, is_fixed=False)
+    assert shares is not None
+    share = max(-(-int(tiles.sum()) // shares.num), shares.least_keys // shape.KEYS)
+    found = []
+    for num in tiles.tolist():
+        even = -(-num // max(1, -(-num // share)))
+        found += [min(even, num - begin) for begin in range(0, num, max(1, even))] or [0]
+    return np.array(found)
+
+
+def beside(launch: Launch, card: Card) -> float:
+    """Seconds of what puts parts together; a plan is made once for all layers."""
+    parts: torch.Tensor | None = launch.args.get("parts")
+    if parts is None:
+        return 0.0
     return NODE + parts.numel() * parts.element_size() / card.bytes
 
 
@@ -189,17 +206,15 @@ class Estimator:
 
     def _seconds(self, build: Callable[[], list[Launch]], shares_cache: bool) -> float:
         with compiling_for(DEVICES["sm_90"]):
-            first, *merges = build()
-        key = (
-            first.kernel.fn.__name__,
-            first.args["S"],
-            first.options(),
-            first.args["lse"] is None,
-        )
-        if str(key) not in self._facts:
-            self._facts[str(key)] = resources(lambda: build()[0], DEVICES["sm_90"])[1]
-        programs = programs_of(first, self._facts[str(key)], shares_cache)
-        return seconds(programs, self.card) + sum(merge_seconds(m, self.card) for m in merges)
+            launches = build()
+        (attend,) = (one for one in launches if "S" in one.args)
+        whole = attend.args["lse"] is None
+        key = str((attend.kernel.fn.__name__, attend.args["S"], attend.options(), whole))
+        if key not in self._facts:
+            self._facts[key] = resources(lambda: attend, DEVICES["sm_90"])[1]
+        programs = programs_of(attend, self._facts[key], shares_cache)
+        others = sum(beside(one, self.card) for one in launches if one is not attend)
+        return seconds(programs, self.card) + others
 
     def step(self, shape: Shape, sequences: Sequence[tuple[int, int]]) -> float:
         """Seconds of a recorded step: layers, output layer, the choice of tokens."""

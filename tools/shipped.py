@@ -26,11 +26,13 @@ from kernels.triton import (
     sampling,
 )
 from kernels.triton import norm as norms
-from kernels.triton.attention_decode import decode_launches
+from kernels.triton.attention_decode import decode_kernel, decode_launches
 from kernels.triton.attention_prefill import prefill_launches
 from kernels.triton.kv_write import write_launch
 from kernels.triton.launch import Launch
-from kernels.triton.merge import merge_launch
+from kernels.triton.merge import merge_launch, spans_launch
+from kernels.triton.shares import Plan
+from kernels.tuning import Shares
 
 KV_HEADS = 8
 FP8 = torch.float8_e4m3fn
@@ -84,7 +86,8 @@ def attention(dtype: str, head_dim: int, page: int, form: str, switches: frozens
         kv = torch.empty(2, 2, KV_HEADS, page, head_dim, dtype=kv_dtype)
         variant = _variant(switches, KV_HEADS * group, kv_dtype is FP8)
         if form in DECODES:
-            return decode_launches(q, kv, meta, variant, 4, torch.empty_like(q))[0]
+            launches = decode_launches(q, kv, meta, variant, 4, torch.empty_like(q))
+            return next(one for one in launches if one.kernel is decode_kernel)
         return prefill_launches(q, kv, meta, variant, torch.empty_like(q))[0]
 
     name = f"{form}, {dtype}, head {head_dim}, page {page}, {' + '.join(sorted(switches))}"
@@ -115,14 +118,33 @@ def merge(num_parts: int, head_dim: int) -> Shipped:
     return Shipped(f"merge of {num_parts}, head {head_dim}", build, "bf16")
 
 
+def spans(head_dim: int, num_heads: int) -> Shipped:
+    def build() -> Launch:
+        parts, meta = torch.empty(66, 1, num_heads, head_dim), _meta(4, 1, 64)
+        out = torch.empty(4, num_heads, head_dim, dtype=torch.bfloat16)
+        table = torch.empty(4, 2, dtype=torch.int32)
+        return spans_launch(parts, torch.empty(66, 1, num_heads), table, meta.query_start, out)
+
+    return Shipped(f"merge of spans, head {head_dim}, {num_heads} heads", build, "bf16")
+
+
+def plan(shares: Shares, window: int) -> Shipped:
+    def build() -> Launch:
+        (launch,) = Plan.of(_meta(4, 1, 64), shares, (4, 1), 64, window)[1]
+        return launch
+
+    return Shipped(f"plan of {shares.num}, window {window}", build, "bf16")
+
+
 def shipped() -> Iterator[Shipped]:
     yield from around_the_cache()
+    yield from around_parts()
     for module in OTHERS:
         yield from map(beside_attention, module.configurations())
 
 
 def around_the_cache() -> Iterator[Shipped]:
-    """Every entry of attention's table with plain scores, then with switches; writes; merges.
+    """Every entry of attention's table with plain scores, then with switches; writes.
 
     fp16 differs from bf16 in the instruction alone, a head of 32 or 96 from 64 or 128 in a mask, a
     block of 32 from 16 or 64 in nothing: they are held by fewer launches.
@@ -139,8 +161,16 @@ def around_the_cache() -> Iterator[Shipped]:
         yield write(dtype, 128, norm, rope, 4096)
     for dtype, dim, norm in product(("bf16", "bf16 over fp8"), HEAD_DIMS, NORMS):
         yield write(dtype, dim, norm, "halves", 16)
+
+
+def around_parts() -> Iterator[Shipped]:
+    """Who reads which keys, and what puts parts together."""
     for parts, dim in product((2, 32), HEAD_DIMS):
         yield merge(parts, dim)
+    for dim, heads in product(HEAD_DIMS, (32, 71)):
+        yield spans(dim, heads)
+    for is_each, window in product((False, True), (0, 4096)):
+        yield plan(Shares(16, 128, is_each), window)
 
 
 def beside_attention(launch: Launch) -> Shipped:

@@ -7,7 +7,7 @@ import torch
 from kernels import tuning
 from kernels.meta import AttentionMeta
 from kernels.reference import Variant
-from kernels.triton.attention_decode import decode_launch, decode_launches, tile_of
+from kernels.triton.attention_decode import decode_launches, launches_of
 from kernels.triton.attention_prefill import cut, prefill_launch, prefill_launches
 from kernels.triton.launch import Launch, arch_of
 from kernels.triton.merge import Parts
@@ -69,25 +69,15 @@ def mixed_launches(
 ) -> list[Launch]:
     """Both kernels over the same sequences: each leaves those to the other that it is not for."""
     arch, num_seqs, num_heads = arch_of(q), len(meta.seq_lens), q.shape[1]
+    step, sizes = (q, kv_layer, meta, variant), (num_seqs, tuning.MAX_DECODE_TOKENS)
     chunks = cut(q, kv_layer, meta)
-    most = tuning.MAX_DECODE_TOKENS
-    tile, heads = tile_of(q, kv_layer, most)
-    asked = (
-        tuning.decode_splits(arch, num_seqs * num_heads // heads, meta.max_seq_len, is_fixed=False),
-        tuning.prefill_splits(
-            arch, len(chunks.work) * num_heads // chunks.heads, meta.max_seq_len, is_fixed=False
-        ),
+    splits = tuning.prefill_splits(
+        arch, len(chunks.work) * num_heads // chunks.heads, meta.max_seq_len, is_fixed=False
     )
-    # Their parts lie in the same memory, of which there is so much for each row.
-    room = max(1, tuning.MOST_PART_ROWS // len(q))
-    count = min(max(one.num for one in asked), tuning.pad_power(room, 1))
-    splits = tuning.Splits(count, min(one.least_keys for one in asked))
-    parts = Parts.of(out, splits, owns_all=False)
-    step = (q, kv_layer, meta, variant)
-    decodes = decode_launch(step, (num_seqs, most), (tile, heads), parts)
-    fills = arch != "gfx942"
+    room = tuning.pad_power(max(1, tuning.MOST_PART_ROWS // len(q)), 1)
+    parts = Parts.of(out, splits._replace(num=min(splits.num, room)))
     return [
-        decodes._replace(fills_registers=fills),
+        *launches_of(step, sizes, out, fills=True),
         prefill_launch(step, chunks, parts),
         *parts.merges,
     ]

@@ -1,6 +1,7 @@
-"""Attention of sequences with few query tokens: the keys are split among programs, then merged.
+"""Attention of sequences with few query tokens: the keys are shared among programs, then merged.
 
-Bound by the bytes of the cache, so what counts is that enough programs read at once.
+Bound by the bytes of the cache, so what counts is that enough programs read at once, and that none
+reads on when the others have ended. Who reads what is planned once a step (`shares.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from kernels import tuning
 from kernels.meta import AttentionMeta
 from kernels.reference import Variant
 from kernels.triton.launch import Launch, arch_of
-from kernels.triton.merge import Parts
+from kernels.triton.merge import spans_launch
+from kernels.triton.shares import Plan
 from kernels.triton.tiles import (
     LOG2E,
     Shape,
@@ -24,27 +26,31 @@ from kernels.triton.tiles import (
     kind_of,
     load_queries,
     scale_of,
-    split_of,
     start_state,
     store_rows,
     visible_tiles,
 )
 
 
-@triton.jit(do_not_specialize=["out_row0", "num_rows", "num_splits", "min_tiles", "most_tokens"])
+@triton.jit(do_not_specialize=["most_tokens"])
 def decode_kernel(  # noqa: PLR0913
-    q, kv, tables, query_start, seq_lens, out, lse, sinks, slopes, kv_scales,
-    stride_q, stride_block, stride_table, out_row0, num_rows, num_splits, min_tiles, most_tokens,
+    items, q, kv, tables, query_start, seq_lens, out, parts, lse, sinks, slopes, kv_scales,
+    stride_q, stride_block, stride_table, most_tokens,
     S: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence, head block, split) -> out [splits, num_rows, Hq, D].
+    """Program (item of the plan, or sequence; head block).
 
-    Of several splits also lse [splits, num_rows, Hq], logarithms of the sums of the softmax. What
-    has more than most_tokens is left to the other kernel.
+    A whole sequence goes to out [tokens, Hq, D]; a part to parts [slots, most_tokens, Hq, D] and
+    lse [slots, most_tokens, Hq], logarithms of the sums of the softmax. What has more than
+    most_tokens is left to the other kernel.
     """
-    seq = tl.program_id(0)
+    item = tl.program_id(0)
+    seq = item
+    if items is not None:
+        seq = tl.load(items + item * 4)
+        if seq < 0:
+            return
     first_head = tl.program_id(1) * S.HEADS
-    split = tl.program_id(2)
     row0 = tl.load(query_start + seq)
     num_tokens = tl.load(query_start + seq + 1) - row0
     if (num_tokens == 0) | (num_tokens > most_tokens):
@@ -56,16 +62,12 @@ def decode_kernel(  # noqa: PLR0913
     end_key = tl.load(seq_lens + seq)
     first_pos = end_key - num_tokens
     bounds = visible_tiles(first_pos, end_key - 1, S)
-    tiles = split_of(split, bounds, num_splits, min_tiles)
-    where = split.to(tl.int64) * num_rows + row0 - out_row0 + token
-    where = where * (S.KV_HEADS * S.GROUP) + head
-    if split > 0 and tiles[0] >= bounds[3]:
-        if lse is not None:
-            tl.store(lse + where, tl.full([S.ROWS], float("-inf"), tl.float32), mask=is_ours)
-        return
+    tiles = (bounds[0] + 0, bounds[3])
+    if items is not None:
+        tiles = (tl.load(items + item * 4 + 1), tl.load(items + item * 4 + 2))
     kv_head = first_head // S.GROUP
     queries = load_queries(q, stride_q, row0, rows, S)
-    state = start_state(sinks, head, split == 0, S)
+    state = start_state(sinks, head, tiles[0] == bounds[0], S)
     cache = cache_of(kv, tables + seq.to(tl.int64) * stride_table, stride_block, kv_head, S)
     first_key = 0
     if S.WINDOW > 0:
@@ -75,7 +77,17 @@ def decode_kernel(  # noqa: PLR0913
         slopes = tl.load(slopes + head).to(tl.float32) * LOG2E
     bias = (scale_of(kv_scales, kv_head, S), slopes)
     state = attend_range(state, queries, cache, span, bias, tiles, bounds, S)
-    store_rows(state, out, lse, kv_scales, where, rows, kv_head, S)
+    num_heads = S.KV_HEADS * S.GROUP
+    where = (row0 + token).to(tl.int64) * num_heads + head
+    if items is None:
+        store_rows(state, out, None, kv_scales, where, rows, kv_head, S)
+    else:
+        slot = tl.load(items + item * 4 + 3)
+        if slot < 0:
+            store_rows(state, out, None, kv_scales, where, rows, kv_head, S)
+        else:
+            where = (slot * most_tokens + token).to(tl.int64) * num_heads + head
+            store_rows(state, parts, lse, kv_scales, where, rows, kv_head, S)
 
 
 def decode_launches(
@@ -86,23 +98,15 @@ def decode_launches(
     num_seqs: int,
     out: torch.Tensor,
 ) -> list[Launch]:
-    """Of the first num_seqs sequences, which own q's first rows.
+    """Attend the first num_seqs sequences, which own q's first rows.
 
     q, out: [n, Hq, D] of those rows alone. Rows no sequence owns stay as they are. Each sequence
     has at most MAX_DECODE_TOKENS query tokens.
     """
     is_single = num_seqs == meta.num_decodes
     tokens = 1 if is_single else meta.max_query_len
-    tile, heads = tile_of(q, kv_layer, tokens)
-    programs = num_seqs * (q.shape[1] // heads)
-    splits = tuning.decode_splits(
-        arch_of(q), programs, meta.max_seq_len, is_fixed=meta.batch_invariant
-    )
-    parts = Parts.of(out, splits, owns_all=is_single)  # no program writes padding rows
     # Single tokens are bound by memory: there, more programs a processor are worth more.
-    fills = not is_single and arch_of(q) != "gfx942"
-    launch = decode_launch((q, kv_layer, meta, variant), (num_seqs, tokens), (tile, heads), parts)
-    return [launch._replace(fills_registers=fills), *parts.merges]
+    return launches_of((q, kv_layer, meta, variant), (num_seqs, tokens), out, fills=not is_single)
 
 
 def tile_of(q: torch.Tensor, kv_layer: torch.Tensor, tokens: int) -> tuple[tuning.Tile, int]:
@@ -113,17 +117,35 @@ def tile_of(q: torch.Tensor, kv_layer: torch.Tensor, tokens: int) -> tuple[tunin
     return tuning.decode_tile(arch, kind, tuning.pad_power(tokens * heads)), heads
 
 
-def decode_launch(
+def launches_of(
     step: tuple[torch.Tensor, torch.Tensor, AttentionMeta, Variant],
     sizes: tuple[int, int],
-    tile_heads: tuple[tuning.Tile, int],
-    parts: Parts,
-) -> Launch:
-    """step: queries, cache, sequences, variant; sizes: sequences, and tokens of one at most."""
+    out: torch.Tensor,
+    *,
+    fills: bool,
+) -> list[Launch]:
+    """The plan, if it is not made yet; attention; the merge, if there may be parts.
+
+    step: queries, cache, sequences, variant; sizes: sequences, and tokens of one at most. fills:
+    registers, which see ``Launch``.
+    """
     q, kv_layer, meta, variant = step
-    (num_seqs, most_tokens), (tile, heads) = sizes, tile_heads
+    num_seqs, most_tokens = sizes
+    arch, (tile, heads) = arch_of(q), tile_of(q, kv_layer, most_tokens)
     shape = Shape.of(q, kv_layer, variant, heads, tile)
-    args = attention_args(q, kv_layer, meta, variant, shape) | parts.args(tile.keys)
-    args["most_tokens"] = most_tokens
-    grid = (num_seqs, q.shape[1] // heads, parts.splits.num)
-    return Launch(decode_kernel, grid, args, tile.warps, tile.stages)
+    blocks = q.shape[1] // heads
+    shares = tuning.decode_shares(
+        arch, num_seqs * blocks, blocks, meta.max_seq_len, is_fixed=meta.batch_invariant
+    )
+    args = attention_args(q, kv_layer, meta, variant, shape)
+    args |= {"items": None, "out": out, "parts": None, "lse": None, "most_tokens": most_tokens}
+    attend = Launch(decode_kernel, (num_seqs, blocks), args, tile.warps, tile.stages)
+    attend = attend._replace(fills_registers=fills and arch != "gfx942")
+    if shares is None:
+        return [attend]
+    plan, made_by = Plan.of(meta, shares, sizes, tile.keys, variant.window)
+    parts = q.new_empty((plan.num_slots, most_tokens, *q.shape[1:]), dtype=torch.float32)
+    lse = parts.new_empty(parts.shape[:-1])
+    args |= {"items": plan.items, "parts": parts, "lse": lse}
+    attend = attend._replace(grid=(len(plan.items), blocks))
+    return [*made_by, attend, spans_launch(parts, lse, plan.spans, meta.query_start, out)]

@@ -142,7 +142,7 @@ def prefill_launches(
         arch_of(q), programs, meta.max_seq_len, is_fixed=meta.batch_invariant
     )
     first = meta.num_decodes if splits.num > 1 else 0
-    parts = Parts.of(out[first:], splits, first_row=first, owns_all=False)
+    parts = Parts.of(out[first:], splits, first_row=first)
     return [prefill_launch((q, kv_layer, meta, variant), chunks, parts), *parts.merges]
 
 

@@ -1,4 +1,7 @@
-"""Attention over parts of the keys, put together: in float32, always in the order of the parts."""
+"""Attention over parts of the keys, put together: in float32, always in the order of the parts.
+
+`merge_kernel` takes the same number of parts of each row; `spans_kernel` as many as a plan says.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +26,12 @@ class Parts(NamedTuple):
     merges: list[Launch]
 
     @classmethod
-    def of(cls, out: torch.Tensor, splits: Splits, *, first_row: int = 0, owns_all: bool) -> Parts:
-        """For these rows of the output. owns_all: each is written, or says that it is empty."""
+    def of(cls, out: torch.Tensor, splits: Splits, *, first_row: int = 0) -> Parts:
+        """For these rows of the output, of which some may have no part."""
         if splits.num == 1:
             return cls(out, None, splits, first_row, [])
         parts = out.new_empty((splits.num, *out.shape), dtype=torch.float32)
-        lse = parts.new_empty(parts.shape[:-1])
-        if not owns_all:
-            lse.fill_(float("-inf"))
+        lse = parts.new_full(parts.shape[:-1], float("-inf"))
         return cls(parts, lse, splits, first_row, [merge_launch(parts, lse, out)])
 
     def args(self, keys_a_tile: int) -> dict[str, object]:
@@ -51,14 +52,16 @@ def merge_kernel(  # noqa: PLR0913
     PAD_P: tl.constexpr, D: tl.constexpr, PAD_D: tl.constexpr,
 ):  # fmt: skip
     """Program row; parts [num_parts, num_rows, D], part_lse [num_parts, num_rows]. An empty part
-    is not read."""
+    is not read, a row of empty parts not written."""
     row = tl.program_id(0)
     part = tl.arange(0, PAD_P)
     dims = tl.arange(0, PAD_D)
     where = part.to(tl.int64) * num_rows + row
     logs = tl.load(part_lse + where, mask=part < num_parts, other=float("-inf"))
+    if tl.sum((logs != float("-inf")).to(tl.int32), 0) == 0:
+        return  # a row of another kernel, or of no sequence
     peak = tl.max(logs, 0)
-    base = tl.where(peak == float("-inf"), 0.0, peak)
+    base = tl.where(peak == float("-inf"), 0.0, peak)  # of a row that is no number
     weights = tl.exp2((logs - base) * LOG2E)
     total = tl.sum(weights, 0)
     safe = tl.where(total == 0, 1.0, total)
@@ -84,3 +87,76 @@ def merge_launch(parts: torch.Tensor, part_lse: torch.Tensor, out: torch.Tensor)
     }
     warps = 4 if num_parts > 8 or head_dim > 128 else 1
     return Launch(merge_kernel, (num_tokens * num_heads,), args, warps, 1)
+
+
+SPAN_PARTS, SPAN_HEADS = 16, 4  # that a program adds up together
+
+
+@triton.jit(do_not_specialize=["most_tokens"])
+def spans_kernel(  # noqa: PLR0913
+    parts, part_lse, spans, query_start, out, most_tokens,
+    NUM_HEADS: tl.constexpr, D: tl.constexpr, PAD_D: tl.constexpr,
+    PARTS: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Program (sequence x token, block of heads); parts [slots, most_tokens, NUM_HEADS, D], their
+    lse likewise, spans [sequences, 2]: first slot, number of parts. Sequences without are left."""
+    seq = tl.program_id(0) // most_tokens
+    token = tl.program_id(0) % most_tokens
+    num_parts = tl.load(spans + seq * 2 + 1)
+    row0 = tl.load(query_start + seq)
+    if (num_parts == 0) | (token >= tl.load(query_start + seq + 1) - row0):
+        return
+    first = tl.load(spans + seq * 2)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    dims = tl.arange(0, PAD_D)
+    is_head = head < NUM_HEADS
+    peak = tl.full([HEADS], float("-inf"), tl.float32)
+    for start in range(0, num_parts, PARTS):
+        part = start + tl.arange(0, PARTS)
+        where = ((first + part) * most_tokens + token)[:, None] * NUM_HEADS + head[None, :]
+        there = (part < num_parts)[:, None] & is_head[None, :]
+        logs = tl.load(part_lse + where, mask=there, other=float("-inf"))
+        peak = tl.maximum(peak, tl.max(logs, 0))
+    base = tl.where(peak == float("-inf"), 0.0, peak)
+    total = tl.full([HEADS], 0.0, tl.float32)
+    merged = tl.full([HEADS, PAD_D], 0.0, tl.float32)
+    for start in range(0, num_parts, PARTS):
+        part = start + tl.arange(0, PARTS)
+        where = ((first + part) * most_tokens + token)[:, None] * NUM_HEADS + head[None, :]
+        there = (part < num_parts)[:, None] & is_head[None, :]
+        logs = tl.load(part_lse + where, mask=there, other=float("-inf"))
+        weights = tl.exp2((logs - base[None, :]) * LOG2E)
+        total += tl.sum(weights, 0)
+        mask = (logs > float("-inf"))[:, :, None] & (dims < D)[None, None, :]
+        rows = where.to(tl.int64) * D
+        tile = tl.load(parts + rows[:, :, None] + dims[None, None, :], mask=mask, other=0.0)
+        merged += tl.sum(tile * weights[:, :, None], 0)
+    safe = tl.where(total == 0, 1.0, total)
+    there = out + ((row0 + token).to(tl.int64) * NUM_HEADS + head)[:, None] * D + dims[None, :]
+    mask = is_head[:, None] & (dims < D)[None, :]
+    tl.store(there, (merged / safe[:, None]).to(out.dtype.element_ty), mask=mask)
+
+
+def spans_launch(
+    parts: torch.Tensor,
+    part_lse: torch.Tensor,
+    spans: torch.Tensor,
+    query_start: torch.Tensor,
+    out: torch.Tensor,
+) -> Launch:
+    _, most_tokens, num_heads, head_dim = parts.shape
+    args = {
+        "parts": parts,
+        "part_lse": part_lse,
+        "spans": spans,
+        "query_start": query_start,
+        "out": out,
+        "most_tokens": most_tokens,
+        "NUM_HEADS": num_heads,
+        "D": head_dim,
+        "PAD_D": pad_power(head_dim),
+        "PARTS": SPAN_PARTS if head_dim <= 128 else SPAN_PARTS // 2,
+        "HEADS": SPAN_HEADS,
+    }
+    grid = (len(spans) * most_tokens, -(-num_heads // SPAN_HEADS))
+    return Launch(spans_kernel, grid, args, 4, 1)

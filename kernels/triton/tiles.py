@@ -112,27 +112,21 @@ def visible_tiles(first_pos, last_pos, S: tl.constexpr):
 
 
 @triton.jit
-def block_at(table, tile, S: tl.constexpr):
-    """The block that a tile lies in; 0 where tiles span several."""
-    block = tl.full([], 0, tl.int32)
+def blocks_at(table, tile, end_key, S: tl.constexpr):
+    """The block that a tile lies in; of each of its keys where a tile spans several."""
     if S.PAGE % S.KEYS == 0:
-        block = tl.load(table + tile * S.KEYS // S.PAGE)
-    return block
+        blocks = tl.load(table + tile * S.KEYS // S.PAGE)
+    else:
+        place = tl.minimum(tile * S.KEYS + tl.arange(0, S.KEYS), tl.maximum(end_key - 1, 0))
+        blocks = tl.load(table + place // S.PAGE)
+    return blocks
 
 
 @triton.jit
-def cache_rows(table, stride_block, tile, block, end_key, S: tl.constexpr, MASKED: tl.constexpr):
+def cache_rows(stride_block, tile, blocks, S: tl.constexpr):
     """Offsets [KEYS] of a tile's rows within one head of the cache."""
     place = tile * S.KEYS + tl.arange(0, S.KEYS)
-    if S.PAGE % S.KEYS == 0:
-        rows = block.to(tl.int64) * stride_block + (place % S.PAGE) * S.D
-    else:
-        if MASKED:
-            blocks = tl.load(table + place // S.PAGE, mask=place < end_key, other=0)
-        else:
-            blocks = tl.load(table + place // S.PAGE)
-        rows = blocks.to(tl.int64) * stride_block + (place % S.PAGE) * S.D
-    return rows
+    return blocks.to(tl.int64) * stride_block + (place % S.PAGE) * S.D
 
 
 @triton.jit
@@ -184,12 +178,12 @@ def attend_tiles(  # noqa: PLR0913
     row_pos, first_key, end_key = span
     scale, slopes = bias
     last = tl.maximum(tiles[1] - 1, 0)
-    block = block_at(table, tl.minimum(tiles[0], last), S)
+    blocks = blocks_at(table, tl.minimum(tiles[0], last), end_key, S)
     for tile in tl.range(tiles[0], tiles[1]):
         key_pos = tile * S.KEYS + tl.arange(0, S.KEYS)
         is_seen = (key_pos >= first_key) & (key_pos < end_key)
-        rows = cache_rows(table, stride_block, tile, block, end_key, S, MASKED)
-        block = block_at(table, tl.minimum(tile + 1, last), S)
+        rows = cache_rows(stride_block, tile, blocks, S)
+        blocks = blocks_at(table, tl.minimum(tile + 1, last), end_key, S)
         k = load_tile(keys, rows, is_seen, S, MASKED).to(q.dtype)
         products = tl.dot(q, tl.trans(k), input_precision="ieee")
         scores, factor = scores_of(products, scale, slopes, row_pos, key_pos, S)

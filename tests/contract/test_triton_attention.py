@@ -6,4 +6,4 @@ from support import triton_interpreter
 
 @pytest.mark.timeout(300)
 def test_attention_and_write_agree_with_the_reference() -> None:
-    triton_interpreter.check("test_attention.py", "test_kv_write.py")
+    triton_interpreter.check("test_attention.py", "test_shares.py", "test_kv_write.py")

@@ -1,0 +1,143 @@
+"""Which keys a program of decode attention reads: shares as even as there can be, planned once a
+step on the device.
+
+    sequences of    16    16   1563    16 tiles     all together / programs wanted = 40 a share
+    items            1     1     40     1           (sequence, first tile, end, slot)
+
+A sequence within one share is written whole (slot -1); the parts of a longer one go to slots of
+memory, one behind the other, and are merged. How many items and slots there may be is known to the
+host, so a recorded step plans whatever sequences it meets. Idea: Stream-K's even split of work
+(Osama et al. 2023), as FlashInfer's planner cuts attention.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.meta import AttentionMeta
+from kernels.triton.launch import Launch
+from kernels.tuning import Shares
+
+SEQS = 128  # that a program of the plan looks at together
+
+
+@triton.jit
+def tiles_seen(
+    seq, query_start, seq_lens, num_seqs, most_tokens, KEYS: tl.constexpr, WINDOW: tl.constexpr
+):
+    """First tile and number of tiles that sequences see; whether they are for decode attention."""
+    there = seq < num_seqs
+    num_tokens = tl.load(query_start + seq + 1, mask=there, other=0)
+    num_tokens -= tl.load(query_start + seq, mask=there, other=0)
+    length = tl.load(seq_lens + seq, mask=there, other=0)
+    first = tl.zeros_like(length)
+    if WINDOW > 0:
+        first = tl.maximum(length - num_tokens - WINDOW + 1, 0) // KEYS
+    num_tiles = tl.maximum((length + KEYS - 1) // KEYS - first, 0)
+    is_ours = there & (num_tokens > 0) & (num_tokens <= most_tokens)
+    return first, tl.where(is_ours, num_tiles, 0), is_ours
+
+
+@triton.jit
+def cut_of(tiles, is_ours, even, num_shares, least_tiles, EACH: tl.constexpr):
+    """Tiles of a part, and parts of each sequence: 0 of those that are not for this kernel."""
+    share = tl.zeros_like(tiles) + even
+    if EACH:
+        share = tl.maximum((tiles + num_shares - 1) // num_shares, least_tiles)
+    count = tl.maximum((tiles + share - 1) // share, 1)
+    share = tl.maximum((tiles + count - 1) // count, 1)  # parts of one sequence are even
+    count = tl.maximum((tiles + share - 1) // share, 1)
+    return share, tl.where(is_ours, count, 0)
+
+
+@triton.jit(do_not_specialize=["num_seqs", "num_items", "num_shares", "least_tiles", "most_tokens"])
+def plan_kernel(  # noqa: PLR0913
+    query_start, seq_lens, items, spans,
+    num_seqs, num_items, num_shares, least_tiles, most_tokens,
+    KEYS: tl.constexpr, WINDOW: tl.constexpr, EACH: tl.constexpr, SEQS: tl.constexpr,
+):  # fmt: skip
+    """Program: SEQS sequences. items [num_items, 4]: sequence (-1: none), first tile, end, slot.
+
+    spans [num_seqs, 2]: first slot of a sequence's parts, how many (0: written whole). EACH: every
+    sequence is cut into num_shares by itself, whatever the others are.
+    """
+    total = 0
+    for start in range(0, num_seqs, SEQS):
+        seq = start + tl.arange(0, SEQS)
+        _, tiles, _ = tiles_seen(seq, query_start, seq_lens, num_seqs, most_tokens, KEYS, WINDOW)
+        total += tl.sum(tiles, 0)
+    even = tl.maximum((total + num_shares - 1) // num_shares, least_tiles)
+
+    own = tl.program_id(0) * SEQS
+    num_before = 0
+    slots_before = 0
+    for start in range(0, own, SEQS):
+        seq = start + tl.arange(0, SEQS)
+        _, tiles, ours = tiles_seen(seq, query_start, seq_lens, num_seqs, most_tokens, KEYS, WINDOW)
+        _, count = cut_of(tiles, ours, even, num_shares, least_tiles, EACH)
+        num_before += tl.sum(count, 0)
+        slots_before += tl.sum(tl.where(count > 1, count, 0), 0)
+
+    seq = own + tl.arange(0, SEQS)
+    first, tiles, ours = tiles_seen(seq, query_start, seq_lens, num_seqs, most_tokens, KEYS, WINDOW)
+    share, count = cut_of(tiles, ours, even, num_shares, least_tiles, EACH)
+    in_slots = tl.where(count > 1, count, 0)
+    begin = num_before + tl.cumsum(count, 0) - count
+    slot = slots_before + tl.cumsum(in_slots, 0) - in_slots
+    tl.store(spans + seq * 2, slot, mask=seq < num_seqs)
+    tl.store(spans + seq * 2 + 1, in_slots, mask=seq < num_seqs)
+    for part in range(tl.max(count, 0)):
+        place = items + (begin + part) * 4
+        there = part < count
+        begin_tile = first + part * share
+        tl.store(place, seq, mask=there)
+        tl.store(place + 1, begin_tile, mask=there)
+        tl.store(place + 2, tl.minimum(begin_tile + share, first + tiles), mask=there)
+        tl.store(place + 3, tl.where(count > 1, slot + part, -1), mask=there)
+    if own + SEQS >= num_seqs:
+        for start in range(num_before + tl.sum(count, 0), num_items, SEQS):
+            item = start + tl.arange(0, SEQS)
+            tl.store(items + item * 4, -1, mask=item < num_items)
+
+
+class Plan(NamedTuple):
+    """A step's items, for all layers with one window."""
+
+    items: torch.Tensor  # [n, 4] int32
+    spans: torch.Tensor  # [sequences, 2] int32
+    num_slots: int
+
+    @classmethod
+    def of(
+        cls, meta: AttentionMeta, shares: Shares, sizes: tuple[int, int], keys: int, window: int
+    ) -> tuple[Plan, list[Launch]]:
+        """The step's plan, and what makes it if nobody has asked before. sizes: the first so many
+        sequences, with so many tokens at most; keys: of a tile."""
+        scratch_key = ("shares", shares, sizes, keys, window)
+        if scratch_key in meta.scratch:
+            return meta.scratch[scratch_key], []
+        num_seqs, most_tokens = sizes
+        num_slots, num_items = shares.most_slots(num_seqs), shares.most_items(num_seqs)
+        items = meta.seq_lens.new_empty(num_items, 4)
+        plan = cls(items, meta.seq_lens.new_empty(num_seqs, 2), num_slots)
+        meta.scratch[scratch_key] = plan
+        args = {
+            "query_start": meta.query_start,
+            "seq_lens": meta.seq_lens,
+            "items": items,
+            "spans": plan.spans,
+            "num_seqs": num_seqs,
+            "num_items": num_items,
+            "num_shares": shares.num,
+            "least_tiles": max(1, shares.least_keys // keys),
+            "most_tokens": most_tokens,
+            "KEYS": keys,
+            "WINDOW": window,
+            "EACH": shares.is_each,
+            "SEQS": SEQS,
+        }
+        return plan, [Launch(plan_kernel, (-(-num_seqs // SEQS),), args, 4, 1)]
