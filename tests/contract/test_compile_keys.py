@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from e2e.quantized_models import awq, gptq, write_model
+from e2e.tiny_models import Case
 from support import made_tokenizers
 from support.compile_keys import Keys, engine_of, grouped, model, recorded
 
@@ -25,7 +27,7 @@ pytestmark = [
 ]
 
 
-def quickly(few: tuple[int, ...], others: tuple[int, ...]) -> list[Any]:
+def quickly(few: tuple[Any, ...], others: tuple[Any, ...]) -> list[Any]:
     """A few values, and others where there is time."""
     return [*few, *(pytest.param(value, marks=pytest.mark.slow) for value in others)]
 
@@ -173,10 +175,38 @@ def test_every_kind_of_layer(
     serve(model(tmp_path, family, **options), keys, 2, 8)
 
 
-@pytest.mark.parametrize("quantization", ["int8", "fp8"])
-def test_quantised_weights(quantization: str, keys: Keys, tmp_path: Path) -> None:
-    sizes = {"intermediate_size": 256}
-    serve(model(tmp_path, **grouped(4), **sizes), keys, 4, 8, quantization=quantization)
+QUANTIZED = {
+    "int8": (None, {}),
+    "fp8": (None, {}),
+    "awq": (awq(32), {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}),
+    "gptq": (
+        gptq(4, 32, desc_act=True),
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "sym": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", quickly(("int8", "gptq"), ("fp8", "awq")))
+def test_quantised_weights(kind: str, keys: Keys, tmp_path: Path) -> None:
+    """Of numbers of rows on both sides of where a product takes another way."""
+    write, stated = QUANTIZED[kind]
+    sizes = {**grouped(4), "intermediate_size": 256}
+    options = {"max_num_batched_tokens": 2048, "dtype": "float16"}
+    if write is None:
+        root, options["quantization"] = model(tmp_path, **sizes), kind
+    else:
+        case = Case("Llama", {**sizes, "num_hidden_layers": 2, "max_position_embeddings": 4096})
+        root = write_model(tmp_path / kind, case, write, stated).path
+        options["load_format"] = "auto"
+    with engine_of(root, **options) as engine:
+        serving = Serving(engine, keys)
+        serving.plain(4, 4096)
+        for length in (60, 64, 127, 128, 250, 511, 700, 1020, 1024, 1500, 2000):
+            serving.add(length)
+            serving.drain()
+            serving.add(length + 1)
+            serving.drain()
+    serving.check()
 
 
 def test_texts_grammars_and_bad_words(keys: Keys, tmp_path: Path, tokenizer: Path) -> None:
