@@ -71,6 +71,7 @@ def test_all_that_a_gpu_holds_is_within_its_share(
         worker, decided, pool = run
         worker.platform.compiles = sizes is not None  # smaller steps: to meet them once is enough
         worker.allocate(decided.num_kv_blocks)
+        assert device.left_by_recordings == 0, "a second copy of activations"
         sched = decided.scheduler
         worker.driver.runner.profile_run(sched.max_num_batched_tokens, sched.max_num_seqs)
     assert device.most_used <= allowed, f"{(device.most_used - allowed) / GIB:.2f} GiB too much"

@@ -69,6 +69,12 @@ class FakeDevice:
     def reserved(self) -> int:
         return sum(segment.size for segment in self.segments)
 
+    @property
+    def left_by_recordings(self) -> int:
+        """Bytes of other streams than the default one, outside graphs."""
+        left = [each.size for each in self.segments if each.pool[0] == 0 and each.pool[1] != 0]
+        return sum(left)
+
     def allocate(self, asked: int) -> tuple[Segment, list[Any]]:
         size = max(512, -(-asked // 512) * 512)
         is_small = size <= SMALL
