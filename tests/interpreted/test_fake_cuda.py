@@ -498,6 +498,22 @@ def test_freed_memory_is_its_streams_again_at_once_unless_another_uses_it():
         assert place in [one.data_ptr() for one in again]
 
 
+def test_what_a_launch_reads_and_what_it_writes_is_known():
+    with FakeCuda() as cuda:
+        table = torch.zeros((2, 4), dtype=torch.int32, device="cuda")
+        slots, side = torch.zeros(2, dtype=torch.int32, device="cuda"), torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            on_slots.grow_block_tables(table, slots, slots, slots)
+        slots.sum()
+        table[1].sum()
+        assert not cuda.faults
+        slots.add_(1)
+        table[0].sum()
+    for later in ("add_", "sum"):
+        assert any(later in text and "and grow_kernel on stream 1" in text for text in cuda.faults)
+
+
 def test_a_launch_that_leaves_its_tensors_is_found():
     with FakeCuda() as cuda:
         table = torch.zeros((2, 4), dtype=torch.int32, device="cuda")
