@@ -83,10 +83,10 @@ _DECODE: _Table = {
     "sm_90": {
         Kind(2, 2, 64): {64: (64, 4, 3), 128: (64, 8, 3)},
         Kind(2, 2, 128): {16: (64, 2, 2), 64: (64, 4, 3), 128: (64, 8, 3)},
-        Kind(2, 2, 256): {32: (32, 4, 3), 64: (32, 8, 2)},
+        Kind(2, 2, 256): {32: (32, 4, 3), 64: (32, 8, 3)},
         Kind(2, 1, 64): {64: (64, 4, 3), 128: (64, 8, 3)},
-        Kind(2, 1, 128): {16: (64, 4, 3), 32: (64, 8, 2), 128: (32, 8, 2)},
-        Kind(2, 1, 256): {16: (32, 4, 3), 64: (32, 8, 2)},
+        Kind(2, 1, 128): {16: (64, 4, 3), 32: (64, 8, 3), 128: (32, 8, 3)},
+        Kind(2, 1, 256): {16: (32, 4, 3), 64: (32, 8, 3)},
         Kind(4, 4, 64): {16: (32, 4, 2), 32: (32, 8, 1)},
         Kind(4, 4, 128): {16: (16, 8, 2)},
         Kind(4, 4, 256): {16: (16, 8, 2)},
@@ -109,11 +109,11 @@ _DECODE: _Table = {
 _PREFILL: _Table = {
     "sm_90": {
         Kind(2, 2, 64): {64: (64, 4, 3), 128: (64, 8, 3)},
-        Kind(2, 2, 128): {32: (64, 4, 3), 64: (64, 4, 2), 128: (64, 8, 3)},
-        Kind(2, 2, 256): {32: (32, 4, 3), 64: (32, 8, 2), 128: (32, 8, 2)},
-        Kind(2, 1, 64): {32: (64, 4, 2), 64: (64, 4, 3), 128: (64, 8, 3)},
-        Kind(2, 1, 128): {32: (32, 4, 2), 64: (32, 4, 2), 128: (64, 8, 2)},
-        Kind(2, 1, 256): {16: (32, 4, 3), 64: (32, 8, 2), 128: (16, 8, 2)},
+        Kind(2, 2, 128): {64: (64, 4, 3), 128: (64, 8, 3)},
+        Kind(2, 2, 256): {32: (32, 4, 3), 128: (32, 8, 3)},
+        Kind(2, 1, 64): {64: (64, 4, 3), 128: (64, 8, 3)},
+        Kind(2, 1, 128): {64: (32, 4, 3), 128: (64, 8, 3)},
+        Kind(2, 1, 256): {16: (32, 4, 3), 64: (32, 8, 3), 128: (16, 8, 3)},
         Kind(4, 4, 64): {16: (32, 4, 2), 32: (32, 8, 1)},
         Kind(4, 4, 128): {16: (16, 8, 2)},
         Kind(4, 4, 256): {16: (16, 8, 2)},
@@ -134,6 +134,9 @@ _PREFILL: _Table = {
 }
 
 
+# Instead of _DECODE's, where programs are too few to hide each other's waiting for memory: one
+# sequence took 7.5 us of an H100 for 8.9, 64 took longer.
+_LONE_DECODE: _Table = {"sm_90": {Kind(2, 2, 128): {16: (64, 4, 3)}}}
 _KERNELS = {"decode": _DECODE, "prefill": _PREFILL}
 
 
@@ -146,10 +149,14 @@ def trying(kernel: str, arch: str, kind: Kind, tile: Tile) -> Iterator[None]:
     table = _KERNELS[kernel][arch]
     before = table[kind]
     table[kind] = dict(sorted({**before, tile.rows: tile[1:]}.items()))
+    lone = _LONE_DECODE.get(arch, {})
+    alone = lone.pop(kind, None)  # else it would be taken where decodes are few
     try:
         yield
     finally:
         table[kind] = before
+        if alone is not None:
+            lone[kind] = alone
 
 
 def pad_power(size: int, least: int = 16) -> int:
@@ -186,9 +193,17 @@ def most_decode_rows(arch: str, kind: Kind) -> int:
     return max(_rows_of(_DECODE, arch, kind))
 
 
-def decode_tile(arch: str, kind: Kind, rows: int) -> Tile:
-    """For `rows` packed query rows of one sequence, a power of two."""
+def decode_tile(arch: str, kind: Kind, rows: int, *, is_lone: bool = False) -> Tile:
+    """For `rows` packed query rows of one sequence, a power of two; is_lone: with few others."""
+    lone = _LONE_DECODE.get(arch, {}).get(kind, {})
+    if is_lone and rows in lone:
+        return Tile(rows, *lone[rows])
     return _entry(_rows_of(_DECODE, arch, kind), rows)
+
+
+def is_lone(arch: str, num_programs: int) -> bool:
+    """Whether decodes of so many sequences times blocks of heads leave a device without work."""
+    return num_programs < PROGRAMS_A_PROCESSOR * PROCESSORS[arch]
 
 
 def prefill_tile(arch: str, kind: Kind, longest: int, *, is_fixed: bool) -> Tile:
@@ -209,7 +224,7 @@ def decode_shares(
     if is_fixed:
         return Shares(FIXED_SPLITS, LEAST_SHARE_KEYS, is_each=True)
     processors = PROCESSORS[arch]
-    if num_programs < PROGRAMS_A_PROCESSOR * processors:
+    if is_lone(arch, num_programs):
         num, least = PROGRAMS_A_PROCESSOR * processors, LEAST_SHARE_KEYS
     elif max_seq_len <= MOST_UNPLANNED_KEYS:
         return None

@@ -42,6 +42,8 @@ DEVICES = {
 # Of a processor of sm_90: registers, bytes of shared memory, threads, programs.
 REGISTERS, SHARED, THREADS, MOST_PROGRAMS = 65536, 233_472, 2048, 32
 SHARED_OF_SYSTEM = 1024  # bytes, of each program
+# On a processor, which hide each other's waiting: 64 decodes on an H100 were fastest so.
+ENOUGH_PROGRAMS = 4
 
 
 class Resources(NamedTuple):
@@ -137,6 +139,11 @@ def _of_amd(compiled: Any) -> Resources:
     return Resources(number("vgpr_count"), spilled, shared, 0, text.count("v_mfma"))
 
 
+def wants_pipeline(one: Shipped, device: Device) -> bool:
+    """Float32 is there to compare with; settings of other families were never timed."""
+    return device.has_warpgroups and one.dtype != "fp32"
+
+
 class Verdict(NamedTuple):
     """What became of one launch for one device; `faults` is empty where it may ship."""
 
@@ -159,5 +166,8 @@ def judge(one: Shipped, device: Device) -> Verdict:
     wants_warpgroups = device.has_warpgroups and rows >= 64 and one.dtype != "fp32"
     if wants_warpgroups and not got.num_warpgroup_products:
         found.append(f"{rows} rows a program, but no warpgroup product")
+    programs = got.programs(launch.num_warps)
+    if wants_pipeline(one, device) and not got.is_ahead and programs < ENOUGH_PROGRAMS:
+        found.append(f"waits for what it loads, with {programs} programs to hide it")
     tile = f"{rows}x{getattr(shape, 'KEYS', 0)}" if rows else "-"
     return Verdict(one.name, tile, (launch.num_warps, launch.num_stages), got, found)

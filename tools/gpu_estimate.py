@@ -132,10 +132,20 @@ def seconds(programs: Programs, card: Card) -> float:
 def programs_of(launch: Launch, facts: Resources, shares_cache: bool) -> Programs:
     """How this launch of attention is cut. shares_cache: programs of one head read the same keys at
     about the same time, so that memory gives them once."""
+    shape, num_readers = launch.args["S"], 1.0
+    if shares_cache:
+        num_readers = max(1.0, launch.grid[0] / len(launch.args["seq_lens"]))
+    tile_bytes = 2 * shape.KEYS * shape.D * launch.args["kv"].element_size()
+    operations = 4 * shape.ROWS * shape.KEYS * shape.PAD_D
+    tiles = tiles_of(launch).tolist()
+    return Programs(facts, launch.num_warps, tiles, operations, tile_bytes, num_readers)
+
+
+def tiles_of(launch: Launch) -> NDArray[np.int64]:
+    """That each program of this launch of attention goes through, in the order of the grid."""
     shape = launch.args["S"]
     lens = launch.args["seq_lens"].numpy().astype(np.int64)
     counts = np.diff(launch.args["query_start"].numpy().astype(np.int64))
-    readers = 1.0
     if "work" in launch.args:
         work = launch.args["work"].numpy()
         seqs, first = work[:, 0], work[:, 1]
@@ -144,19 +154,12 @@ def programs_of(launch: Launch, facts: Resources, shares_cache: bool) -> Program
         tiles, num_splits = -(-ends // shape.KEYS), launch.args["num_splits"]
         share = np.maximum(-(-tiles // num_splits), launch.args["min_tiles"])
         parts = [np.clip(tiles - split * share, 0, share) for split in range(num_splits)]
-        each = np.repeat(np.stack(parts)[:, None], launch.grid[1], axis=1)
-        readers = max(1.0, len(ends) / max(1, len(lens))) if shares_cache else 1.0
-    else:
-        lens = lens[: launch.grid[0]]
-        each = -(-lens // shape.KEYS)
-        if launch.args["items"] is not None:
-            items = planned(launch, each)
-            each = np.concatenate([items, np.zeros(launch.grid[0] - len(items), np.int64)])
-        each = np.repeat(each[None], launch.grid[1], axis=0)
-    tile_bytes = 2 * shape.KEYS * shape.D * launch.args["kv"].element_size()
-    operations = 4 * shape.ROWS * shape.KEYS * shape.PAD_D
-    tiles_of_each = each.ravel().tolist()  # first axes of a grid move fastest
-    return Programs(facts, launch.num_warps, tiles_of_each, operations, tile_bytes, readers)
+        return np.repeat(np.stack(parts)[:, None], launch.grid[1], axis=1).ravel()
+    each = -(-lens // shape.KEYS)
+    if launch.args["items"] is not None:
+        items = planned(launch, each)
+        each = np.concatenate([items, np.zeros(launch.grid[0] - len(items), np.int64)])
+    return np.repeat(each[None], launch.grid[1], axis=0).ravel()
 
 
 def planned(launch: Launch, tiles: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -14,17 +14,22 @@ from kernels import tuning
 from kernels.triton.launch import arch_of
 from kernels.triton.tiles import kind_of
 
-DECODE_TILES = [tuning.Tile(16, *rest) for rest in product((32, 64, 128), (2, 4, 8), (2, 3, 4))]
+DECODE_TILES = [tuning.Tile(16, *rest) for rest in product((32, 64, 128), (2, 4, 8), (2, 3, 4, 5))]
 PREFILL_TILES = [
     tuning.Tile(*sizes)
     for sizes in [
         (128, 64, 8, 3),
         (128, 64, 8, 2),
+        (128, 64, 8, 4),
+        (128, 64, 4, 2),
         (128, 64, 4, 3),
         (128, 128, 8, 2),
         (128, 128, 8, 3),
         (128, 32, 8, 3),
+        (128, 32, 8, 5),
         (128, 32, 4, 3),
+        (128, 32, 4, 4),
+        (128, 16, 4, 4),
         (64, 64, 4, 3),
         (64, 64, 4, 2),
         (64, 128, 4, 2),

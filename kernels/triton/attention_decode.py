@@ -109,12 +109,17 @@ def decode_launches(
     return launches_of((q, kv_layer, meta, variant), (num_seqs, tokens), out, fills=not is_single)
 
 
-def tile_of(q: torch.Tensor, kv_layer: torch.Tensor, tokens: int) -> tuple[tuning.Tile, int]:
-    """Tile and query heads of a program, for sequences of up to so many tokens."""
+def tile_of(
+    q: torch.Tensor, kv_layer: torch.Tensor, meta: AttentionMeta, sizes: tuple[int, int]
+) -> tuple[tuning.Tile, int]:
+    """Tile and query heads of a program; sizes: sequences, and tokens of one at most."""
+    num_seqs, tokens = sizes
     arch, kind = arch_of(q), kind_of(q, kv_layer)
     group, most = q.shape[1] // kv_layer.shape[2], tuning.most_decode_rows(arch, kind) // tokens
     heads = tuning.heads_a_program(group, most)
-    return tuning.decode_tile(arch, kind, tuning.pad_power(tokens * heads)), heads
+    is_lone = tuning.is_lone(arch, num_seqs * q.shape[1] // heads) and not meta.batch_invariant
+    rows = tuning.pad_power(tokens * heads)
+    return tuning.decode_tile(arch, kind, rows, is_lone=is_lone), heads
 
 
 def launches_of(
@@ -131,7 +136,7 @@ def launches_of(
     """
     q, kv_layer, meta, variant = step
     num_seqs, most_tokens = sizes
-    arch, (tile, heads) = arch_of(q), tile_of(q, kv_layer, most_tokens)
+    arch, (tile, heads) = arch_of(q), tile_of(q, kv_layer, meta, sizes)
     shape = Shape.of(q, kv_layer, variant, heads, tile)
     blocks = q.shape[1] // heads
     shares = tuning.decode_shares(
