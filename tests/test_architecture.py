@@ -81,7 +81,8 @@ LONG_SIGNATURES: dict[str, str] = {
 # Files of the tests, or an attribute in one of them, that may read what is private; and why.
 PRIVATE_READS = {
     "tests/e2e/test_gpu.py: _sleep": "torch's own way to keep a GPU busy for so many cycles",
-    "tests/support/fake_cuda.py": "torch's own way to see its operations, and not to",
+    "tests/support/fake_calls.py": "torch's own way to see its operations, and not to",
+    "tests/support/fake_cuda.py": "the same",
     "tests/support/fake_graphs.py": "the same",
     "tests/support/kill_actor.py: _socket": "a client whose own connection turns to rubbish",
     "tests/support/kill_text.py: _pool": "finds the text processes of a whole engine, to hurt them",

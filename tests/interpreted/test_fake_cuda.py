@@ -24,7 +24,8 @@ from e2e.general_models import make_general_model
 from e2e.test_quantized import written
 from e2e.tiny_models import CASES, Case, config_of, random_model, save
 from support import triton_interpreter
-from support.fake_cuda import Event, FakeCuda, Stream
+from support.fake_cuda import FakeCuda
+from support.fake_graphs import Event, Stream
 
 from engine import LLM, RequestOutput, SamplingParams
 from engine.messages.step import StepResult

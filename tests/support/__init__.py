@@ -75,6 +75,7 @@ Models, kernels, devices
       is held to, a device is held to.
   fake_cuda: A made-up `torch.cuda` under the real platform, runner and kernels: what only a
       device does.
+  fake_calls: Its calls of torch: operations, and what never becomes one.
   fake_graphs: Its streams, events and graphs: what orders work, and what repeats it.
   device_memory: Its memory: who touched which bytes when, and what is freed is handed out again.
   made_quantized: Random quantised matrices of every kind that files hold.

@@ -19,26 +19,23 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import triton
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from triton.backends.compiler import GPUTarget
 from triton.runtime.interpreter import InterpreterBuilder
 
 from kernels.triton.launch import Launch
 from support.device_memory import HOST, PINNED, POOL, Access, Clocks, Memory, Range
-from support.fake_graphs import Event, Graph, Stream
+from support.fake_calls import Calls, Operations
+from support.fake_graphs import Graph, Stream, surface
 
 DEFAULT = "the default stream"
-CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 NO_WRITE = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
 WAITING = {
     "item", "_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal", "_unique2",
@@ -74,10 +71,10 @@ class FakeCuda:
         self.faults: list[str] = []
         self.waits: list[Wait] = []
         self.num_replays = 0
+        self.numbers = count(1)  # of streams and pools
         self.stream = Stream(self, name=DEFAULT)
         self.default = self.stream
         self.graph: Graph | None = None  # that is being captured
-        self._num_pools = self._num_streams = 0
         self._noted: dict[tuple[int, int, bool], None] = {}  # addresses that a launch touches
         self._newest = 0  # of the default stream's work, marks apart
         self._sent: list[Sent] = []
@@ -85,7 +82,7 @@ class FakeCuda:
 
     def __enter__(self) -> FakeCuda:
         patch = pytest.MonkeyPatch()
-        for name, value in self._surface().items():
+        for name, value in surface(self).items():
             patch.setattr(torch.cuda, name, value)
         uses = lambda x, stream: self.record_stream(x, stream)  # noqa: E731
         patch.setattr(torch.Tensor, "record_stream", uses)
@@ -357,57 +354,6 @@ class FakeCuda:
                 ranges.append((block, begin, end))
         return found
 
-    def _surface(self) -> dict[str, Any]:
-        memory = self.memory
-
-        def reset() -> None:
-            memory.peak = memory.allocated
-
-        def synchronize(device: Any = None) -> None:
-            for stream in self.clocks.threads:
-                self.clocks.learn(HOST, self.clocks.known(stream))
-            self.wait("torch.cuda.synchronize", self.clocks.known(HOST))
-
-        def stream_of(device: Any = None, **options: Any) -> Stream:
-            self._num_streams += 1
-            return Stream(self, f"stream {self._num_streams}")
-
-        def pool() -> str:
-            self._num_pools += 1
-            return f"pool {self._num_pools}"
-
-        @contextmanager
-        def on(stream: Stream | None) -> Iterator[None]:
-            before, self.stream = self.stream, stream or self.stream
-            try:
-                yield
-            finally:
-                self.stream = before
-
-        total = 1 << 30
-        return {
-            "is_available": lambda: True,
-            "get_device_capability": lambda device=None: (9, 0),
-            "current_device": lambda: 0,
-            "set_device": lambda device: None,
-            "device_count": lambda: 1,
-            "current_stream": lambda device=None: self.stream,
-            "default_stream": lambda device=None: self.default,
-            "stream": on,
-            "Stream": stream_of,
-            "Event": lambda **options: Event(self),
-            "CUDAGraph": lambda **options: Graph(self),
-            "graph_pool_handle": pool,
-            "synchronize": synchronize,
-            "empty_cache": lambda: None,
-            "reset_peak_memory_stats": lambda device=None: reset(),
-            "memory_allocated": lambda device=None: memory.allocated,
-            "max_memory_allocated": lambda device=None: memory.peak,
-            "max_memory_reserved": lambda device=None: memory.reserved,
-            "memory_reserved": lambda device=None: memory.reserved,
-            "mem_get_info": lambda device=None: (total - memory.reserved, total),
-        }
-
 
 class Driver:
     """As much of Triton's as is asked before kernels are launched, or interpreted."""
@@ -419,122 +365,10 @@ class Driver:
         return 0
 
 
-class Operations(TorchDispatchMode):
-    def __init__(self, cuda: FakeCuda) -> None:
-        super().__init__()
-        self._cuda = cuda
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        with torch._C.DisableTorchFunction():
-            return self._cuda.operate(func, args, kwargs or {})
-
-
-class Calls(TorchFunctionMode):
-    """What never reaches the dispatcher, or cannot on a machine without a device."""
-
-    def __init__(self, cuda: FakeCuda) -> None:
-        super().__init__()
-        self._cuda = cuda
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if name == "__get__":
-            name = f"its_{func.__self__.__name__}"
-        if (mine := getattr(self, f"on_{name}", None)) is not None:
-            with torch._C._DisableTorchDispatch():
-                return mine(*args, **kwargs)
-        if kwargs.get("pin_memory"):
-            with torch._C._DisableTorchDispatch():
-                return self._cuda.pinned(func(*args, **{**kwargs, "pin_memory": False}))
-        if is_cuda(kwargs.get("device")) and not isinstance(func, type):
-            kwargs = {**kwargs, "device": CPU}
-            with torch._C._DisableTorchDispatch():
-                if name in ("tensor", "as_tensor"):
-                    return self.on_to(func(*args, **kwargs), CUDA)
-                return self._cuda.compute(name, func, args, kwargs, [])
-        return func(*args, **kwargs)
-
-    def on_its_device(self, x):
-        return CUDA if self._cuda.is_here(x) else x.device
-
-    def on_get_device(self, x):
-        return CUDA.index if self._cuda.is_here(x) else x.get_device()
-
-    def on_its_is_cuda(self, x):
-        return self._cuda.is_here(x)
-
-    def on_its_is_cpu(self, x):
-        return x.is_cpu and not self._cuda.is_here(x)
-
-    def on_is_pinned(self, x, device=None):
-        return self._cuda.is_ours(x) and not self._cuda.is_here(x)
-
-    def on_pin_memory(self, x, device=None):
-        if self._cuda.is_here(x):
-            raise RuntimeError("cannot pin memory of the device")
-        pinned = self._cuda.pinned(x)
-        pinned.copy_(x)
-        self._on_host("pin_memory", pinned, is_write=True)
-        return pinned
-
-    def on_cuda(self, x, device=None, non_blocking=False):
-        return self.on_to(x, CUDA, non_blocking=non_blocking)
-
-    def on_cpu(self, x):
-        return self.on_to(x, CPU)
-
-    def on_tolist(self, x):
-        if self._cuda.is_here(x):
-            x = self.on_to(x, CPU)
-        self._on_host("tolist", x)
-        return x.tolist()
-
-    def on_numpy(self, x, *, force=False):
-        """It counts as read now; `Sent` finds what the host writes there too early."""
-        if self._cuda.is_here(x):
-            raise TypeError("can't convert cuda:0 device type tensor to numpy")
-        self._on_host("numpy", x)
-        return x.numpy(force=force)
-
-    def on_to(self, x, *args, non_blocking=False, copy=False, **kwargs):
-        device, dtype = None, kwargs.get("dtype")
-        for value in (*args, kwargs.get("device"), kwargs.get("other")):
-            if isinstance(value, torch.Tensor):
-                device, dtype = self.on_its_device(value), value.dtype
-            elif isinstance(value, torch.dtype):
-                dtype = value
-            elif isinstance(value, (str, torch.device)):
-                device = torch.device(value)
-        dtype = dtype or x.dtype
-        is_here, cuda = self._cuda.is_here(x), self._cuda
-        goes_there = is_here if device is None else is_cuda(device)
-        if goes_there == is_here:
-            if dtype is x.dtype and not copy:
-                return x
-            func = partial(torch.Tensor.to, dtype=dtype, copy=True)
-            return cuda.compute("to", func, (x,), {}, []) if is_here else func(x)
-        if goes_there:
-            sent = x if dtype is x.dtype else x.to(dtype)
-            made = cuda.new(sent.shape, sent.stride(), dtype)
-            return cuda.copy(made, sent, non_blocking)
-        made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
-        return cuda.copy(made, x, False).to(dtype)
-
-    def _on_host(self, what, x, *, is_write=False):
-        found = self._cuda.range_of(x)
-        if found is not None:
-            self._cuda.access(HOST, what, [found], [found] if is_write else [])
-
-
 def picks_by_mask(name: str, args: tuple[Any, ...]) -> bool:
     """Whether rows are picked by a mask, whose ones are counted first; one number is filled in."""
     masks = [x for x in args[1] if x is not None and x.dtype in (torch.bool, torch.uint8)]
     return bool(masks) and not (name == "index_put_" and args[2].numel() == 1)
-
-
-def is_cuda(device: Any) -> bool:
-    return device is not None and torch.device(device).type == "cuda"
 
 
 def where() -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -159,3 +160,54 @@ class Graph:
         is_own = serial in self._own
         if not (is_same and block.is_live) and not (is_own and (is_same or not block.is_live)):
             self._cuda.fault(f"replayed {name} touches memory that was freed since")
+
+
+def surface(cuda: FakeCuda) -> dict[str, Any]:
+    """What takes the place of names of ``torch.cuda``."""
+    memory = cuda.memory
+
+    def reset() -> None:
+        memory.peak = memory.allocated
+
+    def synchronize(device: Any = None) -> None:
+        for stream in cuda.clocks.threads:
+            cuda.clocks.learn(HOST, cuda.clocks.known(stream))
+        cuda.wait("torch.cuda.synchronize", cuda.clocks.known(HOST))
+
+    def stream_of(device: Any = None, **options: Any) -> Stream:
+        return Stream(cuda, f"stream {next(cuda.numbers)}")
+
+    def pool() -> str:
+        return f"pool {next(cuda.numbers)}"
+
+    @contextmanager
+    def on(stream: Stream | None) -> Iterator[None]:
+        before, cuda.stream = cuda.stream, stream or cuda.stream
+        try:
+            yield
+        finally:
+            cuda.stream = before
+
+    total = 1 << 30
+    return {
+        "is_available": lambda: True,
+        "get_device_capability": lambda device=None: (9, 0),
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,
+        "device_count": lambda: 1,
+        "current_stream": lambda device=None: cuda.stream,
+        "default_stream": lambda device=None: cuda.default,
+        "stream": on,
+        "Stream": stream_of,
+        "Event": lambda **options: Event(cuda),
+        "CUDAGraph": lambda **options: Graph(cuda),
+        "graph_pool_handle": pool,
+        "synchronize": synchronize,
+        "empty_cache": lambda: None,
+        "reset_peak_memory_stats": lambda device=None: reset(),
+        "memory_allocated": lambda device=None: memory.allocated,
+        "max_memory_allocated": lambda device=None: memory.peak,
+        "max_memory_reserved": lambda device=None: memory.reserved,
+        "memory_reserved": lambda device=None: memory.reserved,
+        "mem_get_info": lambda device=None: (total - memory.reserved, total),
+    }
