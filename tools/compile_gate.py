@@ -39,7 +39,7 @@ def compile_all(device: Device, options: argparse.Namespace) -> list[Verdict]:
         verdict = judge(one, device)
         verdicts.append(verdict)
         if verdict.faults or options.verbose:
-            print(verdict.name, verdict.tile, verdict.settings, *verdict.resources, end="  ")
+            print(verdict.name, verdict.tile, verdict.settings, *verdict.resources[:5], end="  ")
             print("; ".join(verdict.faults), flush=True)
     return verdicts
 

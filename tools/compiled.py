@@ -32,6 +32,7 @@ class Loop(NamedTuple):
     warp_products: int
     special: int  # exponentials, logarithms, reciprocals: a quarter of a scheduler's rate
     copies: int  # to shared memory, asynchronous
+    spills: int = 0  # reads and writes of registers that lie in memory
 
 
 class Pipeline(NamedTuple):
@@ -60,14 +61,14 @@ def loops_of(sass: str) -> list[Loop]:
         kinds = Counter(op.partition(".")[0] for op in inside)
         num_warp = sum(kinds[kind] for kind in WARP)
         if kinds[WARPGROUP] or num_warp:
-            loop = Loop(len(inside), kinds[WARPGROUP], num_warp, kinds["MUFU"], kinds["LDGSTS"])
-            found.append(loop)
+            others = kinds["MUFU"], kinds["LDGSTS"], kinds["LDL"] + kinds["STL"]
+            found.append(Loop(len(inside), kinds[WARPGROUP], num_warp, *others))
     return found
 
 
-def hot_loop(sass: str) -> Loop | None:
+def hot_loop(loops: list[Loop]) -> Loop | None:
     """The one that does most rounds: without masks it has the fewest instructions."""
-    return min(loops_of(sass), default=None, key=lambda loop: loop.instructions)
+    return min(loops, default=None, key=lambda loop: loop.instructions)
 
 
 def pipelines_of(ttgir: str) -> list[Pipeline]:

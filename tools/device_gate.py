@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from kernels.triton.launch import Launch
-from tools.compiled import Loop, Pipeline, disassembled, hot_loop, pipelines_of
+from tools.compiled import Loop, Pipeline, disassembled, hot_loop, loops_of, pipelines_of
 from tools.shipped import DTYPES, Shipped
 
 
@@ -44,6 +44,7 @@ REGISTERS, SHARED, THREADS, MOST_PROGRAMS = 65536, 233_472, 2048, 32
 SHARED_OF_SYSTEM = 1024  # bytes, of each program
 # On a processor, which hide each other's waiting: 64 decodes on an H100 were fastest so.
 ENOUGH_PROGRAMS = 4
+FEW_BYTES = 16  # a thread may spill, if no loop reads them
 
 
 class Resources(NamedTuple):
@@ -56,6 +57,7 @@ class Resources(NamedTuple):
     num_warp_products: int
     loop: Loop | None = None  # the one that does the work, if it multiplies; NVIDIA's alone
     pipelines: tuple[Pipeline, ...] = ()
+    spills_in_loops: int = 0  # reads and writes, of loops that multiply
 
     @property
     def is_ahead(self) -> bool:
@@ -122,8 +124,10 @@ def _of_nvidia(compiled: Any) -> Resources:
     ptx = compiled.asm["ptx"]
     products = ptx.count("wgmma.mma_async"), ptx.count("mma.sync")
     sizes = (int(found[1]), int(found[2]), compiled.metadata.shared)
-    loop = hot_loop(disassembled(compiled.asm["cubin"]))
-    return Resources(*sizes, *products, loop, tuple(pipelines_of(compiled.asm["ttgir"])))
+    loops = loops_of(disassembled(compiled.asm["cubin"]))
+    pipelines = tuple(pipelines_of(compiled.asm["ttgir"]))
+    in_loops = sum(loop.spills for loop in loops)
+    return Resources(*sizes, *products, hot_loop(loops), pipelines, in_loops)
 
 
 def _of_amd(compiled: Any) -> Resources:
@@ -136,7 +140,8 @@ def _of_amd(compiled: Any) -> Resources:
 
     # Scalar registers spill into lanes of vector registers, not into memory.
     spilled, shared = 4 * number("vgpr_spill_count"), compiled.metadata.shared
-    return Resources(number("vgpr_count"), spilled, shared, 0, text.count("v_mfma"))
+    sizes = (number("vgpr_count"), spilled, shared, 0, text.count("v_mfma"))
+    return Resources(*sizes, spills_in_loops=spilled // 4)  # where they are, nobody tells
 
 
 def wants_pipeline(one: Shipped, device: Device) -> bool:
@@ -159,8 +164,8 @@ def judge(one: Shipped, device: Device) -> Verdict:
     shape = launch.args.get("S")
     rows = getattr(shape, "ROWS", 0)
     found = []
-    if got.spilled:
-        found.append(f"spills {got.spilled} bytes")
+    if got.spilled > FEW_BYTES or got.spills_in_loops:
+        found.append(f"spills {got.spilled} bytes, {got.spills_in_loops} times in loops")
     if got.shared > device.max_shared:
         found.append(f"{got.shared} bytes of shared memory, {device.max_shared} are there")
     wants_warpgroups = device.has_warpgroups and rows >= 64 and one.dtype != "fp32"

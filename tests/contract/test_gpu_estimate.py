@@ -11,7 +11,7 @@ from shapes import SHAPES, Step
 from kernels.reference import Variant
 from kernels.triton.attention import launches
 from kernels.triton.launch import Launch
-from tools.compiled import Pipeline, hot_loop, pipelines_of
+from tools.compiled import Pipeline, hot_loop, loops_of, pipelines_of
 from tools.device_gate import DEVICES, compiling_for
 from tools.gpu_estimate import BLOCK, CARDS, MEASURED, Estimator, tiles_of
 
@@ -82,5 +82,6 @@ def test_the_loop_that_works_is_the_shortest_that_multiplies() -> None:
         lines = [f"/*{begin + 16 * i:04x}*/ {line} ;" for i, line in enumerate(code)]
         return "\n".join([*lines, f"/*{begin + 16 * len(code):04x}*/ @P1 BRA 0x{begin:x} ;"])
 
-    found = hot_loop("\n".join([loop(0x100, 30), loop(0x1000, 5), "/*2000*/ BRA 0x2000;"]))
+    text = "\n".join([loop(0x100, 30), loop(0x1000, 5), "/*2000*/ BRA 0x2000;"])
+    found = hot_loop(loops_of(text))
     assert found is not None and found.instructions == 7 and found.warpgroup_products == 1
