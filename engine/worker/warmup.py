@@ -205,8 +205,8 @@ def kinds_of_steps(max_num_tokens: int, max_num_seqs: int, max_model_len: int) -
         kinds += [StepKind(length, 1, c) for c in contexts if 0 <= c <= max_model_len - length]
     for num_seqs in powers[1:]:
         if num_seqs <= max_num_seqs:
-            contexts = (0, FEW_KEYS - 1, MANY_KEYS - 1, max_model_len - 1)
-            fitting = [c for c in contexts if c < min(max_model_len, MANY_KEYS)]
+            behind = (0, FEW_KEYS - 1, MANY_KEYS - 1, max_model_len - 1)
+            fitting = [c for c in behind if c < min(max_model_len, MANY_KEYS)]
             kinds += [StepKind(num_seqs, num_seqs, context) for context in fitting]
     shared = [power for power in powers if power > most] + [max_num_tokens]
     for num_tokens in shared:
