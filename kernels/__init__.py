@@ -8,6 +8,7 @@ from kernels.meta import AttentionMeta
 from kernels.ops import (
     act_mul,
     add_rms_norm,
+    invariant_linear,
     linear,
     mixture,
     paged_attention,
@@ -19,6 +20,7 @@ __all__ = [
     "AttentionMeta",
     "act_mul",
     "add_rms_norm",
+    "invariant_linear",
     "linear",
     "mixture",
     "paged_attention",

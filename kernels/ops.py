@@ -67,6 +67,18 @@ def is_one_row(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return is_one and weight.dtype.itemsize == 2 and weight.stride(1) == 1
 
 
+def invariant_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """`linear`, but a row's result is the same to the last bit whatever other rows there are.
+
+    On a GPU; the CPU's own layers are so.
+    """
+    body = triton_for(x)
+    assert body is not None, "only a GPU needs a product of its own for this"
+    return body.invariant_linear(x, weight, bias)
+
+
 def mixture(
     x: torch.Tensor,
     gate_up: torch.Tensor,

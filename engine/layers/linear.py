@@ -26,6 +26,7 @@ def make_linear(
     quantization: str | None = None,
     device: torch.device | str = "cpu",
     keeps_float32: bool = False,
+    batch_invariant: bool = False,
 ) -> Linear:
     """Take over `weight` [out, in] and `bias` [out]; the caller drops its own references.
 
@@ -34,7 +35,8 @@ def make_linear(
     A weight that is quantised already stays so on a GPU where a kernel takes it, and is dequantised
     anywhere else. On the CPU a plain weight is packed once, in its own dtype; with float16, inputs
     and outputs are float32. keeps_float32: outputs stay as they were summed on the CPU, in float32,
-    though the inputs are bfloat16.
+    though the inputs are bfloat16. batch_invariant: a row's result hangs on no other row, of plain
+    weights; on a CPU it never does.
     """
     device = torch.device(device)
     check_quantization(quantization, device)
@@ -47,7 +49,8 @@ def make_linear(
         layer = device_linear(weight, bias, device)
         if layer is not None:
             return layer
-    return PlainLinear(plain(weight).to(device), bias)
+    made = InvariantLinear if batch_invariant else PlainLinear
+    return made(plain(weight).to(device), bias)
 
 
 def is_cpu(device: torch.device) -> bool:
@@ -108,6 +111,13 @@ class PlainLinear(Adaptable):
     def load(self, weight: torch.Tensor) -> None:
         self.check_shape(weight)
         self.weight.copy_(weight)
+
+
+class InvariantLinear(PlainLinear):
+    """The product whose rows do not hang on each other; see ``kernels.invariant_linear``."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return kernels.invariant_linear(x, self.weight, self.bias)
 
 
 class Float32Linear(Adaptable):

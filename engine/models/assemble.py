@@ -38,6 +38,7 @@ class Placement:
     device: str
     quantization: str | None
     max_model_len: int
+    batch_invariant: bool = False
 
 
 def assemble(spec: DecoderSpec, weights: Weights, placement: Placement) -> Decoder:
@@ -131,7 +132,10 @@ class Assembly:
         moe = self.spec.moe
         assert moe is not None
         router = make_linear(
-            self.weights.take(f"{index}.router"), device=self.placement.device, keeps_float32=True
+            self.weights.take(f"{index}.router"),
+            device=self.placement.device,
+            keeps_float32=True,
+            batch_invariant=self.placement.batch_invariant,
         )
         experts = [self.mlp(f"{index}.{expert}.") for expert in range(moe.num_experts)]
         return MixtureOfExperts(router, experts, moe.top_k, moe.renormalize)
@@ -147,6 +151,7 @@ class Assembly:
             quantization=None if asked == "fp8" else asked,
             device=self.placement.device,
             keeps_float32=True,
+            batch_invariant=self.placement.batch_invariant,
         )
 
     def linear(self, name: str, has_bias: bool = False) -> Linear:
@@ -157,6 +162,7 @@ class Assembly:
             bias,
             quantization=self.placement.quantization,
             device=self.placement.device,
+            batch_invariant=self.placement.batch_invariant,
         )
 
     def tensor(self, name: str) -> torch.Tensor:

@@ -37,14 +37,17 @@ def load_model(config: ModelConfig, info: ModelInfo, *, device: str, max_model_l
     """
     form = format_of(info)
     quantization = quantization_of(config, info, form, device)
-    if config.batch_invariant and not is_cpu(torch.device(device)):
-        raise ConfigError(
-            f"batch_invariant=True needs device='cpu', got device={device!r}: a GPU's library "
-            "chooses products by the number of rows; leave it out"
-        )
     spec = native_spec(info)
     if spec is not None:
-        placement = Placement(device=device, quantization=quantization, max_model_len=max_model_len)
+        invariant = config.batch_invariant and not is_cpu(torch.device(device))
+        if invariant:
+            check_invariant(spec, info, form, quantization)
+        placement = Placement(
+            device=device,
+            quantization=quantization,
+            max_model_len=max_model_len,
+            batch_invariant=invariant,
+        )
         return load_decoder(spec, config, info, form, placement)
     if form is not None:
         raise ModelError(
@@ -61,6 +64,24 @@ def load_model(config: ModelConfig, info: ModelInfo, *, device: str, max_model_l
     from engine.models.general import load_general
 
     return load_general(config, info, device=device, max_model_len=max_model_len)
+
+
+def check_invariant(
+    spec: DecoderSpec, info: ModelInfo, form: Format | None, quantization: str | None
+) -> None:
+    """Raise ``ConfigError`` unless a GPU has products for this model that are batch-invariant."""
+    if form is not None or quantization is not None:
+        method = quantization if form is None else form.name
+        raise ConfigError(
+            f"batch_invariant=True needs plain weights on a GPU, and these are quantized by "
+            f"{method!r}: such products are cut by the number of rows; give a plain model, or "
+            "device='cpu'"
+        )
+    if spec.moe is not None:
+        raise ConfigError(
+            f"batch_invariant=True on a GPU is for models without experts, and {info.architecture} "
+            "has some, whose products are cut by the number of rows; use device='cpu'"
+        )
 
 
 def quantization_of(

@@ -6,6 +6,7 @@ from kernels.triton.attention import paged_attention
 from kernels.triton.bitmask import apply_bitmask, apply_edits, forbid_words
 from kernels.triton.gemv import matvec
 from kernels.triton.index import advance, grow_block_tables, preparation, remember
+from kernels.triton.invariant import invariant_linear
 from kernels.triton.kv_write import qkv_rope_write
 from kernels.triton.launch import is_interpreting
 from kernels.triton.logprobs import token_logprobs
@@ -26,6 +27,7 @@ __all__ = [
     "count_tokens",
     "forbid_words",
     "grow_block_tables",
+    "invariant_linear",
     "is_interpreting",
     "matvec",
     "mixture",

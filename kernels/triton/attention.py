@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from kernels import tuning
@@ -45,12 +47,13 @@ def launches(
     out: torch.Tensor,
 ) -> list[Launch]:
     """Of a step's attention, in order. What they write besides `out` all layers may write."""
+    if meta.batch_invariant:  # every token takes one kernel, tile and order of the keys
+        chunks = replace(meta, num_decodes=0, is_mixed=False)
+        return prefill_launches(q, kv_layer, chunks, variant, out)
     if meta.is_mixed:
         return mixed_launches(q, kv_layer, meta, variant, out)
     num_seqs, singles = len(meta.seq_lens), meta.num_decodes
-    # Batch-invariant: a draft always takes the chunk kernel, whatever else is in the step.
-    longest = 1 if meta.batch_invariant else tuning.MAX_DECODE_TOKENS
-    if 1 < meta.max_query_len <= longest:
+    if 1 < meta.max_query_len <= tuning.MAX_DECODE_TOKENS:
         return decode_launches(q, kv_layer, meta, variant, num_seqs, out)
     found = []
     if singles:

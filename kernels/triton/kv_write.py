@@ -190,7 +190,9 @@ def write_launch(
     if not kv_layer[0].is_contiguous() or qkv.stride(1) != 1:
         raise ValueError("the write needs contiguous rows of qkv and contiguous cache blocks")
     kind = _norm_kind(norm, dim)
-    share = pad_power(num_heads, 1) if kind == 2 else write_heads(len(qkv), num_kv_heads)
+    # Batch-invariant: sums of squares are cut alike for any number of tokens.
+    num_tokens = 1 if meta.batch_invariant else len(qkv)
+    share = pad_power(num_heads, 1) if kind == 2 else write_heads(num_tokens, num_kv_heads)
     shape = Write(
         *(dim, pad_power(dim), num_heads, num_kv_heads, share, kv_layer.shape[3]),
         ROT=0 if rope.cos_sin is None else rope.cos_sin.shape[1],

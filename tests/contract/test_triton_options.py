@@ -1,0 +1,47 @@
+"""Options that a GPU computes otherwise: whole models under the interpreter, and what compiles."""
+
+import os
+import re
+
+import pytest
+from support import triton_interpreter
+
+from kernels.triton import invariant
+from kernels.triton.launch import Launch
+from tools.device_gate import DEVICES, Device, compiling_for, judge
+from tools.shipped import beside_attention
+
+INSTRUCTION = re.compile(r"w?g?mma\.\S*(m\d+n\d+k\d+)")
+
+
+@pytest.mark.timeout(300)
+def test_a_batch_invariant_engine_gives_the_same_bits_in_any_company() -> None:
+    triton_interpreter.check("test_invariant.py", "test_batch_invariant.py")
+
+
+def instructions_of(launch: Launch, device: Device) -> set[str]:
+    """Shapes of its products on tensor cores."""
+    with compiling_for(device):
+        launch.kernel.device_caches.clear()
+        compiled = launch.compile()
+        launch.kernel.device_caches.clear()
+    return set(INSTRUCTION.findall(compiled.asm["ptx"]))
+
+
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels cannot be compiled"
+)
+@pytest.mark.parametrize("name", ["sm_90", "sm_80"])
+def test_few_and_many_rows_are_multiplied_by_one_instruction(name: str) -> None:
+    """One row and 4,096, of narrow and wide tiles; ahead of their loads, without a spill."""
+    device = DEVICES[name]
+    with compiling_for(device):
+        launches = [one for one in invariant.configurations() if one.args["x"].itemsize == 2]
+    for few, many in zip(launches[:4:2], launches[1:4:2], strict=True):
+        assert few.args["T"].rows < many.args["T"].rows
+        for launch in (few, many):
+            verdict = judge(beside_attention(launch), device)
+            assert not verdict.faults and verdict.resources.is_ahead, verdict
+            assert bool(verdict.resources.num_warpgroup_products) == device.has_warpgroups
+        one = instructions_of(few, device)
+        assert len(one) == 1 and instructions_of(many, device) == one

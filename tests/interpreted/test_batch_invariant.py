@@ -1,0 +1,80 @@
+"""`batch_invariant` on a GPU, its kernels interpreted: a request's tokens and log-probabilities, to
+the last bit, hang on the request alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from e2e.references import engine_for
+from e2e.tiny_models import CASES, Case, config_of, random_model, save
+from support import triton_interpreter
+from support.fingerprint import answers
+
+from engine.config.env import INTERPRET_CUDA
+from engine.errors import ConfigError
+
+# Norms of heads, and windows with capped scores.
+SMALL = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "vocab_size": 320,
+}
+PROMPTS = {"one": [5], "some": list(range(7, 22)), "many": list(range(3, 34))}
+NUM_NEW = 3
+ALONE = {"max_num_seqs": 1, "enforce_eager": True, "enable_prefix_caching": False}
+BATCHES: dict[str, dict[str, Any]] = {
+    "together, recorded": {"cudagraph_capture_sizes": [3, 40, 64], "enable_prefix_caching": False},
+    "one by one in chunks of 7": {**ALONE, "max_num_batched_tokens": 7},
+    "preempted": {"num_kv_blocks": 8, "max_num_batched_tokens": 48},
+}
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    if triton_interpreter.IS_INTERPRETING:  # else on a GPU
+        monkeypatch.setenv(INTERPRET_CUDA, "1")
+
+
+def saved(name: str, root: Path, **options: Any) -> Path:
+    case = CASES[name]
+    save(random_model(config_of(Case(case.family, {**case.options, **SMALL, **options})), 3), root)
+    return root
+
+
+def found(path: Path, options: dict[str, Any]) -> Any:
+    made = {"device": "cuda", "batch_invariant": True, "dtype": "bfloat16", "max_model_len": 64}
+    made |= {"max_num_batched_tokens": 64, "max_num_seqs": 4}
+    with engine_for(str(path), **{**made, **options}) as engine:
+        if options.get("max_num_seqs") == 1:
+            return {key: answers(engine, {key: ids}, NUM_NEW)[key] for key, ids in PROMPTS.items()}
+        together = answers(engine, PROMPTS, NUM_NEW)
+        assert (engine.stats().num_preemptions > 0) == ("num_kv_blocks" in options)
+        return together
+
+
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("gemma2", marks=pytest.mark.slow)])
+def test_a_request_gives_the_same_bits_in_whatever_company(name: str, tmp_path: Path) -> None:
+    path = saved(name, tmp_path)
+    alone = found(path, ALONE)
+    different = {how: found(path, options) != alone for how, options in BATCHES.items()}
+    assert not any(different.values()), different
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("qwen3-moe", {}, r"without experts, and Qwen3MoeForCausalLM .* use device='cpu'"),
+        ("qwen3", {"quantization": "int8"}, "needs plain weights on a GPU.* by 'int8'"),
+    ],
+)
+def test_what_is_cut_by_the_number_of_rows_is_refused(
+    name: str, options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        found(saved(name, tmp_path), options)
