@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import argparse
 import heapq
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -283,6 +285,16 @@ STEPS = {
     "64 behind 100,000": ([(64, 100_000)], {}),
 }
 HEADLINE = {"qwen3-0.6b": 18_961, "llama-3.1-8b": 8_297}  # tokens a second
+PROMPTS: dict[str, list[tuple[int, int]]] = {
+    "1 x 1k": [(1024, 0)],
+    "1 x 4k": [(4096, 0)],
+    "1 x 16k": [(16384, 0)],
+    "8 x 1k": [(1024, 0)] * 8,
+    "2k after 8k": [(2048, 8192)],
+    "64 after 100k": [(64, 100_000)],
+    "64 decodes + 2k": [(1, 1023)] * 64 + [(2048, 0)],
+}
+PLACE = Path("benchmarks/gpu/expected.json")
 MODELS = ("qwen3-0.6b", "llama-3.1-8b")
 
 
@@ -323,9 +335,36 @@ def steps(estimators: dict[str, Estimator]) -> str:
     return "\n".join(lines)
 
 
+def rows(estimator: Estimator) -> dict[str, dict[str, float]]:
+    """What ``benchmarks/device.py`` measures, by its names for it (``benchmarks/gpu/expected.py``):
+    us of a layer of attention, ms of a step and of the headline."""
+    found: dict[str, dict[str, float]] = {"decode": {}, "prefill": {}}
+    for model in MODELS:
+        shape = SHAPES[model]
+        batches = [[context] * num for context in (1024, 8192) for num in (1, 8, 64, 256)]
+        for contexts in [*batches, [100_000] + [1024] * 63]:
+            us = 1e6 * estimator.attention(shape, [(1, one - 1) for one in contexts])
+            found["decode"][f"{model}, {len(contexts)}, {contexts[0]}"] = round(us, 1)
+        for label, sequences in PROMPTS.items():
+            us = 1e6 * estimator.attention(shape, sequences)
+            found["prefill"][f"{model}, {label}"] = round(us, 1)
+        own = found[model] = {}
+        for num in (1, 64, 256):
+            own[f"step, graphs, {num}"] = round(1e3 * estimator.step(shape, [(1, 1047)] * num), 2)
+        own["one request alone, 1"] = round(1e3 * estimator.step(shape, [(1, 255)]), 2)
+        own["256 of 100 to 1024, seed 0, 256"] = round(1e3 * estimator.headline(shape))
+    return found
+
+
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="what a device's run is put beside")
+    options = parser.parse_args()
     estimators = {name: Estimator(card) for name, card in CARDS.items()}
+    if options.write:
+        found = {name: rows(estimator) for name, estimator in estimators.items()}
+        PLACE.write_text(json.dumps(found, indent=1) + "\n")
+        return
     print(layers(estimators), steps(estimators), sep="\n\n")
 
 

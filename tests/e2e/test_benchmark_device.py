@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from gpu.attention import PROMPTS
 from gpu.box import Box, Ceilings
 from gpu.engines import decode_seconds, floor_of, headline, step_floor
+from gpu.expected import expected
 from gpu.report import Report, Section
 from shapes import SHAPES
 
@@ -42,6 +44,20 @@ def test_dry_run_goes_through_every_section(tmp_path: Path) -> None:
     steps = [row["what"] for row in found["sections"]["tiny"]["rows"]]
     assert steps[:3] == ["start", "one request alone", "256 of 100 to 1024, seed 0"]
     assert {"step, graphs", "step, call by call"} <= set(steps)
+
+
+def test_a_row_stands_beside_its_estimate() -> None:
+    """Every row of attention that is measured has one, on a card that is known."""
+    for model in ("qwen3-0.6b", "llama-3.1-8b"):
+        for label in PROMPTS:
+            row = {"model": model, "prompts": label, "us": 1.0}
+            assert expected("NVIDIA H200", "prefill", row)["expected us"] > 0
+        decode = {"model": model, "batch": 64, "context": 100_000, "cache": "bfloat16"}
+        assert expected("NVIDIA H100 80GB HBM3", "decode", decode)["expected us"] > 0
+        step = {"what": "step, graphs", "requests": 64}
+        assert expected("NVIDIA H100 80GB HBM3", model, step)["expected ms"] > 0
+    assert not expected("NVIDIA L4", "decode", decode)
+    assert not expected("NVIDIA H200", "decode", decode | {"cache": "float8_e4m3fn"})
 
 
 def test_headline_is_the_published_workload() -> None:
