@@ -7,3 +7,9 @@ from support import triton_interpreter
 @pytest.mark.timeout(300)
 def test_attention_and_write_agree_with_the_reference() -> None:
     triton_interpreter.check("test_attention.py", "test_shares.py", "test_kv_write.py")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_every_group_and_head_size_agrees_with_the_reference() -> None:
+    triton_interpreter.check("test_attention.py", timeout=1100, options=("-m", "slow"))

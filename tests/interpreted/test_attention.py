@@ -5,6 +5,7 @@ Where nothing may be read lies NaN: free blocks, blocks a window left, the rest 
 
 import dataclasses
 import itertools
+import random
 from typing import Any
 
 import pytest
@@ -25,8 +26,8 @@ STEPS = {
 SWITCHES = {
     "step": list(STEPS),
     "dtype": [torch.float32, torch.float16, torch.bfloat16],
-    "head_dim": [64, 128, 32, 80, 96, 256],
-    "group": [1, 2, 3, 4, 8],
+    "head_dim": [64, 128, 32, 80, 96, 112, 256],
+    "group": [1, 2, 3, 4, 5, 6, 7, 8],
     "page": [16, 32, 64, 24],
     "window": [0, 7, 40],
     "softcap": [0.0, 20.0],
@@ -101,6 +102,24 @@ def queries(num: int, case: dict[str, Any], rng: torch.Generator) -> torch.Tenso
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
 def test_attention_over_pairs_of_switches(case: dict[str, Any], rng: torch.Generator) -> None:
+    check(case, rng)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", SWITCHES["group"])
+@pytest.mark.parametrize("head_dim", SWITCHES["head_dim"])
+def test_every_group_of_every_size(group: int, head_dim: int, rng: torch.Generator) -> None:
+    """With all steps; the other switches are drawn."""
+    dice = random.Random(rng.initial_seed())
+    for step in STEPS:
+        case = {name: dice.choice(values) for name, values in SWITCHES.items()}
+        case |= {"step": step, "group": group, "head_dim": head_dim}
+        if case["dtype"] is torch.float32:
+            case["cache"] = "same"
+        check(case, rng)
+
+
+def check(case: dict[str, Any], rng: torch.Generator) -> None:
     cache = a_cache(case, rng)
     q = queries(cache.num_tokens + 2, case, rng)  # two rows of no sequence
     kv = cache.kv.to(torch.float8_e4m3fn if case["cache"] == "fp8" else q.dtype)
