@@ -81,8 +81,8 @@ def invariant_linear(
 
 def mixture(
     x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: grouped.Experts,
+    down: grouped.Experts,
     chosen: torch.Tensor,
     weights: torch.Tensor,
     act: str,

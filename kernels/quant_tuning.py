@@ -15,10 +15,10 @@ LEAST_STEPS = 4
 
 # Above so many rows of 16-bit numbers a weight is dequantised once and the library multiplies. That
 # writes and reads 2 bytes a weight more: 4 / 3.05e12 s on an H100. A row costs the library
-# 2 / 783e12 s a weight, and a product that unpacks half as much again, if its tensor cores are busy
-# two thirds of the time (they wait for scales at each group): even at 1,030 rows. An A100 (1.9e12
-# bytes, 250e12 operations a second) is even at 530, an MI300X (4.3e12, 600e12) at 560.
-_MOST_FUSED_ROWS = {"sm_90": 1024, "sm_80": 512, "gfx942": 512}
+# 2 / 783e12 s a weight, and about twice that a product that unpacks: it waits for tensor cores at
+# each group, where the library does not. They are even at 510 rows (on an A100, of 1.9e12 bytes and
+# 250e12 operations a second, at 260, but there, too, steps of so many rows get by without scratch).
+_MOST_FUSED_ROWS = 512
 # Of float32, which tensor cores do not take: arithmetic is the bound from few rows on.
 _MOST_FUSED_ROWS_OF_FLOAT32 = 64
 
@@ -51,9 +51,9 @@ _TILES = {
 }
 
 
-def most_fused_rows(arch: str, itemsize: int) -> int:
-    """Rows up to which packed weights are read by the product itself."""
-    return _MOST_FUSED_ROWS[arch] if itemsize == 2 else _MOST_FUSED_ROWS_OF_FLOAT32
+def most_fused_rows(itemsize: int) -> int:
+    """Rows of such numbers up to which packed weights are read by the product itself."""
+    return _MOST_FUSED_ROWS if itemsize == 2 else _MOST_FUSED_ROWS_OF_FLOAT32
 
 
 def product_tile(arch: str, num_rows: int, itemsize: int) -> Tile:

@@ -5,8 +5,9 @@ N outputs, K inputs, G groups of inputs; inputs of a group share a scale (and a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import gcd
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -48,7 +49,7 @@ class Packed(NamedTuple):
 
     @property
     def num_outputs(self) -> int:
-        return len(self.values)
+        return self.values.shape[-2]
 
     def to(self, device: torch.device | str) -> Packed:
         """A copy on a device."""
@@ -63,6 +64,32 @@ class Packed(NamedTuple):
         """The matrix of some outputs: [I] -> I outputs."""
         zeros = None if self.zeros is None else self.zeros[:, ids]
         return self._replace(values=self.values[ids], scales=self.scales[:, ids], zeros=zeros)
+
+    def at(self, index: int) -> Packed:
+        """One of the matrices that `stack` has put together."""
+        return self._replace(**{name: tensor[index] for name, tensor in self._tensors().items()})
+
+    def _tensors(self) -> dict[str, Any]:
+        return {name: one for name, one in self._asdict().items() if isinstance(one, torch.Tensor)}
+
+    def _form(self) -> tuple[object, ...]:
+        """What matrices have in common that can be put together."""
+        tensors = {name: (one.shape, one.dtype) for name, one in self._tensors().items()}
+        return tensors, self.bits, self.group_size, self.num_inputs, self.piece
+
+
+def can_stack(matrices: Sequence[Packed]) -> bool:
+    """Whether they are of one size, packed alike."""
+    return all(matrix._form() == matrices[0]._form() for matrix in matrices[1:])
+
+
+def stack(matrices: Sequence[Packed]) -> Packed:
+    """Matrices in one: each of its tensors has an axis [E] before its own. See `can_stack`."""
+    tensors = [matrix._tensors() for matrix in matrices]
+    stacked: dict[str, Any] = {
+        name: torch.stack([each[name] for each in tensors]) for name in tensors[0]
+    }
+    return matrices[0]._replace(**stacked)
 
 
 def piece_of(bits: int, group_size: int, num_groups: int) -> int:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from engine.errors import ConfigError
-from engine.layers.adapted import Adaptable
+from engine.layers.adapted import Adaptable, Linear
 from engine.layers.quantized import QuantizedWeight
 from kernels import quant
-from kernels.quantized import Packed, can_pack, pack, unpack
+from kernels.quantized import Packed, Quantized, can_pack, pack, unpack
 from kernels.reference.quant import dequantize, quantize_fp8
 
 FP8_ALIGNMENT = 16  # inputs and outputs of torch's product of 8-bit floats
@@ -99,6 +99,17 @@ def device_linear(
     if can_pack(matrix):
         return WeightOnlyLinear(pack(matrix).to(device), bias, weight.dtype)
     return None
+
+
+def packed_of(linear: Linear) -> Packed | None:
+    """What a layer computes with, as a product of weights alone takes it; ``None`` if there is no
+    such product, or a bias."""
+    if not isinstance(linear, WeightOnlyLinear | Fp8Linear) or linear.bias is not None:
+        return None
+    if isinstance(linear, WeightOnlyLinear):
+        return linear.packed
+    scales = linear.scales.T  # [out, 1]
+    return pack(Quantized(linear.values, scales, bits=8, group_size=linear.in_features))
 
 
 def is_for_fp8_product(weight: QuantizedWeight) -> bool:

@@ -11,7 +11,9 @@ import kernels
 from engine.layers.adapted import Linear
 from engine.layers.batch import Embeds, Wanted
 from engine.layers.linear import BFloat16Linear, PlainLinear
+from engine.layers.quantized_linear import packed_of
 from kernels.meta import AttentionMeta
+from kernels.quantized import Packed, can_stack, stack
 
 
 class Embedding:
@@ -166,8 +168,8 @@ class GroupedExperts:
         experts, mixture.experts = mixture.experts, ()
         self._route = mixture.route
         self._activation = experts[0].activation
-        self._gate_up = _stacked([expert.gate_up for expert in experts])  # [E, 2F, H]
-        self._down = _stacked([expert.down for expert in experts])  # [E, H, F]
+        self._gate_up = together([expert.gate_up for expert in experts])  # [E, 2F, H]
+        self._down = together([expert.down for expert in experts])  # [E, H, F]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [N, H] -> [N, H]."""
@@ -178,15 +180,25 @@ class GroupedExperts:
 
 
 def can_be_grouped(mixture: MixtureOfExperts) -> bool:
-    """Whether all its weights are plain ones without biases."""
+    """Whether weights are plain or packed, without biases, those of one place alike."""
     return all(
-        isinstance(linear, PlainLinear) and linear.bias is None
-        for expert in mixture.experts
-        for linear in (expert.gate_up, expert.down)
+        can_be_together([getattr(expert, place) for expert in mixture.experts])
+        for place in ("gate_up", "down")
     )
 
 
-def _stacked(linears: Sequence[Linear]) -> torch.Tensor:
+def can_be_together(linears: Sequence[Linear]) -> bool:
+    if all(isinstance(linear, PlainLinear) and linear.bias is None for linear in linears):
+        return True
+    packed = list(map(packed_of, linears))
+    return None not in packed and can_stack([one for one in packed if one is not None])
+
+
+def together(linears: Sequence[Linear]) -> torch.Tensor | Packed:
+    """The weights of experts in one. See ``can_be_together``."""
+    packed = [one for one in map(packed_of, linears) if one is not None]
+    if packed:
+        return stack(packed)
     return torch.stack([linear.weight for linear in linears if isinstance(linear, PlainLinear)])
 
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import torch
 
+from kernels.quantized import Packed, unpack
 from kernels.reference.pointwise import act_mul, wide
+from kernels.reference.quant import dequantize
+
+Experts = torch.Tensor | Packed
+"""Matrices [E, out, in], plain or as `kernels.quantized.stack` puts them together."""
 
 
 def mixture(
     x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: Experts,
+    down: Experts,
     chosen: torch.Tensor,
     weights: torch.Tensor,
     act: str,
@@ -25,12 +30,19 @@ def mixture(
         total = torch.zeros_like(wide(token))
         for expert, factor in zip(experts, factors, strict=True):
             if expert >= 0:
-                hidden = (wide(gate_up[expert]) @ wide(token)).to(x.dtype)
+                hidden = (_expert(gate_up, expert, x) @ wide(token)).to(x.dtype)
                 inner = act_mul(hidden[None], act)[0]
-                part = wide(down[expert]) @ wide(inner) * factor.to(total.dtype)
+                part = _expert(down, expert, x) @ wide(inner) * factor.to(total.dtype)
                 total += part.to(x.dtype).to(total.dtype)
         rows.append(total.to(x.dtype))
     return torch.stack(rows) if rows else torch.empty_like(x)
+
+
+def _expert(experts: Experts, index: int, x: torch.Tensor) -> torch.Tensor:
+    """One of them, as exact as x is computed with."""
+    if isinstance(experts, Packed):
+        return dequantize(unpack(experts.at(index)), torch.float32).to(wide(x).dtype)
+    return wide(experts[index])
 
 
 def add_lora(

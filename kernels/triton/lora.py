@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton.groups import Groups, align, align_launches
 from kernels.triton.launch import Launch
-from kernels.triton.moe import Groups, align, align_launches
 from kernels.tuning import pad_power
 
 PART = 512  # columns of x that a program multiplies

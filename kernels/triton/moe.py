@@ -1,7 +1,7 @@
-"""Mixtures of experts: pairs of token and expert, sorted into blocks of one expert, multiplied.
+"""Mixtures of experts: pairs of token and expert, sorted into blocks of one expert (groups.py).
 
-The order of the pairs is that of the tokens and nothing is added atomically: a token's result does
-not depend on the rest of the batch. Grids are upper bounds that the host knows without the routing.
+Experts are plain or packed. Their products are in the order of the tokens, and nothing is added
+atomically: a token's result does not depend on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.quant_tuning import product_tile
+from kernels.quantized import Packed, Quantized, pack, stack
+from kernels.reference.grouped import Experts
 from kernels.triton.activation import act_mul
-from kernels.triton.launch import Launch
+from kernels.triton.groups import Groups, align, align_launches
+from kernels.triton.launch import Launch, arch_of
+from kernels.triton.unpack import packed_sums, shape_of
 from kernels.tuning import pad_power
-
-SCAN = 1024  # pairs an expert looks at together
 
 
 class Tiles(NamedTuple):
@@ -26,55 +29,6 @@ class Tiles(NamedTuple):
     M: int  # pairs
     N: int  # columns of the result
     K: int  # columns multiplied at a time
-
-
-class Groups(NamedTuple):
-    """Pairs by group, each group's padded to whole blocks of M. P pairs, B blocks at most."""
-
-    pairs: torch.Tensor  # [B * M] int32: the pairs; P where a block is padded
-    block_groups: torch.Tensor  # [B] int32: the group of each block; -1 behind the last
-    num_pairs: int
-
-
-@triton.jit(do_not_specialize=["num_pairs"])
-def count_kernel(groups, counts, num_pairs, SCAN: tl.constexpr):
-    """Program group: how many pairs it has."""
-    group = tl.program_id(0)
-    count = 0
-    for start in range(0, num_pairs, SCAN):
-        pair = start + tl.arange(0, SCAN)
-        found = tl.load(groups + pair, mask=pair < num_pairs, other=-1)
-        count += tl.sum((found == group).to(tl.int32))
-    tl.store(counts + group, count)
-
-
-@triton.jit(do_not_specialize=["num_pairs", "num_groups", "num_blocks"])
-def place_kernel(  # noqa: PLR0913
-    groups, counts, pairs, block_groups, num_pairs, num_groups, num_blocks,
-    M: tl.constexpr, PAD: tl.constexpr, SCAN: tl.constexpr,
-):  # fmt: skip
-    """Program group, in ascending order of its pairs; the one after the last ends the list."""
-    group = tl.program_id(0)
-    other = tl.arange(0, PAD)
-    count = tl.load(counts + other, mask=other < num_groups, other=0)
-    first = tl.sum(tl.where(other < group, (count + M - 1) // M, 0))
-    mine = tl.sum(tl.where(other == group, (count + M - 1) // M, 0))
-    end = first + mine
-    label = group
-    if group == num_groups:
-        end = num_blocks
-        label = -1
-    place = first * M
-    for start in range(0, tl.where(mine > 0, num_pairs, 0), SCAN):
-        pair = start + tl.arange(0, SCAN)
-        is_mine = tl.load(groups + pair, mask=pair < num_pairs, other=-1) == group
-        there = place + tl.cumsum(is_mine.to(tl.int32)) - 1
-        tl.store(pairs + there, pair, mask=is_mine)
-        place += tl.sum(is_mine.to(tl.int32))
-    for block in range(first, end):
-        tl.store(block_groups + block, label)
-        padding = block * M + tl.arange(0, M)
-        tl.store(pairs + padding, tl.zeros([M], tl.int32) + num_pairs, mask=padding >= place)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -106,6 +60,39 @@ def product_kernel(  # noqa: PLR0913
     tl.store(there, acc.to(out.dtype.element_ty), mask=is_pair[:, None] & (column < N)[None, :])
 
 
+@triton.jit(do_not_specialize=["num_pairs", "num_steps"])
+def packed_experts_kernel(  # noqa: PLR0913
+    a, values, scales, zeros, order, out, pairs, block_groups, weights, num_pairs, stride_a,
+    num_outputs, num_steps, FAN: tl.constexpr, S: tl.constexpr,
+):  # fmt: skip
+    """Program (part of the outputs, block): as product_kernel, of packed matrices."""
+    block = tl.program_id(1)
+    group = tl.load(block_groups + block).to(tl.int64)
+    if group < 0:
+        return
+    pair = tl.load(pairs + block * S.M + tl.arange(0, S.M))
+    is_pair = pair < num_pairs
+    output = tl.program_id(0) * S.N + tl.arange(0, S.N)
+    column = tl.minimum(output, num_outputs - 1)
+    rows = a + (tl.minimum(pair, num_pairs - 1) // FAN).to(tl.int64)[None, :] * stride_a
+    matrix = values + (group * num_outputs + column)[:, None] * S.WIDTH
+    table = group * S.GROUPS * num_outputs
+    if zeros is not None:
+        zeros += table
+    if order is not None:
+        order += group * S.K
+    tables = scales + table, zeros, column, num_outputs
+    acc = packed_sums((rows, is_pair, order), matrix, tables, (0, num_steps), S)
+    # Read anew, not kept over the loop, in which there is no register to spare.
+    pair = tl.load(pairs + block * S.M + tl.arange(0, S.M), cache_modifier=".cg")
+    is_pair, sums = pair < num_pairs, tl.trans(acc)
+    if weights is not None:
+        sums = sums * tl.load(weights + pair, mask=is_pair, other=0.0)[:, None]
+    there = out + pair.to(tl.int64)[:, None] * num_outputs + output[None, :]
+    mask = is_pair[:, None] & (output < num_outputs)[None, :]
+    tl.store(there, sums.to(out.dtype.element_ty), mask=mask)
+
+
 @triton.jit
 def sum_kernel(parts, chosen, out, H: tl.constexpr, FAN: tl.constexpr, TILE: tl.constexpr):
     """Program (token, part of the columns): the sum over its experts, in their order."""
@@ -119,59 +106,29 @@ def sum_kernel(parts, chosen, out, H: tl.constexpr, FAN: tl.constexpr, TILE: tl.
     tl.store(out + token * H + column, total.to(out.dtype.element_ty), mask=column < H)
 
 
-def tiles_for(num_pairs: int, num_groups: int, itemsize: int) -> tuple[Tiles, int, int]:
-    """(tiles, warps, stages) for so many pairs: few of them leave tensor cores idle anyway."""
+# Bytes of x -> pairs a program -> (tiles, warps, stages).
+_TILES = {
+    2: {
+        16: (Tiles(16, 64, 128), 4, 3),
+        64: (Tiles(64, 128, 64), 4, 3),
+        128: (Tiles(128, 128, 64), 8, 3),
+    },
+    4: {16: (Tiles(16, 64, 32), 4, 2), 32: (Tiles(32, 64, 32), 4, 2)},
+}
+
+
+def block_rows(num_pairs: int, num_groups: int, itemsize: int) -> int:
+    """Pairs a program: few of them leave tensor cores idle anyway."""
     a_group = num_pairs // num_groups
     if itemsize == 4:
-        return Tiles(16 if a_group < 32 else 32, 64, 32), 4, 2
-    if a_group < 32:
-        return Tiles(16, 64, 128), 4, 3
-    if a_group < 128:
-        return Tiles(64, 128, 64), 4, 3
-    return Tiles(128, 128, 64), 8, 3
-
-
-def align(chosen: torch.Tensor, num_groups: int, block: int) -> Groups:
-    """Sort pairs by group. chosen: int32 of any shape, flattened to P pairs; -1 has no group."""
-    groups, launches = align_launches(chosen.reshape(-1), num_groups, block)
-    for launch in launches:
-        launch.run()
-    return groups
-
-
-def align_launches(
-    chosen: torch.Tensor, num_groups: int, block: int
-) -> tuple[Groups, list[Launch]]:
-    num_pairs = len(chosen)
-    # Every group but one may end in a block that holds a single pair.
-    num_blocks = (num_pairs + min(num_pairs, num_groups) * (block - 1)) // block
-    groups = Groups(chosen.new_empty(num_blocks * block), chosen.new_empty(num_blocks), num_pairs)
-    count = {
-        "groups": chosen,
-        "counts": chosen.new_empty(num_groups),
-        "num_pairs": num_pairs,
-        "SCAN": SCAN,
-    }
-    place = {
-        **count,
-        "pairs": groups.pairs,
-        "block_groups": groups.block_groups,
-        "num_groups": num_groups,
-        "num_blocks": num_blocks,
-        "M": block,
-        "PAD": pad_power(num_groups),
-    }
-    launches = [
-        Launch(count_kernel, (num_groups,), count, 4, 1),
-        Launch(place_kernel, (num_groups + 1,), place, 4, 1),
-    ]
-    return groups, launches
+        return 16 if a_group < 32 else 32
+    return 16 if a_group < 32 else 64 if a_group < 128 else 128
 
 
 def mixture(
     x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: Experts,
+    down: Experts,
     chosen: torch.Tensor,
     weights: torch.Tensor,
     act: str,
@@ -180,16 +137,67 @@ def mixture(
     out = torch.empty_like(x)
     if not out.numel():
         return out
-    num_pairs, fan = chosen.numel(), chosen.shape[1]
-    tiles = tiles_for(num_pairs, len(gate_up), x.element_size())
-    groups = align(chosen, len(gate_up), tiles[0].M)
-    hidden = x.new_empty((num_pairs, gate_up.shape[1]))
-    product_launch((x, gate_up, hidden), groups, None, fan, tiles).run()
+    (num_groups, width), fan = sizes_of(gate_up), chosen.shape[1]
+    rows = block_rows(chosen.numel(), num_groups, x.element_size())
+    if isinstance(gate_up, Packed) or isinstance(down, Packed):
+        rows = product_tile(arch_of(x), rows, x.element_size()).rows
+    groups = align(chosen, num_groups, rows)
+    hidden = x.new_empty((chosen.numel(), width))
+    experts_launch((x, gate_up, hidden), groups, None, fan).run()
     inner = act_mul(hidden, act)
-    parts = x.new_empty((num_pairs, down.shape[1]))
-    product_launch((inner, down, parts), groups, weights.contiguous(), 1, tiles).run()
+    parts = x.new_empty((chosen.numel(), x.shape[1]))
+    experts_launch((inner, down, parts), groups, weights.contiguous(), 1).run()
     sum_launch(parts, chosen.contiguous(), out).run()
     return out
+
+
+def sizes_of(experts: Experts) -> tuple[int, int]:
+    """(how many, outputs of each)."""
+    values = experts.values if isinstance(experts, Packed) else experts
+    return values.shape[0], values.shape[1]
+
+
+def experts_launch(
+    tensors: tuple[torch.Tensor, Experts, torch.Tensor],
+    groups: Groups,
+    weights: torch.Tensor | None,
+    fan: int,
+) -> Launch:
+    """tensors: rows [P / fan, K], experts of N outputs and K inputs, and out [P, N]."""
+    a, experts, out = tensors
+    if isinstance(experts, Packed):
+        return packed_launch((a, out), experts, groups, weights, fan)
+    return product_launch((a, experts, out), groups, weights, fan)
+
+
+def packed_launch(
+    tensors: tuple[torch.Tensor, torch.Tensor],
+    experts: Packed,
+    groups: Groups,
+    weights: torch.Tensor | None,
+    fan: int,
+) -> Launch:
+    a, out = tensors
+    tile = product_tile(arch_of(a), groups.block, a.element_size())
+    args = {
+        "a": a,
+        "values": experts.values,
+        "scales": experts.scales,
+        "zeros": experts.zeros,
+        "order": experts.order,
+        "out": out,
+        "pairs": groups.pairs,
+        "block_groups": groups.block_groups,
+        "weights": weights,
+        "num_pairs": groups.num_pairs,
+        "stride_a": a.stride(0),
+        "num_outputs": experts.num_outputs,
+        "num_steps": triton.cdiv(experts.values.shape[-1], experts.piece),
+        "FAN": fan,
+        "S": shape_of(experts, groups.block, tile.outputs),
+    }
+    grid = (triton.cdiv(experts.num_outputs, tile.outputs), len(groups.block_groups))
+    return Launch(packed_experts_kernel, grid, args, tile.warps, tile.stages)
 
 
 def product_launch(
@@ -197,12 +205,10 @@ def product_launch(
     groups: Groups,
     weights: torch.Tensor | None,
     fan: int,
-    tiles: tuple[Tiles, int, int],
 ) -> Launch:
-    """tensors: rows [P / fan, K], matrices [E, N, K] and out [P, N]."""
     a, matrices, out = tensors
     _, width, depth = matrices.shape
-    shape, warps, stages = tiles
+    shape, warps, stages = _TILES[a.element_size()][groups.block]
     args = {
         "a": a,
         "matrices": matrices,
@@ -238,19 +244,42 @@ def sum_launch(parts: torch.Tensor, chosen: torch.Tensor, out: torch.Tensor) -> 
 
 
 def configurations() -> Iterator[Launch]:
-    """128 experts of which 8 are taken, decodes to long prompts."""
+    """128 experts of which 8 are taken, plain and packed, decodes to long prompts."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for num_tokens in (64, 1024, 8192):
             x = torch.empty((num_tokens, 2048), dtype=dtype, device="meta")
-            chosen = torch.empty((num_tokens, 8), dtype=torch.int32, device="meta")
-            tiles = tiles_for(chosen.numel(), 128, x.element_size())
-            groups, launches = align_launches(chosen.reshape(-1), 128, tiles[0].M)
-            yield from launches
-            gate_up = x.new_empty((128, 1536, 2048))
-            hidden = x.new_empty((chosen.numel(), 1536))
-            yield product_launch((x, gate_up, hidden), groups, None, 8, tiles)
-            down = x.new_empty((128, 2048, 768))
-            inner, parts = hidden[:, :768], x.new_empty((chosen.numel(), 2048))
-            weights = chosen.float()
-            yield product_launch((inner, down, parts), groups, weights, 1, tiles)
-            yield sum_launch(parts, chosen, x)
+            yield from of_experts(x, x.new_empty((128, 1536, 2048)), x.new_empty((128, 2048, 768)))
+            if dtype is torch.bfloat16:
+                for form in forms():
+                    yield from of_experts(x, *form)
+
+
+def of_experts(x: torch.Tensor, gate_up: Experts, down: Experts) -> Iterator[Launch]:
+    chosen = torch.empty((len(x), 8), dtype=torch.int32, device="meta")
+    rows = block_rows(chosen.numel(), 128, x.element_size())
+    if isinstance(gate_up, Packed):
+        rows = product_tile(arch_of(x), rows, x.element_size()).rows
+    groups, launches = align_launches(chosen.reshape(-1), 128, rows)
+    hidden = x.new_empty((chosen.numel(), 1536))
+    inner, parts = hidden[:, :768], x.new_empty((chosen.numel(), 2048))
+    if not isinstance(gate_up, Packed):
+        yield from launches
+        yield sum_launch(parts, chosen, x)
+    yield experts_launch((x, gate_up, hidden), groups, None, 8)
+    yield experts_launch((inner, down, parts), groups, chosen.float(), 1)
+
+
+def forms() -> Iterator[tuple[Packed, Packed]]:
+    """Experts as AWQ has them, as GPTQ has them in groups of 32, and in blocks of 8-bit floats."""
+    for dtype, bits, group_size, has_zeros in (
+        (torch.uint8, 4, 128, True),
+        (torch.uint8, 4, 32, False),
+        (torch.float8_e4m3fn, 8, 128, False),
+    ):
+        pair = []
+        for shape in ((1536, 2048), (2048, 768)):
+            values = torch.empty(shape, dtype=dtype, device="meta")
+            scales = values.new_empty((shape[0], shape[1] // group_size), dtype=torch.float16)
+            zeros = torch.empty_like(scales, dtype=torch.uint8) if has_zeros else None
+            pair.append(pack(Quantized(values, scales, bits, group_size, zeros)))
+        yield stack([pair[0]] * 128), stack([pair[1]] * 128)

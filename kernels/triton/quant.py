@@ -38,13 +38,12 @@ def packed_product_kernel(  # noqa: PLR0913
     output = tl.program_id(1) * S.N + tl.arange(0, S.N)
     split = tl.program_id(2)
     is_row, column = row < num_rows, tl.minimum(output, num_outputs - 1)
-    rows = x + row.to(tl.int64)[None, :] * stride_x
+    rows = x + tl.minimum(row, num_rows - 1).to(tl.int64)[None, :] * stride_x
     matrix = values + column.to(tl.int64)[:, None] * S.WIDTH
     first = split * steps_a_split
-    last = tl.minimum(first + steps_a_split, num_steps)
-    acc = packed_sums(
-        rows, is_row, matrix, scales, zeros, order, column, num_outputs, first, last, S
-    )
+    steps = first, tl.minimum(first + steps_a_split, num_steps)
+    tables = scales, zeros, column, num_outputs
+    acc = packed_sums((rows, is_row, order), matrix, tables, steps, S)
     if bias is not None:
         acc += tl.load(bias + column).to(tl.float32)[:, None]
     place = (split * num_rows + row).to(tl.int64)[:, None] * num_outputs + output[None, :]
@@ -75,10 +74,9 @@ def dequantize_kernel(values, scales, zeros, out, num_outputs, S: tl.constexpr):
     raw = bytes_of(values + there.to(tl.int64)[:, None] * S.WIDTH, step, S)
     for half in tl.static_range(8 // S.BITS):
         k = step * S.STEP + half * S.PIECE
-        zero = of_group(zeros, k, there, num_outputs, S)
+        scale, zero = of_group((scales, zeros, there, num_outputs), k, S)
         weight = piece_of(raw, half, zero, out.dtype.element_ty, S)
-        scale = of_group(scales, k, there, num_outputs, S)
-        weight = weight.to(tl.float32) * scale.to(tl.float32)[:, None]
+        weight = weight.to(tl.float32) * scale[:, None]
         place = out + column.to(tl.int64)[:, None] * S.K + (k + inner)[None, :]
         mask = is_column[:, None] & (k + inner < S.K)[None, :]
         tl.store(place, weight.to(out.dtype.element_ty), mask=mask)
@@ -110,7 +108,7 @@ def weight_only_product(
     """See kernels.reference.quant.weight_only_product."""
     if packed.order is not None and len(x) > MOST_GATHERED_ROWS:
         x, packed = x.index_select(1, packed.order), packed._replace(order=None)
-    if len(x) > most_fused_rows(arch_of(x), x.element_size()):
+    if len(x) > most_fused_rows(x.element_size()):
         return F.linear(x, dequantized(packed, x.dtype), bias)
     out = x.new_empty((len(x), packed.num_outputs))
     if len(x):
@@ -238,12 +236,14 @@ def configurations() -> Iterator[Launch]:
 
 
 def of_rows(packed: Packed, dtype: torch.dtype) -> Iterator[Launch]:
-    x = torch.empty((1024, packed.num_inputs), dtype=dtype, device="meta")
-    out, bias = x.new_empty((1024, packed.num_outputs)), x.new_empty(packed.num_outputs)
-    for num_rows in (1, 32, 64, 128, 1024):
+    x = torch.empty((512, packed.num_inputs), dtype=dtype, device="meta")
+    out, bias = x.new_empty((512, packed.num_outputs)), x.new_empty(packed.num_outputs)
+    for num_rows in (1, 32, 64, 128, 512):
         is_ordered = num_rows <= MOST_GATHERED_ROWS
         one = packed if is_ordered else packed._replace(order=None)
         yield from product_launches(x[:num_rows], one, bias, out[:num_rows])
+        tile = product_tile(arch_of(x), num_rows, dtype.itemsize)
+        yield product_launch((x[:num_rows], one, bias, out[:num_rows]), tile, 8, 1)
     yield dequantize_launch(packed, x.new_empty((packed.num_outputs, packed.num_inputs)))
 
 

@@ -95,13 +95,18 @@ def piece_of(raw, half: tl.constexpr, zero, dtype: tl.constexpr, S: tl.constexpr
 
 
 @triton.jit
-def of_group(table, k, column, num_outputs, S: tl.constexpr):
-    """Scales, or zeros, of the group of input k: [N]; None of None."""
-    if table is None:
-        return None
+def of_group(tables, k, S: tl.constexpr):
+    """(scales [N] float32, zeros [N] or None) of the group of input k.
+
+    tables: scales and zeros [G, num_outputs], outputs [N], num_outputs.
+    """
+    scales, zeros, outputs, num_outputs = tables
+    place = tl.minimum(k // S.GROUP, S.GROUPS - 1) * num_outputs + outputs
+    scale = tl.load(scales + place).to(tl.float32)
+    if zeros is None:
+        return scale, None
     else:
-        group = tl.minimum(k // S.GROUP, S.GROUPS - 1)
-        return tl.load(table + group * num_outputs + column)
+        return scale, tl.load(zeros + place)
 
 
 @triton.jit
@@ -115,75 +120,71 @@ def bytes_of(matrix, step, S: tl.constexpr):
 
 
 @triton.jit
-def inputs_of(rows, is_row, order, k, S: tl.constexpr):
-    """rows: [1, M] pointers to rows of x -> the piece from column k on: [PIECE, M]."""
+def inputs_of(x, k, S: tl.constexpr):
+    """The piece from column k on: [PIECE, M].
+
+    x: pointers to rows [1, M], whether each is one [M], the order of columns. What is no row has
+    the address of one; where rows may be many, it is read as such.
+    """
+    rows, is_row, order = x
     place = k + tl.arange(0, S.PIECE)
-    mask = is_row[None, :]
-    if S.K % S.STEP != 0:
-        mask = mask & (place < S.K)[:, None]
+    is_in = (place < S.K)[:, None]
     if order is not None:
         place = tl.load(order + place, mask=place < S.K, other=0)
-    return tl.load(rows + place[:, None], mask=mask, other=0.0)
+    if S.M < 128:
+        return tl.load(rows + place[:, None], mask=is_row[None, :] & is_in, other=0.0)
+    elif S.K % S.STEP != 0:
+        return tl.load(rows + place[:, None], mask=is_in, other=0.0)
+    else:
+        return tl.load(rows + place[:, None])
 
 
 @triton.jit
-def add_step(  # noqa: PLR0913
-    acc, raw, rows, is_row, order, step, zero, S: tl.constexpr
-):
+def add_step(acc, raw, x, step, zero, S: tl.constexpr):
     """acc + the weights of a step, which lies in one group, times x: [N, M], without scales."""
     for half in tl.static_range(8 // S.BITS):
-        a = inputs_of(rows, is_row, order, step * S.STEP + half * S.PIECE, S)
+        a = inputs_of(x, step * S.STEP + half * S.PIECE, S)
         acc = tl.dot(piece_of(raw, half, zero, a.dtype, S), a, acc, input_precision="ieee")
     return acc
 
 
 @triton.jit
-def packed_sums(  # noqa: PLR0913
-    rows, is_row, matrix, scales, zeros, order, column, num_outputs, first, last, S: tl.constexpr
-):
-    """The weights of some steps times x: [N, M] float32.
-
-    rows: [1, M] pointers to rows of x; matrix: [N, 1] pointers to rows of bytes, of the outputs
-    `column`. Scales and zeros are read once for a step, and asked for in the step before it.
-    """
-    acc = tl.full([S.N, S.M], 0.0, tl.float32)
-    if S.GROUPS == 1:
-        zero = of_group(zeros, 0, column, num_outputs, S)
-        for step in range(first, last):
-            acc = add_step(acc, bytes_of(matrix, step, S), rows, is_row, order, step, zero, S)
-        acc *= of_group(scales, 0, column, num_outputs, S).to(tl.float32)[:, None]
-    elif S.GROUP % S.STEP == 0:
-        scale = of_group(scales, first * S.STEP, column, num_outputs, S).to(tl.float32)
-        zero = of_group(zeros, first * S.STEP, column, num_outputs, S)
-        for step in range(first, last):
-            raw = bytes_of(matrix, step, S)
-            k = (step + 1) * S.STEP
-            next_scale = of_group(scales, k, column, num_outputs, S).to(tl.float32)
-            next_zero = of_group(zeros, k, column, num_outputs, S)
-            part = tl.full([S.N, S.M], 0.0, tl.float32)
-            acc += add_step(part, raw, rows, is_row, order, step, zero, S) * scale[:, None]
-            scale = next_scale
-            if zeros is not None:
-                zero = next_zero
-    else:
-        for step in range(first, last):
-            raw = bytes_of(matrix, step, S)
-            acc = add_pieces(
-                acc, raw, rows, is_row, scales, zeros, order, column, num_outputs, step, S
-            )
+def add_pieces(acc, raw, x, tables, step, S: tl.constexpr):
+    """acc + the weights of a step, whose pieces have groups of their own, times x: [N, M]."""
+    for half in tl.static_range(8 // S.BITS):
+        k = step * S.STEP + half * S.PIECE
+        a = inputs_of(x, k, S)
+        scale, zero = of_group(tables, k, S)
+        part = tl.dot(piece_of(raw, half, zero, a.dtype, S), a, input_precision="ieee")
+        acc += part * scale[:, None]
     return acc
 
 
 @triton.jit
-def add_pieces(  # noqa: PLR0913
-    acc, raw, rows, is_row, scales, zeros, order, column, num_outputs, step, S: tl.constexpr
-):
-    """acc + the weights of a step, whose pieces have groups of their own, times x: [N, M]."""
-    for half in tl.static_range(8 // S.BITS):
-        k = step * S.STEP + half * S.PIECE
-        a = inputs_of(rows, is_row, order, k, S)
-        zero = of_group(zeros, k, column, num_outputs, S)
-        scale = of_group(scales, k, column, num_outputs, S).to(tl.float32)
-        part = tl.dot(piece_of(raw, half, zero, a.dtype, S), a, input_precision="ieee")
-        acc += part * scale[:, None]
+def packed_sums(x, matrix, tables, steps, S: tl.constexpr):
+    """The weights of steps[0] .. steps[1] - 1 times x: [N, M] float32.
+
+    x: as of inputs_of. matrix: [N, 1] pointers to rows of bytes; tables: as of of_group, of the
+    same outputs. Scales and zeros are read once for a step, and asked for in the step before.
+    """
+    first, last = steps
+    acc = tl.full([S.N, S.M], 0.0, tl.float32)
+    if S.GROUPS == 1:
+        scale, zero = of_group(tables, 0, S)
+        for step in range(first, last):
+            acc = add_step(acc, bytes_of(matrix, step, S), x, step, zero, S)
+        acc *= scale[:, None]
+    elif S.GROUP % S.STEP == 0:
+        scale, zero = of_group(tables, first * S.STEP, S)
+        for step in range(first, last):
+            raw = bytes_of(matrix, step, S)
+            next_scale, next_zero = of_group(tables, (step + 1) * S.STEP, S)
+            part = tl.full([S.N, S.M], 0.0, tl.float32)
+            acc += add_step(part, raw, x, step, zero, S) * scale[:, None]
+            scale = next_scale
+            if zero is not None:
+                zero = next_zero
+    else:
+        for step in range(first, last):
+            acc = add_pieces(acc, bytes_of(matrix, step, S), x, tables, step, S)
     return acc

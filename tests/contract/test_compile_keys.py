@@ -209,6 +209,20 @@ def test_quantised_weights(kind: str, keys: Keys, tmp_path: Path) -> None:
     serving.check()
 
 
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("llama", {"hidden_size": 1024, "intermediate_size": 4096}),  # in parts, or not, by rows
+        ("qwen3-moe", {"num_experts": 12, "num_experts_per_tok": 3}),
+    ],
+)
+def test_packed_weights_of_large_layers_and_of_experts(
+    family: str, sizes: dict[str, Any], keys: Keys, tmp_path: Path
+) -> None:
+    options = {"quantization": "int8", "max_num_batched_tokens": 1024}
+    serve(model(tmp_path, family, **sizes), keys, 2, 8, False, **options)
+
+
 def test_texts_grammars_and_bad_words(keys: Keys, tmp_path: Path, tokenizer: Path) -> None:
     serve(model(tmp_path, **grouped(2)), keys, 2, 8, tokenizer=tokenizer)
 

@@ -198,6 +198,29 @@ def int8(strategy: str, *, sym: bool = True) -> Writer:
     return write
 
 
+def linear_weights(model: PreTrainedModel) -> Tensors:
+    """By the names of their modules."""
+    found = {n: m for n, m in model.named_modules() if type(m) is torch.nn.Linear}
+    return {name: module.weight.data for name, module in found.items()}
+
+
+def take_apart_experts(model: PreTrainedModel, stored: Tensors) -> Tensors:
+    """Files of quantised models hold experts one by one. Their weights in the model, by module."""
+    places = {}
+    for name, parameter in model.named_parameters():
+        prefix, _, last = name.rpartition(".")
+        if not prefix.endswith(".experts"):
+            continue
+        del stored[name]
+        for expert, weight in enumerate(parameter.data):
+            parts = {"down_proj": weight}
+            if last == "gate_up_proj":
+                parts = dict(zip(("gate_proj", "up_proj"), weight.chunk(2), strict=True))
+            places |= {f"{prefix}.{expert}.{part}": one for part, one in parts.items()}
+    stored |= {f"{module}.weight": place.clone() for module, place in places.items()}
+    return places
+
+
 class Written(NamedTuple):
     """A quantised directory, and a transformers model of the numbers it stands for."""
 
@@ -218,16 +241,14 @@ def write_model(
     stored = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         del stored["lm_head.weight"]
-    linear = [name for name, module in model.named_modules() if type(module) is torch.nn.Linear]
-    for module in linear:
+    for module, place in {**linear_weights(model), **take_apart_experts(model, stored)}.items():
         if keep(module):
             continue
         # Parts of one fused projection draw alike.
         dice = torch.Generator().manual_seed(zlib.crc32(module.rpartition(".")[0].encode()))
-        weight = stored.pop(f"{module}.weight")
-        tensors, stands_for = write(weight, dice)
+        tensors, stands_for = write(stored.pop(f"{module}.weight"), dice)
         stored |= {f"{module}.{suffix}": tensor for suffix, tensor in tensors.items()}
-        model.get_submodule(module).weight.data.copy_(stands_for)
+        place.copy_(stands_for)
     path.mkdir()
     save_file(stored, path / "model.safetensors")
     config = json.loads(model.config.to_json_string()) | {"quantization_config": dict(stated)}

@@ -20,7 +20,7 @@ from kernels.reference import quant as reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
-ROWS = (1, 16, 40, 64, 200)
+ROWS = (1, 16, 40, 64, 65, 200, 600)
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 GPU = torch.device("cuda")
 
@@ -28,7 +28,7 @@ GPU = torch.device("cuda")
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_products(kind: Kind, dtype: torch.dtype, seed: int) -> None:
-    """Few rows cut the inputs into parts, many take the dequantised weight."""
+    """Few rows cut the inputs into parts, very many take the dequantised weight."""
     torch.manual_seed(seed)
     if kind.is_float and not has_fp8(GPU):
         pytest.skip("this device has no 8-bit floats")

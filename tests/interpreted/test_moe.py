@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from support.made_quantized import KINDS, Kind, make
 
+from kernels.quantized import Packed, pack, stack
 from kernels.reference import grouped as reference
 from kernels.triton import moe
 
@@ -82,15 +84,55 @@ def test_a_token_does_not_depend_on_its_company() -> None:
     assert moe.mixture(x[:0], gate_up, down, chosen[:0], weights[:0], "silu").shape == (0, 64)
 
 
-@pytest.mark.parametrize("num_pairs", [1000, 40_000])
-def test_larger_tiles_multiply_alike(num_pairs: int) -> None:
+@pytest.mark.parametrize("rows", [64, 128])
+def test_larger_tiles_multiply_alike(rows: int) -> None:
     """The tiles of long prompts, on few pairs."""
     x, matrices = torch.randn(30, 72).bfloat16(), torch.randn(3, 130, 72).bfloat16()
     chosen = torch.randint(0, 3, (30,), dtype=torch.int32)
-    tiles = moe.tiles_for(num_pairs, 3 if num_pairs > 1000 else 10, 2)
-    assert tiles[0].M >= 64
-    groups = moe.align(chosen, 3, tiles[0].M)
+    groups = moe.align(chosen, 3, rows)
     out = torch.full((30, 130), torch.nan)
-    moe.product_launch((x, matrices, out), groups, None, 1, tiles).run()
+    moe.experts_launch((x, matrices, out), groups, None, 1).run()
     wanted = torch.einsum("nh,noh->no", x.double(), matrices.double()[chosen.long()])
     torch.testing.assert_close(out.double(), wanted, rtol=1e-4, atol=1e-3)
+
+
+def packed_layer(kind: Kind, num_experts: int, hidden: int, inner: int) -> tuple[Packed, Packed]:
+    made = [make(kind, 2 * inner, hidden) for _ in range(num_experts)]
+    downs = [make(kind, hidden, inner) for _ in range(num_experts)]
+    return stack(list(map(pack, made))), stack(list(map(pack, downs)))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "num_tokens", "num_experts", "top_k"),
+    [
+        (torch.float32, 9, 6, 2),
+        (torch.bfloat16, 21, 6, 3),
+        (torch.float16, 130, 3, 2),  # programs of 64 pairs
+        (torch.bfloat16, 200, 3, 2),  # of 128
+    ],
+)
+def test_packed_experts(
+    kind: Kind, dtype: torch.dtype, num_tokens: int, num_experts: int, top_k: int
+) -> None:
+    """Each expert has its own scales, zeros and order of inputs."""
+    gate_up, down = packed_layer(kind, num_experts, hidden=192, inner=128)
+    x = torch.randn(num_tokens, 192).to(dtype)
+    weights, chosen = torch.rand(num_tokens, num_experts).topk(top_k)
+    chosen = chosen.int()
+    chosen[0, -1] = -1  # left out
+    got = moe.mixture(x, gate_up, down, chosen, weights, "silu")
+    wanted = reference.mixture(x.double(), gate_up, down, chosen, weights, "silu")
+    assert got.dtype is dtype
+    tolerance = float(TOLERANCE[dtype] * wanted.abs().max())
+    torch.testing.assert_close(got.double(), wanted, rtol=0, atol=tolerance)
+
+
+def test_plain_and_packed_matrices_of_a_layer() -> None:
+    gate_up, _ = packed_layer(KINDS[0], 4, hidden=128, inner=64)
+    down = torch.randn(4, 128, 64).bfloat16() * 0.1
+    x, weights = torch.randn(160, 128).bfloat16(), torch.rand(160, 2)
+    chosen = torch.rand(160, 4).topk(2).indices.int()
+    got = moe.mixture(x, gate_up, down, chosen, weights, "silu")
+    wanted = reference.mixture(x.double(), gate_up, down.double(), chosen, weights, "silu")
+    torch.testing.assert_close(got.double(), wanted, rtol=0, atol=2e-2 * float(wanted.abs().max()))

@@ -107,7 +107,7 @@ def test_rows_of_a_batch_read_packed_weights(
 @pytest.mark.parametrize("num_rows", [65, 130, 512])
 def test_parts_of_a_batch_are_fewer_bytes_than_its_weights(arch: str, num_rows: int) -> None:
     """Of every layer of Llama-3-8B: outputs, inputs."""
-    assert most_fused_rows(arch, 2) >= 512
+    assert num_rows <= most_fused_rows(2)
     tile = product_tile(arch, num_rows, 2)
     for outputs, inputs in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)):
         programs = -(-outputs // tile.outputs) * -(-num_rows // tile.rows)
@@ -119,7 +119,7 @@ def test_parts_of_a_batch_are_fewer_bytes_than_its_weights(arch: str, num_rows: 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_very_many_rows_take_the_dequantised_weight(kind: Kind) -> None:
     matrix = make(kind, num_outputs=40, num_inputs=256)
-    x = torch.randn(most_fused_rows("sm_90", 4) + 1, 256)
+    x = torch.randn(most_fused_rows(4) + 1, 256)
     got = quant.weight_only_product(x, pack(matrix))
     wanted = wanted_of(x, reference.dequantize(matrix, torch.float32), None)
     torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=1e-4)
