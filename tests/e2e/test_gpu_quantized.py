@@ -64,7 +64,9 @@ def test_8_bit_floats(dtype: torch.dtype, input_scale: float | None, seed: int) 
         assert error < max(TOLERANCE[dtype], 5e-3), f"{num_rows} rows: {error:.1e}"
 
 
-@pytest.mark.parametrize("name", ["awq-tied-kept", "gptq-desc-act", "gptq-head", "fp8-blocks"])
+@pytest.mark.parametrize(
+    "name", ["awq-tied-kept", "awq-experts", "gptq-desc-act", "gptq-head", "fp8-blocks"]
+)
 def test_directories_give_the_tokens_of_the_cpu(tmp_path: Path, name: str, seed: int) -> None:
     path = str(written(tmp_path, name).path)
     prompts = [{"prompt_token_ids": tokens_of(seed + n, n)} for n in (3, 17, 80)]

@@ -12,7 +12,6 @@ from e2e.quantized_models import Writer, awq, fp8, gptq, write_model
 from e2e.test_forward import assert_same, load, reference_logits, tokens_of
 from e2e.test_quantized import AWQ, BLOCKS, FP8, GPTQ
 from e2e.tiny_models import CASES, Case
-from support import triton_interpreter
 
 from engine import LLM, SamplingParams
 from engine.config.env import INTERPRET_CUDA
@@ -65,13 +64,18 @@ def test_logits_are_those_of_what_experts_stand_for(tmp_path: Path, name: str, s
     assert_same(got, reference_logits(made.reference, tokens), name)
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (number % 2))
+        for number, name in enumerate(FORMS)
+    ],
+)
 def test_tokens_are_those_of_the_cpu_worker(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two steps in flight, recorded."""
-    if triton_interpreter.IS_INTERPRETING:
-        monkeypatch.setenv(INTERPRET_CUDA, "1")
+    monkeypatch.setenv(INTERPRET_CUDA, "1")
     path, found = write(tmp_path, name).path, []
     dice = torch.Generator().manual_seed(7)
     prompts = [torch.randint(3, 290, (n,), generator=dice).tolist() for n in LENGTHS]
