@@ -184,6 +184,11 @@ def _entry(by_rows: _Rows, rows: int) -> Tile:
     return Tile(min(rows, held), *by_rows[held])
 
 
+def reads_fp8(arch: str) -> bool:
+    """Whether there are kernels for a cache of 8-bit floats."""
+    return any(kind.cache_bytes == 1 for kind in _DECODE[arch])
+
+
 def has_few_chunks(counts: NDArray[np.int32]) -> bool:
     """Whether sequences of so many new tokens each are few enough chunks for a recorded step."""
     return int(np.count_nonzero(counts > MAX_DECODE_TOKENS)) <= MOST_CHUNKS

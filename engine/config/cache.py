@@ -23,8 +23,9 @@ class CacheConfig:
     """Tokens per KV block; 64 on a GPU and 16 on a CPU if not given."""
     num_kv_blocks: int | None = None
     """Blocks in the KV pool; sized from free memory if not given."""
-    kv_cache_dtype: Literal["auto", "bfloat16"] = "auto"
-    """Type of keys and values; auto is the type computed in, bfloat16 halves float32's bytes."""
+    kv_cache_dtype: Literal["auto", "bfloat16", "fp8", "fp8_e4m3"] = "auto"
+    """Type of keys and values; auto is the type computed in, bfloat16 halves float32's bytes, fp8
+    (e4m3, on a GPU from compute capability 9.0 on) those of 16 bits, for less exact answers."""
     kv_cache_memory_bytes: int | None = None
     """Size of the KV pool in bytes, if num_kv_blocks is not given."""
     memory_utilization: float = 0.5

@@ -101,6 +101,8 @@ class Decoder:
         self.vocab_size = output.linear.out_features
         self.dtype = embedding.dtype
         self.weight_dtype = embedding.dtype  # in memory, unless they are quantised
+        # Of each layer [2, Hkv], for a cache of 8-bit floats; see ``scale_cache``.
+        self.kv_scales: Sequence[torch.Tensor | None] = ()
         self._places = dict(places)
 
     @property
@@ -136,6 +138,15 @@ class Decoder:
                     for name, place in self._places.items()
                     if id(place[0]) not in experts
                 }
+
+    def scale_cache(self, device: torch.device) -> int:
+        """Keep keys and values divided by the checkpoint's scales, as 8-bit floats have to be.
+        Returns how many layers have some."""
+        for block, scales in zip(self.blocks, self.kv_scales, strict=False):
+            if scales is not None:
+                held = scales.to(device)
+                block.attention.write["kv_scales"] = block.attention.attend["kv_scales"] = held
+        return sum(scales is not None for scales in self.kv_scales)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> Hidden:

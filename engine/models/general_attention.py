@@ -22,6 +22,8 @@ from transformers.modeling_utils import AttentionInterface
 
 from engine.models.general_support import Misfit
 from kernels import AttentionMeta, paged_attention
+from kernels.reference.quant import FP8
+from kernels.reference.rope import FP8_MAX
 
 PAGED = "metronome_paged"
 TRIAL = "metronome_trial"
@@ -144,8 +146,10 @@ class Step:
         kv_layer = self._kv[self.num_calls]
         self.num_calls += 1
         for half, new in enumerate((keys, values)):
-            rows = new[self._rows].to(kv_layer.dtype)
-            kv_layer[self._blocks, half, :, self._offsets] = rows
+            rows = new[self._rows]
+            if kv_layer.dtype is FP8:  # the cast makes NaN of what is too large
+                rows = rows.clamp(-FP8_MAX, FP8_MAX)
+            kv_layer[self._blocks, half, :, self._offsets] = rows.to(kv_layer.dtype)
         return kv_layer
 
 

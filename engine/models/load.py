@@ -17,6 +17,7 @@ from engine.models.checkpoint import Checkpoint
 from engine.models.decoder import Decoder
 from engine.models.families import FAMILIES
 from engine.models.hf_config import NotNative
+from engine.models.kv_scales import kv_scales
 from engine.models.model import Model
 from engine.models.quant import format_of
 from engine.models.quant.fields import Format
@@ -145,6 +146,7 @@ def load_decoder(
             dtype = compute_dtype(config, info, placement.device, main)
             stored = StoredWeights(checkpoint, targets(spec), form)
             decoder = _build(spec, stored, dtype, placement)
+            decoder.kv_scales = kv_scales(checkpoint, spec)
     millions = sum(prod(target.shape) for target in targets(spec)) / 1e6
     logger.info(
         "%s, %.1f M parameters%s in %s: loaded in %.2f s",

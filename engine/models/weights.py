@@ -17,6 +17,7 @@ import torch
 from engine.errors import ModelError
 from engine.layers.quantized import Weight, stack
 from engine.models.checkpoint import Checkpoint
+from engine.models.kv_scales import is_kv_scale
 from engine.models.quant.fields import Format
 from engine.models.quant.modules import QuantizedModules
 from engine.models.targets import Part, Target
@@ -167,7 +168,7 @@ class StoredWeights:
     def _may_be_left(self, name: str) -> bool:
         if self._modules is not None and self._modules.may_be_left(name):
             return True
-        return DERIVED.search(name) is not None
+        return DERIVED.search(name) is not None or is_kv_scale(name)
 
 
 class RandomWeights:

@@ -42,7 +42,7 @@ from engine.worker.batches import (
     wanted_rows,
 )
 from engine.worker.feature import Feature, Machine
-from engine.worker.memory import choose_kv_dtype, make_kv_cache
+from engine.worker.memory import make_kv_cache, settle_kv_dtype
 from engine.worker.platform import Fetched
 from engine.worker.runner import Runner
 from engine.worker.slots import LiveSeqs
@@ -78,8 +78,8 @@ class DraftModel(Feature):
         """Load the model. Raises ``ConfigError``."""
         config, sched, platform = self._config, self._config.scheduler, machine.platform
         model = self.load(machine)
-        computed_on = "cpu" if platform.shares_memory else "cuda"
-        self._kv_dtype = choose_kv_dtype(config.cache.kv_cache_dtype, model.dtype, computed_on)
+        asked = config.cache.kv_cache_dtype
+        self._kv_dtype = settle_kv_dtype(model, asked, platform.device)
         self._spec = replace(model.kv_spec, dtype_bytes=self._kv_dtype.itemsize)
         self._target = machine
         slots = machine.slots.twin(platform)

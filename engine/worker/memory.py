@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -14,8 +15,13 @@ import torch
 from engine.config.gpu_memory import shortage
 from engine.errors import ConfigError
 from engine.kv.layout import KVSpec
+from engine.layers.linear import is_cpu
+from engine.models.decoder import Decoder
+from engine.models.model import Model
 from engine.models.weights import own_pages
 from engine.worker.platform import Platform
+from kernels.bodies import triton_for
+from kernels.reference.quant import FP8
 
 CGROUP = Path("/sys/fs/cgroup")
 LARGE = 1 << 20  # bytes of a tensor with pages of its own
@@ -27,6 +33,9 @@ MADV_POPULATE_WRITE = 23  # of Linux, from 5.14 on; mmap does not name it
 # its own, which is given back when it is freed.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 KEPT, MAPPED = 64 << 20, 32 << 20
+
+FP8_NAMES = ("fp8", "fp8_e4m3")  # of ``kv_cache_dtype``: vLLM's
+logger = logging.getLogger("engine.worker")
 
 Zeros = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
@@ -45,21 +54,68 @@ def free_host_bytes() -> int:
     return available if limit == "max" else min(available, max(0, int(limit) - used))
 
 
-def choose_kv_dtype(asked: str, computed_in: torch.dtype, device: str) -> torch.dtype:
+def choose_kv_dtype(
+    asked: str, computed_in: torch.dtype, device: torch.device | str
+) -> torch.dtype:
     """Type of keys and values. asked: ``kv_cache_dtype``.
 
     Raises ``ConfigError`` where no kernel reads what was asked for beside such activations.
     """
     if asked == "auto":
         return computed_in
-    is_read = computed_in is torch.bfloat16 or (computed_in is torch.float32 and device == "cpu")
+    device = torch.device(device)
+    if asked in FP8_NAMES:
+        _check_fp8(asked, computed_in, device)
+        return FP8
+    is_read = computed_in is torch.bfloat16 or (computed_in is torch.float32 and is_cpu(device))
     if not is_read:
         raise ConfigError(
-            f"kv_cache_dtype is {asked!r}, but the model is computed in "
-            f"{str(computed_in).removeprefix('torch.')} on {device!r}, which needs a cache of its "
-            'own type: use "auto", or dtype="bfloat16"'
+            f"kv_cache_dtype is {asked!r}, but the model is computed in {_name(computed_in)} on "
+            f'{device.type!r}, which needs a cache of its own type: use "auto", or '
+            'dtype="bfloat16"'
         )
     return torch.bfloat16
+
+
+def _check_fp8(asked: str, computed_in: torch.dtype, device: torch.device) -> None:
+    what = f"kv_cache_dtype is {asked!r}"
+    if is_cpu(device):
+        raise ConfigError(
+            f"{what}, which needs device='cuda', got device='cpu': no kernel there reads 8-bit "
+            'floats; use "auto", or "bfloat16", which halves float32\'s bytes'
+        )
+    if computed_in not in (torch.bfloat16, torch.float16):
+        raise ConfigError(
+            f"{what}, but the model is computed in {_name(computed_in)}, beside which no kernel "
+            'reads 8-bit floats: use dtype="bfloat16", or leave it "auto"'
+        )
+    tensor = torch.empty(0, device=device)
+    body = triton_for(tensor)
+    if body is None or not body.reads_fp8(tensor):
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+        raise ConfigError(
+            f"{what}, and attention has no kernels for 8-bit floats on {name}: they are for "
+            'NVIDIA\'s compute capabilities 9.0 and 10.0; use "auto"'
+        )
+
+
+def settle_kv_dtype(model: Model, asked: str, device: torch.device) -> torch.dtype:
+    """Type of the keys and values of a loaded model, which scales them from now on where they are
+    of 8 bits. Raises ``ConfigError`` as ``choose_kv_dtype`` does."""
+    dtype = choose_kv_dtype(asked, model.dtype, device)
+    if dtype is FP8:
+        num_layers = model.kv_spec.num_layers
+        num_scaled = model.scale_cache(device) if isinstance(model, Decoder) else 0
+        logger.info(
+            "keys and values are kept as float8_e4m3fn: %d of %d layers have scales in the "
+            "checkpoint, others take 1.0, and what is above 448 becomes 448",
+            *(num_scaled, num_layers),
+        )
+    return dtype
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def make_kv_cache(

@@ -24,7 +24,7 @@ from engine.config.model import ModelInfo
 from engine.errors import ConfigError
 from engine.kv.layout import KVSpec
 from engine.messages.step import Column, Masks, StepPlan, StepResult, check_parts
-from engine.models.assemble import compute_dtype
+from engine.models.assemble import activation_dtype, compute_dtype
 from engine.models.decoder import Decoder
 from engine.models.load import load_model
 from engine.models.model import Model
@@ -38,6 +38,7 @@ from engine.worker.memory import (
     explained,
     free_host_bytes,
     make_kv_cache,
+    settle_kv_dtype,
 )
 from engine.worker.platform import Platform
 from engine.worker.profiler import TorchProfiler
@@ -96,21 +97,22 @@ class ModelWorker:
     def load(self) -> ModelFacts:
         """Read the weights and make the tables of the seats. Raises ``ConfigError``."""
         config, platform, sched = self.config, self.platform, self.config.scheduler
-        is_cpu = platform.shares_memory
+        is_cpu, device = platform.shares_memory, platform.device.type
+        dtype = compute_dtype(config.model, self._info, device)
+        # Before weights are read, which takes long; what they are stored in may be known then only.
+        computed_in = activation_dtype(dtype, device)
+        choose_kv_dtype(config.cache.kv_cache_dtype, computed_in, platform.device)
         if is_cpu:
             num_threads = set_threads(config.num_threads or default_num_threads())
             logger.info("%d threads, %s kernels on %s", num_threads, cpu_level(), isa.processor())
-            dtype = compute_dtype(config.model, self._info, "cpu")
             prepare_kernels(self._info, dtype, config.cache.kv_cache_dtype)
-        device = platform.device.type
         with explained(platform, "the weights were loaded"):
             model = load_model(
                 config.model, self._info, device=device, max_model_len=sched.max_model_len
             )
             if isinstance(model, Decoder) and not is_cpu:
                 model.group_experts()
-        computed_on = "cpu" if is_cpu else "cuda"
-        self._kv_dtype = choose_kv_dtype(config.cache.kv_cache_dtype, model.dtype, computed_on)
+        self._kv_dtype = settle_kv_dtype(model, config.cache.kv_cache_dtype, platform.device)
         self._spec = replace(model.kv_spec, dtype_bytes=self._kv_dtype.itemsize)
         with explained(platform, "room was made for the requests"):
             machine = make_machine(model, platform, config, self._features)

@@ -2,7 +2,7 @@
 
 from kernels.reference.logits import are_sound
 from kernels.triton.activation import act_mul
-from kernels.triton.attention import paged_attention
+from kernels.triton.attention import paged_attention, reads_fp8
 from kernels.triton.bitmask import apply_bitmask, apply_edits, forbid_words
 from kernels.triton.gemv import matvec
 from kernels.triton.index import advance, grow_block_tables, preparation, remember
@@ -36,6 +36,7 @@ __all__ = [
     "preparation",
     "qkv_rope_write",
     "quantize_rows",
+    "reads_fp8",
     "remember",
     "rms_norm",
     "sample",

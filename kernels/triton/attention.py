@@ -84,3 +84,8 @@ def mixed_launches(
         prefill_launch(step, chunks, parts),
         *parts.merges,
     ]
+
+
+def reads_fp8(x: torch.Tensor) -> bool:
+    """Whether attention on the device of x reads a cache of 8-bit floats."""
+    return tuning.reads_fp8(arch_of(x))

@@ -30,7 +30,8 @@ class PagedRun:
         self.block_size = block_size
         # What was never written must never be read, so it may as well poison what reads it.
         kept = kv_dtype or model.dtype
-        self.kv = [torch.full(shape, 1e4, dtype=kept) for _ in range(spec.num_layers)]
+        junk = torch.full(shape, 1e4).to(kept)  # NaN in 8 bits
+        self.kv = [junk.clone() for _ in range(spec.num_layers)]
         self.free = list(range(1, num_blocks))
         random.Random(seed).shuffle(self.free)
         self.blocks: dict[str, list[int]] = {}

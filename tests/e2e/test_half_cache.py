@@ -108,5 +108,11 @@ def test_the_same_bytes_hold_twice_the_blocks(tiny_models) -> None:
 def test_a_cache_no_kernel_reads_is_refused(tiny_models) -> None:
     with pytest.raises(ConfigError, match="is 'bfloat16', but the model is computed in float16"):
         choose_kv_dtype("bfloat16", torch.float16, "cuda")
-    with pytest.raises(ConfigError, match="kv_cache_dtype is 'fp8', must be one of: auto, bfloat"):
+    with pytest.raises(
+        ConfigError, match="kv_cache_dtype is 'fp8', which needs device='cuda', got"
+    ):
         engine_for(tiny_models.path("llama"), kv_cache_dtype="fp8")
+    with pytest.raises(
+        ConfigError, match="'fp8_e5m2', must be one of: auto, bfloat16, fp8, fp8_e4"
+    ):
+        engine_for(tiny_models.path("llama"), kv_cache_dtype="fp8_e5m2")

@@ -16,8 +16,9 @@ from engine.models.targets import Part
 # A module is quantised if one of these holds its weight: files decide, not lists of exceptions.
 PACKED_NAMES = ("qweight", "weight_packed")
 PACKED_DTYPES = ("F8_E4M3", "F8_E5M2", "I8")
-# Of inputs, outputs and the cache of keys and values, all of which keep their own precision here;
-# and the shape of a packed weight, which config.json tells as well.
+# Of inputs and outputs, which keep their own precision here; of the cache of keys and values, whose
+# scales have a reader of their own (engine.models.kv_scales); and the shape of a packed weight,
+# which config.json tells as well.
 UNUSED = re.compile(r"\.((k|v|q|kv|input|output|activation|prob)_(scale|zero_point)|weight_shape)$")
 
 

@@ -1,0 +1,55 @@
+"""Scales of keys and values that a checkpoint brings for a cache of 8-bit floats.
+
+Tools that calibrate a cache write `k_scale` and `v_scale`, a number each a layer, beside its
+projections or within them; the cache holds x / scale. Names are those that compressed-tensors,
+AutoFP8 and ModelOpt write.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from engine.errors import ModelError
+from engine.models.checkpoint import Checkpoint
+from engine.models.spec import DecoderSpec
+
+NAMES = ("{0}_scale", "{0}_proj.{0}_scale", "{0}_proj.output_scale", "attn.{0}_scale")
+SCALE = re.compile(r"\.self_attn\.((attn\.|[kv]_proj\.)?[kv]_scale|[kv]_proj\.output_scale)$")
+
+
+def is_kv_scale(name: str) -> bool:
+    """Whether a tensor of a checkpoint is one of them."""
+    return SCALE.search(name) is not None
+
+
+def kv_scales(checkpoint: Checkpoint, spec: DecoderSpec) -> list[torch.Tensor | None]:
+    """Of each layer [2, Hkv] float32, of keys and of values; None: the checkpoint has none.
+
+    Raises ``ModelError`` for scales that are not one number, or one a head, above zero.
+    """
+    num_heads, found = spec.attention.num_kv_heads, list[torch.Tensor | None]()
+    for index in range(len(spec.layers)):
+        place = f"model.layers.{index}.self_attn."
+        both = [_scale(checkpoint, place, letter, num_heads) for letter in "kv"]
+        has_some = any(scale is not None for scale in both)
+        ones = torch.ones(num_heads)
+        rows = [ones if scale is None else scale for scale in both]
+        found.append(torch.stack(rows) if has_some else None)
+    return found
+
+
+def _scale(checkpoint: Checkpoint, place: str, letter: str, num_heads: int) -> torch.Tensor | None:
+    names = [place + name.format(letter) for name in NAMES]
+    stored = next((name for name in names if name in checkpoint.tensors), None)
+    if stored is None:
+        return None
+    scale = checkpoint.tensor(stored).float().flatten()
+    is_sound = bool((scale.isfinite() & (scale > 0)).all())
+    if len(scale) not in (1, num_heads) or not is_sound:
+        raise ModelError(
+            f"{stored} in {checkpoint.root} is {scale.tolist()!r:.80}, must be one number above "
+            f"zero, or one for each of {num_heads} heads"
+        )
+    return scale.expand(num_heads)
