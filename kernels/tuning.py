@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 # Processors of the largest device of a family; decode attention asks for twice as many programs.
 PROCESSORS = {"sm_90": 132, "sm_80": 108, "gfx942": 304}
 MAX_SPLITS = 32
-# Splits in batch-invariant mode, whatever else runs.
-FIXED_SPLITS = 16
 # Fewer keys are not worth a share of their own: in batches that do not fill the device, or do.
 LEAST_SHARE_KEYS, LEAST_FULL_SHARE_KEYS = 128, 1024
 # Shares that there are programs for on each processor, likewise.
@@ -53,19 +51,18 @@ class Kind(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """Into how many shares the keys of all sequences are cut, or of each, and the least of one."""
+    """Into how many shares the keys of all sequences are cut, and the least of one."""
 
     num: int
     least_keys: int
-    is_each: bool
 
     def most_items(self, num_seqs: int) -> int:
         """Shares and the rests of sequences: a sequence has one more than what fills its shares."""
-        return self.num * num_seqs if self.is_each else self.num + num_seqs
+        return self.num + num_seqs
 
     def most_slots(self, num_seqs: int) -> int:
         """Items of sequences that are longer than a share, of which there are fewer than shares."""
-        return self.most_items(num_seqs if self.is_each else min(num_seqs, self.num))
+        return self.most_items(min(num_seqs, self.num))
 
 
 class Splits(NamedTuple):
@@ -217,17 +214,13 @@ def prefill_tile(arch: str, kind: Kind, longest: int, *, is_fixed: bool) -> Tile
     return _entry(_rows_of(_PREFILL, arch, kind), wanted)
 
 
-def decode_shares(
-    arch: str, num_programs: int, num_blocks: int, max_seq_len: int, *, is_fixed: bool
-) -> Shares | None:
+def decode_shares(arch: str, num_programs: int, num_blocks: int, max_seq_len: int) -> Shares | None:
     """For `num_programs` sequences times blocks of heads, `num_blocks` of these. None: each
     sequence is read by one program for each block.
 
     Few programs share what there is among all processors. Many need not, unless one sequence is
     much longer than the others: all would wait for the one program that walks through it.
     """
-    if is_fixed:
-        return Shares(FIXED_SPLITS, LEAST_SHARE_KEYS, is_each=True)
     processors = PROCESSORS[arch]
     if is_lone(arch, num_programs):
         num, least = PROGRAMS_A_PROCESSOR * processors, LEAST_SHARE_KEYS
@@ -235,7 +228,7 @@ def decode_shares(
         return None
     else:
         num, least = FULL_PROGRAMS_A_PROCESSOR * processors, LEAST_FULL_SHARE_KEYS
-    return Shares(max(1, num // num_blocks), least, is_each=False)
+    return Shares(max(1, num // num_blocks), least)
 
 
 def prefill_splits(arch: str, num_programs: int, max_seq_len: int, *, is_fixed: bool) -> Splits:

@@ -168,7 +168,7 @@ def planned(launch: Launch, tiles: NDArray[np.int64]) -> NDArray[np.int64]:
     """Tiles of each item that the plan's kernel would make (``kernels/triton/shares.py``)."""
     shape, num_blocks = launch.args["S"], launch.grid[1]
     most = len(launch.args["seq_lens"]) * num_blocks
-    shares = tuning.decode_shares("sm_90", most, num_blocks, 1 << 30, is_fixed=False)
+    shares = tuning.decode_shares("sm_90", most, num_blocks, 1 << 30)
     assert shares is not None
     share = max(-(-int(tiles.sum()) // shares.num), shares.least_keys // shape.KEYS)
     found = []

@@ -171,8 +171,8 @@ def around_parts() -> Iterator[Shipped]:
         yield merge(parts, dim)
     for dim, heads in product(HEAD_DIMS, (32, 71)):
         yield spans(dim, heads)
-    for is_each, window in product((False, True), (0, 4096)):
-        yield plan(Shares(16, 128, is_each), window)
+    for window in (0, 4096):
+        yield plan(Shares(16, 128), window)
 
 
 def beside_attention(launch: Launch) -> Shipped:

@@ -110,14 +110,14 @@ def decode_launches(
 
 
 def tile_of(
-    q: torch.Tensor, kv_layer: torch.Tensor, meta: AttentionMeta, sizes: tuple[int, int]
+    q: torch.Tensor, kv_layer: torch.Tensor, sizes: tuple[int, int]
 ) -> tuple[tuning.Tile, int]:
     """Tile and query heads of a program; sizes: sequences, and tokens of one at most."""
     num_seqs, tokens = sizes
     arch, kind = arch_of(q), kind_of(q, kv_layer)
     group, most = q.shape[1] // kv_layer.shape[2], tuning.most_decode_rows(arch, kind) // tokens
     heads = tuning.heads_a_program(group, most)
-    is_lone = tuning.is_lone(arch, num_seqs * q.shape[1] // heads) and not meta.batch_invariant
+    is_lone = tuning.is_lone(arch, num_seqs * q.shape[1] // heads)
     rows = tuning.pad_power(tokens * heads)
     return tuning.decode_tile(arch, kind, rows, is_lone=is_lone), heads
 
@@ -136,12 +136,10 @@ def launches_of(
     """
     q, kv_layer, meta, variant = step
     num_seqs, most_tokens = sizes
-    arch, (tile, heads) = arch_of(q), tile_of(q, kv_layer, meta, sizes)
+    arch, (tile, heads) = arch_of(q), tile_of(q, kv_layer, sizes)
     shape = Shape.of(q, kv_layer, variant, heads, tile)
     blocks = q.shape[1] // heads
-    shares = tuning.decode_shares(
-        arch, num_seqs * blocks, blocks, meta.max_seq_len, is_fixed=meta.batch_invariant
-    )
+    shares = tuning.decode_shares(arch, num_seqs * blocks, blocks, meta.max_seq_len)
     args = attention_args(q, kv_layer, meta, variant, shape)
     args |= {"items": None, "out": out, "parts": None, "lse": None, "most_tokens": most_tokens}
     attend = Launch(decode_kernel, (num_seqs, blocks), args, tile.warps, tile.stages)

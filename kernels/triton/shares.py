@@ -43,12 +43,9 @@ def tiles_seen(
 
 
 @triton.jit
-def cut_of(tiles, is_ours, even, num_shares, least_tiles, EACH: tl.constexpr):
+def cut_of(tiles, is_ours, even):
     """Tiles of a part, and parts of each sequence: 0 of those that are not for this kernel."""
-    share = tl.zeros_like(tiles) + even
-    if EACH:
-        share = tl.maximum((tiles + num_shares - 1) // num_shares, least_tiles)
-    count = tl.maximum((tiles + share - 1) // share, 1)
+    count = tl.maximum((tiles + even - 1) // even, 1)
     share = tl.maximum((tiles + count - 1) // count, 1)  # parts of one sequence are even
     count = tl.maximum((tiles + share - 1) // share, 1)
     return share, tl.where(is_ours, count, 0)
@@ -58,12 +55,11 @@ def cut_of(tiles, is_ours, even, num_shares, least_tiles, EACH: tl.constexpr):
 def plan_kernel(  # noqa: PLR0913
     query_start, seq_lens, items, spans,
     num_seqs, num_items, num_shares, least_tiles, most_tokens,
-    KEYS: tl.constexpr, WINDOW: tl.constexpr, EACH: tl.constexpr, SEQS: tl.constexpr,
+    KEYS: tl.constexpr, WINDOW: tl.constexpr, SEQS: tl.constexpr,
 ):  # fmt: skip
     """Program: SEQS sequences. items [num_items, 4]: sequence (-1: none), first tile, end, slot.
 
-    spans [num_seqs, 2]: first slot of a sequence's parts, how many (0: written whole). EACH: every
-    sequence is cut into num_shares by itself, whatever the others are.
+    spans [num_seqs, 2]: first slot of a sequence's parts, how many (0: written whole).
     """
     total = 0
     for start in range(0, num_seqs, SEQS):
@@ -78,13 +74,13 @@ def plan_kernel(  # noqa: PLR0913
     for start in range(0, own, SEQS):
         seq = start + tl.arange(0, SEQS)
         _, tiles, ours = tiles_seen(seq, query_start, seq_lens, num_seqs, most_tokens, KEYS, WINDOW)
-        _, count = cut_of(tiles, ours, even, num_shares, least_tiles, EACH)
+        _, count = cut_of(tiles, ours, even)
         num_before += tl.sum(count, 0)
         slots_before += tl.sum(tl.where(count > 1, count, 0), 0)
 
     seq = own + tl.arange(0, SEQS)
     first, tiles, ours = tiles_seen(seq, query_start, seq_lens, num_seqs, most_tokens, KEYS, WINDOW)
-    share, count = cut_of(tiles, ours, even, num_shares, least_tiles, EACH)
+    share, count = cut_of(tiles, ours, even)
     in_slots = tl.where(count > 1, count, 0)
     begin = num_before + tl.cumsum(count, 0) - count
     slot = slots_before + tl.cumsum(in_slots, 0) - in_slots
@@ -137,7 +133,6 @@ class Plan(NamedTuple):
             "most_tokens": most_tokens,
             "KEYS": keys,
             "WINDOW": window,
-            "EACH": shares.is_each,
             "SEQS": SEQS,
         }
         return plan, [Launch(plan_kernel, (-(-num_seqs // SEQS),), args, 4, 1)]

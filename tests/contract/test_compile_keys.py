@@ -152,6 +152,9 @@ def test_every_number_of_seats(max_num_seqs: int, keys: Keys, tmp_path: Path) ->
     {"cudagraph_capture_sizes": [2, 5]},
     {"block_size": 16, "dtype": "float16"},
     {"dtype": "float32"},
+    {"batch_invariant": True},
+    {"batch_invariant": True, "enforce_eager": True, "kv_cache_dtype": "fp8"},
+    {"kv_cache_dtype": "fp8", "dtype": "float16"},
 ], ids=str)  # fmt: skip
 def test_every_way_to_run(options: dict[str, Any], keys: Keys, tmp_path: Path) -> None:
     small = options.get("max_model_len") == 40

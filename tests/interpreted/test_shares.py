@@ -43,8 +43,7 @@ def tiles_of(new: int, keys: int, window: int) -> tuple[int, int]:
     return first, -(-keys // KEYS)
 
 
-@pytest.mark.parametrize("is_each", [False, True])
-def test_every_tile_is_read_once(is_each: bool, seed: int) -> None:
+def test_every_tile_is_read_once(seed: int) -> None:
     dice = random.Random(seed)
     for _ in range(30):
         most_tokens, window = dice.choice((1, 8)), dice.choice((0, 40))
@@ -53,7 +52,7 @@ def test_every_tile_is_read_once(is_each: bool, seed: int) -> None:
             new = dice.choice((0, 1, 1, 1, most_tokens, 9))
             most = dice.choice((1, 50, 400, 9000))
             sequences.append((new, dice.randint(new, new + most) if dice.random() < 0.9 else 0))
-        shares = Shares(dice.choice((1, 7, 33)), dice.choice((16, 128)), is_each)
+        shares = Shares(dice.choice((1, 7, 33)), dice.choice((16, 128)))
         plan = planned(a_meta(sequences), shares, most_tokens, window)
         items = [item for item in plan.items.tolist() if item[0] >= 0]
         used = [slot for *_, slot in items if slot >= 0]
@@ -74,7 +73,7 @@ def test_every_tile_is_read_once(is_each: bool, seed: int) -> None:
 
 def test_one_long_sequence_among_many_is_shared_out() -> None:
     """No program reads more than 1.5 times its share of all."""
-    shares = tuning.decode_shares("sm_90", 64 * 8, 8, 131_072, is_fixed=False)
+    shares = tuning.decode_shares("sm_90", 64 * 8, 8, 131_072)
     assert shares is not None
     sequences = [(1, 1024)] * 63 + [(1, 100_000)]
     plan = planned(a_meta(sequences), shares, 1, 0)
