@@ -72,6 +72,13 @@ class Packed(NamedTuple):
     def _tensors(self) -> dict[str, Any]:
         return {name: one for name, one in self._asdict().items() if isinstance(one, torch.Tensor)}
 
+    def _ordered(self) -> Packed:
+        """The same, with an order that is said."""
+        if self.order is not None:
+            return self
+        own = torch.arange(self.num_inputs, dtype=torch.int32, device=self.values.device)
+        return self._replace(order=own)
+
     def _form(self) -> tuple[object, ...]:
         """What matrices have in common that can be put together."""
         tensors = {name: (one.shape, one.dtype) for name, one in self._tensors().items()}
@@ -79,12 +86,15 @@ class Packed(NamedTuple):
 
 
 def can_stack(matrices: Sequence[Packed]) -> bool:
-    """Whether they are of one size, packed alike."""
-    return all(matrix._form() == matrices[0]._form() for matrix in matrices[1:])
+    """Whether they are of one size, packed alike but for the order of their inputs."""
+    forms = [matrix._replace(order=None)._form() for matrix in matrices]
+    return all(form == forms[0] for form in forms[1:])
 
 
 def stack(matrices: Sequence[Packed]) -> Packed:
     """Matrices in one: each of its tensors has an axis [E] before its own. See `can_stack`."""
+    if any(matrix.order is not None for matrix in matrices):
+        matrices = [matrix._ordered() for matrix in matrices]
     tensors = [matrix._tensors() for matrix in matrices]
     stacked: dict[str, Any] = {
         name: torch.stack([each[name] for each in tensors]) for name in tensors[0]

@@ -8,9 +8,11 @@ import argparse
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 
+from tools import gpu_budget
 from tools.device_gate import DEVICES, Device, Verdict, compiling_for, judge
-from tools.shipped import shipped
+from tools.shipped import Shipped, shipped
 
 
 def main() -> int:
@@ -18,6 +20,7 @@ def main() -> int:
     parser.add_argument("--device", choices=DEVICES, action="append", help="default: all")
     parser.add_argument("--only", default="", help="launches whose name holds this text")
     parser.add_argument("--every", type=int, default=1, help="take every n-th launch")
+    parser.add_argument("--write-budget", action="store_true", help="see tools/gpu_budget.py")
     parser.add_argument("--verbose", action="store_true", help="a line for every launch")
     options = parser.parse_args()
     is_sound = True
@@ -26,22 +29,35 @@ def main() -> int:
         verdicts = compile_all(DEVICES[name], options)
         print(f"{name}: {len(verdicts)} launches, {time.perf_counter() - start:.0f} s\n")
         print(table(verdicts))
+        if options.write_budget and name == gpu_budget.DEVICE:
+            gpu_budget.write([verdict for verdict in verdicts if not verdict.faults])
         is_sound &= not any(verdict.faults for verdict in verdicts)
     return 0 if is_sound else 1
 
 
 def compile_all(device: Device, options: argparse.Namespace) -> list[Verdict]:
     with compiling_for(device):  # how a launch is cut hangs on what it is for
-        every = list(shipped())
+        every = list(numbered(shipped()))
+    is_held = device is DEVICES[gpu_budget.DEVICE] and not options.write_budget
+    allowed = gpu_budget.budget() if is_held else {}
     chosen = [one for one in every if one.dtype in device.dtypes and options.only in one.name]
     verdicts = []
     for one in chosen[:: options.every]:
         verdict = judge(one, device)
+        verdict.faults.extend(gpu_budget.over_budget(verdict, allowed))
         verdicts.append(verdict)
         if verdict.faults or options.verbose:
             print(verdict.name, verdict.tile, verdict.settings, *verdict.resources[:5], end="  ")
             print("; ".join(verdict.faults), flush=True)
     return verdicts
+
+
+def numbered(launches: Iterable[Shipped]) -> Iterator[Shipped]:
+    """Those of one name are told apart by their number."""
+    seen: dict[str, int] = defaultdict(int)
+    for one in launches:
+        seen[one.name] += 1
+        yield one if seen[one.name] == 1 else one._replace(name=f"{one.name}, #{seen[one.name]}")
 
 
 def table(verdicts: list[Verdict]) -> str:

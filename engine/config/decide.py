@@ -84,6 +84,11 @@ def resolve(
     Raises ``ConfigError``.
     """
     is_cpu, asked, ahead = device == "cpu", config.scheduler, config.async_scheduling
+    if is_cpu and config.gpu.attention_backend is not None:
+        raise ConfigError(
+            f"attention_backend is {config.gpu.attention_backend!r} and the device is a CPU, which "
+            "has attention of its own; leave it out, or use device='cuda'"
+        )
     overlaps = not is_cpu if ahead is None else ahead
     scheduler = part(
         SchedulerConfig,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from engine.config.check import check_kind, check_types
 from engine.errors import ConfigError
 
 MAX_GRAPH_ROWS = 512
+ATTENTION_NAMES = {"TRITON_ATTN": "triton", "FLASHINFER": "flashinfer"}  # vLLM's, and ours
 MIXED_SIZES = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 1024)
 
 
@@ -23,6 +25,10 @@ class GPUConfig:
     """Sizes that steps are recorded for: rows of decode steps, and tokens of steps with chunks of
     prompts or drafts. If not given, 1, 2, 4, then every 8 and 16 rows up to max_num_seqs or 512,
     and 14 numbers of tokens up to 1024."""
+    attention_backend: Literal["triton", "flashinfer", "TRITON_ATTN", "FLASHINFER"] | None = None
+    """What computes attention on a GPU: triton if not given. flashinfer is a package to be
+    installed, for native families in bfloat16 or float16; its steps are launched call by call, not
+    recorded."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -34,6 +40,12 @@ class GPUConfig:
             check_kind("a size in cudagraph_capture_sizes", size, (int,))
             if size < 1:
                 raise ConfigError(f"cudagraph_capture_sizes has {size}, must be at least 1")
+
+    @property
+    def attention(self) -> str:
+        """The name of the body in ``kernels.bodies.ATTENTION``."""
+        asked = self.attention_backend or "triton"
+        return ATTENTION_NAMES.get(asked, asked)
 
 
 def graph_sizes(config: GPUConfig, max_num_seqs: int) -> list[int]:

@@ -39,7 +39,8 @@ class ModelOptions:
     """Quantise plain weights when they are loaded: int8, or fp8 on a GPU."""
     batch_invariant: bool = False
     """Give a request the same bits in any batch, chunking, cache state and after preemption, for
-    slower attention. Native families on a CPU; docs/kernels.md says what differs without it."""
+    slower attention and, on a GPU, slower products. Native families; on a GPU with plain weights
+    and no experts. docs/kernels.md says what it costs and what differs without it."""
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     """dummy: seeded random weights from config.json alone."""
     trust_remote_code: bool = field(default=False, metadata=BOTH)

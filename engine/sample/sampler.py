@@ -5,8 +5,9 @@
               part of a graph
     finish    penalties count what stands; log-probabilities of it
 
-The noise depends on the request's seed and the token's position only: a seeded request gives the
-same tokens in any batch, row or chunking, with drafts and without, and after any preemption.
+The noise depends on the request's seed and the token's position only: from the same logits a seeded
+request draws the same tokens in any batch, row or chunking, with drafts and without, and after any
+preemption.
 """
 
 from __future__ import annotations

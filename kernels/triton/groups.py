@@ -102,7 +102,7 @@ def place_kernel(  # noqa: PLR0913
 
 def align(chosen: torch.Tensor, num_groups: int, block: int) -> Groups:
     """Sort pairs by group. chosen: int32 of any shape, flattened to P pairs; -1 has no group."""
-    groups, launches = align_launches(chosen.reshape(-1), num_groups, block)
+    groups, launches = align_launches(chosen.reshape(-1).contiguous(), num_groups, block)
     for launch in launches:
         launch.run()
     return groups

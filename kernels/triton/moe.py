@@ -270,16 +270,20 @@ def of_experts(x: torch.Tensor, gate_up: Experts, down: Experts) -> Iterator[Lau
 
 
 def forms() -> Iterator[tuple[Packed, Packed]]:
-    """Experts as AWQ has them, as GPTQ has them in groups of 32, and in blocks of 8-bit floats."""
-    for dtype, bits, group_size, has_zeros in (
-        (torch.uint8, 4, 128, True),
-        (torch.uint8, 4, 32, False),
-        (torch.float8_e4m3fn, 8, 128, False),
+    """Experts as AWQ has them, as GPTQ has them in groups of 32 or with inputs in any order, and in
+    blocks of 8-bit floats."""
+    for dtype, bits, group_size, has_zeros, is_sorted in (
+        (torch.uint8, 4, 128, True, False),
+        (torch.uint8, 4, 32, False, False),
+        (torch.uint8, 4, 128, True, True),
+        (torch.float8_e4m3fn, 8, 128, False, False),
     ):
         pair = []
         for shape in ((1536, 2048), (2048, 768)):
             values = torch.empty(shape, dtype=dtype, device="meta")
             scales = values.new_empty((shape[0], shape[1] // group_size), dtype=torch.float16)
             zeros = torch.empty_like(scales, dtype=torch.uint8) if has_zeros else None
-            pair.append(pack(Quantized(values, scales, bits, group_size, zeros)))
+            packed = pack(Quantized(values, scales, bits, group_size, zeros))
+            order = torch.empty(shape[1], dtype=torch.int32, device="meta")
+            pair.append(packed._replace(order=order if is_sorted else None))
         yield stack([pair[0]] * 128), stack([pair[1]] * 128)

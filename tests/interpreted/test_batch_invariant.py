@@ -32,6 +32,7 @@ BATCHES: dict[str, dict[str, Any]] = {
     "together, recorded": {"cudagraph_capture_sizes": [3, 40, 64], "enable_prefix_caching": False},
     "one by one in chunks of 7": {**ALONE, "max_num_batched_tokens": 7},
     "preempted": {"num_kv_blocks": 8, "max_num_batched_tokens": 48},
+    "with drafts": {"speculative_config": {"method": "draft_model", "num_speculative_tokens": 2}},
 }
 
 
@@ -50,6 +51,9 @@ def saved(name: str, root: Path, **options: Any) -> Path:
 def found(path: Path, options: dict[str, Any]) -> Any:
     made = {"device": "cuda", "batch_invariant": True, "dtype": "bfloat16", "max_model_len": 64}
     made |= {"max_num_batched_tokens": 64, "max_num_seqs": 4}
+    if drafting := options.get("speculative_config"):
+        made |= {"enforce_eager": True}
+        options = {"speculative_config": {**drafting, "model": str(path)}}
     with engine_for(str(path), **{**made, **options}) as engine:
         if options.get("max_num_seqs") == 1:
             return {key: answers(engine, {key: ids}, NUM_NEW)[key] for key, ids in PROMPTS.items()}

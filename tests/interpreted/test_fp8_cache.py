@@ -36,9 +36,13 @@ SMALL = {
     "head_dim": 16,
     "vocab_size": 320,
 }
-SCALES = {"k": (0.013, 0.021), "v": (0.004, 0.009)}  # by layer
+SCALES = {"k": (0.053, 0.071), "v": (0.021, 0.037)}  # by layer
 PROMPTS = [[5], list(range(7, 22)), list(range(3, 34)), list(range(3, 30))]
 NUM_NEW = 4
+ON_THE_CPU = pytest.mark.skipif(
+    not triton_interpreter.IS_INTERPRETING,
+    reason="a model on the CPU, of which a GPU would compute a part",
+)
 GPU = {"device": "cuda", "dtype": "float16", "max_model_len": 64, "max_num_seqs": 4}
 
 
@@ -97,6 +101,7 @@ def off_by(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).norm() / theirs.norm())
 
 
+@ON_THE_CPU
 @pytest.mark.parametrize("scaled", [False, True])
 def test_logits_are_those_of_rounded_keys_and_values(
     tmp_path: Path, scaled: bool, seed: int, caplog: pytest.LogCaptureFixture
@@ -145,6 +150,7 @@ def test_tokens_are_those_of_rounded_keys_and_values(mode: str, tmp_path: Path) 
         assert ((best - chosen) <= 0.02 * choices.abs().amax(-1)).all(), "no token that is best"
 
 
+@ON_THE_CPU
 @pytest.mark.parametrize("bias", [0.0, 1000.0])
 def test_a_model_of_transformers_own_saturates(tmp_path: Path, bias: float, seed: int) -> None:
     """Keys and values around zero, or above what 8 bits hold."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.made_quantized import KINDS, Kind, make
 
-from kernels.quantized import Packed, pack, stack
+from kernels.quantized import Packed, can_stack, pack, stack
 from kernels.reference import grouped as reference
 from kernels.triton import moe
 
@@ -126,6 +126,24 @@ def test_packed_experts(
     assert got.dtype is dtype
     tolerance = float(TOLERANCE[dtype] * wanted.abs().max())
     torch.testing.assert_close(got.double(), wanted, rtol=0, atol=tolerance)
+
+
+def test_experts_of_which_one_has_its_inputs_in_another_order() -> None:
+    sorted_kind = next(kind for kind in KINDS if kind.is_sorted and not kind.has_zeros)
+    kinds = [sorted_kind, sorted_kind._replace(is_sorted=False)]
+    made = [[pack(make(kind, *shape)) for kind in kinds] for shape in ((128, 96), (96, 64))]
+    assert all(map(can_stack, made))
+    gate_up, down = map(stack, made)
+    x, weights = torch.randn(7, 96), torch.rand(7, 2)
+    chosen = torch.tensor([[0, 1]] * 7, dtype=torch.int32)
+    got = moe.mixture(x, gate_up, down, chosen, weights, "silu")
+    wanted = reference.mixture(x.double(), gate_up, down, chosen, weights, "silu")
+    torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=1e-4)
+    alone = reference.mixture(
+        x.double(), *(stack([one[1]]) for one in made), chosen[:, :1] * 0, weights[:, 1:], "silu"
+    )
+    only_second = moe.mixture(x, gate_up, down, chosen[:, 1:], weights[:, 1:].contiguous(), "silu")
+    torch.testing.assert_close(only_second.double(), alone, rtol=1e-4, atol=1e-4)
 
 
 def test_plain_and_packed_matrices_of_a_layer() -> None:
