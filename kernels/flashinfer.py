@@ -137,6 +137,7 @@ class FlashInferAttention:
     plans_on_host = True
 
     def __init__(self, package: ModuleType, device: torch.device) -> None:
+        self.device = device
         self._package = package
         # Zeros, as some of its kernels count in there. Read and written in the order of launches.
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
@@ -186,7 +187,7 @@ class FlashInferAttention:
             turn.wrapper.plan(*kv, *heads, **options)
         else:
             turn.wrapper.plan(pages.query_start, *kv, *heads, causal=True, **options)
-        turn.planned(self._workspace.device)
+        turn.planned(self.device)
         return turn.wrapper
 
     def _wrapper(self, form: Form) -> Any:
