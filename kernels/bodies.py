@@ -96,26 +96,15 @@ class AttentionBody(Protocol):
         ...
 
 
-class TritonAttention:
-    """The kernels of this package: every switch, every step."""
-
-    can_be_recorded = True
-    plans_on_host = False
-
-    def paged_attention(
-        self, q: torch.Tensor, kv_layer: torch.Tensor, meta: AttentionMeta, variant: Variant
-    ) -> torch.Tensor:
-        return _triton().paged_attention(q, kv_layer, meta, variant)
-
-
 def _flashinfer_attention(needs: AttentionNeeds) -> AttentionBody | Refusal:
     from kernels.flashinfer import attention_for  # which imports FlashInfer
 
     return attention_for(needs)
 
 
-# By the name of ``attention_backend``. A body answers why not, and is made only if it serves.
-ATTENTION: dict[str, Callable[[AttentionNeeds], AttentionBody | Refusal]] = {
-    "triton": lambda needs: TritonAttention(),
+# By the name of ``attention_backend``. A body answers why not, and is made only if it serves; None
+# is this package's own, by where the tensors lie: every switch, every step.
+ATTENTION: dict[str, Callable[[AttentionNeeds], AttentionBody | Refusal | None]] = {
+    "triton": lambda needs: None,
     "flashinfer": _flashinfer_attention,
 }

@@ -129,8 +129,8 @@ class Decoder:
         parts = [part for block in self.blocks for part in (block.mlp, block.attention.body)]
         return all(getattr(part, "can_be_recorded", True) for part in parts)
 
-    def attend_with(self, body: AttentionBody) -> None:
-        """Have this body compute all attention."""
+    def attend_with(self, body: AttentionBody | None) -> None:
+        """Have this body compute all attention; None: by where the tensors lie."""
         for block in self.blocks:
             block.attention.body = body
 

@@ -102,7 +102,7 @@ def load_model(
 
 def attention_body(
     asked: AskedAttention, spec: DecoderSpec, dtype: torch.dtype, placement: Placement
-) -> AttentionBody:
+) -> AttentionBody | None:
     """What computes this model's attention. Raises ``ConfigError`` if what was asked for cannot."""
     on = {
         "window": any(layer.window for layer in spec.layers),
