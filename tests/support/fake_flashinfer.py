@@ -122,7 +122,7 @@ class _Decode(_Wrapper):
         self._init(float_workspace_buffer, kv_layout, use_cuda_graph)
         self._has_cores = use_tensor_cores
 
-    def plan(
+    def plan(  # noqa: PLR0913 - as the library has it
         self,
         indptr: torch.Tensor,
         indices: torch.Tensor,
@@ -166,7 +166,7 @@ class _Prefill(_Wrapper):
         self._note("init", locals())
         self._init(float_workspace_buffer, kv_layout, use_cuda_graph)
 
-    def plan(
+    def plan(  # noqa: PLR0913 - as the library has it
         self,
         qo_indptr: torch.Tensor,
         paged_kv_indptr: torch.Tensor,
