@@ -136,11 +136,13 @@ class FlashInferAttention:
     can_be_recorded = False
     plans_on_host = True
 
-    def __init__(self, package: ModuleType, device: torch.device) -> None:
+    def __init__(
+        self, package: ModuleType, device: torch.device, *, workspace_bytes: int = WORKSPACE_BYTES
+    ) -> None:
         self.device = device
         self._package = package
         # Zeros, as some of its kernels count in there. Read and written in the order of launches.
-        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=device)
         self._turns: dict[Form, deque[Turn]] = {}
 
     def paged_attention(

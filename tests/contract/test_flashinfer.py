@@ -41,10 +41,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeFlashInfer:
     return fake_flashinfer.install(monkeypatch)
 
 
-def body_of(needs: AttentionNeeds = NEEDS) -> FlashInferAttention:
-    found = ATTENTION["flashinfer"](needs)
-    assert isinstance(found, FlashInferAttention), found
-    return found
+def body_of(fake: FakeFlashInfer) -> FlashInferAttention:
+    return FlashInferAttention(fake, NEEDS.device, workspace_bytes=1 << 10)
 
 
 def cache_of(step: list[tuple[int, int]], rng: torch.Generator, kv_heads: int = 2) -> Cache:
@@ -64,16 +62,26 @@ def test_attention_is_the_references(step, variant, group, fake, seed):
     num_padding = 3  # tokens behind the last sequence
     q = torch.randn(cache.num_tokens + num_padding, 2 * group, HEAD_DIM, generator=rng).bfloat16()
     options = {"scale": 0.2, **VARIANTS[variant]}
-    got = paged_attention(q, cache.kv, cache.meta, body=body_of(), **options)
+    got = paged_attention(q, cache.kv, cache.meta, body=body_of(fake), **options)
     assert_near(got, q, cache, reference.Variant(**options), weights_rounded=False)
     assert not got[cache.num_tokens :].any()
     kinds = {call.wrapper for call in fake.calls}
     assert kinds == {"decode" if step == "decodes" else "prefill"}
 
 
+def test_what_is_served_has_the_workspace_that_is_recommended(fake, seed):
+    body = ATTENTION["flashinfer"](NEEDS)
+    assert isinstance(body, FlashInferAttention)
+    cache = cache_of(STEPS["decodes"], torch.Generator().manual_seed(seed))
+    q = torch.zeros(cache.num_tokens, 4, HEAD_DIM, dtype=torch.bfloat16)
+    paged_attention(q, cache.kv, cache.meta, scale=0.2, body=body)
+    (made,) = fake.named("init")
+    assert made.args["float_workspace_buffer"].numel() >= 128 << 20
+
+
 def test_a_step_is_planned_once_for_layers_of_a_form_and_wrappers_take_turns(fake, seed):
     rng = torch.Generator().manual_seed(seed)
-    body = body_of()
+    body = body_of(fake)
     for _ in range(4):
         cache = cache_of(STEPS["decodes"], rng)
         q = torch.randn(cache.num_tokens, 4, HEAD_DIM, generator=rng).bfloat16()
@@ -104,7 +112,7 @@ def test_a_plan_waits_until_the_device_has_copied_the_one_before_in_its_wrapper(
             told.append(("waited", self.num))
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    body = body_of()
+    body = body_of(fake)
     body.device = torch.device("cuda")
     for _ in range(3):
         cache = cache_of(STEPS["decodes"], torch.Generator().manual_seed(seed))
