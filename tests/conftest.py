@@ -1,6 +1,7 @@
 """What every test may rely on: a printed seed, no device needed, nothing left running."""
 
 import gc
+import logging
 import multiprocessing
 import os
 import signal
@@ -74,6 +75,15 @@ def can_interrupt() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(autouse=True)
+def _log_level_is_kept() -> Iterator[None]:
+    """An engine sets the level of its whole process; the next test may look for a warning."""
+    logger = logging.getLogger("engine")
+    before = logger.level
+    yield
+    logger.setLevel(before)
 
 
 @pytest.fixture(autouse=True)
