@@ -10,10 +10,8 @@ import numpy as np
 
 from engine.messages.step import StepPlan, StepResult
 from engine.sched.predict.cost import StepShape
-from engine.sim.workload import END
+from engine.sim.job import END, FILLER
 from engine.verify.fake import FakeExecutor
-
-FILLER = 1  # every token but the last
 
 
 class VirtualClock:
@@ -75,6 +73,8 @@ class TimedWorker(FakeExecutor):
         self._lengths = lengths  # output tokens by request id
         self._ends = np.zeros(num_slots, dtype=np.int32)  # by slot: known tokens at its end
         self._free_at = 0.0
+        self.busy_seconds = 0.0
+        """Seconds that its steps have taken in all."""
 
     def launch(self, plan: StepPlan) -> Launched:
         """Begin a step, behind those begun before."""
@@ -86,6 +86,7 @@ class TimedWorker(FakeExecutor):
         result = StepResult(
             plan.step, tokens[plan.samples == 1], plan.samples.copy(), seconds=seconds
         )
+        self.busy_seconds += seconds
         self._free_at = max(self._free_at, self._clock.now) + seconds
         return Launched(result, self._free_at)
 

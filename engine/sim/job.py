@@ -1,0 +1,127 @@
+"""A request that will come: when, what it says, and how long it will turn out to be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.messages.params import SamplingParams
+from engine.messages.requests import AddRequest
+
+END = 0  # the token that ends a text; prompts and outputs are made of others
+FILLER = 1  # every token that a simulated worker generates but the last
+FIRST_TOKEN = 2
+VOCABULARY = 50_000
+
+ANSWER = "answer:"
+"""Begins the name of the text that is what a request generated: ``answer:`` and its id."""
+
+TABLE_LENGTH = 1 << 22  # numbers drawn once, of which every text shows a part, shifted
+
+
+class Span(NamedTuple):
+    """``length`` tokens of a text from ``start`` on. The same name is the same text."""
+
+    text: str
+    length: int
+    start: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One request to come. Times are seconds since the start of the run."""
+
+    request_id: str
+    arrival: float
+    prompt: tuple[Span, ...]
+    num_output: int
+    """Tokens it will generate, the one that ends it included. No policy is told, but an oracle."""
+    user: str = ""
+    priority: int = 0
+    deadline: float | None = None
+    """A wish: seconds after its arrival by which it should have ended."""
+    ttft: float | None = None
+    """Promised seconds from arrival to first token."""
+    tbt: float | None = None
+    """Promised seconds between two tokens."""
+    tier: str = ""
+    program: str = ""
+    """The conversation or agent that it is a part of."""
+    hints: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of its prompt."""
+        return sum(span.length for span in self.prompt)
+
+    def request(
+        self,
+        max_tokens: int,
+        *,
+        tell_length: bool = False,
+        answers: Mapping[str, Sequence[int]] | None = None,
+    ) -> AddRequest:
+        """What the scheduler sees. ``max_tokens`` is what it asks for, ``answers`` are tokens
+        that requests generated, by id, where they were not simulated."""
+        hints = dict(self.hints)
+        if tell_length:
+            hints["output_tokens"] = self.num_output
+        return AddRequest(
+            self.request_id,
+            tokens_of(self.prompt, answers),
+            SamplingParams(max_tokens=max_tokens),
+            seed=0,
+            arrival_time=self.arrival,
+            max_tokens=max_tokens,
+            eos_token_ids=[END],
+            priority=self.priority,
+            user=self.user,
+            deadline=None if self.deadline is None else self.arrival + self.deadline,
+            hints=hints or None,
+        )
+
+
+def tokens_of(
+    prompt: Iterable[Span], answers: Mapping[str, Sequence[int]] | None = None
+) -> list[int]:
+    """The token ids of these parts of texts, one behind the other."""
+    tokens: list[int] = []
+    for text, length, start in prompt:
+        if not text.startswith(ANSWER):
+            tokens += _read(text, start, length)
+        elif answers is None:
+            tokens += [FILLER] * length
+        else:
+            tokens += answers[text.removeprefix(ANSWER)][start : start + length]
+    return tokens
+
+
+def _read(text: str, start: int, length: int) -> list[int]:
+    """Two texts are the same table, each read from a place and shifted by a number of its own."""
+    key = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
+    table = _table()
+    first = (key + start) % TABLE_LENGTH
+    shift = (key >> 24) % (VOCABULARY - FIRST_TOKEN)
+    part = table[first : first + length]
+    while len(part) < length:  # longer than what is left of the table
+        part = np.concatenate([part, table[: length - len(part)]])
+    shifted = part + np.int32(shift)
+    shifted[shifted >= VOCABULARY] -= VOCABULARY - FIRST_TOKEN
+    tokens: list[int] = shifted.tolist()
+    return tokens
+
+
+@lru_cache(maxsize=1)
+def _table() -> NDArray[np.int32]:
+    rng = np.random.Generator(np.random.PCG64(20261125))
+    return rng.integers(FIRST_TOKEN, VOCABULARY, TABLE_LENGTH, dtype=np.int32)
+
+
+Follow = Callable[[Job, float], Iterable[Job]]
+"""Which jobs come since this one has ended at this time."""

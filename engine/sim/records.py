@@ -1,0 +1,202 @@
+"""What is kept of a run: a row for each request, gaps between tokens, and steps if asked for."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.sim.job import Job
+
+Floats = NDArray[np.float64]
+Rows = NDArray[np.intp]
+
+TIMES = ("arrival", "scheduled", "first", "last", "deadline", "ttft", "tbt", "longest_gap")
+COUNTS = ("num_prompt", "num_output", "num_cached", "num_preempted", "priority")
+NAMES = ("request_id", "user", "tier", "program", "outcome")
+
+DONE = "done"
+REFUSED = "refused"
+
+
+class Requests:
+    """Columns with an entry for each request, in order of arrival.
+
+    Times are seconds since the start of the run, NaN where they never were: ``arrival``,
+    ``scheduled`` (first), ``first`` and ``last`` token, ``deadline``. Durations, likewise:
+    ``ttft`` and ``tbt`` as promised, ``longest_gap`` between two of its tokens. ``outcome`` is
+    "done", "refused", or the reason for which it ended. ``waits`` are seconds in the queue by
+    cause.
+    """
+
+    def __init__(self) -> None:
+        self._times = {name: np.full(64, np.nan) for name in TIMES}
+        self._counts = {name: np.zeros(64, dtype=np.int64) for name in COUNTS}
+        self.names: dict[str, list[str]] = {name: [] for name in NAMES}
+        self._waits: dict[str, array[float]] = {}
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def add(self, job: Job) -> int:
+        """A request has come; its place."""
+        row = self._size
+        if row == len(self._times["arrival"]):
+            self._grow()
+        self._size += 1
+        times, counts = self._times, self._counts
+        times["arrival"][row] = job.arrival
+        if job.deadline is not None:
+            times["deadline"][row] = job.arrival + job.deadline
+        if job.ttft is not None:
+            times["ttft"][row] = job.ttft
+        if job.tbt is not None:
+            times["tbt"][row] = job.tbt
+        counts["num_prompt"][row] = job.num_prompt
+        counts["num_output"][row] = job.num_output
+        counts["priority"][row] = job.priority
+        for name in ("request_id", "user", "tier", "program"):
+            self.names[name].append(getattr(job, name))
+        self.names["outcome"].append("")
+        return row
+
+    def end(self, row: int, outcome: str) -> None:
+        """The request has ended so."""
+        self.names["outcome"][row] = outcome
+
+    def wait(self, row: int, waits: dict[str, float]) -> None:
+        """Seconds that it waited, by cause."""
+        for cause, seconds in waits.items():
+            column = self._waits.setdefault(cause, array("d"))
+            column.extend([0.0] * (row + 1 - len(column)))
+            column[row] = seconds
+
+    def times(self, name: str) -> Floats:
+        """A column of times or durations [requests], in seconds."""
+        return self._times[name][: self._size]
+
+    def counts(self, name: str) -> NDArray[np.int64]:
+        """A column of counts [requests]."""
+        return self._counts[name][: self._size]
+
+    def text(self, name: str) -> NDArray[Any]:
+        """A column of names [requests]."""
+        return np.array(self.names[name], dtype=object)
+
+    @property
+    def waits(self) -> dict[str, Floats]:
+        """Seconds in the queue by cause, a column each [requests]."""
+        found = {}
+        for cause, column in sorted(self._waits.items()):
+            whole = np.zeros(self._size)
+            whole[: len(column)] = column
+            found[cause] = whole
+        return found
+
+    @property
+    def done(self) -> NDArray[np.bool_]:
+        """Which have ended as they should [requests]."""
+        return np.array([outcome == DONE for outcome in self.names["outcome"]], dtype=np.bool_)
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Each request as plain data, without what never was."""
+        waits = {cause: column.tolist() for cause, column in self.waits.items()}
+        times = {name: self.times(name).tolist() for name in TIMES}
+        counts = {name: self.counts(name).tolist() for name in COUNTS}
+        for row in range(self._size):
+            found: dict[str, Any] = {name: self.names[name][row] for name in NAMES}
+            found |= {name: column[row] for name, column in counts.items()}
+            found |= {n: value for n, column in times.items() if (value := column[row]) == value}
+            found["waits"] = {c: value for c, column in waits.items() if (value := column[row])}
+            yield {name: value for name, value in found.items() if value not in ("", {})}
+
+    @classmethod
+    def read(cls, rows: Sequence[dict[str, Any]]) -> Requests:
+        """The columns of such rows."""
+        found = cls()
+        while len(found._times["arrival"]) < len(rows):
+            found._grow()
+        found._size = len(rows)
+        for place, row in enumerate(rows):
+            for name in TIMES:
+                found._times[name][place] = row.get(name, np.nan)
+            for name in COUNTS:
+                found._counts[name][place] = row.get(name, 0)
+            for name in NAMES:
+                found.names[name].append(row.get(name, ""))
+            found.wait(place, row.get("waits", {}))
+        return found
+
+    def _grow(self) -> None:
+        for name, column in self._times.items():
+            self._times[name] = np.concatenate([column, np.full(len(column), np.nan)])
+        for name, counts in self._counts.items():
+            self._counts[name] = np.concatenate([counts, np.zeros_like(counts)])
+
+
+class Tokens:
+    """Watches tokens come: first and last times, and the gaps between them.
+
+    A gap that many requests share is kept once. So a step costs what changes: while the same
+    requests get one token each, it is one entry.
+    """
+
+    def __init__(self, requests: Requests) -> None:
+        self._requests = requests
+        self._gaps = array("d")  # end, seconds, how many requests; flat
+        self._ids: Sequence[str] | None = None
+        self._members: Rows = np.empty(0, dtype=np.intp)  # who got the latest token
+        self._time = 0.0  # when
+        self._longest = 0.0  # gap since these were the members
+
+    @property
+    def gaps(self) -> Floats:
+        """[n, 3]: when a gap ended, how long it was (seconds), and how many requests had it."""
+        return np.array(self._gaps).reshape(-1, 3)
+
+    def came(self, ids: Sequence[str], places: dict[str, int], time: float) -> None:
+        """Each of these requests got a token, or several, at this time."""
+        if ids is self._ids:
+            gap = time - self._time
+            self._longest = max(self._longest, gap)
+            self._gaps.extend((time, gap, len(ids)))
+        else:
+            self._change(ids, places, time)
+        self._time = time
+
+    def _change(self, ids: Sequence[str], places: dict[str, int], time: float) -> None:
+        """Others than before."""
+        self.settle()
+        self._ids = ids
+        self._members = members = np.fromiter(
+            (places[name] for name in ids), dtype=np.intp, count=len(ids)
+        )
+        first, last = self._requests.times("first"), self._requests.times("last")
+        longest = self._requests.times("longest_gap")
+        before = last[members]
+        is_first = np.isnan(before)
+        first[members[is_first]] = time
+        gaps = time - before[~is_first]
+        follow = members[~is_first]
+        longest[follow] = np.fmax(longest[follow], gaps)
+        shared = gaps == time - self._time
+        if count := int(np.count_nonzero(shared)):
+            self._gaps.extend((time, time - self._time, count))
+        for gap in gaps[~shared].tolist():
+            self._gaps.extend((time, gap, 1))
+
+    def settle(self) -> None:
+        """Write down what the present members have had."""
+        self._requests.times("last")[self._members] = self._time
+        if self._longest:
+            longest = self._requests.times("longest_gap")
+            longest[self._members] = np.fmax(longest[self._members], self._longest)
+        self._longest = 0.0
+
+    def forget(self) -> None:
+        """The next step's requests may be others, whatever their list says."""
+        self._ids = None

@@ -1,0 +1,410 @@
+"""One run: a policy, a workload and an engine, on a virtual clock.
+
+The scheduler, the KV manager and the step loop are those that serve; only the clock, the requests
+and how long a step takes are made up. Time that a policy itself takes is measured, not simulated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from math import inf
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from engine.config.cache import CacheConfig
+from engine.config.sched import SchedulerConfig
+from engine.core.engine_core import EngineCore
+from engine.errors import ConfigError, RequestError
+from engine.kv.manager import KVManager
+from engine.messages.requests import CoreOutputs
+from engine.messages.step import StepPlan
+from engine.sched.plugins.find import choose, make_scheduler
+from engine.sched.predict.cost import StepShape
+from engine.sim.job import Job
+from engine.sim.records import DONE, REFUSED, Floats, Requests, Tokens
+from engine.sim.worker import Launched, StepCost, TimedWorker, VirtualClock
+from engine.sim.workloads import Workload, find_workload
+
+FORMAT = 1
+IDLE_SECONDS = 0.005  # between two looks while all that is left waits for its time
+NUM_AT_ONCE = 1000  # requests by which an engine's capacity is measured
+MAX_LOAD = 1000.0
+
+STEP_COLUMNS = ("start", "end", "seqs", "tokens", "decodes", "context", "attention", "kv_usage")
+
+
+class Variant(NamedTuple):
+    """A policy with arguments of its constructor, to stand beside itself with others."""
+
+    policy: Any
+    options: dict[str, Any]
+
+    def __str__(self) -> str:
+        options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        return f"{name_of(self.policy)}({options})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """The engine that is simulated."""
+
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 512
+    num_blocks: int = 700
+    block_size: int = 16
+    depth: int = 1
+    length_predictor: Any = "none"
+    enable_prefix_caching: bool = True
+    scheduler: Mapping[str, Any] = field(default_factory=dict)
+    """Further options of the scheduler (``SchedulerConfig``)."""
+    cost: StepCost = field(default_factory=StepCost)
+    max_idle_looks: int = 200_000
+    """Looks in a row, 5 ms apart, at an engine that computes nothing, before it is given up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What came of a run. Times are seconds on its clock."""
+
+    head: dict[str, Any]
+    """Versions, seeds and options."""
+    requests: Requests
+    gaps: Floats
+    """[n, 3]: when a gap between two tokens ended, its seconds, and how many requests had it."""
+    steps: Floats | None
+    """[steps, 8], as ``STEP_COLUMNS`` names them, if asked for."""
+    totals: dict[str, Any]
+    """Counters of the scheduler, and ``decisions``: the hash of who computed how many tokens in
+    which step."""
+    hook_seconds: float = 0.0
+    """Real time in hooks of the policy: the one figure that differs from run to run."""
+
+    @property
+    def policy(self) -> str:
+        return str(self.head["policy"])
+
+    def lines(self) -> Iterator[bytes]:
+        """The run as lines of JSON: head, requests, gaps, steps, totals. The same seed gives the
+        same bytes."""
+        yield _line("run", self.head)
+        for row in self.requests.rows():
+            yield _line("request", row)
+        for gap in self.gaps.tolist():
+            yield _line("gap", gap)
+        for step in [] if self.steps is None else self.steps.tolist():
+            yield _line("step", step)
+        yield _line("totals", self.totals)
+
+    def write(self, path: str | Path) -> None:
+        """Write the run's file."""
+        with Path(path).open("wb") as file:
+            file.writelines(self.lines())
+
+    @classmethod
+    def read(cls, path: str | Path) -> Run:
+        """The run that such a file holds. Raises ``ConfigError`` for one that is none."""
+        parts: dict[str, list[Any]] = {name: [] for name in PARTS}
+        try:
+            with Path(path).open("rb") as file:
+                for line in file:
+                    for name, value in msgspec.json.decode(line, type=dict[str, Any]).items():
+                        parts[name].append(value)
+            head, totals = parts["run"][0], parts["totals"][0]
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+        except (msgspec.DecodeError, KeyError) as error:
+            raise ConfigError(f"{path} is no run file: {error}") from error
+        except IndexError as error:
+            raise ConfigError(f"{path} is no whole run file: it has no head or no end") from error
+        if head.get("format") != FORMAT:
+            raise ConfigError(
+                f"{path} is of format {head.get('format')}; this version reads {FORMAT}"
+            )
+        return cls(
+            head=head,
+            requests=Requests.read(parts["request"]),
+            gaps=np.array(parts["gap"], dtype=np.float64).reshape(-1, 3),
+            steps=np.array(parts["step"], dtype=np.float64) if parts["step"] else None,
+            totals=totals,
+        )
+
+
+PARTS = ("run", "request", "gap", "step", "totals")
+
+
+def _line(part: str, value: Any) -> bytes:
+    return msgspec.json.encode({part: value}, enc_hook=str) + b"\n"
+
+
+def run(
+    policy: Any = "fcfs",
+    workload: Workload | str = "log-uniform",
+    engine: Engine | None = None,
+    *,
+    seed: int = 0,
+    rate: float | None = None,
+    load: float | None = None,
+    steps: bool = False,
+) -> Run:
+    """Serve the workload on a virtual clock, to its end.
+
+    ``policy`` is given as to an engine, or as a ``Variant``; ``workload`` as an object, or by name
+    as on the command line. Requests come at ``rate`` a second, or at ``load`` times what the
+    engine can serve in order of arrival, or at the workload's own rate. ``steps`` keeps a row for
+    each step. Raises ``ConfigError`` for options that cannot work and for a policy under which nothing
+    is ever computed.
+    """
+    engine = engine or Engine()
+    workload = find_workload(workload) if isinstance(workload, str) else workload
+    if load is not None:
+        rate = rate_at(load, workload, engine, seed)
+    return _Run(policy, workload, engine, seed=seed, rate=rate, keeps_steps=steps).finish()
+
+
+def rate_at(load: float, workload: Workload, engine: Engine, seed: int) -> float:
+    """Requests a second that are ``load`` times what the engine can serve in order of arrival."""
+    if not 0 < load <= MAX_LOAD:
+        raise ConfigError(f"load is {load}, must be above 0, and at most {MAX_LOAD:g}")
+    if workload.natural_rate is None:
+        raise ConfigError(
+            f"{workload} comes as others end, so it has no load; leave --load and --rate out"
+        )
+    return load * capacity(workload, engine, seed)
+
+
+def capacity(workload: Workload, engine: Engine, seed: int) -> float:
+    """Requests a second that fcfs serves in the middle of a run in which all had come at once: at
+    its ends seats and blocks are not all in use."""
+    at_once = _Run("fcfs", workload, engine, seed=seed, rate=inf, keeps_steps=False)
+    ends = np.sort(at_once.finish().requests.times("last"))
+    ends = ends[~np.isnan(ends)]
+    if not len(ends):
+        raise ConfigError(f"no request of {workload} can be served by this engine")
+    first, last = (ends[max(0, int(np.ceil(q * len(ends))) - 1)] for q in (0.2, 0.8))
+    return float(0.6 * len(ends) / (last - first) if last > first else 1.0 / ends[-1])
+
+
+def name_of(policy: Any) -> str:
+    """How a policy is called in tables."""
+    if isinstance(policy, str | Variant):
+        return str(policy)
+    return policy.__name__ if isinstance(policy, type) else type(policy).__name__
+
+
+def scheduler_config(policy: Any, workload: Workload, engine: Engine) -> SchedulerConfig:
+    """Options of the scheduler. Raises ``ConfigError`` for those that cannot work."""
+    policy, options = policy if isinstance(policy, Variant) else (policy, {})
+    CacheConfig(block_size=engine.block_size, num_kv_blocks=engine.num_blocks)
+    return SchedulerConfig(
+        **{
+            "max_num_batched_tokens": engine.max_num_batched_tokens,
+            "max_num_seqs": engine.max_num_seqs,
+            "max_model_len": workload.max_model_len,
+            "scheduling_policy": policy,
+            "policy_options": options,
+            "length_predictor": engine.length_predictor,
+            **engine.scheduler,
+        }
+    )
+
+
+class Watched(TimedWorker):
+    """Keeps what was decided: a hash of it, and on request a row for each step."""
+
+    def __init__(self, *args: Any, kv: KVManager, keeps_steps: bool) -> None:
+        super().__init__(*args)
+        self._kv = kv
+        self.steps: list[tuple[float, ...]] | None = [] if keeps_steps else None
+        self._hash = hashlib.blake2b(digest_size=16)
+        self._ids: dict[int, str] = {}  # by slot
+        self._same = b""  # who computed how many tokens in the latest step
+        self._num_same = 0  # steps in a row that did
+
+    @property
+    def decisions(self) -> str:
+        """The hash of all steps: requests in order, and tokens of each."""
+        self._close()
+        return self._hash.hexdigest()
+
+    def launch(self, plan: StepPlan) -> Launched:
+        for new in plan.new:
+            self._close()
+            self._hash.update(f"{new.slot}={new.request_id}\n".encode())
+        if plan.num_tokens:
+            self._decided(plan)
+        launched = super().launch(plan)
+        if self.steps is not None and plan.num_tokens:
+            self._keep(plan, launched)
+        return launched
+
+    def _decided(self, plan: StepPlan) -> None:
+        decided = plan.slots.tobytes() + plan.counts.tobytes()
+        if decided != self._same:
+            self._close()
+            self._same = decided
+        self._num_same += 1
+
+    def _close(self) -> None:
+        if self._num_same:
+            self._hash.update(self._same)
+            self._hash.update(b"x%d\n" % self._num_same)
+        self._num_same, self._same = 0, b""
+
+    def _keep(self, plan: StepPlan, launched: Launched) -> None:
+        assert self.steps is not None
+        shape = StepShape.of(plan, 0.0)
+        start = launched.ends_at - launched.result.seconds
+        sizes = (shape.num_seqs, shape.num_tokens, shape.num_decodes, shape.context)
+        self.steps.append((start, launched.ends_at, *sizes, shape.attention, self._kv.usage))
+
+
+class _Run:
+    """A core, a virtual clock and what was seen."""
+
+    def __init__(
+        self,
+        policy: Any,
+        workload: Workload,
+        engine: Engine,
+        *,
+        seed: int,
+        rate: float | None,
+        keeps_steps: bool,
+    ) -> None:
+        config = scheduler_config(policy, workload, engine)
+        self._policy = policy
+        self._max_tokens = workload.max_output
+        self._clock = VirtualClock()
+        self._kv = KVManager(
+            engine.num_blocks,
+            engine.block_size,
+            enable_prefix_caching=engine.enable_prefix_caching,
+        )
+        scheduler = make_scheduler(
+            config, self._kv, clock=self._clock, timer=time.perf_counter, seed=seed
+        )
+        self._lengths: dict[str, int] = {}  # output tokens of the living
+        worker = (self._clock, engine.cost, engine.max_num_seqs, self._lengths)
+        self._worker = Watched(*worker, kv=self._kv, keeps_steps=keeps_steps)
+        self._core = EngineCore(scheduler, self._worker, engine.depth)
+        self._source = workload.source(seed, rate)
+        self._tells_length = engine.length_predictor == "oracle"
+        self._requests = Requests()
+        self._tokens = Tokens(self._requests)
+        self._places: dict[str, int] = {}  # of the living
+        self._jobs: dict[str, Job] = {}  # likewise
+        self._kv_peak = 0.0
+        self._max_idle_looks = engine.max_idle_looks
+        self._head = {
+            "format": FORMAT,
+            "version": version("metronome-engine"),
+            "kind": "simulated",
+            "policy": name_of(policy),
+            "workload": str(workload),
+            "seed": seed,
+            "rate": workload.natural_rate if rate is None else min(rate, 1e300),
+            "engine": {**asdict(engine), "length_predictor": str(engine.length_predictor)},
+        }
+
+    def finish(self) -> Run:
+        """All requests to their ends."""
+        source, core, clock = self._source, self._core, self._clock
+        num_idle = 0
+        while source.next_time < inf or core.has_work:
+            while source.next_time <= clock.now:
+                self._add(source.take())
+            self._note(core.step().values())
+            self._kv_peak = max(self._kv_peak, self._kv.usage)
+            if not core.is_idle:
+                num_idle = 0
+                continue
+            num_idle += 1
+            if num_idle > self._max_idle_looks:
+                raise ConfigError(
+                    f"policy {self._policy!r} never lets its requests end: for "
+                    f"{num_idle * IDLE_SECONDS:g} s nothing was computed"
+                )
+            until = source.next_time
+            if core.scheduler.has_unfinished_requests():
+                until = min(until, clock.now + IDLE_SECONDS)
+            if until < inf:
+                clock.now = max(clock.now, until)
+        return self._result()
+
+    def _add(self, job: Job) -> None:
+        place = self._requests.add(job)
+        try:
+            self._core.scheduler.add_request(
+                job.request(self._max_tokens, tell_length=self._tells_length)
+            )
+        except RequestError:
+            self._requests.end(place, REFUSED)
+            self._source.ended(job, self._clock.now)
+            return
+        self._places[job.request_id] = place
+        self._jobs[job.request_id] = job
+        self._lengths[job.request_id] = job.num_output
+
+    def _note(self, batches: Iterable[CoreOutputs]) -> None:
+        for batch in batches:
+            ids = batch.request_ids
+            if batch.token_ids:
+                counts = batch.counts
+                got = ids if counts is None else [n for n, c in zip(ids, counts, strict=True) if c]
+                self._tokens.came(got, self._places, batch.time)
+            for started in batch.started:
+                place = self._places[ids[started.index]]
+                scheduled = self._requests.times("scheduled")
+                if np.isnan(scheduled[place]):
+                    scheduled[place] = started.scheduled_time
+                    self._requests.counts("num_cached")[place] = started.num_cached_tokens
+            if batch.finished:
+                self._tokens.settle()
+                self._tokens.forget()
+            for end in batch.finished:
+                name = ids[end.index]
+                place = self._places.pop(name)
+                self._requests.end(place, DONE if end.reason in ("stop", "length") else end.reason)
+                self._requests.counts("num_preempted")[place] = end.num_preemptions
+                self._requests.wait(place, end.waits)
+                del self._lengths[name]
+                self._source.ended(self._jobs.pop(name), batch.time)
+
+    def _result(self) -> Run:
+        self._tokens.settle()
+        stats = self._core.scheduler.make_stats()
+        assert stats is not None
+        steps = self._worker.steps
+        totals = {
+            "num_steps": stats.num_steps,
+            "num_scheduled_tokens": stats.num_scheduled_tokens,
+            "prefix_hits": stats.prefix_hits,
+            "num_preemptions": stats.num_preemptions,
+            "num_policy_faults": stats.num_policy_faults,
+            "num_rescued_steps": stats.num_rescued_steps,
+            "kv_peak": self._kv_peak,
+            "busy_seconds": self._worker.busy_seconds,
+            "counters": dict(stats.counters),
+            "decisions": self._worker.decisions,
+        }
+        return Run(
+            head=self._head,
+            requests=self._requests,
+            gaps=self._tokens.gaps,
+            steps=None if steps is None else np.array(steps, dtype=np.float64).reshape(-1, 8),
+            totals=totals,
+            hook_seconds=sum(stats.hook_seconds.values()),
+        )
+
+
+def check(policies: Iterable[Any], workload: Workload, engine: Engine) -> None:
+    """Raise ``ConfigError`` for a policy or option that cannot work, before anything is run."""
+    for policy in policies:
+        choose(scheduler_config(policy, workload, engine))
