@@ -158,8 +158,8 @@ def run(
     ``policy`` is given as to an engine, or as a ``Variant``; ``workload`` as an object, or by name
     as on the command line. Requests come at ``rate`` a second, or at ``load`` times what the
     engine can serve in order of arrival, or at the workload's own rate. ``steps`` keeps a row for
-    each step. Raises ``ConfigError`` for options that cannot work and for a policy under which nothing
-    is ever computed.
+    each step. Raises ``ConfigError`` for options that cannot work and for a policy under which
+    nothing is ever computed.
     """
     engine = engine or Engine()
     workload = find_workload(workload) if isinstance(workload, str) else workload
