@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from math import inf
 from typing import Any, Protocol, TypeVar
 
-from engine.messages.step import Column, Masks, StepPlan, StepResult
+from engine.messages.step import Column, Masks, StepPlan, StepResult, Stretch
 from engine.sched.interface import SchedulerInterface, StepOutputs
 
 Ticket = TypeVar("Ticket")
@@ -54,6 +55,20 @@ class Executor(Protocol[Ticket]):
         ...
 
 
+class Repeats(Protocol):
+    """An executor that knows how long steps take without computing them, and when rows end."""
+
+    def repeat(self, stretch: Stretch, tickets: Sequence[Any]) -> list[Any]:
+        """Take as many steps of a stretch as come before ``until`` and before any row ends.
+
+        ``tickets``: of the steps in flight, oldest first; each repeated step is launched behind
+        them before the oldest is collected. Fills in ``ends``, ``seconds`` and ``token``, sets the
+        clock to the last of ``ends``, and returns the tickets of as many steps that are then in
+        flight. Without a step, nothing changes.
+        """
+        ...
+
+
 class EngineCore:
     """Keeps up to ``depth`` steps in flight: 1 is synchronous, 2 plans while one is computed.
 
@@ -61,20 +76,37 @@ class EngineCore:
 
     A step whose plan has a ``MaskPart`` is drawn when all steps before it are settled, and nothing
     is launched behind it until then.
+
+    With ``stretches`` the executor is one that ``Repeats``, and ``step`` jumps over steps that only
+    repeat, with the same plans, block ids and times.
     """
 
     def __init__(
-        self, scheduler: SchedulerInterface, executor: Executor[Any], depth: int = 1
+        self,
+        scheduler: SchedulerInterface,
+        executor: Executor[Any],
+        depth: int = 1,
+        *,
+        stretches: bool = False,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.depth = depth
         self.flight: deque[tuple[StepPlan, Any]] = deque()
         self.is_idle = False  # the last step found nothing to compute and nothing to settle
+        self.stretch: Stretch | None = None
+        """Steps that the last ``step`` took behind the one whose outputs it returned."""
         self._has_undrawn = False  # the newest step in flight waits for its masks
+        self._repeater: Any = executor if stretches else None  # one that ``Repeats``
 
-    def step(self) -> StepOutputs:
-        """Launch what fits into the flight and settle its oldest step; {} when there is nothing."""
+    def step(self, until: float = inf) -> StepOutputs:
+        """Launch what fits into the flight and settle its oldest step; {} when there is nothing.
+
+        With ``stretches``, also all that follow and only repeat, up to the one in which the time
+        ``until`` comes (seconds on the engine's clock: when the next request will be added); they
+        are told in ``stretch`` and have no other outputs. Starts and ends are in those returned.
+        """
+        self.stretch = None
         while len(self.flight) < self.depth:
             self._draw_if_alone()
             if self._has_undrawn:
@@ -97,7 +129,24 @@ class EngineCore:
         plan, ticket = self.flight.popleft()
         outputs = self.scheduler.update_from_output(plan, self.executor.collect(ticket))
         self._draw_if_alone()
+        if self._repeater is not None:
+            self._jump(until)
         return outputs
+
+    def _jump(self, until: float) -> None:
+        """Take the steps that repeat, in one pass."""
+        stretch = self.scheduler.stretch(until) if len(self.flight) == self.depth - 1 else None
+        if stretch is None:
+            return
+        tickets = self._repeater.repeat(stretch, [ticket for _, ticket in self.flight])
+        if not stretch.num_steps:
+            return
+        self.scheduler.repeat(stretch)
+        first = max(0, stretch.num_steps - len(tickets))
+        plans = [plan for plan, _ in self.flight]
+        plans += [stretch.plan(index) for index in range(first, stretch.num_steps)]
+        self.flight = deque(zip(plans[len(plans) - len(tickets) :], tickets, strict=True))
+        self.stretch = stretch
 
     def _draw_if_alone(self) -> None:
         """Draw the step that waits for masks, if all before it are settled."""

@@ -9,6 +9,9 @@ the start.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -146,6 +149,82 @@ class StepPlan(msgspec.Struct, array_like=True):
         """Nothing to compute and nothing to tell the worker."""
         told = (self.adapters, self.media, self.kv_transfer)
         return self.num_tokens == 0 and not self.freed_slots and told == (None, None, None)
+
+
+Times = NDArray[np.float64]
+NO_TIMES: Times = np.empty(0)
+
+
+class Growth(msgspec.Struct, array_like=True):
+    """Blocks that steps of a stretch take, in the order in which they take them."""
+
+    steps: Column = EMPTY  # 0 for the first step of the stretch
+    places: Column = EMPTY  # of the request among the stretch's
+    indices: Column = EMPTY  # in the request's block table
+    blocks: Column = EMPTY
+
+
+@dataclass(eq=False, slots=True)
+class Stretch:
+    """Steps that repeat: the same requests, one token each, and nothing else happens.
+
+    The scheduler says what they are and how many there may be at most, an executor how long each
+    takes and so how many there are (``num_steps``), and the scheduler settles them in one pass. All
+    is as if each of them had been planned, computed and settled by itself. With several steps in
+    flight, the steps planned and those settled in a stretch are as many, but not the same.
+
+    ``slots``, ``generations`` and ``starts`` are those of the first plan, as in ``StepPlan``; each
+    later one starts a token further. ``until``: seconds on the engine's clock; no step is planned
+    at that time or later.
+    """
+
+    step: int  # number of the first one planned
+    rows: NDArray[np.intp]  # ascending
+    slots: Column
+    generations: Column
+    starts: Column
+    request_ids: list[str]  # by row; each gets one token in each step, all by one client
+    freed_slots: list[int]  # of which the first plan tells the worker
+    max_steps: int
+    until: float
+    ends: Times = field(default_factory=lambda: NO_TIMES)
+    """[num_steps] seconds on the engine's clock at which each step was settled: the time of the
+    outputs that it would have had. Filled in by the executor, as are the next two."""
+    seconds: Times = field(default_factory=lambda: NO_TIMES)
+    """[num_steps] of the steps settled, as ``StepResult.seconds``."""
+    token: int = 0
+    """What every request got in every step; it ends none of them."""
+    growth: Growth = field(default_factory=Growth)
+    """Filled in by the scheduler."""
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps were planned, and settled."""
+        return len(self.ends)
+
+    def plan(self, index: int) -> StepPlan:
+        """The plan of one of its steps, from 0 on, as it would have been made alone."""
+        ones = np.ones(len(self.rows), dtype=np.int32)
+        first, last = np.searchsorted(self.growth.steps, (index, index + 1))
+        return StepPlan(
+            step=self.step + index,
+            rows=self.rows,
+            slots=self.slots,
+            generations=self.generations,
+            starts=self.starts + np.int32(index),
+            counts=ones,
+            samples=ones,
+            new=[],
+            block_slots=self.slots[self.growth.places[first:last]],
+            block_indices=self.growth.indices[first:last],
+            block_ids=self.growth.blocks[first:last],
+            freed_slots=[] if index else self.freed_slots,
+            num_tokens=len(ones),
+        )
+
+    def plans(self) -> Iterator[StepPlan]:
+        """All plans, one by one."""
+        return map(self.plan, range(self.num_steps))
 
 
 class Received(msgspec.Struct, array_like=True):
