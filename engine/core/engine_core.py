@@ -95,18 +95,21 @@ class EngineCore:
         self.flight: deque[tuple[StepPlan, Any]] = deque()
         self.is_idle = False  # the last step found nothing to compute and nothing to settle
         self.stretch: Stretch | None = None
-        """Steps that the last ``step`` took behind the one whose outputs it returned."""
+        """Steps that the last ``step`` took before the one whose outputs it returned."""
         self._has_undrawn = False  # the newest step in flight waits for its masks
         self._repeater: Any = executor if stretches else None  # one that ``Repeats``
 
     def step(self, until: float = inf) -> StepOutputs:
         """Launch what fits into the flight and settle its oldest step; {} when there is nothing.
 
-        With ``stretches``, also all that follow and only repeat, up to the one in which the time
-        ``until`` comes (seconds on the engine's clock: when the next request will be added); they
-        are told in ``stretch`` and have no other outputs. Starts and ends are in those returned.
+        With ``stretches``, first take all steps that only repeat, up to the one in which the time
+        ``until`` comes (seconds on the engine's clock: when the next request will be added). They
+        are told in ``stretch`` and have no other outputs, as none starts or ends a request. If
+        ``until`` came in them, there is no further step, and {} is returned.
         """
         self.stretch = None
+        if self._repeater is not None and self._jump(until):
+            return {}
         while len(self.flight) < self.depth:
             self._draw_if_alone()
             if self._has_undrawn:
@@ -129,24 +132,22 @@ class EngineCore:
         plan, ticket = self.flight.popleft()
         outputs = self.scheduler.update_from_output(plan, self.executor.collect(ticket))
         self._draw_if_alone()
-        if self._repeater is not None:
-            self._jump(until)
         return outputs
 
-    def _jump(self, until: float) -> None:
-        """Take the steps that repeat, in one pass."""
+    def _jump(self, until: float) -> bool:
+        """Take the steps that repeat, in one pass. Has ``until`` come?"""
         stretch = self.scheduler.stretch(until) if len(self.flight) == self.depth - 1 else None
         if stretch is None:
-            return
+            return False
         tickets = self._repeater.repeat(stretch, [ticket for _, ticket in self.flight])
-        if not stretch.num_steps:
-            return
+        if not (count := stretch.num_steps):
+            return False
         self.scheduler.repeat(stretch)
-        first = max(0, stretch.num_steps - len(tickets))
         plans = [plan for plan, _ in self.flight]
-        plans += [stretch.plan(index) for index in range(first, stretch.num_steps)]
+        plans += [stretch.plan(at) for at in range(max(0, count - len(tickets)), count)]
         self.flight = deque(zip(plans[len(plans) - len(tickets) :], tickets, strict=True))
-        self.stretch = stretch
+        self.stretch, self.is_idle = stretch, False
+        return bool(stretch.ends[-1] >= until)
 
     def _draw_if_alone(self) -> None:
         """Draw the step that waits for masks, if all before it are settled."""
