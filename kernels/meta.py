@@ -38,8 +38,7 @@ class AttentionMeta:
     # Each row's arithmetic has one order, whatever else is in the batch.
     batch_invariant: bool = False
     # Recorded for whatever sequences fit: num_decodes is 0, the longest are the longest there may
-    # be, and which sequence has how many tokens is for the device to see. See
-    # kernels.tuning.has_few_chunks.
+    # be, and which sequence has how many tokens is for the device to see.
     is_mixed: bool = False
     # The same as query_start and seq_lens, for a body that plans on the host; None in steps that
     # are recorded, and where only the device knows.

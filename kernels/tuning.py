@@ -10,9 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 # Processors of the largest device of a family; decode attention asks for twice as many programs.
 PROCESSORS = {"sm_90": 132, "sm_80": 108, "gfx942": 304}
 MAX_SPLITS = 32
@@ -27,9 +24,7 @@ LEAST_PREFILL_KEYS = 512
 # Query tokens up to which a sequence is split as single tokens are.
 MAX_DECODE_TOKENS = 8
 MAX_PREFILL_ROWS = 128
-# Of a recorded step with prompt tokens: sequences of more tokens than decode attention takes.
-MOST_CHUNKS = 32
-# Rows times parts of the keys that such a step has memory for.
+# Rows times parts of the keys that a recorded step with prompt tokens has memory for.
 MOST_PART_ROWS = 4096
 
 
@@ -184,11 +179,6 @@ def _entry(by_rows: _Rows, rows: int) -> Tile:
 def reads_fp8(arch: str) -> bool:
     """Whether there are kernels for a cache of 8-bit floats."""
     return any(kind.cache_bytes == 1 for kind in _DECODE[arch])
-
-
-def has_few_chunks(counts: NDArray[np.int32]) -> bool:
-    """Whether sequences of so many new tokens each are few enough chunks for a recorded step."""
-    return int(np.count_nonzero(counts > MAX_DECODE_TOKENS)) <= MOST_CHUNKS
 
 
 def most_decode_rows(arch: str, kind: Kind) -> int:

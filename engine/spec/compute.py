@@ -51,7 +51,6 @@ from engine.worker.warmup import meet_shapes, prepare_kernels
 from kernels import slots as on_slots
 from kernels.cpu.recording import Recorder
 from kernels.slots import Rows
-from kernels.tuning import has_few_chunks
 
 FEW = 16  # tokens of a row that was computed a step ago: its pass is like the one before
 
@@ -224,8 +223,6 @@ class Passes:
         seqs = np.flatnonzero(work.wanted)
         rows = PlanRows(work.slots, work.starts, work.counts, work.wanted * 0)
         graph = self._mixed.holding(int(work.counts.sum())) if self._mixed.sizes else None
-        if graph is not None and not has_few_chunks(work.counts):
-            graph = None
         machine.slots.state.num_computed[upload(work.slots.astype(np.int64))] = upload(work.starts)
         staged = machine.batches.stage(rows, mixed=0 if graph is None else graph.num_rows)
         starts = staged.tokens.query_start[seqs] - work.starts[seqs]

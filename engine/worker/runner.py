@@ -42,7 +42,6 @@ from engine.worker.steps import (
     section,
 )
 from kernels.slots import Rows
-from kernels.tuning import has_few_chunks
 
 logger = logging.getLogger("engine.worker")
 Compute = Callable[[PlanRows, int], Homebound]
@@ -406,7 +405,7 @@ class Runner:
 
     def _mixed_size_for(self, rows: PlanRows) -> int:
         """Tokens of the graph that computes these rows' forward pass; 0 if none does."""
-        if not self._mixed.sizes or not len(rows.counts) or not has_few_chunks(rows.counts):
+        if not self._mixed.sizes or not len(rows.counts):
             return 0
         if any(feature.touches(rows) for feature in self.machine.features):
             return 0

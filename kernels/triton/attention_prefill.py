@@ -91,7 +91,7 @@ def make_work(meta: AttentionMeta, num_tokens: int, tokens_a_program: int) -> to
     if meta.is_mixed:
         num_items[query_lens <= tuning.MAX_DECODE_TOKENS] = 0
         least = tuning.MAX_DECODE_TOKENS + 1  # tokens of a chunk
-        num_others = min(num_others, tuning.MOST_CHUNKS, num_tokens // least)
+        num_others = min(num_others, num_tokens // least)
     else:
         num_items[: meta.num_decodes] = 0
     ends = num_items.cumsum(0)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
 import torch
 from shapes import SHAPES, Step
 
+from kernels.meta import AttentionMeta
 from kernels.reference import Variant
 from kernels.triton.attention import launches
 from kernels.triton.launch import Launch
@@ -20,12 +22,33 @@ HEADS = ((8, 8), (16, 8), (32, 8), (28, 4), (64, 8), (16, 16))  # of queries, of
 LEAST_TILES = 4  # of a program, which it is not worth to share
 
 
-def attention(sequences: list[tuple[int, int]], heads: tuple[int, int]) -> list[Launch]:
+def as_recorded(meta: AttentionMeta, num_tokens: int) -> AttentionMeta:
+    """As many sequences as there may be, of any length; those behind the last have no tokens."""
+    num_more = num_tokens - len(meta.seq_lens)
+    end, tables = meta.query_start[-1:], meta.block_tables
+    return dataclasses.replace(
+        meta,
+        query_start=torch.cat((meta.query_start, end.expand(num_more))),
+        seq_lens=torch.cat((meta.seq_lens, meta.seq_lens.new_zeros(num_more))),
+        block_tables=torch.cat((tables, tables.new_zeros(num_more, tables.shape[1]))),
+        num_decodes=0,
+        max_query_len=num_tokens,
+        max_seq_len=131_072,
+        is_mixed=True,
+    )
+
+
+def attention(
+    sequences: list[tuple[int, int]], heads: tuple[int, int], *, recorded: bool = False
+) -> list[Launch]:
     step = Step(sequences, BLOCK)
+    meta = step.meta()
+    if recorded:
+        meta = as_recorded(meta, step.num_tokens)
     q = torch.empty(step.num_tokens, heads[0], 128, dtype=torch.bfloat16)
     kv = torch.empty(2, 2, heads[1], BLOCK, 128, dtype=torch.bfloat16)
     with compiling_for(DEVICES["sm_90"]):
-        found = launches(q, kv, step.meta(), Variant(0.1), torch.empty_like(q))
+        found = launches(q, kv, meta, Variant(0.1), torch.empty_like(q))
     return [launch for launch in found if "S" in launch.args]
 
 
@@ -50,6 +73,15 @@ def test_no_program_of_prompts_is_waited_for(heads: tuple[int, int]) -> None:
         for batch in (1, 4):
             (launch,) = attention([(chunk, context)] * batch, heads)
             assert is_even(launch), (batch, chunk, context)
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_no_program_of_prompts_is_waited_for_in_recorded_steps(heads: tuple[int, int]) -> None:
+    """Many of their programs may find no chunk: those that do are as many as they have to be."""
+    for chunk, context in itertools.product((16, 64, 256, 2048), (0, 8000, 100_000)):
+        found = attention([(chunk, context)], heads, recorded=True)
+        (launch,) = (launch for launch in found if "work" in launch.args)
+        assert is_even(launch), (chunk, context)
 
 
 @pytest.mark.timeout(200)

@@ -149,8 +149,9 @@ def test_every_row_of_one_key_head(rng: torch.Generator) -> None:
 
 
 def test_a_recorded_step_holds_as_many_chunks_as_its_tokens_may_be(rng: torch.Generator) -> None:
-    """Chunks of the least tokens, 32 of them, and no token of anything else."""
-    cache = Cache(((9, 0), (9, 40)) * (tuning.MOST_CHUNKS // 2), (1, 32), rng)
+    """Chunks of the least tokens, and no token of anything else."""
+    least = tuning.MAX_DECODE_TOKENS + 1
+    cache = Cache(((least, 0), (least, 40)) * 18, (1, 32), rng)
     q = torch.randn(cache.num_tokens, 2, 32, generator=rng)
     variant = reference.Variant(0.2)
     got = bodies.paged_attention(q, cache.kv, as_recorded(cache.meta, len(q)), variant)
