@@ -101,6 +101,11 @@ class InprocClient(CoreClient):
     def wake(self) -> None:
         pass  # a step here never waits long
 
+    @property
+    def core(self) -> EngineCore:
+        """The core itself. Raises ``EngineDeadError`` if it has ended."""
+        return self._live()
+
     def check_alive(self) -> None:
         self._live()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from engine.kv.manager import KVManager
 from engine.messages.step import StepPlan
 from engine.observe import steplog
 from engine.observe.steplog import Header, PlanCoder, PlanColumns, StepLog
-from engine.sched.interface import PauseState, SchedulerInterface
+from engine.sched.interface import PauseState, SchedulerInterface, StepOutputs
 from engine.sched.plugins.find import make_scheduler
 from engine.sched.predict.headroom import Judgement
 from engine.sched.request import Request
@@ -85,7 +86,7 @@ def replay(
         changes = {"policy_options": {}, **changes, "scheduling_policy": policy}
     if resources is not None:
         changes["resources"] = resources
-    return _Replay(recorded.header, changes).run(recorded)
+    return Replay(recorded.header, changes).run(recorded)
 
 
 def _scheduler_config(header: Header, changes: dict[str, Any]) -> SchedulerConfig:
@@ -112,11 +113,17 @@ def _check_names(cls: type, options: dict[str, Any], owner: str) -> None:
         )
 
 
-class _Replay:
-    """One new scheduler that gets the records of a log."""
+class Replay:
+    """One new scheduler that gets the records of a log. ``outputs`` sees what its steps bring."""
 
-    def __init__(self, header: Header, changes: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        header: Header,
+        changes: dict[str, Any],
+        outputs: Callable[[StepOutputs], object] = lambda _: None,
+    ) -> None:
         config = _scheduler_config(header, changes)
+        self.config = config
         _check_names(CacheConfig, header.cache, "the KV cache")
         cache = CacheConfig(**header.cache)
         kv = KVManager(
@@ -125,9 +132,10 @@ class _Replay:
             enable_prefix_caching=cache.enable_prefix_caching,
             hasher=make_hasher(cache, header.seed),
         )
+        self._outputs = outputs
         self._clock = ReplayClock()
         chosen = with_checked_grammars(choose_all(config))
-        self._scheduler: SchedulerInterface = make_scheduler(
+        self.scheduler: SchedulerInterface = make_scheduler(
             config, kv, clock=self._clock, seed=header.seed, chosen=chosen
         )
         self._plans = PlanCoder()
@@ -156,7 +164,7 @@ class _Replay:
 
     def _repeat(self, record: steplog.Record) -> Difference | None:
         """Make the call that was recorded."""
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         assert not isinstance(record, steplog.Adding)
         self._clock.set(record.times)
         match record:
@@ -166,9 +174,11 @@ class _Replay:
                 scheduler.expect_judgement(Judgement(record.step, record.is_kept))
             case steplog.Settled():
                 plan = self._flight.popleft()
-                scheduler.update_from_output(plan, steplog.result_of(record, plan))
+                self._outputs(
+                    scheduler.update_from_output(plan, steplog.result_of(record, plan))
+                )
             case steplog.Taken():
-                scheduler.take_outputs()
+                self._outputs(scheduler.take_outputs())
             case steplog.Ended():
                 scheduler.finish_requests(record.request_ids, record.reason)
             case steplog.Woken():
@@ -184,7 +194,7 @@ class _Replay:
         self._num_requests += 1
         request_id, error = adding.request.request_id, ""
         try:
-            req = self._scheduler.add_request(adding.request)
+            req = self.scheduler.add_request(adding.request)
             if isinstance(req, Request):  # else rows are shown as numbers
                 self._ids[req.row] = request_id
         except RequestError as refusal:
@@ -194,7 +204,7 @@ class _Replay:
         return Difference(self._step, request_id, added.error or "taken", error or "taken")
 
     def _plan(self, planned: steplog.Planned) -> Difference | None:
-        plan = self._scheduler.schedule()
+        plan = self.scheduler.schedule()
         then = self._plans.decode(planned)
         self._step = planned.step
         difference = self._compare(planned, then, plan)

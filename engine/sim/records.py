@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.messages.requests import CoreOutputs, Finished, Started
 from engine.sim.job import Job
 
 Floats = NDArray[np.float64]
@@ -200,3 +201,60 @@ class Tokens:
     def forget(self) -> None:
         """The next step's requests may be others, whatever their list says."""
         self._ids = None
+
+
+class Seen:
+    """What a run's outputs have told of its jobs. ``start``: when it began, on the outputs' clock,
+    in seconds."""
+
+    def __init__(self, start: float = 0.0) -> None:
+        self.requests = Requests()
+        self._tokens = Tokens(self.requests)
+        self._start = start
+        self._living: dict[str, tuple[int, Job]] = {}  # by id: place in the columns, and job
+        self._places: dict[str, int] = {}  # of the living
+
+    @property
+    def gaps(self) -> Floats:
+        """[n, 3]: when a gap ended, its seconds, and how many requests had it."""
+        self._tokens.settle()
+        return self._tokens.gaps
+
+    def came(self, job: Job) -> None:
+        """A job was taken."""
+        self._places[job.request_id] = place = self.requests.add(job)
+        self._living[job.request_id] = (place, job)
+
+    def refused(self, job: Job) -> None:
+        """A job was not taken."""
+        self.requests.end(self.requests.add(job), REFUSED)
+
+    def note(self, batches: Iterable[CoreOutputs]) -> list[tuple[Job, float]]:
+        """What a step brought; the jobs that have ended, and when."""
+        ended = []
+        for batch in batches:
+            ids, counts, time = batch.request_ids, batch.counts, batch.time - self._start
+            if batch.token_ids:
+                got = ids if counts is None else [n for n, c in zip(ids, counts, strict=True) if c]
+                self._tokens.came(got, self._places, time)
+            for started in batch.started:
+                self._scheduled(self._places[ids[started.index]], started)
+            if batch.finished:
+                self._tokens.settle()
+                self._tokens.forget()
+            ended += [(self._end(ids[end.index], end), time) for end in batch.finished]
+        return ended
+
+    def _scheduled(self, place: int, started: Started) -> None:
+        scheduled = self.requests.times("scheduled")
+        if np.isnan(scheduled[place]):
+            scheduled[place] = started.scheduled_time - self._start
+            self.requests.counts("num_cached")[place] = started.num_cached_tokens
+
+    def _end(self, name: str, end: Finished) -> Job:
+        del self._places[name]
+        place, job = self._living.pop(name)
+        self.requests.end(place, DONE if end.reason in ("stop", "length") else end.reason)
+        self.requests.counts("num_preempted")[place] = end.num_preemptions
+        self.requests.wait(place, end.waits)
+        return job

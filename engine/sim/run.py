@@ -28,7 +28,7 @@ from engine.messages.step import StepPlan
 from engine.sched.plugins.find import choose, make_scheduler
 from engine.sched.predict.cost import StepShape
 from engine.sim.job import Job
-from engine.sim.records import DONE, REFUSED, Floats, Requests, Tokens
+from engine.sim.records import Floats, Requests, Seen
 from engine.sim.worker import Launched, StepCost, TimedWorker, VirtualClock
 from engine.sim.workloads import Workload, find_workload
 
@@ -296,10 +296,7 @@ class _Run:
         self._core = EngineCore(scheduler, self._worker, engine.depth)
         self._source = workload.source(seed, rate)
         self._tells_length = engine.length_predictor == "oracle"
-        self._requests = Requests()
-        self._tokens = Tokens(self._requests)
-        self._places: dict[str, int] = {}  # of the living
-        self._jobs: dict[str, Job] = {}  # likewise
+        self._seen = Seen()
         self._kv_peak = 0.0
         self._max_idle_looks = engine.max_idle_looks
         self._head = {
@@ -339,46 +336,23 @@ class _Run:
         return self._result()
 
     def _add(self, job: Job) -> None:
-        place = self._requests.add(job)
         try:
             self._core.scheduler.add_request(
                 job.request(self._max_tokens, tell_length=self._tells_length)
             )
         except RequestError:
-            self._requests.end(place, REFUSED)
+            self._seen.refused(job)
             self._source.ended(job, self._clock.now)
             return
-        self._places[job.request_id] = place
-        self._jobs[job.request_id] = job
+        self._seen.came(job)
         self._lengths[job.request_id] = job.num_output
 
     def _note(self, batches: Iterable[CoreOutputs]) -> None:
-        for batch in batches:
-            ids = batch.request_ids
-            if batch.token_ids:
-                counts = batch.counts
-                got = ids if counts is None else [n for n, c in zip(ids, counts, strict=True) if c]
-                self._tokens.came(got, self._places, batch.time)
-            for started in batch.started:
-                place = self._places[ids[started.index]]
-                scheduled = self._requests.times("scheduled")
-                if np.isnan(scheduled[place]):
-                    scheduled[place] = started.scheduled_time
-                    self._requests.counts("num_cached")[place] = started.num_cached_tokens
-            if batch.finished:
-                self._tokens.settle()
-                self._tokens.forget()
-            for end in batch.finished:
-                name = ids[end.index]
-                place = self._places.pop(name)
-                self._requests.end(place, DONE if end.reason in ("stop", "length") else end.reason)
-                self._requests.counts("num_preempted")[place] = end.num_preemptions
-                self._requests.wait(place, end.waits)
-                del self._lengths[name]
-                self._source.ended(self._jobs.pop(name), batch.time)
+        for job, ended_at in self._seen.note(batches):
+            del self._lengths[job.request_id]
+            self._source.ended(job, ended_at)
 
     def _result(self) -> Run:
-        self._tokens.settle()
         stats = self._core.scheduler.make_stats()
         assert stats is not None
         steps = self._worker.steps
@@ -396,8 +370,8 @@ class _Run:
         }
         return Run(
             head=self._head,
-            requests=self._requests,
-            gaps=self._tokens.gaps,
+            requests=self._seen.requests,
+            gaps=self._seen.gaps,
             steps=None if steps is None else np.array(steps, dtype=np.float64).reshape(-1, 8),
             totals=totals,
             hook_seconds=sum(stats.hook_seconds.values()),
