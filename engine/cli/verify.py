@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import logging
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from functools import cache
 from itertools import count, islice
@@ -22,7 +23,10 @@ from engine.config.cli import json_object
 from engine.core.simulated import SimulatedHalves
 from engine.errors import ConfigError
 from engine.sched.plugins.find import find_policy
-from engine.verify.case import Case
+from engine.sim.compare import Engine, Figures, Variant, compare
+from engine.sim.workload import Workload
+from engine.verify.case import Add, Case
+from engine.verify.shrink import Clocked
 from engine.verify.swarm import (
     Found,
     Report,
@@ -35,6 +39,15 @@ from engine.verify.swarm import (
 
 BATCH = 20  # seeds that a process is given at a time
 VIOLATION = 1
+SHRINK_SECONDS = 20.0
+
+# The load on which a policy is looked at for work that it does twice: long enough that a backlog
+# builds up, and with lengths that are learnt, without which policies that use them are fcfs.
+STANDARD_LOAD = 0.9
+STANDARD_REQUESTS = 1000
+STANDARD_PREDICTOR = "history"
+MOST_RECOMPUTED = 0.25  # of all computed tokens
+LEAST_THROUGHPUT = 0.8  # of that of fcfs
 
 
 @cache
@@ -73,7 +86,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="arguments of its constructor; drawn around its defaults if not given",
     )
     group.add_argument(
-        "--seconds", type=float, metavar="T", help="stop after this time, whatever --steps says"
+        "--seconds",
+        type=float,
+        metavar="T",
+        help="stop looking after this time, whatever --steps says; what is found is then made "
+        "small, see --shrink-seconds",
+    )
+    group.add_argument(
+        "--shrink-seconds",
+        type=float,
+        default=SHRINK_SECONDS,
+        metavar="T",
+        help="how long a case that breaks a rule is made smaller; the smallest so far is printed "
+        f"(default: {SHRINK_SECONDS:g})",
     )
     group.add_argument("--jobs", type=int, default=1, metavar="J", help="processes")
     group.add_argument(
@@ -90,6 +115,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="cases that once broke a rule: they are run first, and what is found is added",
     )
+    group.add_argument(
+        "--no-load",
+        dest="has_load",
+        action="store_false",
+        help="with --policy: do not simulate a standard load, which takes a few seconds and shows "
+        "whether the policy does much of its work twice",
+    )
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -105,11 +137,21 @@ def run(parsed: argparse.Namespace) -> int:
         _search(hunt, parsed, report, console)
     _print_summary(console, report, time.monotonic() - begun)
     for found in report.found[:1]:
-        small = smallest(found, halves=halves())
+        clocked = Clocked(parsed.shrink_seconds, _tell_shrinking(found, parsed.shrink_seconds))
+        small = _shrink(found, clocked)
         _print_violation(console, found, small)
+        if clocked.is_over:
+            print(
+                f"(it was made smaller for {parsed.shrink_seconds:g} s and may become smaller yet: "
+                "--shrink-seconds)"
+            )
         if parsed.corpus is not None and found.seed >= 0:
             keep(found, small, parsed.corpus)
-    return VIOLATION if report.found else 0
+    if report.found:
+        return VIOLATION
+    if hunt.policy is not None and parsed.has_load:
+        console.print(*_on_load(hunt), sep="\n", highlight=False, markup=False, soft_wrap=True)
+    return 0
 
 
 def _check(parsed: argparse.Namespace) -> None:
@@ -122,6 +164,8 @@ def _check(parsed: argparse.Namespace) -> None:
             raise ConfigError(f"--{name} is {value}, must be {limit}")
     if parsed.seconds is not None and not parsed.seconds > 0:
         raise ConfigError(f"--seconds is {parsed.seconds}, must be above 0")
+    if not parsed.shrink_seconds >= 0:
+        raise ConfigError(f"--shrink-seconds is {parsed.shrink_seconds}, must be at least 0")
     if parsed.corpus is not None:
         try:  # now, not after hours when a case is to be written
             parsed.corpus.open("a").close()
@@ -192,6 +236,8 @@ def _print_summary(console: Console, report: Report, seconds: float) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    if report.num_runs and not report.num_requests and not report.found:
+        console.print("warning: all requests were refused, so nothing else is shown")
     by_policy = ", ".join(f"{name} {n:,}" for name, n in sorted(report.steps_by_policy.items()))
     console.print(f"steps by policy: {by_policy}", highlight=False, soft_wrap=True)
 
@@ -203,3 +249,66 @@ def _print_violation(console: Console, found: Found, small: Case) -> None:
     console.print(found.broken.message, highlight=False, markup=False, soft_wrap=True)
     console.print("\nthe smallest case found that breaks it:\n", highlight=False)
     console.out(reproduction(small), highlight=False)
+
+
+def _shrink(found: Found, clocked: Clocked) -> Case:
+    """The smallest case found until time is up, or the user has had enough of it."""
+    try:
+        return smallest(found, halves=halves(), goes_on=clocked)
+    except KeyboardInterrupt:
+        clocked.is_over = True
+        return clocked.best or found.case
+
+
+def _tell_shrinking(found: Found, limit: float) -> Callable[[int, Case, float], None]:
+    """Says on standard error how far it is, for standard output is the result's."""
+    before = _num_requests(found.case)
+
+    def tell(num_tries: int, best: Case, seconds: float) -> None:
+        print(
+            f"making the case smaller: {num_tries} tried, {_num_requests(best)} of {before} "
+            f"requests left, {seconds:.0f} of {limit:g} s",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    return tell
+
+
+def _num_requests(case: Case) -> int:
+    return sum(isinstance(event, Add) for event in case.events)
+
+
+def _on_load(hunt: Hunt) -> Iterator[str]:
+    """What the policy does to a standard load, and a warning where it collapses under it."""
+    name, load = str(hunt.policy), f"{STANDARD_REQUESTS} requests at load {STANDARD_LOAD}"
+    try:
+        fcfs, figures = beside_fcfs(hunt.policy, hunt.options)
+    except ConfigError as error:  # it never lets its requests end
+        yield f"warning: on a standard load ({load}): {error}"
+        return
+    share = figures.recompute_share
+    throughput = figures.tokens_per_second / fcfs.tokens_per_second
+    recomputes = f"recomputes {100 * share:.1f} % of its tokens"
+    serves = f"serves {throughput:.2f} of fcfs's throughput"
+    refused = f"; it refused {figures.num_refused} requests" if figures.num_refused else ""
+    yield f"standard load ({load}): {name} {recomputes} and {serves}{refused}"
+    bad = []
+    if share > MOST_RECOMPUTED:
+        bad.append(f"{recomputes} (above {100 * MOST_RECOMPUTED:.0f} %)")
+    if throughput < LEAST_THROUGHPUT:
+        bad.append(f"{serves} (below {LEAST_THROUGHPUT})")
+    if bad:
+        yield f"warning: {name} collapses on a standard load: it {' and '.join(bad)}{refused}"
+
+
+def beside_fcfs(policy: Any, options: dict[str, Any] | None) -> tuple[Figures, Figures]:
+    """What the simulator says of fcfs and of the policy on the standard load.
+
+    Raises ``ConfigError`` for a policy that computes nothing for a quarter of an hour.
+    """
+    engine = Engine(length_predictor=STANDARD_PREDICTOR)
+    workload = Workload(num_requests=STANDARD_REQUESTS)
+    policies = ["fcfs", Variant(policy, options) if options else policy]
+    fcfs, figures = compare(policies, workload, engine, STANDARD_LOAD).figures
+    return fcfs, figures

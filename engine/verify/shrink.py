@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from itertools import islice, pairwise
@@ -17,15 +18,71 @@ from engine.verify.case import VOCAB_SIZE, Add, Case, Event, Setup
 
 edit = msgspec.structs.replace
 KEPT_FIELDS = ("request_id", "prompt_token_ids", "params", "seed", "arrival_time", "max_tokens")
+TELL_SECONDS = 2.0  # between two words about how far it is
 
 
-def shrink(case: Case, breaks: Callable[[Case], bool], max_tries: int = 2000) -> Case:
-    """The smallest case found with at most so many runs; ``breaks`` says whether one still does."""
+GoesOn = Callable[[int, Case], bool]
+"""Told how many cases were tried and the smallest so far, it says whether to try another."""
+
+
+def to_its_end(num_tries: int, best: Case) -> bool:
+    """Until nothing smaller breaks."""
+    return True
+
+
+class Clocked:
+    """Goes on for so many seconds from when it was made; ``tell`` is called now and then.
+
+    ``tell(num_tries, best, seconds)``: how many cases were tried, the smallest so far, and the
+    seconds since then. A case that is being run is run to its end, so the time may be overrun by
+    that much.
+    """
+
+    def __init__(
+        self,
+        limit: float,
+        tell: Callable[[int, Case, float], object] | None = None,
+        *,
+        every: float = TELL_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.best: Case | None = None
+        """The smallest so far, for a caller that is interrupted."""
+        self.is_over = False
+        """Was it stopped by the limit?"""
+        self._limit = limit
+        self._tell = tell
+        self._every = every
+        self._clock = clock
+        self._begun = clock()
+        self._tell_at = every
+
+    def __call__(self, num_tries: int, best: Case) -> bool:
+        self.best = best
+        seconds = self._clock() - self._begun
+        if self._tell is not None and seconds >= self._tell_at:
+            self._tell_at = seconds + self._every
+            self._tell(num_tries, best, seconds)
+        self.is_over = seconds >= self._limit
+        return not self.is_over
+
+
+def shrink(
+    case: Case,
+    breaks: Callable[[Case], bool],
+    max_tries: int = 2000,
+    *,
+    goes_on: GoesOn = to_its_end,
+) -> Case:
+    """The smallest case found with at most so many runs; ``breaks`` says whether one still does.
+
+    ``goes_on`` is asked before each run: False ends it, with the smallest case so far.
+    """
     tries = start = 0
     while True:
         for index, smaller in islice(enumerate(simpler(case)), start, None):
             tries += 1
-            if tries > max_tries:
+            if tries > max_tries or not goes_on(tries, case):
                 return case
             if breaks(smaller):
                 case, start = smaller, index  # what came before has just failed to break it

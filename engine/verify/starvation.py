@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -16,9 +17,20 @@ BACKLOG = 6  # requests that wait at any time: more than can run
 TICK = 0.25  # seconds a step: a wait of a minute is 240 steps
 
 
-class Waited(NamedTuple):
-    """Outcome for a request that had to wait."""
+class Outcome(Enum):
+    """What the overload has shown of a request that others, better ones, kept coming before."""
 
+    SERVED = "served"
+    STARVED = "not served"
+    DEFERRED = "kept out of the queue"
+    REFUSED = "refused, so nothing is shown about starvation"
+    ALONE = "served, but all that came after it were refused, so nothing is shown about starvation"
+
+
+class Waited(NamedTuple):
+    """What became of a request that had to wait."""
+
+    outcome: Outcome
     num_steps: int | None  # until it had its last token; ``None``: it had not when time was up
     num_refusals: int = 0  # how often it was refused as it came
 
@@ -28,8 +40,39 @@ def wait_in_overload(policy: Any, options: dict[str, Any], limit: int) -> Waited
 
     It is long, shares nothing, belongs to the user who was served most, wants its answer last and
     has the lowest priority; those that come are short, share their beginning and are urgent. If it
-    is refused it comes again before the next step.
+    is refused it comes again before the next step. Each step at most as many come as would fill
+    the queue, refused or not, so that this ends whatever the policy says to them.
     """
+    simulation = Simulation(Case(setup=_setup(policy, options), events=[]), every=16)
+    live, names = simulation.clients.live, map(str, count())
+    for _ in range(BACKLOG):
+        simulation.happen(Add(at=0, request=_long(next(names), 1, 0.0)))
+    is_taken, num_refusals, num_rivals = False, 0, 0
+    while simulation.num_steps < limit and (VICTIM in live or not is_taken):
+        if not is_taken:
+            simulation.happen(Add(at=0, request=_long(VICTIM, 2, simulation.now)))
+            is_taken = VICTIM in live
+            num_refusals += not is_taken
+        counts = simulation.scheduler.get_request_counts()
+        num_before = simulation.clients.num_accepted
+        for _ in range(BACKLOG - counts.waiting - counts.parked):
+            simulation.happen(Add(at=0, request=_short(next(names), simulation.now)))
+        num_rivals += simulation.clients.num_accepted - num_before
+        simulation.step()
+    num_steps = simulation.num_steps
+    outcome = Outcome.REFUSED
+    if is_taken and VICTIM in live:
+        is_parked = VICTIM in simulation.scheduler.roster.parked
+        outcome = Outcome.DEFERRED if is_parked else Outcome.STARVED
+    elif is_taken:
+        outcome = Outcome.SERVED if num_rivals else Outcome.ALONE
+    simulation.drain()
+    is_served = outcome in (Outcome.SERVED, Outcome.ALONE)
+    return Waited(outcome, num_steps if is_served else None, num_refusals)
+
+
+def _setup(policy: Any, options: dict[str, Any]) -> Setup:
+    """An engine with four seats."""
     config = SchedulerConfig(
         max_num_batched_tokens=16,
         max_num_seqs=4,
@@ -38,25 +81,7 @@ def wait_in_overload(policy: Any, options: dict[str, Any], limit: int) -> Waited
         policy_options=options,
         length_predictor="oracle",
     )
-    setup = Setup(config=config, num_blocks=33, block_size=4, tick=TICK)
-    simulation = Simulation(Case(setup=setup), every=16)
-    live, names = simulation.clients.live, map(str, count())
-    for _ in range(BACKLOG):
-        simulation.happen(Add(at=0, request=_long(next(names), 1, 0.0)))
-    is_taken, num_refusals = False, 0
-    while simulation.num_steps < limit and (VICTIM in live or not is_taken):
-        if not is_taken:
-            simulation.happen(Add(at=0, request=_long(VICTIM, 2, simulation.now)))
-            is_taken = VICTIM in live
-            num_refusals += not is_taken
-        counts = simulation.scheduler.get_request_counts()
-        for _ in range(BACKLOG - counts.waiting - counts.parked):  # some may be refused
-            simulation.happen(Add(at=0, request=_short(next(names), simulation.now)))
-        simulation.step()
-    is_served = is_taken and VICTIM not in live
-    num_steps = simulation.num_steps
-    simulation.drain()
-    return Waited(num_steps if is_served else None, num_refusals)
+    return Setup(config=config, num_blocks=33, block_size=4, tick=TICK)
 
 
 def _long(name: str, priority: int, now: float) -> AddRequest:

@@ -15,8 +15,9 @@ from engine.errors import ConfigError
 from engine.verify.case import Add, Case, Jump, to_python
 from engine.verify.draw import draw_case
 from engine.verify.halves import MakeHalves, is_adaptive
-from engine.verify.shrink import shrink
+from engine.verify.shrink import GoesOn, shrink, to_its_end
 from engine.verify.simulation import Outcome, Simulation
+from engine.verify.starvation import Waited
 
 CORPUS = Path(__file__).with_name("corpus.jsonl")
 TWICE_EVERY = 16  # seeds: one is run again, and must give the same plans
@@ -57,6 +58,7 @@ class Report:
     num_followed: int = 0  # texts that ended as their grammar says
     steps_by_policy: Counter[str] = field(default_factory=Counter)
     found: list[Found] = field(default_factory=list)
+    waited: Waited | None = None  # in an overload, if that was asked
 
     def add(self, other: Report) -> None:
         """Add the counts of another report."""
@@ -67,6 +69,7 @@ class Report:
         self.num_followed += other.num_followed
         self.steps_by_policy += other.steps_by_policy
         self.found += other.found
+        self.waited = self.waited or other.waited
 
 
 class Swarm:
@@ -192,15 +195,26 @@ def keep(found: Found, small: Case, path: Path) -> None:
         lines.write(msgspec.json.encode(kept).decode() + "\n")
 
 
-def smallest(found: Found, max_tries: int = 2000, *, halves: MakeHalves | None = None) -> Case:
-    """The smallest case found that breaks the same rule, itself if it does so no more."""
+def smallest(
+    found: Found,
+    max_tries: int = 2000,
+    *,
+    halves: MakeHalves | None = None,
+    goes_on: GoesOn = to_its_end,
+) -> Case:
+    """The smallest case found that breaks the same rule, itself if it does so no more.
+
+    ``goes_on`` is asked before each run, as by ``shrink``.
+    """
     swarm = Swarm(every=1, halves=halves)
 
     def breaks(case: Case) -> bool:
         done = swarm.judge(case)
         return isinstance(done, Broken) and done.place == found.broken.place
 
-    return shrink(found.case, breaks, max_tries) if breaks(found.case) else found.case
+    if not goes_on(0, found.case) or not breaks(found.case):
+        return found.case
+    return shrink(found.case, breaks, max_tries, goes_on=goes_on)
 
 
 def reproduction(case: Case) -> str:

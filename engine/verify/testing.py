@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -20,11 +21,17 @@ from typing import Any
 from engine.config.check import check_kind
 from engine.errors import ConfigError, PolicyError
 from engine.sched.plugins.find import find_policy
-from engine.verify.starvation import Waited, wait_in_overload
+from engine.verify.shrink import Clocked
+from engine.verify.starvation import Outcome, Waited, wait_in_overload
 from engine.verify.swarm import Found, Report, Swarm, name_of, reproduction, smallest
 
 CHECK_EVERY = 4  # steps after which the state as a whole is looked at
 SHRINKING_RUNS = 1000
+SHRINKING_SECONDS = 20.0
+
+
+class NotShown(UserWarning):
+    """The policy broke no rule, but something was not put to the test: it refused too much."""
 
 
 def check_policy(
@@ -42,7 +49,10 @@ def check_policy(
     none is preempted again and again for nothing, no block, seat or request is lost, hooks
     neither raise nor give illegal answers, blocks go by rank, and the same seed gives the same
     plans. Then a request waits in an overload of better ones, comes again if it is refused, and
-    must be served within ``max_wait`` steps; ``None`` allows the policy to starve it.
+    must be served within ``max_wait`` steps; ``None`` allows the policy to starve it. To refuse it
+    each time is allowed and shows nothing about starvation: ``waited`` of the answer says what
+    became of it, and a ``NotShown`` warning if that shows nothing, or if no request was taken at
+    all.
 
     ``policy``: a class, an object (each run uses a copy), a dotted path or the name of a shipped
     one; ``options`` are the arguments of its constructor. The error names hook, request and seed
@@ -57,10 +67,12 @@ def check_policy(
         report = Swarm(policy, options, every=CHECK_EVERY).run(count(seed), steps)
         problems = [_explain(name_of(policy), found) for found in report.found]
         if max_wait is not None and not problems:
-            waited = wait_in_overload(policy, options, max_wait)
-            problems += _unfair(name_of(policy), waited, max_wait)
+            report.waited = wait_in_overload(policy, options, max_wait)
+            problems += _unfair(name_of(policy), report.waited, max_wait)
     for problem in problems:
         raise PolicyError(problem)
+    for gap in _not_shown(name_of(policy), report):
+        warnings.warn(gap, NotShown, stacklevel=2)
     return report
 
 
@@ -85,23 +97,44 @@ def _quiet() -> Iterator[None]:
 
 
 def _unfair(name: str, waited: Waited, max_wait: int) -> list[str]:
-    """Error text for a policy that did not serve the request in an overload."""
-    if waited.num_steps is not None:
-        return []
-    if waited.num_refusals:
-        return [
-            f"{name}: a request was refused {waited.num_refusals} times in {max_wait} steps while "
-            "better ones kept coming, and not served; take it in some time, or pass max_wait=None "
-            "if it is meant to go away"
-        ]
-    return [
-        f"{name}: a request was not served in {max_wait} steps while better ones kept coming; let "
-        "it age, or pass max_wait=None if it is meant to wait"
-    ]
+    """Error text for a policy that took the request in an overload and did not serve it."""
+    times = waited.num_refusals
+    refused = f", refused {times} times and then taken," if times else ""
+    match waited.outcome:
+        case Outcome.STARVED:
+            return [
+                f"{name}: a request{refused} was not served in {max_wait} steps while better ones "
+                "kept coming; let it age, or pass max_wait=None if it is meant to wait"
+            ]
+        case Outcome.DEFERRED:
+            return [
+                f"{name}: a request{refused} was not served in {max_wait} steps, as on_add keeps "
+                "it out of the queue (Defer); name a time that comes, or pass max_wait=None if it "
+                "is meant to wait"
+            ]
+    return []
+
+
+def _not_shown(name: str, report: Report) -> Iterator[str]:
+    """What the checks say nothing about, though they passed."""
+    if not report.num_requests:
+        yield (
+            f"{name}: it took no request of {report.num_runs} random engines, so nothing is shown "
+            "but that it refuses"
+        )
+    match report.waited:
+        case Waited(outcome=Outcome.REFUSED, num_refusals=num_refusals):
+            yield (
+                f"{name}: the request that was to wait in an overload was {Outcome.REFUSED.value} "
+                f"(it came and was refused {num_refusals} times); pass max_wait=None if it is "
+                "meant to go away"
+            )
+        case Waited(outcome=Outcome.ALONE):
+            yield f"{name}: the request that was to wait in an overload was {Outcome.ALONE.value}"
 
 
 def _explain(name: str, found: Found) -> str:
-    small = smallest(found, SHRINKING_RUNS)
+    small = smallest(found, SHRINKING_RUNS, goes_on=Clocked(SHRINKING_SECONDS))
     return (
         f"{name}, seed {found.seed}: {found.broken.message} ({found.broken.place})\n"
         f"The smallest program found that shows it:\n\n{reproduction(small)}"

@@ -5,7 +5,9 @@ import io
 import logging
 import random
 import re
+import time
 from importlib.metadata import entry_points
+from itertools import pairwise
 
 import pytest
 
@@ -18,9 +20,11 @@ from engine.sched.policies import FCFS
 from engine.sched.scheduler import Scheduler
 from engine.verify.case import Abort, Add, Case, Setup, from_json, to_json
 from engine.verify.draw import draw_case
+from engine.verify.shrink import Clocked, shrink
 from engine.verify.simulation import Simulation
+from engine.verify.starvation import Outcome, wait_in_overload
 from engine.verify.swarm import Broken, Found, Swarm, reproduction, smallest
-from engine.verify.testing import check_policy
+from engine.verify.testing import NotShown, check_policy
 
 pytest_plugins = ["pytester"]
 
@@ -127,11 +131,37 @@ class RefusesShort(FCFS):
         return Refuse("too short") if req.num_prompt < 20 else None
 
 
+class RefusesLate(FCFS):
+    """Takes nobody who wants an answer within two seconds, as all that keep coming do."""
+
+    def on_add(self, req, view):
+        late = req.deadline is not None and req.deadline < view.now + 2
+        return Refuse("too late") if late else None
+
+
+class RefusesVictim(FCFS):
+    """Takes everybody but the user who was served most, once he has six requests."""
+
+    def __init__(self):
+        self.num_taken = 0
+
+    def on_add(self, req, view):
+        self.num_taken += req.user == "greedy"
+        return Refuse("had enough") if req.user == "greedy" and self.num_taken > 6 else None
+
+
 class DefersAll(FCFS):
     """Keeps everybody out of the queue for an hour."""
 
     def on_add(self, req, view):
         return Defer(view.now + 3600)
+
+
+class DefersForEver(FCFS):
+    """Keeps everybody out of the queue until a time that does not come."""
+
+    def on_add(self, req, view):
+        return Defer(1e15)
 
 
 class RefusesAtFirst(FCFS):
@@ -145,28 +175,63 @@ class RefusesAtFirst(FCFS):
         return Refuse("later") if req.num_prompt >= 20 and self.num_seen < 100 else None
 
 
+def test_a_policy_that_refuses_everybody_is_checked_in_ten_seconds() -> None:
+    """It went on adding requests for ever. In seconds of this process: others may be busy."""
+    begun = time.process_time()
+    with pytest.warns(NotShown) as told:
+        report = check_policy(RefusesAll)
+    assert time.process_time() - begun < 10
+    assert report.waited is not None and report.waited.outcome is Outcome.REFUSED
+    first, second = (str(each.message) for each in told)
+    assert re.match(r"RefusesAll: it took no request of \d+ random engines, so nothing", first)
+    assert (
+        "was refused, so nothing is shown about starvation (it came and was refused 1000" in second
+    )
+
+
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("policy", [RefusesAll, RefusesLong])
-def test_a_policy_that_refuses_comes_to_an_end_and_has_served_nobody(policy) -> None:
-    """The first went on adding requests for ever; the second was said to have served the one it
-    had refused."""
-    with pytest.raises(PolicyError, match=r"was refused \d+ times in 50 steps"):
+@pytest.mark.parametrize("policy", [RefusesLong, RefusesVictim])
+def test_a_refused_victim_was_not_served(policy) -> None:
+    """It was said to be."""
+    with pytest.warns(NotShown, match="was refused, so nothing is shown about starvation"):
+        report = check_policy(policy, steps=200, max_wait=50)
+    assert report.waited == (Outcome.REFUSED, None, 50)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("policy", [RefusesShort, RefusesLate])
+def test_a_victim_that_nobody_came_before_shows_nothing(policy) -> None:
+    with pytest.warns(NotShown, match="served, but all that came after it were refused, so noth"):
+        report = check_policy(policy, steps=200, max_wait=200)
+    assert report.num_steps >= 200 and report.waited is not None
+    assert report.waited.outcome is Outcome.ALONE and report.waited.num_refusals == 0
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("policy", [DefersAll, DefersForEver])
+def test_a_policy_that_defers_everybody_comes_to_an_end(policy) -> None:
+    message = r"a request was not served in 50 steps, as on_add keeps it out of the queue \(Defer"
+    with pytest.raises(PolicyError, match=message):
         check_policy(policy, steps=200, max_wait=50)
 
 
-@pytest.mark.timeout(60)
-def test_a_policy_that_defers_everybody_comes_to_an_end() -> None:
-    with pytest.raises(PolicyError, match="was not served in 50 steps"):
-        check_policy(DefersAll, steps=200, max_wait=50)
-
-
-@pytest.mark.timeout(60)
-def test_a_policy_that_refuses_what_keeps_coming_is_checked_to_the_end() -> None:
-    assert check_policy(RefusesShort, steps=200, max_wait=200).num_steps >= 200
-
-
 def test_a_refused_request_comes_again_and_may_be_served_then() -> None:
-    assert check_policy(RefusesAtFirst, steps=200, max_wait=200).num_steps >= 200
+    report = check_policy(RefusesAtFirst, steps=200, max_wait=200)
+    assert report.waited is not None and report.waited.outcome is Outcome.SERVED
+    assert report.waited.num_refusals > 0 and report.waited.num_steps is not None
+
+
+class RefusesThenStarves(RefusesAtFirst):
+    """Takes the request late, and then prefers all others."""
+
+    def rank(self, req, view):
+        return (req.num_prompt, req.arrival)
+
+
+def test_a_request_that_was_refused_taken_and_not_served_has_starved() -> None:
+    assert wait_in_overload(RefusesThenStarves, {}, 300).outcome is Outcome.STARVED
+    with pytest.raises(PolicyError, match=r"refused \d+ times and then taken, was not served in 3"):
+        check_policy(RefusesThenStarves, steps=200, max_wait=300)
 
 
 def test_a_policy_that_is_meant_to_starve_may() -> None:
@@ -204,6 +269,35 @@ def test_a_broken_case_becomes_small_and_its_program_shows_it() -> None:
     program = program.replace(f"{LosesOne.__module__}.LosesOne", "LosesOne")
     with pytest.raises(AssertionError, match=re.escape(broken.message.splitlines()[0])):
         exec(program, {"LosesOne": LosesOne})
+
+
+def test_shrinking_tells_how_far_it_is_and_ends_with_the_best_so_far() -> None:
+    case = draw_case(3)
+    now, told = [0.0], []
+
+    def breaks(smaller: Case) -> bool:
+        now[0] += 0.7
+        return bool(smaller.events)
+
+    clocked = Clocked(
+        9.0, lambda tries, best, s: told.append((tries, best, s)), clock=lambda: now[0]
+    )
+    small = shrink(case, breaks, goes_on=clocked)
+    assert clocked.is_over and clocked.best == small and now[0] < 9.0 + 0.7
+    assert 0 < len(small.events) < len(case.events)
+    tries, bests, seconds = zip(*told, strict=True)
+    assert len(told) == 4 and list(tries) == sorted(set(tries))
+    assert all(later - sooner >= 2.0 for sooner, later in pairwise(seconds))
+    assert len(bests[-1].events) <= len(bests[0].events)
+
+    patient = Clocked(1e9, clock=lambda: now[0])
+    assert len(shrink(case, breaks, goes_on=patient).events) == 1 and not patient.is_over
+
+
+def test_shrinking_may_be_left_out() -> None:
+    case = losing(draw_case(0))
+    found = Found(0, case, Broken("any", "nowhere"))
+    assert smallest(found, goes_on=Clocked(0.0)) is case
 
 
 def test_cases_travel_as_json() -> None:
@@ -245,7 +339,11 @@ def test_a_plan_that_is_not_computed_is_missed() -> None:
 
 def test_the_command_counts_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--steps", "2000", "--policy", "fcfs", "--seed", "7"]) == 0
-    assert "violations: 0" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "violations: 0" in out and "warning" not in out
+    assert re.search(
+        r"1000 requests at load 0.9.: fcfs recomputes \S+ % of .* serves 1.00 of f", out
+    )
     with contextlib.redirect_stderr(io.StringIO()) as told:
         assert main(["verify", "--policy", "nobody"]) == 2
     assert "'nobody' is not known" in told.getvalue()
@@ -254,25 +352,92 @@ def test_the_command_counts_and_fails(capsys: pytest.CaptureFixture[str]) -> Non
     assert "--steps is 0, must be at least 1" in told.getvalue()
 
 
-def test_the_command_prints_the_smallest_program(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def by_path(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where the policies of this file are found by name."""
     monkeypatch.setitem(__import__("sys").modules, "test_verify_tools", __import__(__name__))
-    policy = f"{Raises.__module__}.Raises"
+    return Raises.__module__
+
+
+class NewestFirst(FCFS):
+    """Who comes last takes the blocks of who was there before."""
+
+    waiting_may_preempt = True
+
+    def rank(self, req, view):
+        return (-req.arrival,)
+
+
+def test_the_command_warns_of_a_policy_that_collapses(
+    by_path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy = f"{by_path}.NewestFirst"
+    assert main(["verify", "--steps", "500", "--policy", policy]) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    start = f"warning: {policy} collapses on a standard load: it recomputes "
+    assert last.startswith(start) and "% of its tokens (above 25 %)" in last
+
+
+def test_the_command_says_that_all_were_refused(
+    by_path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy = f"{by_path}.RefusesAll"
+    assert main(["verify", "--steps", "500", "--policy", policy]) == 0
+    out = capsys.readouterr().out
+    assert "warning: all requests were refused, so nothing else is shown" in out
+    assert "serves 0.00 of fcfs's throughput (below 0.8); it refused 1000 requests" in out
+    assert main(["verify", "--steps", "500", "--policy", policy, "--no-load"]) == 0
+    assert "standard load" not in capsys.readouterr().out
+
+
+def test_the_command_prints_the_smallest_program(
+    by_path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy = f"{by_path}.Raises"
     assert main(["verify", "--steps", "2000", "--policy", policy]) == 1
     out = capsys.readouterr().out
     assert "violations: 1" in out and "Raises.rank" in out and "print(Simulation(" in out
+    assert "standard load" not in out and "--shrink-seconds" not in out
+
+
+class RaisesSlowly(Raises):
+    """The same, and takes its time."""
+
+    def rank(self, req, view):
+        time.sleep(0.02)
+        return super().rank(req, view)
+
+
+def test_the_command_tells_of_shrinking_and_stops_it(
+    by_path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy = f"{by_path}.RaisesSlowly"
+    arguments = ["verify", "--steps", "2000", "--policy", policy]
+    begun = time.monotonic()
+    assert main([*arguments, "--shrink-seconds", "2.5"]) == 1
+    assert time.monotonic() - begun < 60
+    printed = capsys.readouterr()
+    told = printed.err.splitlines()
+    pattern = r"making the case smaller: \d+ tried, \d+ of \d+ requests left, \d+ of 2.5 s"
+    assert told and all(re.fullmatch(pattern, line) for line in told), printed.err
+    assert "print(Simulation(" in printed.out
+    assert "(it was made smaller for 2.5 s and may become smaller yet" in printed.out
 
 
 def test_the_plugin_checks_policies(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         """
         import pytest
+        from engine.sched import Refuse
         from engine.sched.policies import FCFS
 
         class Bad(FCFS):
             def admit(self, req, view):
                 return None
+
+        class Refuses(FCFS):
+            def on_add(self, req, view):
+                return Refuse("closed")
 
         @pytest.mark.metronome_policy(steps=500)
         def test_good(metronome_policy):
@@ -280,10 +445,15 @@ def test_the_plugin_checks_policies(pytester: pytest.Pytester) -> None:
 
         def test_bad(metronome_policy):
             metronome_policy(Bad, steps=500)
+
+        @pytest.mark.timeout(60)
+        def test_refuses(metronome_policy):
+            assert metronome_policy(Refuses).waited.outcome.name == "REFUSED"
         """
     )
     installed = {entry.name for entry in entry_points(group="pytest11")}
     plugin = () if "metronome" in installed else ("-p", "engine.verify.pytest_plugin")
     result = pytester.runpytest_subprocess("-q", "--strict-markers", *plugin)
-    result.assert_outcomes(passed=1, failed=1)
+    result.assert_outcomes(passed=2, failed=1, warnings=2)
     result.stdout.fnmatch_lines(["*PolicyError: Bad, seed 0:*Bad.admit*"])
+    result.stdout.fnmatch_lines(["*NotShown: Refuses: *refused, so nothing is shown about starv*"])

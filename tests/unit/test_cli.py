@@ -106,6 +106,7 @@ def test_errors_are_one_line(run: Run, args: list[str], message: str) -> None:
         (["--seed", "-1"], "--seed is -1, must be at least 0"),
         (["--jobs", "100000"], "--jobs is 100000, must be in 1.."),
         (["--seconds", "nan"], "--seconds is nan, must be above 0"),
+        (["--shrink-seconds", "-1"], "--shrink-seconds is -1.0, must be at least 0"),
         (["--policy", "nobody"], "scheduling_policy 'nobody' is not known; there are: andes"),
         (["--policy", "edf", "--policy-options", '{"a": 1}'], "'a'; its options are: default_d"),
         (["--policy-options", "{}"], "--policy-options are for the policy that --policy names"),
