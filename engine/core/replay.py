@@ -144,6 +144,7 @@ class Replay:
         self._num_steps = 0
         self._num_requests = 0
         self._step = 0  # of the last plan
+        self.last_plan: StepPlan
 
     def run(self, records: StepLog) -> Replayed:
         """Replay them all, or up to the first difference."""
@@ -204,7 +205,7 @@ class Replay:
         return Difference(self._step, request_id, added.error or "taken", error or "taken")
 
     def _plan(self, planned: steplog.Planned) -> Difference | None:
-        plan = self.scheduler.schedule()
+        plan = self.last_plan = self.scheduler.schedule()
         then = self._plans.decode(planned)
         self._step = planned.step
         difference = self._compare(planned, then, plan)

@@ -1,0 +1,171 @@
+"""What steps of one model on one machine take: a profile fitted to step logs, as a file.
+
+The simulator draws durations from it (``engine.sim``), and with the option ``cost_profile``
+policies read it as ``view.cost``. ``metronome calibrate`` writes it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.errors import ConfigError
+from engine.sched.predict.cost import UNLIMITED, StepShape
+
+FORMAT = 1
+FEATURES = ("step", "prompt", "sequence", "decode", "context", "attention")
+"""What is charged once each: a step, one that has prompt tokens, a row, a row of one token, a token
+in the cache of a row, a pair of a new token and one that it attends to. Behind them come the tokens
+of a step, by segments between knots."""
+
+REGIMES = ("decode", "mixed", "prompt")
+"""Steps of decodes alone, of both, of prompts alone."""
+
+Vector = NDArray[np.float64]
+
+
+class HostCost(msgspec.Struct, frozen=True):
+    """Seconds between the end of a step and the plan of the next, in which no device computes."""
+
+    step: float = 0.0
+    sequence: float = 0.0  # for each row of the step that has ended
+    request: float = 0.0  # for each request that was added meanwhile
+    token: float = 0.0  # for each token of their prompts
+
+    def seconds(self, num_seqs: int, num_added: int = 0, added_tokens: int = 0) -> float:
+        """After a step of so many rows, with so many requests added."""
+        added = self.request * num_added + self.token * added_tokens
+        return self.step + self.sequence * num_seqs + added
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds of a step: ``coefficients`` times its features, times the factor of its regime."""
+
+    format: int = FORMAT
+    name: str
+    """What was measured, or what a data sheet was read for."""
+    is_calibrated: bool
+    knots: list[int]
+    """Tokens of a step at which the price of a further token changes, ascending."""
+    coefficients: list[float]
+    """Seconds, none below 0: for each of ``FEATURES``, then for a token below the first knot,
+    between two, and above the last."""
+    factors: dict[str, float] = {}
+    host: HostCost = HostCost()
+    noise: list[float] = []
+    """Measured through predicted seconds of steps in order of time, as far as kept; mean 1."""
+    host_noise: list[float] = []
+    """The same of the seconds between two steps."""
+    source: dict[str, Any] = {}
+    """Where it is from: logs, steps, processor."""
+    report: dict[str, Any] = {}
+    """How well it predicts steps that it was not fitted to."""
+
+    def seconds(self, shape: StepShape) -> float:
+        """How long a step of this shape takes on average, from its plan to its result."""
+        charged = features(shape, self.knots)
+        sums = sum(c * x for c, x in zip(self.coefficients, charged, strict=True))
+        return sums * self.factors.get(regime(shape), 1.0)
+
+    def write(self, path: str | Path) -> None:
+        Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
+
+    def __str__(self) -> str:
+        return self.name if self.is_calibrated else f"{self.name} (uncalibrated)"
+
+
+def read_profile(path: str | Path) -> Profile:
+    """The profile in a file. Raises ``ConfigError``."""
+    try:
+        profile = msgspec.json.decode(Path(path).read_bytes(), type=Profile)
+    except OSError as error:
+        raise ConfigError(f"cost profile {str(path)!r} cannot be read: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"cost profile {str(path)!r} is none: {error}; `metronome calibrate` writes one"
+        ) from error
+    expected = len(FEATURES) + len(profile.knots) + 1
+    if profile.format != FORMAT or len(profile.coefficients) != expected:
+        raise ConfigError(
+            f"cost profile {str(path)!r} is of format {profile.format} with "
+            f"{len(profile.coefficients)} coefficients; this version reads format {FORMAT} with "
+            f"{expected} for its {len(profile.knots)} knots; calibrate anew"
+        )
+    return profile
+
+
+def regime(shape: StepShape) -> str:
+    """Which of ``REGIMES`` a step belongs to."""
+    if shape.num_decodes == shape.num_seqs:
+        return "decode"
+    return "mixed" if shape.num_decodes else "prompt"
+
+
+def features(shape: StepShape, knots: list[int]) -> list[float]:
+    """What is charged for, in the order of a profile's coefficients."""
+    tokens = shape.num_tokens
+    charged = [
+        1.0,
+        float(shape.num_decodes < shape.num_seqs),
+        float(shape.num_seqs),
+        float(shape.num_decodes),
+        float(shape.context),
+        float(shape.attention),
+    ]
+    begin = 0
+    for knot in knots:
+        charged.append(float(max(0, min(tokens, knot) - begin)))
+        begin = knot
+    charged.append(float(max(0, tokens - begin)))
+    return charged
+
+
+class _Prompt(NamedTuple):
+    """A prompt that fills a step up beside decodes."""
+
+    num_seqs: int
+    context: int
+
+    def shape(self, num_prompt: int) -> StepShape:
+        attention = self.context + self.num_seqs + num_prompt * (num_prompt + 1) // 2
+        rows = self.num_seqs + (num_prompt > 0)
+        return StepShape(
+            rows, self.num_seqs + num_prompt, self.num_seqs, self.context, attention, 0.0
+        )
+
+
+class ProfileCost:
+    """A profile as a ``CostModel``: it knows from the first step on, and learns nothing."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+
+    def step_seconds(
+        self, num_seqs: int, num_tokens: int, context: int = 0, attention: int = 0
+    ) -> float:
+        num_decodes = num_seqs if num_tokens <= num_seqs else max(0, num_seqs - 1)
+        shape = StepShape(num_seqs, num_tokens, num_decodes, context, attention, 0.0)
+        return self.profile.seconds(shape)
+
+    def prefill_seconds(self, num_tokens: int, context: int = 0) -> float:
+        pairs = num_tokens * context + num_tokens * (num_tokens + 1) // 2
+        return self.profile.seconds(StepShape(1, num_tokens, 0, context, pairs, 0.0))
+
+    def max_tokens(self, seconds: float, num_seqs: int = 0, context: int = 0) -> int:
+        beside = _Prompt(num_seqs, context)
+        if self.profile.seconds(beside.shape(0)) > seconds:
+            return 0
+        top = 1
+        while top < UNLIMITED and self.profile.seconds(beside.shape(top)) <= seconds:
+            top *= 2
+        within = range(top)
+        found = bisect_right(within, seconds, key=lambda n: self.profile.seconds(beside.shape(n)))
+        return min(UNLIMITED, num_seqs + max(0, found - 1))
+
+    def observe(self, shape: StepShape) -> None:
+        pass
