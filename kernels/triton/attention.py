@@ -23,7 +23,7 @@ def paged_attention(
     out = _room_for_output(q, meta)
     options, extras = variant[:3], variant[3:]
     forms = [None if one is None else (one.shape, one.dtype) for one in extras]
-    shapes = (q.shape, q.stride(), kv_layer.shape)
+    shapes = (q.shape, q.stride(), kv_layer.shape, kv_layer.stride())
     again(
         meta.scratch,
         ("attention", shapes, q.dtype, kv_layer.dtype, options, *forms),

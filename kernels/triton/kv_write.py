@@ -100,7 +100,8 @@ def normed_and_turned(source, head, num_heads, weight, cos_sin, position, S: tl.
 def store_cell(cell, x, half, head, kv_scales, S: tl.constexpr):
     """half 0: keys, 1: values; `cell`: the slot's row in its block's first head.
 
-    An 8-bit cache holds x / scale, saturated.
+    An 8-bit cache holds x / scale, saturated; what is no number stays none, so that tokens that see
+    it are not sound, as with a cache of 16 bits.
     """
     dims = tl.arange(0, S.PAD_D)
     mask = (head < S.KV_HEADS)[:, None] & (dims < S.D)[None, :]
@@ -109,7 +110,8 @@ def store_cell(cell, x, half, head, kv_scales, S: tl.constexpr):
         scale = tl.load(kv_scales + row, mask=head < S.KV_HEADS, other=1.0)
         x = x.to(tl.float32) / scale[:, None]
     if S.IS_FP8:
-        x = tl.minimum(tl.maximum(x.to(tl.float32), -FP8_MAX), FP8_MAX)
+        wide = x.to(tl.float32)
+        x = tl.clamp(wide, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
     there = cell + row[:, None] * (S.PAGE * S.D) + dims[None, :]
     tl.store(there, x.to(cell.dtype.element_ty), mask=mask)
 
@@ -166,7 +168,7 @@ def qkv_rope_write(
     if len(qkv):
         weights = (rope.cos_sin, norm.q, norm.k, kv_scales)
         forms = [None if one is None else (one.shape, one.dtype) for one in weights]
-        shapes = (qkv.shape, qkv.stride(), kv_layer.shape, heads)
+        shapes = (qkv.shape, qkv.stride(), kv_layer.shape, kv_layer.stride(), heads)
         turns = (rope.interleaved, norm.eps, norm.add_one)
         again(
             meta.scratch,

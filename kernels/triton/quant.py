@@ -84,7 +84,10 @@ def dequantize_kernel(values, scales, zeros, out, num_outputs, S: tl.constexpr):
 
 @triton.jit
 def quantize_kernel(x, scale, out, scales, stride_x, K: tl.constexpr, TILE: tl.constexpr):
-    """Program row: x / scale as 8-bit floats, by the scale given or the row's largest number."""
+    """Program row: x / scale as 8-bit floats, by the scale given or the row's largest number.
+
+    Saturates; what is no number stays none, so that the product's row is seen not to be sound.
+    """
     row = tl.program_id(0).to(tl.int64)
     inner = tl.arange(0, TILE)
     if scale is None:
@@ -98,7 +101,8 @@ def quantize_kernel(x, scale, out, scales, stride_x, K: tl.constexpr, TILE: tl.c
     tl.store(scales + row, found)
     for k in range(0, K, TILE):
         part = tl.load(x + row * stride_x + k + inner, mask=k + inner < K, other=0.0)
-        scaled = tl.minimum(tl.maximum(part.to(tl.float32) / found, -448.0), 448.0)
+        scaled = part.to(tl.float32) / found
+        scaled = tl.clamp(scaled, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
         tl.store(out + row * K + k + inner, scaled.to(tl.float8e4nv), mask=k + inner < K)
 
 

@@ -107,6 +107,44 @@ def test_rounding_is_that_of_the_reference(
     assert (both[0] == both[1]).float().mean() > 0.999
 
 
+@pytest.mark.parametrize("has_scales", [False, True])
+def test_what_is_no_number_is_none_in_a_cache_of_8_bits(
+    has_scales: bool, rng: torch.Generator
+) -> None:
+    """A largest number that a device takes of one that is none would be 448 below zero."""
+    cache = Cache(((3, 4),), (2, 32), rng)
+    qkv = torch.randn(3, 8 * 32, generator=rng).bfloat16()
+    qkv[1, 4 * 32], qkv[1, -1], qkv[2, 4 * 32] = float("nan"), float("nan"), float("inf")
+    scales = torch.full((2, 2), 0.5) if has_scales else None
+    rope, norm = reference.Rope(None, False), reference.HeadNorm(None, None, 1e-6, False)
+    both = []
+    for body in (bodies, reference):
+        kv = torch.zeros_like(cache.kv).to(FP8)
+        body.qkv_rope_write(qkv, kv, cache.meta, (4, 2, 32), rope, norm, scales)
+        both.append(kv.float())
+    assert both[1].isnan().sum() == 2 and both[1].nan_to_num(0).max() == 448
+    assert torch.equal(both[0].nan_to_num(0), both[1].nan_to_num(0))
+    assert torch.equal(both[0].isnan(), both[1].isnan())
+
+
+def test_layers_of_one_step_may_lie_in_memory_in_other_ways(rng: torch.Generator) -> None:
+    """A layer of its own, and one whose blocks lie between those of others."""
+    cache = Cache(((1, 20), (1, 9), (12, 3)), (2, 32), rng)
+    whole = torch.full((len(cache.kv), 3, *cache.kv.shape[1:]), float("nan"))
+    rope, norm = reference.Rope(None, False), reference.HeadNorm(None, None, 1e-6, False)
+    for kv in (cache.kv, whole[:, 1]):
+        kv[:] = cache.kv
+        qkv = torch.randn(cache.num_tokens, 8 * 32, generator=rng)
+        wanted_kv = kv.clone()
+        wanted = reference.qkv_rope_write(qkv, wanted_kv, cache.meta, (4, 2, 32), rope, norm)
+        got = bodies.qkv_rope_write(qkv, kv, cache.meta, (4, 2, 32), rope, norm)
+        close(got, wanted, 1e-6)
+        close(kv, wanted_kv, 1e-6)
+        attended = bodies.paged_attention(got, kv, cache.meta, reference.Variant(0.2))
+        exact = (got.double(), kv.double())
+        close(attended, reference.paged_attention(*exact, cache.meta, reference.Variant(0.2)), 2e-5)
+
+
 def test_no_token_is_nothing_to_do() -> None:
     cache = Cache(((1, 3),), (2, 32), torch.Generator().manual_seed(0))
     none = reference.HeadNorm(None, None, 1e-6, False)

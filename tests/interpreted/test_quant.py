@@ -161,3 +161,15 @@ def test_rows_become_8_bit_floats(dtype: torch.dtype, width: int) -> None:
     wanted, wanted_scales = reference.quantize_rows(x, given)
     assert torch.equal(got.float(), wanted.float()) and torch.equal(scales, wanted_scales)
     assert got.float().abs().max() == 448
+
+
+@pytest.mark.parametrize("given", [None, 0.05])
+def test_a_row_that_is_no_number_stays_none(given: float | None) -> None:
+    """And no other row is hurt."""
+    x = torch.randn(3, 40)
+    scale = None if given is None else torch.tensor([given])
+    sound, _ = quant.quantize_rows(x, scale)
+    x[1, 7] = float("nan")
+    got, _ = quant.quantize_rows(x, scale)
+    assert got[1, 7].float().isnan()
+    assert torch.equal(got[::2].float(), sound[::2].float())

@@ -1,11 +1,12 @@
 """Triton kernels on the CPU: Triton's interpreter, with 16 and 8 bit floats as devices round them.
 
 The interpreter keeps bfloat16 as bare bits: it adds, multiplies and contracts the bits, and it cuts
-off where a cast should round. `repair` computes in float32 and rounds to nearest even. It also
-leaves out what the interpreter does again and again to no effect: three quarters of its time. The
-variable TRITON_INTERPRET is read where a kernel is defined, so interpreted tests have a process of
-their own: tests/interpreted/, run by `check`; `python -m support.triton_interpreter FILE` runs a
-program so.
+off where a cast should round. `repair` computes in float32 and rounds to nearest even; of two
+numbers, one of which is none, the larger is the other, as on devices. It also leaves out what the
+interpreter does again and again to no effect: three quarters of its time. The variable
+TRITON_INTERPRET is read where a kernel is defined, so interpreted tests have a process of their
+own: tests/interpreted/, run by `check`; `python -m support.triton_interpreter FILE` runs a program
+so.
 """
 
 import dataclasses
@@ -131,6 +132,8 @@ def repair() -> None:
     Builder.binary_op, Builder.unary_op = binary_op, unary_op
     Builder.create_dot, Builder.cast_impl = create_dot, cast_impl
     Builder.create_fp_to_fp = create_fp_to_fp
+    Builder.create_maxnumf = lambda self, left, right: self.binary_op(left, right, np.fmax)
+    Builder.create_minnumf = lambda self, left, right: self.binary_op(left, right, np.fmin)
     _patch_once()
     _keep_types()
     # Computes each integer sum in 64 bits for an assert that is made in debug mode only.
