@@ -64,9 +64,10 @@ def invariant_linear(
     out = x.new_empty((*x.shape[:-1], len(weight)))
     if out.numel():
         forms = (rows.shape, rows.stride(), weight.shape, weight.stride())
+        dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         again(
             FORMS,
-            (*forms, x.dtype, bias is None, x.get_device()),
+            (*forms, dtypes, x.get_device()),
             (rows, weight, bias, out),
             lambda: [invariant_launch(rows, weight, bias, out)],
         )

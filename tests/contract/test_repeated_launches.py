@@ -12,7 +12,7 @@ import torch
 import triton
 
 from kernels import triton as bodies
-from kernels.triton import norm
+from kernels.triton import invariant, norm
 from kernels.triton.launch import Launch
 from kernels.triton.repeated import again
 from tools.device_gate import DEVICES, compiling_for
@@ -115,3 +115,15 @@ def test_tensors_that_share_memory_are_bound_each_time(launches: Launches) -> No
     for _ in range(2):
         bodies.add_rms_norm(x, x, weight, 1e-6)
     assert len(launches.built) == 2
+
+
+def test_weights_and_biases_of_another_type_are_bound_anew(launches: Launches) -> None:
+    """One program reads what the first of its tensors were."""
+    invariant.FORMS.clear()
+    x, weight, bias = torch.zeros(2, 64).half(), torch.zeros(8, 64).half(), torch.zeros(8)
+    for own in (None, bias, bias.half()):
+        bodies.invariant_linear(x, weight, own)
+    assert len(launches.built) == 3 and not launches.values
+    with pytest.raises(ValueError, match="of one type"):
+        bodies.invariant_linear(x, weight.bfloat16(), None)
+    invariant.FORMS.clear()
