@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib.metadata import version
 from math import inf
 from pathlib import Path
@@ -24,11 +24,13 @@ from engine.core.engine_core import EngineCore
 from engine.errors import ConfigError, RequestError
 from engine.kv.manager import KVManager
 from engine.messages.requests import CoreOutputs
-from engine.messages.step import StepPlan
+from engine.messages.step import StepPlan, StepResult
 from engine.sched.plugins.find import choose, make_scheduler
 from engine.sched.predict.cost import StepShape
+from engine.sched.predict.profile import Profile
 from engine.sim.job import Job
 from engine.sim.records import Floats, Requests, Seen
+from engine.sim.timing import timing
 from engine.sim.worker import Launched, StepCost, TimedWorker, VirtualClock
 from engine.sim.workloads import Workload, find_workload
 
@@ -64,7 +66,8 @@ class Engine:
     enable_prefix_caching: bool = True
     scheduler: Mapping[str, Any] = field(default_factory=dict)
     """Further options of the scheduler (``SchedulerConfig``)."""
-    cost: StepCost = field(default_factory=StepCost)
+    cost: StepCost | Profile = field(default_factory=StepCost)
+    """What steps take."""
     max_idle_looks: int = 200_000
     """Looks in a row, 5 ms apart, at an engine that computes nothing, before it is given up."""
 
@@ -226,6 +229,8 @@ class Watched(TimedWorker):
         self._ids: dict[int, str] = {}  # by slot
         self._same = b""  # who computed how many tokens in the latest step
         self._num_same = 0  # steps in a row that did
+        self.num_rows = 0
+        """Of the step that was collected last."""
 
     @property
     def decisions(self) -> str:
@@ -243,6 +248,11 @@ class Watched(TimedWorker):
         if self.steps is not None and plan.num_tokens:
             self._keep(plan, launched)
         return launched
+
+    def collect(self, ticket: Launched) -> StepResult:
+        result = super().collect(ticket)
+        self.num_rows = len(result.counts)
+        return result
 
     def _decided(self, plan: StepPlan) -> None:
         decided = plan.slots.tobytes() + plan.counts.tobytes()
@@ -291,7 +301,8 @@ class _Run:
             config, self._kv, clock=self._clock, timer=time.perf_counter, seed=seed
         )
         self._lengths: dict[str, int] = {}  # output tokens of the living
-        worker = (self._clock, engine.cost, engine.max_num_seqs, self._lengths)
+        self._timing = timing(engine.cost, seed)
+        worker = (self._clock, self._timing, engine.max_num_seqs, self._lengths)
         self._worker = Watched(*worker, kv=self._kv, keeps_steps=keeps_steps)
         self._core = EngineCore(scheduler, self._worker, engine.depth)
         self._source = workload.source(seed, rate)
@@ -307,7 +318,12 @@ class _Run:
             "workload": str(workload),
             "seed": seed,
             "rate": workload.natural_rate if rate is None else min(rate, 1e300),
-            "engine": {**asdict(engine), "length_predictor": str(engine.length_predictor)},
+            "engine": {
+                each.name: getattr(engine, each.name)
+                for each in fields(engine)
+                if each.name != "cost"
+            },
+            "cost": str(engine.cost),
         }
 
     def finish(self) -> Run:
@@ -318,6 +334,8 @@ class _Run:
             while source.next_time <= clock.now:
                 self._add(source.take())
             self._note(core.step().values())
+            if not core.is_idle:
+                clock.now += self._timing.host_seconds(self._worker.num_rows)
             self._kv_peak = max(self._kv_peak, self._kv.usage)
             if not core.is_idle:
                 num_idle = 0
@@ -336,6 +354,7 @@ class _Run:
         return self._result()
 
     def _add(self, job: Job) -> None:
+        self._clock.now += self._timing.add_seconds(job.num_prompt)
         try:
             self._core.scheduler.add_request(
                 job.request(self._max_tokens, tell_length=self._tells_length)

@@ -20,8 +20,12 @@ class Timing(Protocol):
         """The next step, from its plan to its result."""
         ...
 
-    def host_seconds(self, num_seqs: int, num_added: int, added_tokens: int) -> float:
-        """From the result of a step of so many rows to the next plan, with requests added."""
+    def host_seconds(self, num_seqs: int) -> float:
+        """From the result of a step of so many rows to the next plan."""
+        ...
+
+    def add_seconds(self, num_prompt: int) -> float:
+        """To take a request with a prompt of so many tokens."""
         ...
 
 
@@ -55,9 +59,12 @@ class ProfileTiming:
     def seconds(self, shape: StepShape) -> float:
         return self._profile.seconds(shape) * self._noise.draw()
 
-    def host_seconds(self, num_seqs: int, num_added: int, added_tokens: int) -> float:
-        mean = self._profile.host.seconds(num_seqs, num_added, added_tokens)
-        return mean * self._host_noise.draw()
+    def host_seconds(self, num_seqs: int) -> float:
+        return self._profile.host.seconds(num_seqs) * self._host_noise.draw()
+
+    def add_seconds(self, num_prompt: int) -> float:
+        host = self._profile.host
+        return host.request + host.token * num_prompt
 
 
 class FixedTiming:
@@ -66,7 +73,10 @@ class FixedTiming:
     def __init__(self, cost: StepCost) -> None:
         self.seconds = cost.seconds
 
-    def host_seconds(self, num_seqs: int, num_added: int, added_tokens: int) -> float:
+    def host_seconds(self, num_seqs: int) -> float:
+        return 0.0
+
+    def add_seconds(self, num_prompt: int) -> float:
         return 0.0
 
 
