@@ -8,12 +8,13 @@ with ends that are told by length alone, and compares every plan.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, cast
 
 import numpy as np
 
+from engine.config.sched import SchedulerConfig
 from engine.core.engine_core import EngineCore
 from engine.core.replay import NOTHING, Difference, Replay, Replayed
 from engine.errors import ConfigError
@@ -23,9 +24,11 @@ from engine.observe import steplog
 from engine.observe.steplog import Header, StepLog
 from engine.sched.interface import SchedulerInterface, StepOutputs
 from engine.sched.predict.headroom import Judgement
+from engine.sched.predict.profile import Profile
 from engine.sim.job import FILLER, Job, Span
 from engine.sim.records import Seen
-from engine.sim.run import FORMAT, Run
+from engine.sim.run import FORMAT, Engine, Run
+from engine.sim.worker import StepCost
 
 INSIDE = (steplog.Planned, steplog.Judged, steplog.Settled, steplog.Taken)  # calls of a step
 
@@ -304,3 +307,28 @@ class _EndingWorker:
 
     def shutdown(self) -> None:
         pass
+
+
+def engine_of(header: Header, cost: StepCost | Profile | None = None) -> Engine:
+    """The engine that a log was recorded on, with another idea of what its steps cost."""
+    told = {
+        "max_num_seqs": "max_num_seqs",
+        "max_num_batched_tokens": "max_num_batched_tokens",
+        "num_steps_in_flight": "depth",
+        "length_predictor": "length_predictor",
+    }
+    others = (*told, "scheduling_policy", "policy_options")
+    known = [option.name for option in fields(SchedulerConfig)]
+    scheduler = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in header.scheduler.items()
+        if name in known and name not in others
+    }
+    return Engine(
+        **{own: header.scheduler[name] for name, own in told.items()},
+        num_blocks=header.num_blocks,
+        block_size=header.block_size,
+        enable_prefix_caching=bool(header.cache.get("enable_prefix_caching", True)),
+        scheduler=scheduler,
+        cost=cost or StepCost(),
+    )

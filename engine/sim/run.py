@@ -68,6 +68,8 @@ class Engine:
     """Further options of the scheduler (``SchedulerConfig``)."""
     cost: StepCost | Profile = field(default_factory=StepCost)
     """What steps take."""
+    noise_seed: int | None = None
+    """Draws the machine's unrest, where ``cost`` has any; that of the run if not given."""
     max_idle_looks: int = 200_000
     """Looks in a row, 5 ms apart, at an engine that computes nothing, before it is given up."""
 
@@ -301,7 +303,7 @@ class _Run:
             config, self._kv, clock=self._clock, timer=time.perf_counter, seed=seed
         )
         self._lengths: dict[str, int] = {}  # output tokens of the living
-        self._timing = timing(engine.cost, seed)
+        self._timing = timing(engine.cost, seed if engine.noise_seed is None else engine.noise_seed)
         worker = (self._clock, self._timing, engine.max_num_seqs, self._lengths)
         self._worker = Watched(*worker, kv=self._kv, keeps_steps=keeps_steps)
         self._core = EngineCore(scheduler, self._worker, engine.depth)
