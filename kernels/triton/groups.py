@@ -1,7 +1,7 @@
 """Pairs sorted into blocks of one group: of token and expert, of row and adapter.
 
-The order of the pairs is kept and nothing is added atomically: what a pair becomes does not depend
-on the rest of the batch. Grids are upper bounds that the host knows without the groups.
+The order of the pairs is kept and nothing is added atomically: two runs of a batch give the same
+bits. Grids are upper bounds that the host knows without the groups.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Mixtures of experts: pairs of token and expert, sorted into blocks of one expert (groups.py).
 
 Experts are plain or packed. Their products are in the order of the tokens, and nothing is added
-atomically: a token's result does not depend on the rest of the batch.
+atomically: two runs of a batch give the same bits. How many pairs a program takes hangs on how many
+there are, and with that a token's last bits.
 """
 
 from __future__ import annotations

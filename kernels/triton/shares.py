@@ -1,8 +1,8 @@
 """Which keys a program of decode attention reads: shares as even as there can be, planned once a
 step on the device.
 
-    sequences of    16    16   1563    16 tiles     all together / programs wanted = 40 a share
-    items            1     1     40     1           (sequence, first tile, end, slot)
+    sequences of    16    16   1563    16 tiles     all together / programs wanted = 26 a share
+    items            1     1     61     1           (sequence, first tile, end, slot)
 
 A sequence within one share is written whole (slot -1); the parts of a longer one go to slots of
 memory, one behind the other, and are merged. How many items and slots there may be is known to the
