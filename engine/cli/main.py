@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from engine.cli import bench, chat, core, generate, policies, replay, serve, verify
+from engine.cli import bench, calibrate, chat, core, generate, policies, replay, serve, verify
 from engine.config.args import refusal
 from engine.errors import EngineError
 
@@ -23,6 +23,7 @@ COMMANDS = {
     "bench": bench,
     "policies": policies,
     "replay": replay,
+    "calibrate": calibrate,
     "verify": verify,
 }
 USAGE_ERROR = 2  # as argparse has it

@@ -1,0 +1,126 @@
+"""What steps would take by a model's sizes and a processor's data sheet: a guess, and named one.
+
+Time is the larger of reading the weights once and multiplying each token by them, plus reading the
+cache and what a launch costs; of the sheet's peaks a share is reached (a roofline: Williams,
+Waterman and Patterson, 2009).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ConfigError
+from engine.sched.predict.profile import Profile
+
+OF_BANDWIDTH = 0.8  # of what a sheet says, as well-made kernels reach
+OF_FLOPS = 0.6
+LAUNCH = 1.0e-3  # seconds of a step in which nothing is computed
+BYTES = 2  # of a number
+
+
+@dataclass(frozen=True)
+class Device:
+    """A sheet's bytes a second of memory, and dense 16-bit floating-point operations a second."""
+
+    bandwidth: float
+    flops: float
+
+
+DEVICES = {
+    "a100": Device(2.039e12, 312e12),
+    "h100": Device(3.35e12, 989e12),
+    "h200": Device(4.8e12, 989e12),
+    "b200": Device(8.0e12, 2250e12),
+    "l40s": Device(0.864e12, 362e12),
+}
+
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151_936,
+    },
+    "llama-8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128_256,
+    },
+    "llama-70b": {
+        "hidden_size": 8192,
+        "intermediate_size": 28_672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "vocab_size": 128_256,
+    },
+}
+
+
+def from_datasheet(text: str) -> Profile:
+    """``MODEL@DEVICE``, as in ``llama-8b@h100`` or ``path/to/config.json@4xh100``.
+
+    Several devices share weights and cache evenly; what they say to each other is not counted.
+    Raises ``ConfigError``.
+    """
+    model, _, device = text.rpartition("@")
+    count, is_many, name = device.partition("x")
+    if not (is_many and count.isdigit()):
+        count, name = "1", device
+    if name not in DEVICES or not model or int(count) < 1:
+        raise ConfigError(
+            f"profile {text!r} is neither a file nor MODEL@DEVICE; models are "
+            f"{', '.join(MODELS)} or the path of a config.json, devices {', '.join(DEVICES)}"
+        )
+    return _profile(text, _config(model), DEVICES[name], int(count))
+
+
+def _config(model: str) -> dict[str, Any]:
+    if model in MODELS:
+        return MODELS[model]
+    path = Path(model)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model {model!r} is none of {', '.join(MODELS)}, nor a config.json: {error}"
+        ) from error
+    missing = [name for name in MODELS["llama-8b"] if name not in config]
+    if missing:
+        raise ConfigError(f"{path} has no {missing[0]!r}, which its weights are counted by")
+    return config
+
+
+def _profile(name: str, config: dict[str, Any], device: Device, count: int) -> Profile:
+    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    head = config.get("head_dim") or hidden // heads
+    attention = hidden * head * (2 * heads + 2 * kv_heads)
+    weights = layers * (attention + 3 * hidden * config["intermediate_size"])
+    output = hidden * config["vocab_size"]
+    bandwidth = OF_BANDWIDTH * device.bandwidth * count
+    flops = OF_FLOPS * device.flops * count
+    reading = BYTES * (weights + output) / bandwidth
+    token = 2 * weights / flops
+    knee = max(1, round(reading / token))
+    cached = 2 * BYTES * kv_heads * head * layers / bandwidth
+    pair = 4 * heads * head * layers / flops
+    #            step             prompt  sequence            decode  context  attention
+    charged = [LAUNCH + reading, 0.0, 2 * output / flops, 0.0, cached, pair]
+    return Profile(
+        name=f"{name}, by data sheet",
+        is_calibrated=False,
+        knots=[knee],
+        coefficients=[*charged, 0.0, token],
+        source={"bandwidth": device.bandwidth, "flops": device.flops, "devices": count},
+    )

@@ -1,0 +1,92 @@
+"""The engine beside its simulation: forced lengths, logs as runs, the same plans once more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine.cli.main import main
+from engine.errors import ConfigError
+from engine.sched.predict.profile import read_profile
+from engine.sim.real import run_real
+from engine.sim.recorded import engine_of, read_log, resimulate
+from engine.sim.run import Engine, Run, run
+from engine.sim.workloads import find_workload
+
+WORKLOAD = find_workload(
+    "log-uniform(num_requests=150,prompt_tokens=(8,150),output_tokens=(2,60),shared_prefix=64)"
+)
+TIGHT = {"max_num_seqs": 12, "max_num_batched_tokens": 96, "num_blocks": 70}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], tuple[Run, Path]]:
+    """Real runs and their step logs, by policy and steps in flight."""
+    out = tmp_path_factory.mktemp("lab")
+    found = {}
+    for policy, depth in (("fcfs", 1), ("vtc", 2)):
+        log = out / f"{policy}.log"
+        engine = Engine(**TIGHT, depth=depth)
+        done = run_real(policy, WORKLOAD, engine, seed=3, rate=500.0, step_log=log)
+        found[policy, depth] = (done, log)
+    return found
+
+
+@pytest.mark.parametrize("which", [("fcfs", 1), ("vtc", 2)])
+def test_a_log_is_a_run_and_runs_again(
+    served: dict[tuple[str, int], tuple[Run, Path]], which: tuple[str, int]
+) -> None:
+    done, path = served[which]
+    drawn = [job.num_output for job in WORKLOAD.source(3, 500.0)]
+    requests = done.requests
+    assert requests.done.all() and requests.counts("num_output").tolist() == drawn
+    assert done.gaps[:, 2].sum() == sum(drawn) - len(drawn)
+    assert done.totals["num_preemptions"] > 0 and done.totals["prefix_hits"] > 0
+    log = read_log(path)
+    assert log.run.requests.counts("num_output").tolist() == drawn
+    ttft = [r.times("first") - r.times("arrival") for r in (requests, log.run.requests)]
+    np.testing.assert_allclose(ttft[0], ttft[1], atol=1e-6)
+    outcome, again = resimulate(path, log)
+    assert outcome.difference is None and outcome.num_steps == log.run.totals["num_plans"] > 100
+    assert list(again.requests.rows()) == list(log.run.requests.rows())
+    assert again.gaps.tolist() == log.run.gaps.tolist()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_blocks": 66},
+        {"num_blocks": 73},
+        {"max_num_batched_tokens": 192},
+        {"scheduling_policy": "residual-sjf"},
+    ],
+)
+def test_another_engine_makes_other_plans(
+    served: dict[tuple[str, int], tuple[Run, Path]], changes: dict[str, object]
+) -> None:
+    outcome, _ = resimulate(served["fcfs", 1][1], **changes)
+    assert outcome.difference is not None
+
+
+def test_from_a_log_to_a_profile_to_a_simulation(
+    served: dict[tuple[str, int], tuple[Run, Path]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    done, path = served["fcfs", 1]
+    out = tmp_path / "box.json"
+    assert main(["calibrate", str(path), "--out", str(out), "--name", "box"]) == 0
+    assert "all steps:" in capsys.readouterr().out
+    engine = engine_of(read_log(path).header, read_profile(out))
+    assert (engine.max_num_seqs, engine.num_blocks) == (12, 70)
+    again = run("fcfs", WORKLOAD, engine, seed=3, rate=500.0)
+    ended = [r.requests.times("last").max() for r in (done, again)]
+    assert ended[1] == pytest.approx(ended[0], rel=0.5)  # of one short run on any machine
+
+
+def test_what_is_no_log_is_said(tmp_path: Path) -> None:
+    (tmp_path / "x.log").write_bytes(b"something else")
+    with pytest.raises(ConfigError, match="is no step log"):
+        read_log(tmp_path / "x.log")
