@@ -8,6 +8,9 @@ shared        the same, three quarters of each prompt in common
 preempting    128 requests and blocks for a third of them, to the end
 hash_*        prompts of 8192 tokens: hash and look up, absent and cached
 queue_*       256 run, 10,000 wait in order of priority; some end and some start in each step
+open_*        some 256 run, as many as there are blocks for, and 10,000 wait; seats are left, so that
+              the queue is read in each step
+full_preempt  256 run in all the seats, 10,000 wait and may take them
 """
 
 from dataclasses import dataclass
@@ -79,6 +82,10 @@ def queue(policy: str) -> Load:
     return Load("queue", Setup(20000, 256, policy), 10256, 32, 33, 0, 200)
 
 
+def open_queue(policy: str) -> Load:
+    return Load("queue", Setup(4000, 512, policy), 12000, 160, 128, 96, 200)
+
+
 LOADS = {
     **{f"decode_{size}": decode(size) for size in SIZES},
     **{f"decode_{size}_hooks": decode(size, "every-hook") for size in (256, 1024)},
@@ -90,8 +97,14 @@ LOADS = {
     "hash_fast": lookup("fast"),
     "queue_static": queue("priority"),
     "queue_dynamic": queue("aging"),
+    "open_dynamic": open_queue("aging"),
+    "open_lpm": open_queue("lpm"),
+    "full_preempt": queue("cautious"),
 }
-OURS_ONLY = {"decode_256_hooks", "decode_1024_hooks", "hash_fast", "queue_dynamic"}
+OURS_ONLY = {
+    *("decode_256_hooks", "decode_1024_hooks", "hash_fast", "queue_dynamic"),
+    *("open_dynamic", "open_lpm", "full_preempt"),
+}
 
 
 def named(name: str) -> Load:

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from engine.config.sched import SchedulerConfig
-from engine.sched.request import TableColumn
+from engine.sched.request import Column, FloatColumn
 
 # Nobody writes into these once they are made.
 SHARED = (
@@ -93,8 +93,11 @@ def _array(value: Any, memo: Memo) -> Any:
     return made
 
 
-def _column(value: TableColumn, memo: Memo) -> TableColumn:
-    made = memo[id(value)] = TableColumn(0)
+def _column(value: Column, memo: Memo) -> Column:
+    length = len(value.at)
+    is_float = isinstance(value, FloatColumn)
+    made = FloatColumn(length, value.default) if is_float else type(value)(length)
+    memo[id(value)] = made
     made._attach(value.at[:])
     return made
 
@@ -134,7 +137,7 @@ def _maker(cls: type) -> Callable[[Any, Memo], Any]:
 
 
 _BY_BASE: tuple[tuple[Any, Callable[[Any, Memo], Any]], ...] = (
-    (TableColumn, _column),
+    (Column, _column),
     (deque, _deque),
     (list, _list),
     (tuple, _tuple),

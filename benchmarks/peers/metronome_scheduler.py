@@ -14,6 +14,7 @@ from engine.kv.prefix_index import Sha256Hasher
 from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest
 from engine.sched.policies.fcfs import FCFS
+from engine.sched.policies.lpm import LPM
 from engine.sched.policies.priority import Priority
 from engine.sched.policy import Admission, Limits, Policy, SchedView, Verdict
 from engine.sched.predict.cost import StepShape
@@ -74,7 +75,29 @@ class Aging(Policy):
         return (req.priority - (view.now - req.arrival_time) / 60.0,)
 
 
-POLICIES = {"fcfs": FCFS, "priority": Priority, "every-hook": EveryHook, "aging": Aging}
+class Cautious(Policy):
+    """The fewest tokens left go first; one that waits takes a seat only where it has half as many."""
+
+    dynamic = True
+    waiting_may_preempt = True
+
+    def rank(self, req: Request, view: SchedView) -> tuple[float, ...]:
+        return (req.max_total - req.num_tokens,)
+
+    def outranks(self, req: Request, other: Request) -> bool:
+        return super().outranks(req, other) and (
+            not req.is_waiting or 2 * req.rank[0] < other.rank[0]
+        )
+
+
+POLICIES: dict[str, type[Policy]] = {
+    "fcfs": FCFS,
+    "priority": Priority,
+    "every-hook": EveryHook,
+    "aging": Aging,
+    "lpm": LPM,
+    "cautious": Cautious,
+}
 
 
 class Ours:

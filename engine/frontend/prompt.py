@@ -67,6 +67,8 @@ class RequestOptions(TypedDict, total=False):
     """Seconds on the engine's clock; now, if not given."""
     deadline: float
     """Seconds on the engine's clock; read by deadline policies."""
+    tbt: float
+    """Seconds between output tokens that its reader wants; read by policies that pace tokens."""
     timeout: float
     """Seconds after its arrival at which the request ends, with finish reason "deadline"."""
     queue_timeout: float
@@ -158,6 +160,7 @@ class InputProcessor:
             grammar=grammar,
             queue_deadline=_seconds_after(arrival_time, options.get("queue_timeout")),
             end_deadline=_seconds_after(arrival_time, options.get("timeout")),
+            tbt=options.get("tbt"),
         )
         requests = [self._sequence(first, index) for index in range(params.n)]
         return Submission(
@@ -313,6 +316,7 @@ OPTION_KINDS: dict[str, tuple[type | types.UnionType, str]] = {
     "user": (str, "a str"),
     "arrival_time": (int | float | None, "a finite number of seconds"),
     "deadline": (int | float | None, "a finite number of seconds"),
+    "tbt": (int | float | None, "a finite number of seconds above 0"),
     "timeout": (int | float | None, "a finite number of seconds above 0"),
     "queue_timeout": (int | float | None, "a finite number of seconds above 0"),
     "hints": (dict | None, "a dict"),
@@ -329,7 +333,7 @@ def check_option_types(options: RequestOptions) -> None:
     priority = options.get("priority", 0)
     if not -(2**63) <= priority < 2**63:
         raise RequestError(f"priority is {priority}, must be {OPTION_KINDS['priority'][1]}")
-    for name in ("timeout", "queue_timeout"):
+    for name in ("timeout", "queue_timeout", "tbt"):
         seconds = options.get(name)
         if isinstance(seconds, int | float) and seconds <= 0:
             raise RequestError(f"{name} is {seconds!r:.80}, must be {OPTION_KINDS[name][1]}")

@@ -64,6 +64,7 @@ class AddRequest(msgspec.Struct, array_like=True, frozen=True, tag="add"):
     kv_transfer_params: dict[str, Any] | None = None  # for the KV connector
     queue_deadline: float | None = None  # if not started by then, it ends with reason "deadline"
     end_deadline: float | None = None  # not finished by then: the same; ``deadline`` is only a wish
+    tbt: float | None = None  # seconds between output tokens: a wish, for policies
 
 
 FinishReason = Literal["stop", "length", "abort", "error", "deadline"]
@@ -316,6 +317,11 @@ def check_times(add: AddRequest) -> None:
             raise RequestError(
                 f"{name} of request {add.request_id!r} is {time!r:.80}, must be a finite number"
             )
+    if add.tbt is not None and not (is_finite(add.tbt) and add.tbt > 0):
+        raise RequestError(
+            f"tbt of request {add.request_id!r} is {add.tbt!r:.80}, must be a finite number of "
+            "seconds above 0"
+        )
 
 
 def _check_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:

@@ -5,6 +5,7 @@ These names are all that a custom policy, resource or scheduler needs.
 
 from __future__ import annotations
 
+from engine.sched.columns import Columns, OwnNumbers
 from engine.sched.interface import SchedulerInterface
 from engine.sched.plugins.checks import require_positive, require_share, wrong_hints
 from engine.sched.policy import (
@@ -28,6 +29,7 @@ __all__ = [
     "API_VERSION",
     "Admission",
     "AttachedScheduler",
+    "Columns",
     "CostModel",
     "Defer",
     "Fit",
@@ -36,6 +38,7 @@ __all__ = [
     "Limits",
     "LinearCost",
     "OnRefuse",
+    "OwnNumbers",
     "Policy",
     "Predictor",
     "Refuse",

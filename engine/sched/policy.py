@@ -8,11 +8,14 @@ from enum import Enum
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import numpy as np
+
 from engine.config.sched import SchedulerConfig
 from engine.kv.manager import KVManager
-from engine.sched.request import Request
+from engine.sched.request import Array, Request
 
 if TYPE_CHECKING:
+    from engine.sched.columns import Columns, OwnNumbers
     from engine.sched.predict.cost import CostModel, StepShape
     from engine.sched.predict.ledger import Ledger
     from engine.sched.predict.lengths import LengthHistory
@@ -32,11 +35,16 @@ class Admission(Enum):
 
 
 class Limits(NamedTuple):
-    """Bounds of one step. They may only lower the configured ones; ``None`` leaves them."""
+    """Bounds of one step. They may only lower the configured ones; ``None`` leaves them.
+
+    ``max_tokens``: tokens computed in this step, of prompts and decodes together.
+    ``max_seqs``: requests that may have a seat after it; those that run keep theirs.
+    ``admission``: may waiting requests start in this step?
+    """
 
     max_tokens: int | None = None
     max_seqs: int | None = None
-    admission: bool = True  # may waiting requests start in this step?
+    admission: bool = True
 
 
 class Refuse(NamedTuple):
@@ -53,16 +61,28 @@ class Defer(NamedTuple):
 
 Verdict = Refuse | Defer | None
 
+Ranks = Sequence[tuple[Any, ...]] | tuple[Array, ...] | Array
+"""Of several requests: a tuple for each; or an array for each place of the ranks, with a number for
+each request; or the only such array."""
+
 
 class SchedView(Protocol):
     """What a policy may read. At run time these are the live objects: they must not be changed."""
 
     now: float
+    """Seconds: the only clock. It stands still during a step."""
     rng: Random
+    """The only dice."""
     step: Step
+    """The step that is being planned: ``index`` (its number), ``tokens_left`` of its budget,
+    ``num_free_seats``, ``admission_open``, ``has_grants`` (did any request get tokens yet?)."""
     config: SchedulerConfig
+    """The options of the scheduler, as ``max_num_batched_tokens`` and ``max_num_seqs``."""
     ledger: Ledger
+    """What each user was served, in tokens: ``service(user)``, ``account(user)``. Kept only for a
+    policy with ``uses_ledger``."""
     lengths: LengthHistory
+    """Output lengths of the requests that ended last: ``mean``, ``quantile``, ``sample``."""
 
     @property
     def cost(self) -> CostModel:
@@ -113,7 +133,31 @@ class SchedView(Protocol):
         ...
 
     @property
-    def kv(self) -> KVManager: ...
+    def kv(self) -> KVManager:
+        """Blocks: ``num_free``, ``num_usable``, ``block_size``, ``blocks_for(num_tokens)``,
+        ``missing(req, upto)``, ``cached_prefix(req)`` (in tokens), ``peak(reqs, remaining)``."""
+        ...
+
+    def columns(self, reqs: Sequence[Request]) -> Columns:
+        """Numbers of these requests as arrays, in their order. Cheapest for ``view.waiting``,
+        ``view.running`` and what ``ranks`` is given, whose rows are known."""
+        ...
+
+    @property
+    def unoffered_columns(self) -> Columns:
+        """``columns(unoffered)``, without a list of them."""
+        ...
+
+    def own(self, name: str, default: float = 0.0) -> OwnNumbers:
+        """A number of the policy's own for each request, ``default`` until one is set:
+        ``view.own("level")[req] = 2``. ``columns(reqs).own("level")`` is the array of them."""
+        ...
+
+    def count(self, name: str, value: int = 1) -> None:
+        """Add to a counter of the policy's own, which stands in ``SchedulerStats.counters`` as
+        ``policy.NAME``. Raises ``ValueError`` for more than 256 names, or what is no whole number
+        from 0 on."""
+        ...
 
     @property
     def promised_blocks(self) -> int:
@@ -141,7 +185,8 @@ class SchedView(Protocol):
 
 
 class Policy(ABC):
-    """Reads views, changes nothing but its own fields. Every hook but ``rank`` has a default.
+    """Reads views, changes nothing but its own fields. Every hook but ``rank`` has a default; a
+    policy with ``ranks`` needs no ``rank``.
 
     Decisions may depend on ``view.now`` and ``view.rng`` but on no other clock or dice, so that the
     same inputs give the same plans anywhere. Ties of rank are broken by number of arrival.
@@ -152,9 +197,30 @@ class Policy(ABC):
     waiting_may_preempt = False  # a waiting request may evict running ones that it outranks
     uses_ledger = False  # it reads ``view.ledger``, which is kept only if this is True
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Of ``rank`` and ``ranks`` the one that the class, or the nearest of its bases, writes
+        stands for both."""
+        super().__init_subclass__(**kwargs)
+        own = vars(cls)
+        if "ranks" in own and "rank" not in own:
+            cls.rank = rank_of_one  # type: ignore[method-assign]
+        elif "rank" in own and "ranks" not in own:
+            cls.ranks = Policy.ranks  # type: ignore[method-assign]
+
     @abstractmethod
     def rank(self, req: Request, view: SchedView) -> tuple[Any, ...]:
         """A smaller rank gets tokens first, is admitted first and is evicted last."""
+
+    def ranks(self, reqs: Sequence[Request], view: SchedView) -> Ranks:
+        """The ranks of all these requests, in their order: asked of a ``dynamic`` policy for those
+        that run and, while one may start, for those that wait.
+
+        The default calls ``rank`` for each. An answer in arrays, made of ``view.columns(reqs)``,
+        costs next to nothing for each request: ``(late, due)`` with two arrays of ``len(reqs)``
+        numbers stands for the ranks ``(late[i], due[i])``. They hold no NaN. A policy that writes
+        both gives the same ranks in both.
+        """
+        return [self.rank(req, view) for req in reqs]
 
     def limits(self, view: SchedView) -> Limits:
         """Bounds of this step; the first hook called in it."""
@@ -201,7 +267,22 @@ class Policy(ABC):
         return num_tokens
 
     def outranks(self, req: Request, other: Request) -> bool:
-        """May ``req`` take memory from ``other``?"""
+        """May ``req`` take seat and blocks from ``other``? Asked for a waiting request of a policy
+        with ``waiting_may_preempt``, which evicts by choice; and by the default of
+        ``takes_blocks``."""
+        return (*req.rank, req.arrival) < (*other.rank, other.arrival)
+
+    def takes_blocks(self, req: Request, other: Request) -> bool:
+        """May ``req``, which runs and lacks blocks for its next tokens, take those of ``other``?
+
+        Here somebody has to make room: where nobody may be asked to, ``req`` stands still with the
+        blocks it holds. A policy that is reluctant to evict by choice, and says so in ``outranks``,
+        answers by rank here: ``return self.precedes(req, other)``.
+        """
+        return self.outranks(req, other)
+
+    def precedes(self, req: Request, other: Request) -> bool:
+        """Is ``req`` before ``other`` by rank, or by arrival where ranks are equal? No hook."""
         return (*req.rank, req.arrival) < (*other.rank, other.arrival)
 
     def victim(
@@ -217,8 +298,28 @@ class Policy(ABC):
     def on_grant(self, req: Request, num_tokens: int, view: SchedView) -> None:
         """Tokens of the request will be computed in this step."""
 
+    def on_preempt(self, req: Request, view: SchedView) -> None:
+        """The request is about to lose its seat and blocks, for whatever reason: it will compute
+        its ``num_computed`` tokens again, but for those it then finds in the cache."""
+
+    def on_tokens(self, reqs: Sequence[Request], view: SchedView) -> None:
+        """These requests got output tokens, which are settled: ``num_output``, ``last_token_time``
+        and, of those that got their first, ``first_token_time`` have moved on. Called once a step,
+        before the requests that end with them do."""
+
     def on_step(self, shape: StepShape, view: SchedView) -> None:
         """A step was settled: its shape and how long it took."""
 
     def on_finish(self, req: Request, view: SchedView) -> None:
         """The request has ended, for whatever reason."""
+
+
+def rank_of_one(self: Policy, req: Request, view: SchedView) -> tuple[Any, ...]:
+    """``rank`` of a policy that writes ``ranks``."""
+    answer: Any = self.ranks((req,), view)
+    if isinstance(answer, np.ndarray):
+        answer = (answer,)
+    if isinstance(answer, tuple) and all(isinstance(place, np.ndarray) for place in answer):
+        return tuple(place.item() for place in answer)
+    rank: tuple[Any, ...] = answer[0]
+    return rank

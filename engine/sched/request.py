@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import struct
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from math import inf, isnan, nan
 from typing import Any
 
 import numpy as np
@@ -22,12 +24,13 @@ WATCHED = 1  # some resource wants to be asked in each step
 SERIAL = 2  # while a token is being computed, no step computes the next one
 
 Counts = NDArray[np.int32]
+Array = NDArray[Any]
 
 
 ONE: Counts = np.array(1, dtype=np.int32)  # numpy adds it twice as fast as a Python int
 
 
-class TableColumn:
+class Column:
     """One buffer with two faces: ``at`` for scalars, ``all`` for vectors.
 
     An ``array.array`` reads a scalar in 40 ns, a numpy array in 160.
@@ -35,7 +38,9 @@ class TableColumn:
 
     __slots__ = ("all", "at")
 
-    code = "i"  # 32 bits
+    code: str
+    at: array[Any]
+    all: NDArray[Any]
 
     def __init__(self, length: int) -> None:
         self._attach(array(self.code, [0]) * length)
@@ -44,17 +49,113 @@ class TableColumn:
         """Twice as long, old values kept."""
         self._attach(self.at + array(self.code, [0]) * len(self.at))
 
-    def _attach(self, buffer: array[int]) -> None:
+    def _attach(self, buffer: array[Any]) -> None:
         self.at = buffer
-        self.all: Counts = np.frombuffer(buffer, dtype=self.code)
+        self.all = np.frombuffer(buffer, dtype=self.code)
 
 
-class StepColumn(TableColumn):
-    """Numbers of steps: 32 bits are used up within weeks."""
+class TableColumn(Column):
+    """Numbers of 32 bits."""
 
     __slots__ = ()
 
-    code = "q"  # 64 bits
+    code = "i"
+    at: array[int]
+    all: Counts
+
+
+class LongColumn(Column):
+    """Numbers of 64 bits, as those of steps: 32 bits are used up within weeks."""
+
+    __slots__ = ()
+
+    code = "q"
+    at: array[int]
+    all: NDArray[np.int64]
+
+
+class FloatColumn(Column):
+    """Seconds, and numbers of policies."""
+
+    __slots__ = ("default",)
+
+    code = "d"
+    at: array[float]
+    all: NDArray[np.float64]
+
+    def __init__(self, length: int, default: float = 0.0) -> None:
+        self.default = default  # of a row nobody wrote to
+        self._attach(array(self.code, [default]) * length)
+
+
+class Facts:
+    """What only policies read of the rows of a table, and its stamps.
+
+    ``ranks`` has a column for each place of ranks that were given in arrays: see ``Request.rank``.
+    ``own`` are numbers that the policy keeps, by name.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self.arrival = LongColumn(num_rows)
+        self.arrival_time = FloatColumn(num_rows)
+        self.priority = LongColumn(num_rows)
+        self.deadline = FloatColumn(num_rows)  # inf: none
+        self.tbt = FloatColumn(num_rows)  # inf: none
+        self.first_token = FloatColumn(num_rows)  # when it was settled; NaN before
+        self.last_token = FloatColumn(num_rows)
+        self.num_preempted = TableColumn(num_rows)
+        self.is_waiting = TableColumn(num_rows)
+        self.ranks: list[LongColumn | FloatColumn] = []
+        self.own: dict[str, FloatColumn] = {}
+
+    def enter(self, row: int, arrival: int, add: AddRequest) -> None:
+        """A request takes this row."""
+        self.arrival.at[row] = arrival
+        self.arrival_time.at[row] = add.arrival_time
+        self.priority.at[row] = add.priority
+        self.deadline.at[row] = inf if add.deadline is None else add.deadline
+        self.tbt.at[row] = inf if add.tbt is None else add.tbt
+        self.first_token.at[row] = self.last_token.at[row] = nan
+        self.num_preempted.at[row] = 0
+        self.is_waiting.at[row] = 1
+        for own in self.own.values():
+            own.at[row] = own.default
+
+    def stamp(self, rows: NDArray[np.intp], started: list[int], now: float) -> None:
+        """These rows have new tokens; those at the places ``started`` have their first from this
+        seat."""
+        self.last_token.all[rows] = now
+        if started:
+            first, begun = self.first_token.all, rows[started]
+            first[begun[np.isnan(first[begun])]] = now
+
+    def stamp_one(self, row: int, now: float) -> None:
+        """The same for one row."""
+        self.last_token.at[row] = now
+        if isnan(self.first_token.at[row]):
+            self.first_token.at[row] = now
+
+    def own_column(self, name: str, default: float) -> FloatColumn:
+        """The policy's column of this name, made when it is first asked for."""
+        if name not in self.own:
+            self.own[name] = FloatColumn(len(self.arrival.at), default)
+        return self.own[name]
+
+    def set_ranks(self, rows: NDArray[np.intp], columns: Sequence[Array]) -> None:
+        """Ranks of the requests in these rows: a column for each place, of int64 or float64."""
+        if not self.ranks:
+            self.ranks = [LongColumn(len(self.arrival.at)) for _ in columns]
+        for place, column in enumerate(columns):
+            if column.dtype.kind == "f" and isinstance(self.ranks[place], LongColumn):
+                whole, self.ranks[place] = self.ranks[place], FloatColumn(len(self.arrival.at))
+                self.ranks[place].all[:] = whole.all
+            self.ranks[place].all[rows] = column
+
+    def grow(self) -> None:
+        """Twice as many rows."""
+        for value in (*vars(self).values(), *self.ranks, *self.own.values()):
+            if isinstance(value, Column):
+                value.grow()
 
 
 class Table:
@@ -79,9 +180,10 @@ class Table:
         self.alive = TableColumn(num_rows)  # 1 from add to finish
         self.told = TableColumn(num_rows)  # 0 from a seat to the first output from there
         self.flags = TableColumn(num_rows)  # what resources want: WATCHED, SERIAL
-        self.plain = StepColumn(num_rows)  # the last step in which the row was marked as plain
-        self.considered = StepColumn(num_rows)  # the last step in which the request was offered
+        self.plain = LongColumn(num_rows)  # the last step in which the row was marked as plain
+        self.considered = LongColumn(num_rows)  # the last step in which the request was offered
         self.stop_id = TableColumn(num_rows)  # the token that ends the request; -1 none, -2 several
+        self.facts = Facts(num_rows)
         self._free = list(range(num_rows - 1, -1, -1))
 
     @property
@@ -108,8 +210,9 @@ class Table:
     def _grow(self) -> None:
         num_rows = self.num_rows
         for value in vars(self).values():
-            if isinstance(value, TableColumn):
+            if isinstance(value, Column):
                 value.grow()
+        self.facts.grow()
         self._free.extend(range(2 * num_rows - 1, num_rows - 1, -1))
 
 
@@ -170,7 +273,7 @@ class Request:
         "cache_salt",
         "history",
         "num_prompt",
-        "rank",
+        "own_rank",
         "reads_cache",
         "request_id",
         "row",
@@ -190,9 +293,10 @@ class Request:
         self.cache_salt = add.cache_salt
         self.reads_cache = add.params.prompt_logprobs is None
         self.status = Status.WAITING
-        self.rank: tuple[Any, ...] = ()
+        self.own_rank: tuple[Any, ...] | None = ()
         self.history = RequestHistory()
         self.row = table.take()
+        table.facts.enter(self.row, arrival, add)
         table.num_tokens.at[self.row] = table.num_prompt.at[self.row] = self.num_prompt
         table.limit.at[self.row] = min(self.num_prompt + add.max_tokens, max_model_len)
         table.client.at[self.row] = add.client_index
@@ -200,6 +304,18 @@ class Request:
         table.stop_id.at[self.row] = -2 if stops else -1
         if len(stops) == 1 and 0 <= stops[0] < 1 << 31 and not add.params.min_tokens:
             table.stop_id.at[self.row] = stops[0]
+
+    @property
+    def rank(self) -> tuple[Any, ...]:
+        """What its policy said last. Ranks given in columns are read from the table."""
+        rank, row = self.own_rank, self.row
+        if rank is not None:
+            return rank
+        return tuple([column.at[row] for column in self.table.facts.ranks])
+
+    @rank.setter
+    def rank(self, rank: tuple[Any, ...]) -> None:
+        self.own_rank = rank
 
     # -- identity
 
@@ -224,6 +340,23 @@ class Request:
     @property
     def deadline(self) -> float | None:
         return self.add.deadline
+
+    @property
+    def tbt(self) -> float | None:
+        """Seconds between output tokens that its reader wants, or was promised."""
+        return self.add.tbt
+
+    @property
+    def first_token_time(self) -> float | None:
+        """When its first output token was settled, in seconds on the engine's clock."""
+        time = self.table.facts.first_token.at[self.row]
+        return time if time == time else None
+
+    @property
+    def last_token_time(self) -> float | None:
+        """The same of the latest one."""
+        time = self.table.facts.last_token.at[self.row]
+        return time if time == time else None
 
     @property
     def hints(self) -> dict[str, Any]:
@@ -310,6 +443,7 @@ class Request:
         """Change status; only the scheduler may."""
         assert status in LEGAL_MOVES[self.status], f"{self} cannot become {status.value}"
         self.status = status
+        self.table.facts.is_waiting.at[self.row] = status is Status.WAITING
 
     def __repr__(self) -> str:
         return f"Request({self.request_id!r}, {self.status.value})"

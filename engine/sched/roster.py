@@ -8,14 +8,15 @@ RunningRows      the rows that run, and columns of them that seldom change
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import cast
+from collections.abc import Iterable, Iterator, Sequence
+from typing import cast, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.sched.request import Request, Status, Table
+from engine.sched.request import Array, Request, Status, Table
 
 Rows = NDArray[np.intp]  # numpy indexes with intp five times faster than with int32
 NO_ROWS: Rows = np.empty(0, dtype=np.intp)
@@ -26,12 +27,19 @@ def by_rank(req: Request) -> tuple[object, ...]:
     return (*req.rank, req.arrival)
 
 
-class RankedQueue:
-    """A list kept sorted by rank. Smaller goes first."""
+class RankedQueue(Sequence[Request]):
+    """A list kept sorted by rank. Smaller goes first.
+
+    Ranks are tuples or, after ``rerank_columns``, numbers in the table: then no key is kept, and
+    those few requests that are added or removed between two steps are sought by their ranks.
+    """
 
     def __init__(self) -> None:
-        self._keys: list[tuple[object, ...]] = []
+        self._keys: list[tuple[object, ...]] | None = []  # None: ranks are in columns
         self._reqs: list[Request] = []
+        self._rows = array("q")
+        self._packed: Rows | None = NO_ROWS  # the same, while nobody comes or goes
+        self._late: list[Request] = []  # came with tuples since ranks were last given in columns
 
     def __len__(self) -> int:
         return len(self._reqs)
@@ -40,34 +48,118 @@ class RankedQueue:
         """As they are now: an order is asked while requests move from queue to queue."""
         return iter(self._reqs.copy())
 
-    def __getitem__(self, index: int) -> Request:
+    @overload
+    def __getitem__(self, index: int) -> Request: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Request]: ...
+
+    def __getitem__(self, index: int | slice) -> Request | list[Request]:
         return self._reqs[index]
+
+    @property
+    def rows(self) -> Rows:
+        """The rows of the table, in order of rank; read-only."""
+        if self._packed is None:
+            self._packed = np.array(self._rows, dtype=np.intp)
+        return self._packed
 
     def add(self, req: Request) -> None:
         """Insert at its rank."""
         key = by_rank(req)
-        index = bisect_left(self._keys, key)
-        self._keys.insert(index, key)
+        if self._keys is None:
+            index = bisect_left(self._reqs, key, key=by_rank)
+            self._late.append(req)
+        else:
+            index = bisect_left(self._keys, key)
+            self._keys.insert(index, key)
         self._reqs.insert(index, req)
+        self._rows.insert(index, req.row)
+        self._packed = None
 
     def remove(self, req: Request) -> None:
         """Take out; its rank must not have changed since it was added."""
-        index = bisect_left(self._keys, by_rank(req))
-        if index == len(self._reqs) or self._reqs[index] is not req:
-            index = self._reqs.index(req)
-        del self._keys[index]
-        del self._reqs[index]
+        reqs = self._reqs
+        if reqs and reqs[0] is req:
+            index = 0
+        elif self._keys is None:
+            index = bisect_left(reqs, by_rank(req), key=by_rank)
+        else:
+            index = bisect_left(self._keys, by_rank(req))
+        if index == len(reqs) or reqs[index] is not req:
+            index = reqs.index(req)
+        del reqs[index]
+        del self._rows[index]
+        self._packed = None
+        if self._keys is not None:
+            del self._keys[index]
+        elif len(self._late) > 2 * len(reqs) + 64:  # most have left
+            self._late = [req for req in reqs if req.own_rank is not None]
 
-    def rerank(self, ranks: Callable[[Sequence[Request]], Sequence[tuple[object, ...]]]) -> None:
-        """Ask for all ranks again and sort."""
+    def rerank(self, ranks: Sequence[tuple[object, ...]]) -> None:
+        """Give each request, in the order they are in, its new rank, and sort."""
         reqs, keys = self._reqs, []
-        for req, rank in zip(reqs, ranks(reqs), strict=True):
+        for req, rank in zip(reqs, ranks, strict=True):
             req.rank = rank
             keys.append((*rank, req.arrival))
         by_arrival: dict[object, Request] = {req.arrival: req for req in reqs}
         keys.sort()
         self._keys = keys
         self._reqs = [by_arrival[key[-1]] for key in keys]
+        self._rows = array("q", [req.row for req in self._reqs])
+        self._packed = None
+        self._late.clear()
+
+    def rerank_columns(self, ranks: Sequence[Array], by_row: NDArray[np.object_]) -> None:
+        """The same with a column for each place of the ranks. ``by_row``: the requests."""
+        if not self._reqs:
+            return
+        rows = self.rows
+        table = self._reqs[0].table
+        table.facts.set_ranks(rows, ranks)
+        for req in self._late if self._keys is None else self._reqs:
+            req.own_rank = None
+        self._late.clear()
+        self._keys = None
+        order = sorted_places([*ranks, table.facts.arrival.all[rows]])
+        if (order[1:] > order[:-1]).all():
+            return
+        self._packed = rows = rows[order]
+        self._rows = array("q", rows.astype(np.int64).tobytes())
+        self._reqs = by_row[rows].tolist()
+
+
+def sorted_places(columns: Sequence[Array]) -> Rows:
+    """The places in ascending order of their values in the first column, then the second, and so
+    on. The last column has no value twice. No column has a NaN.
+
+    Five times as fast as ``lexsort``: most places differ in the first column that varies, and
+    unstable sorts of numbers are the fast ones.
+    """
+    *first, last = columns
+    varied = [column for column in first if (column != column[0]).any()]
+    column, *others = [*varied, last]
+    order = np.argsort(column)
+    values = column[order]
+    same = values[1:] == values[:-1]
+    places = np.arange(len(order))
+    for column in others:
+        if not same.any():
+            break
+        tied = np.zeros(len(places), dtype=np.bool_)
+        tied[1:] = same
+        tied[:-1] |= same
+        group = np.cumsum(np.concatenate([[False], ~same]))[tied]
+        if group[-1] < 1 << 16:  # sorted by digits
+            group = group.astype(np.uint16)
+        places = places[tied]
+        part = order[places]
+        values = column[part]
+        within = np.argsort(values)
+        within = within[np.argsort(group[within], kind="stable")]
+        order[places], values = part[within], values[within]
+        same = (values[1:] == values[:-1]) & (group[1:] == group[:-1])
+    return order
 
 
 class Cause:

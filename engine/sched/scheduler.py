@@ -51,6 +51,7 @@ from engine.sched.step.decodes import FEW, DecodeFastPath
 from engine.sched.step.intake import Intake, TimerKind
 from engine.sched.step.preempt import cut_to_blocks, promised_to_others, victims_for
 from engine.sched.step.settle import Counters, Settler, end_of
+from engine.sched.step.stats import make_stats
 from engine.sched.view import View
 
 logger = logging.getLogger("engine.sched")
@@ -189,9 +190,9 @@ class Scheduler(SchedulerInterface):
             step.close(Cause.SEATS)
         was_left_out = self.guard.take_rerank()
         if self.guard.dynamic or was_left_out:
-            self.roster.running.rerank(lambda reqs: self.guard.ranks(reqs, view))
+            self.guard.rerank(self.roster.running, self.roster.by_row)
             if step.admission_open or was_left_out:  # else the waiting queue is not read
-                self.roster.waiting.rerank(lambda reqs: self.guard.ranks(reqs, view))
+                self.guard.rerank(self.roster.waiting, self.roster.by_row)
         for req in list(self.guard.evict(view)):
             self.preempt(req, step)
         self.resources.begin_step(step)
@@ -428,7 +429,7 @@ class Scheduler(SchedulerInterface):
 
     def make_stats(self) -> SchedulerStats:
         return make_stats(
-            self.settler.counters, self.roster, self.kv, self.resources, self.guard.faults
+            self.settler.counters, self.view, self.roster, self.resources, self.guard.faults
         )
 
     @property
@@ -451,8 +452,8 @@ class Scheduler(SchedulerInterface):
         if (has_own_loop or self.guard.overrides(*DECIDING)) and (
             len(self.roster.running) + len(self.roster.waiting)
         ):
+            culprit = type(self).__name__ if has_own_loop else self.guard.idle_hooks(step)
             self._serve_by_default(step)
-            culprit = type(self if has_own_loop else self.policy).__name__
             self.settler.counters.note_rescue(culprit, was_saved=step.has_grants)
         is_stuck = self._stalls.is_stuck
         if step.has_grants or not (step.short or is_stuck or not len(self.roster.running)):
@@ -507,38 +508,6 @@ class Scheduler(SchedulerInterface):
         history.events.append(("scheduled", now))
         self.roster.table.num_computed.at[req.row] = hit
         self.roster.seat(req, now)
-
-
-def make_stats(
-    counters: Counters, roster: Roster, kv: KVManager, resources: Resources, faults: FaultLog
-) -> SchedulerStats:
-    """Current gauges and the counters."""
-    of_resources = resources.counters()  # asked first: what goes wrong in it counts as a fault
-    return SchedulerStats(
-        num_running=len(roster.running),
-        num_waiting=len(roster.waiting),
-        num_parked=len(roster.parked),
-        kv_usage=kv.usage,
-        prefix_queries=kv.counts.queries,
-        prefix_hits=kv.counts.hits,
-        num_preemptions=counters.num_preemptions,
-        num_failed=counters.num_failed,
-        num_steps=counters.num_steps,
-        num_scheduled_tokens=counters.num_scheduled_tokens,
-        preempted_queries=kv.counts.preempted_queries,
-        preempted_hits=kv.counts.preempted_hits,
-        num_refused=counters.num_refused,
-        num_expired=counters.num_expired,
-        num_rescued_steps=counters.num_rescued_steps,
-        num_policy_faults=faults.num_faults,
-        wait_seconds=dict(roster.waits.sums),
-        hook_seconds=dict(faults.seconds),
-        blocked=counters.blocked,
-        num_cache_resets=kv.counts.num_resets,
-        counters=of_resources,
-        step_seconds=counters.step_seconds,
-        floor_seconds=counters.floor_seconds,
-    )
 
 
 class StallDetector:

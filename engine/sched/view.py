@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from numbers import Integral
 from random import Random
-from typing import cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.config.sched import SchedulerConfig
 from engine.kv.manager import KVManager
 from engine.messages.step import StepPlan
+from engine.sched.columns import Columns, OwnNumbers
 from engine.sched.predict.cost import NO_STEP, CostModel, LinearCost, StepShape
 from engine.sched.predict.headroom import Headroom
 from engine.sched.predict.ledger import Ledger
-from engine.sched.predict.lengths import LengthHistory, find_predictor
+from engine.sched.predict.lengths import LengthHistory, PredictsAll, find_predictor
 from engine.sched.request import Request
-from engine.sched.roster import Roster, by_rank
+from engine.sched.roster import NO_ROWS, RankedQueue, Roster, Rows, by_rank
 from engine.sched.step.builder import Step
 
 FEW = 16  # requests up to which vectors cost more than they save
+MAX_COUNTERS = 256  # of a policy: each goes with every message of statistics
+MOST_COUNTED = 2**63 - 1  # what a message can carry
 
 
 class View:
@@ -39,17 +43,54 @@ class View:
         self._last = NO_STEP
         self._unread: deque[tuple[StepPlan, float]] = deque(maxlen=64)
         self.predictor = find_predictor(config.length_predictor, self.lengths)
+        self.counters: dict[str, int] = {}  # of the policy's own
         self._roster = roster
 
     @property
     def running(self) -> Sequence[Request]:
         """In rank order."""
-        return cast(Sequence[Request], self._roster.running)
+        return self._roster.running
 
     @property
     def waiting(self) -> Sequence[Request]:
         """In rank order."""
-        return cast(Sequence[Request], self._roster.waiting)
+        return self._roster.waiting
+
+    def columns(self, reqs: Sequence[Request]) -> Columns:
+        """Numbers of these requests as arrays, in their order."""
+        if isinstance(reqs, RankedQueue):
+            return self._columns_of(reqs.rows)
+        return self._columns_of(np.array([req.row for req in reqs], dtype=np.intp))
+
+    def _columns_of(self, rows: Rows) -> Columns:
+        roster = self._roster
+        return Columns(rows, roster.table, self._predict_all, self._cached_all, roster.requests)
+
+    def _predict_all(self, columns: Columns) -> NDArray[np.int64]:
+        if isinstance(self.predictor, PredictsAll):
+            return self.predictor.predict_all(columns)
+        predicted = [self.predictor.predict(req) for req in columns.requests]
+        return np.array(predicted, dtype=np.int64)
+
+    def _cached_all(self, rows: Rows) -> NDArray[np.int64]:
+        prefixes = [self.kv.cached_prefix(req) for req in self._roster.requests(rows)]
+        return np.array(prefixes, dtype=np.int64)
+
+    def own(self, name: str, default: float = 0.0) -> OwnNumbers:
+        """A number of the policy's own for each request."""
+        return OwnNumbers(self._roster.table.facts.own_column(name, default))
+
+    def count(self, name: str, value: int = 1) -> None:
+        """Add to a counter of the policy's own. Raises ``ValueError`` for one too many, or what is
+        no whole number from 0 on."""
+        known = self.counters.get(name, 0)
+        if not (isinstance(name, str) and isinstance(value, Integral) and int(value) >= 0):
+            raise ValueError(
+                f"count({name!r:.80}, {value!r:.80}) needs a str and a whole number from 0 on"
+            )
+        if name not in self.counters and len(self.counters) >= MAX_COUNTERS:
+            raise ValueError(f"count({name!r:.80}) would be counter {MAX_COUNTERS + 1}; count less")
+        self.counters[name] = min(MOST_COUNTED, known + int(value))
 
     def decodes_first(self) -> list[Request]:
         """Running requests: those that are one token behind, then the others; by rank in both."""
@@ -96,8 +137,15 @@ class View:
         """Waiting requests that may still be offered in this step, in rank order."""
         if not self.step.admission_open:
             return []
-        index = self.step.index
-        return [req for req in self._roster.waiting if req.considered != index]
+        considered, index = self._roster.table.considered.at, self.step.index
+        return [req for req in self._roster.waiting if considered[req.row] != index]
+
+    @property
+    def unoffered_columns(self) -> Columns:
+        """The same as columns."""
+        rows = self._roster.waiting.rows if self.step.admission_open else NO_ROWS
+        considered = self._roster.table.considered.all[rows]
+        return self._columns_of(rows[considered != self.step.index])
 
     @property
     def holders(self) -> Sequence[Request]:

@@ -66,6 +66,7 @@ class Asked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     timeout: float | None = None
     queue_timeout: float | None = None
     deadline: float | None = None  # seconds from now, a wish
+    tbt: float | None = None  # seconds between tokens, a wish
     expected_tokens: int | None = None
     hints: dict[str, Any] | None = None
 
@@ -80,6 +81,8 @@ class Asked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             options["queue_timeout"] = self.queue_timeout
         if self.deadline is not None:
             options["deadline"] = time.monotonic() + _above_zero("deadline", self.deadline)
+        if self.tbt is not None:
+            options["tbt"] = _above_zero("tbt", self.tbt)
         hints = dict(self.hints or {})
         if self.expected_tokens is not None:
             hints["output_tokens"] = _above_zero("expected_tokens", self.expected_tokens)

@@ -16,7 +16,17 @@ from engine.sched.scheduler import Scheduler
 from engine.sched.step.builder import prefill_cap
 
 # A policy with one of these may well leave something, and so may a resource.
-FRUGAL_HOOKS = ("limits", "evict", "order", "next_waiting", "admit", "chunk", "victim", "outranks")
+FRUGAL_HOOKS = (
+    "limits",
+    "evict",
+    "order",
+    "next_waiting",
+    "admit",
+    "chunk",
+    "victim",
+    "outranks",
+    "takes_blocks",
+)
 
 
 def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
@@ -130,6 +140,11 @@ def check_counts(scheduler: Scheduler, num_drafts: int = 0) -> None:
         assert 0 <= computed[row] <= known[row] + pending[row] + num_drafts, f"{req}: computed"
         assert 0 <= pending[row] <= table.in_flight.at[row], f"{req}: pending"
         assert table.alive.at[row] == 1, f"{req} is not alive"
+        first, last = req.first_token_time, req.last_token_time
+        if req.num_output:
+            assert first is not None and last is not None and first <= last, f"{req}: token times"
+        else:
+            assert first is None and last is None, f"{req}: token times"
         if req.status is Status.RUNNING:
             held = len(kv.held(req))
             # What a transfer fills is held as a whole before it is computed behind.
@@ -181,8 +196,10 @@ def _check_granted(scheduler: Scheduler, req: Request, granted: list[Request]) -
 
 
 def is_lower(scheduler: Scheduler, req: Request, other: Request) -> bool:
-    """Does the request outrank the other one, by rank and in the policy's own words?"""
-    return by_rank(req) < by_rank(other) and scheduler.guard.outranks(req, other)
+    """Does the request go before the other one, by rank and in the policy's own words?"""
+    guard = scheduler.guard
+    may_take = guard.outranks if req.is_waiting else guard.takes_blocks
+    return by_rank(req) < by_rank(other) and may_take(req, other)
 
 
 def check_spare(scheduler: Scheduler, plan: StepPlan) -> None:

@@ -291,6 +291,8 @@ class RequestMaker:
         for name in ("deadline", "queue_deadline", "end_deadline"):
             if rng.random() < 0.3:
                 chosen[name] = (at + rng.randint(0, 60)) / 64
+        if len(chosen) == 1:
+            chosen["tbt"] = 1 / 32
         return chosen
 
 

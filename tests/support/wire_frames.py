@@ -67,6 +67,7 @@ FULL_REQUEST = AddRequest(
     media=[MediaItem(0, 1, "h")],
     queue_deadline=3.0,
     end_deadline=4.0,
+    tbt=0.5,
 )
 BATCH = CoreOutputs(
     ["a", "b"],

@@ -12,6 +12,7 @@ import numpy as np
 
 from engine.messages.step import Masks
 from engine.sched.policy import Admission, Defer, Limits, Refuse
+from engine.sched.request import Array
 from engine.sched.resource import Fit, OnRefuse
 
 UNBOUNDED = 2**31 - 1
@@ -43,6 +44,29 @@ def _line_of(error: Exception) -> str:
 
 
 def no_answer(answer: object) -> None:
+    return None
+
+
+def as_columns(answer: object) -> tuple[Array, ...] | None:
+    """The places of ranks that were given as arrays, or ``None`` if they were not."""
+    if isinstance(answer, np.ndarray):
+        return (answer,)
+    if isinstance(answer, tuple) and answer and all(isinstance(a, np.ndarray) for a in answer):
+        return answer
+    return None
+
+
+def wrong_columns(columns: tuple[Array, ...], num_requests: int) -> str | None:
+    for place, column in enumerate(columns):
+        if column.shape != (num_requests,):
+            return (
+                f"returns an array of shape {column.shape} as place {place}, must have a number "
+                f"for each of {num_requests} requests"
+            )
+        if column.dtype.kind not in "biuf":
+            return f"returns an array of {column.dtype} as place {place}, must hold numbers"
+        if column.dtype.kind == "f" and np.isnan(column).any():
+            return f"returns an array as place {place} that holds a NaN"
     return None
 
 

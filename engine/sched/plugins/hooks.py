@@ -16,15 +16,21 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import wraps
+from functools import partial, wraps
 from itertools import islice, product
+from math import inf
 from numbers import Real
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from engine.sched.plugins import answers
-from engine.sched.policy import Admission, Limits, Policy, SchedView, Verdict
+from engine.sched.policy import Admission, Limits, Policy, SchedView, Verdict, rank_of_one
 from engine.sched.predict.cost import StepShape
-from engine.sched.request import Request, Status
+from engine.sched.request import Array, Request, Status
+from engine.sched.roster import RankedQueue
+from engine.sched.step.builder import Step
 from engine.sched.view import View
 
 logger = logging.getLogger("engine.sched")
@@ -32,12 +38,16 @@ NO_LIMITS = Limits()
 WITHOUT_NAN = {bool, int, str}
 
 HOOKS = (
-    *("rank", "limits", "evict", "order", "next_waiting", "admit", "chunk", "outranks", "victim"),
-    *("on_add", "on_grant", "on_step", "on_finish"),
+    *("rank", "ranks", "limits", "evict", "order", "next_waiting", "admit", "chunk"),
+    *("outranks", "takes_blocks", "victim"),
+    *("on_add", "on_grant", "on_preempt", "on_tokens", "on_step", "on_finish"),
 )
+# A policy with one of these is asked or told something in every step of every request.
+BY_ROW_HOOKS = ("order", "chunk", "evict", "on_grant", "on_tokens")
 # A policy with one of these says itself what a step takes of prompts.
 SHAPING = ("limits", "order", "chunk")
 # Hooks that decide which requests run; a policy without any of them gets the default order.
+MAKING_ROOM = ("takes_blocks", "outranks", "victim")
 DECIDING = frozenset(("limits", "order", "next_waiting", "admit", "chunk", "victim"))
 
 
@@ -59,6 +69,8 @@ class Guard(Policy):
         self._view = view
         self._name = type(inner).__name__
         self._label = {hook: f"{self._name}.{hook}" for hook in HOOKS}
+        if type(inner).rank is rank_of_one:
+            self._label["rank"] = self._label["ranks"]
         self._timer = faults.timer
         self._seconds = faults.seconds
         self._asked = {
@@ -82,6 +94,16 @@ class Guard(Policy):
     def overrides(self, *hooks: str) -> bool:
         """Has the policy any of these hooks of its own?"""
         return not self._asked.isdisjoint(hooks)
+
+    def idle_hooks(self, step: Step) -> str:
+        """Those that may have kept everybody from running in this step, by name, and why."""
+        why = ""
+        hooks = [hook for hook in HOOKS if hook in self._asked and hook in DECIDING]
+        if step.short:
+            own = [hook for hook in MAKING_ROOM if hook in self._asked]
+            hooks = own or hooks
+            why = f" ({step.short[0]} lacks KV blocks and may take them from no other)"
+        return ", ".join(self._label[hook] for hook in hooks) + why
 
     def overrule(self) -> Policy:
         """The default order with this policy's ranks: for a step in which the policy idles."""
@@ -111,6 +133,20 @@ class Guard(Policy):
         if not self.is_left_out:  # else the queues are still in order of its ranks
             rank = self._ask("rank", self._ranks.wrong, req, view)
         return rank if rank is not None else _former(req)
+
+    def rerank(self, queue: RankedQueue, by_row: NDArray[np.object_]) -> None:
+        """Ask for the ranks of a queue and sort it by them. It stays in order if they are wrong."""
+        if "ranks" not in self._asked or not len(queue):
+            queue.rerank(self.ranks(queue, self._view))
+            return
+        answer = self._ask("ranks", partial(self._wrong_ranks, len(queue)), queue, self._view)
+        if answer is None:
+            return
+        columns = answers.as_columns(answer)
+        if columns is not None:
+            queue.rerank_columns([as_sortable(column) for column in columns], by_row)
+            return
+        queue.rerank([self._checked(req, rank) for req, rank in zip(queue, answer, strict=True)])
 
     def ranks(self, reqs: Sequence[Request], view: SchedView) -> list[tuple[Any, ...]]:
         """The rank of each of these; timed and checked together as long as nothing is wrong."""
@@ -238,6 +274,19 @@ class Guard(Policy):
             self._fault("on_grant", answers.raised(error), req)
         self._seconds[self._label["on_grant"]] += self._timer() - begun
 
+    def takes_blocks(self, req: Request, other: Request) -> bool:
+        if "takes_blocks" not in self._asked:
+            return self.outranks(req, other)
+        return bool(self._answer("takes_blocks", answers.wrong_bool, req, other))
+
+    def on_preempt(self, req: Request, view: SchedView) -> None:
+        if "on_preempt" in self._asked:
+            self._answer("on_preempt", answers.no_answer, req, view)
+
+    def on_tokens(self, reqs: Sequence[Request], view: SchedView) -> None:
+        if "on_tokens" in self._asked and reqs:
+            self._answer("on_tokens", answers.no_answer, tuple(reqs), view)
+
     def on_step(self, shape: StepShape, view: SchedView) -> None:
         self._answer("on_step", answers.no_answer, shape, view)
 
@@ -300,6 +349,19 @@ class Guard(Policy):
             self._fault("rank", fault, req)
         return _former(req) if self.is_left_out or fault is not None else rank
 
+    def _wrong_ranks(self, num_requests: int, answer: object) -> str | None:
+        """Of all at once. Tuples are checked one by one."""
+        columns = answers.as_columns(answer)
+        if columns is None:
+            if isinstance(answer, list) and len(answer) == num_requests:
+                return None
+            return (
+                f"returns {answers.shown(answer)}, must be arrays, or a list of a tuple for each "
+                f"of {num_requests} requests"
+            )
+        fault = answers.wrong_columns(columns, num_requests)
+        return fault or self._ranks.wrong_places(len(columns))
+
     def _wrong_victims(self, named: object) -> str | None:
         if not isinstance(named, list):
             return answers.wrong_iterable(named)
@@ -318,6 +380,11 @@ class Guard(Policy):
         if req.considered == self._view.step.index:
             return f"names {req!r}, which was offered in this step"
         return None
+
+
+def as_sortable(column: Array) -> Array:
+    """The same numbers as int64 or float64."""
+    return column.astype(np.float64 if column.dtype.kind == "f" else np.int64, copy=False)
 
 
 def _former(req: Request) -> tuple[Any, ...]:
@@ -354,6 +421,7 @@ class RankCheck:
     def __init__(self) -> None:
         self._kinds: list[type] = []  # of the places of a rank: numbers or strings
         self._good_types: set[tuple[type, ...]] = set()  # of ranks that fit these
+        self._num_places = 0  # of ranks in arrays, if any were given
 
     def wrong(self, rank: Any) -> str | None:
         """What is wrong with a rank, ``None`` if nothing is."""
@@ -362,6 +430,16 @@ class RankCheck:
         for value in rank:
             if value != value:
                 return f"returns {rank!r}, which holds a NaN"
+        return None
+
+    def wrong_places(self, count: int) -> str | None:
+        """What is wrong with ranks in so many arrays, ``None`` if nothing is."""
+        if count == self._num_places:
+            return None
+        if self._num_places or str in self._kinds[: count + 1]:
+            return f"returns {count} arrays, which cannot be compared with earlier ranks"
+        self._kinds += [Real] * (count + 1 - len(self._kinds))
+        self._num_places = count
         return None
 
     def are_good(self, ranks: Sequence[Any]) -> bool:

@@ -10,8 +10,12 @@ from math import ceil
 from random import Random
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from engine.config.dotted import load_dotted
 from engine.errors import ConfigError, RequestError
+from engine.sched.columns import Columns
 from engine.sched.request import Request
 
 logger = logging.getLogger("engine.sched")
@@ -30,6 +34,7 @@ class LengthHistory:
         self._recent: deque[int] = deque(maxlen=window)
         self._sorted: list[int] = []
         self._sums: list[int] | None = None  # of the shortest 0, 1, 2, ...; made when asked for
+        self._columns: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
 
     def __len__(self) -> int:
         return len(self._recent)
@@ -40,7 +45,7 @@ class LengthHistory:
             del self._sorted[bisect_left(self._sorted, self._recent[0])]
         self._recent.append(length)
         insort(self._sorted, length)
-        self._sums = None
+        self._sums = self._columns = None
 
     def sample(self, rng: Random, above: int = 0) -> int | None:
         """One of the lengths, each as likely as it was frequent."""
@@ -66,6 +71,17 @@ class LengthHistory:
             self._sums = list(accumulate(self._sorted, initial=0))
         return (self._sums[-1] - self._sums[first]) / count
 
+    def means(self, above: NDArray[np.int64]) -> NDArray[np.float64]:
+        """``mean`` above each of these; NaN where it has no answer."""
+        if self._sums is None:
+            self._sums = list(accumulate(self._sorted, initial=0))
+        if self._columns is None:
+            self._columns = np.array(self._sorted, np.int64), np.array(self._sums, np.int64)
+        lengths, sums = self._columns
+        first = lengths.searchsorted(above, side="right")
+        count = len(lengths) - first
+        return np.where(count > 0, (sums[-1] - sums[first]) / np.maximum(count, 1), np.nan)
+
 
 @runtime_checkable
 class Predictor(Protocol):
@@ -79,6 +95,15 @@ class Predictor(Protocol):
 
     def predict(self, req: Request) -> int:
         """Total output tokens, ``req.num_output + 1`` to ``req.max_total - req.num_prompt``."""
+        ...
+
+
+@runtime_checkable
+class PredictsAll(Protocol):
+    """A predictor that answers for many requests at once."""
+
+    def predict_all(self, columns: Columns) -> NDArray[np.int64]:
+        """What ``predict`` says of each of them."""
         ...
 
 
@@ -99,6 +124,9 @@ class NoPredictor:
     def predict(self, req: Request) -> int:
         return req.max_total - req.num_prompt
 
+    def predict_all(self, columns: Columns) -> NDArray[np.int64]:
+        return columns.max_total - columns.num_prompt
+
 
 class HistoryPredictor:
     """Expects the mean of what was seen, among outputs longer than this one is already.
@@ -114,6 +142,14 @@ class HistoryPredictor:
     def predict(self, req: Request) -> int:
         mean = self.lengths.mean(above=req.num_output)
         return req.max_total - req.num_prompt if mean is None else bounded(req, mean)
+
+    def predict_all(self, columns: Columns) -> NDArray[np.int64]:
+        longest, means = (
+            columns.max_total - columns.num_prompt,
+            self.lengths.means(columns.num_output),
+        )
+        guess = np.minimum(longest, np.maximum(columns.num_output + 1, np.rint(means)))
+        return np.where(np.isnan(means), longest, guess).astype(np.int64)
 
 
 class OraclePredictor:

@@ -59,7 +59,7 @@ def promised_to_others(req: Request, policy: Policy, view: View) -> int:
 def cut_to_blocks(req: Request, num_tokens: int, policy: Policy, view: View) -> int:
     """How many of these tokens a running request can have blocks for, from 1 on.
 
-    A prompt chunk is not cut if the requests it outranks hold enough blocks. Otherwise it is cut to
+    A prompt chunk is not cut if those it may take blocks from hold enough. Otherwise it is cut to
     the free blocks or, without any, to one more block. Drafts take no block another request needs.
     """
     kv, start = view.kv, req.num_computed
@@ -79,15 +79,16 @@ def cut_to_blocks(req: Request, num_tokens: int, policy: Policy, view: View) -> 
 
 
 def _candidates(req: Request, policy: Policy, view: View) -> list[Request]:
-    """Holders that ``req`` outranks and that were not offered in this step.
+    """Holders of which ``req`` may take blocks and that were not offered in this step.
 
     A running request that its policy has paused for long is a candidate whatever its rank.
     """
+    may_take = policy.outranks if req.is_waiting else policy.takes_blocks
     considered, slot, index = req.table.considered.at, req.table.slot.at, view.step.index
     return [
         other
         for other in view.holders
         if (last := considered[row := other.row]) != index
         and other is not req
-        and ((last < index - PAUSED_STEPS and slot[row] >= 0) or policy.outranks(req, other))
+        and ((last < index - PAUSED_STEPS and slot[row] >= 0) or may_take(req, other))
     ]

@@ -58,7 +58,9 @@ class Settler:
         failed = self._fail(plan, result) if result.errors else ()
         if plan.drafts is not None:
             self._roll_back(plan, plan.drafts.counts, result)
-        for index in self.appender.append(plan, result, outputs):
+        may_have_ended = self.appender.append(plan, result, outputs)
+        self.policy.on_tokens(outputs.reqs, self.view)
+        for index in may_have_ended:
             if (stop := stopped_by(outputs.reqs[index])) is not None:
                 self.view.lengths.add(outputs.reqs[index].num_output)
                 self.finish(outputs.reqs[index])
@@ -124,6 +126,8 @@ class Settler:
 
         A request that only held blocks while it waited loses those.
         """
+        if req.status is Status.RUNNING:
+            self.policy.on_preempt(req, self.view)
         self.kv.release(req)
         self.resources.release(req)
         self.roster.table.num_computed.at[req.row] = 0
@@ -131,6 +135,7 @@ class Settler:
             self.roster.holding.pop(req.row)
             return
         req.history.num_preempted += 1
+        self.roster.table.facts.num_preempted.at[req.row] = req.history.num_preempted
         self.counters.num_preemptions += 1
         req.history.events.append(("preempted", self.view.now))
         self.roster.unseat(req, self.view.now, cause)
@@ -257,6 +262,7 @@ class Appender:
             is_first, table.told.at[row] = not table.told.at[row], 1
             taken = self._take(req, tokens[first:last])
             table.num_pending.at[row] -= 1
+            table.facts.stamp_one(row, outputs.now)
             self._kv.commit(req, min(table.num_computed.at[row], table.num_tokens.at[row]))
             index = outputs.add(req, taken, place, is_first=is_first)
             stop_id = table.stop_id.at[row]
@@ -283,6 +289,7 @@ class Appender:
         num_tokens += ONE
         table.num_tokens.all[rows] = num_tokens
         table.num_pending.all[rows] -= ONE
+        table.facts.stamp(rows, started, outputs.now)
         outputs.add_members(members, new, places, started)
         self.commit_ends(rows, num_tokens, table.num_computed)
         if self._ledger is not None:
@@ -361,7 +368,7 @@ class Counters:
 
     def note_rescue(self, culprit: str, *, was_saved: bool) -> None:
         """The default order was tried in place of the policy's. Steps in which that granted tokens
-        are counted, and the first is logged."""
+        are counted, and the first is logged. ``culprit``: who let none run, and why if known."""
         self.num_rescued_steps += was_saved
         if was_saved and self.num_rescued_steps == 1:
             logger.warning(

@@ -1,0 +1,43 @@
+"""What a scheduler says of itself at one moment."""
+
+from __future__ import annotations
+
+from engine.messages.stats import SchedulerStats
+from engine.sched.plugins.hooks import FaultLog
+from engine.sched.plugins.resources import Resources
+from engine.sched.roster import Roster
+from engine.sched.step.settle import Counters
+from engine.sched.view import View
+
+
+def make_stats(
+    counters: Counters, view: View, roster: Roster, resources: Resources, faults: FaultLog
+) -> SchedulerStats:
+    """Current gauges and the counters."""
+    kv, of_policy = view.kv, {f"policy.{name}": count for name, count in view.counters.items()}
+    of_resources = resources.counters()  # asked first: what goes wrong in it counts as a fault
+    return SchedulerStats(
+        num_running=len(roster.running),
+        num_waiting=len(roster.waiting),
+        num_parked=len(roster.parked),
+        kv_usage=kv.usage,
+        prefix_queries=kv.counts.queries,
+        prefix_hits=kv.counts.hits,
+        num_preemptions=counters.num_preemptions,
+        num_failed=counters.num_failed,
+        num_steps=counters.num_steps,
+        num_scheduled_tokens=counters.num_scheduled_tokens,
+        preempted_queries=kv.counts.preempted_queries,
+        preempted_hits=kv.counts.preempted_hits,
+        num_refused=counters.num_refused,
+        num_expired=counters.num_expired,
+        num_rescued_steps=counters.num_rescued_steps,
+        num_policy_faults=faults.num_faults,
+        wait_seconds=dict(roster.waits.sums),
+        hook_seconds=dict(faults.seconds),
+        blocked=counters.blocked,
+        num_cache_resets=kv.counts.num_resets,
+        counters=of_resources | of_policy,
+        step_seconds=counters.step_seconds,
+        floor_seconds=counters.floor_seconds,
+    )
