@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.metadata import version
 from math import inf
 from pathlib import Path
@@ -36,7 +36,7 @@ from engine.sim.workloads import Workload, find_workload
 
 FORMAT = 1
 IDLE_SECONDS = 0.005  # between two looks while all that is left waits for its time
-NUM_AT_ONCE = 1000  # requests by which an engine's capacity is measured
+NUM_AT_ONCE = 1000  # requests by which an engine's capacity is measured, if there are as many
 MAX_LOAD = 1000.0
 
 STEP_COLUMNS = ("start", "end", "seqs", "tokens", "decodes", "context", "attention", "kv_usage")
@@ -187,6 +187,7 @@ def rate_at(load: float, workload: Workload, engine: Engine, seed: int) -> float
 def capacity(workload: Workload, engine: Engine, seed: int) -> float:
     """Requests a second that fcfs serves in the middle of a run in which all had come at once: at
     its ends seats and blocks are not all in use."""
+    workload = replace(workload, num_requests=min(workload.num_requests, NUM_AT_ONCE))
     at_once = _Run("fcfs", workload, engine, seed=seed, rate=inf, keeps_steps=False)
     ends = np.sort(at_once.finish().requests.times("last"))
     ends = ends[~np.isnan(ends)]
@@ -293,6 +294,7 @@ class _Run:
         config = scheduler_config(policy, workload, engine)
         self._policy = policy
         self._max_tokens = workload.max_output
+        self._max_model_len = config.max_model_len
         self._clock = VirtualClock()
         self._kv = KVManager(
             engine.num_blocks,
@@ -326,6 +328,7 @@ class _Run:
                 if each.name != "cost"
             },
             "cost": str(engine.cost),
+            "step_cost": _step_cost(engine.cost),
         }
 
     def finish(self) -> Run:
@@ -356,6 +359,8 @@ class _Run:
         return self._result()
 
     def _add(self, job: Job) -> None:
+        if 1 <= (most := self._max_model_len - job.num_prompt) < job.num_output:
+            job = replace(job, num_output=most)  # as long as the engine lets it become
         self._clock.now += self._timing.add_seconds(job.num_prompt)
         try:
             self._core.scheduler.add_request(
@@ -397,6 +402,13 @@ class _Run:
             totals=totals,
             hook_seconds=sum(stats.hook_seconds.values()),
         )
+
+
+def _step_cost(cost: StepCost | Profile) -> dict[str, Any]:
+    """What bounds and slowdowns are computed from."""
+    if isinstance(cost, StepCost):
+        return asdict(cost)
+    return {name: getattr(cost, name) for name in ("knots", "coefficients", "factors")}
 
 
 def check(policies: Iterable[Any], workload: Workload, engine: Engine) -> None:

@@ -1,0 +1,136 @@
+"""A figure and how far it can be trusted: intervals that hold the true value 19 times in 20."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from math import exp, inf, lgamma, log, nan, pi, sqrt
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+LEVEL = 0.95
+NUM_BATCHES = 20  # a run's values follow from each other; the means of so many parts hardly do
+
+
+class Estimate(NamedTuple):
+    """A value with the ends of its interval, infinite where the data cannot bound it."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def holds_zero(self) -> bool:
+        return self.low <= 0.0 <= self.high
+
+
+NOTHING = Estimate(nan, nan, nan)
+
+
+def mean_of(values: Floats) -> Estimate:
+    """The mean of a run's values, in their order; its interval is from the means of 20 parts."""
+    if not len(values):
+        return NOTHING
+    parts = np.array_split(values, min(NUM_BATCHES, len(values)))
+    half = half_width([float(part.mean()) for part in parts])
+    value = float(values.mean())
+    return Estimate(value, value - half, value + half)
+
+
+def mean_over(values: Sequence[float]) -> Estimate:
+    """The mean of independent values (of seeds, say), with Student's interval."""
+    if not values:
+        return NOTHING
+    value, half = sum(values) / len(values), half_width(values)
+    return Estimate(value, value - half, value + half)
+
+
+def difference(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
+    """Of two means of independent values, which need not be as many (Welch)."""
+    if len(ours) < 2 or len(theirs) < 2:
+        return Estimate(_mean(ours) - _mean(theirs), -inf, inf)
+    errors = [float(np.var(v, ddof=1)) / len(v) for v in (ours, theirs)]
+    value, total = _mean(ours) - _mean(theirs), sum(errors)
+    if not total:
+        return Estimate(value, value, value)
+    shares = sum(e * e / (len(v) - 1) for e, v in zip(errors, (ours, theirs), strict=True))
+    half = student(max(1, int(total * total / shares))) * sqrt(total)
+    return Estimate(value, value - half, value + half)
+
+
+def half_width(values: Sequence[float]) -> float:
+    """Half the interval of the mean of independent values; infinity for fewer than two."""
+    if len(values) < 2:
+        return inf
+    return student(len(values) - 1) * float(np.std(values, ddof=1)) / sqrt(len(values))
+
+
+def quantile_of(values: Floats, share: float) -> Estimate:
+    """The smallest value that at least this share does not exceed. The interval is between two of
+    the values, found by their order alone, as if one did not follow from another."""
+    return weighted_quantile(values, np.ones(len(values)), share)
+
+
+def weighted_quantile(values: Floats, weights: Floats, share: float) -> Estimate:
+    """The same, of values that occurred ``weights`` times each and are one observation each."""
+    count = len(values)
+    if not count:
+        return NOTHING
+    order = np.argsort(values, kind="stable")
+    ascending, upto = values[order], np.cumsum(weights[order])
+    low, high = ranks_around(count, share)
+
+    def at(part: float) -> float:
+        place = int(np.searchsorted(upto, part * upto[-1] * (1.0 - 1e-12)))
+        return float(ascending[min(place, count - 1)])
+
+    return Estimate(
+        at(share),
+        at(low / count) if low >= 1 else -inf,
+        at(high / count) if high <= count else inf,
+    )
+
+
+@cache
+def ranks_around(count: int, share: float) -> tuple[int, int]:
+    """The ranks (from 1) of two of ``count`` ordered values that hold the quantile between them;
+    0 or ``count + 1`` where no value does."""
+    centre, spread = count * share, 8.0 * sqrt(count * share * (1.0 - share)) + 8.0
+    first, last = max(0, int(centre - spread)), min(count, int(centre + spread) + 1)
+    below = np.array([_binomial(count, share, k) for k in range(first, last + 1)]).cumsum()
+    tail = (1.0 - LEVEL) / 2.0
+    low = first + int(np.searchsorted(below, tail, side="right"))
+    high = first + int(np.searchsorted(below, 1.0 - tail)) + 1
+    return low, min(high, count + 1)
+
+
+def _binomial(count: int, share: float, k: int) -> float:
+    if share >= 1.0:
+        return float(k == count)
+    ways = lgamma(count + 1) - lgamma(k + 1) - lgamma(count - k + 1)
+    return exp(ways + k * log(share) + (count - k) * log(1.0 - share))
+
+
+@cache
+def student(degrees: int) -> float:
+    """Half the width of the interval of a mean, in standard errors."""
+    scale = exp(lgamma((degrees + 1) / 2) - lgamma(degrees / 2)) / sqrt(degrees * pi)
+
+    def inside(width: float) -> float:
+        points = np.linspace(0.0, width, 2001)
+        density = scale * (1.0 + points**2 / degrees) ** (-(degrees + 1) / 2)
+        return 2.0 * float(np.trapezoid(density, points))
+
+    low, high = 1.0, 16.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if inside(middle) < LEVEL else (low, middle)
+    return (low + high) / 2
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else nan
