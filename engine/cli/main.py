@@ -11,7 +11,18 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from engine.cli import bench, calibrate, chat, core, generate, policies, replay, serve, verify
+from engine.cli import (
+    bench,
+    calibrate,
+    chat,
+    core,
+    generate,
+    policies,
+    replay,
+    serve,
+    verify,
+    workload,
+)
 from engine.config.args import refusal
 from engine.errors import EngineError
 
@@ -22,6 +33,7 @@ COMMANDS = {
     "core": core,
     "bench": bench,
     "policies": policies,
+    "workload": workload,
     "replay": replay,
     "calibrate": calibrate,
     "verify": verify,

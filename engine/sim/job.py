@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,8 @@ VOCABULARY = 50_000
 
 ANSWER = "answer:"
 """Begins the name of the text that is what a request generated: ``answer:`` and its id."""
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 TABLE_LENGTH = 1 << 22  # numbers drawn once, of which every text shows a part, shifted
 
@@ -54,6 +57,11 @@ class Job:
     program: str = ""
     """The conversation or agent that it is a part of."""
     hints: Mapping[str, Any] = field(default_factory=dict)
+    """Further ones for policies, beside those that ``told`` gives."""
+    max_tokens: int | None = None
+    """What it asks for; ``None``: what all requests of the workload do."""
+    texts: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Token ids of those texts of its prompt that were not made up, by name."""
 
     @property
     def num_prompt(self) -> int:
@@ -69,12 +77,10 @@ class Job:
     ) -> AddRequest:
         """What the scheduler sees. ``max_tokens`` is what it asks for, ``answers`` are tokens
         that requests generated, by id, where they were not simulated."""
-        hints = dict(self.hints)
-        if tell_length:
-            hints["output_tokens"] = self.num_output
+        max_tokens = self.max_tokens or max_tokens
         return AddRequest(
             self.request_id,
-            tokens_of(self.prompt, answers),
+            self.tokens(answers),
             SamplingParams(max_tokens=max_tokens),
             seed=0,
             arrival_time=self.arrival,
@@ -83,17 +89,42 @@ class Job:
             priority=self.priority,
             user=self.user,
             deadline=None if self.deadline is None else self.arrival + self.deadline,
-            hints=hints or None,
+            hints=self.told(tell_length) or None,
         )
+
+    def tokens(self, answers: Mapping[str, Sequence[int]] | None = None) -> list[int]:
+        """The token ids of its prompt; ``answers`` as in ``request``."""
+        return tokens_of(self.prompt, answers, self.texts)
+
+    def told(self, tell_length: bool = False) -> dict[str, Any]:
+        """Hints for policies: promises, program and tier among them, where it has any."""
+        hints: dict[str, Any] = {}
+        if self.ttft is not None:
+            hints["ttft"] = self.ttft
+        if self.tbt is not None:
+            hints["tbt"] = self.tbt
+        if self.program:
+            hints["program"] = self.program
+        if self.tier:
+            hints["tier"] = self.tier
+        hints.update(self.hints)
+        if tell_length:
+            hints["output_tokens"] = self.num_output
+        return hints
 
 
 def tokens_of(
-    prompt: Iterable[Span], answers: Mapping[str, Sequence[int]] | None = None
+    prompt: Iterable[Span],
+    answers: Mapping[str, Sequence[int]] | None = None,
+    texts: Mapping[str, Sequence[int]] = NOTHING,
 ) -> list[int]:
-    """The token ids of these parts of texts, one behind the other."""
+    """The token ids of these parts of texts, one behind the other; ``texts`` are those that were
+    not made up."""
     tokens: list[int] = []
     for text, length, start in prompt:
-        if not text.startswith(ANSWER):
+        if text in texts:
+            tokens += texts[text][start : start + length]
+        elif not text.startswith(ANSWER):
             tokens += _read(text, start, length)
         elif answers is None:
             tokens += [FILLER] * length

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import ast
-import re
 from typing import Any
 
 from engine.errors import ConfigError
 
 
 def split(text: str) -> list[str]:
-    """What commas divide, those within parentheses aside."""
-    parts = re.findall(r"(?:[^,(]|\([^)]*\)?)+", text)
+    """What commas divide, those within parentheses, brackets or quotes aside."""
+    parts = [""]
+    depth, quote = 0, ""
+    for char in text:
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in "'\"":
+            quote = char
+        elif char in "([{":
+            depth += 1
+        elif char in ")]}":
+            depth -= 1
+        if char == "," and not quote and depth <= 0:
+            parts.append("")
+        else:
+            parts[-1] += char
     return [part.strip() for part in parts if part.strip()]
 
 

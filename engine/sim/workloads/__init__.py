@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import fields
+from collections.abc import Iterable
+from dataclasses import MISSING, fields
 from typing import Any
 
 from engine.errors import ConfigError
 from engine.sim.named import call
+from engine.sim.workloads.agents import Agents
+from engine.sim.workloads.azure_csv import AzureCSV
+from engine.sim.workloads.burstgpt_csv import BurstGPTCSV
+from engine.sim.workloads.closed_loop import ClosedLoop
+from engine.sim.workloads.conversations import Conversations
+from engine.sim.workloads.jsonl import JSONL
 from engine.sim.workloads.log_uniform import LogUniform
+from engine.sim.workloads.mooncake import MooncakeConv, MooncakeSynthetic
+from engine.sim.workloads.mooncake_jsonl import MooncakeJSONL
 from engine.sim.workloads.source import Source, Workload
+from engine.sim.workloads.steps_log import StepsLog
+from engine.sim.workloads.tiers import Tiers
+from engine.sim.workloads.traces import Arxiv, AzureCode, AzureConv
+from engine.sim.workloads.two_users import TwoUsers
+from engine.sim.workloads.vidur_csv import VidurCSV
 
 __all__ = ["WORKLOADS", "Source", "Workload", "find_workload"]
 
-WORKLOADS: dict[str, type[Workload]] = {kind.kind: kind for kind in (LogUniform,)}
+KINDS: Iterable[type[Workload]] = (
+    *(LogUniform, AzureConv, AzureCode, Arxiv, MooncakeConv, MooncakeSynthetic),
+    *(ClosedLoop, Conversations, Agents, Tiers, TwoUsers),
+    *(AzureCSV, BurstGPTCSV, VidurCSV, MooncakeJSONL, StepsLog, JSONL),
+)
+WORKLOADS: dict[str, type[Workload]] = {kind.kind: kind for kind in KINDS}
 
 
 def find_workload(text: str, **options: Any) -> Workload:
@@ -35,6 +54,12 @@ def find_workload(text: str, **options: Any) -> Workload:
         raise ConfigError(
             f"workload {name!r} has no option {min(unknown)!r}; its options are: {', '.join(known)}"
         )
+    for option in known.values():
+        is_needed = option.default is MISSING and option.default_factory is MISSING
+        if is_needed and option.name not in told:
+            raise ConfigError(
+                f"workload {name!r} needs {option.name}, as in {name}({option.name}=...)"
+            )
     try:
         return kind(**told)
     except TypeError as error:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import exp, log
-from random import Random
 from typing import ClassVar
 
-from engine.errors import ConfigError
-from engine.sim.job import Job, Span
-from engine.sim.workloads.source import Source, Workload
+from engine.sim.job import Span
+from engine.sim.workloads.draws import Draws
+from engine.sim.workloads.lengths import Lengths, bounds
+from engine.sim.workloads.open_loop import Body, OpenLoop, pairs, uniform
 
 NUM_PREFIXES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogUniform(Workload):
-    """Poisson arrivals; lengths log-uniform from the shortest to the longest."""
+class LogUniform(OpenLoop):
+    """Lengths log-uniform from the shortest to the longest; on request a shared beginning."""
 
     kind: ClassVar[str] = "log-uniform"
 
@@ -28,20 +27,19 @@ class LogUniform(Workload):
     shared_prefix: int = 0
     """Tokens that half of the prompts have in front of them, one of eight texts."""
     num_users: int = 4
-    """Requests belong to one of these, each as likely."""
 
     def __post_init__(self) -> None:
-        Workload.__post_init__(self)
-        self.check("num_users", self.num_users, 1)
+        OpenLoop.__post_init__(self)
         self.check("shared_prefix", self.shared_prefix, 0)
-        for name in ("prompt_tokens", "output_tokens"):
-            shortest, longest = getattr(self, name)
-            if not 1 <= shortest <= longest:
-                raise ConfigError(f"{name} are {shortest} to {longest}, must be 1 or more, rising")
+        self.lengths  # noqa: B018 - it checks the options
 
     @property
-    def natural_rate(self) -> float:
-        return 1.0
+    def lengths(self) -> Lengths:
+        """Of prompts, without what they share, and outputs."""
+        return Lengths(
+            bounds("prompt_tokens", self.prompt_tokens),
+            bounds("output_tokens", self.output_tokens),
+        )
 
     @property
     def max_prompt(self) -> int:
@@ -51,26 +49,12 @@ class LogUniform(Workload):
     def max_output(self) -> int:
         return self.output_tokens[1]
 
-    def source(self, seed: int, rate: float | None = None) -> Source:
-        return Source(self._jobs(Random(seed), rate or self.natural_rate))
-
-    def _jobs(self, dice: Random, rate: float) -> Iterator[Job]:
-        gaps = 0.0
-        for number in range(self.num_requests):
-            gaps += dice.expovariate(1.0)
-            prompt = [Span(f"prompt {number}", _length(dice, self.prompt_tokens))]
-            prefix = dice.randrange(NUM_PREFIXES)
-            if self.shared_prefix and dice.random() < 0.5:
-                prompt.insert(0, Span(f"prefix {prefix}", self.shared_prefix))
-            yield Job(
-                request_id=f"r{number}",
-                arrival=gaps / rate,
-                prompt=tuple(prompt),
-                num_output=_length(dice, self.output_tokens),
-                user=f"user{dice.randrange(self.num_users)}",
-            )
-
-
-def _length(dice: Random, bounds: tuple[int, int]) -> int:
-    shortest, longest = bounds
-    return min(longest, int(exp(dice.uniform(log(shortest), log(longest + 1)))))
+    def bodies(self, dice: Draws) -> Iterator[Body]:
+        prefixes = uniform(dice.stream("prefixes"))
+        for number, (num_prompt, num_output) in enumerate(pairs(self.lengths, dice)):
+            own = Span(f"prompt {number}", num_prompt)
+            place = int(next(prefixes) * 2 * NUM_PREFIXES)
+            if self.shared_prefix and place < NUM_PREFIXES:
+                yield Body((Span(f"prefix {place}", self.shared_prefix), own), num_output)
+            else:
+                yield Body((own,), num_output)

@@ -11,6 +11,7 @@ from typing import ClassVar
 
 from engine.errors import ConfigError
 from engine.sim.job import Follow, Job
+from engine.sim.workloads.tags import Tags, read_tiers, read_users
 
 MAX_REQUESTS = 100_000_000
 
@@ -34,6 +35,11 @@ class Source:
     def next_time(self) -> float:
         """When the next job comes; infinity while none does."""
         return self._coming[0][0] if self._coming else inf
+
+    @property
+    def has_followers(self) -> bool:
+        """Whether others may come since one has ended."""
+        return self._follow is not None
 
     def take(self) -> Job:
         """The job that comes next."""
@@ -76,11 +82,46 @@ class Workload(ABC):
     kind: ClassVar[str]
     """The name it is asked for by."""
 
+    block_size: ClassVar[int] = 16
+    """Tokens by which its prefix reuse is counted where no other number is asked for."""
+
     num_requests: int = 1000
     """Requests in all."""
+    num_users: int = 0
+    """Users ``user0``, ``user1``, ... to whom requests belong; 0: to whom the kind says."""
+    user_skew: float = 0.0
+    """The n-th of them has a share of ``1 / n**user_skew`` (Zipf); 0: all the same."""
+    users: str = ""
+    """Users by name instead, as in ``ann(share=3),bob(weight=2)``."""
+    tiers: str = ""
+    """Classes of requests, as in ``chat(share=0.7,ttft=1,tbt=0.1),batch(share=0.3,offline=True)``:
+    ``share``, ``ttft``, ``tbt``, ``deadline`` (seconds), ``priority``, ``offline``, ``hints``."""
+    deadlines: tuple[float, float] | None = None
+    """Each is to end within so many seconds, log-uniform from the first to the second."""
+    num_priorities: int = 0
+    """Each has a priority from 0 to below this number, all alike."""
 
     def __post_init__(self) -> None:
         self.check("num_requests", self.num_requests, 1, MAX_REQUESTS)
+        self.tags.check()
+
+    @property
+    def tags(self) -> Tags:
+        """What its options say of users, tiers, deadlines and priorities."""
+        return Tags(
+            users=read_users(self.users),
+            tiers=read_tiers(self.tiers),
+            num_users=self.num_users,
+            user_skew=self.user_skew,
+            deadlines=self.deadlines,
+            num_priorities=self.num_priorities,
+        )
+
+    @property
+    def user_weights(self) -> dict[str, float]:
+        """Shares of service by user, where they are not all the same."""
+        weights = {name: user.weight for name, user in self.tags.users.items()}
+        return weights if len(set(weights.values())) > 1 else {}
 
     @property
     @abstractmethod
