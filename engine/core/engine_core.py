@@ -62,9 +62,9 @@ class Repeats(Protocol):
         """Take as many steps of a stretch as come before ``until`` and before any row ends.
 
         ``tickets``: of the steps in flight, oldest first; each repeated step is launched behind
-        them before the oldest is collected. Fills in ``ends``, ``seconds`` and ``token``, sets the
-        clock to the last of ``ends``, and returns the tickets of as many steps that are then in
-        flight. Without a step, nothing changes.
+        them before the oldest is collected. Fills in what ``Stretch`` leaves to it, sets the
+        clock to ``next_begin``, and returns the tickets of as many steps that are then in flight.
+        Without a step, nothing changes.
         """
         ...
 
@@ -147,7 +147,7 @@ class EngineCore:
         plans += [stretch.plan(at) for at in range(max(0, count - len(tickets)), count)]
         self.flight = deque(zip(plans[len(plans) - len(tickets) :], tickets, strict=True))
         self.stretch, self.is_idle = stretch, False
-        return bool(stretch.ends[-1] >= until)
+        return stretch.next_begin >= until
 
     def _draw_if_alone(self) -> None:
         """Draw the step that waits for masks, if all before it are settled."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby, pairwise
 from typing import Protocol
@@ -218,6 +219,28 @@ class PrefixIndex:
         blocks = [holding.tables[0][index] for holding, index in zip(holdings, nth, strict=True)]
         hashes = [chain[index] for chain, index in zip(chains, nth, strict=True)]
         self._cache.publish_each(blocks, hashes)
+
+    def publish_along(
+        self,
+        reqs: Sequence[Holder],
+        holdings: Sequence[RequestBlocks],
+        nth: list[int],
+        places: Sequence[int],
+    ) -> None:
+        """``publish`` of one block after the other: the next of the request at each of these
+        places, which begin with the ``nth`` of each table. Their tokens are all known."""
+        counts = Counter(places)
+        for place, count in counts.items():
+            upto = (nth[place] + count) * self._block_size
+            self._chains.extend(holdings[place].chain, reqs[place], upto)
+        blocks, hashes = [], []
+        for place in places:
+            index, holding = nth[place], holdings[place]
+            nth[place] += 1
+            blocks.append(holding.tables[0][index])
+            hashes.append(holding.chain[index])
+        if blocks:
+            self._cache.publish_each(blocks, hashes)
 
     def hashes(self, req: Holder, holding: RequestBlocks | None) -> list[bytes]:
         """Hashes of all full blocks of known tokens, also of a request that has ended."""

@@ -9,6 +9,7 @@ the start.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -155,13 +156,14 @@ Times = NDArray[np.float64]
 NO_TIMES: Times = np.empty(0)
 
 
-class Growth(msgspec.Struct, array_like=True):
+@dataclass(eq=False, slots=True)
+class Growth:
     """Blocks that steps of a stretch take, in the order in which they take them."""
 
-    steps: Column = EMPTY  # 0 for the first step of the stretch
-    places: Column = EMPTY  # of the request among the stretch's
-    indices: Column = EMPTY  # in the request's block table
-    blocks: Column = EMPTY
+    steps: list[int] = field(default_factory=list)  # 0 for the first step of the stretch
+    places: list[int] = field(default_factory=list)  # of the request among the stretch's
+    indices: list[int] = field(default_factory=list)  # in the request's block table
+    blocks: list[int] = field(default_factory=list)
 
 
 @dataclass(eq=False, slots=True)
@@ -187,11 +189,15 @@ class Stretch:
     freed_slots: list[int]  # of which the first plan tells the worker
     max_steps: int
     until: float
+    begins: Times = field(default_factory=lambda: NO_TIMES)
+    """[num_steps] seconds on the engine's clock at which each step was planned. Filled in by the
+    executor, as are the next four."""
     ends: Times = field(default_factory=lambda: NO_TIMES)
-    """[num_steps] seconds on the engine's clock at which each step was settled: the time of the
-    outputs that it would have had. Filled in by the executor, as are the next two."""
+    """[num_steps] seconds on that clock at which each was settled: the time of its outputs."""
     seconds: Times = field(default_factory=lambda: NO_TIMES)
     """[num_steps] of the steps settled, as ``StepResult.seconds``."""
+    next_begin: float = 0.0
+    """When the step behind them can be planned."""
     token: int = 0
     """What every request got in every step; it ends none of them."""
     growth: Growth = field(default_factory=Growth)
@@ -204,8 +210,8 @@ class Stretch:
 
     def plan(self, index: int) -> StepPlan:
         """The plan of one of its steps, from 0 on, as it would have been made alone."""
-        ones = np.ones(len(self.rows), dtype=np.int32)
-        first, last = np.searchsorted(self.growth.steps, (index, index + 1))
+        ones, growth = np.ones(len(self.rows), dtype=np.int32), self.growth
+        first, last = bisect_left(growth.steps, index), bisect_right(growth.steps, index)
         return StepPlan(
             step=self.step + index,
             rows=self.rows,
@@ -215,9 +221,9 @@ class Stretch:
             counts=ones,
             samples=ones,
             new=[],
-            block_slots=self.slots[self.growth.places[first:last]],
-            block_indices=self.growth.indices[first:last],
-            block_ids=self.growth.blocks[first:last],
+            block_slots=self.slots[growth.places[first:last]] if first < last else EMPTY,
+            block_indices=np.array(growth.indices[first:last], dtype=np.int32),
+            block_ids=np.array(growth.blocks[first:last], dtype=np.int32),
             freed_slots=[] if index else self.freed_slots,
             num_tokens=len(ones),
         )

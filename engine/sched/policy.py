@@ -291,6 +291,17 @@ class Policy(ABC):
         """The request to preempt for ``req``, which outranks all candidates; none was offered."""
         return candidates[-1]
 
+    def stable_for(self, view: SchedView) -> float:
+        """For how many steps from here on ranks of running requests, ``limits`` and
+        ``next_waiting`` stay as they are, and ``on_step`` need not be told, while the same requests
+        run with one token each and none comes or ends; ``inf`` is no bound.
+
+        Only simulations ask, to jump over such steps, and only a policy that is ``dynamic`` or has
+        ``limits`` or ``on_step``. One with ``order``, ``chunk``, ``evict`` or ``on_grant`` never
+        jumps.
+        """
+        return 0
+
     def on_add(self, req: Request, view: SchedView) -> Verdict:
         """A request arrives; ``rank`` is called afterwards. ``None`` accepts it."""
         return None

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from engine.config.sched import SchedulerConfig
 from engine.kv.manager import KVManager
-from engine.messages.step import StepPlan
+from engine.messages.step import StepPlan, Stretch
 from engine.sched.columns import Columns, OwnNumbers
 from engine.sched.predict.cost import NO_STEP, CostModel, LinearCost, StepShape
 from engine.sched.predict.headroom import Headroom
@@ -22,6 +22,7 @@ from engine.sched.request import Request
 from engine.sched.roster import NO_ROWS, RankedQueue, Roster, Rows, by_rank
 from engine.sched.step.builder import Step
 
+UNREAD = 64  # steps that are kept until the cost model is asked for
 FEW = 16  # requests up to which vectors cost more than they save
 MAX_COUNTERS = 256  # of a policy: each goes with every message of statistics
 MOST_COUNTED = 2**63 - 1  # what a message can carry
@@ -41,7 +42,7 @@ class View:
         self.headroom = Headroom()
         self._cost = LinearCost()
         self._last = NO_STEP
-        self._unread: deque[tuple[StepPlan, float]] = deque(maxlen=64)
+        self._unread: deque[tuple[StepPlan | Stretch, float, int]] = deque(maxlen=UNREAD)
         self.predictor = find_predictor(config.length_predictor, self.lengths)
         self.counters: dict[str, int] = {}  # of the policy's own
         self._roster = roster
@@ -181,13 +182,27 @@ class View:
 
     def note(self, plan: StepPlan, seconds: float) -> None:
         """A step was settled. Its shape is computed lazily, when it is first read."""
-        self._unread.append((plan, seconds))
+        self._unread.append((plan, seconds, 0))
+
+    def note_stretch(self, stretch: Stretch, num_in_flight: int, *, are_read: bool) -> None:
+        """``note`` for each step that was settled in a stretch. ``are_read``: ``last`` after each
+        of them."""
+        num_steps = stretch.num_steps
+        unread = range(0 if are_read else max(0, num_steps - UNREAD), num_steps)
+        for index in unread:
+            seconds = float(stretch.seconds[index])
+            self._unread.append((stretch, seconds, index - num_in_flight))
+            if are_read:
+                self._read_steps()
 
     def _read_steps(self) -> None:
         while self._unread:
-            plan, seconds = self._unread.popleft()
+            plan, seconds, index = self._unread.popleft()
             if seconds or not self._unread:  # an untimed step is read only if it is the latest
-                self._last = StepShape.of(plan, seconds)
+                if isinstance(plan, Stretch):
+                    self._last = StepShape.of_repeat(plan, index, seconds)
+                else:
+                    self._last = StepShape.of(plan, seconds)
                 self._cost.observe(self._last)
 
     def knows(self, req: Request) -> bool:

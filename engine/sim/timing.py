@@ -72,6 +72,7 @@ class FixedTiming:
 
     def __init__(self, cost: StepCost) -> None:
         self.seconds = cost.seconds
+        self.seconds_each = cost.seconds_each
 
     def host_seconds(self, num_seqs: int) -> float:
         return 0.0

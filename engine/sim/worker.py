@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import accumulate
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from engine.messages.step import StepPlan, StepResult
+from engine.messages.step import StepPlan, StepResult, Stretch, Times
 from engine.sched.predict.cost import StepShape
 from engine.sim.job import END, FILLER
 from engine.verify.fake import FakeExecutor
@@ -47,12 +50,46 @@ class StepCost:
             + self.per_attention * shape.attention
         )
 
+    def seconds_each(self, shape: StepShape, num_steps: int) -> Times:
+        """How long each of so many steps takes of which this is the first; every row of a later
+        one has a token more in the cache. Equal to ``seconds`` of each to the last bit."""
+        more = np.arange(num_steps) * shape.num_seqs
+        context, attention = shape.context + more, shape.attention + more
+        seconds: Times = (
+            self.fixed
+            + self.per_seq * shape.num_seqs
+            + self.per_token * shape.num_tokens
+            + self.per_context * context
+            + self.per_attention * attention
+        )
+        return seconds
+
+    def host_seconds(self, num_seqs: int) -> float:
+        """None of its own, as steps are counted from plan to plan."""
+        return 0.0
+
     def __str__(self) -> str:
         return (
             f"{self.fixed * 1e3:g} ms + {self.per_seq * 1e6:g} us a request + "
             f"{self.per_token * 1e6:g} us a token + {self.per_context * 1e9:g} ns a token in the "
             f"cache + {self.per_attention * 1e9:g} ns a pair of attention"
         )
+
+
+CostEach = Callable[[StepShape, int], Times]
+
+
+class Cost(Protocol):
+    """How long steps take, asked once for each in their order. One that can be asked for several
+    at once has ``seconds_each`` as ``StepCost`` has it; its ``host_seconds`` are 0."""
+
+    def seconds(self, shape: StepShape) -> float:
+        """Of the next step, from its plan to its result."""
+        ...
+
+    def host_seconds(self, num_seqs: int) -> float:
+        """From the result of a step of so many rows to the next plan."""
+        ...
 
 
 class Launched(NamedTuple):
@@ -66,13 +103,15 @@ class TimedWorker(FakeExecutor):
     """Runs steps one after the other on a virtual clock; each request ends at its own length."""
 
     def __init__(
-        self, clock: VirtualClock, cost: StepCost, num_slots: int, lengths: Mapping[str, int]
+        self, clock: VirtualClock, cost: Cost, num_slots: int, lengths: Mapping[str, int]
     ) -> None:
         self._clock = clock
         self._cost = cost
+        self._cost_each: CostEach | None = getattr(cost, "seconds_each", None)
         self._lengths = lengths  # output tokens by request id
         self._ends = np.zeros(num_slots, dtype=np.int32)  # by slot: known tokens at its end
         self._free_at = 0.0
+        self._num_rows: int | None = None  # of the step collected, until the host has had its share
         self.busy_seconds = 0.0
         """Seconds that its steps have taken in all."""
 
@@ -90,7 +129,86 @@ class TimedWorker(FakeExecutor):
         self._free_at = max(self._free_at, self._clock.now) + seconds
         return Launched(result, self._free_at)
 
+    def repeat(self, stretch: Stretch, tickets: Sequence[Launched]) -> list[Launched]:
+        """As many steps of a stretch as come before ``until`` and before any row ends."""
+        left = int((self._ends[stretch.slots] - stretch.starts).min()) - 2
+        most = min(stretch.max_steps, left)
+        if most < 1:
+            return list(tickets)
+        take = self._take_one_by_one if self._cost_each is None else self._take_together
+        launched, seconds = take(stretch, most, [each.ends_at for each in tickets])
+        count = stretch.num_steps
+        self.busy_seconds = _sums(self.busy_seconds, seconds)[-1]
+        self._free_at, self._clock.now = launched[-1], stretch.next_begin
+        stretch.seconds = np.array([*(each.result.seconds for each in tickets), *seconds])[:count]
+        stretch.token = FILLER
+        self.repeated(stretch, launched, seconds)
+        if not tickets:
+            return []
+        new = [
+            Launched(self._fillers(stretch, at, seconds[at]), launched[at])
+            for at in range(max(0, count - len(tickets)), count)
+        ]
+        return [*tickets, *new][-len(tickets) :]
+
+    def repeated(
+        self, stretch: Stretch, launched: Sequence[float], seconds: Sequence[float]
+    ) -> None:
+        """Steps of a stretch were launched: when each of them ends, and how long it takes. For
+        those who keep account."""
+
+    def rest(self) -> None:
+        """To be called after each step of the core: the host's share of it passes."""
+        if self._num_rows is not None:
+            self._clock.now += self._cost.host_seconds(self._num_rows)
+        self._num_rows = None
+
+    def _take_one_by_one(
+        self, stretch: Stretch, most: int, in_flight: Sequence[float]
+    ) -> tuple[list[float], list[float]]:
+        """Fill in the times of a stretch; ends and seconds of the steps launched in it."""
+        now, free_at, num_rows = self._clock.now, self._free_at, len(stretch.rows)
+        coming, launched, all_seconds = deque(in_flight), [], []
+        begins: list[float] = []
+        ends: list[float] = []
+        while len(ends) < most and now < stretch.until:
+            seconds = self._cost.seconds(StepShape.of_repeat(stretch, len(ends)))
+            free_at = max(free_at, now) + seconds
+            coming.append(free_at)
+            launched.append(free_at)
+            all_seconds.append(seconds)
+            begins.append(now)
+            ends.append(max(now, coming.popleft()))
+            now = ends[-1] + self._cost.host_seconds(num_rows)
+        stretch.begins, stretch.ends, stretch.next_begin = np.array(begins), np.array(ends), now
+        return launched, all_seconds
+
+    def _take_together(
+        self, stretch: Stretch, most: int, in_flight: Sequence[float]
+    ) -> tuple[list[float], list[float]]:
+        """The same for durations that can be had at once, where the host takes no time."""
+        now = self._clock.now
+        assert self._cost_each is not None
+        seconds = self._cost_each(StepShape.of_repeat(stretch), most).tolist()
+        launched = _sums(max(self._free_at, now), seconds)[1:]
+        ends = ([max(now, end) for end in in_flight] + launched)[:most]
+        count = min(most, 1 + bisect_left(ends, stretch.until))
+        stretch.begins, stretch.ends = np.array([now, *ends[: count - 1]]), np.array(ends[:count])
+        stretch.next_begin = ends[count - 1]
+        return launched[:count], seconds[:count]
+
+    def _fillers(self, stretch: Stretch, index: int, seconds: float) -> StepResult:
+        """The result of one of its steps."""
+        tokens = np.full(len(stretch.rows), FILLER, dtype=np.int32)
+        return StepResult(stretch.step + index, tokens, np.ones_like(tokens), seconds=seconds)
+
     def collect(self, ticket: Launched) -> StepResult:
         """Wait until a step has ended."""
         self._clock.now = max(self._clock.now, ticket.ends_at)
+        self._num_rows = len(ticket.result.counts)
         return ticket.result
+
+
+def _sums(first: float, more: Iterable[float]) -> list[float]:
+    """The first, and the sum behind each of the others, added one by one."""
+    return list(accumulate(more, initial=first))

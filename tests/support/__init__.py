@@ -5,6 +5,8 @@ Schedulers and KV
       tests.
   fakes: Stand-ins that do exactly what a test says: a core without a model, a clock without
       time.
+  stretched: Random engines and workloads on a virtual clock, run step by step and with stretches:
+      two traces that must be equal to the last bit.
   timed: Runs on a clock of their own, for tests of what a policy prefers.
   holders: Requests as the KV manager sees them, without a scheduler.
   data_plane: Fake data planes: what workers do with the parts of a plan, and what goes wrong if

@@ -68,7 +68,7 @@ class Guard(Policy):
         self.uses_ledger = bool(inner.uses_ledger)  # read once: started late, it misses grants
         self._view = view
         self._name = type(inner).__name__
-        self._label = {hook: f"{self._name}.{hook}" for hook in HOOKS}
+        self._label = {hook: f"{self._name}.{hook}" for hook in (*HOOKS, "stable_for")}
         if type(inner).rank is rank_of_one:
             self._label["rank"] = self._label["ranks"]
         self._timer = faults.timer
@@ -115,6 +115,14 @@ class Guard(Policy):
         for req in self._view.parked if due else ():  # they come back to queues of other ranks
             req.rank = (req.arrival,)
         return due
+
+    def stable_steps(self, view: SchedView) -> float:
+        """For how many steps of the same decodes the policy need not be asked or told anything."""
+        if self._rerank_due or self.overrides(*BY_ROW_HOOKS):
+            return 0
+        if not (self.dynamic or self.overrides("limits", "on_step")):
+            return inf
+        return float(self._ask("stable_for", answers.wrong_steps, view) or 0)
 
     def leave_out(self, why: str) -> None:
         """Disable the policy: the default answers instead. The caller asks for all ranks again."""

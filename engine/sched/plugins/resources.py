@@ -21,6 +21,7 @@ HOOKS = (
     *("take", "parked", "release", "describe", "masks", "settle"),
     *("counters", "shutdown"),
 )
+STEP_HOOKS = ("watches", "begin_step", "describe", "masks", "settle")  # asked in each step
 ROW_HOOKS = ("extra", "fit", "take")  # asked about one request in one step
 
 
@@ -67,6 +68,11 @@ class Resources:
         """Flags of the request that resources ask for: ``WATCHED``, ``SERIAL``."""
         watched, serial = (self._does_any(hook, req) for hook in ("watches", "serializes"))
         return WATCHED * watched + SERIAL * serial
+
+    @property
+    def are_asked(self) -> bool:
+        """Is any of them asked in a step in which requests only get their next token?"""
+        return any(self._own[hook] for hook in STEP_HOOKS)
 
     def begin_step(self, step: Step) -> None:
         self._tell("begin_step", step)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from engine.sched import Policy, Request, SchedView, StepShape
 
 
@@ -32,3 +34,6 @@ class HRRN(Policy):
             return (0, req.arrival)
         waited = self.computed - self.computed_before[req]
         return (1, -waited / (req.num_tokens - view.kv.cached_prefix(req)), req.arrival)
+
+    def stable_for(self, view: SchedView) -> float:
+        return inf  # those that run go by arrival

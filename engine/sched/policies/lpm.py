@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from engine.sched import Policy, Request, SchedView, require_positive
 
 
@@ -23,3 +25,6 @@ class LPM(Policy):
         if view.now - req.arrival_time >= self.max_wait:
             return (1, req.arrival)
         return (2, -view.kv.cached_prefix(req), req.arrival)
+
+    def stable_for(self, view: SchedView) -> float:
+        return inf  # those that run go by arrival

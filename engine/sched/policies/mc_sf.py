@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from engine.sched import Admission, Policy, Request, SchedView, require_positive
 
 
@@ -33,3 +35,6 @@ class MCSF(Policy):
 
         fits = view.kv.peak([*view.running, req], remaining) <= view.kv.num_usable
         return Admission.YES if fits or not view.running else Admission.CLOSE
+
+    def stable_for(self, view: SchedView) -> float:
+        return inf  # those that run go by arrival

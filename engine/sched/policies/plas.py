@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from engine.sched import Policy, Request, SchedView, require_positive
 
 
@@ -43,3 +45,6 @@ class PLAS(Policy):
         self.service[program] = self.service.pop(program, 0.0) + served
         if len(self.service) > self.max_programs:
             del self.service[next(iter(self.service))]
+
+    def stable_for(self, view: SchedView) -> float:
+        return inf  # those that run go by arrival

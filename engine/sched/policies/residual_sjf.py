@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from engine.sched import Policy, Request, SchedView, require_positive
 
 
@@ -26,3 +28,6 @@ class ResidualSJF(Policy):
             return (1, req.arrival)
         kv = view.kv
         return (2, kv.blocks_for(req.num_tokens - kv.cached_prefix(req)), req.arrival)
+
+    def stable_for(self, view: SchedView) -> float:
+        return inf  # those that run go by arrival

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from engine.sched import Limits, Policy, Request, SchedView, require_positive
 
 
@@ -23,3 +25,6 @@ class Sarathi(Policy):
 
     def rank(self, req: Request, view: SchedView) -> tuple[int]:
         return (req.arrival,)
+
+    def stable_for(self, view: SchedView) -> float:
+        return inf  # they are constant

@@ -23,8 +23,8 @@ class Intake:
 
     def __init__(self, config: SchedulerConfig, settler: Settler) -> None:
         self.timers = Timers()
-        self._config = config
-        self._settler = settler
+        self.config = config
+        self.settler = settler
         self._kv = settler.kv
         self._roster = settler.roster
         self._num_arrived = 0
@@ -34,16 +34,16 @@ class Intake:
     def take(self, add: AddRequest) -> Request:
         """Queue a request. Raises ``RequestError``, or ``RefusedError``, and then keeps nothing."""
         self.check(add)
-        config, roster, view = self._config, self._roster, self._settler.view
+        config, roster, view = self.config, self._roster, self.settler.view
         req = Request(add, self._num_arrived, roster.table, max_model_len=config.max_model_len)
         self._num_arrived += 1
         self._kv.ensure_rows(roster.table.num_rows)
-        policy, ledger = self._settler.policy, self._settler.ledger
+        policy, ledger = self.settler.policy, self.settler.ledger
         try:
             view.predict(req)  # a predictor raises for a missing input before a hook calls it
             verdict = policy.on_add(req, view)
             if isinstance(verdict, Refuse):
-                self._settler.counters.num_refused += 1
+                self.settler.counters.num_refused += 1
                 raise RefusedError(f"request {add.request_id!r} was refused: {verdict.reason}")
         except RequestError:
             self._kv.finish(req)  # the policy may have looked it up in the cache
@@ -51,12 +51,12 @@ class Intake:
             raise
         if ledger is not None:
             ledger.on_add(req)
-        roster.table.flags.at[req.row] = self._settler.resources.flags(req)
+        roster.table.flags.at[req.row] = self.settler.resources.flags(req)
         req.rank = policy.rank(req, view)
         roster.add(req, view.now)
         req.history.events.append(("queued", view.now))
         self.timers.add_deadlines(req)
-        self._settler.resources.added(req)
+        self.settler.resources.added(req)
         if isinstance(verdict, Defer):
             roster.park(req, view.now, "deferred")
             self.timers.add(verdict.until, TimerKind.WAKE, req)
@@ -67,10 +67,10 @@ class Intake:
         if add.request_id in self._roster.by_id:
             raise in_use(add.request_id)
         check_times(add)
-        check_can_run(add, self._config, self._kv)
-        if objection := self._settler.resources.objection(add):
+        check_can_run(add, self.config, self._kv)
+        if objection := self.settler.resources.objection(add):
             raise RequestError(f"request {add.request_id!r}: {objection}")
-        config, waiting = self._config, self._roster.num_queued
+        config, waiting = self.config, self._roster.num_queued
         if config.max_waiting_requests is not None and waiting >= config.max_waiting_requests:
             self._refuse(f"{waiting} requests wait already (max_waiting_requests)")
         tokens = len(add.prompt_token_ids) + self._roster.queued_tokens
@@ -97,7 +97,7 @@ class Intake:
         self._last_start = now
 
     def _refuse(self, why: str) -> None:
-        self._settler.counters.num_refused += 1
+        self.settler.counters.num_refused += 1
         wait = self.estimated_wait()
         when = "later" if wait is None else f"in about {wait:.1f} s"
         raise RefusedError(f"the queue is full: {why}; try again {when}", wait)

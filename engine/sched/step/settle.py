@@ -77,6 +77,11 @@ class Settler:
             return {}
         return self._to_clients(OutputColumns(self.view.now, NO_RESULT))
 
+    @property
+    def has_ended(self) -> bool:
+        """Have requests ended of which no client was told yet?"""
+        return bool(self._ended)
+
     def end(self, req: Request, reason: FinishReason, message: str) -> None:
         """End the request now, for a reason outside of any step result; its client is notified."""
         self.finish(req)
@@ -233,6 +238,10 @@ class Appender:
         if len(result.token_ids) > num_sampled or (is_new and num_sampled <= FEW):
             return self._one_by_one(plan, result, outputs)
         return self._in_columns(plan, result, outputs, is_whole)
+
+    def running_members(self) -> Members:
+        """All running requests, in order of rows."""
+        return self._members_of(self._roster.running_rows.columns.rows, is_whole=True)
 
     def commit_ends(self, rows: Rows, counts: Counts, other: TableColumn) -> None:
         """Known or computed tokens of these rows grew by one to ``counts``. Publish the blocks that

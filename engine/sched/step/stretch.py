@@ -1,0 +1,150 @@
+"""Stretches: steps that only repeat, found and settled without planning each of them.
+
+A simulation spends most of its steps on decodes among which nothing happens. Such steps are known
+in advance: one token for each running request, blocks in order of rank where a table grows. They
+end with the step before the first in which anything could be otherwise.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from itertools import repeat
+
+import numpy as np
+
+from engine.messages.step import Stretch
+from engine.sched.plugins.hooks import Guard
+from engine.sched.roster import Cause
+from engine.sched.step.builder import Step
+from engine.sched.step.intake import Intake
+
+# A scheduler that overrides one of these plans each step itself.
+STEP_PARTS = (
+    *("schedule", "serve", "begin_step", "offers", "tokens_for", "secure", "grant", "preempt"),
+    *("seal", "update_from_output"),
+)
+
+
+class Stretches:
+    """Finds and settles them. The state behind a stretch is the one behind its steps."""
+
+    def __init__(self, intake: Intake, guard: Guard, *, is_open: bool) -> None:
+        self._is_open = is_open
+        self._config = intake.config
+        self._settler = settler = intake.settler
+        self._guard = guard
+        self._timers = intake.timers
+        self._roster = settler.roster
+        self._kv = settler.kv
+        self._view = settler.view
+        self._step: Step | None = None  # of the stretch that was found
+        self._places: list[int] = []
+        self._version = -1  # of the running requests that have these places by rank
+
+    def find(self, now: float, until: float, num_in_flight: int) -> Stretch | None:
+        """The stretch that begins with the next step, after all that any of its steps asks."""
+        roster, guard, settler = self._roster, self._guard, self._settler
+        seated = roster.running_rows
+        if not self._is_open or (guard.dynamic and self._view.step.new):  # not ranked since
+            return None
+        if now >= until or not (seated.list and seated.are_in_flight(num_in_flight)):
+            return None
+        if settler.has_ended or settler.resources.are_asked or roster.running_prompts():
+            return None
+        self._view.now = now
+        if (num_steps := guard.stable_steps(self._view)) < 1:
+            return None
+        if (step := self._first_step()) is None:
+            return None
+        if (due := self._timers.next_time()) is not None:
+            until = min(until, due)
+        table, columns, rows = roster.table, seated.columns, seated.columns.rows
+        starts, known = table.num_computed.all[rows], table.num_tokens.all[rows]
+        pending = table.num_pending.all[rows]
+        are_decodes = (pending == num_in_flight) & (known + pending == starts + 1)
+        members = settler.appender.running_members()
+        if not are_decodes.all() or now >= until or members.only_client is None:
+            return None
+        if not table.told.all[rows].all():
+            return None
+        left = int((columns.limits - known).min()) - max(1, num_in_flight)
+        num_steps = self._kv.most_repeats(rows, starts, int(min(num_steps, left)))
+        if num_steps < 1:
+            return None
+        self._step = step
+        return Stretch(
+            step=settler.counters.num_steps + 1,
+            rows=rows,
+            slots=columns.slots,
+            generations=columns.generations,
+            starts=starts,
+            request_ids=members.ids,
+            freed_slots=roster.freed_slots,
+            max_steps=num_steps,
+            until=until,
+        )
+
+    def settle(self, stretch: Stretch) -> None:
+        """Its steps were planned and computed; it was the last one found."""
+        roster, settler, step = self._roster, self._settler, self._step
+        assert step is not None, "no stretch was found"
+        table, rows, num_steps = roster.table, stretch.rows, stretch.num_steps
+        members = settler.appender.running_members()
+        known = table.num_tokens.all[rows]
+        new = array("i", [stretch.token]) * num_steps
+        deque(map(array.extend, members.tokens, repeat(new)), maxlen=0)
+        stretch.growth = self._kv.repeat(
+            members.reqs,
+            stretch.starts,
+            np.minimum(stretch.starts, known),
+            self._order(),
+            num_steps,
+        )
+        table.num_tokens.all[rows] = known + np.int32(num_steps)
+        table.num_computed.all[rows] = stretch.starts + np.int32(num_steps)
+        table.facts.last_token.all[rows] = stretch.ends[-1]
+        if settler.ledger is not None:
+            settler.ledger.on_tokens((req.user, num_steps) for req in members.reqs)
+        roster.waits.close_each(stretch.begins.tolist(), step.closing_cause())
+        roster.freed_slots = []
+        counters = settler.counters
+        counters.num_steps += num_steps
+        counters.num_scheduled_tokens += num_steps * len(rows)
+        roster.running_rows.note_repeats(counters.num_steps)
+        step.index = counters.num_steps
+        table.considered.all[rows] = step.index
+        view = self._view
+        view.step, view.now, self._step = step, float(stretch.ends[-1]), None
+        num_before = roster.running_rows.num_in_flight  # settled steps were planned earlier
+        view.note_stretch(stretch, num_before, are_read=self._guard.overrides("on_step"))
+
+    # -- helpers
+
+    def _first_step(self) -> Step | None:
+        """The step as it is when all decodes have their token; ``None`` if they do not all fit, or
+        a waiting request would be offered some. What closes admission then does so in each step."""
+        roster, guard, view = self._roster, self._guard, self._view
+        step = Step(0, self._config.max_num_batched_tokens, roster)
+        limits, may_preempt = guard.limits(view), guard.waiting_may_preempt
+        step.narrow(limits.max_tokens, limits.max_seqs)
+        if not limits.admission:
+            step.close(Cause.POLICY)
+        elif not (step.num_free_seats or may_preempt):
+            step.close(Cause.SEATS)
+        step.tokens_left -= len(roster.running)
+        step.plain_rows = roster.running_rows.columns.rows
+        if step.tokens_left < 0:
+            return None
+        if not len(roster.waiting):
+            return step
+        is_asked = guard.dynamic or guard.overrides("next_waiting") or step.tokens_left
+        return None if may_preempt or (step.admission_open and is_asked) else step
+
+    def _order(self) -> list[int]:
+        """The place by rank of each running request, in order of rows."""
+        roster, seated = self._roster, self._roster.running_rows
+        if self._version == seated.version and not self._guard.dynamic:
+            return self._places
+        self._places, self._version = np.argsort(roster.running.rows).tolist(), seated.version
+        return self._places
