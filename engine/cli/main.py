@@ -20,6 +20,7 @@ from engine.cli import (
     policies,
     replay,
     serve,
+    top,
     verify,
     workload,
 )
@@ -31,6 +32,7 @@ COMMANDS = {
     "chat": chat,
     "serve": serve,
     "core": core,
+    "top": top,
     "bench": bench,
     "policies": policies,
     "workload": workload,

@@ -1,0 +1,224 @@
+"""A running engine's figures: asked of its core, or read from what its server tells Prometheus."""
+
+from __future__ import annotations
+
+import http.client
+import re
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from engine.errors import ConfigError, EngineDeadError
+from engine.ipc.address import address_of
+from engine.messages.stats import SchedulerStats
+from engine.rpc.zmq_client import EngineCoreClient
+
+HANG_SECONDS = 60.0  # in one step, or without an answer, after which a core is given up
+HTTP_SECONDS = 10.0  # for an answer; the server waits a second for its core
+MAX_PAGE_BYTES = 16 << 20
+OURS = "metronome_"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What an engine told at one moment."""
+
+    time: float
+    """Seconds on this process's clock when it came."""
+    stats: SchedulerStats
+    generated: int | None = None
+    """Tokens that reached requests since the start; a core does not count them, its server does."""
+    prompts: int | None = None
+    """Prompt tokens of requests that have their first token, likewise."""
+    is_fresh: bool = True
+    """False: the server repeats figures, since its core does not answer it."""
+
+
+class Source(Protocol):
+    """Where readings come from."""
+
+    @property
+    def name(self) -> str:
+        """Which engine it is, for a headline."""
+
+    def read(self) -> Reading:
+        """Ask once and wait for the answer. Raises ``EngineDeadError`` if there is none to come."""
+
+    def close(self) -> None:
+        """Leave the engine as it is."""
+
+
+class CoreSource:
+    """A core in another process, as a client of it that sends no requests.
+
+    Raises ``ConfigError`` for what is no address of a core, ``EngineDeadError`` if none answers.
+    """
+
+    def __init__(self, address: str, secret: str | None) -> None:
+        self._address = address
+        self._client = EngineCoreClient(
+            address_of(address, secret), name="metronome top", hang_timeout=HANG_SECONDS
+        )
+
+    @property
+    def name(self) -> str:
+        model = self._client.decided.model
+        return f"core at {self._address}" + (f", model {model}" if model else "")
+
+    def read(self) -> Reading:
+        stats = self._client.stats()
+        if stats is None:
+            raise ConfigError(f"the scheduler of the core at {self._address} keeps no statistics")
+        return Reading(time.monotonic(), stats)
+
+    def close(self) -> None:
+        self._client.shutdown()
+
+
+class ServerSource:
+    """``metronome serve``, by the page that it has for Prometheus.
+
+    Raises ``ConfigError`` for what is no URL.
+    """
+
+    def __init__(self, url: str, key: str | None) -> None:
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            raise ConfigError(f"--url is {url!r}, must look like http://127.0.0.1:8000")
+        path = parts.path.rstrip("/")
+        for end in ("/metrics", "/v1"):  # as clients of the server are told it
+            path = path.removesuffix(end)
+        self._server = f"{parts.scheme}://{parts.netloc}{path}"
+        self._key = key
+
+    @property
+    def name(self) -> str:
+        return f"server at {self._server}"
+
+    def read(self) -> Reading:
+        page = Page(self._fetch())
+        if "engine_up" not in page:
+            raise ConfigError(
+                f"{self._server}/metrics has no figures of Metronome; is another server there?"
+            )
+        return Reading(
+            time.monotonic(),
+            stats_of(page),
+            int(page.sum("generation_tokens_total")),
+            int(page.sum("prompt_tokens_total")),
+            is_fresh=bool(page.sum("engine_up")),
+        )
+
+    def close(self) -> None: ...
+
+    def _fetch(self) -> str:
+        headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
+        request = urllib.request.Request(f"{self._server}/metrics", headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=HTTP_SECONDS) as answer:
+                page: bytes = answer.read(MAX_PAGE_BYTES)
+        except urllib.error.HTTPError as error:
+            with error:
+                raise self._refused(error.code) from error
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            why = getattr(error, "reason", None) or error
+            raise EngineDeadError(f"the server at {self._server} does not answer: {why}") from error
+        return page.decode(errors="replace")
+
+    def _refused(self, status: int) -> Exception:
+        if status in (401, 403):
+            return ConfigError(
+                f"the server at {self._server} wants a key: give --api-key, or set "
+                "METRONOME_API_KEY"
+            )
+        if status == 404:
+            return ConfigError(f"{self._server} has no /metrics; is another server there?")
+        return EngineDeadError(f"the server at {self._server} answers with status {status}")
+
+
+# A line is "name{label="value",...} number", and maybe a time.
+LINE = re.compile(OURS + r"(\w+)(?:\{(.*)\})? (\S+)(?: \d+)?")
+LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+ESCAPED = re.compile(r"\\(.)")
+
+
+class Value(NamedTuple):
+    """A number of the page, and its labels."""
+
+    labels: dict[str, str]
+    number: float
+
+
+class Page:
+    """Our figures in Prometheus's text format; names are without ``metronome_``."""
+
+    def __init__(self, text: str) -> None:
+        self._by_name: dict[str, list[Value]] = {}
+        for name, value in _values(text.splitlines()):
+            self._by_name.setdefault(name, []).append(value)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._by_name
+
+    def sum(self, name: str) -> float:
+        """Over all labels, 0 if there is none of this name."""
+        return sum(value.number for value in self._by_name.get(name, ()))
+
+    def by(self, name: str, label: str) -> dict[str, float]:
+        """The numbers of this name by one of their labels."""
+        found: dict[str, float] = {}
+        for value in self._by_name.get(name, ()):
+            key = value.labels.get(label, "")
+            found[key] = found.get(key, 0.0) + value.number
+        return found
+
+
+def _values(lines: Iterable[str]) -> Iterator[tuple[str, Value]]:
+    for line in lines:
+        if (found := LINE.fullmatch(line)) is None:
+            continue
+        name, labels, number = found.groups()
+        try:
+            yield name, Value(dict(_labels(labels or "")), float(number))
+        except ValueError:  # no number: a proxy's page, perhaps
+            continue
+
+
+def _labels(text: str) -> Iterator[tuple[str, str]]:
+    for name, value in LABEL.findall(text):
+        yield name, ESCAPED.sub(lambda each: {"n": "\n"}.get(each[1], each[1]), value)
+
+
+def stats_of(page: Page) -> SchedulerStats:
+    """The scheduler's statistics as far as the page has them.
+
+    ``blocked`` is only whether the queue is.
+    """
+    waiting = page.by("requests_waiting_by_reason", "reason")
+    return SchedulerStats(
+        num_running=int(page.sum("requests_running")),
+        num_waiting=int(waiting.get("capacity", 0)),
+        num_parked=int(waiting.get("deferred", 0)),
+        kv_usage=page.sum("kv_usage_ratio"),
+        prefix_queries=int(page.sum("prefix_cache_query_tokens_total")),
+        prefix_hits=int(page.sum("prefix_cache_hit_tokens_total")),
+        num_preemptions=int(page.sum("preemptions_total")),
+        num_failed=int(page.sum("requests_failed_total")),
+        num_steps=int(page.sum("steps_total")),
+        num_scheduled_tokens=int(page.sum("scheduled_tokens_total")),
+        num_refused=int(page.sum("requests_refused_total")),
+        num_expired=int(page.sum("requests_expired_total")),
+        num_rescued_steps=int(page.sum("rescued_steps_total")),
+        num_policy_faults=int(page.sum("policy_faults_total")),
+        wait_seconds=page.by("wait_seconds_total", "cause"),
+        hook_seconds=page.by("hook_seconds_total", "hook"),
+        blocked="no request in the queue can start" if page.sum("queue_blocked") else "",
+        num_cache_resets=int(page.sum("prefix_cache_resets_total")),
+        counters={name: int(num) for name, num in page.by("feature_events_total", "event").items()},
+        step_seconds=page.sum("step_seconds_total"),
+        floor_seconds=page.sum("step_floor_seconds_total"),
+    )

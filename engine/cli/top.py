@@ -1,0 +1,342 @@
+"""A table of what a running engine does, each second anew: a core or a server, by its address."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from typing import Any, NamedTuple
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from engine.cli.readings import CoreSource, Reading, ServerSource, Source
+from engine.config.env import API_KEY, CORE_SECRET, admin_api_key, api_keys, core_secret
+from engine.errors import ConfigError
+from engine.messages.stats import SchedulerStats
+
+INTERVAL = 1.0
+SHORTEST_INTERVAL = 0.1
+WINDOW = 5  # intervals that rates are taken over
+SILENT = 3  # intervals without an answer after which that is said
+
+# Counters that have a line only once they have counted something.
+RARE = {
+    "num_failed": "requests failed",
+    "num_refused": "requests refused",
+    "num_expired": "requests expired",
+    "num_rescued_steps": "steps rescued from the policy",
+    "num_policy_faults": "policy faults",
+    "num_cache_resets": "prefix cache resets",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_mutually_exclusive_group(required=True)
+    group.add_argument(
+        "--connect",
+        metavar="ADDRESS",
+        help="of a core, as `metronome core` printed it; tcp:// ones need the secret in "
+        f"{CORE_SECRET}",
+    )
+    group.add_argument("--url", metavar="URL", help="of `metronome serve`: http://127.0.0.1:8000")
+    parser.add_argument(
+        "--api-key", metavar="KEY", help=f"for --url, if the server asks for one; or {API_KEY}"
+    )
+    parser.add_argument(
+        "--interval",
+        type=float,
+        default=INTERVAL,
+        metavar="S",
+        help=f"seconds between two questions, {SHORTEST_INTERVAL:g} or more (default: {INTERVAL:g})"
+        f"; rates are over the last {WINDOW} of these",
+    )
+    parser.add_argument(
+        "--once", action="store_true", help="one table, over one interval, and that is it"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="an object a line instead of a table, for programs"
+    )
+
+
+def run(parsed: argparse.Namespace) -> int:
+    if not SHORTEST_INTERVAL <= parsed.interval <= 3600:
+        raise ConfigError(
+            f"--interval is {parsed.interval:g}, must be in {SHORTEST_INTERVAL:g}..3600"
+        )
+    with closing(_source(parsed)) as source:
+        screen = Screen(source.name, parsed.interval)
+        if parsed.once:
+            for _ in readings(source, parsed.interval, screen, most=2):
+                pass
+            _print(screen, parsed.json)
+            return 0
+        try:
+            with _ended_by_sigterm():
+                _watch(source, screen, parsed)
+        except KeyboardInterrupt:  # how one leaves it
+            return 0
+    return 0
+
+
+def _source(parsed: argparse.Namespace) -> Source:
+    if parsed.connect is not None:
+        if parsed.api_key is not None:
+            raise ConfigError("--api-key is for --url; a core has its secret or its token")
+        return CoreSource(parsed.connect, core_secret())
+    keys = [parsed.api_key, *api_keys(), admin_api_key()]
+    return ServerSource(parsed.url, next(filter(None, keys), None))
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """As by Ctrl-C: a terminal gets its cursor back."""
+    former = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)
+
+
+def readings(
+    source: Source, interval: float, screen: Screen, most: int | None = None
+) -> Iterator[None]:
+    """Ask once an interval, never more often: a late answer is followed by a whole pause."""
+    while True:
+        begun = time.monotonic()
+        screen.add(source.read())
+        yield
+        most = None if most is None else most - 1
+        if most == 0:
+            return
+        rest = interval - (time.monotonic() - begun)
+        time.sleep(rest if rest > 0 else interval)
+
+
+def _watch(source: Source, screen: Screen, parsed: argparse.Namespace) -> None:
+    """Until the user or the engine ends."""
+    console = Console(markup=False, highlight=False)  # names of causes may have brackets
+    if parsed.json or not console.is_terminal:
+        for _ in readings(source, parsed.interval, screen):
+            if screen.has_rates:
+                _print(screen, parsed.json)
+        return
+    # Its own thread draws, so that the table tells of a core that does not answer.
+    with Live(get_renderable=screen.render, console=console, refresh_per_second=2) as live:
+        for _ in readings(source, parsed.interval, screen):
+            live.refresh()
+
+
+def _print(screen: Screen, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(screen.figures.as_dict()), flush=True)
+        return
+    # Lines are not cut: a pipe has no width.
+    width = None if sys.stdout.isatty() else 200
+    Console(width=width, markup=False, highlight=False).print(screen.render())
+    sys.stdout.flush()
+
+
+class Screen:
+    """The readings of the last intervals, and the table of them."""
+
+    def __init__(self, name: str, interval: float) -> None:
+        self._name = name
+        self._interval = interval
+        self._readings: tuple[Reading, ...] = ()  # replaced as a whole, for another thread draws
+
+    def add(self, reading: Reading) -> None:
+        kept = self._readings
+        if kept and reading.stats.num_steps < kept[-1].stats.num_steps:  # another core now
+            kept = ()
+        self._readings = (*kept, reading)[-WINDOW - 1 :]
+
+    @property
+    def has_rates(self) -> bool:
+        return len(self._readings) > 1
+
+    @property
+    def figures(self) -> Figures:
+        readings = self._readings
+        return Figures(readings[0], readings[-1])
+
+    def render(self) -> RenderableType:
+        """The table, and below it what is not as it should be."""
+        if not self._readings:
+            return Text(f"{self._name}: waiting for the first answer")
+        figures = self.figures
+        table = Table(box=None, pad_edge=False)
+        table.add_column("")
+        table.add_column(f"last {round(figures.seconds, 1):g} s", justify="right")
+        table.add_column("since its start", justify="right")
+        for row in rows(figures):
+            table.add_row(*row)
+        return Group(Text(self._name), table, *map(Text, self._remarks(figures)))
+
+    def _remarks(self, figures: Figures) -> Iterator[str]:
+        silent = time.monotonic() - figures.last.time
+        if silent > SILENT * self._interval:
+            yield f"no answer for {silent:.0f} s: the core is in a long step, or hangs"
+        if not figures.last.is_fresh:
+            yield "the core does not answer its server: these are its last figures"
+        if figures.stats.blocked:
+            yield f"blocked: {figures.stats.blocked}"
+
+
+class Figures(NamedTuple):
+    """Two readings of one engine, and what happened between them."""
+
+    first: Reading
+    last: Reading
+
+    @property
+    def stats(self) -> SchedulerStats:
+        return self.last.stats
+
+    @property
+    def seconds(self) -> float:
+        return self.last.time - self.first.time
+
+    def news(self, name: str) -> float:
+        """By how much a counter of the scheduler has grown."""
+        return float(getattr(self.last.stats, name) - getattr(self.first.stats, name))
+
+    def news_by_key(self, name: str) -> dict[str, float]:
+        """The same of one that counts by key; every key there is."""
+        now, before = getattr(self.last.stats, name), getattr(self.first.stats, name)
+        return {key: value - before.get(key, 0) for key, value in now.items()}
+
+    def rate(self, news: float | None) -> float | None:
+        """A second; ``None`` for what is not counted."""
+        if news is None:
+            return None
+        return news / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def generated(self) -> int | None:
+        return _difference(self.last.generated, self.first.generated)
+
+    @property
+    def prompts(self) -> int | None:
+        return _difference(self.last.prompts, self.first.prompts)
+
+    @property
+    def hits(self) -> float | None:
+        """Share of the prompt tokens looked up that were in the prefix cache."""
+        return _share(self.news("prefix_hits"), self.news("prefix_queries"))
+
+    @property
+    def hits_in_all(self) -> float | None:
+        return _share(self.stats.prefix_hits, self.stats.prefix_queries)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values: gauges, rates a second, what was counted in ``seconds``, and in all."""
+        stats = self.stats
+        return {
+            "seconds": self.seconds,
+            "is_fresh": self.last.is_fresh,
+            "running": stats.num_running,
+            "waiting": stats.num_waiting,
+            "parked": stats.num_parked,
+            "kv_usage": stats.kv_usage,
+            "blocked": stats.blocked,
+            "steps_per_second": self.rate(self.news("num_steps")),
+            "computed_tokens_per_second": self.rate(self.news("num_scheduled_tokens")),
+            "generated_tokens_per_second": self.rate(self.generated),
+            "prompt_tokens_per_second": self.rate(self.prompts),
+            "prefix_hit_ratio": self.hits,
+            "preemptions": int(self.news("num_preemptions")),
+            "wait_seconds": self.news_by_key("wait_seconds"),
+            "hook_seconds": self.news_by_key("hook_seconds"),
+            "total": {
+                "steps": stats.num_steps,
+                "computed_tokens": stats.num_scheduled_tokens,
+                "generated_tokens": self.last.generated,
+                "prompt_tokens": self.last.prompts,
+                "prefix_hit_ratio": self.hits_in_all,
+                "preemptions": stats.num_preemptions,
+                "wait_seconds": dict(stats.wait_seconds),
+                "hook_seconds": dict(stats.hook_seconds),
+                "counters": dict(stats.counters),
+                **{name.removeprefix("num_"): getattr(stats, name) for name in RARE},
+            },
+        }
+
+
+def _difference(now: int | None, before: int | None) -> int | None:
+    return None if now is None or before is None else now - before
+
+
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole > 0 else None
+
+
+Row = tuple[str, str, str]
+
+
+def rows(figures: Figures) -> Iterator[Row]:
+    """Name, now or in the last seconds, and since the start."""
+    stats = figures.stats
+    yield "requests running", str(stats.num_running), ""
+    yield "requests waiting", str(stats.num_waiting), ""
+    yield "requests parked", str(stats.num_parked), ""
+    yield "KV in use", f"{100 * stats.kv_usage:.1f} %", ""
+    yield "prefix hits", _percent(figures.hits), _percent(figures.hits_in_all)
+    yield "steps/s", _number(figures.rate(figures.news("num_steps"))), f"{stats.num_steps:,}"
+    computed = figures.rate(figures.news("num_scheduled_tokens"))
+    yield "tokens computed/s", _number(computed), f"{stats.num_scheduled_tokens:,}"
+    if figures.last.generated is not None:
+        told = f"{figures.last.generated:,}"
+        yield "tokens generated/s", _number(figures.rate(figures.generated)), told
+    if figures.last.prompts is not None:
+        told = f"{figures.last.prompts:,}"
+        yield "prompt tokens/s", _number(figures.rate(figures.prompts)), told
+    yield _counted(figures, "num_preemptions", "preemptions")
+    yield from (
+        _counted(figures, name, word) for name, word in RARE.items() if getattr(stats, name)
+    )
+    if steps := figures.news("step_seconds"):
+        share = figures.news("floor_seconds") / steps
+        yield "steps, of the roofline", f"{100 * share:.0f} %", ""
+    yield from _waits(figures)
+    yield from _hooks(figures)
+
+
+def _counted(figures: Figures, name: str, word: str) -> Row:
+    return word, f"{figures.news(name):.0f}", f"{getattr(figures.stats, name):,}"
+
+
+def _waits(figures: Figures) -> Iterator[Row]:
+    """What requests that left the queue had waited for, the largest cause first."""
+    news, total = figures.news_by_key("wait_seconds"), figures.stats.wait_seconds
+    for cause in _largest(total):
+        yield f"waited for {cause}", _seconds(news[cause]), _seconds(total[cause])
+
+
+def _hooks(figures: Figures) -> Iterator[Row]:
+    """Time in hooks, the largest first: a share of all time now, seconds since the start."""
+    news, total = figures.news_by_key("hook_seconds"), figures.stats.hook_seconds
+    for hook in _largest(total):
+        yield f"in {hook}", _percent(figures.rate(news[hook])), _seconds(total[hook])
+
+
+def _largest(seconds: Mapping[str, float]) -> list[str]:
+    return sorted(seconds, key=lambda key: (-seconds[key], key))
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.1f}"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.2f} s"
