@@ -90,6 +90,7 @@ class Job:
             user=self.user,
             deadline=None if self.deadline is None else self.arrival + self.deadline,
             hints=self.told(tell_length) or None,
+            tbt=self.tbt,
         )
 
     def tokens(self, answers: Mapping[str, Sequence[int]] | None = None) -> list[int]:
@@ -119,7 +120,7 @@ def tokens_of(
     texts: Mapping[str, Sequence[int]] = NOTHING,
 ) -> list[int]:
     """The token ids of these parts of texts, one behind the other; ``texts`` are those that were
-    not made up."""
+    not made up. What an answer lacks, as that of a request that was refused, is filled up."""
     tokens: list[int] = []
     for text, length, start in prompt:
         if text in texts:
@@ -129,7 +130,8 @@ def tokens_of(
         elif answers is None:
             tokens += [FILLER] * length
         else:
-            tokens += answers[text.removeprefix(ANSWER)][start : start + length]
+            found = list(answers.get(text.removeprefix(ANSWER), ()))[start : start + length]
+            tokens += found + [FILLER] * (length - len(found))
     return tokens
 
 

@@ -20,7 +20,7 @@ from engine.llm_engine import LLMEngine
 from engine.messages.params import SamplingParams
 from engine.messages.requests import RequestOutput
 from engine.messages.step import Column, Masks, StepPlan, StepResult
-from engine.sim.job import FIRST_TOKEN, Job, tokens_of
+from engine.sim.job import FIRST_TOKEN, Job
 from engine.sim.records import DONE, REFUSED, Requests, Tokens
 from engine.sim.run import FORMAT, Engine, Run, Variant, name_of
 from engine.sim.workloads import Workload
@@ -183,7 +183,7 @@ class _RealRun:
     def _add(self, job: Job) -> None:
         place = self._requests.add(job)
         self._lengths[job.request_id[:SHOWN_ID_CHARS]] = job.num_output
-        tokens = tokens_of(job.prompt, self._answers)
+        tokens = job.tokens(self._answers)
         room = self._vocab_size - FIRST_TOKEN
         prompt = [FIRST_TOKEN + token % room if token >= FIRST_TOKEN else token for token in tokens]
         try:
@@ -203,10 +203,9 @@ class _RealRun:
         }
         if job.deadline is not None:
             options["deadline"] = self._start + job.arrival + job.deadline
-        hints = dict(job.hints)
-        if self._tells_length:
-            hints["output_tokens"] = job.num_output
-        if hints:
+        if job.tbt is not None:
+            options["tbt"] = job.tbt
+        if hints := job.told(self._tells_length):
             options["hints"] = hints
         return options
 

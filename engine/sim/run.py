@@ -25,7 +25,7 @@ from engine.errors import ConfigError, RequestError
 from engine.kv.manager import KVManager
 from engine.messages.requests import CoreOutputs
 from engine.messages.step import StepPlan, StepResult
-from engine.sched.plugins.find import choose, make_scheduler
+from engine.sched.plugins.find import choose, find_policy, make_scheduler
 from engine.sched.predict.cost import StepShape
 from engine.sched.predict.profile import Profile
 from engine.sim.job import Job
@@ -208,6 +208,9 @@ def scheduler_config(policy: Any, workload: Workload, engine: Engine) -> Schedul
     """Options of the scheduler. Raises ``ConfigError`` for those that cannot work."""
     policy, options = policy if isinstance(policy, Variant) else (policy, {})
     CacheConfig(block_size=engine.block_size, num_kv_blocks=engine.num_blocks)
+    weights = workload.user_weights
+    if weights and not find_policy(policy, options).uses_ledger:
+        weights = {}  # it would only be warned about
     return SchedulerConfig(
         **{
             "max_num_batched_tokens": engine.max_num_batched_tokens,
@@ -216,6 +219,7 @@ def scheduler_config(policy: Any, workload: Workload, engine: Engine) -> Schedul
             "scheduling_policy": policy,
             "policy_options": options,
             "length_predictor": engine.length_predictor,
+            **({"user_weights": weights} if weights else {}),
             **engine.scheduler,
         }
     )

@@ -12,6 +12,7 @@ import pytest
 
 from engine.errors import ConfigError
 from engine.sim.job import END, Job, Span, tokens_of
+from engine.sim.run import Engine, scheduler_config
 from engine.sim.workloads import WORKLOADS, Workload, find_workload
 from engine.sim.workloads.arrivals import find_arrivals
 from engine.sim.workloads.describe import Description, as_if_served
@@ -222,6 +223,7 @@ def test_a_turn_begins_with_all_that_was_said_and_answered() -> None:
     assert num_followed > 200
     answers = {jobs[0].request_id: list(range(2, 2 + jobs[0].num_output))}
     follower = next(job for job in jobs if job.program == jobs[0].program and job is not jobs[0])
+    assert len(follower.tokens({})) == follower.num_prompt  # of one that was refused, nothing came
     begin = follower.tokens(answers)
     assert begin[: jobs[0].num_prompt] == jobs[0].tokens()
     assert begin[jobs[0].num_prompt :][: jobs[0].num_output - 1] == answers[jobs[0].request_id][:-1]
@@ -277,6 +279,12 @@ def test_users_have_the_shares_that_were_asked_for() -> None:
     assert workload.user_weights == {"ann": 1.0, "bob": 2.0}
 
 
+def test_weights_of_users_are_those_of_fair_policies() -> None:
+    workload = find_workload("arxiv(users='ann,bob(weight=2)')")
+    for policy, weights in (("vtc", workload.user_weights), ("fcfs", {})):
+        assert scheduler_config(policy, workload, Engine()).user_weights == weights
+
+
 def test_tiers_say_what_was_promised() -> None:
     tiers = "chat(share=3,ttft=1,tbt=0.1),batch(deadline=60,priority=2,offline=True,hints={'a': 1})"
     jobs = jobs_of(find_workload("log-uniform", num_requests=1000, tiers=tiers))
@@ -287,7 +295,7 @@ def test_tiers_say_what_was_promised() -> None:
     assert (batch.ttft, batch.deadline, batch.priority) == (None, 60.0, 2)
     assert chat.told() == {"ttft": 1.0, "tbt": 0.1, "tier": "chat"}
     assert batch.request(9).hints == {"tier": "batch", "offline": True, "a": 1}
-    assert batch.request(9).deadline == batch.arrival + 60.0
+    assert batch.request(9).deadline == batch.arrival + 60.0 and chat.request(9).tbt == 0.1
 
 
 def test_deadlines_and_priorities_of_any_kind() -> None:

@@ -105,7 +105,7 @@ def _body(add: AddRequest, num_output: int) -> Body:
         "priority": add.priority,
         "deadline": deadline,
         "ttft": _number(hints, "ttft"),
-        "tbt": _number(hints, "tbt"),
+        "tbt": add.tbt or _number(hints, "tbt"),
         "tier": str(hints.get("tier", "")),
         "program": str(hints.get("program", "")),
         "hints": hints,
