@@ -10,7 +10,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest
@@ -25,7 +24,9 @@ ANSWER = "answer:"
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
-TABLE_LENGTH = 1 << 22  # numbers drawn once, of which every text shows a part, shifted
+TABLE_LENGTH = 1 << 20  # numbers drawn once, of which every text shows a part
+NUM_OWN = 2  # tokens at the beginning of a text that are its own
+NUM_WORDS = VOCABULARY - FIRST_TOKEN
 
 
 class Span(NamedTuple):
@@ -136,24 +137,26 @@ def tokens_of(
 
 
 def _read(text: str, start: int, length: int) -> list[int]:
-    """Two texts are the same table, each read from a place and shifted by a number of its own."""
+    """Texts are one table, each read from a place of its own; their first tokens tell those apart
+    that happen to have the same."""
     key = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
     table = _table()
     first = (key + start) % TABLE_LENGTH
-    shift = (key >> 24) % (VOCABULARY - FIRST_TOKEN)
     part = table[first : first + length]
     while len(part) < length:  # longer than what is left of the table
-        part = np.concatenate([part, table[: length - len(part)]])
-    shifted = part + np.int32(shift)
-    shifted[shifted >= VOCABULARY] -= VOCABULARY - FIRST_TOKEN
-    tokens: list[int] = shifted.tolist()
-    return tokens
+        part += table[: length - len(part)]
+    for place in range(start, min(NUM_OWN, start + length)):
+        part[place - start] = FIRST_TOKEN + (key >> (20 + 16 * place)) % NUM_WORDS
+    return part
 
 
 @lru_cache(maxsize=1)
-def _table() -> NDArray[np.int32]:
+def _table() -> list[int]:
+    """As Python has numbers: the same object for the same number, and a part is a quick copy."""
     rng = np.random.Generator(np.random.PCG64(20261125))
-    return rng.integers(FIRST_TOKEN, VOCABULARY, TABLE_LENGTH, dtype=np.int32)
+    numbers = list(range(VOCABULARY))
+    drawn: list[int] = rng.integers(FIRST_TOKEN, VOCABULARY, TABLE_LENGTH).tolist()
+    return [numbers[number] for number in drawn]
 
 
 Follow = Callable[[Job, float], Iterable[Job]]

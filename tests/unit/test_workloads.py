@@ -331,6 +331,15 @@ def test_given_tokens_are_told_as_they_are() -> None:
     assert END not in add.prompt_token_ids and add.max_tokens == 7
 
 
+def test_a_text_is_the_same_wherever_it_is_read_from() -> None:
+    whole = tokens_of([Span("a", 3_000_000)])  # longer than what is drawn at once
+    assert len(whole) == 3_000_000 and min(whole) > END
+    for start, length in ((0, 1), (1, 40), (2, 40), (2_999_000, 1000)):
+        assert tokens_of([Span("a", length, start)]) == whole[start : start + length]
+    beginnings = {tuple(tokens_of([Span(f"text {n}", 8)])) for n in range(20_000)}
+    assert len(beginnings) == 20_000
+
+
 # Mistakes
 
 
