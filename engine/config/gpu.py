@@ -10,7 +10,15 @@ from engine.errors import ConfigError
 
 MAX_GRAPH_ROWS = 512
 ATTENTION_NAMES = {"TRITON_ATTN": "triton", "FLASHINFER": "flashinfer"}  # vLLM's, and ours
-MIXED_SIZES = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 1024)
+MOST_RECORDED, FEW_RECORDED = 8192, 1024  # tokens of the largest, and where memory is short
+# What a step is made up to with padding costs what its tokens do, from some 300 tokens on: an
+# eighth at most where steps are large.
+MIXED_SIZES = (
+    *(8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896),
+    *range(1024, 2048, 128),
+    *range(2048, 4096, 256),
+    *range(4096, MOST_RECORDED + 1, 512),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +32,7 @@ class GPUConfig:
     cudagraph_capture_sizes: list[int] | tuple[int, ...] | None = None
     """Sizes that steps are recorded for: rows of decode steps, and tokens of steps with chunks of
     prompts or drafts. If not given, 1, 2, 4, then every 8 and 16 rows up to max_num_seqs or 512,
-    and 14 numbers of tokens up to 1024."""
+    and up to 39 numbers of tokens up to max_num_batched_tokens or 8192."""
     attention_backend: Literal["triton", "flashinfer", "TRITON_ATTN", "FLASHINFER"] | None = None
     """What computes attention on a GPU: triton if not given. flashinfer is a package to be
     installed, for native families in bfloat16 or float16; its steps are launched call by call, not
@@ -59,10 +67,11 @@ def graph_sizes(config: GPUConfig, max_num_seqs: int) -> list[int]:
     return [*(size for size in steps if size < most), most]
 
 
-def mixed_sizes(config: GPUConfig, max_num_tokens: int) -> list[int]:
-    """Tokens of steps with chunks or drafts to record the forward pass of, ascending."""
+def mixed_sizes(config: GPUConfig, max_num_tokens: int, most: int = MOST_RECORDED) -> list[int]:
+    """Tokens of steps with chunks or drafts to record, ascending. most: unless sizes are given."""
     if config.enforce_eager:
         return []
-    asked = config.cudagraph_capture_sizes
-    sizes = MIXED_SIZES if asked is None else asked
-    return sorted({size for size in sizes if size <= max_num_tokens})
+    if config.cudagraph_capture_sizes is not None:
+        return sorted({size for size in config.cudagraph_capture_sizes if size <= max_num_tokens})
+    most = min(max_num_tokens, most)
+    return [*(size for size in MIXED_SIZES if size < most), most]

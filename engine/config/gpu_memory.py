@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from engine.config.gpu import FEW_RECORDED, MOST_RECORDED
 from engine.errors import ConfigError
 
 GIB = 1 << 30
@@ -12,6 +13,9 @@ GRANULE = 2 << 20
 """Bytes that torch rounds a large tensor up to."""
 TRIED_GRAPHS = 4
 """Sizes that are recorded on trial, to know what all will take."""
+
+LEAST_POOL = 20
+"""Times the memory of the largest step that is to be left where steps of its size are recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +55,13 @@ def graphs_bytes(trial: GraphTrial, num_sizes: int) -> int:
     each = further / max(1, trial.num_several - 1)
     seen = max(0, trial.before - min(trial.one, trial.several))
     return seen + math.ceil(each * (num_sizes - trial.num_several))
+
+
+def most_mixed(use: MemoryUse, utilization: float) -> int:
+    """Tokens of the largest steps with chunks to record. A recorded one holds what the same step
+    takes launched call by call: that is not worth much of the pool."""
+    left = int(use.total * utilization) - use.loaded - use.activations - use.others
+    return MOST_RECORDED if use.activations * LEAST_POOL <= left else FEW_RECORDED
 
 
 def kv_budget(

@@ -169,6 +169,22 @@ class Decoder:
             return Hidden(hidden if batch.wanted is None else hidden[batch.wanted.rows])
         return self._hidden(batch, kv, x)
 
+    @torch.inference_mode()
+    def lower_layers(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> torch.Tensor:
+        """See ``engine.models.model.Model``."""
+        x, residual = self.embedding(batch.input_ids, batch.embeds), None
+        for block, kv_layer in zip(self.blocks[:-1], kv[:-1], strict=True):
+            x, residual = block(x, residual, batch.attn, kv_layer)
+        return x if residual is None else x + residual
+
+    @torch.inference_mode()
+    def last_layer(
+        self, stream: torch.Tensor, batch: ForwardBatch, kv: list[torch.Tensor]
+    ) -> torch.Tensor:
+        """See ``engine.models.model.Model``."""
+        x, residual = self.blocks[-1](stream, None, batch.attn, kv[-1], batch.wanted)
+        return self.final_norm(x, residual)[0]
+
     def _last_hidden(
         self, batch: ForwardBatch, kv: list[torch.Tensor], x: torch.Tensor
     ) -> torch.Tensor:

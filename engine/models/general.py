@@ -108,6 +108,14 @@ class GeneralModel:
         hidden = output[0][0]
         return Hidden(hidden if batch.wanted is None else hidden[batch.wanted.rows], aux)
 
+    def lower_layers(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> torch.Tensor:
+        raise NotImplementedError("no graph is recorded of a transformers module")
+
+    def last_layer(
+        self, stream: torch.Tensor, batch: ForwardBatch, kv: list[torch.Tensor]
+    ) -> torch.Tensor:
+        raise NotImplementedError("no graph is recorded of a transformers module")
+
     def largest(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """Only its scores tell."""
         return None

@@ -49,6 +49,17 @@ class Model(Protocol):
         """
         ...
 
+    def lower_layers(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> torch.Tensor:
+        """The residual stream [N, H] below the last layer, if the model can be recorded: what
+        ``forward`` does the same way whichever tokens are wanted."""
+        ...
+
+    def last_layer(
+        self, stream: torch.Tensor, batch: ForwardBatch, kv: list[torch.Tensor]
+    ) -> torch.Tensor:
+        """``forward(batch, kv).last`` of what ``lower_layers`` returned."""
+        ...
+
     def largest(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """The token with the largest score of each row [R] int32, found without storing the scores;
         -1 where ``logits`` would not be sound. ``None`` if the model cannot do that."""

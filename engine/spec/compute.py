@@ -72,6 +72,7 @@ class DraftModel(Feature):
         self._limit = min(info.max_position_embeddings, sched.max_model_len)
         self._spare = SpareBlocks(sched.max_num_seqs, num_drafts, config.block_size)
         self._proposals: deque[_Proposals] = deque()  # of steps that are not collected
+        self._has_met_shapes = False
 
     def attach(self, machine: Machine) -> None:
         """Load the model. Raises ``ConfigError``."""
@@ -141,7 +142,8 @@ class DraftModel(Feature):
 
     def capture(self, sizes: Sequence[int], mixed_sizes: Sequence[int]) -> None:
         machine = self._passes.machine
-        if machine.platform.compiles:
+        if machine.platform.compiles and not self._has_met_shapes:  # steps are recorded on trial
+            self._has_met_shapes = True
             meet_shapes(Runner(machine, self._limit), machine.batches.max_num_tokens, self._limit)
         self._passes.capture(sizes, mixed_sizes)
 
@@ -227,13 +229,11 @@ class Passes:
         staged = machine.batches.stage(rows, mixed=0 if graph is None else graph.num_rows)
         starts = staged.tokens.query_start[seqs] - work.starts[seqs]
         places = upload(starts.astype(np.int64)) + last
-        if graph is not None:
-            return graph.replay()[places]
         is_single = np.append(work.counts == 1, False)
         longest = int((work.starts + work.counts).max())
         extent = Extent(int(is_single.argmin()), int(work.counts.max()), longest)
         batch = machine.batches.build(staged.room, extent)
-        if len(seqs) and int(work.counts.max()) <= FEW:
+        if graph is None and len(seqs) and int(work.counts.max()) <= FEW:
             batch.recorder = machine.recorder
             return machine.model.forward(batch, machine.kv).last[places]
         if len(seqs):
@@ -241,6 +241,9 @@ class Passes:
         else:  # the last layer must have something to compute
             token, seq, length = (upload(column) for column in _last_token(work))
             batch.wanted = wanted_rows(batch.attn, token, seq, length)
+        if graph is not None:
+            stream = graph.replay(len(staged.tokens.slots))
+            return machine.model.last_layer(stream, batch, machine.kv)
         return machine.model.forward(batch, machine.kv).last
 
     def _further(self, rows: PlanRows, drafts: torch.Tensor, num_more: int) -> list[torch.Tensor]:

@@ -365,8 +365,8 @@ class Runner:
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int], mixed_sizes: Sequence[int] = ()) -> None:
-        """Record decode steps of these numbers of rows, and forward passes of so many tokens;
-        larger steps are launched call by call."""
+        """Record decode steps of these numbers of rows, and other steps of so many tokens; larger
+        ones are launched call by call."""
         with self.machine.platform.recording():
             self._graphed = record(self.machine, sizes, self._max_model_len)
             self._mixed = record_mixed(self.machine, mixed_sizes, self._max_model_len)
@@ -404,7 +404,7 @@ class Runner:
         return 0 if step is None else step.num_rows
 
     def _mixed_size_for(self, rows: PlanRows) -> int:
-        """Tokens of the graph that computes these rows' forward pass; 0 if none does."""
+        """Tokens of the graph that computes these rows' lower layers; 0 if none does."""
         if not self._mixed.sizes or not len(rows.counts):
             return 0
         if any(feature.touches(rows) for feature in self.machine.features):

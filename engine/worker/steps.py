@@ -1,5 +1,5 @@
 """Ways to compute a step, and its results: call by call, or by replaying what was recorded, of
-decodes the whole step, of any few tokens the forward pass."""
+decodes the whole step, of all others the layers below the last."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def advance(machine: Machine, room: Room, drawn: torch.Tensor) -> None:
 
 
 class EagerStep:
-    """A staged step, launched call by call: chunks of prompts, and what no graph holds. The forward
-    pass of few tokens is replayed."""
+    """A staged step, launched call by call: what no graph holds whole. Chunks of prompts and drafts
+    replay all layers but the last, of which only the rows that are read are computed."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class EagerStep:
             hidden = self._forward()
         if self._is_scored:
             self.prompt_logprobs = self._scores.collect(self._staged.rows, hidden, live)
-        if picked.read is not None and (self._is_scored or self._graph is not None):
+        if picked.read is not None and self._is_scored:
             hidden = hidden[picked.read.tokens]
         if picked.slots.shape[0]:
             with section("logits"):
@@ -131,10 +131,11 @@ class EagerStep:
     def _forward(self) -> torch.Tensor:
         """Hidden states of the tokens that are read, or of all tokens."""
         machine, staged = self._machine, self._staged
-        if self._graph is not None:
-            return self._graph.replay()[: len(staged.tokens.slots)]
         read = None if self._is_scored else self._picked.read
         batch = machine.batches.build_picked(staged, read)
+        if self._graph is not None:
+            stream = self._graph.replay(len(staged.tokens.slots))
+            return machine.model.last_layer(stream, batch, machine.kv)
         self._extend(batch)
         self._hidden = machine.model.forward(batch, machine.kv)
         return self._hidden.last
@@ -199,23 +200,23 @@ class GraphedStep:
 
 
 class MixedGraph:
-    """The forward pass of any step of so many tokens at most: chunks of prompts among decodes, and
-    drafts. What is drawn behind it hangs on the step."""
+    """All layers but the last of any step of so many tokens at most: chunks of prompts among
+    decodes, and drafts. What is read of the last layer, and drawn, hangs on the step."""
 
-    def __init__(self, graph: Graph, hidden: torch.Tensor) -> None:
+    def __init__(self, graph: Graph, stream: torch.Tensor) -> None:
         self._graph = graph
-        self._hidden = hidden
+        self._stream = stream
 
     @property
     def num_rows(self) -> int:
         """Tokens."""
-        return len(self._hidden)
+        return len(self._stream)
 
-    def replay(self) -> torch.Tensor:
-        """Hidden states behind the final norm [N, H], of every token; the next replay of any of
-        these graphs writes over them."""
+    def replay(self, num_tokens: int) -> torch.Tensor:
+        """The residual stream below the last layer [N, H], of so many tokens; the next replay of
+        any of these graphs writes over it."""
         self._graph.replay()
-        return self._hidden
+        return self._stream[:num_tokens]
 
 
 G = TypeVar("G", GraphedStep, MixedGraph)
@@ -250,15 +251,15 @@ def record(machine: Machine, sizes: Sequence[int], max_model_len: int) -> BySize
 
 
 def record_mixed(machine: Machine, sizes: Sequence[int], max_model_len: int) -> BySize[MixedGraph]:
-    """Record the forward pass of steps of so many tokens, the largest first."""
+    """Record the layers below the last of steps of so many tokens, the largest first."""
+    if not sizes:
+        return BySize()
     graphs: list[MixedGraph] = []
-    whole: torch.Tensor | None = None
+    few = _lower_layers(machine, min(sizes), max_model_len)()  # many would take memory once more
+    whole = few.new_empty((max(sizes), *few.shape[1:]))
     for size in sorted(set(sizes), reverse=True):
-        hidden = _mixed_hidden(machine, size, max_model_len)
-        if whole is None:
-            whole = torch.empty_like(hidden())
         graph, place = machine.platform.graph(), whole[:size]
-        graph.capture(partial(_copy, place, hidden))
+        graph.capture(partial(_copy, place, _lower_layers(machine, size, max_model_len)))
         graphs.append(MixedGraph(graph, place))
     return BySize(graphs)
 
@@ -345,16 +346,16 @@ def _recorded(
     return GraphedStep(graphs, rows, drawn)
 
 
-def _mixed_hidden(machine: Machine, size: int, max_model_len: int) -> Callable[[], torch.Tensor]:
-    """The forward pass of so many tokens; while it is recorded they are padding."""
+def _lower_layers(machine: Machine, size: int, max_model_len: int) -> Callable[[], torch.Tensor]:
+    """A pass of so many tokens below the last layer; while it is recorded they are padding."""
     machine.batches.stage(PlanRows(EMPTY, EMPTY, EMPTY, EMPTY), mixed=size)
     room = machine.batches.mixed_room(size)
     extent = Extent(0, max_query_len=size, max_seq_len=max_model_len, is_mixed=True)
 
-    def hidden() -> torch.Tensor:
-        return machine.model.forward(machine.batches.build(room, extent), machine.kv).last
+    def stream() -> torch.Tensor:
+        return machine.model.lower_layers(machine.batches.build(room, extent), machine.kv)
 
-    return hidden
+    return stream
 
 
 def _copy(place: torch.Tensor, made: Callable[[], torch.Tensor]) -> None:

@@ -19,8 +19,8 @@ import torch
 from engine.config.decide import ModelFacts
 from engine.config.engine import ResolvedConfig
 from engine.config.env import default_num_threads
-from engine.config.gpu import graph_sizes, mixed_sizes
-from engine.config.gpu_memory import GIB, kv_budget
+from engine.config.gpu import MOST_RECORDED, graph_sizes, mixed_sizes
+from engine.config.gpu_memory import GIB, kv_budget, most_mixed
 from engine.config.model import ModelInfo
 from engine.errors import ConfigError
 from engine.kv.layout import KVSpec
@@ -85,6 +85,7 @@ class ModelWorker:
         self._profiler = TorchProfiler(config.torch_profiler_dir)
         self.capabilities = frozenset([*OWN_PARTS, *(feature.part for feature in features)])
         self._kv_dtype = torch.float32
+        self._most_mixed = MOST_RECORDED  # tokens of the largest steps with chunks to record
         self._spec: KVSpec | None = None
         self._driver: Driver | None = None
         self._pages_ahead: PagesAhead | None = None
@@ -145,13 +146,13 @@ class ModelWorker:
             for feature in self._features:
                 feature.profile_run(*size)
 
-        sizes, mixed = self._graph_sizes()
-
         def record(num: int) -> None:
             self.driver.runner.capture(_last(sizes, num), _last(mixed, num))
 
         with explained(platform, f"a step of {sched.max_num_batched_tokens} tokens was tried"):
             use = platform.measure(run)
+            self._most_mixed = most_mixed(use, config.gpu.gpu_memory_utilization)
+            sizes, mixed = self._graph_sizes()
             graphs = platform.measure_graphs(record, max(len(sizes), len(mixed)))
         logger.info(
             "GPU memory: %.2f GiB of weights and tables, %.2f of activations, %.2f of recorded "
@@ -272,7 +273,7 @@ class ModelWorker:
         if not self.driver.runner.machine.model.can_be_recorded:
             return [], []
         sizes = graph_sizes(gpu, sched.max_num_seqs)
-        return sizes, mixed_sizes(gpu, sched.max_num_batched_tokens)
+        return sizes, mixed_sizes(gpu, sched.max_num_batched_tokens, self._most_mixed)
 
     def _record(self, runner: Runner) -> None:
         sizes, mixed = self._graph_sizes()

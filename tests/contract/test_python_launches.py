@@ -17,7 +17,9 @@ from support.compile_keys import Keys, engine_of, grouped, model, recorded
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import LLMEngine, SamplingParams
-from engine.worker.platform.host import RerunGraph
+from engine.config.decide import TOKEN_BUDGET
+from engine.worker.platform import Work
+from engine.worker.platform.host import HostPlatform, RerunGraph
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -28,6 +30,7 @@ pytestmark = [
 
 MOST = 3  # launches a layer
 FEW, MANY = 2, 6  # layers
+SEATS, OTHERS = 64, 8  # of which decode
 COMMON = {"ignore_eos": True, "detokenize": False, "temperature": 0.0}
 
 
@@ -58,11 +61,23 @@ class Counter(TorchDispatchMode):
         return self._products + self._keys.num_launches - self._replayed
 
 
+def but_once(work: Work) -> Work:
+    """The same work, of which the first run does nothing."""
+    skipped = iter((True,))
+    return lambda: None if next(skipped, False) else work()
+
+
 @pytest.fixture
 def counter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
     with recorded(monkeypatch) as keys:
         found, replay = Counter(keys), RerunGraph.replay
         monkeypatch.setattr(RerunGraph, "replay", lambda graph: found.replay(graph, replay))
+        # A start has nothing to count: nothing is run then.
+        capture = RerunGraph.capture
+        monkeypatch.setattr(
+            RerunGraph, "capture", lambda graph, work: capture(graph, but_once(work))
+        )
+        monkeypatch.setattr(HostPlatform, "compiles", False)
         yield found
 
 
@@ -90,6 +105,24 @@ def beside_many_chunks(requests: Requests) -> None:
         requests.add(length % 16 + 9)
 
 
+def beside_as_many_chunks_as_there_are_seats(requests: Requests) -> None:
+    for length in range(SEATS - OTHERS):
+        requests.add(length % 8 + 9)
+
+
+def beside_a_long_chunk(requests: Requests) -> None:
+    requests.add(1500)
+
+
+def beside_all_that_fits(requests: Requests) -> None:
+    for _ in range(3):
+        requests.add(3000)
+
+
+def beside_long_prompt_logprobs(requests: Requests) -> None:
+    requests.add(1500, prompt_logprobs=1)
+
+
 def beside_prompt_logprobs(requests: Requests) -> None:
     requests.add(200, prompt_logprobs=2)
 
@@ -99,17 +132,32 @@ def beside_many_prompt_logprobs(requests: Requests) -> None:
         requests.add(length, prompt_logprobs=1)
 
 
-STEPS = [beside_a_chunk, beside_many_chunks, beside_prompt_logprobs, beside_many_prompt_logprobs]
+STEPS = [
+    beside_a_chunk,
+    beside_many_chunks,
+    beside_as_many_chunks_as_there_are_seats,
+    beside_a_long_chunk,
+    beside_all_that_fits,
+    beside_prompt_logprobs,
+    beside_many_prompt_logprobs,
+    beside_long_prompt_logprobs,
+]
 
 
 def launched(
-    root: Path, counter: Counter, num_layers: int, grow: Callable[[Requests], None], **options: Any
+    root: Path,
+    counter: Counter,
+    num_layers: int,
+    grow: Callable[[Requests], None],
+    others: int = OTHERS,
+    **options: Any,
 ) -> int:
-    """Launches of the step that computes what joins eight decodes, and of the one behind it."""
+    """Launches of the step that computes what joins the others' decodes, and of the next."""
     directory = model(root / str(num_layers), **grouped(4), num_hidden_layers=num_layers)
-    with engine_of(directory, max_num_seqs=64, async_scheduling=False, **options) as engine:
+    options = {"max_num_batched_tokens": TOKEN_BUDGET, "async_scheduling": False, **options}
+    with engine_of(directory, max_num_seqs=SEATS, **options) as engine:
         requests = Requests(engine)
-        for _ in range(8):
+        for _ in range(others):
             requests.add(3)
         requests.step()
         requests.step()
@@ -126,6 +174,14 @@ def test_a_mixed_step_is_launched_by_few_calls(
     grow: Callable[[Requests], None], counter: Counter, tmp_path: Path
 ) -> None:
     few, many = (launched(tmp_path, counter, layers, grow) for layers in (FEW, MANY))
+    assert many - few <= 2 * MOST * (MANY - FEW)
+
+
+def test_a_step_of_prompts_alone_is_too(counter: Counter, tmp_path: Path) -> None:
+    few, many = (
+        launched(tmp_path, counter, layers, beside_all_that_fits, others=0)
+        for layers in (FEW, MANY)
+    )
     assert many - few <= 2 * MOST * (MANY - FEW)
 
 

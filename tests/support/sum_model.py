@@ -37,11 +37,18 @@ class SumModel:
         self.num_rows = []  # of each forward pass, with padding
 
     def forward(self, batch, kv):
+        return Hidden(self.last_layer(self.lower_layers(batch, kv), batch, kv))
+
+    def lower_layers(self, batch, kv):
         self.calls += 1
         self.num_rows.append(len(batch.input_ids))
         self.lowest_id = min(self.lowest_id, int(batch.input_ids.min()))
         if (batch.input_ids == POISON).any():
             raise RuntimeError("bad token 40")
+        return batch.input_ids.float()[:, None]
+
+    def last_layer(self, stream, batch, kv):
+        assert torch.equal(stream[:, 0], batch.input_ids.float())
         meta = batch.attn
         keys = kv[0][:, 0, 0, :, 0]
         real = meta.slots >= 0
@@ -55,7 +62,7 @@ class SumModel:
             sums = keys[used].reshape(-1)[:length].cumsum(0)[length - (last - first) :]
             hidden[first : first + len(sums), 0] = sums
             hidden[first:last][batch.input_ids[first:last] == NAN] = torch.nan
-        return Hidden(hidden if batch.wanted is None else hidden[batch.wanted.rows])
+        return hidden if batch.wanted is None else hidden[batch.wanted.rows]
 
     def largest(self, hidden):
         return None
@@ -104,6 +111,8 @@ def make_run(
         feature.attach(machine)
         feature.allocate(num_blocks)
     runner = Runner(machine, LONGEST)
-    decode_sizes = [size for size in sizes or () if size <= scheduler.config.max_num_seqs]
+    sched = scheduler.config
+    decode_sizes = [size for size in sizes or () if size <= sched.max_num_seqs]
+    mixed_sizes = [size for size in mixed_sizes if size <= sched.max_num_batched_tokens]
     runner.capture(decode_sizes, mixed_sizes)
     return Run(scheduler, Driver(runner), depth, num_drafts=num_drafts)

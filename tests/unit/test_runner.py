@@ -6,6 +6,7 @@ On the CPU as it computes for itself, and in a GPU's place, with graphs that run
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -253,9 +254,27 @@ def test_steps_with_prompts_take_the_smallest_graph_that_holds_their_tokens() ->
     assert said[0][1] == said[1][1]
 
 
+def test_a_recorded_step_has_any_number_of_chunks_and_tokens() -> None:
+    said = []
+    for sizes in ((), (1400,)):
+        options = {"max_num_batched_tokens": 1400, "max_num_seqs": 50, "num_blocks": 600}
+        run = make_run(sizes=(2,), mixed_sizes=sizes, **options)
+        run.worker.runner.machine.model.num_rows.clear()
+        for index in range(40):
+            prompt = [(index + place) % 38 for place in range(20 + index % 30)]
+            run.add(make_request(str(index), prompt, 1, params=GREEDY))
+        run.drain()
+        said.append((run.worker.runner.machine.model.num_rows, run.outputs))
+    assert 1024 < said[0][0][0] < 1400 and said[1][0] == [1400]
+    assert said[0][1] == said[1][1]
+
+
 def test_steps_with_prompts_are_recorded_for_so_many_tokens() -> None:
-    assert mixed_sizes(GPUConfig(), 60) == [8, 16, 32, 48]
-    assert mixed_sizes(GPUConfig(), 8192)[-1] == 1024
+    assert mixed_sizes(GPUConfig(), 60) == [8, 16, 32, 48, 60]
+    sizes = mixed_sizes(GPUConfig(), 8192)
+    assert sizes[-1] == 8192 and mixed_sizes(GPUConfig(), 20_000) == sizes and len(sizes) == 39
+    larger = [size for size in sizes if size >= 1024]
+    assert all(size * 9 >= more * 8 for size, more in pairwise(larger))
     assert mixed_sizes(GPUConfig(enforce_eager=True), 256) == []
     assert mixed_sizes(GPUConfig(cudagraph_capture_sizes=(300, 7, 7, 2)), 256) == [2, 7]
 

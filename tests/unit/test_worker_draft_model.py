@@ -27,9 +27,11 @@ from support.sum_model import (
 from engine.config.model import ModelConfig, ModelInfo
 from engine.messages.params import SamplingParams
 from engine.messages.step import DraftPart, StepPlan
+from engine.spec import compute
 from engine.spec.compute import DraftModel
 from engine.spec.decide import Drafts
 from engine.spec.kept import Kept, Work
+from engine.worker.platform.host import HostPlatform
 
 modes = pytest.mark.parametrize("sizes", [CPU, EAGER, GRAPHS], ids=["cpu", "eager", "graphs"])
 depths = pytest.mark.parametrize("depth", [1, 2])
@@ -45,11 +47,11 @@ class DraftingSum(SumModel):
         self.wrong_every = wrong_every
         self.cleared = None
 
-    def forward(self, batch, kv):
+    def lower_layers(self, batch, kv):
         if self.cleared is not kv[0]:
             kv[0].fill_(torch.nan)
             kv[0][0], self.cleared = 0, kv[0]
-        return super().forward(batch, kv)
+        return super().lower_layers(batch, kv)
 
     def logits(self, hidden, out=None):
         logits = super().logits(hidden, out)
@@ -129,6 +131,16 @@ def test_a_draft_model_that_is_the_model_is_always_right(depth, sizes):
         assert run.outputs[str(index)] == says([7 * index + 1, 2, 3], 12)
     assert drafts.stats.num_accepted_tokens == drafts.stats.num_draft_tokens >= 4 * 8
     assert len(run.plans) <= 4 + 2 * depth
+
+
+def test_shapes_are_met_once_however_often_steps_are_recorded_on_trial(monkeypatch):
+    met = []
+    monkeypatch.setattr(compute, "meet_shapes", lambda *args: met.append(args))
+    monkeypatch.setattr(HostPlatform, "compiles", True)
+    run = run_with(Drafts(K), sizes=GRAPHS)
+    for sizes in ((4,), (), (2, 4)):
+        run.worker.runner.capture(sizes, ())
+    assert len(met) == 1
 
 
 SITUATIONS = {
