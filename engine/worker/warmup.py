@@ -104,12 +104,13 @@ def _meet_edits(driver: Driver, num_prompt: int) -> None:
     pending = driver.launch(first)
     driver.sample(pending, Masks(np.full(num_words, -1, dtype=np.int32), num_words))
     driver.collect(pending)
-    verify = _plan(num_prompt, NUM_DECODES, block_size)
-    num_drafts = NUM_DECODES - 1
-    verify.drafts = DraftPart(
-        np.full(1, num_drafts, dtype=np.int32), np.zeros(num_drafts, dtype=np.int32)
-    )
-    driver.execute(verify)
+    if machine.batches.max_num_tokens >= NUM_DECODES:  # else no step has room for a draft
+        verify = _plan(num_prompt, NUM_DECODES, block_size)
+        num_drafts = NUM_DECODES - 1
+        verify.drafts = DraftPart(
+            np.full(1, num_drafts, dtype=np.int32), np.zeros(num_drafts, dtype=np.int32)
+        )
+        driver.execute(verify)
     driver.execute(_plan(0, 0, block_size, freed=[0]))
 
 

@@ -161,6 +161,15 @@ def test_every_way_to_run(options: dict[str, Any], keys: Keys, tmp_path: Path) -
     serve(model(tmp_path, **grouped(3)), keys, 3, 4, not small, **options)
 
 
+def test_steps_of_one_token(keys: Keys, tmp_path: Path) -> None:
+    options = {"max_num_batched_tokens": 1, "max_num_seqs": 1, "max_model_len": 16}
+    with engine_of(model(tmp_path, **grouped(3)), **options) as engine:
+        serving = Serving(engine, keys)
+        serving.add(3)
+        serving.drain()
+    serving.check()
+
+
 @pytest.mark.parametrize(
     ("family", "options"),
     [
