@@ -1,8 +1,8 @@
 """Scales of keys and values that a checkpoint brings for a cache of 8-bit floats.
 
 Tools that calibrate a cache write `k_scale` and `v_scale`, a number each a layer, beside its
-projections or within them; the cache holds x / scale. Names are those that compressed-tensors,
-AutoFP8 and ModelOpt write.
+projections or within them, and older ones `kv_scale` for both; the cache holds x / scale. Names are
+those that compressed-tensors, AutoFP8 and ModelOpt write.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from engine.models.checkpoint import Checkpoint
 from engine.models.spec import DecoderSpec
 
 NAMES = ("{0}_scale", "{0}_proj.{0}_scale", "{0}_proj.output_scale", "attn.{0}_scale")
-SCALE = re.compile(r"\.self_attn\.((attn\.|[kv]_proj\.)?[kv]_scale|[kv]_proj\.output_scale)$")
+FOR_BOTH = "kv_scale"
+SCALE = re.compile(
+    r"\.self_attn\.((attn\.|[kv]_proj\.)?[kv]_scale|[kv]_proj\.output_scale|kv_scale)$"
+)
 
 
 def is_kv_scale(name: str) -> bool:
@@ -41,7 +44,7 @@ def kv_scales(checkpoint: Checkpoint, spec: DecoderSpec) -> list[torch.Tensor | 
 
 
 def _scale(checkpoint: Checkpoint, place: str, letter: str, num_heads: int) -> torch.Tensor | None:
-    names = [place + name.format(letter) for name in NAMES]
+    names = [place + name.format(letter) for name in (*NAMES, FOR_BOTH)]
     stored = next((name for name in names if name in checkpoint.tensors), None)
     if stored is None:
         return None

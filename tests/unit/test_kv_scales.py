@@ -43,6 +43,13 @@ def test_names_that_tools_write(tmp_path: Path, keys: str, values: str) -> None:
     assert all(map(is_kv_scale, stored))
 
 
+def test_one_may_stand_for_both(tmp_path: Path) -> None:
+    name = ATTENTION.format(0) + "kv_scale"
+    (first, _) = found(tmp_path, {name: torch.tensor([0.5])})
+    assert first is not None and first.tolist() == [[0.5, 0.5], [0.5, 0.5]]
+    assert is_kv_scale(name) and not is_kv_scale(ATTENTION.format(0) + "qkv_scale")
+
+
 def test_one_of_the_two_leaves_the_other_at_one(tmp_path: Path) -> None:
     (first, _) = found(tmp_path, {ATTENTION.format(0) + "v_scale": torch.tensor([0.25])})
     assert first is not None and first.tolist() == [[1.0, 1.0], [0.25, 0.25]]
