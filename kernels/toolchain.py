@@ -68,7 +68,12 @@ def missing_for_build(compiler: str | None) -> str | None:
 def _failure(command: list[str]) -> str | None:
     try:
         done: Any = subprocess.run(
-            command, capture_output=True, text=True, timeout=BUILD_SECONDS, check=False
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",  # a compiler writes in the language of its user
+            timeout=BUILD_SECONDS,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)

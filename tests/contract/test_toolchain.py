@@ -68,6 +68,14 @@ def test_nothing_is_missing_where_a_module_can_be_built(monkeypatch: pytest.Monk
     assert broken is not None and "which fails: " in broken
 
 
+def test_a_compiler_may_complain_in_any_encoding(tmp_path: Path) -> None:
+    command = tmp_path / "mycc"
+    command.write_text("#!/bin/sh\nprintf 'Datei nicht lesbar f\\374r uns' >&2\nexit 1\n")
+    command.chmod(0o755)
+    told = missing_for_build(str(command))
+    assert told is not None and "which fails: Datei nicht lesbar f" in told
+
+
 def test_a_driver_that_triton_does_not_find_is_told_in_its_words() -> None:
     told = why_triton_cannot_start()
     assert told is not None and "finds no device it can use (RuntimeError: 0 active drivers" in told
