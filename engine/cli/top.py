@@ -254,6 +254,7 @@ class Figures(NamedTuple):
             "preemptions": int(self.news("num_preemptions")),
             "wait_seconds": self.news_by_key("wait_seconds"),
             "hook_seconds": self.news_by_key("hook_seconds"),
+            "counters": self.news_by_key("counters"),
             "total": {
                 "steps": stats.num_steps,
                 "computed_tokens": stats.num_scheduled_tokens,
@@ -301,6 +302,7 @@ def rows(figures: Figures) -> Iterator[Row]:
     yield from (
         _counted(figures, name, word) for name, word in RARE.items() if getattr(stats, name)
     )
+    yield from _events(figures)
     if steps := figures.news("step_seconds"):
         share = figures.news("floor_seconds") / steps
         yield "steps, of the roofline", f"{100 * share:.0f} %", ""
@@ -310,6 +312,13 @@ def rows(figures: Figures) -> Iterator[Row]:
 
 def _counted(figures: Figures, name: str, word: str) -> Row:
     return word, f"{figures.news(name):.0f}", f"{getattr(figures.stats, name):,}"
+
+
+def _events(figures: Figures) -> Iterator[Row]:
+    """What features and policies count, by name."""
+    news, total = figures.news_by_key("counters"), figures.stats.counters
+    for name in sorted(name for name, value in total.items() if value):
+        yield f"{name}/s", _number(figures.rate(news[name])), f"{total[name]:,}"
 
 
 def _waits(figures: Figures) -> Iterator[Row]:

@@ -87,6 +87,7 @@ def test_rates_are_between_the_first_and_the_last_reading() -> None:
                 num_refused=3,
                 wait_seconds={"seats": 1.0 * second, "[x]": 30.0} if second > 4 else {},
                 hook_seconds={"EDF.rank": 0.1 * second},
+                counters={"drafts.num_drafts": 100 * second, "grammars.none": 0},
                 generated=40 * second,
             )
         )
@@ -96,6 +97,7 @@ def test_rates_are_between_the_first_and_the_last_reading() -> None:
     assert told["computed_tokens_per_second"] == 50 and told["generated_tokens_per_second"] == 20
     assert told["prefix_hit_ratio"] == 0.25 and told["preemptions"] == 5
     assert told["wait_seconds"] == {"seats": 8.0, "[x]": 30.0}
+    assert told["counters"] == {"drafts.num_drafts": 500.0, "grammars.none": 0.0}
     assert told["total"]["refused"] == 3 and told["total"]["wait_seconds"]["seats"] == 8.0
     lines = [line.split() for line in shown(screen).splitlines()]
     assert lines[0] == ["an", "engine"] and " ".join(lines[1]) == "last 10 s since its start"
@@ -107,6 +109,7 @@ def test_rates_are_between_the_first_and_the_last_reading() -> None:
         "tokens generated/s 20.0 320",
         "preemptions 5 8",
         "requests refused 0 3",
+        "drafts.num_drafts/s 50.0 800",
         "waited for [x] 30.00 s 30.00 s",
         "in EDF.rank 5.0 % 0.80 s",
     ):
