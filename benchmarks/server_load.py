@@ -1,13 +1,14 @@
 """Asks a server for streams, from one thread without a framework, and notes when what came.
 
     python benchmarks/server_load.py URL --model NAME [--rate 20] [--seconds 30] [--tokens 64]
-                                     [--ttft 0.5] [--itl 0.1] [--rows FILE]
+                                     [--ttft 0.5] [--itl 0.1] [--rows FILE] [--workload W]
 
 Requests arrive as in a Poisson process whatever the server does (an open loop), or, with
---streams N, N of them run all the time. A request keeps the promise if its first token came within
---ttft seconds and 99 % of the gaps between its events were at most --itl; goodput is those a
-second. Printed are also the processor time that this program has used for each token: it should be
-far below the server's.
+--streams N, N of them run all the time, or they are those of a workload of the policy lab
+(--workload "azure-conv(scale=0.1)", see docs/workloads.md). A request keeps the promise if its
+first token came within --ttft seconds and 99 % of the gaps between its events were at most --itl;
+goodput is those a second. Printed are also the processor time that this program has used for each
+token: it should be far below the server's.
 """
 
 import argparse
@@ -461,7 +462,10 @@ def main() -> None:
     )
     parser.add_argument("url")
     parser.add_argument("--model", required=True)
-    parser.add_argument("--rate", type=float, default=20.0, help="requests a second")
+    parser.add_argument(
+        "--rate", type=float, help="requests a second; 20, or of a workload its own"
+    )
+    parser.add_argument("--workload", help="arrivals and lengths of this workload of the lab")
     parser.add_argument("--streams", type=int, default=0, help="so many all the time instead")
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--prompt", type=int, default=32, help="tokens")
@@ -481,12 +485,17 @@ def main() -> None:
     shape = Shape(asked.model, asked.prompt, asked.tokens, asked.vocab)
     before = thread_seconds(asked.pid) if asked.pid else {}
     cpu, began = time.process_time(), time.perf_counter()
-    if asked.streams:
+    if asked.workload:
+        from server_workloads import play  # it needs the engine; what stands here does not
+
+        rows = play(address, shape, asked.workload, asked.rate, asked.seconds, asked.seed)
+    elif asked.streams:
         rows = closed_loop(
             address, shape, asked.streams, asked.seconds, seed=asked.seed, tick=asked.tick
         )
     else:
-        rows = open_loop(address, shape, asked.rate, asked.seconds, asked.seed)
+        rate = 20.0 if asked.rate is None else asked.rate
+        rows = open_loop(address, shape, rate, asked.seconds, asked.seed)
     cpu = time.process_time() - cpu
     figures = summary(rows, Promise(asked.ttft, asked.itl), asked.seconds)
     num_tokens = sum(row.num_tokens for row in rows if row.times)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from engine.cli.main import main
 from engine.sim.workloads import WORKLOADS
+from engine.sim.workloads.arrivals import ARRIVALS
 
 
 def told(capsys: pytest.CaptureFixture[str], *args: str) -> str:
@@ -56,6 +58,14 @@ def test_all_kinds_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     text = told(capsys, "--list")
     assert all(f"\n{name} " in f"\n{text}" for name in WORKLOADS)
     assert "arrivals='poisson'" in text and "\nall of them" in text
+
+
+def test_the_page_names_all_kinds_and_options() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "workloads.md").read_text(encoding="utf-8")
+    for name, kind in WORKLOADS.items():
+        assert f"\n| `{name}` |" in page
+        assert all(f"`{option.name}`" in page for option in fields(kind))
+    assert all(f"| `{name}" in page for name in ARRIVALS)
 
 
 @pytest.mark.parametrize(
