@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import pairwise
+from itertools import islice, pairwise
 from math import inf, isinf
 from statistics import fmean, median
 
@@ -134,7 +134,7 @@ def test_arrivals_are_as_bursty_as_those_of_the_traces() -> None:
 
 
 def times(arrivals: str, rate: float = 10.0, number: int = 20_000) -> np.ndarray:
-    return np.array(list(find_arrivals(arrivals).times(Draws(0), rate, number)))
+    return np.array(list(islice(find_arrivals(arrivals).times(Draws(0), rate, number), number)))
 
 
 @pytest.mark.parametrize(
@@ -227,6 +227,13 @@ def test_a_turn_begins_with_all_that_was_said_and_answered() -> None:
     begin = follower.tokens(answers)
     assert begin[: jobs[0].num_prompt] == jobs[0].tokens()
     assert begin[jobs[0].num_prompt :][: jobs[0].num_output - 1] == answers[jobs[0].request_id][:-1]
+
+
+def test_sessions_come_as_asked() -> None:
+    jobs = jobs_of("conversations(num_requests=4000,arrivals='ramp(first=0,last=2)',think=0)")
+    first = [job.arrival for job in jobs if job.request_id.endswith(".1")]
+    counts = np.histogram(first, bins=2, range=(0.0, 4000.0))[0]
+    assert counts[1] / counts[0] == pytest.approx(3.0, rel=0.2)
 
 
 def test_agents_share_one_of_a_few_beginnings() -> None:

@@ -67,20 +67,20 @@ class Arrivals(ABC):
         self.check("cv", self.cv, 0.0, MAX_CV)
 
     def times(self, dice: Draws, rate: float, number: int) -> Iterator[float]:
-        """Seconds at which ``number`` requests come, ascending, at this mean rate (requests a
-        second); at an infinite one all come at 0."""
+        """Seconds at which requests come, ascending and without an end, at this mean rate (requests
+        a second) in a run of so many; at an infinite one all come at 0."""
         if rate == inf:
-            return repeat(0.0, number)
+            return repeat(0.0)
         return self._times(dice, rate, number)
 
     def _times(self, dice: Draws, rate: float, number: int) -> Iterator[float]:
         curve = self.curve(dice.stream("rate"), number / rate)
         rng, last = dice.stream("gaps"), 0.0
-        for start in range(0, number, CHUNK):
+        while True:
             even = last + np.cumsum(self._gaps(rng)) / rate
             last = float(even[-1])
             times = even if curve is None else curve.at(even)
-            yield from times[: number - start].tolist()
+            yield from times.tolist()
 
     def _gaps(self, rng: np.random.Generator) -> Floats:
         """[CHUNK] of mean 1."""

@@ -59,16 +59,6 @@ class Quantiles:
         self.mean = mean
         self.values = values
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Quantiles) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    @property
-    def _key(self) -> tuple[float, ...]:
-        return (self.mean, *self.values)
-
     def scaled(self, scale: float) -> Quantiles:
         """All lengths times ``scale``."""
         return Quantiles(self.mean * scale, *(value * scale for value in self.values))

@@ -62,7 +62,7 @@ class Sessions(Workload):
         self.check("think", self.think, 0.0, 1e6)
         self.check("num_systems", self.num_systems, 0, 1_000_000)
         self.check("system_tokens", self.system_tokens, 0)
-        self._process  # noqa: B018 - it checks the option
+        self.process  # noqa: B018 - it checks the option
         longest = self._lengths.prompt.longest + self._lengths.output.longest
         self.check("max_context", self.max_context, self._num_shared + longest)
 
@@ -83,7 +83,8 @@ class Sessions(Workload):
         return find_lengths(self.lengths)
 
     @cached_property
-    def _process(self) -> Arrivals:
+    def process(self) -> Arrivals:
+        """How its sessions come."""
         return find_arrivals(self.arrivals)
 
     @property
@@ -93,7 +94,7 @@ class Sessions(Workload):
     @cached_property
     def mean_turns(self) -> float:
         """Requests of a session, those left out that would not have fitted."""
-        sampled = islice(self._sessions(Draws(SAMPLE_SEED)), NUM_SAMPLED)
+        sampled = islice(self.sessions(Draws(SAMPLE_SEED)), NUM_SAMPLED)
         return sum(map(len, sampled)) / NUM_SAMPLED
 
     def source(self, seed: int, rate: float | None = None) -> Source:
@@ -101,7 +102,7 @@ class Sessions(Workload):
         time is spent thinking."""
         return _Living(self, Draws(seed), rate or self.natural_rate).source()
 
-    def _sessions(self, dice: Draws) -> Iterator[list[Turn]]:
+    def sessions(self, dice: Draws) -> Iterator[list[Turn]]:
         """What is said in each session, without an end."""
         lengths, ends = pairs(self._lengths, dice), uniform(dice.stream("turns"))
         pauses = uniform(dice.stream("think"))
@@ -163,12 +164,12 @@ class _Living:
     def _first(self) -> Iterator[Job]:
         """The first request of each session."""
         workload, dice = self._workload, self._dice
-        number = ceil(workload.num_requests)
-        rate = self._rate / workload.mean_turns
-        times = workload._process.times(dice, rate, number)
+        mean = workload.mean_turns
+        number = ceil(workload.num_requests / mean)
+        times = workload.process.times(dice, self._rate / mean, number)
         systems, tags = uniform(dice.stream("systems")), workload.tags.draw(dice)
         left = workload.num_requests
-        for place, (turns, time) in enumerate(zip(workload._sessions(dice), times, strict=False)):
+        for place, (turns, time) in enumerate(zip(workload.sessions(dice), times, strict=False)):
             name = f"{workload.name}{place}"
             session = _Session(name, (), turns[:left], next(tags))
             if workload.num_systems:
