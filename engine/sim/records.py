@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.messages.requests import CoreOutputs, Finished, Started
+from engine.messages.step import Stretch
 from engine.sim.job import Job
 
 Floats = NDArray[np.float64]
@@ -169,6 +170,16 @@ class Tokens:
             self._change(ids, places, time)
         self._time = time
 
+    def stretched(self, ids: Sequence[str], places: dict[str, int], ends: Floats) -> None:
+        """Each of these requests got a token at each of these times."""
+        self.came(ids, places, float(ends[0]))
+        if len(ends) > 1:
+            gaps = np.diff(ends)
+            counts = np.full(len(gaps), float(len(ids)))
+            self._gaps.frombytes(np.column_stack([ends[1:], gaps, counts]).tobytes())
+            self._longest = max(self._longest, float(gaps.max()))
+            self._time = float(ends[-1])
+
     def _change(self, ids: Sequence[str], places: dict[str, int], time: float) -> None:
         """Others than before."""
         self.settle()
@@ -228,6 +239,10 @@ class Seen:
     def refused(self, job: Job) -> None:
         """A job was not taken."""
         self.requests.end(self.requests.add(job), REFUSED)
+
+    def stretched(self, stretch: Stretch) -> None:
+        """Steps that were jumped over: each brought each of the stretch's requests a token."""
+        self._tokens.stretched(stretch.request_ids, self._places, stretch.ends - self._start)
 
     def note(self, batches: Iterable[CoreOutputs]) -> list[tuple[Job, float]]:
         """What a step brought; the jobs that have ended, and when."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.metadata import version
 from math import inf
@@ -24,7 +24,7 @@ from engine.core.engine_core import EngineCore
 from engine.errors import ConfigError, RequestError
 from engine.kv.manager import KVManager
 from engine.messages.requests import CoreOutputs
-from engine.messages.step import StepPlan, StepResult
+from engine.messages.step import Column, StepPlan, Stretch
 from engine.sched.plugins.find import choose, find_policy, make_scheduler
 from engine.sched.predict.cost import StepShape
 from engine.sched.predict.profile import Profile
@@ -68,6 +68,8 @@ class Engine:
     """Further options of the scheduler (``SchedulerConfig``)."""
     cost: StepCost | Profile = field(default_factory=StepCost)
     """What steps take."""
+    stretches: bool = True
+    """Jump over steps that only repeat: the same run to the last bit, in less time."""
     noise_seed: int | None = None
     """Draws the machine's unrest, where ``cost`` has any; that of the run if not given."""
     max_idle_looks: int = 200_000
@@ -236,8 +238,8 @@ class Watched(TimedWorker):
         self._ids: dict[int, str] = {}  # by slot
         self._same = b""  # who computed how many tokens in the latest step
         self._num_same = 0  # steps in a row that did
-        self.num_rows = 0
-        """Of the step that was collected last."""
+        self.kv_peak = 0.0
+        """Largest share of the KV pool in use while a step was computed."""
 
     @property
     def decisions(self) -> str:
@@ -250,23 +252,24 @@ class Watched(TimedWorker):
             self._close()
             self._hash.update(f"{new.slot}={new.request_id}\n".encode())
         if plan.num_tokens:
-            self._decided(plan)
+            self._decided(plan.slots, plan.counts)
+            self.kv_peak = max(self.kv_peak, self._kv.usage)  # blocks grow until a step ends
         launched = super().launch(plan)
         if self.steps is not None and plan.num_tokens:
             self._keep(plan, launched)
         return launched
 
-    def collect(self, ticket: Launched) -> StepResult:
-        result = super().collect(ticket)
-        self.num_rows = len(result.counts)
-        return result
+    def repeated(
+        self, stretch: Stretch, launched: Sequence[float], seconds: Sequence[float]
+    ) -> None:
+        self._decided(stretch.slots, np.ones_like(stretch.slots), stretch.num_steps)
 
-    def _decided(self, plan: StepPlan) -> None:
-        decided = plan.slots.tobytes() + plan.counts.tobytes()
+    def _decided(self, slots: Column, counts: Column, num_steps: int = 1) -> None:
+        decided = slots.tobytes() + counts.tobytes()
         if decided != self._same:
             self._close()
             self._same = decided
-        self._num_same += 1
+        self._num_same += num_steps
 
     def _close(self) -> None:
         if self._num_same:
@@ -312,11 +315,11 @@ class _Run:
         self._timing = timing(engine.cost, seed if engine.noise_seed is None else engine.noise_seed)
         worker = (self._clock, self._timing, engine.max_num_seqs, self._lengths)
         self._worker = Watched(*worker, kv=self._kv, keeps_steps=keeps_steps)
-        self._core = EngineCore(scheduler, self._worker, engine.depth)
+        jumps = engine.stretches and not keeps_steps
+        self._core = EngineCore(scheduler, self._worker, engine.depth, stretches=jumps)
         self._source = workload.source(seed, rate)
         self._tells_length = engine.length_predictor == "oracle"
         self._seen = Seen()
-        self._kv_peak = 0.0
         self._max_idle_looks = engine.max_idle_looks
         self._head = {
             "format": FORMAT,
@@ -329,7 +332,7 @@ class _Run:
             "engine": {
                 each.name: getattr(engine, each.name)
                 for each in fields(engine)
-                if each.name != "cost"
+                if each.name not in ("cost", "stretches")
             },
             "cost": str(engine.cost),
             "step_cost": _step_cost(engine.cost),
@@ -342,10 +345,11 @@ class _Run:
         while source.next_time < inf or core.has_work:
             while source.next_time <= clock.now:
                 self._add(source.take())
-            self._note(core.step().values())
-            if not core.is_idle:
-                clock.now += self._timing.host_seconds(self._worker.num_rows)
-            self._kv_peak = max(self._kv_peak, self._kv.usage)
+            outputs = core.step(source.next_time)
+            if core.stretch is not None:
+                self._seen.stretched(core.stretch)
+            self._note(outputs.values())
+            self._worker.rest()
             if not core.is_idle:
                 num_idle = 0
                 continue
@@ -393,7 +397,7 @@ class _Run:
             "num_preemptions": stats.num_preemptions,
             "num_policy_faults": stats.num_policy_faults,
             "num_rescued_steps": stats.num_rescued_steps,
-            "kv_peak": self._kv_peak,
+            "kv_peak": self._worker.kv_peak,
             "busy_seconds": self._worker.busy_seconds,
             "counters": dict(stats.counters),
             "decisions": self._worker.decisions,
