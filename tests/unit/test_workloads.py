@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import tracemalloc
+from collections import Counter, deque
 from itertools import islice, pairwise
 from math import inf, isinf
 from statistics import fmean, median
@@ -67,6 +68,18 @@ def test_a_rate_stretches_gaps_and_leaves_the_rest(name: str) -> None:
         job = at_once.take()
         assert job.arrival == 0.0
         at_once.ended(job, 0.0)
+
+
+@pytest.mark.parametrize("name", ["azure-conv", "mooncake-conv", "conversations", "closed-loop"])
+def test_a_source_holds_no_more_for_more_jobs(name: str) -> None:
+    peaks = []
+    for num_requests in (2000, 10_000):
+        source = find_workload(name, num_requests=num_requests).source(0)
+        tracemalloc.start()
+        deque(as_if_served(source), maxlen=0)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.5 * peaks[0] + 500_000 and peaks[1] < 6_000_000
 
 
 def test_another_option_leaves_all_other_draws_as_they_were() -> None:
