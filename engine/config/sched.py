@@ -68,6 +68,9 @@ class SchedulerOptions:
     smaller model would say): model, revision, quantization. Tokens are the same as without."""
     length_predictor: Any = "none"
     """How policies are told output lengths: none (max_tokens), history, oracle, or your own."""
+    cost_profile: str | None = None
+    """File of `metronome calibrate` that policies read as `view.cost`; what measured steps have
+    taught it if not given."""
     user_weights: dict[str, float] = field(
         default_factory=dict, metadata={EXAMPLE: {"ann": 2.0, "bob": 0.5}}
     )

@@ -10,6 +10,7 @@ import pytest
 
 from engine.cli.main import main
 from engine.errors import ConfigError
+from engine.sched import Policy
 from engine.sched.predict.cost import StepShape
 from engine.sched.predict.profile import HostCost, Profile, ProfileCost, read_profile
 from engine.sim.calibrate import Sample, calibrate, fit, halves, judge
@@ -150,3 +151,24 @@ def test_a_data_sheet_is_named_a_guess() -> None:
 def test_calibrate_is_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["calibrate", str(tmp_path / "no.log"), "--out", str(tmp_path / "p.json")]) == 2
     assert "cannot be read" in capsys.readouterr().err
+
+
+class Asks(Policy):
+    """Remembers what a step of one request is said to take."""
+
+    def __init__(self) -> None:
+        self.said: set[float] = set()
+
+    def rank(self, req, view):
+        self.said.add(view.cost.prefill_seconds(10))
+        return (req.arrival,)
+
+
+def test_policies_of_an_engine_are_given_a_profile(tmp_path: Path) -> None:
+    profile = fit(samples(0), "machine")
+    profile.write(tmp_path / "p.json")
+    policy = Asks()
+    run(policy, WORKLOAD, Engine(scheduler={"cost_profile": str(tmp_path / "p.json")}), rate=100.0)
+    assert policy.said == {ProfileCost(profile).prefill_seconds(10)}
+    with pytest.raises(ConfigError, match="cannot be read"):
+        run("fcfs", WORKLOAD, Engine(scheduler={"cost_profile": "nowhere.json"}), rate=100.0)
