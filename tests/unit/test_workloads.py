@@ -13,7 +13,7 @@ import pytest
 
 from engine.errors import ConfigError
 from engine.sim.job import END, Job, Span, tokens_of
-from engine.sim.run import Engine, scheduler_config
+from engine.sim.run import Engine, run, scheduler_config
 from engine.sim.workloads import WORKLOADS, Workload, find_workload
 from engine.sim.workloads.arrivals import find_arrivals
 from engine.sim.workloads.describe import Description, as_if_served
@@ -247,6 +247,16 @@ def test_sessions_come_as_asked() -> None:
     first = [job.arrival for job in jobs if job.request_id.endswith(".1")]
     counts = np.histogram(first, bins=2, range=(0.0, 4000.0))[0]
     assert counts[1] / counts[0] == pytest.approx(3.0, rel=0.2)
+
+
+@pytest.mark.parametrize("name", ["closed-loop", "conversations", "agents"])
+def test_those_that_follow_are_served(name: str) -> None:
+    """And their prefix cache has what an endless one would have, but for the last blocks."""
+    workload = find_workload(name, num_requests=60, deadlines=(5, 9))
+    done = run("fcfs", workload, Engine(num_blocks=4000))
+    assert done.requests.names["outcome"] == ["done"] * 60
+    reuse = described(str(workload)).reuse
+    assert done.totals["prefix_hits"] == pytest.approx(reuse.num_found, rel=0.1)
 
 
 def test_agents_share_one_of_a_few_beginnings() -> None:
