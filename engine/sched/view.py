@@ -18,6 +18,7 @@ from engine.sched.predict.cost import NO_STEP, CostModel, LinearCost, StepShape
 from engine.sched.predict.headroom import Headroom
 from engine.sched.predict.ledger import Ledger
 from engine.sched.predict.lengths import LengthHistory, PredictsAll, find_predictor
+from engine.sched.predict.profile import ProfileCost, read_profile
 from engine.sched.request import Request
 from engine.sched.roster import NO_ROWS, RankedQueue, Roster, Rows, by_rank
 from engine.sched.step.builder import Step
@@ -41,6 +42,9 @@ class View:
         self.lengths = LengthHistory()
         self.headroom = Headroom()
         self._cost = LinearCost()
+        self._profile: CostModel | None = None  # in place of what was learned
+        if config.cost_profile is not None:
+            self._profile = ProfileCost(read_profile(config.cost_profile))
         self._last = NO_STEP
         self._unread: deque[tuple[StepPlan | Stretch, float, int]] = deque(maxlen=UNREAD)
         self.predictor = find_predictor(config.length_predictor, self.lengths)
@@ -176,7 +180,9 @@ class View:
 
     @property
     def cost(self) -> CostModel:
-        """Fitted to the steps measured so far."""
+        """Fitted to the steps measured so far, or the profile that was given."""
+        if self._profile is not None:
+            return self._profile
         self._read_steps()
         return self._cost
 
