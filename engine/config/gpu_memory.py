@@ -92,5 +92,6 @@ def shortage(doing: str, *, free: int, total: int) -> str:
     return (
         f"out of GPU memory while {doing}: {free / GIB:.2f} GiB of {total / GIB:.2f} GiB are free. "
         "End other processes on the GPU, take a smaller model, dtype or quantization, or lower "
-        "max_num_batched_tokens, max_num_seqs, max_model_len or gpu_memory_utilization"
+        "max_num_batched_tokens, max_num_seqs, max_model_len or gpu_memory_utilization, or "
+        "num_kv_blocks or kv_cache_memory_bytes if they are given"
     )

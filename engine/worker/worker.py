@@ -177,7 +177,8 @@ class ModelWorker:
         self._make_kv(num_blocks)
         runner, config, sched = self.driver.runner, self.config, self.config.scheduler
         if self.platform.compiles:
-            meet_shapes(runner, sched.max_num_batched_tokens, sched.max_model_len)
+            with explained(self.platform, "steps of every kind were tried"):
+                meet_shapes(runner, sched.max_num_batched_tokens, sched.max_model_len)
         seconds = warm_up(self.driver, num_blocks)
         if self.platform.shares_memory:
             model, is_quiet = runner.machine.model, seconds < WORTH_SAYING

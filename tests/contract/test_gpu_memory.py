@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from shapes import QWEN3, SHAPES, Shape, model_directory
 from support.fake_memory import FakeDevice, fake_memory
 
@@ -20,6 +21,7 @@ from engine.config.decide import Decided, decide, resolve
 from engine.config.gpu_memory import GraphTrial, graphs_bytes
 from engine.config.model import read_model_info
 from engine.errors import ConfigError
+from engine.worker import worker as worker_module
 from engine.worker.worker import ModelWorker
 
 pytestmark = pytest.mark.skipif(
@@ -98,6 +100,21 @@ def test_what_does_not_fit_is_said_with_what_graphs_would_take(
         measured(MODELS["llama-3.1-8b"][0], device, monkeypatch),
     ):
         pass
+
+
+def test_a_pool_that_leaves_no_room_for_steps_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number of blocks that is given is taken as it is."""
+
+    def meet(*args: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(worker_module, "meet_shapes", meet)
+    shape, device = MODELS["qwen3-0.6b"][0], FakeDevice(TOTAL)
+    with (
+        measured(shape, device, monkeypatch) as (worker, _, _),
+        pytest.raises(ConfigError, match=r"out of GPU memory while steps .*num_kv_blocks or"),
+    ):
+        worker.allocate(2)
 
 
 def test_fewer_graphs_leave_more_to_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
