@@ -47,6 +47,8 @@ LIGHT = (
 # What a feature asks of the scheduler decides; only what its `compute` does needs a device.
 FEATURES = tuple(f"engine.{name}" for name in ("spec", "structured", "lora", "mm", "kv_transfer"))
 COMPUTES = "compute"
+# Of simulations only what runs the same jobs through an engine that computes, to compare them.
+REAL = ("engine.sim.real",)
 NAMES_FEATURES = ("engine.core.build",)
 LIGHT_INITS = ("engine.worker",)
 DECISIONS = ("engine.kv", "engine.sched")
@@ -62,6 +64,7 @@ RECORDS: dict[str, str] = {
     "AddRequest": "what a request consists of on the wire",
     "StepPlan": "what a worker must know of a step",
     "SchedulerStats": "what there is to know of a scheduler",
+    "Figures": "what there is to know of a run",
 }
 # A kernel's parameters are its tensors and their strides.
 LONG_SIGNATURES: dict[str, str] = {
@@ -123,7 +126,7 @@ def light_modules() -> list[str]:
         name
         for name in tree.modules()
         if name == "engine"
-        or under(name, tuple(p for p in LIGHT if p != "engine"))
+        or (under(name, tuple(p for p in LIGHT if p != "engine")) and name not in REAL)
         or (under(name, FEATURES) and name.rpartition(".")[2] != COMPUTES)
     ]
 
