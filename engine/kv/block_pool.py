@@ -84,6 +84,20 @@ class PrefixCache:
         if not twins:
             del self._twins[block_hash]
 
+    def unpublish_each(self, blocks: Sequence[int]) -> None:
+        """``unpublish`` of each of these."""
+        if self._twins or self.on_loss is not None:
+            for block in blocks:
+                self.unpublish(block)
+            return
+        hashes, by_hash = self.hashes, self._block
+        for block in blocks:
+            if (block_hash := hashes[block]) is not None:
+                hashes[block] = None
+                del by_hash[block_hash]
+        self.version += 1
+        self.num_losses += 1
+
     def clear(self) -> None:
         """Forget every hash; ``on_loss`` hears nothing of it."""
         self.hashes[:] = [None] * len(self.hashes)
@@ -140,14 +154,15 @@ class BlockPool:
         """
         if count > self.num_free:
             raise ValueError(f"No free blocks: {count} wanted, {self.num_free} free")
-        taken, hashes, num_refs = [], self.cache.hashes, self.num_refs
-        block = self._next[0]
+        taken, after, num_refs = [], self._next, self.num_refs
+        block = after[0]
         for _ in range(count):
             taken.append(block)
-            if hashes[block] is not None:
-                self.cache.unpublish(block)
             num_refs[block] = 1
-            block = self._next[block]
+            block = after[block]
+        hashes = self.cache.hashes
+        if lost := [block for block in taken if hashes[block] is not None]:
+            self.cache.unpublish_each(lost)
         self._next[0] = block
         self._prev[block] = 0
         self.num_free -= count

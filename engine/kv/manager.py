@@ -232,6 +232,7 @@ class KVManager:
     def repeat(
         self,
         reqs: Sequence[Holder],
+        rows: NDArray[np.intp],
         starts: NDArray[np.int32],
         known: NDArray[np.int32],
         order: Sequence[int],
@@ -243,8 +244,7 @@ class KVManager:
         that are both known and written; ``tokens`` has those of all steps already. ``order``: in
         which place each one takes its block if several do so in one step.
         """
-        size, rows = self.block_size, [req.row for req in reqs]
-        holdings = [self._holdings[row] for row in rows]
+        size, holdings = self.block_size, [self._holdings[row] for row in rows.tolist()]
         rest = self.num_held[rows] * size - starts  # tokens for which there is room
         takes = [
             (step, order[place], place)
@@ -254,12 +254,13 @@ class KVManager:
         ]
         takes.sort()
         growth = Growth([take[0] for take in takes], [take[2] for take in takes])
-        growth.blocks = self.pool.take(len(takes))
+        growth.blocks = self.pool.take(len(takes)) if takes else []
         for place, block in zip(growth.places, growth.blocks, strict=True):
-            table = holdings[place].tables[0]
+            holding = holdings[place]
+            table = holding.tables[0]
             growth.indices.append(len(table))
             table.append(block)
-            holdings[place].num_told += 1
+            holding.num_told += 1
         self.num_held[rows] = [len(holding.tables[0]) for holding in holdings]
         before = self.num_published[rows].tolist()
         self.num_published[rows] = (known + num_steps) // size

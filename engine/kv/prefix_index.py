@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby, pairwise
 from typing import Protocol
@@ -229,16 +228,15 @@ class PrefixIndex:
     ) -> None:
         """``publish`` of one block after the other: the next of the request at each of these
         places, which begin with the ``nth`` of each table. Their tokens are all known."""
-        counts = Counter(places)
-        for place, count in counts.items():
-            upto = (nth[place] + count) * self._block_size
-            self._chains.extend(holdings[place].chain, reqs[place], upto)
-        blocks, hashes = [], []
+        blocks, hashes, nth = [], [], nth.copy()
         for place in places:
             index, holding = nth[place], holdings[place]
-            nth[place] += 1
+            nth[place] = index + 1
+            chain = holding.chain
+            if len(chain) <= index:
+                self._chains.extend(chain, reqs[place], (index + 1) * self._block_size)
             blocks.append(holding.tables[0][index])
-            hashes.append(holding.chain[index])
+            hashes.append(chain[index])
         if blocks:
             self._cache.publish_each(blocks, hashes)
 

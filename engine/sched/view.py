@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import count, repeat
 from numbers import Integral
 from random import Random
 
@@ -193,13 +194,13 @@ class View:
     def note_stretch(self, stretch: Stretch, num_in_flight: int, *, are_read: bool) -> None:
         """``note`` for each step that was settled in a stretch. ``are_read``: ``last`` after each
         of them."""
-        num_steps = stretch.num_steps
-        unread = range(0 if are_read else max(0, num_steps - UNREAD), num_steps)
-        for index in unread:
-            seconds = float(stretch.seconds[index])
+        for index, seconds in enumerate(stretch.seconds.tolist()) if are_read else ():
             self._unread.append((stretch, seconds, index - num_in_flight))
-            if are_read:
-                self._read_steps()
+            self._read_steps()
+        if not are_read:
+            latest = stretch.seconds[-UNREAD:].tolist()
+            first = stretch.num_steps - len(latest) - num_in_flight
+            self._unread.extend(zip(repeat(stretch), latest, count(first), strict=False))
 
     def _read_steps(self) -> None:
         while self._unread:

@@ -7,11 +7,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import inf
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from engine.messages.step import StepPlan, StepResult, Stretch, Times
+from engine.messages.step import Column, StepPlan, StepResult, Stretch, Times
 from engine.sched.predict.cost import StepShape
 from engine.sim.job import END, FILLER
 from engine.verify.fake import FakeExecutor
@@ -76,6 +77,7 @@ class StepCost:
         )
 
 
+TOKENS: Column = np.array([FILLER, END], dtype=np.int32)  # behind whom more come, and the last
 CostEach = Callable[[StepShape, int], Times]
 
 
@@ -121,10 +123,10 @@ class TimedWorker(FakeExecutor):
             self._ends[new.slot] = new.num_prompt + self._lengths[new.request_id]
         seconds = self._cost.seconds(StepShape.of(plan, 0.0)) if plan.num_tokens else 0.0
         known = plan.starts + plan.counts + 1  # once the token sampled in this step is
-        tokens = np.where(known >= self._ends[plan.slots], END, FILLER).astype(np.int32)
-        result = StepResult(
-            plan.step, tokens[plan.samples == 1], plan.samples.copy(), seconds=seconds
-        )
+        tokens = TOKENS.take(known >= self._ends[plan.slots])
+        if not plan.samples.all():
+            tokens = tokens[plan.samples == 1]
+        result = StepResult(plan.step, tokens, plan.samples, seconds=seconds)
         self.busy_seconds += seconds
         self._free_at = max(self._free_at, self._clock.now) + seconds
         return Launched(result, self._free_at)
@@ -187,12 +189,18 @@ class TimedWorker(FakeExecutor):
         self, stretch: Stretch, most: int, in_flight: Sequence[float]
     ) -> tuple[list[float], list[float]]:
         """The same for durations that can be had at once, where the host takes no time."""
-        now = self._clock.now
+        now, begun, shape = self._clock.now, self._free_at, StepShape.of_repeat(stretch)
         assert self._cost_each is not None
-        seconds = self._cost_each(StepShape.of_repeat(stretch), most).tolist()
-        launched = _sums(max(self._free_at, now), seconds)[1:]
-        ends = ([max(now, end) for end in in_flight] + launched)[:most]
-        count = min(most, 1 + bisect_left(ends, stretch.until))
+        # Few of them may come in time: more are asked for only where these are too few.
+        first = self._cost.seconds(shape)
+        guess = (stretch.until - now) / first if first else inf
+        for asked in sorted({min(most, int(min(guess, most)) + 2), most}):
+            seconds = self._cost_each(shape, asked).tolist()
+            launched = _sums(max(begun, now), seconds)[1:]
+            ends = ([max(now, end) for end in in_flight] + launched)[:asked]
+            if ends[-1] >= stretch.until:
+                break
+        count = min(asked, 1 + bisect_left(ends, stretch.until))
         stretch.begins, stretch.ends = np.array([now, *ends[: count - 1]]), np.array(ends[:count])
         stretch.next_begin = ends[count - 1]
         return launched[:count], seconds[:count]

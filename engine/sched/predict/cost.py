@@ -172,6 +172,9 @@ class StepShape(NamedTuple):
     @classmethod
     def of(cls, plan: StepPlan, seconds: float) -> StepShape:
         """Read off a plan."""
+        if plan.num_tokens == len(plan.counts):  # a token each
+            count, context = plan.num_tokens, int(np.add.reduce(plan.starts, dtype=np.int64))
+            return cls(count, count, count, context, context + count, seconds)
         starts, counts = plan.starts.astype(np.int64), plan.counts.astype(np.int64)
         return cls(
             num_seqs=len(counts),

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from engine.config.sched import SchedulerConfig
 from engine.kv.manager import KVManager
-from engine.messages.step import PADDING, DraftPart, NewSeq, StepPlan
+from engine.messages.step import EMPTY, PADDING, DraftPart, NewSeq, StepPlan
 from engine.sched.request import WATCHED, Request, Status
 from engine.sched.roster import NO_ROWS, Cause, Roster, Rows
 
@@ -197,7 +197,11 @@ def seal(step: Step, roster: Roster, kv: KVManager) -> StepPlan:
         slots, generations = table.slot.all[rows], table.generation.all[rows]
     assert not step.preempted or (slots >= 0).all(), "preempted in the step that grants it tokens"
     grown = kv.drain()
-    grown_rows = np.array(grown.rows, dtype=np.intp) if grown.rows else NO_ROWS
+    block_slots = block_indices = block_ids = EMPTY
+    if grown.rows:
+        block_slots = table.slot.all[np.array(grown.rows, dtype=np.intp)]
+        block_indices = np.array(grown.indices, dtype=np.int32)
+        block_ids = np.array(grown.blocks, dtype=np.int32)
     freed, roster.freed_slots = roster.freed_slots, []
     return StepPlan(
         step=step.index,
@@ -208,9 +212,9 @@ def seal(step: Step, roster: Roster, kv: KVManager) -> StepPlan:
         counts=counts,
         samples=samples,
         new=[new_seq(req) for req in step.new],
-        block_slots=table.slot.all[grown_rows],
-        block_indices=np.array(grown.indices, dtype=np.int32),
-        block_ids=np.array(grown.blocks, dtype=np.int32),
+        block_slots=block_slots,
+        block_indices=block_indices,
+        block_ids=block_ids,
         freed_slots=freed,
         num_tokens=int(counts.sum()) if step.grants else len(rows),
         block_groups=np.array(grown.groups, dtype=np.int32) if grown.groups else None,

@@ -68,7 +68,9 @@ class DecodeFastPath:
         decode, plain, held, needs_block = self._decodes()
         promised = self._view.promised_blocks if self._roster.prompts else 0
         is_short = np.count_nonzero(needs_block) * kv.num_groups + promised > kv.num_free
-        num_decodes, num_plain = np.count_nonzero(decode), np.count_nonzero(plain)
+        num_decodes = num_plain = np.count_nonzero(decode)
+        if plain is not decode:
+            num_plain = np.count_nonzero(plain)
         is_contested = is_short and (promised or num_plain < num_decodes)
         if self._asks or num_decodes > step.tokens_left or is_contested:
             table.plain.all[rows[plain]] = step.index

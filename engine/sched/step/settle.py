@@ -234,7 +234,9 @@ class Appender:
         is_whole = self._roster.running_rows.take_whole(plan.step)
         before, self._last = self._last, self._roster.running_rows.version if is_whole else -1
         is_new = not is_whole or before != self._last  # what columns share must be made first
-        num_sampled = np.count_nonzero(result.counts)
+        num_sampled = len(result.token_ids)
+        if plan.drafts is not None:  # else no row has several
+            num_sampled = int(np.count_nonzero(result.counts))
         if len(result.token_ids) > num_sampled or (is_new and num_sampled <= FEW):
             return self._one_by_one(plan, result, outputs)
         return self._in_columns(plan, result, outputs, is_whole)
@@ -246,10 +248,9 @@ class Appender:
     def commit_ends(self, rows: Rows, counts: Counts, other: TableColumn) -> None:
         """Known or computed tokens of these rows grew by one to ``counts``. Publish the blocks that
         end there, if the ``other`` column has reached the same position."""
-        inside = counts % self._block_size
-        if np.count_nonzero(inside) == len(rows):
+        ends = (counts % self._block_size == 0).nonzero()[0]
+        if not ends.size:
             return
-        ends = np.flatnonzero(inside == 0)
         full = rows[ends]
         full = full[other.all[full] >= counts[ends]]
         if full.size:
@@ -401,6 +402,8 @@ class Members:
         self._limits = table.limit.all[rows]
         self._stop_ids = table.stop_id.all[rows]
         self._may_stop = bool((self._stop_ids != -1).any())
+        have_several = self._stop_ids == -2
+        self._have_several = have_several if have_several.any() else None
         clients = table.client.all[rows]
         is_one = rows.size > 0 and (clients == clients[0]).all()
         self.only_client = int(clients[0]) if is_one else None
@@ -419,7 +422,9 @@ class Members:
         """Requests that may end with this token, at so many tokens."""
         ended = num_tokens >= self._limits
         if self._may_stop:
-            ended |= (self._stop_ids == tokens) | (self._stop_ids == -2)
+            ended |= self._stop_ids == tokens
+        if self._have_several is not None:
+            ended |= self._have_several
         indices: list[int] = ended.nonzero()[0].tolist()
         return indices
 

@@ -62,13 +62,14 @@ class Stretches:
         table, columns, rows = roster.table, seated.columns, seated.columns.rows
         starts, known = table.num_computed.all[rows], table.num_tokens.all[rows]
         pending = table.num_pending.all[rows]
-        are_decodes = (pending == num_in_flight) & (known + pending == starts + 1)
+        others = (pending != num_in_flight) | (known + pending != starts + 1)
+        others |= table.told.all[rows] == 0
+        if np.count_nonzero(others) or now >= until:
+            return None
         members = settler.appender.running_members()
-        if not are_decodes.all() or now >= until or members.only_client is None:
+        if members.only_client is None:
             return None
-        if not table.told.all[rows].all():
-            return None
-        left = int((columns.limits - known).min()) - max(1, num_in_flight)
+        left = int(np.minimum.reduce(columns.limits - known)) - max(1, num_in_flight)
         num_steps = self._kv.most_repeats(rows, starts, int(min(num_steps, left)))
         if num_steps < 1:
             return None
@@ -96,6 +97,7 @@ class Stretches:
         deque(map(array.extend, members.tokens, repeat(new)), maxlen=0)
         stretch.growth = self._kv.repeat(
             members.reqs,
+            rows,
             stretch.starts,
             np.minimum(stretch.starts, known),
             self._order(),
