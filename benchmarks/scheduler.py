@@ -97,6 +97,14 @@ def table_rows() -> list[Row]:
         Row("10,000 waiting, priority: us a step", "queue_static", "both_us"),
         Row("10,000 waiting, ranks that move: us a step", "queue_dynamic", "both_us",
             peer_load="queue_static"),
+        Row("10,000 waiting, ranks that move, at once: us a step", "queue_at_once", "both_us",
+            limit=2000, peer_load="queue_static"),
+        Row("10,000 waiting, seats left, ranks that move, at once: us a step", "open_dynamic",
+            "both_us", limit=2000),
+        Row("10,000 waiting, seats left, longest prefix: us a step", "open_lpm", "both_us",
+            limit=5000),
+        Row("10,000 waiting that may preempt, no seat left: us a step", "full_preempt", "both_us",
+            limit=5000),
     ]  # fmt: skip
     return rows
 

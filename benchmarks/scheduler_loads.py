@@ -8,7 +8,7 @@ shared        the same, three quarters of each prompt in common
 preempting    128 requests and blocks for a third of them, to the end
 hash_*        prompts of 8192 tokens: hash and look up, absent and cached
 queue_*       256 run, 10,000 wait in order of priority; some end and some start in each step
-open_*        some 256 run, as many as there are blocks for, and 10,000 wait; seats are left, so that
+open_*        some 256 run, as many as there are blocks for, and 10,000 wait; seats are left, so
               the queue is read in each step
 full_preempt  256 run in all the seats, 10,000 wait and may take them
 """
@@ -97,13 +97,14 @@ LOADS = {
     "hash_fast": lookup("fast"),
     "queue_static": queue("priority"),
     "queue_dynamic": queue("aging"),
-    "open_dynamic": open_queue("aging"),
+    "queue_at_once": queue("aging-at-once"),
+    "open_dynamic": open_queue("aging-at-once"),
     "open_lpm": open_queue("lpm"),
     "full_preempt": queue("cautious"),
 }
 OURS_ONLY = {
     *("decode_256_hooks", "decode_1024_hooks", "hash_fast", "queue_dynamic"),
-    *("open_dynamic", "open_lpm", "full_preempt"),
+    *("queue_at_once", "open_dynamic", "open_lpm", "full_preempt"),
 }
 
 

@@ -16,7 +16,7 @@ from engine.messages.requests import AddRequest
 from engine.sched.policies.fcfs import FCFS
 from engine.sched.policies.lpm import LPM
 from engine.sched.policies.priority import Priority
-from engine.sched.policy import Admission, Limits, Policy, SchedView, Verdict
+from engine.sched.policy import Admission, Limits, Policy, Ranks, SchedView, Verdict
 from engine.sched.predict.cost import StepShape
 from engine.sched.request import Request
 from engine.sched.scheduler import Scheduler
@@ -59,6 +59,15 @@ class EveryHook(FCFS):
     def on_grant(self, req: Request, num_tokens: int, view: SchedView) -> None:
         pass
 
+    def takes_blocks(self, req: Request, other: Request) -> bool:
+        return super().takes_blocks(req, other)
+
+    def on_preempt(self, req: Request, view: SchedView) -> None:
+        pass
+
+    def on_tokens(self, reqs: Sequence[Request], view: SchedView) -> None:
+        pass
+
     def on_step(self, shape: StepShape, view: SchedView) -> None:
         pass
 
@@ -75,19 +84,28 @@ class Aging(Policy):
         return (req.priority - (view.now - req.arrival_time) / 60.0,)
 
 
+class AgingAtOnce(Policy):
+    """The same over arrays."""
+
+    dynamic = True
+
+    def ranks(self, reqs: Sequence[Request], view: SchedView) -> Ranks:
+        columns = view.columns(reqs)
+        return columns.priority - (view.now - columns.arrival_time) / 60.0
+
+
 class Cautious(Policy):
-    """The fewest tokens left go first; one that waits takes a seat only where it has half as many."""
+    """The fewest tokens left go first; one that waits takes a seat only from twice as many."""
 
     dynamic = True
     waiting_may_preempt = True
 
-    def rank(self, req: Request, view: SchedView) -> tuple[float, ...]:
-        return (req.max_total - req.num_tokens,)
+    def ranks(self, reqs: Sequence[Request], view: SchedView) -> Ranks:
+        columns = view.columns(reqs)
+        return columns.max_total - columns.num_tokens
 
     def outranks(self, req: Request, other: Request) -> bool:
-        return super().outranks(req, other) and (
-            not req.is_waiting or 2 * req.rank[0] < other.rank[0]
-        )
+        return 2 * req.rank[0] < other.rank[0] if req.is_waiting else self.precedes(req, other)
 
 
 POLICIES: dict[str, type[Policy]] = {
@@ -95,6 +113,7 @@ POLICIES: dict[str, type[Policy]] = {
     "priority": Priority,
     "every-hook": EveryHook,
     "aging": Aging,
+    "aging-at-once": AgingAtOnce,
     "lpm": LPM,
     "cautious": Cautious,
 }

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from engine.kv.prefix_watch import PrefixWatch
+
 NULL_BLOCK = 0
 
 
@@ -21,6 +23,7 @@ class PrefixCache:
         self.version = 0  # raised whenever a hash appears or disappears
         self.num_losses = 0  # raised whenever a block can no longer be found
         self.on_loss: Callable[[bytes], None] | None = None
+        self.watch: PrefixWatch | None = None  # told of every hash that appears or disappears
         self.hashes: list[bytes | None] = [None] * num_blocks
         self._block: dict[bytes, int] = {}
         self._twins: dict[bytes, list[int]] = {}  # blocks behind the one in _block, oldest first
@@ -62,6 +65,8 @@ class PrefixCache:
             if find_or_set(block_hash, block) != block:
                 self._twins.setdefault(block_hash, []).append(block)
         self.version += 1
+        if self.watch is not None:
+            self.watch.published(block_hashes)
 
     def unpublish(self, block: int) -> None:
         """The block can no longer be found; holders keep it. Nothing happens if it could not."""
@@ -76,6 +81,8 @@ class PrefixCache:
             del self._block[block_hash]
             if self.on_loss is not None:
                 self.on_loss(block_hash)
+            if self.watch is not None:
+                self.watch.lost(block_hash)
             return
         if self._block[block_hash] == block:
             self._block[block_hash] = twins.pop(0)
@@ -86,7 +93,7 @@ class PrefixCache:
 
     def unpublish_each(self, blocks: Sequence[int]) -> None:
         """``unpublish`` of each of these."""
-        if self._twins or self.on_loss is not None:
+        if self._twins or self.on_loss is not None or self.watch is not None:
             for block in blocks:
                 self.unpublish(block)
             return
@@ -103,6 +110,8 @@ class PrefixCache:
         self.hashes[:] = [None] * len(self.hashes)
         self._block.clear()
         self._twins.clear()
+        if self.watch is not None:
+            self.watch.cleared()
         self.version += 1
         self.num_losses += 1
 

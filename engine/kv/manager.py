@@ -19,6 +19,7 @@ from engine.kv.block_pool import BlockPool, CacheCounts, live_blocks
 from engine.kv.connector import KVSource
 from engine.kv.events import EventLog
 from engine.kv.prefix_index import BlockHasher, PrefixIndex, Sha256Hasher
+from engine.kv.prefix_watch import PrefixWatch
 from engine.kv.tables import (
     FULL,
     BlockTables,
@@ -131,6 +132,29 @@ class KVManager:
     def cached_prefix(self, req: Holder) -> int:
         """Tokens of the request that are in the cache now, whether it holds blocks or not."""
         return self.lookup(req).num_tokens
+
+    def cached_prefixes(
+        self,
+        rows: NDArray[np.intp],
+        arrivals: NDArray[np.int64],
+        known: NDArray[np.int64],
+        requests: Callable[[NDArray[np.intp]], Sequence[Holder]],
+    ) -> NDArray[np.int64]:
+        """``cached_prefix`` of the requests in these rows, which have these numbers of arrival and
+        so many tokens. Only those whose answer may have changed are looked up."""
+        if self.groups != (FULL,) or self.transfers is not None or not self.caching:
+            return np.array([self.cached_prefix(req) for req in requests(rows)], dtype=np.int64)
+        watch = self.cache.watch
+        if watch is None:
+            watch = self.cache.watch = PrefixWatch()
+        for req in requests(rows[watch.stale(rows, arrivals, known)]):
+            hit, num_known = self.lookup(req), len(req.tokens)
+            watch.note(req.row, req.arrival, num_known, hit.num_tokens)
+            if req.reads_cache:
+                num_blocks = (num_known - 1) // self.block_size
+                chain = self._holding(req).chain[:num_blocks]
+                watch.rest_on(req.row, chain, hit.num_tokens // self.block_size)
+        return watch.tokens[rows]
 
     def ready(self, req: Holder) -> int:
         """Leading tokens whose KV the request need not compute when it is granted tokens next.

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from engine.sched.columns import Columns, OwnNumbers
 from engine.sched.interface import SchedulerInterface
-from engine.sched.plugins.checks import require_positive, require_share, wrong_hints
+from engine.sched.plugins.checks import keep_hints, require_positive, require_share, wrong_hints
+from engine.sched.plugins.orders import newcomers_by
 from engine.sched.policy import (
     API_VERSION,
     Admission,
     Defer,
     Limits,
     Policy,
+    Ranks,
     Refuse,
     SchedView,
     Verdict,
@@ -21,13 +23,14 @@ from engine.sched.policy import (
 from engine.sched.predict.cost import CostModel, LinearCost, StepShape
 from engine.sched.predict.ledger import Ledger
 from engine.sched.predict.lengths import LengthHistory, Predictor
-from engine.sched.request import Request
+from engine.sched.request import Array, Request
 from engine.sched.resource import AttachedScheduler, Fit, OnRefuse, Resource
 from engine.sched.scheduler import Scheduler
 
 __all__ = [
     "API_VERSION",
     "Admission",
+    "Array",
     "AttachedScheduler",
     "Columns",
     "CostModel",
@@ -41,6 +44,7 @@ __all__ = [
     "OwnNumbers",
     "Policy",
     "Predictor",
+    "Ranks",
     "Refuse",
     "Request",
     "Resource",
@@ -49,6 +53,8 @@ __all__ = [
     "SchedulerInterface",
     "StepShape",
     "Verdict",
+    "keep_hints",
+    "newcomers_by",
     "require_positive",
     "require_share",
     "wrong_hints",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +30,7 @@ class OwnNumbers:
     def __setitem__(self, req: Request, value: float) -> None:
         self._column.at[req.row] = value
 
-    def put(self, columns: Columns, values: Real | float) -> None:
+    def put(self, columns: Columns, values: Array | float) -> None:
         """One value for all of these requests, or an array with one for each."""
         self._column.all[columns.rows] = values
 
@@ -46,7 +47,7 @@ class Columns:
         rows: NDArray[np.intp],
         table: Table,
         predict: Callable[[Columns], Whole],
-        cached_prefixes: Callable[[NDArray[np.intp]], Whole],
+        cached_prefixes: Callable[[Columns], Whole],
         requests: Callable[[NDArray[np.intp]], list[Request]],
     ) -> None:
         self.rows = rows
@@ -54,7 +55,8 @@ class Columns:
         self._table = table
         self._predict = predict
         self._cached_prefixes = cached_prefixes
-        self._requests = requests
+        self.requests_of = requests
+        """Those behind some of the rows."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -62,7 +64,17 @@ class Columns:
     @cached_property
     def requests(self) -> list[Request]:
         """The requests themselves."""
-        return self._requests(self.rows)
+        return self.requests_of(self.rows)
+
+    def __getitem__(self, places: Any) -> Columns:
+        """Those at these places: a mask, a slice or an array of indices."""
+        return Columns(
+            self.rows[places], self._table, self._predict, self._cached_prefixes, self.requests_of
+        )
+
+    def request(self, place: int) -> Request:
+        """The one at this place."""
+        return self.requests_of(self.rows[[place]])[0]
 
     # -- constants
 
@@ -79,6 +91,18 @@ class Columns:
     def priority(self) -> Whole:
         """Smaller is more urgent."""
         return self._table.facts.priority.all[self.rows]
+
+    @cached_property
+    def user(self) -> Whole:
+        """A number for each user, the same for all requests of one."""
+        return self._count(self._table.facts.user.all)
+
+    def heads(self) -> dict[int, Request]:
+        """The first request of each user, by the user's number, in their order here."""
+        first = np.full(len(self._table.facts.users), -1)
+        first[self.user[::-1]] = np.arange(len(self) - 1, -1, -1)
+        places = np.sort(first[first >= 0])
+        return dict(zip(self.user[places].tolist(), self[places].requests, strict=True))
 
     @cached_property
     def deadline(self) -> Real:
@@ -155,8 +179,14 @@ class Columns:
 
     @cached_property
     def cached_prefix(self) -> Whole:
-        """``view.kv.cached_prefix`` of each."""
-        return self._cached_prefixes(self.rows)
+        """Tokens that a waiting request would find in the cache; 0 for one that does not wait."""
+        waits = self.is_waiting
+        if waits.all():
+            return self._cached_prefixes(self)
+        found = np.zeros(len(self), dtype=np.int64)
+        if waits.any():
+            found[waits] = self._cached_prefixes(self[waits])
+        return found
 
     def own(self, name: str, default: float = 0.0) -> Real:
         """What the policy keeps under this name: see ``view.own``."""

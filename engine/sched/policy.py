@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import ABC, update_abstractmethods
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from enum import Enum
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.config.sched import SchedulerConfig
 from engine.kv.manager import KVManager
@@ -175,6 +176,12 @@ class SchedView(Protocol):
         """Is headroom worth its cost? Judged by the cost model; call it only if needed."""
         ...
 
+    def prefill_seconds(
+        self, num_tokens: NDArray[np.int64], context: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
+        """``cost.prefill_seconds`` of many prompts, each in a step of its own."""
+        ...
+
     def start_of(self, req: Request) -> int:
         """Position of the first token that the request would compute next."""
         ...
@@ -184,7 +191,7 @@ class SchedView(Protocol):
         ...
 
 
-class Policy(ABC):
+class Policy(ABC):  # noqa: B024 - ``rank`` is abstract, see below
     """Reads views, changes nothing but its own fields. Every hook but ``rank`` has a default; a
     policy with ``ranks`` needs no ``rank``.
 
@@ -207,9 +214,9 @@ class Policy(ABC):
         elif "rank" in own and "ranks" not in own:
             cls.ranks = Policy.ranks  # type: ignore[method-assign]
 
-    @abstractmethod
     def rank(self, req: Request, view: SchedView) -> tuple[Any, ...]:
         """A smaller rank gets tokens first, is admitted first and is evicted last."""
+        raise NotImplementedError
 
     def ranks(self, reqs: Sequence[Request], view: SchedView) -> Ranks:
         """The ranks of all these requests, in their order: asked of a ``dynamic`` policy for those
@@ -323,6 +330,11 @@ class Policy(ABC):
 
     def on_finish(self, req: Request, view: SchedView) -> None:
         """The request has ended, for whatever reason."""
+
+
+# A type checker would ask for ``rank`` where there are ``ranks``, so it is not told.
+Policy.rank.__isabstractmethod__ = True  # type: ignore[attr-defined]
+update_abstractmethods(Policy)
 
 
 def rank_of_one(self: Policy, req: Request, view: SchedView) -> tuple[Any, ...]:

@@ -88,6 +88,40 @@ class FloatColumn(Column):
         self._attach(array(self.code, [default]) * length)
 
 
+class Users:
+    """Small numbers for the users who have requests, so that vectors can tell them apart."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+        self._names: list[str] = []
+        self._counts: list[int] = []  # of their requests
+        self._free: list[int] = []
+
+    def __len__(self) -> int:
+        """Numbers are below this."""
+        return len(self._names)
+
+    def enter(self, name: str) -> int:
+        """One more request of this user: the user's number."""
+        number = self._numbers.get(name)
+        if number is None:
+            if not self._free:
+                self._free.append(len(self._names))
+                self._names.append("")
+                self._counts.append(0)
+            number = self._numbers[name] = self._free.pop()
+            self._names[number] = name
+        self._counts[number] += 1
+        return number
+
+    def leave(self, number: int) -> None:
+        """One less. The number of a user without requests is free."""
+        self._counts[number] -= 1
+        if not self._counts[number]:
+            del self._numbers[self._names[number]]
+            self._free.append(number)
+
+
 class Facts:
     """What only policies read of the rows of a table, and its stamps.
 
@@ -105,6 +139,8 @@ class Facts:
         self.last_token = FloatColumn(num_rows)
         self.num_preempted = TableColumn(num_rows)
         self.is_waiting = TableColumn(num_rows)
+        self.user = TableColumn(num_rows)  # the place of its name in ``users``
+        self.users = Users()
         self.ranks: list[LongColumn | FloatColumn] = []
         self.own: dict[str, FloatColumn] = {}
 
@@ -118,8 +154,15 @@ class Facts:
         self.first_token.at[row] = self.last_token.at[row] = nan
         self.num_preempted.at[row] = 0
         self.is_waiting.at[row] = 1
+        self.user.at[row] = self.users.enter(add.user)
         for own in self.own.values():
             own.at[row] = own.default
+
+    def leave(self, row: int) -> None:
+        """The row is given back."""
+        if (user := self.user.at[row]) >= 0:
+            self.users.leave(user)
+            self.user.at[row] = -1
 
     def stamp(self, rows: NDArray[np.intp], started: list[int], now: float) -> None:
         """These rows have new tokens; those at the places ``started`` have their first from this
@@ -198,13 +241,14 @@ class Table:
         for column in (self.num_tokens, self.num_computed, self.num_pending, self.in_flight):
             column.at[row] = 0
         self.generation.at[row] += 1
-        self.slot.at[row] = self.considered.at[row] = -1
+        self.slot.at[row] = self.considered.at[row] = self.facts.user.at[row] = -1
         self.alive.at[row] = 1
         return row
 
     def give_back(self, row: int) -> None:
         """Free a row to which nothing refers any more."""
         self.alive.at[row] = 0
+        self.facts.leave(row)
         self._free.append(row)
 
     def _grow(self) -> None:

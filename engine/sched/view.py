@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import count, repeat
 from numbers import Integral
 from random import Random
@@ -50,6 +50,7 @@ class View:
         self._unread: deque[tuple[StepPlan | Stretch, float, int]] = deque(maxlen=UNREAD)
         self.predictor = find_predictor(config.length_predictor, self.lengths)
         self.counters: dict[str, int] = {}  # of the policy's own
+        self._own: dict[str, OwnNumbers] = {}
         self._roster = roster
 
     @property
@@ -66,11 +67,16 @@ class View:
         """Numbers of these requests as arrays, in their order."""
         if isinstance(reqs, RankedQueue):
             return self._columns_of(reqs.rows)
-        return self._columns_of(np.array([req.row for req in reqs], dtype=np.intp))
+        by_row = {req.row: req for req in reqs}  # one that is being added is not in the roster yet
+        rows = np.array([req.row for req in reqs], dtype=np.intp)
+        return self._columns_of(rows, lambda rows: [by_row[row] for row in rows.tolist()])
 
-    def _columns_of(self, rows: Rows) -> Columns:
+    def _columns_of(
+        self, rows: Rows, requests: Callable[[Rows], list[Request]] | None = None
+    ) -> Columns:
         roster = self._roster
-        return Columns(rows, roster.table, self._predict_all, self._cached_all, roster.requests)
+        requests = requests or roster.requests
+        return Columns(rows, roster.table, self._predict_all, self._cached_all, requests)
 
     def _predict_all(self, columns: Columns) -> NDArray[np.int64]:
         if isinstance(self.predictor, PredictsAll):
@@ -78,13 +84,16 @@ class View:
         predicted = [self.predictor.predict(req) for req in columns.requests]
         return np.array(predicted, dtype=np.int64)
 
-    def _cached_all(self, rows: Rows) -> NDArray[np.int64]:
-        prefixes = [self.kv.cached_prefix(req) for req in self._roster.requests(rows)]
-        return np.array(prefixes, dtype=np.int64)
+    def _cached_all(self, columns: Columns) -> NDArray[np.int64]:
+        return self.kv.cached_prefixes(
+            columns.rows, columns.arrival, columns.num_tokens, columns.requests_of
+        )
 
     def own(self, name: str, default: float = 0.0) -> OwnNumbers:
         """A number of the policy's own for each request."""
-        return OwnNumbers(self._roster.table.facts.own_column(name, default))
+        if name not in self._own:
+            self._own[name] = OwnNumbers(self._roster.table.facts.own_column(name, default))
+        return self._own[name]
 
     def count(self, name: str, value: int = 1) -> None:
         """Add to a counter of the policy's own. Raises ``ValueError`` for one too many, or what is
@@ -186,6 +195,16 @@ class View:
             return self._profile
         self._read_steps()
         return self._cost
+
+    def prefill_seconds(
+        self, num_tokens: NDArray[np.int64], context: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
+        """``cost.prefill_seconds`` of many prompts, each in a step of its own."""
+        cost = self.cost
+        if isinstance(cost, LinearCost):
+            return cost.prefill_seconds_each(num_tokens, context)
+        sizes = zip(num_tokens.tolist(), context.tolist(), strict=True)
+        return np.array([cost.prefill_seconds(*size) for size in sizes], dtype=np.float64)
 
     def note(self, plan: StepPlan, seconds: float) -> None:
         """A step was settled. Its shape is computed lazily, when it is first read."""

@@ -45,7 +45,8 @@ def queue_up(policy):
     run.ask("nearly", 300, arrival_time=now - 19.5)
     run.ask("old", 300, arrival_time=now - 20.0)
     run.ask("evicted", 400)
-    run.request("evicted").history.num_preempted = 1
+    evicted = run.request("evicted")
+    evicted.table.facts.num_preempted.at[evicted.row] = 1
     view = run.scheduler.view
     return run, {req.request_id: policy.rank(req, view) for req in view.unfinished}
 

@@ -124,12 +124,12 @@ def test_trail_lets_nobody_wait_longer_than_max_wait():
     assert run.ended.index("long") < 20
 
 
-def levels(run: TimedRun, policy: FastServe, name: str, steps: int) -> list[int]:
+def levels(run: TimedRun, name: str, steps: int) -> list[float]:
     """The request's level after each step."""
     seen = []
     for _ in range(steps):
         run.step()
-        seen.append(policy.turns[run.request(name)].level)
+        seen.append(run.scheduler.view.own("level")[run.request(name)])
     return seen
 
 
@@ -137,7 +137,7 @@ def test_fastserve_doubles_the_quantum_at_each_level():
     policy = FastServe(quantum=0.01)  # two tokens of 5 ms, by the cost model before any step
     run = timed_run(policy, max_num_seqs=1)
     run.ask("r", 8, 40)
-    assert levels(run, policy, "r", 14) == [0] + [1] * 4 + [2] * 8 + [3]
+    assert levels(run, "r", 14) == [0] + [1] * 4 + [2] * 8 + [3]
     run.drain()
 
 
@@ -146,8 +146,8 @@ def test_fastserve_skips_the_levels_a_prompt_would_use_up():
     run = timed_run(policy, max_num_batched_tokens=2048)
     run.ask("short", 8, 2)
     run.ask("long", 1500, 2)  # 36 ms
-    turns = {req.request_id: policy.turns[req].level for req in run.scheduler.view.unfinished}
-    assert turns == {"short": 0, "long": 2}
+    view = run.scheduler.view
+    assert [view.own("level")[run.request(name)] for name in ("short", "long")] == [0, 2]
     run.drain()
 
 

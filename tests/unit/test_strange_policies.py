@@ -355,7 +355,9 @@ def test_a_policy_that_lets_nobody_run_is_named_once(caplog):
     run.add(make_request("a", PROMPT, 4))
     run.drain()
     assert run.outputs["a"] == expected(PROMPT, 4)
-    assert [record.getMessage()[:28] for record in caplog.records] == ["Idles.limits scheduled no re"]
+    assert [record.getMessage()[:28] for record in caplog.records] == [
+        "Idles.limits scheduled no re"
+    ]
 
 
 def test_weights_that_nobody_looks_at_are_told(caplog):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.messages.params import is_finite
-from engine.sched.policy import Refuse
+from engine.sched.policy import Refuse, SchedView
 from engine.sched.request import Request
 
 
@@ -32,3 +32,14 @@ def wrong_hints(req: Request, *names: str) -> Refuse | None:
         if not (is_finite(value) and value > 0):
             return Refuse(f"hints[{name!r}] is {value!r:.80}, must be a finite number above 0")
     return None
+
+
+def keep_hints(req: Request, view: SchedView, **defaults: float) -> Refuse | None:
+    """For ``on_add``: under each of these names keeps a number of the request as ``view.own``: the
+    hint of the name, or for ``tbt`` what the request says, or the default. ``Refuse`` as by
+    ``wrong_hints``."""
+    if (wrong := wrong_hints(req, *defaults)) is None:
+        for name, default in defaults.items():
+            said = req.tbt if name == "tbt" else None
+            view.own(name)[req] = req.hints.get(name, default if said is None else said)
+    return wrong

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from engine.sched import Policy, Refuse, Request, SchedView, require_positive, wrong_hints
+from collections.abc import Sequence
+
+import numpy as np
+
+from engine.sched import Policy, Ranks, Refuse, Request, SchedView, keep_hints, require_positive
 
 
 class Andes(Policy):
@@ -11,9 +15,10 @@ class Andes(Policy):
     A reader wants the first token soon and then one every ``tbt`` seconds; one with unread
     tokens gains little from more, so its request is evicted for one that is behind.
 
-    ``ttft``, ``tbt``: seconds, overridden by the hints of the same names. ``margin``: how many
-    times more a waiting request must gain than one it evicts. A request preempted
-    ``max_preemptions`` times is not evicted again; one ``max_late`` tokens behind goes first.
+    ``ttft``, ``tbt``: seconds, overridden by the hints of the same names and by a request's
+    ``tbt``. ``margin``: how many times more a waiting request must gain than one it evicts. A
+    request preempted ``max_preemptions`` times is not evicted again; one ``max_late`` tokens behind
+    goes first.
     """
 
     dynamic = True
@@ -33,20 +38,17 @@ class Andes(Policy):
         self.margin, self.max_preemptions = margin, max_preemptions
 
     def on_add(self, req: Request, view: SchedView) -> Refuse | None:
-        return wrong_hints(req, "ttft", "tbt")
+        return keep_hints(req, view, ttft=self.ttft, tbt=self.tbt)
 
-    def in_hand(self, req: Request, now: float) -> float:
-        """Tokens the reader has beyond those wanted by now; below 0 as many are late."""
-        ttft, tbt = req.hints.get("ttft", self.ttft), req.hints.get("tbt", self.tbt)
-        return float(req.num_output - (now - req.arrival_time - ttft) / tbt)
-
-    def rank(self, req: Request, view: SchedView) -> tuple[float, ...]:
-        in_hand = self.in_hand(req, view.now)
-        is_safe = not req.is_waiting and req.num_preempted >= self.max_preemptions
-        if is_safe or in_hand <= -self.max_late:
-            return (0, req.arrival)
-        gain = 1.0 / (1.0 + max(0.0, in_hand)) if req.num_output else 2.0
-        return (1, -gain / req.num_tokens, req.arrival)
+    def ranks(self, reqs: Sequence[Request], view: SchedView) -> Ranks:
+        columns = view.columns(reqs)
+        ttft, tbt = columns.own("ttft"), columns.own("tbt")
+        # Tokens the reader has beyond those wanted by now; below 0 as many are late.
+        in_hand = columns.num_output - (view.now - columns.arrival_time - ttft) / tbt
+        is_safe = ~columns.is_waiting & (columns.num_preempted >= self.max_preemptions)
+        competes = ~(is_safe | (in_hand <= -self.max_late))
+        gain = np.where(columns.num_output > 0, 1.0 / (1.0 + np.maximum(0.0, in_hand)), 2.0)
+        return competes, np.where(competes, -gain / columns.num_tokens, 0.0)
 
     def outranks(self, req: Request, other: Request) -> bool:
         if not req.is_waiting:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from engine.sched import Policy, Request, SchedView, require_positive, require_share
 
 
@@ -22,25 +20,24 @@ class BlendServe(Policy):
         require_share(blend=blend)
         self.blend = blend
         self.max_wait = max_wait
-        self.shares: dict[Request, float] = {}
 
     def on_add(self, req: Request, view: SchedView) -> None:
         computed = req.num_prompt - view.kv.cached_prefix(req)
-        self.shares[req] = computed / (req.num_prompt + view.predict(req))
-
-    def on_finish(self, req: Request, view: SchedView) -> None:
-        self.shares.pop(req, None)
+        view.own("share")[req] = computed / (req.num_prompt + view.predict(req))
 
     def rank(self, req: Request, view: SchedView) -> tuple[int]:
         return (req.arrival,)
 
-    def mean_share(self, running: Sequence[Request]) -> float:
-        shares = [self.shares[req] for req in running]
+    def mean_share(self, view: SchedView) -> float:
+        shares = view.columns(view.running).own("share").tolist()
         return sum(shares) / len(shares) if shares else self.blend
 
     def next_waiting(self, view: SchedView) -> Request | None:
-        waiting = view.unoffered
-        if waiting and view.now - waiting[0].arrival_time >= self.max_wait:
-            return waiting[0]
-        pick = min if self.mean_share(view.running) > self.blend else max
-        return pick(waiting, key=self.shares.__getitem__, default=None)
+        waiting = view.unoffered_columns
+        if not len(waiting):
+            return None
+        if view.now - waiting.arrival_time[0] >= self.max_wait:
+            return waiting.request(0)
+        shares = waiting.own("share")
+        is_high = self.mean_share(view) > self.blend
+        return waiting.request(int(shares.argmin() if is_high else shares.argmax()))

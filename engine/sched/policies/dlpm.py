@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from engine.sched import Policy, Request, SchedView, require_positive
 
 
@@ -40,15 +42,18 @@ class DLPM(Policy):
         return self.given.setdefault(user, service + self.quantum) - service
 
     def next_waiting(self, view: SchedView) -> Request | None:
-        waiting = view.unoffered
-        if not waiting:
+        waiting = view.unoffered_columns
+        if not len(waiting):
             return None
-        credit = {user: self.credit(user, view) for user in dict.fromkeys(r.user for r in waiting)}
+        users = {number: head.user for number, head in waiting.heads().items()}
+        credit = {user: self.credit(user, view) for user in users.values()}
         lacking = max(0.0, -max(credit.values()))
         refill = 0.0 if max(credit.values()) > 0 else self.quantum * (lacking // self.quantum + 1)
         for user in credit:
             self.given[user] += refill
-        able = [req for req in waiting if credit[req.user] + refill > 0]
-        if view.now - able[0].arrival_time >= self.max_wait:
-            return able[0]
-        return max(able, key=lambda req: (view.kv.cached_prefix(req), -req.arrival))
+        able = [number for number, user in users.items() if credit[user] + refill > 0]
+        if len(able) < len(users):
+            waiting = waiting[np.isin(waiting.user, able)]
+        if view.now - waiting.arrival_time[0] >= self.max_wait:
+            return waiting.request(0)
+        return waiting.request(int(waiting.cached_prefix.argmax()))

@@ -32,16 +32,17 @@ class EarlyRejection(Policy):
 
     def predicted_ttft(self, req: Request, view: SchedView) -> float:
         """Seconds until all prompts that came before and this one are computed."""
-        decodes = [other for other in view.running if other.num_uncomputed <= 1]
-        ahead = sum(other.num_uncomputed for other in view.running) - len(decodes)
-        for other in (*view.waiting, req):
-            ahead += other.num_tokens - view.kv.cached_prefix(other)
-        context = sum(other.num_computed for other in view.running)
-        room = max(1, view.config.max_num_batched_tokens - len(decodes))
+        running, waiting = view.columns(view.running), view.columns(view.waiting)
+        num_decodes = int((running.num_uncomputed <= 1).sum())
+        ahead = int(running.num_uncomputed.sum()) - num_decodes
+        ahead += int((waiting.num_tokens - waiting.cached_prefix).sum())
+        ahead += req.num_tokens - view.kv.cached_prefix(req)
+        context = int(running.num_computed.sum())
+        room = max(1, view.config.max_num_batched_tokens - num_decodes)
         num_full, rest = divmod(max(0, ahead), room)
 
         def seconds(num_prompt: int) -> float:
-            num_tokens = len(decodes) + num_prompt
-            return view.cost.step_seconds(len(decodes) + 1, num_tokens, context, context)
+            num_tokens = num_decodes + num_prompt
+            return view.cost.step_seconds(num_decodes + 1, num_tokens, context, context)
 
         return num_full * seconds(room) + (seconds(rest) if rest else 0.0)

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import ceil, log2
 
-from engine.sched import Policy, Request, SchedView, require_positive
-
-
-class Turn:
-    def __init__(self, level: int, now: float) -> None:
-        self.level, self.served = level, now  # when it last got tokens
-        self.used, self.num_output = 0.0, 0  # seconds at this level; tokens when last seated
+from engine.sched import OwnNumbers, Policy, Ranks, Request, SchedView, require_positive
 
 
 class FastServe(Policy):
@@ -25,36 +20,36 @@ class FastServe(Policy):
 
     dynamic = True
     waiting_may_preempt = True
+    seated: OwnNumbers
 
     def __init__(self, quantum: float = 0.02, max_wait: float = 3.0) -> None:
         require_positive(quantum=quantum, max_wait=max_wait)
         self.quantum, self.max_wait = quantum, max_wait
-        self.turns: dict[Request, Turn] = {}
 
     def on_add(self, req: Request, view: SchedView) -> None:
+        self.seated = view.own("seated")  # output tokens when last seated
         cached = view.kv.cached_prefix(req)
         prefill = view.cost.prefill_seconds(req.num_prompt - cached, cached)
-        self.turns[req] = Turn(max(0, ceil(log2(prefill / self.quantum))), view.now)
+        view.own("level")[req] = max(0, ceil(log2(prefill / self.quantum)))
+        view.own("served")[req] = view.now  # when it last got tokens
 
     def on_grant(self, req: Request, num_tokens: int, view: SchedView) -> None:
-        turn = self.turns[req]
-        turn.served = view.now
-        turn.used += view.cost.prefill_seconds(num_tokens, req.num_computed - num_tokens)
-        if turn.used >= self.quantum * 2**turn.level:
-            turn.level, turn.used = turn.level + 1, 0.0
+        level, used = view.own("level"), view.own("used")  # seconds at this level
+        view.own("served")[req] = view.now
+        used[req] += view.cost.prefill_seconds(num_tokens, req.num_computed - num_tokens)
+        if used[req] >= self.quantum * 2 ** level[req]:
+            level[req], used[req] = level[req] + 1, 0.0
 
-    def on_finish(self, req: Request, view: SchedView) -> None:
-        self.turns.pop(req, None)
-
-    def rank(self, req: Request, view: SchedView) -> tuple[int, ...]:
-        turn = self.turns[req]
-        if req.is_waiting:
-            if view.now - turn.served >= self.max_wait:
-                turn = self.turns[req] = Turn(0, view.now)
-            turn.num_output = req.num_output
-        return (turn.level, req.arrival)
+    def ranks(self, reqs: Sequence[Request], view: SchedView) -> Ranks:
+        columns = view.columns(reqs)
+        waits = columns.is_waiting
+        lifted = columns[waits & (view.now - columns.own("served") >= self.max_wait)]
+        for name, value in (("level", 0.0), ("used", 0.0), ("served", view.now)):
+            view.own(name).put(lifted, value)
+        view.own("seated").put(columns[waits], columns.num_output[waits])
+        return columns.own("level")
 
     def outranks(self, req: Request, other: Request) -> bool:
         if not req.is_waiting:
             return super().outranks(req, other)
-        return req.rank[0] < other.rank[0] and other.num_output > self.turns[other].num_output
+        return req.rank[0] < other.rank[0] and other.num_output > self.seated[other]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
 
-from engine.sched import Policy, Request, SchedView, StepShape
+from engine.sched import Policy, Ranks, Request, SchedView, StepShape, newcomers_by
 
 
 class HRRN(Policy):
@@ -18,22 +19,20 @@ class HRRN(Policy):
 
     def __init__(self) -> None:
         self.computed = 0  # prompt tokens of all requests so far
-        self.computed_before: dict[Request, int] = {}  # when the request came
 
     def on_add(self, req: Request, view: SchedView) -> None:
-        self.computed_before[req] = self.computed
+        view.own("computed before")[req] = self.computed
 
     def on_step(self, shape: StepShape, view: SchedView) -> None:
         self.computed += shape.num_tokens - shape.num_decodes
 
-    def on_finish(self, req: Request, view: SchedView) -> None:
-        self.computed_before.pop(req, None)
-
-    def rank(self, req: Request, view: SchedView) -> tuple[float, ...]:
-        if not req.is_waiting or req.num_preempted:
-            return (0, req.arrival)
-        waited = self.computed - self.computed_before[req]
-        return (1, -waited / (req.num_tokens - view.kv.cached_prefix(req)), req.arrival)
+    def ranks(self, reqs: Sequence[Request], view: SchedView) -> Ranks:
+        return newcomers_by(
+            lambda new: (
+                (new.own("computed before") - self.computed) / (new.num_tokens - new.cached_prefix)
+            ),
+            *(view.columns(reqs), view.now, inf),
+        )
 
     def stable_for(self, view: SchedView) -> float:
         return inf  # those that run go by arrival

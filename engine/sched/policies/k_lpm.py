@@ -21,12 +21,12 @@ class KLPM(Policy):
         return (req.arrival,)
 
     def next_waiting(self, view: SchedView) -> Request | None:
-        waiting = view.unoffered
+        waiting = view.unoffered_columns
+        if not len(waiting):
+            return None
         if self.num_started % self.k == 0:
-            return waiting[0] if waiting else None
-        return max(
-            waiting, key=lambda req: (view.kv.cached_prefix(req), -req.arrival), default=None
-        )
+            return waiting.request(0)
+        return waiting.request(int(waiting.cached_prefix.argmax()))
 
     def admit(self, req: Request, view: SchedView) -> Admission:
         answer = super().admit(req, view)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
 
-from engine.sched import Policy, Request, SchedView, require_positive
+from engine.sched import Policy, Ranks, Request, SchedView, newcomers_by, require_positive
 
 
 class LPM(Policy):
@@ -19,12 +20,10 @@ class LPM(Policy):
         require_positive(max_wait=max_wait)
         self.max_wait = max_wait
 
-    def rank(self, req: Request, view: SchedView) -> tuple[int, ...]:
-        if not req.is_waiting or req.num_preempted:
-            return (0, req.arrival)
-        if view.now - req.arrival_time >= self.max_wait:
-            return (1, req.arrival)
-        return (2, -view.kv.cached_prefix(req), req.arrival)
+    def ranks(self, reqs: Sequence[Request], view: SchedView) -> Ranks:
+        return newcomers_by(
+            lambda new: -new.cached_prefix, view.columns(reqs), view.now, self.max_wait
+        )
 
     def stable_for(self, view: SchedView) -> float:
         return inf  # those that run go by arrival

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from engine.sched import Policy, Request, SchedView, require_positive
+from collections.abc import Sequence
+
+from engine.sched import Policy, Ranks, Request, SchedView, require_positive
 
 
 class LTR(Policy):
@@ -21,24 +23,19 @@ class LTR(Policy):
         require_positive(starve_steps=starve_steps, boost_tokens=boost_tokens)
         self.starve_steps = starve_steps
         self.boost_tokens = boost_tokens
-        self.last_step: dict[Request, int] = {}  # with tokens; before the first, when it came
-        self.boosts: dict[Request, int] = {}  # tokens left
 
     def on_add(self, req: Request, view: SchedView) -> None:
-        self.last_step[req] = view.step.index
+        view.own("last step")[req] = view.step.index  # with tokens; before the first, when it came
 
     def on_grant(self, req: Request, num_tokens: int, view: SchedView) -> None:
-        self.last_step[req] = view.step.index
-        if req in self.boosts and req.num_computed >= req.num_tokens:  # this brings a token
-            self.boosts[req] -= 1
-            if not self.boosts[req]:
-                del self.boosts[req]
+        view.own("last step")[req] = view.step.index
+        boosts = view.own("boost")  # tokens left
+        if boosts[req] and req.num_computed >= req.num_tokens:  # this brings a token
+            boosts[req] -= 1
 
-    def on_finish(self, req: Request, view: SchedView) -> None:
-        self.last_step.pop(req, None)
-        self.boosts.pop(req, None)
-
-    def rank(self, req: Request, view: SchedView) -> tuple[int, ...]:
-        if req.is_waiting and view.step.index - self.last_step[req] >= self.starve_steps:
-            self.boosts[req] = self.boost_tokens
-        return (req not in self.boosts, view.predict(req), req.arrival)
+    def ranks(self, reqs: Sequence[Request], view: SchedView) -> Ranks:
+        columns = view.columns(reqs)
+        idle = view.step.index - columns.own("last step")
+        starved = columns.is_waiting & (idle >= self.starve_steps)
+        view.own("boost").put(columns[starved], self.boost_tokens)
+        return columns.own("boost") == 0, columns.predicted

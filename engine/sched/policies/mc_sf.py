@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
 
-from engine.sched import Admission, Policy, Request, SchedView, require_positive
+from engine.sched import (
+    Admission,
+    Policy,
+    Ranks,
+    Request,
+    SchedView,
+    newcomers_by,
+    require_positive,
+)
 
 
 class MCSF(Policy):
@@ -22,12 +31,8 @@ class MCSF(Policy):
         require_positive(max_wait=max_wait)
         self.max_wait = max_wait
 
-    def rank(self, req: Request, view: SchedView) -> tuple[int, ...]:
-        if not req.is_waiting or req.num_preempted:
-            return (0, req.arrival)
-        if view.now - req.arrival_time >= self.max_wait:
-            return (1, req.arrival)
-        return (2, view.predict(req), req.arrival)
+    def ranks(self, reqs: Sequence[Request], view: SchedView) -> Ranks:
+        return newcomers_by(lambda new: new.predicted, view.columns(reqs), view.now, self.max_wait)
 
     def admit(self, req: Request, view: SchedView) -> Admission:
         def remaining(other: Request) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from math import inf
 
-from engine.sched import Policy, Request, SchedView, require_positive
+from engine.sched import Policy, Ranks, Request, SchedView, newcomers_by, require_positive
 
 
 class PLAS(Policy):
@@ -24,27 +26,39 @@ class PLAS(Policy):
         self, output_price: float = 8.0, max_wait: float = 30.0, max_programs: int = 100_000
     ) -> None:
         require_positive(output_price=output_price, max_wait=max_wait, max_programs=max_programs)
-        self.output_price = output_price
-        self.max_wait = max_wait
+        self.output_price, self.max_wait = output_price, max_wait
         self.max_programs = max_programs
         self.service: dict[str, float] = {}
+        self.members: defaultdict[str, set[Request]] = defaultdict(set)
 
-    def rank(self, req: Request, view: SchedView) -> tuple[float, ...]:
-        if not req.is_waiting or req.num_preempted:
-            return (0, req.arrival)
-        if view.now - req.arrival_time >= self.max_wait:
-            return (1, req.arrival)
-        return (2, self.service.get(str(req.hints.get("program")), 0.0), req.arrival)
+    def on_add(self, req: Request, view: SchedView) -> None:
+        program = str(req.hints.get("program"))
+        self.members[program].add(req)
+        view.own("service")[req] = self.service.get(program, 0.0)
+
+    def ranks(self, reqs: Sequence[Request], view: SchedView) -> Ranks:
+        columns = view.columns(reqs)
+        return newcomers_by(lambda new: new.own("service"), columns, view.now, self.max_wait)
 
     def on_finish(self, req: Request, view: SchedView) -> None:
+        program = str(req.hints.get("program"))
+        members = self.members[program]
+        members.discard(req)
+        if not members:
+            del self.members[program]
         if "program" not in req.hints:
             return
-        program = str(req.hints["program"])
-        computed = req.num_prompt - req.num_cached
-        served = computed + self.output_price * req.num_output
+        served = req.num_prompt - req.num_cached + self.output_price * req.num_output
         self.service[program] = self.service.pop(program, 0.0) + served
+        self.tell(program, view)
         if len(self.service) > self.max_programs:
-            del self.service[next(iter(self.service))]
+            oldest = next(iter(self.service))
+            del self.service[oldest]
+            self.tell(oldest, view)
+
+    def tell(self, program: str, view: SchedView) -> None:
+        for req in self.members.get(program, ()):
+            view.own("service")[req] = self.service.get(program, 0.0)
 
     def stable_for(self, view: SchedView) -> float:
         return inf  # those that run go by arrival

@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
-from engine.sched import Limits, Policy, Refuse, Request, SchedView, require_positive, wrong_hints
+from collections.abc import Sequence
+
+import numpy as np
+
+from engine.sched import (
+    Array,
+    Columns,
+    Limits,
+    Policy,
+    Ranks,
+    Request,
+    SchedView,
+    Verdict,
+    keep_hints,
+    require_positive,
+)
 
 
 class QoServe(Policy):
@@ -12,9 +27,9 @@ class QoServe(Policy):
     lends its slack to prompts. Prompts that cannot make it any more go behind those that can.
 
     ``ttft``, ``tbt``: seconds to the first token and between tokens, overridden by the hints of the
-    same names. ``alpha``: seconds of deadline that a second of work weighs (0: earliest deadline
-    first, large: shortest first). ``min_chunk``: prompt tokens of a step at least. ``max_wait``:
-    seconds after which a request goes first.
+    same names and by a request's ``tbt``. ``alpha``: seconds of deadline that a second of work
+    weighs (0: earliest first, large: shortest first). ``min_chunk``: prompt tokens of a step at
+    least. ``max_wait``: seconds after which a request goes first.
     """
 
     dynamic = True
@@ -32,28 +47,28 @@ class QoServe(Policy):
         self.ttft, self.tbt, self.alpha = ttft, tbt, alpha
         self.min_chunk, self.max_wait = min_chunk, max_wait
 
-    def on_add(self, req: Request, view: SchedView) -> Refuse | None:
-        return wrong_hints(req, "ttft", "tbt")
+    def on_add(self, req: Request, view: SchedView) -> Verdict:
+        return keep_hints(req, view, ttft=self.ttft, tbt=self.tbt)
 
-    def due(self, req: Request) -> float:
-        """When its next token is."""
-        ttft, tbt = req.hints.get("ttft", self.ttft), req.hints.get("tbt", self.tbt)
-        return float(req.arrival_time + ttft + req.num_output * tbt)
+    def due(self, reqs: Columns) -> Array:
+        """When the next token of each is."""
+        return reqs.arrival_time + reqs.own("ttft") + reqs.num_output * reqs.own("tbt")
 
     def limits(self, view: SchedView) -> Limits:
-        decodes = [req for req in view.running if req.num_uncomputed == 1]
-        slacks = [slack for req in decodes if (slack := self.due(req) - view.now) > 0]
-        if not slacks:
+        running = view.columns(view.running)
+        decodes = running[running.num_uncomputed == 1]
+        slack = self.due(decodes) - view.now
+        if not (slack > 0).any():
             return Limits()
-        context = sum(req.num_computed for req in decodes)
-        num_tokens = view.cost.max_tokens(min(slacks), len(decodes), context)
-        return Limits(max_tokens=max(num_tokens, len(view.running) + self.min_chunk))
+        context = int(decodes.num_computed.sum())
+        num_tokens = view.cost.max_tokens(float(slack[slack > 0].min()), len(decodes), context)
+        return Limits(max_tokens=max(num_tokens, len(running) + self.min_chunk))
 
-    def rank(self, req: Request, view: SchedView) -> tuple[float, ...]:
-        if view.now - req.arrival_time >= self.max_wait:
-            return (0, req.arrival)
-        cached = view.kv.cached_prefix(req) if req.is_waiting else 0
-        work = view.cost.prefill_seconds(req.num_uncomputed - cached, req.num_computed + cached)
-        due = self.due(req)
-        is_late = not req.num_output and view.now + work > due
-        return (2 if is_late else 1, due + self.alpha * work, req.arrival)
+    def ranks(self, reqs: Sequence[Request], view: SchedView) -> Ranks:
+        columns = view.columns(reqs)
+        is_old = view.now - columns.arrival_time >= self.max_wait
+        cached, due = columns.cached_prefix, self.due(columns)
+        left, done = columns.num_uncomputed - cached, columns.num_computed + cached
+        work = view.prefill_seconds(left, done)
+        is_late = (columns.num_output == 0) & (view.now + work > due)
+        return np.where(is_old, 0, 1 + is_late), np.where(is_old, 0.0, due + self.alpha * work)

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
 
-from engine.sched import Policy, Request, SchedView, require_positive
+import numpy as np
+
+from engine.sched import (
+    Array,
+    Columns,
+    Policy,
+    Ranks,
+    Request,
+    SchedView,
+    newcomers_by,
+    require_positive,
+)
 
 
 class ResidualSJF(Policy):
@@ -21,13 +33,16 @@ class ResidualSJF(Policy):
         require_positive(max_wait=max_wait)
         self.max_wait = max_wait
 
-    def rank(self, req: Request, view: SchedView) -> tuple[int, ...]:
-        if not req.is_waiting or req.num_preempted:
-            return (0, req.arrival)
-        if view.now - req.arrival_time >= self.max_wait:
-            return (1, req.arrival)
+    def ranks(self, reqs: Sequence[Request], view: SchedView) -> Ranks:
         kv = view.kv
-        return (2, kv.blocks_for(req.num_tokens - kv.cached_prefix(req)), req.arrival)
+
+        def num_blocks(new: Columns) -> Array:
+            entries = -((new.cached_prefix - new.num_tokens) // kv.block_size)
+            sizes, places = np.unique(entries, return_inverse=True)
+            counts = [kv.blocks_for(size * kv.block_size) for size in sizes.tolist()]
+            return np.array(counts)[places]
+
+        return newcomers_by(num_blocks, view.columns(reqs), view.now, self.max_wait)
 
     def stable_for(self, view: SchedView) -> float:
         return inf  # those that run go by arrival

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from engine.sched import Policy, Refuse, Request, SchedView, require_positive, wrong_hints
+from engine.sched import (
+    Policy,
+    Ranks,
+    Refuse,
+    Request,
+    SchedView,
+    keep_hints,
+    newcomers_by,
+    require_positive,
+)
 
 
 class SLAI(Policy):
@@ -12,7 +21,8 @@ class SLAI(Policy):
 
     The tokens saved go to prompts, shortest first. Once no prompt can run, all decodes do.
 
-    ``tbt``: seconds between tokens, overridden by ``hints["tbt"]``; ``guard``: seconds before that
+    ``tbt``: seconds between tokens, overridden by ``hints["tbt"]`` and by the ``tbt`` of a
+    request; ``guard``: seconds before that
     at which a decode becomes due, at least as long as a step takes. ``max_wait``: seconds after
     which a prompt waits no longer for shorter ones.
     """
@@ -22,34 +32,27 @@ class SLAI(Policy):
     def __init__(self, tbt: float = 0.1, guard: float = 0.03, max_wait: float = 30.0) -> None:
         require_positive(tbt=tbt, guard=guard, max_wait=max_wait)
         self.tbt, self.guard, self.max_wait = tbt, guard, max_wait
-        self.granted: dict[Request, float] = {}  # when it last got tokens
 
     def on_add(self, req: Request, view: SchedView) -> Refuse | None:
-        return wrong_hints(req, "tbt")
+        return keep_hints(req, view, tbt=self.tbt)
 
     def on_grant(self, req: Request, num_tokens: int, view: SchedView) -> None:
-        self.granted[req] = view.now
+        view.own("granted")[req] = view.now
 
-    def on_finish(self, req: Request, view: SchedView) -> None:
-        self.granted.pop(req, None)
-
-    def rank(self, req: Request, view: SchedView) -> tuple[int, ...]:
-        if not req.is_waiting or req.num_preempted:
-            return (0, req.arrival)
-        if view.now - req.arrival_time >= self.max_wait:
-            return (1, req.arrival)
-        return (2, req.num_tokens - view.kv.cached_prefix(req), req.arrival)
-
-    def is_due(self, req: Request, now: float) -> bool:
-        return bool(now >= self.granted[req] + req.hints.get("tbt", self.tbt) - self.guard)
+    def ranks(self, reqs: Sequence[Request], view: SchedView) -> Ranks:
+        columns = view.columns(reqs)
+        return newcomers_by(
+            lambda new: new.num_tokens - new.cached_prefix, columns, view.now, self.max_wait
+        )
 
     def order(self, view: SchedView) -> Iterator[Request]:
-        running = list(view.running)
-        decodes = [req for req in running if req.num_uncomputed <= 1]
-        yield from (req for req in decodes if self.is_due(req, view.now))
+        running = view.columns(view.running)
+        decodes = running.num_uncomputed <= 1
+        due = view.now >= running.own("granted") + running.own("tbt") - self.guard
+        yield from running[decodes & due].requests
         tokens_left = view.step.tokens_left
-        yield from (req for req in running if req.num_uncomputed > 1)
+        yield from running[~decodes].requests
         while (req := self.next_waiting(view)) is not None:
             yield req
         if view.step.tokens_left == tokens_left:
-            yield from (req for req in decodes if not self.is_due(req, view.now))
+            yield from running[decodes & ~due].requests

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from engine.sched import Policy, Request, SchedView, require_positive, require_share
+from collections.abc import Sequence
+
+import numpy as np
+
+from engine.sched import Policy, Ranks, Request, SchedView, require_positive, require_share
 
 
 class TRAIL(Policy):
@@ -24,12 +28,12 @@ class TRAIL(Policy):
         self.young = young
         self.max_wait = max_wait
 
-    def rank(self, req: Request, view: SchedView) -> tuple[int, ...]:
-        predicted = view.predict(req)
-        is_old = not req.is_waiting and req.num_output >= self.young * predicted
-        if is_old or view.now - req.arrival_time >= self.max_wait:
-            return (0, req.arrival)
-        return (1, predicted - req.num_output, req.arrival)
+    def ranks(self, reqs: Sequence[Request], view: SchedView) -> Ranks:
+        columns = view.columns(reqs)
+        predicted = columns.predicted
+        is_old = ~columns.is_waiting & (columns.num_output >= self.young * predicted)
+        is_young = ~is_old & (view.now - columns.arrival_time < self.max_wait)
+        return is_young, np.where(is_young, predicted - columns.num_output, 0)
 
     def outranks(self, req: Request, other: Request) -> bool:
         if req.is_waiting and other.rank[0] == 0:

@@ -36,14 +36,11 @@ class VTC(Policy):
         return (req.arrival,)
 
     def next_waiting(self, view: SchedView) -> Request | None:
-        heads: dict[str, Request] = {}
-        for req in view.unoffered:
-            heads.setdefault(req.user, req)
-        key = {user: (self.counter(user, view), req.arrival) for user, req in heads.items()}
-        return min(heads.values(), key=lambda req: key[req.user], default=None)
+        heads = view.unoffered_columns.heads().values()
+        return min(heads, key=lambda req: (self.counter(req.user, view), req.arrival), default=None)
 
     def on_add(self, req: Request, view: SchedView) -> None:
-        waiting = {other.user for other in view.waiting}
+        waiting = {other.user for other in view.columns(view.waiting).heads().values()}
         if req.user in waiting:
             return
         level = [self.counter(user, view) for user in waiting]

@@ -81,6 +81,15 @@ class LinearCost:
         pairs = num_tokens * context + num_tokens * (num_tokens + 1) // 2
         return self.step_seconds(1, num_tokens, context, pairs)
 
+    def prefill_seconds_each(
+        self, num_tokens: NDArray[np.int64], context: NDArray[np.int64]
+    ) -> Vector:
+        """``prefill_seconds`` of many prompts, each in a step of its own."""
+        fixed, row, token, cached, pair = self.coefficients
+        pairs = num_tokens * context + num_tokens * (num_tokens + 1) // 2
+        seconds: Vector = fixed + row + token * num_tokens + cached * context + pair * pairs
+        return seconds
+
     def max_tokens(self, seconds: float, num_seqs: int = 0, context: int = 0) -> int:
         left = seconds - self.step_seconds(num_seqs, num_seqs, context, context + num_seqs)
         if left < 0:

@@ -1,0 +1,24 @@
+"""Orders that several policies have in common, over arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from engine.sched.columns import Columns
+from engine.sched.request import Array
+
+
+def newcomers_by(
+    key: Callable[[Columns], Array], columns: Columns, now: float, max_wait: float
+) -> tuple[Array, Array]:
+    """Ranks by which those that run or ran go first, then those that came ``max_wait`` seconds ago,
+    then the others by ``key``, which is asked of them alone. Order of arrival among equals."""
+    is_new = columns.is_waiting & (columns.num_preempted == 0)
+    is_young = is_new & (now - columns.arrival_time < max_wait)
+    keys = np.zeros(len(columns))
+    if is_young.any():
+        young = columns if is_young.all() else columns[is_young]
+        keys[is_young] = key(young)
+    return is_new.astype(np.int64) + is_young, keys
