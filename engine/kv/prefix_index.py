@@ -233,8 +233,11 @@ class PrefixIndex:
             index, holding = nth[place], holdings[place]
             nth[place] = index + 1
             chain = holding.chain
-            if len(chain) <= index:
-                self._chains.extend(chain, reqs[place], (index + 1) * self._block_size)
+            if len(chain) <= index:  # else it was hashed when it was looked up
+                if chain:
+                    self._chains.extend_each((chain,), (reqs[place],))
+                else:
+                    self._chains.extend(chain, reqs[place], self._block_size)
             blocks.append(holding.tables[0][index])
             hashes.append(chain[index])
         if blocks:

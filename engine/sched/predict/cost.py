@@ -14,6 +14,7 @@ from engine.messages.step import StepPlan, Stretch
 Vector = NDArray[np.float64]
 
 UNLIMITED = 2**31 - 1
+FEW = 24  # rows up to which a loop is quicker than vectors
 
 
 class CostModel(Protocol):
@@ -184,6 +185,8 @@ class StepShape(NamedTuple):
         if plan.num_tokens == len(plan.counts):  # a token each
             count, context = plan.num_tokens, int(np.add.reduce(plan.starts, dtype=np.int64))
             return cls(count, count, count, context, context + count, seconds)
+        if len(plan.counts) <= FEW:
+            return cls._of_few(plan, seconds)
         starts, counts = plan.starts.astype(np.int64), plan.counts.astype(np.int64)
         return cls(
             num_seqs=len(counts),
@@ -191,6 +194,19 @@ class StepShape(NamedTuple):
             num_decodes=int((counts == 1).sum()),
             context=int(starts.sum()),
             attention=int((counts * starts + counts * (counts + 1) // 2).sum()),
+            seconds=seconds,
+        )
+
+    @classmethod
+    def _of_few(cls, plan: StepPlan, seconds: float) -> StepShape:
+        """``of``, row by row."""
+        rows = list(zip(plan.starts.tolist(), plan.counts.tolist(), strict=True))
+        return cls(
+            num_seqs=len(rows),
+            num_tokens=plan.num_tokens,
+            num_decodes=sum(count == 1 for _, count in rows),
+            context=sum(start for start, _ in rows),
+            attention=sum(count * start + count * (count + 1) // 2 for start, count in rows),
             seconds=seconds,
         )
 

@@ -189,7 +189,8 @@ def seal(step: Step, roster: Roster, kv: KVManager) -> StepPlan:
     rows, counts, is_whole = canonical_rows(step, roster)
     samples = ones(len(rows))
     if step.silent:
-        samples = np.where(np.isin(rows, list(step.silent)), 0, samples).astype(np.int32)
+        silent = step.silent
+        samples = np.array([row not in silent for row in rows.tolist()], dtype=np.int32)
     if is_whole:
         seated.note_whole(step.index)
         slots, generations = seated.columns.slots, seated.columns.generations

@@ -15,9 +15,11 @@ import numpy as np
 
 from engine.messages.step import Stretch
 from engine.sched.plugins.hooks import Guard
-from engine.sched.roster import Cause
+from engine.sched.request import ONE
+from engine.sched.roster import Cause, RunningColumns
 from engine.sched.step.builder import Step
 from engine.sched.step.intake import Intake
+from engine.sched.step.settle import Members
 
 # A scheduler that overrides one of these plans each step itself.
 STEP_PARTS = (
@@ -44,30 +46,22 @@ class Stretches:
 
     def find(self, now: float, until: float, num_in_flight: int) -> Stretch | None:
         """The stretch that begins with the next step, after all that any of its steps asks."""
-        roster, guard, settler = self._roster, self._guard, self._settler
-        seated = roster.running_rows
-        if not self._is_open or (guard.dynamic and self._view.step.new):  # not ranked since
-            return None
-        if now >= until or not (seated.list and seated.are_in_flight(num_in_flight)):
-            return None
-        if settler.has_ended or settler.resources.are_asked or roster.running_prompts():
-            return None
-        self._view.now = now
-        if (num_steps := guard.stable_steps(self._view)) < 1:
-            return None
-        if (step := self._first_step()) is None:
-            return None
+        roster, settler = self._roster, self._settler
         if (due := self._timers.next_time()) is not None:
             until = min(until, due)
-        table, columns, rows = roster.table, seated.columns, seated.columns.rows
+        if now >= until or self._is_contested() or not self._is_steady(num_in_flight):
+            return None
+        self._view.now = now
+        num_steps = self._guard.stable_steps(self._view)
+        if num_steps < 1 or (step := self._first_step()) is None:
+            return None
+        table, columns, members = roster.table, *self._seated()
+        rows = columns.rows
         starts, known = table.num_computed.all[rows], table.num_tokens.all[rows]
         pending = table.num_pending.all[rows]
-        others = (pending != num_in_flight) | (known + pending != starts + 1)
+        others = (pending != num_in_flight) | (known + pending != starts + ONE)
         others |= table.told.all[rows] == 0
-        if np.count_nonzero(others) or now >= until:
-            return None
-        members = settler.appender.running_members()
-        if members.only_client is None:
+        if members.only_client is None or np.count_nonzero(others):
             return None
         left = int(np.minimum.reduce(columns.limits - known)) - max(1, num_in_flight)
         num_steps = self._kv.most_repeats(rows, starts, int(min(num_steps, left)))
@@ -122,6 +116,28 @@ class Stretches:
         view.note_stretch(stretch, num_before, are_read=self._guard.overrides("on_step"))
 
     # -- helpers
+
+    def _is_contested(self) -> bool:
+        """Could a request that waits be offered a seat? The usual answer, before all is known."""
+        roster = self._roster
+        if not (len(roster.waiting) and roster.num_free_seats):
+            return False
+        is_full = len(roster.running) >= self._config.max_num_batched_tokens
+        return not (is_full or self._guard.overrides("limits"))
+
+    def _is_steady(self, num_in_flight: int) -> bool:
+        """Do the same requests run in all steps in flight, is none of them a prompt, was all said
+        that is to be said, and is nobody to be asked in each step?"""
+        roster, settler = self._roster, self._settler
+        seated = roster.running_rows
+        if not (self._is_open and seated.list and seated.are_in_flight(num_in_flight)):
+            return False
+        if self._guard.dynamic and self._view.step.new:  # they have the ranks of waiting ones
+            return False
+        return not (settler.has_ended or settler.resources.are_asked or roster.running_prompts())
+
+    def _seated(self) -> tuple[RunningColumns, Members]:
+        return self._roster.running_rows.columns, self._settler.appender.running_members()
 
     def _first_step(self) -> Step | None:
         """The step as it is when all decodes have their token; ``None`` if they do not all fit, or
