@@ -155,11 +155,12 @@ class Scheduler(SchedulerInterface):
     def serve(self, offers: Iterable[Request], step: Step) -> None:
         """Grant each request what it can have, until the step is full."""
         plain, index = self.roster.table.plain.at, step.index
+        grant_one = self._fast_path.granter(step)
         for req in offers:
             if step.tokens_left <= 0:
                 break
             if plain[req.row] == index:
-                self._fast_path.grant_one(req, step)
+                grant_one(req)
                 continue
             if not step.offer(req):  # seen or evicted in this step, or admission is closed
                 continue

@@ -231,9 +231,9 @@ CANARIES = (
     ),
     Canary(
         "no ageing",
-        "sched/policies/residual_sjf.py",
-        "if view.now - req.arrival_time >= self.max_wait:",
-        "if False:",
+        "sched/plugins/orders.py",
+        "is_young = is_new & (now - columns.arrival_time < max_wait)",
+        "is_young = is_new",
     ),
     Canary(
         "evict who was granted tokens in this step",

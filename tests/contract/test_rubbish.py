@@ -94,15 +94,18 @@ LEGAL = {
     "admit": {"never"},
     "chunk": {"zero", "half"},
     "outranks": {"zero"},
+    "takes_blocks": {"zero"},
     "victim": {"none"},
     "on_add": {"none", "refused"},
 }
-NO_ANSWER = {"on_grant", "on_step", "on_finish"}  # whatever they return is nobody's business
+# Whatever these return is nobody's business.
+NO_ANSWER = {"on_grant", "on_preempt", "on_tokens", "on_step", "on_finish"}
 
 
 def unruly_policy(hook: str, answer: Any) -> Policy:
     class Rubbish(Policy):
         waiting_may_preempt = True
+        dynamic = hook == "ranks"
 
         def rank(self, req, view):
             return (req.priority,)

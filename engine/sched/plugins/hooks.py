@@ -71,6 +71,7 @@ class Guard(Policy):
         self._label = {hook: f"{self._name}.{hook}" for hook in (*HOOKS, "stable_for")}
         if type(inner).rank is rank_of_one:
             self._label["rank"] = self._label["ranks"]
+        self._chunk_label, self._grant_label = self._label["chunk"], self._label["on_grant"]
         self._timer = faults.timer
         self._seconds = faults.seconds
         self._asked = {
@@ -154,7 +155,8 @@ class Guard(Policy):
         if columns is not None:
             queue.rerank_columns([as_sortable(column) for column in columns], by_row)
             return
-        queue.rerank([self._checked(req, rank) for req, rank in zip(queue, answer, strict=True)])
+        checked = [self._checked(*each, "ranks") for each in zip(queue, answer, strict=True)]
+        queue.rerank(checked)
 
     def ranks(self, reqs: Sequence[Request], view: SchedView) -> list[tuple[Any, ...]]:
         """The rank of each of these; timed and checked together as long as nothing is wrong."""
@@ -198,7 +200,7 @@ class Guard(Policy):
         named = self._ask("order", answers.wrong_iterable, view)
         fault = None if named is not None else ""
         rest, timer, spent = iter(named or ()), self._timer, 0.0
-        by_id = self._view.by_id
+        known = self._view.by_id.get
         try:
             while fault is None:
                 begun = timer()
@@ -207,10 +209,10 @@ class Guard(Policy):
                 except Exception as error:  # plug-in code
                     req, fault = None, answers.raised(error)
                 spent += timer() - begun
-                if req is None:
-                    break
-                if req.__class__ is Request and by_id.get(req.request_id) is req:
+                if req.__class__ is Request and known(req.request_id) is req:
                     yield req
+                elif req is None:
+                    break
                 else:
                     fault = f"names {answers.shown(req)}, which neither waits nor runs"
         finally:  # the caller may stop before its end
@@ -235,15 +237,21 @@ class Guard(Policy):
     def chunk(self, req: Request, num_tokens: int, view: SchedView) -> int:
         if "chunk" not in self._asked:
             return num_tokens
-        begun, fault = self._timer(), None
+        timer, fault = self._timer, None
+        begun = timer()
         try:
             answer = self.inner.chunk(req, num_tokens, view)
-            if not (answer.__class__ is int and 0 <= answer <= num_tokens):
+        except Exception as error:  # plug-in code
+            answer, fault = num_tokens, answers.raised(error)
+        self._seconds[self._chunk_label] += timer() - begun
+        if answer.__class__ is int and 0 <= answer <= num_tokens and fault is None:
+            return answer
+        if fault is None:
+            try:
                 fault = answers.wrong_count(answer, num_tokens)
                 answer = int(answer) if fault is None else num_tokens
-        except Exception as error:  # plug-in code
-            fault = answers.raised(error)
-        self._seconds[self._label["chunk"]] += self._timer() - begun
+            except Exception as error:  # plug-in code
+                fault = answers.raised(error)
         if fault is None:
             return answer
         self._fault("chunk", fault, req)
@@ -252,7 +260,24 @@ class Guard(Policy):
     def outranks(self, req: Request, other: Request) -> bool:
         if "outranks" not in self._asked:
             return super().outranks(req, other)
-        return bool(self._answer("outranks", answers.wrong_bool, req, other))
+        timer, fault = self._timer, None
+        begun = timer()
+        try:
+            answer = self.inner.outranks(req, other)
+        except Exception as error:  # plug-in code
+            answer, fault = None, answers.raised(error)
+        self._seconds[self._label["outranks"]] += timer() - begun
+        if answer.__class__ is bool and fault is None:
+            return answer
+        if fault is None:
+            try:
+                fault = answers.wrong_bool(answer)
+            except Exception as error:  # plug-in code
+                fault = answers.raised(error)
+            if fault is None:
+                return bool(answer)
+        self._fault("outranks", fault, req)
+        return self._default.outranks(req, other)
 
     def victim(
         self, candidates: Sequence[Request], req: Request, view: SchedView
@@ -275,12 +300,13 @@ class Guard(Policy):
     def on_grant(self, req: Request, num_tokens: int, view: SchedView) -> None:
         if "on_grant" not in self._asked:
             return
-        begun = self._timer()
+        timer = self._timer
+        begun = timer()
         try:
             self.inner.on_grant(req, num_tokens, view)
         except Exception as error:  # plug-in code
             self._fault("on_grant", answers.raised(error), req)
-        self._seconds[self._label["on_grant"]] += self._timer() - begun
+        self._seconds[self._grant_label] += timer() - begun
 
     def takes_blocks(self, req: Request, other: Request) -> bool:
         if "takes_blocks" not in self._asked:
@@ -350,11 +376,11 @@ class Guard(Policy):
 
     # -- checks
 
-    def _checked(self, req: Request, rank: Any) -> tuple[Any, ...]:
+    def _checked(self, req: Request, rank: Any, hook: str = "rank") -> tuple[Any, ...]:
         """A rank that was asked for, or the former one if it is wrong."""
         fault = None if self.is_left_out else self._ranks.wrong(rank)
         if fault is not None:
-            self._fault("rank", fault, req)
+            self._fault(hook, fault, req)
         return _former(req) if self.is_left_out or fault is not None else rank
 
     def _wrong_ranks(self, num_requests: int, answer: object) -> str | None:
@@ -437,7 +463,7 @@ class RankCheck:
             return self._wrong_types(rank)
         for value in rank:
             if value != value:
-                return f"returns {rank!r}, which holds a NaN"
+                return f"returns {answers.shown(rank)}, which holds a NaN"
         return None
 
     def wrong_places(self, count: int) -> str | None:
@@ -463,15 +489,15 @@ class RankCheck:
     def _wrong_types(self, rank: Any) -> str | None:
         """The first look at a rank of these types."""
         if not isinstance(rank, tuple):
-            return f"returns {rank!r}, must be a tuple"
+            return f"returns {answers.shown(rank)}, must be a tuple"
         if not all(isinstance(value, str | Real) for value in rank):
-            return f"returns {rank!r}, must hold numbers and strings"
+            return f"returns {answers.shown(rank)}, must hold numbers and strings"
         kinds = [str if isinstance(value, str) else Real for value in rank]
         kinds.append(Real)  # the number of arrival behind it
         if any(kind is not known for kind, known in zip(kinds, self._kinds, strict=False)):
-            return f"returns {rank!r}, which cannot be compared with earlier ranks"
+            return f"returns {answers.shown(rank)}, which cannot be compared with earlier ranks"
         if any(value != value for value in rank):
-            return f"returns {rank!r}, which holds a NaN"
+            return f"returns {answers.shown(rank)}, which holds a NaN"
         self._kinds += kinds[len(self._kinds) :]
         self._good_types.add(tuple(map(type, rank)))
         return None

@@ -38,7 +38,7 @@ class Step:
         self.most_prompt_tokens: int | None = None  # see ``room_beside_decodes``
         self.silent: set[int] = set()  # rows of prompts that are not complete: no draw
         self.plain_rows: Rows = NO_ROWS
-        self.plain: list[int] = []  # rows granted by ``DecodeFastPath.grant_one``
+        self.plain: list[int] = []  # rows granted by ``DecodeFastPath.granter``
         self.closed_by = ""  # why admission was closed
         self.decodes: Sequence[Request] = ()  # get a token although prompts go first
         self.short: list[Request] = []  # running ones that got nothing for lack of blocks

@@ -60,7 +60,7 @@ class DecodeFastPath:
         """Grant all plain rows if every running decode fits budget and free blocks.
 
         The order among them does then not matter. If they do not fit, or the policy wants to be
-        asked, they are marked instead: ``grant_one`` is enough for a marked row in this step.
+        asked, they are marked instead: ``granter`` is enough for a marked row in this step.
         """
         if len(self._roster.running) <= self._few and not self._asks:
             return self._grant_few(step)
@@ -180,31 +180,42 @@ class DecodeFastPath:
         kept.sort()
         return kept
 
-    def grant_one(self, req: Request, step: Step) -> None:
-        """One token for a marked row, unless it was offered or evicted in this step.
+    def granter(self, step: Step) -> Callable[[Request], None]:
+        """Grants one token to a marked row, unless it was offered or evicted in this step.
 
-        Its counts are advanced by ``write_back``, if no hook looks at them before.
+        Its counts are advanced by ``write_back``, if no hook looks at them before. A closure, which
+        reads what all rows share once.
         """
-        table, row, size = self._table, req.row, self._kv.block_size
-        considered, index = table.considered.at, step.index
-        if considered[row] == index:
-            return
-        considered[row] = index
-        if self._asks_chunk and self._guard.chunk(req, 1, self._view) < 1:
-            return
-        start = table.num_computed.at[row]
-        within = start % size
-        if within == 0 and not self._secure_next(req, start, step):
-            return
-        step.tokens_left -= 1
-        step.plain.append(row)
-        if within == size - 1 and start < table.num_tokens.at[row]:
-            self._kv.commit(req, start + 1)
-        if self._asks_grant:  # the hook sees the counts with this grant
-            table.num_computed.at[row] = start + 1
-            table.num_pending.at[row] += 1
-            table.in_flight.at[row] += 1
-            self._guard.on_grant(req, 1, self._view)
+        table, kv, index, size = self._table, self._kv, step.index, self._kv.block_size
+        considered, known = table.considered.at, table.num_tokens.at
+        computed, pending = table.num_computed.at, table.num_pending.at
+        in_flight = table.in_flight.at
+        chunk = self._guard.chunk if self._asks_chunk else None
+        on_grant = self._guard.on_grant if self._asks_grant else None
+        view, granted, secure_next = self._view, step.plain.append, self._secure_next
+
+        def grant_one(req: Request) -> None:
+            row = req.row
+            if considered[row] == index:
+                return
+            considered[row] = index
+            if chunk is not None and chunk(req, 1, view) < 1:
+                return
+            start = computed[row]
+            within = start % size
+            if within == 0 and not secure_next(req, start, step):
+                return
+            step.tokens_left -= 1
+            granted(row)
+            if within == size - 1 and start < known[row]:
+                kv.commit(req, start + 1)
+            if on_grant is not None:  # the hook sees the counts with this grant
+                computed[row] = start + 1
+                pending[row] += 1
+                in_flight[row] += 1
+                on_grant(req, 1, view)
+
+        return grant_one
 
     def _secure_next(self, req: Request, position: int, step: Step) -> bool:
         """A block for this position, which may begin one."""
