@@ -63,8 +63,8 @@ class Repeats(Protocol):
 
         ``tickets``: of the steps in flight, oldest first; each repeated step is launched behind
         them before the oldest is collected. Fills in what ``Stretch`` leaves to it, sets the
-        clock to ``next_begin``, and returns the tickets of as many steps that are then in flight.
-        Without a step, nothing changes.
+        clock to ``next_begin``, and returns the tickets of the steps that are then in flight: as
+        many, or one more, which is planned at ``next_begin``. Without a step, nothing changes.
         """
         ...
 
@@ -140,10 +140,11 @@ class EngineCore:
         if stretch is None:
             return False
         tickets = self._repeater.repeat(stretch, [ticket for _, ticket in self.flight])
-        if not (count := stretch.num_steps):
+        if not stretch.num_steps:
             return False
         self.scheduler.repeat(stretch)
         plans = [plan for plan, _ in self.flight]
+        count = stretch.num_planned
         plans += [stretch.plan(at) for at in range(max(0, count - len(tickets)), count)]
         self.flight = deque(zip(plans[len(plans) - len(tickets) :], tickets, strict=True))
         self.stretch, self.is_idle = stretch, False

@@ -175,9 +175,7 @@ class Replay:
                 scheduler.expect_judgement(Judgement(record.step, record.is_kept))
             case steplog.Settled():
                 plan = self._flight.popleft()
-                self._outputs(
-                    scheduler.update_from_output(plan, steplog.result_of(record, plan))
-                )
+                self._outputs(scheduler.update_from_output(plan, steplog.result_of(record, plan)))
             case steplog.Taken():
                 self._outputs(scheduler.take_outputs())
             case steplog.Ended():

@@ -261,8 +261,10 @@ class KVManager:
         known: NDArray[np.int32],
         order: Sequence[int],
         num_steps: int,
+        num_commits: int,
     ) -> Growth:
-        """``reserve_next`` and ``commit_next`` of so many steps, one token of each in each.
+        """``reserve_next`` of so many steps, one token of each in each, and ``commit_next`` of the
+        first ``num_commits``.
 
         ``starts``: position of each one's first token. ``known``: tokens before the first step
         that are both known and written; ``tokens`` has those of all steps already. ``order``: in
@@ -287,13 +289,13 @@ class KVManager:
             holding.num_told += 1
         self.num_held[rows] = [len(holding.tables[0]) for holding in holdings]
         before = self.num_published[rows].tolist()
-        self.num_published[rows] = (known + num_steps) // size
+        self.num_published[rows] = (known + num_commits) // size
         if self.caching:
             fills = [
                 (step, place)
                 for place, first in enumerate((size - known % size).tolist())
-                if first <= num_steps
-                for step in range(first, num_steps + 1, size)
+                if first <= num_commits
+                for step in range(first, num_commits + 1, size)
             ]
             fills.sort()
             self._prefix_index.publish_along(reqs, holdings, before, [fill[1] for fill in fills])

@@ -173,7 +173,8 @@ class Stretch:
     The scheduler says what they are and how many there may be at most, an executor how long each
     takes and so how many there are (``num_steps``), and the scheduler settles them in one pass. All
     is as if each of them had been planned, computed and settled by itself. With several steps in
-    flight, the steps planned and those settled in a stretch are as many, but not the same.
+    flight, those planned in a stretch are not the same as those settled in it. One more may be
+    planned than settled: the next one, which may end requests.
 
     ``slots``, ``generations`` and ``starts`` are those of the first plan, as in ``StepPlan``; each
     later one starts a token further. ``until``: seconds on the engine's clock; no step is planned
@@ -187,17 +188,18 @@ class Stretch:
     starts: Column
     request_ids: list[str]  # by row; each gets one token in each step, all by one client
     freed_slots: list[int]  # of which the first plan tells the worker
-    max_steps: int
+    max_planned: int
+    max_steps: int  # that are settled
     until: float
     begins: Times = field(default_factory=lambda: NO_TIMES)
-    """[num_steps] seconds on the engine's clock at which each step was planned. Filled in by the
+    """[num_planned] seconds on the engine's clock at which each step was planned. Filled in by the
     executor, as are the next four."""
     ends: Times = field(default_factory=lambda: NO_TIMES)
     """[num_steps] seconds on that clock at which each was settled: the time of its outputs."""
     seconds: Times = field(default_factory=lambda: NO_TIMES)
     """[num_steps] of the steps settled, as ``StepResult.seconds``."""
     next_begin: float = 0.0
-    """When the step behind them can be planned."""
+    """When the step behind those settled is planned, or can be."""
     token: int = 0
     """What every request got in every step; it ends none of them."""
     growth: Growth = field(default_factory=Growth)
@@ -205,8 +207,13 @@ class Stretch:
 
     @property
     def num_steps(self) -> int:
-        """How many steps were planned, and settled."""
+        """How many steps were settled."""
         return len(self.ends)
+
+    @property
+    def num_planned(self) -> int:
+        """How many steps were planned: as many, or one more."""
+        return len(self.begins)
 
     def plan(self, index: int) -> StepPlan:
         """The plan of one of its steps, from 0 on, as it would have been made alone."""
@@ -230,7 +237,7 @@ class Stretch:
 
     def plans(self) -> Iterator[StepPlan]:
         """All plans, one by one."""
-        return map(self.plan, range(self.num_steps))
+        return map(self.plan, range(self.num_planned))
 
 
 class Received(msgspec.Struct, array_like=True):

@@ -469,9 +469,9 @@ class RunningRows:
         whole = self._whole
         return len(whole) == num_steps and all(each == self.version for each in whole.values())
 
-    def note_repeats(self, last: int) -> None:
-        """As many steps as are in flight are so again, up to this one; they have all rows."""
-        self._whole = {last - index: self.version for index in range(len(self._whole))}
+    def note_repeats(self, last: int, num_in_flight: int) -> None:
+        """So many steps are in flight now, up to this one; they have all rows."""
+        self._whole = {last - index: self.version for index in range(num_in_flight)}
 
     def _change(self) -> None:
         self.version += 1

@@ -396,6 +396,7 @@ class Scheduler(SchedulerInterface):
     @not_reentrant
     def repeat(self, stretch: Stretch) -> None:
         self._stretches.settle(stretch)
+        self.num_in_flight += stretch.num_planned - stretch.num_steps
 
     @not_reentrant
     def take_outputs(self) -> StepOutputs:

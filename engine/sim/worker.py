@@ -132,26 +132,26 @@ class TimedWorker(FakeExecutor):
         return Launched(result, self._free_at)
 
     def repeat(self, stretch: Stretch, tickets: Sequence[Launched]) -> list[Launched]:
-        """As many steps of a stretch as come before ``until`` and before any row ends."""
+        """As many steps of a stretch as come before ``until`` and before any row ends, and launch
+        the one in which a row does."""
         left = int((self._ends[stretch.slots] - stretch.starts).min()) - 2
         most = min(stretch.max_steps, left)
         if most < 1:
             return list(tickets)
+        num_planned = min(stretch.max_planned, most + 1)
         take = self._take_one_by_one if self._cost_each is None else self._take_together
-        launched, seconds = take(stretch, most, [each.ends_at for each in tickets])
+        launched, seconds = take(stretch, most, num_planned, [each.ends_at for each in tickets])
         count = stretch.num_steps
         self.busy_seconds = _sums(self.busy_seconds, seconds)[-1]
         self._free_at, self._clock.now = launched[-1], stretch.next_begin
         stretch.seconds = np.array([*(each.result.seconds for each in tickets), *seconds])[:count]
         stretch.token = FILLER
         self.repeated(stretch, launched, seconds)
-        if not tickets:
-            return []
-        new = [
-            Launched(self._fillers(stretch, at, seconds[at]), launched[at])
-            for at in range(max(0, count - len(tickets)), count)
+        new = range(max(0, count - len(tickets)), stretch.num_planned)
+        return [
+            *tickets[count:],
+            *(Launched(self._result(stretch, at, seconds[at]), launched[at]) for at in new),
         ]
-        return [*tickets, *new][-len(tickets) :]
 
     def repeated(
         self, stretch: Stretch, launched: Sequence[float], seconds: Sequence[float]
@@ -166,27 +166,28 @@ class TimedWorker(FakeExecutor):
         self._num_rows = None
 
     def _take_one_by_one(
-        self, stretch: Stretch, most: int, in_flight: Sequence[float]
+        self, stretch: Stretch, most: int, num_planned: int, in_flight: Sequence[float]
     ) -> tuple[list[float], list[float]]:
         """Fill in the times of a stretch; ends and seconds of the steps launched in it."""
         now, free_at, num_rows = self._clock.now, self._free_at, len(stretch.rows)
         coming, launched, all_seconds = deque(in_flight), [], []
         begins: list[float] = []
         ends: list[float] = []
-        while len(ends) < most and now < stretch.until:
-            seconds = self._cost.seconds(StepShape.of_repeat(stretch, len(ends)))
+        while len(begins) < num_planned and now < stretch.until:
+            seconds = self._cost.seconds(StepShape.of_repeat(stretch, len(begins)))
             free_at = max(free_at, now) + seconds
             coming.append(free_at)
             launched.append(free_at)
             all_seconds.append(seconds)
             begins.append(now)
-            ends.append(max(now, coming.popleft()))
-            now = ends[-1] + self._cost.host_seconds(num_rows)
+            if len(ends) < most:
+                ends.append(max(now, coming.popleft()))
+                now = ends[-1] + self._cost.host_seconds(num_rows)
         stretch.begins, stretch.ends, stretch.next_begin = np.array(begins), np.array(ends), now
         return launched, all_seconds
 
     def _take_together(
-        self, stretch: Stretch, most: int, in_flight: Sequence[float]
+        self, stretch: Stretch, most: int, num_planned: int, in_flight: Sequence[float]
     ) -> tuple[list[float], list[float]]:
         """The same for durations that can be had at once, where the host takes no time."""
         now, begun, shape = self._clock.now, self._free_at, StepShape.of_repeat(stretch)
@@ -194,20 +195,24 @@ class TimedWorker(FakeExecutor):
         # Few of them may come in time: more are asked for only where these are too few.
         first = self._cost.seconds(shape)
         guess = (stretch.until - now) / first if first else inf
-        for asked in sorted({min(most, int(min(guess, most)) + 2), most}):
+        for asked in sorted({min(num_planned, int(min(guess, most)) + 2), num_planned}):
             seconds = self._cost_each(shape, asked).tolist()
             launched = _sums(max(begun, now), seconds)[1:]
             ends = ([max(now, end) for end in in_flight] + launched)[:asked]
             if ends[-1] >= stretch.until:
                 break
-        count = min(asked, 1 + bisect_left(ends, stretch.until))
-        stretch.begins, stretch.ends = np.array([now, *ends[: count - 1]]), np.array(ends[:count])
+        count = min(most, asked, 1 + bisect_left(ends, stretch.until))
+        begins = [now, *ends[: count - 1]]
         stretch.next_begin = ends[count - 1]
-        return launched[:count], seconds[:count]
+        if count < num_planned and stretch.next_begin < stretch.until:
+            begins.append(stretch.next_begin)
+        stretch.begins, stretch.ends = np.array(begins), np.array(ends[:count])
+        return launched[: len(begins)], seconds[: len(begins)]
 
-    def _fillers(self, stretch: Stretch, index: int, seconds: float) -> StepResult:
-        """The result of one of its steps."""
-        tokens = np.full(len(stretch.rows), FILLER, dtype=np.int32)
+    def _result(self, stretch: Stretch, index: int, seconds: float) -> StepResult:
+        """What one of its steps brings."""
+        known = stretch.starts + (index + 2)
+        tokens = TOKENS.take(known >= self._ends[stretch.slots])
         return StepResult(stretch.step + index, tokens, np.ones_like(tokens), seconds=seconds)
 
     def collect(self, ticket: Launched) -> StepResult:

@@ -63,9 +63,10 @@ class Stretches:
         others |= table.told.all[rows] == 0
         if members.only_client is None or np.count_nonzero(others):
             return None
-        left = int(np.minimum.reduce(columns.limits - known)) - max(1, num_in_flight)
-        num_steps = self._kv.most_repeats(rows, starts, int(min(num_steps, left)))
-        if num_steps < 1:
+        left = int(np.minimum.reduce(columns.limits - known))  # tokens until a request ends
+        num_steps = int(min(num_steps, left - num_in_flight))
+        num_steps = self._kv.most_repeats(rows, starts, num_steps)
+        if min(num_steps, left - 1) < 1:
             return None
         self._step = step
         return Stretch(
@@ -76,7 +77,8 @@ class Stretches:
             starts=starts,
             request_ids=members.ids,
             freed_slots=roster.freed_slots,
-            max_steps=num_steps,
+            max_planned=num_steps,
+            max_steps=min(num_steps, left - 1),
             until=until,
         )
 
@@ -85,6 +87,8 @@ class Stretches:
         roster, settler, step = self._roster, self._settler, self._step
         assert step is not None, "no stretch was found"
         table, rows, num_steps = roster.table, stretch.rows, stretch.num_steps
+        num_planned, num_before = stretch.num_planned, roster.running_rows.num_in_flight
+        num_more = num_planned - num_steps  # in flight
         members = settler.appender.running_members()
         known = table.num_tokens.all[rows]
         new = array("i", [stretch.token]) * num_steps
@@ -95,24 +99,28 @@ class Stretches:
             stretch.starts,
             np.minimum(stretch.starts, known),
             self._order(),
-            num_steps,
+            num_planned,
+            num_steps if num_before else num_planned,  # by when a block is full and written
         )
         table.num_tokens.all[rows] = known + np.int32(num_steps)
-        table.num_computed.all[rows] = stretch.starts + np.int32(num_steps)
+        table.num_computed.all[rows] = stretch.starts + np.int32(num_planned)
+        if num_more:
+            table.num_pending.all[rows] += ONE
+            table.in_flight.all[rows] += ONE
         table.facts.last_token.all[rows] = stretch.ends[-1]
         if settler.ledger is not None:
             settler.ledger.on_tokens((req.user, num_steps) for req in members.reqs)
         roster.waits.close_each(stretch.begins.tolist(), step.closing_cause())
         roster.freed_slots = []
         counters = settler.counters
-        counters.num_steps += num_steps
-        counters.num_scheduled_tokens += num_steps * len(rows)
-        roster.running_rows.note_repeats(counters.num_steps)
+        counters.num_steps += num_planned
+        counters.num_scheduled_tokens += num_planned * len(rows)
+        roster.running_rows.note_repeats(counters.num_steps, num_before + num_more)
         step.index = counters.num_steps
         table.considered.all[rows] = step.index
         view = self._view
-        view.step, view.now, self._step = step, float(stretch.ends[-1]), None
-        num_before = roster.running_rows.num_in_flight  # settled steps were planned earlier
+        view.step, self._step = step, None
+        view.now = float(stretch.begins[-1] if num_more else stretch.ends[-1])
         view.note_stretch(stretch, num_before, are_read=self._guard.overrides("on_step"))
 
     # -- helpers
