@@ -2,8 +2,6 @@
 
 Guard          the hooks of a policy, made safe
 RankCheck      are ranks such that any two can be compared?
-FaultLog       faults of all plug-ins, and the time spent in their hooks
-ReentryGuard   a hook that calls the scheduler gets an error (``not_reentrant``)
 
 Hooks are plug-in code. They may raise, name requests that do not exist or return invalid values,
 but they cannot corrupt budgets, seats or blocks: those belong to the mechanism, which asks before
@@ -14,18 +12,18 @@ after ``max_faults`` faults the policy is disabled for good and requests run in 
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial, wraps
+from functools import partial
 from itertools import islice, product
 from math import inf
 from numbers import Real
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.sched.plugins import answers
+from engine.sched.plugins.faults import FaultLog
 from engine.sched.policy import Admission, Limits, Policy, SchedView, Verdict, rank_of_one
 from engine.sched.predict.cost import StepShape
 from engine.sched.request import Array, Request, Status
@@ -509,93 +507,3 @@ def _has_no_nan(values: Sequence[Any], types: set[type]) -> bool:
         total = sum(values)
         return bool(total == total)
     return types <= WITHOUT_NAN
-
-
-SLOW_SECONDS = 1.0  # of planning one step, from which on the log names the hook that took them
-
-
-class FaultLog:
-    """Faults of plug-ins and the time spent in their hooks."""
-
-    def __init__(self, max_faults: int, timer: Callable[[], float]) -> None:
-        self.max_faults = max_faults
-        self.timer = timer
-        self.messages: list[str] = []  # the first hundred
-        self.num_faults = 0
-        self.reentry = ReentryGuard()
-        self.seconds: defaultdict[str, float] = defaultdict(float)  # by hook
-        self._begun = 0.0
-        self._seconds_before: dict[str, float] = {}  # when the step began
-        self._slowest = SLOW_SECONDS
-
-    def begin_step(self) -> None:
-        """A step is planned from now on."""
-        self.reentry.begin("schedule")
-        self._begun, self._seconds_before = self.timer(), dict(self.seconds)
-
-    def end_step(self) -> None:
-        """The plan is made. A slow hook, which delays every request, is logged once, and again
-        when it has become twice as slow: it cannot be interrupted."""
-        self.reentry.end()
-        if self.timer() - self._begun < self._slowest:
-            return
-        before = self._seconds_before
-        spent = {hook: now - before.get(hook, 0.0) for hook, now in self.seconds.items()}
-        hook = max(spent, key=spent.__getitem__, default="")
-        if hook and spent[hook] >= self._slowest:
-            self._slowest = 2 * spent[hook]
-            logger.warning("%s took %.1f s in one step; all requests waited", hook, spent[hook])
-
-    def note(self, culprit: str, request: Request | None, what: str) -> None:
-        """Keep and log one fault."""
-        about = f", request {request.request_id}" if request is not None else ""
-        self.num_faults += 1
-        if len(self.messages) < 100:
-            self.messages.append(f"{culprit}{about}: {what}")
-            logger.warning("%s; answered by default", self.messages[-1])
-
-
-class ReentryGuard:
-    """Knows which method of the scheduler is running. A second one within it raises
-    ``RuntimeError``, which counts as a fault of the hook that called it."""
-
-    def __init__(self) -> None:
-        self._doing = ""
-
-    def begin(self, what: str) -> None:
-        if self._doing:
-            raise RuntimeError(
-                f"{what}() was called within {self._doing}(); call it between two steps "
-                "instead (only wake() and watch_again() may be called at any time)"
-            )
-        self._doing = what
-
-    def end(self) -> None:
-        self._doing = ""
-
-
-class GuardsReentry(Protocol):
-    """Does one thing at a time: see ``not_reentrant``."""
-
-    @property
-    def reentry(self) -> ReentryGuard: ...
-
-
-S = TypeVar("S", bound=GuardsReentry)
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def not_reentrant(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """A method of a scheduler that a hook may not call from within another one."""
-
-    @wraps(method)
-    def alone(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        guard = self.reentry
-        guard.begin(method.__name__)
-        try:
-            return method(self, *args, **kwargs)
-        finally:
-            guard.end()
-
-    return alone
