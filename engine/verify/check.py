@@ -9,6 +9,7 @@ import numpy as np
 
 from engine.messages.step import StepPlan
 from engine.sched.interface import PauseState
+from engine.sched.plugins.answers import as_columns
 from engine.sched.plugins.hooks import SHAPING
 from engine.sched.request import Request, Status
 from engine.sched.roster import by_rank
@@ -65,6 +66,7 @@ def check_state(scheduler: Scheduler, *, num_drafts: int = 0) -> None:
     """
     check_blocks(scheduler)
     check_members(scheduler)
+    check_ranks(scheduler)
     check_seats(scheduler)
     check_counts(scheduler, num_drafts)
 
@@ -113,6 +115,19 @@ def check_members(scheduler: Scheduler) -> None:
     for queue in (running, waiting):
         ranks = [(*req.rank, req.arrival) for req in queue]
         assert ranks == sorted(ranks), "a queue is out of order"
+
+
+def check_ranks(scheduler: Scheduler) -> None:
+    """A policy that writes both ``rank`` and ``ranks`` says the same in both [25]."""
+    guard, view = scheduler.guard, scheduler.view
+    if not guard.writes_both or guard.faults.num_faults:  # which are told as such
+        return
+    for queue in (scheduler.roster.running, scheduler.roster.waiting):
+        columns = as_columns(guard.inner.ranks(queue, view)) if queue else None
+        for req, *rank in zip(queue, *(column.tolist() for column in columns or ()), strict=False):
+            alone = guard.inner.rank(req, view)
+            is_same = alone in (tuple(rank), (*rank, req.arrival))
+            assert is_same or not rank, f"{req}: rank says {alone}, ranks says {tuple(rank)}"
 
 
 def _check_status(reqs: object, status: Status) -> None:

@@ -25,6 +25,7 @@
 [22]   drafts are asked of a worker only where a step can verify them  ``halves``
 [23]   drafts are counted as they were verified                        ``halves.DraftCounts``
 [24]   beside decodes, prompts go in pieces while few wait             ``check.check_mixed``
+[25]   a policy that writes ``rank`` and ``ranks`` says the same       ``check.check_ranks``
 =====  ==============================================================  ==========================
 """
 

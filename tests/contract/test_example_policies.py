@@ -1,12 +1,16 @@
 """The policies in examples/ are plug-ins as a stranger would write them, and keep their word."""
 
+import inspect
 import random
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
+from engine.config.dotted import load_dotted
 from engine.config.sched import SchedulerConfig
 from engine.core.engine_core import EngineCore
+from engine.errors import RefusedError
 from engine.kv.manager import KVManager
 from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest
@@ -14,11 +18,16 @@ from engine.sched.plugins.find import make_scheduler
 from engine.sched.scheduler import Scheduler
 from engine.verify.check import check_empty, check_plan, check_state
 from engine.verify.fake import DigestWorker, token_after
+from engine.verify.testing import check_policy
 
 POLICIES = (
     "examples.policies.fair_share.FairShare",
     "examples.policies.shortest_first.ShortestFirst",
     "examples.policies.deadlines.EarliestDeadline",
+    "examples.policies.tiers.TieredDeadlines",
+    "examples.policies.level_fair.LevelFair",
+    "examples.policies.cautious_srpt.CautiousSRPT",
+    "examples.policies.pressure_chunk.PressureChunk",
 )
 BLOCK_SIZE = 4
 NUM_BLOCKS = 24
@@ -103,6 +112,38 @@ def test_every_request_gets_its_tokens_under_memory_pressure(
     harness.drain()
     assert harness.tokens == wanted
     check_empty(harness.scheduler)
+
+
+@pytest.mark.parametrize("policy", POLICIES[3:])
+def test_those_with_the_newer_hooks_are_short_and_break_no_rule(policy: str, seed: int) -> None:
+    source = load_dotted(policy, "policy")
+    assert len(Path(inspect.getsourcefile(source)).read_text().splitlines()) <= 60
+    options = {"refuse": False} if policy.endswith("TieredDeadlines") else {}
+    check_policy(policy, options=options, steps=3000, seed=seed)
+
+
+def test_tiered_deadlines_refuses_what_would_come_too_late_and_counts_it() -> None:
+    harness = Harness(POLICIES[3])
+    for index in range(12):
+        harness.add(f"r{index}", [index] * 8, 40)
+    with pytest.raises(RefusedError, match="promised"):
+        harness.scheduler.policy.tiers["standard"] = 1e-6
+        harness.add("late", [1] * 8, 4)
+    harness.drain()
+    counters = harness.scheduler.make_stats().counters
+    assert counters["policy.refused"] == 1 and counters["policy.late tokens"] > 0
+
+
+def test_level_fair_lets_a_light_user_pass_a_heavy_one() -> None:
+    harness = Harness(POLICIES[4], max_num_seqs=2)
+    harness.scheduler.policy.quantum, harness.scheduler.policy.period = 16.0, 1000.0
+    for index in range(12):
+        harness.add(f"heavy{index}", [index] * 8, 8, user="heavy")
+    for _ in range(20):
+        harness.step()
+    harness.add("light", [99] * 8, 4, user="light")
+    harness.drain()
+    assert harness.ended.index("light") < 7, harness.ended
 
 
 def test_fair_share_serves_a_light_user_beside_a_heavy_one() -> None:

@@ -94,6 +94,11 @@ class Guard(Policy):
         """Has the policy any of these hooks of its own?"""
         return not self._asked.isdisjoint(hooks)
 
+    @property
+    def writes_both(self) -> bool:
+        """Does the policy say by itself what one request's rank is, and what those of many are?"""
+        return "ranks" in self._asked and type(self.inner).rank is not rank_of_one
+
     def idle_hooks(self, step: Step) -> str:
         """Those that may have kept everybody from running in this step, by name, and why."""
         why = ""
