@@ -2,27 +2,41 @@
 
 The same seed gives the same table. Policies are named as for the engine: a shipped or an installed
 one, or the dotted path of a class of yours in the current directory; with options as in
-``--policies "fcfs,edf(default_deadline=5),edf(default_deadline=50)"``.
+``--policies "fcfs,edf(default_deadline=5),edf(default_deadline=50)"``. `metronome compare` says
+which differences are more than chance, `metronome simulate` all there is to say of one run.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from math import isnan
+from typing import Any
 
+from engine.cli import lab
 from engine.config.sched import SchedulerConfig
-from engine.errors import ConfigError
 from engine.sched.plugins.find import installed_policies
 from engine.sched.policies import POLICIES
-from engine.sim.compare import Comparison, Engine, Figures, Variant, compare, mean, percentile
-from engine.sim.workload import Workload, dispersion, draw
+from engine.sim.compare import Cell, Experiment, compare
+from engine.sim.experiment import seeds_from
+from engine.sim.figures import Figures
+from engine.sim.promises import slo
+from engine.sim.run import Engine
+from engine.sim.workloads import Workload
 
-COLUMNS = (
-    *("policy", "TTFT mean", "TTFT p99", "E2E mean", "E2E p99"),
-    *("tokens/s", "preempted", "recomputed", "KV peak"),
-)
+COLUMNS = {
+    "TTFT mean": ("ttft.mean", 3),
+    "TTFT p99": ("ttft.p99", 3),
+    "TPOT mean": ("tpot.mean", 4),
+    "ITL p99": ("itl.p99", 4),
+    "E2E mean": ("e2e.mean", 3),
+    "E2E p99": ("e2e.p99", 3),
+    "tokens/s": ("tokens_per_second", 0),
+    "kept": ("attainment", 3),
+    "goodput": ("goodput", 2),
+    "Jain": ("jain", 3),
+}
+FURTHER = ("preempted", "recomputed", "KV peak", "x bound")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,93 +50,55 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--list", action="store_true", help="the policies shipped and installed, a line each"
     )
-    group = parser.add_argument_group("requests")
-    group.add_argument("--requests", type=int, default=300, metavar="N", help="default: 300")
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
-    group.add_argument(
+    lab.add_requests(parser)
+    parser.add_argument(
         "--load",
         type=float,
-        default=0.9,
         metavar="X",
-        help="arrivals as a share of what fcfs can serve; default: 0.9",
+        help=f"arrivals as a share of what fcfs can serve; default: {lab.LOAD}",
     )
-    _add_range(group, "--prompt-tokens", Workload.prompt_tokens)
-    _add_range(group, "--output-tokens", Workload.output_tokens)
-    group.add_argument(
-        "--shared-prefix", type=int, default=0, metavar="N", help="tokens half of the prompts share"
+    parser.add_argument("--rate", type=float, metavar="R", help="requests a second, instead")
+    parser.add_argument(
+        "--seeds", type=int, default=1, metavar="N", help="so many, from --seed on; default: 1"
     )
-    group.add_argument("--users", type=int, default=4, metavar="N", help="default: 4")
-    group = parser.add_argument_group("engine")
-    _add_number(group, "--max-num-seqs", Engine.max_num_seqs)
-    _add_number(group, "--max-num-batched-tokens", Engine.max_num_batched_tokens)
-    _add_number(group, "--num-kv-blocks", Engine.num_blocks)
-    _add_number(group, "--block-size", Engine.block_size)
-    group.add_argument(
-        "--length-predictor",
-        default="none",
-        metavar="NAME",
-        help="none, history, oracle, or the dotted path of yours; default: none",
-    )
-
-
-def _add_number(group: argparse._ArgumentGroup, flag: str, default: int) -> None:
-    group.add_argument(flag, type=int, default=default, metavar="N", help=f"default: {default}")
-
-
-def _add_range(group: argparse._ArgumentGroup, flag: str, default: tuple[int, int]) -> None:
-    shown = f"shortest and longest; default: {default[0]} {default[1]}"
-    group.add_argument(flag, type=int, nargs=2, default=default, metavar=("MIN", "MAX"), help=shown)
+    parser.add_argument("--jobs", type=int, default=1, metavar="J", help="processes; default: 1")
+    parser.add_argument("--json", action="store_true", help="all figures, as JSON")
+    parser.add_argument("--csv", action="store_true", help="all figures, as CSV")
+    lab.add_engine(parser)
 
 
 def run(parsed: argparse.Namespace) -> int:
     if parsed.list:
         print(*listed(), sep="\n")
         return 0
-    workload = Workload(
-        num_requests=parsed.requests,
-        seed=parsed.seed,
-        prompt_tokens=tuple(parsed.prompt_tokens),
-        output_tokens=tuple(parsed.output_tokens),
-        shared_prefix=parsed.shared_prefix,
-        num_users=parsed.users,
+    workload, engine = lab.workload_of(parsed), lab.engine_of(parsed)
+    [cell] = compare(
+        Experiment(
+            policies=lab.variants(parsed.policies),
+            workload=workload,
+            engine=engine,
+            loads=loads_of(parsed.load, parsed.rate, workload),
+            rate=parsed.rate,
+            seeds=seeds_from(parsed.seed, parsed.seeds),
+            slo=slo(parsed.slo) if parsed.slo else [],
+        ),
+        jobs=parsed.jobs,
     )
-    engine = Engine(
-        max_num_seqs=parsed.max_num_seqs,
-        max_num_batched_tokens=parsed.max_num_batched_tokens,
-        num_blocks=parsed.num_kv_blocks,
-        block_size=parsed.block_size,
-        length_predictor=parsed.length_predictor,
-    )
-    policies = [variant(text) for text in split(parsed.policies)]
-    comparison = compare(policies, workload, engine, parsed.load)
-    print(*conditions(comparison, workload, engine), "", sep="\n")
-    print(*table(comparison.figures), "", sep="\n")
-    print(*remarks(comparison.figures), sep="\n")
+    if parsed.json or parsed.csv:
+        found = rows_of(cell, parsed.seed)
+        print(lab.as_json(found) if parsed.json else lab.as_csv(found))
+        return 0
+    print(*conditions(cell, workload, engine, parsed), "", sep="\n")
+    print(*table(cell), "", sep="\n")
+    print(*remarks(cell), sep="\n")
     return 0
 
 
-def split(policies: str) -> list[str]:
-    """What commas divide, those within parentheses aside."""
-    parts = re.findall(r"(?:[^,(]|\([^)]*\)?)+", policies)
-    return [part.strip() for part in parts if part.strip()]
-
-
-def variant(text: str) -> str | Variant:
-    """``name``, or ``name(option=value, ...)`` with values as Python writes them."""
-    name, is_call, options = text.partition("(")
-    if not is_call:
-        return text
-    try:
-        call = ast.parse(f"_({options}", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args:
-            raise ValueError("not one call with options by name")
-        found = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
-    except (SyntaxError, ValueError) as error:
-        raise ConfigError(
-            f"--policies has {text!r}, must be a name, or one with options as in "
-            "edf(default_deadline=5)"
-        ) from error
-    return Variant(name.strip(), found)
+def loads_of(load: float | None, rate: float | None, workload: Workload) -> list[float] | None:
+    """At which load requests come, if a load is what says how many."""
+    if load is None and (rate is not None or workload.natural_rate is None):
+        return None
+    return [lab.LOAD if load is None else load]
 
 
 def listed() -> Iterable[str]:
@@ -141,63 +117,111 @@ def _summary(policy: type) -> str:
     return next(iter((policy.__doc__ or "").strip().splitlines()), "no docstring")
 
 
-def conditions(comparison: Comparison, workload: Workload, engine: Engine) -> Iterable[str]:
+def conditions(
+    cell: Cell, workload: Workload, engine: Engine, parsed: argparse.Namespace
+) -> Iterable[str]:
     """What must be known to judge the figures, and to get them again."""
-    prompts, outputs = workload.prompt_tokens, workload.output_tokens
-    yield (
-        f"{workload.num_requests} requests, seed {workload.seed}: {comparison.rate:.2f} come a "
-        f"second; fcfs can serve {comparison.capacity:.2f}"
-    )
-    yield (
-        f"prompts {prompts[0]} to {prompts[1]} tokens, outputs {outputs[0]} to {outputs[1]}, "
-        f"dispersion of sizes {dispersion(draw(workload)):.2f}, shared prefix "
-        f"{workload.shared_prefix}"
-    )
-    yield (
-        f"{engine.max_num_seqs} seats, {engine.max_num_batched_tokens} tokens a step, "
-        f"{engine.num_blocks} KV blocks of {engine.block_size}; length predictor: "
-        f"{engine.length_predictor}"
-    )
-    yield f"a step takes {engine.cost}"
+    count = len(cell.figures[0])
+    seeds = f"seed {parsed.seed}" if count == 1 else f"{count} seeds from {parsed.seed} on"
+    yield f"{cell.figures[0][0].num_requests} requests, {seeds}: {coming(cell)}"
+    yield f"workload: {workload}"
+    yield lab.engine_line(engine)
+    yield lab.cost_line(engine)
 
 
-def table(figures: Sequence[Figures]) -> Iterable[str]:
-    """The figures in aligned columns; times in seconds."""
-    rows = [COLUMNS, *map(_row, figures)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        first, *others = (
-            cell.ljust(width) if number == 0 else cell.rjust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        yield "  ".join([first, *others])
+def coming(cell: Cell) -> str:
+    """How many requests come a second."""
+    if cell.rate is None:
+        return "they come as the workload says"
+    serves = "" if cell.capacity is None else f"; fcfs can serve {cell.capacity:.2f}"
+    return f"{cell.rate:.2f} come a second{serves}"
 
 
-def _row(figures: Figures) -> tuple[str, ...]:
+def rows_of(cell: Cell, first_seed: int) -> list[dict[str, Any]]:
+    """Every figure of every policy and seed."""
+    return [
+        {
+            "policy": name,
+            "seed": first_seed + number,
+            "load": cell.load,
+            "rate": cell.rate,
+            "setting": cell.setting,
+            "state": each.window.state,
+            **each.values(),
+            "hook_seconds": each.hook_seconds,
+        }
+        for name, column in zip(cell.names, cell.figures, strict=True)
+        for number, each in enumerate(column)
+    ]
+
+
+def table(cell: Cell) -> Iterable[str]:
+    """The figures in aligned columns; times in seconds, means over the seeds."""
+    shown = {
+        title: of
+        for title, of in COLUMNS.items()
+        if title not in ("kept", "goodput", "Jain")
+        or not all(isnan(cell.over_seeds(place, of[0]).value) for place in range(len(cell.names)))
+    }
+    rows = [("policy", *shown, *FURTHER)]
+    rows += [_row(cell, place, shown) for place in range(len(cell.names))]
+    yield from lab.aligned(rows)
+
+
+def _row(cell: Cell, place: int, shown: dict[str, tuple[str, int]]) -> tuple[str, ...]:
+    def value(figure: str) -> float:
+        return cell.over_seeds(place, figure).value
+
+    cells = [lab.interval(cell.over_seeds(place, name), digits) for name, digits in shown.values()]
+    if cell.num_overloaded(place) == len(cell.figures[place]):
+        cells[0] = "overloaded"
+    preempted = sum(each.num_preemptions for each in cell.figures[place])
     return (
-        figures.policy,
-        *(f"{of(values):.3f}" for values in (figures.ttft, figures.e2e) for of in (mean, _p99)),
-        f"{figures.tokens_per_second:.0f}",
-        f"{figures.num_preemptions}",
-        f"{100.0 * figures.recompute_share:.1f} %",
-        f"{100.0 * figures.kv_peak:.0f} %",
+        cell.names[place],
+        *cells,
+        f"{preempted / len(cell.figures[place]):.0f}",
+        f"{100.0 * value('recomputed'):.1f} %",
+        f"{100.0 * value('kv_peak'):.0f} %",
+        lab.number(value("e2e.bound"), 2),
     )
 
 
-def _p99(values: Sequence[float]) -> float:
-    return percentile(values, 0.99)
-
-
-def remarks(figures: Sequence[Figures]) -> Iterable[str]:
+def remarks(cell: Cell) -> Iterable[str]:
     """What is real, not simulated, and what went wrong."""
-    hooks = (f"{f.policy} {1e6 * f.hook_seconds / f.num_steps:.0f}" for f in figures)
-    yield f"real time in hooks, us a step (differs from run to run): {', '.join(hooks)}"
-    for f in figures:
-        if f.num_refused:
-            yield f"{f.policy}: {f.num_refused} requests were refused or failed"
-        if f.num_faults:
-            is_out = f.num_faults > SchedulerConfig.max_policy_faults
-            rest = "; it was left out, and the rest ran in order of arrival" if is_out else ""
-            yield f"{f.policy}: {f.num_faults} wrong answers were answered by default instead{rest}"
-        if f.num_rescued:
-            yield f"{f.policy}: {f.num_rescued} steps were planned by default, as it let none run"
+    columns = dict(zip(cell.names, cell.figures, strict=True))
+    hooks = ", ".join(f"{name} {_hook_time(column):.0f}" for name, column in columns.items())
+    yield f"real time in hooks, us a step (differs from run to run): {hooks}"
+    first = cell.figures[0][0]
+    if first.bounds is not None:
+        yield (
+            f"no scheduler has a mean E2E below {first.bounds.mean_e2e:.3f} s over the whole run "
+            f"or ends it in less than {first.bounds.makespan:.1f} s (first seed)"
+        )
+    for name, column in columns.items():
+        yield from _warnings(name, column)
+    yield from cell.collapses()
+
+
+def _hook_time(column: list[Figures]) -> float:
+    steps = sum(each.num_steps for each in column)
+    return 1e6 * sum(each.hook_seconds for each in column) / max(1, steps)
+
+
+def _warnings(name: str, column: list[Figures]) -> Iterable[str]:
+    if over := sum(each.is_overloaded for each in column):
+        part = "" if len(column) == 1 else f" with {over} of {len(column)} seeds"
+        yield f"{name}: overloaded{part}: its queue grows to the end, so it has no means"
+    if short := sum(each.window.is_short for each in column):
+        part = "" if len(column) == 1 else f" with {short} of {len(column)} seeds"
+        yield (
+            f"{name}: half of the requests were warm-up{part}, which may not have ended: "
+            "more --requests are needed"
+        )
+    if refused := sum(each.num_refused for each in column):
+        yield f"{name}: {refused} requests were refused or failed"
+    if faults := sum(each.num_faults for each in column):
+        is_out = any(each.num_faults > SchedulerConfig.max_policy_faults for each in column)
+        rest = "; it was left out, and the rest ran in order of arrival" if is_out else ""
+        yield f"{name}: {faults} wrong answers were answered by default instead{rest}"
+    if rescued := sum(each.num_rescued for each in column):
+        yield f"{name}: {rescued} steps were planned by default, as it let none run"

@@ -175,18 +175,21 @@ def run(
     return _Run(policy, workload, engine, seed=seed, rate=rate, keeps_steps=steps).finish()
 
 
-def rate_at(load: float, workload: Workload, engine: Engine, seed: int) -> float:
-    """Requests a second that are ``load`` times what the engine can serve in order of arrival."""
+def rate_at(
+    load: float, workload: Workload, engine: Engine, seed: int, *, capacity: float | None = None
+) -> float:
+    """Requests a second that are ``load`` times what the engine can serve in order of arrival:
+    ``capacity``, if that is known already."""
     if not 0 < load <= MAX_LOAD:
         raise ConfigError(f"load is {load}, must be above 0, and at most {MAX_LOAD:g}")
     if workload.natural_rate is None:
         raise ConfigError(
             f"{workload} comes as others end, so it has no load; leave --load and --rate out"
         )
-    return load * capacity(workload, engine, seed)
+    return load * (capacity or capacity_of(workload, engine, seed))
 
 
-def capacity(workload: Workload, engine: Engine, seed: int) -> float:
+def capacity_of(workload: Workload, engine: Engine, seed: int) -> float:
     """Requests a second that fcfs serves in the middle of a run in which all had come at once: at
     its ends seats and blocks are not all in use."""
     workload = replace(workload, num_requests=min(workload.num_requests, NUM_AT_ONCE))

@@ -14,8 +14,8 @@ from support.simulate import expected, make_request, make_run, random_requests
 from engine.cli.main import make_parser
 from engine.sched import Policy, Resource, Scheduler
 from engine.sched.plugins.hooks import HOOKS
-from engine.sim.compare import Engine, simulate
-from engine.sim.workload import Workload, draw
+from engine.sim.figures import figures
+from engine.sim.run import run
 
 GUIDE = Path(__file__).parents[2] / "docs" / "policy-guide.md"
 TEXT = GUIDE.read_text(encoding="utf-8")
@@ -76,14 +76,12 @@ def test_everybody_gets_their_tokens(cls: Any, seed: int) -> None:
 
 
 def test_the_first_example_halves_the_time_to_the_first_token() -> None:
-    workload = Workload(num_requests=400)
-    jobs = draw(workload)
     fcfs, shortest, cheaper = (
-        simulate(policy, jobs, workload, Engine(), rate=32.0)
+        figures(run(policy, "log-uniform(num_requests=1000)", load=0.95, seed=1))
         for policy in ("fcfs", CLASSES[0], CLASSES[1])
     )
-    assert sum(shortest.ttft) < 0.7 * sum(fcfs.ttft)
-    assert cheaper.recompute_share < shortest.recompute_share
+    assert shortest.value("ttft.mean") < 0.7 * fcfs.value("ttft.mean")
+    assert cheaper.recomputed < shortest.recomputed
 
 
 def test_every_hook_has_its_line() -> None:

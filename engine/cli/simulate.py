@@ -1,0 +1,236 @@
+"""Serve a workload on a virtual clock and print all there is to say of it; or of a run's file.
+
+    metronome simulate --policy vtc --workload two-users --load 0.9 --out run.jsonl
+    metronome simulate --read run.jsonl --slo "ttft<1,tpot<0.1"
+
+The file has versions, seed and options, a row for each request and, with --steps, for each step.
+The same seed writes the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from math import inf, isnan
+from pathlib import Path
+from typing import Any
+
+from engine.cli import lab
+from engine.cli.policies import loads_of
+from engine.errors import ConfigError
+from engine.sim.estimate import Estimate
+from engine.sim.experiment import check_rate
+from engine.sim.figures import KINDS, MAX_RECOMPUTED, STATISTICS, Figures, figures
+from engine.sim.promises import slo
+from engine.sim.run import Run, check, rate_at
+from engine.sim.run import run as simulate
+from engine.sim.steady import AT_ONCE, STEADY
+
+MOST_SHOWN = 20  # users
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--policy",
+        default="fcfs",
+        metavar="NAME",
+        help="a name or dotted path, with options if you like; default: %(default)s",
+    )
+    lab.add_requests(parser)
+    parser.add_argument(
+        "--load",
+        type=float,
+        metavar="X",
+        help=f"arrivals as a share of what fcfs can serve; default: {lab.LOAD}",
+    )
+    parser.add_argument(
+        "--rate", metavar="R", help="requests a second, instead; own: as the workload says"
+    )
+    parser.add_argument("--steps", action="store_true", help="keep a row for each step in the file")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the run here (JSONL)")
+    parser.add_argument(
+        "--read", type=Path, metavar="FILE", help="print the figures of this run, simulate nothing"
+    )
+    parser.add_argument("--json", action="store_true", help="the figures as JSON")
+    lab.add_engine(parser)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    whole = _simulated(parsed) if parsed.read is None else Run.read(parsed.read)
+    found = figures(whole, slo=slo(parsed.slo) if parsed.slo else [])
+    if parsed.out is not None:
+        whole.write(parsed.out)
+    if parsed.json:
+        print(lab.as_json(as_data(whole, found)))
+        return 0
+    print(*described(whole, found), sep="\n")
+    if parsed.out is not None:
+        print(f"\nwritten to {parsed.out}")
+    return 0
+
+
+def _simulated(parsed: argparse.Namespace) -> Run:
+    if parsed.load is not None and parsed.rate is not None:
+        raise ConfigError("--load and --rate both say how many requests come; give one of them")
+    if parsed.out is not None and not parsed.out.parent.is_dir():  # now, not after the run
+        raise ConfigError(f"--out {str(parsed.out)!r} is in no directory that exists")
+    workload, engine = lab.workload_of(parsed), lab.engine_of(parsed)
+    policy = lab.variant(parsed.policy, "--policy")
+    check([policy], workload, engine)
+    rate = _rate(parsed.rate)
+    check_rate(rate)
+    for load in loads_of(parsed.load, rate, workload) or []:
+        if parsed.rate is None:
+            rate = rate_at(load, workload, engine, parsed.seed)
+    return simulate(policy, workload, engine, seed=parsed.seed, rate=rate, steps=parsed.steps)
+
+
+def _rate(text: str | None) -> float | None:
+    if text is None or text == "own":
+        return None
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ConfigError(f"--rate is {text!r}, must be a number above 0, or own") from error
+
+
+def as_data(run: Run, found: Figures) -> dict[str, Any]:
+    """All figures as plain data, each latency with the ends of its interval."""
+    return {
+        "run": run.head,
+        "period": found.window._asdict(),
+        "outcomes": found.outcomes,
+        "figures": found.values(),
+        "intervals": {name: [e.low, e.high] for name, e in found.latency.items()},
+        "slowdown": [vars(each) for each in found.slowdown],
+        "tiers": found.kept.by_tier,
+        "users": [vars(user) for user in found.service.users] if found.service else [],
+        "counters": found.counters,
+        "bounds": vars(found.bounds) if found.bounds else None,
+        "decisions": run.totals.get("decisions"),
+    }
+
+
+def described(run: Run, found: Figures) -> Iterable[str]:
+    """The figures, line by line."""
+    head = run.head
+    rate = head.get("rate")
+    comes = "" if rate is None else f", {rate:.4g} a second" if rate < 1e300 else ", all at once"
+    yield f"{run.policy} on {head.get('workload')}, seed {head.get('seed')}{comes}"
+    yield _period(found)
+    if found.latency:
+        yield ""
+        yield from lab.aligned([("seconds", *STATISTICS), *_latencies(found)])
+    yield ""
+    yield from _lines(found)
+    if found.slowdown:
+        yield ""
+        yield from lab.aligned(_sizes(found))
+    if found.service is not None:
+        yield ""
+        yield from lab.aligned(_users(found))
+    yield from _remarks(run, found)
+
+
+def _period(found: Figures) -> str:
+    period, done = found.window, found.outcomes.get("done", 0)
+    said = f"{found.num_requests} requests, {done} done"
+    if period.state == AT_ONCE:
+        return f"{said}; all came at once, all count"
+    if period.state != STEADY:
+        return f"{said}; overloaded: the queue grows to the end, so there are no means"
+    short = "; half of them, so it may not have ended: more are needed" if period.is_short else ""
+    return (
+        f"{said}; {found.num_counted} count: {period.num_warmup} in front are warm-up{short}, and "
+        f"the period ends with the last arrival, {period.end:.1f} s"
+    )
+
+
+def _latencies(found: Figures) -> Iterable[tuple[str, ...]]:
+    """Values with their intervals, in brackets."""
+    for kind in KINDS:
+        cells = [found.latency.get(f"{kind}.{name}") for name in STATISTICS]
+        if any(cells):
+            digits = 4 if kind in ("tpot", "itl", "normalised") else 3
+            shown = [_bracketed(each, digits) if each else "-" for each in cells]
+            yield (f"{kind} (times)" if kind == "slowdown" else kind, *shown)
+
+
+def _bracketed(estimate: Estimate, digits: int) -> str:
+    if isnan(estimate.value):
+        return "-"
+    low, high = ("?" if abs(end) == inf else f"{end:.{digits}f}" for end in estimate[1:])
+    return f"{estimate.value:.{digits}f} [{low}, {high}]"
+
+
+def _lines(found: Figures) -> Iterable[str]:
+    yield (
+        f"{found.requests_per_second:.2f} requests and {found.tokens_per_second:.0f} output tokens "
+        f"a second; {found.num_steps} steps"
+    )
+    yield (
+        f"preempted {found.num_preemptions} times, {100 * found.recomputed:.1f} % of tokens "
+        f"computed again; KV peak {100 * found.kv_peak:.0f} %; {found.prefix_hits} tokens found in "
+        "the cache"
+    )
+    kept = found.kept
+    if kept.num_promised:
+        yield (
+            f"promises: {kept.num_kept} of {kept.num_promised} kept ({100 * kept.attainment:.1f} %)"
+            f", goodput {kept.goodput:.2f} requests a second"
+        )
+        for tier, (promised, good) in kept.by_tier.items():
+            yield f"  {tier}: {good} of {promised} ({100 * good / promised:.1f} %)"
+    if found.bounds is not None:
+        least = found.bounds
+        yield (
+            f"the whole run took {found.makespan:.1f} s, {found.makespan / least.makespan:.2f} of "
+            f"what no scheduler can beat; mean E2E {found.mean_e2e:.3f} s, "
+            f"{found.mean_e2e / least.mean_e2e:.2f} of it; {least.steps} steps would be needed "
+            f"({least.by})"
+        )
+    if found.counters:
+        yield "counted: " + ", ".join(f"{name} {n}" for name, n in sorted(found.counters.items()))
+
+
+def _sizes(found: Figures) -> Iterable[tuple[str, ...]]:
+    yield ("slowdown by size: prompt", "output", "requests", "mean", "p99")
+    for each in found.slowdown:
+        ends = (_range(*each.prompt), _range(*each.output), str(each.num_requests))
+        yield (*ends, f"{each.mean:.2f}", f"{each.p99:.2f}")
+
+
+def _range(first: int, end: int | None) -> str:
+    return f"{first} or more" if end is None else f"{first} to {end - 1}"
+
+
+def _users(found: Figures) -> Iterable[tuple[str, ...]]:
+    assert found.service is not None
+    yield ("user", "requests", "prompt tokens", "output tokens", "TTFT mean", "E2E mean")
+    for user in found.service.users[:MOST_SHOWN]:
+        counts = (user.num_requests, user.prompt_tokens, user.output_tokens)
+        times = (lab.number(user.ttft), lab.number(user.e2e))
+        yield (user.name, *map(str, counts), *times)
+
+
+def _remarks(run: Run, found: Figures) -> Iterable[str]:
+    if found.service is not None:
+        even = lab.number(found.service.jain)
+        gap, bound = found.service.gap, found.service.bound
+        apart = "no two waited together" if isnan(gap) else f"{gap:.0f} apart at worst"
+        yield (
+            f"service while users waited: Jain's index {even}; {apart} (VTC promises {bound:.0f} "
+            "or less; prompt tokens count 1, output tokens 2)"
+        )
+    if found.recomputed > MAX_RECOMPUTED:
+        yield f"{run.policy} computes {100 * found.recomputed:.0f} % of its tokens again"
+    if found.num_refused:
+        shown = ", ".join(f"{name} {n}" for name, n in found.outcomes.items() if name != "done")
+        yield f"requests that did not end as they should: {shown}"
+    if found.num_faults:
+        yield f"{found.num_faults} wrong answers of the policy were answered by default instead"
+    if found.num_rescued:
+        yield f"{found.num_rescued} steps were planned by default, as the policy let none run"
+    if run.hook_seconds:
+        mean = 1e6 * run.hook_seconds / max(1, found.num_steps)
+        yield f"real time in hooks: {mean:.0f} us a step (differs from run to run)"

@@ -1,0 +1,143 @@
+"""Many runs: policies on the same requests, over seeds and settings, in several processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field, fields, replace
+from functools import reduce
+from math import inf
+from multiprocessing import get_context
+from os import cpu_count
+from typing import Any, TypeVar
+
+from engine.config.sched import SchedulerConfig
+from engine.errors import ConfigError, EngineDeadError
+from engine.sim.figures import Figures, figures
+from engine.sim.promises import Limit
+from engine.sim.run import Engine, run
+from engine.sim.steady import Window, window
+from engine.sim.workloads import Workload
+
+MAX_SEEDS = 10_000
+UNPAIRED_STRIDE = 100_003  # a policy's seeds begin so far behind those of the one before
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Policies, and the requests that each of them gets."""
+
+    policies: tuple[Any, ...]
+    workload: Workload
+    engine: Engine = field(default_factory=Engine)
+    seed: int = 0
+    rate: float | None = None
+    """Requests a second; ``None``: the workload's own."""
+    slo: tuple[Limit, ...] = ()
+    is_paired: bool = True
+    """All get the same requests; otherwise each has requests of its own seed."""
+
+    def seed_of(self, place: int) -> int:
+        """The seed of the policy at this place."""
+        return self.seed if self.is_paired else self.seed + place * UNPAIRED_STRIDE
+
+
+def measure(setting: Setting) -> list[Figures]:
+    """Figures of each policy; where they got the same requests, of the same ones of these: behind
+    the longest warm-up of any."""
+    runs = [
+        run(
+            policy,
+            setting.workload,
+            setting.engine,
+            seed=setting.seed_of(place),
+            rate=setting.rate,
+        )
+        for place, policy in enumerate(setting.policies)
+    ]
+    periods = [window(each.requests) for each in runs]
+    if setting.is_paired:
+        steady = [period for period in periods if period.num_warmup]
+        periods = [reduce(Window.joined, steady, period) for period in periods]
+    return [
+        figures(each, slo=setting.slo, period=period)
+        for each, period in zip(runs, periods, strict=True)
+    ]
+
+
+def in_processes(
+    work: Callable[[Item], Result], items: Sequence[Item], jobs: int
+) -> Iterator[Result]:
+    """The results in the items' order, computed in ``jobs`` processes.
+
+    Raises ``EngineDeadError`` if one of them dies, and what ``work`` raises.
+    """
+    if not 1 <= jobs <= (most := max(1, cpu_count() or 1)):
+        raise ConfigError(f"--jobs is {jobs}, must be in 1..{most}, the processors here")
+    if jobs == 1 or len(items) == 1:
+        yield from map(work, items)
+        return
+    with ProcessPoolExecutor(min(jobs, len(items)), mp_context=get_context("spawn")) as pool:
+        pending = [pool.submit(work, item) for item in items]
+        try:
+            for future in pending:
+                yield future.result()
+        except BrokenProcessPool as error:
+            raise EngineDeadError(
+                "a process that simulated has died, killed or for want of memory; its part of the "
+                "figures is lost: run it again, with fewer --jobs if memory is short"
+            ) from error
+        finally:
+            for future in pending:
+                future.cancel()
+
+
+def seeds_from(first: int, count: int) -> range:
+    """The seeds of an experiment. Raises ``ConfigError``."""
+    if not 1 <= count <= MAX_SEEDS:
+        raise ConfigError(f"--seeds is {count}, must be in 1..{MAX_SEEDS}")
+    if not 0 <= first < 2**31:
+        raise ConfigError(f"--seed is {first}, must be in 0..{2**31 - 1}")
+    return range(first, first + count)
+
+
+def with_option(
+    name: str, value: Any, workload: Workload, engine: Engine
+) -> tuple[Workload, Engine]:
+    """Workload and engine with an option of either, or of the scheduler, at this value.
+
+    Raises ``ConfigError`` for one that none of them has.
+    """
+    in_engine = {each.name for each in fields(Engine)} - {"scheduler", "cost"}
+    in_workload = {each.name for each in fields(workload)}
+    in_scheduler = {each.name for each in fields(SchedulerConfig)}
+    if name in in_engine:
+        return workload, replace(engine, **{name: value})
+    if name in in_workload:
+        return replace(workload, **{name: value}), engine
+    if name in in_scheduler:
+        return workload, replace(engine, scheduler={**engine.scheduler, name: value})
+    raise ConfigError(
+        f"option {name!r} is neither the engine's ({', '.join(sorted(in_engine))}) nor the "
+        f"workload's ({', '.join(sorted(in_workload))}) nor one of the scheduler; those of a "
+        "policy stand behind its name, as in edf(default_deadline=5)"
+    )
+
+
+def check_rate(rate: float | None) -> None:
+    """Raise ``ConfigError`` for one at which nothing can come."""
+    if rate is not None and not 0 < rate <= inf:
+        raise ConfigError(f"--rate is {rate:g}, must be above 0")
+
+
+def distinct(names: Iterable[str]) -> list[str]:
+    """Names of columns: the second of two that are the same is told apart."""
+    found: list[str] = []
+    for name in names:
+        again = sum(other == name or other.startswith(f"{name} #") for other in found)
+        found.append(f"{name} #{again + 1}" if again else name)
+    return found
