@@ -45,7 +45,9 @@ def check_kind(
         named = [kind for kind in kinds if kind is not tuple or list not in kinds]
         wanted = " or ".join(WORDS.get(kind, kind.__name__) for kind in named)
         shown = "not shown here" if is_secret else f"{value!r:.80}"
-        raise ConfigError(f"{name} is {shown} ({type(value).__name__}), must be {wanted}")
+        is_digit = type(value) is int and value in (0, 1)
+        hint = f": write {bool(value)}" if bool in kinds and is_digit else ""
+        raise ConfigError(f"{name} is {shown} ({type(value).__name__}), must be {wanted}{hint}")
 
 
 def check_range(options: Any, low: float, high: float | None, *names: str) -> None:

@@ -46,7 +46,8 @@ CLASSES = classes()
 def test_the_guide_defines_one_of_each() -> None:
     names = [cls.__name__ for cls in CLASSES]
     assert names == [
-        *(*["ShortestFirst"] * 3, "TwiceThePrompt", "Evening", "OneBatchPrompt", "SmallestFirst"),
+        *(*["ShortestFirst"] * 3, "Paced", "TwiceThePrompt", "Evening", "OneBatchPrompt"),
+        "SmallestFirst",
     ]
 
 

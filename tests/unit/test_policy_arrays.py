@@ -61,6 +61,11 @@ def test_ranks_alone_are_enough_and_ties_go_by_arrival():
         find_policy(Neither, {})
 
 
+def test_who_says_0_for_false_is_told_what_to_write():
+    with pytest.raises(ConfigError, match=r"is 0 \(int\), must be True or False: write False"):
+        find_policy("priority", {"preempt_for_waiting": 0})
+
+
 def test_a_policy_that_says_two_things_is_told_so():
     with pytest.raises(PolicyError, match=r"rank says \(\d+,\), ranks says \(-\d+,\)"):
         check_policy(SaysTwoThings, steps=500, max_wait=None)
