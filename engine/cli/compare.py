@@ -66,7 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    workload, engine = lab.workload_of(parsed), lab.engine_of(parsed)
+    workload = lab.workload_of(parsed)
+    engine = lab.engine_of(parsed, lab.log_of(workload))
     shown = _figures(parsed.figures)
     cells = compare(
         Experiment(

@@ -6,6 +6,7 @@ import argparse
 import csv
 import io
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from math import isfinite, isnan
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,17 @@ import msgspec
 
 from engine.errors import ConfigError
 from engine.sched.predict.profile import Profile, read_profile
+from engine.sim.calibrate import fit, samples_of
 from engine.sim.datasheet import from_datasheet
 from engine.sim.estimate import Estimate
 from engine.sim.named import call, split
+from engine.sim.recorded import Log, read_log
+from engine.sim.recorded import engine_of as recorded_engine
 from engine.sim.run import Engine, Variant
 from engine.sim.worker import StepCost
-from engine.sim.workloads import Workload, find_workload
+from engine.sim.workloads import WORKLOADS, Workload, find_workload
+from engine.sim.workloads.reader import Reader
+from engine.sim.workloads.steps_log import StepsLog
 
 NUM_REQUESTS = 2000  # of fewer, half would be the filling of an empty engine
 LOAD = 0.9
@@ -66,16 +72,15 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         ("--block-size", Engine.block_size),
         ("--depth", Engine.depth),
     ):
-        shown = f"default: {default}"
-        group.add_argument(flag, type=int, default=default, metavar="N", help=shown)
+        shown = f"default: {default}, or the step log's"
+        group.add_argument(flag, type=int, metavar="N", help=shown)
     group.add_argument(
         "--max-model-len", type=int, metavar="N", help="default: the workload's longest request"
     )
     group.add_argument(
         "--length-predictor",
-        default="none",
         metavar="NAME",
-        help="none, history, oracle, or the dotted path of yours; default: none",
+        help="none, history, oracle, or the dotted path of yours; default: none, or the step log's",
     )
     group.add_argument(
         "--profile",
@@ -93,41 +98,60 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 
 
 def workload_of(parsed: argparse.Namespace) -> Workload:
-    """The workload that was asked for."""
+    """The workload that was asked for: by name, or a step log by its path."""
     told = {
         "prompt_tokens": parsed.prompt_tokens and tuple(parsed.prompt_tokens),
         "output_tokens": parsed.output_tokens and tuple(parsed.output_tokens),
         "shared_prefix": parsed.shared_prefix,
         "num_users": parsed.users,
-        "num_requests": NUM_REQUESTS if parsed.requests is None else parsed.requests,
+        "num_requests": parsed.requests,
     }
-    return find_workload(parsed.workload, **{n: v for n, v in told.items() if v is not None})
+    told = {name: value for name, value in told.items() if value is not None}
+    text = parsed.workload
+    if "(" not in text and Path(text).is_file():
+        return find_workload("steps-log", path=text, **told)
+    kind = WORKLOADS.get(call(text, "--workload", EXAMPLE)[0])
+    if kind is not None and not issubclass(kind, Reader):
+        told.setdefault("num_requests", NUM_REQUESTS)
+    return find_workload(text, **told)
 
 
-def engine_of(parsed: argparse.Namespace) -> Engine:
-    """The engine that was asked for."""
-    scheduler: dict[str, Any] = {}
+def log_of(workload: Workload) -> Log | None:
+    """The step log that this workload was served in, if it was."""
+    if not isinstance(workload, StepsLog):
+        return None
+    return read_log(workload.path, allow_truncated=workload.allow_truncated)
+
+
+def engine_of(parsed: argparse.Namespace, log: Log | None = None) -> Engine:
+    """The engine that was asked for; what was not is that of the log, whose steps say what steps
+    cost unless something else does."""
+    told = {
+        "max_num_seqs": parsed.max_num_seqs,
+        "max_num_batched_tokens": parsed.max_num_batched_tokens,
+        "num_blocks": parsed.num_kv_blocks,
+        "block_size": parsed.block_size,
+        "depth": parsed.depth,
+        "length_predictor": parsed.length_predictor,
+        "cost": _cost(parsed.profile, parsed.cost),
+    }
+    base = Engine() if log is None else recorded_engine(log.header)
+    if log is not None and told["cost"] is None:
+        told["cost"] = fit(samples_of(log.path), f"fitted to {log.path}")
+    scheduler = dict(base.scheduler)
     if parsed.max_model_len is not None:
         scheduler["max_model_len"] = parsed.max_model_len
-    return Engine(
-        max_num_seqs=parsed.max_num_seqs,
-        max_num_batched_tokens=parsed.max_num_batched_tokens,
-        num_blocks=parsed.num_kv_blocks,
-        block_size=parsed.block_size,
-        depth=parsed.depth,
-        length_predictor=parsed.length_predictor,
-        scheduler=scheduler,
-        cost=_cost(parsed.profile, parsed.cost),
-    )
+    told = {name: value for name, value in told.items() if value is not None}
+    return replace(base, **told, scheduler=scheduler)
 
 
-def _cost(profile: str | None, cost: Path | None) -> StepCost | Profile:
+def _cost(profile: str | None, cost: Path | None) -> StepCost | Profile | None:
     if profile is not None and cost is not None:
         raise ConfigError("--profile and --cost both say what steps cost; give one of them")
     if profile is not None:
         by_name = "@" in profile and not Path(profile).exists()
         return from_datasheet(profile) if by_name else read_profile(profile)
-    return StepCost() if cost is None else read_cost(cost)
+    return None if cost is None else read_cost(cost)
 
 
 def read_cost(path: Path) -> StepCost:

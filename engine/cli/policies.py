@@ -23,6 +23,7 @@ from engine.sim.figures import Figures
 from engine.sim.promises import slo
 from engine.sim.run import Engine
 from engine.sim.workloads import Workload
+from engine.sim.workloads.reader import Reader
 
 COLUMNS = {
     "TTFT mean": ("ttft.mean", 3),
@@ -71,7 +72,8 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.list:
         print(*listed(), sep="\n")
         return 0
-    workload, engine = lab.workload_of(parsed), lab.engine_of(parsed)
+    workload = lab.workload_of(parsed)
+    engine = lab.engine_of(parsed, lab.log_of(workload))
     [cell] = compare(
         Experiment(
             policies=lab.variants(parsed.policies),
@@ -95,8 +97,11 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def loads_of(load: float | None, rate: float | None, workload: Workload) -> list[float] | None:
-    """At which load requests come, if a load is what says how many."""
-    if load is None and (rate is not None or workload.natural_rate is None):
+    """At which load requests come, if a load is what says how many; those of a file come as it
+    says unless asked otherwise."""
+    if load is None and (
+        rate is not None or workload.natural_rate is None or isinstance(workload, Reader)
+    ):
         return None
     return [lab.LOAD if load is None else load]
 

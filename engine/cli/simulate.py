@@ -2,6 +2,14 @@
 
     metronome simulate --policy vtc --workload two-users --load 0.9 --out run.jsonl
     metronome simulate --read run.jsonl --slo "ttft<1,tpot<0.1"
+    metronome simulate --workload steps.log --policy vtc
+    metronome simulate --workload steps.log --durations recorded
+    metronome simulate --policy vtc --workload log-uniform --rate 20 --real --out real.jsonl
+
+A step log (--step-log of an engine) as the workload is the traffic that was served, on the engine
+that served it, with steps that cost what they cost there: what would this policy have done? With
+recorded durations the log's own policy makes the log's own plans, each compared. --real serves the
+same jobs in real time with a model; they end at the lengths that were drawn.
 
 The file has versions, seed and options, a row for each request and, with --steps, for each step.
 The same seed writes the same bytes.
@@ -22,7 +30,9 @@ from engine.sim.estimate import Estimate
 from engine.sim.experiment import check_rate
 from engine.sim.figures import KINDS, MAX_RECOMPUTED, STATISTICS, Figures, figures
 from engine.sim.promises import slo
-from engine.sim.run import Run, check, rate_at
+from engine.sim.real import run_real
+from engine.sim.recorded import Log, resimulate
+from engine.sim.run import Run, Variant, check, rate_at
 from engine.sim.run import run as simulate
 from engine.sim.steady import AT_ONCE, STEADY
 
@@ -32,9 +42,8 @@ MOST_SHOWN = 20  # users
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policy",
-        default="fcfs",
         metavar="NAME",
-        help="a name or dotted path, with options if you like; default: %(default)s",
+        help="a name or dotted path, with options if you like; default: fcfs, or the step log's",
     )
     lab.add_requests(parser)
     parser.add_argument(
@@ -46,6 +55,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rate", metavar="R", help="requests a second, instead; own: as the workload says"
     )
+    parser.add_argument(
+        "--durations",
+        choices=("cost", "recorded"),
+        default="cost",
+        help="recorded: steps of a step log end when they did; default: what steps cost says",
+    )
+    group = parser.add_argument_group("in real time")
+    group.add_argument("--real", action="store_true", help="serve the jobs with a model")
+    group.add_argument("--model", metavar="DIR", help="default: the small one in the package")
+    group.add_argument("--num-threads", type=int, metavar="N", help="default: one for each core")
+    group.add_argument("--step-log", type=Path, metavar="FILE", help="record the steps here")
     parser.add_argument("--steps", action="store_true", help="keep a row for each step in the file")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the run here (JSONL)")
     parser.add_argument(
@@ -70,19 +90,78 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _simulated(parsed: argparse.Namespace) -> Run:
-    if parsed.load is not None and parsed.rate is not None:
-        raise ConfigError("--load and --rate both say how many requests come; give one of them")
-    if parsed.out is not None and not parsed.out.parent.is_dir():  # now, not after the run
-        raise ConfigError(f"--out {str(parsed.out)!r} is in no directory that exists")
-    workload, engine = lab.workload_of(parsed), lab.engine_of(parsed)
-    policy = lab.variant(parsed.policy, "--policy")
+    _check(parsed)
+    workload = lab.workload_of(parsed)
+    log = lab.log_of(workload)
+    if parsed.durations == "recorded":
+        return _recorded(parsed, log)
+    engine = lab.engine_of(parsed, log)
+    policy = _policy(parsed.policy, log)
     check([policy], workload, engine)
     rate = _rate(parsed.rate)
     check_rate(rate)
     for load in loads_of(parsed.load, rate, workload) or []:
         if parsed.rate is None:
             rate = rate_at(load, workload, engine, parsed.seed)
+    if parsed.real:
+        options = {"model": parsed.model, "num_threads": parsed.num_threads}
+        given = {name: value for name, value in options.items() if value is not None}
+        return run_real(
+            policy,
+            workload,
+            engine,
+            seed=parsed.seed,
+            rate=rate,
+            step_log=parsed.step_log,
+            **given,
+        )
     return simulate(policy, workload, engine, seed=parsed.seed, rate=rate, steps=parsed.steps)
+
+
+def _check(parsed: argparse.Namespace) -> None:
+    """Options that do not go together, before anything takes time."""
+    if parsed.load is not None and parsed.rate is not None:
+        raise ConfigError("--load and --rate both say how many requests come; give one of them")
+    if parsed.out is not None and not parsed.out.parent.is_dir():
+        raise ConfigError(f"--out {str(parsed.out)!r} is in no directory that exists")
+    if parsed.real and parsed.steps:
+        raise ConfigError("--steps is of simulated runs; --real has --step-log")
+    if parsed.real and parsed.rate is None and parsed.profile is None:
+        raise ConfigError(
+            "--real needs to know how many requests come: give --rate, or the --profile by which "
+            "a --load is reckoned"
+        )
+    if not parsed.real:
+        for name in ("model", "num_threads", "step_log"):
+            if getattr(parsed, name) is not None:
+                raise ConfigError(f"--{name.replace('_', '-')} is of runs in real time; add --real")
+
+
+def _policy(text: str | None, log: Log | None) -> Any:
+    """What was asked for, or what served the log."""
+    if text is not None:
+        return lab.variant(text, "--policy")
+    if log is None:
+        return "fcfs"
+    name, options = (log.header.scheduler[n] for n in ("scheduling_policy", "policy_options"))
+    return Variant(name, options) if options else name
+
+
+def _recorded(parsed: argparse.Namespace, log: Log | None) -> Run:
+    """The log's own policy at the log's own times, every plan compared."""
+    if log is None:
+        raise ConfigError(
+            f"--durations recorded needs a step log as its workload, not {parsed.workload!r}"
+        )
+    for name in ("policy", "load", "rate", "requests", "profile", "cost", "max_num_seqs"):
+        if getattr(parsed, name) is not None:
+            raise ConfigError(
+                f"--durations recorded are those of the log's own plans, and --"
+                f"{name.replace('_', '-')} makes others; leave one of the two out"
+            )
+    outcome, again = resimulate(log.path, log)
+    print(outcome)
+    return again
 
 
 def _rate(text: str | None) -> float | None:

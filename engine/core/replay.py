@@ -126,7 +126,7 @@ class Replay:
         self.config = config
         _check_names(CacheConfig, header.cache, "the KV cache")
         cache = CacheConfig(**header.cache)
-        kv = KVManager(
+        self.kv = KVManager(
             header.num_blocks,
             header.block_size,
             enable_prefix_caching=cache.enable_prefix_caching,
@@ -136,7 +136,7 @@ class Replay:
         self._clock = ReplayClock()
         chosen = with_checked_grammars(choose_all(config))
         self.scheduler: SchedulerInterface = make_scheduler(
-            config, kv, clock=self._clock, seed=header.seed, chosen=chosen
+            config, self.kv, clock=self._clock, seed=header.seed, chosen=chosen
         )
         self._plans = PlanCoder()
         self._flight: deque[StepPlan] = deque()

@@ -21,7 +21,7 @@ from engine.messages.params import SamplingParams
 from engine.messages.requests import RequestOutput
 from engine.messages.step import Column, Masks, StepPlan, StepResult
 from engine.sim.job import FIRST_TOKEN, Job
-from engine.sim.records import DONE, REFUSED, Requests, Tokens
+from engine.sim.records import DONE, REFUSED, Requests, Tokens, totals_of
 from engine.sim.run import FORMAT, Engine, Run, Variant, name_of
 from engine.sim.workloads import Workload
 
@@ -42,7 +42,15 @@ class ForcedLengths:
     Neither scheduler nor policy is told: they see a request that asks for the most and stops.
     """
 
-    def __init__(self, inner: Executor[Any], num_slots: int, lengths: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        inner: Executor[Any],
+        num_slots: int,
+        lengths: Mapping[str, int],
+        kv_usage: Callable[[], float] = float,
+    ) -> None:
+        self.kv_peak = 0.0
+        self._kv_usage = kv_usage
         self._inner = inner
         self._lengths = lengths  # output tokens by request id, as far as a core is told it
         self._ends = np.full(num_slots, 2**31 - 1, dtype=np.int32)  # by slot, in known tokens
@@ -52,6 +60,7 @@ class ForcedLengths:
             shown = new.request_id.partition("/")[2]  # behind the number that the front end gave
             length = self._lengths.get(shown)
             self._ends[new.slot] = 2**31 - 1 if length is None else new.num_prompt + length
+        self.kv_peak = max(self.kv_peak, self._kv_usage())
         known = plan.starts + plan.counts + 1
         ends = (known >= self._ends[plan.slots])[plan.samples == 1]
         return Launched(self._inner.launch(plan), ends)
@@ -148,7 +157,11 @@ class _RealRun:
         self._tells_length = described.length_predictor == "oracle"
         self._lengths: dict[str, int] = {}
         core, num_slots = client.core, described.max_num_seqs
-        core.executor = ForcedLengths(core.executor, num_slots, self._lengths)
+        scheduler: Any = core.scheduler
+        kv = getattr(getattr(scheduler, "inner", scheduler), "kv", None)  # recorded or not
+        self._executor = core.executor = ForcedLengths(
+            core.executor, num_slots, self._lengths, lambda: kv.usage if kv else 0.0
+        )
         self._requests = Requests()
         self._tokens = Tokens(self._requests)
         self._places: dict[str, int] = {}
@@ -241,17 +254,11 @@ class _RealRun:
         self._tokens.settle()
         stats = self._engine.stats()
         assert stats is not None
-        names = (
-            *("num_steps", "num_scheduled_tokens", "prefix_hits", "num_preemptions"),
-            *("num_policy_faults", "num_rescued_steps"),
-        )
-        totals: dict[str, Any] = {name: getattr(stats, name) for name in names}
-        totals["counters"] = dict(stats.counters)
         return Run(
             head=self._head,
             requests=self._requests,
             gaps=self._tokens.gaps,
             steps=None,
-            totals=totals,
+            totals=totals_of(stats, self._executor.kv_peak),
             hook_seconds=sum(stats.hook_seconds.values()),
         )

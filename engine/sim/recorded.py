@@ -26,7 +26,7 @@ from engine.sched.interface import SchedulerInterface, StepOutputs
 from engine.sched.predict.headroom import Judgement
 from engine.sched.predict.profile import Profile
 from engine.sim.job import FILLER, Job, Span
-from engine.sim.records import Seen
+from engine.sim.records import Seen, totals_of
 from engine.sim.run import FORMAT, Engine, Run
 from engine.sim.worker import StepCost
 
@@ -44,6 +44,7 @@ class End(NamedTuple):
 class Log:
     """A log that was read: its figures as a run, and the end of each request."""
 
+    path: Path
     header: Header
     run: Run
     ends: dict[str, End]
@@ -58,7 +59,9 @@ def read_log(path: str | Path, *, allow_truncated: bool = False) -> Log:
         raise ConfigError(
             f"{path} cannot be read with its own policy: {outcome}; is the policy's code another?"
         )
-    return Log(header=log.header, run=reader.result(outcome), ends=reader.ends)
+    return Log(
+        path=Path(path), header=log.header, run=reader.result(outcome, path), ends=reader.ends
+    )
 
 
 def resimulate(
@@ -77,7 +80,7 @@ def resimulate(
         header.num_blocks = num_blocks
     again = _Again(header, changes, log.ends)
     outcome = again.run(StepLog(path, allow_truncated=allow_truncated))
-    return outcome, again.result(outcome)
+    return outcome, again.result(outcome, path)
 
 
 class LogReader(Replay):
@@ -89,6 +92,7 @@ class LogReader(Replay):
         self._seen: Seen | None = None
         self._counts: dict[str, int] = {}  # outputs of the living
         self._places: dict[str, int] = {}  # in the run's columns
+        self._kv_peak = 0.0
 
     def _add(self, adding: steplog.Adding, added: steplog.Added) -> Difference | None:
         if self._seen is None:
@@ -102,6 +106,11 @@ class LogReader(Replay):
             self._seen.came(job)
             self._counts[job.request_id] = 0
         return super()._add(adding, added)
+
+    def _plan(self, planned: steplog.Planned) -> Difference | None:
+        difference = super()._plan(planned)
+        self._kv_peak = max(self._kv_peak, self.kv.usage)
+        return difference
 
     @property
     def num_living(self) -> int:
@@ -138,16 +147,17 @@ class LogReader(Replay):
             place = self._places.pop(job.request_id)
             self._seen.requests.counts("num_output")[place] = self.ends[job.request_id].num_output
 
-    def result(self, outcome: Replayed) -> Run:
+    def result(self, outcome: Replayed, path: str | Path) -> Run:
         """What came of the log's requests."""
         seen = self._seen or Seen()
         config, stats = self.config, self.scheduler.make_stats()
-        names = ("num_steps", "num_scheduled_tokens", "prefix_hits", "num_preemptions")
+        assert stats is not None
         return Run(
             head={
                 "format": FORMAT,
                 "kind": "recorded",
                 "policy": str(config.scheduling_policy),
+                "workload": f"steps-log(path={str(path)!r})",
                 "engine": {
                     "max_num_seqs": config.max_num_seqs,
                     "max_num_batched_tokens": config.max_num_batched_tokens,
@@ -157,10 +167,7 @@ class LogReader(Replay):
             requests=seen.requests,
             gaps=seen.gaps,
             steps=None,
-            totals={
-                **({} if stats is None else {name: getattr(stats, name) for name in names}),
-                "num_plans": outcome.num_steps,
-            },
+            totals={**totals_of(stats, self._kv_peak), "num_plans": outcome.num_steps},
         )
 
 

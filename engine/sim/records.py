@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.messages.requests import CoreOutputs, Finished, Started
+from engine.messages.stats import SchedulerStats
 from engine.messages.step import Stretch
 from engine.sim.job import Job
 
@@ -273,3 +274,15 @@ class Seen:
         self.requests.counts("num_preempted")[place] = end.num_preemptions
         self.requests.wait(place, end.waits)
         return job
+
+
+TOTALS = (
+    *("num_steps", "num_scheduled_tokens", "prefix_hits", "num_preemptions"),
+    *("num_policy_faults", "num_rescued_steps"),
+)
+
+
+def totals_of(stats: SchedulerStats, kv_peak: float) -> dict[str, Any]:
+    """What a run keeps of its scheduler's counters, beside the largest share of the KV pool used."""
+    found: dict[str, Any] = {name: getattr(stats, name) for name in TOTALS}
+    return {**found, "kv_peak": kv_peak, "counters": dict(stats.counters)}

@@ -90,3 +90,62 @@ def test_what_is_no_log_is_said(tmp_path: Path) -> None:
     (tmp_path / "x.log").write_bytes(b"something else")
     with pytest.raises(ConfigError, match="is no step log"):
         read_log(tmp_path / "x.log")
+
+
+def simulate(capsys: pytest.CaptureFixture[str], *args: str) -> list[str]:
+    assert main(["simulate", *args]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_what_another_policy_would_have_done_to_served_traffic(
+    served: dict[tuple[str, int], tuple[Run, Path]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    done, path = served["fcfs", 1]
+    own = simulate(capsys, "--workload", str(path), "--durations", "recorded")
+    assert own[0].startswith("identical: ") and own[1].startswith("fcfs on steps-log(")
+    assert own[2].startswith("150 requests, 150 done")
+    other = simulate(capsys, "--workload", str(path), "--policy", "vtc", "--json")
+    assert '"outcomes": {' in "\n".join(other) and '"done": 150' in "\n".join(other)
+    assert '"max_num_seqs": 12' in "\n".join(other)  # the log's engine
+    done.write(tmp_path / "real.jsonl")
+    read = simulate(capsys, "--read", str(tmp_path / "real.jsonl"))
+    assert read[0].startswith("fcfs on log-uniform(num_requests=150")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--durations", "recorded"], "needs a step log as its workload, not 'log-uniform'"),
+        (["--real"], "--real needs to know how many requests come: give --rate"),
+        (["--model", "x"], "--model is of runs in real time; add --real"),
+        (["--real", "--rate", "1", "--steps"], "--steps is of simulated runs"),
+        (["--workload", "nowhere.log"], "workload 'nowhere.log' is not known"),
+    ],
+)
+def test_options_that_do_not_go_together(
+    args: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", *args]) == 2
+    printed = capsys.readouterr().err
+    assert message in printed and len(printed.splitlines()) == 1
+
+
+def test_recorded_times_belong_to_recorded_plans(
+    served: dict[tuple[str, int], tuple[Run, Path]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = str(served["fcfs", 1][1])
+    args = ["simulate", "--workload", log, "--durations", "recorded", "--policy", "vtc"]
+    assert main(args) == 2
+    assert "and --policy makes others; leave one of the two out" in capsys.readouterr().err
+
+
+def test_real_time_is_an_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, log = tmp_path / "real.jsonl", tmp_path / "steps.log"
+    sizes = ["--requests", "20", "--prompt-tokens", "8", "40", "--output-tokens", "2", "10"]
+    told = simulate(
+        capsys, *sizes, "--real", "--rate", "200", "--out", str(out), "--step-log", str(log)
+    )
+    assert told[1].startswith("20 requests, 20 done") and Run.read(out).head["kind"] == "real"
+    assert read_log(log).run.requests.done.all()
