@@ -69,7 +69,6 @@ class Guard(Policy):
         self._label = {hook: f"{self._name}.{hook}" for hook in (*HOOKS, "stable_for")}
         if type(inner).rank is rank_of_one:
             self._label["rank"] = self._label["ranks"]
-        self._chunk_label, self._grant_label = self._label["chunk"], self._label["on_grant"]
         self._timer = faults.timer
         self._seconds = faults.seconds
         self._asked = {
@@ -240,25 +239,36 @@ class Guard(Policy):
     def chunk(self, req: Request, num_tokens: int, view: SchedView) -> int:
         if "chunk" not in self._asked:
             return num_tokens
-        timer, fault = self._timer, None
-        begun = timer()
-        try:
-            answer = self.inner.chunk(req, num_tokens, view)
-        except Exception as error:  # plug-in code
-            answer, fault = num_tokens, answers.raised(error)
-        self._seconds[self._chunk_label] += timer() - begun
-        if answer.__class__ is int and 0 <= answer <= num_tokens and fault is None:
-            return answer
-        if fault is None:
+        return self.chunks_of(num_tokens, view)(req)
+
+    def chunks_of(self, num_tokens: int, view: SchedView) -> Callable[[Request], int]:
+        """``chunk`` for requests that may have so many tokens each: reads once what they share."""
+        ask, timer, seconds, label = self.inner.chunk, self._timer, self._seconds, self._label
+        asked, name = self._asked, label["chunk"]
+
+        def chunk(req: Request) -> int:
+            if not asked:  # left out meanwhile
+                return num_tokens
+            begun = timer()
+            try:
+                answer = ask(req, num_tokens, view)
+            except Exception as error:  # plug-in code
+                seconds[name] += timer() - begun
+                self._fault("chunk", answers.raised(error), req)
+                return num_tokens
+            seconds[name] += timer() - begun
+            if answer.__class__ is int and 0 <= answer <= num_tokens:
+                return answer
             try:
                 fault = answers.wrong_count(answer, num_tokens)
-                answer = int(answer) if fault is None else num_tokens
+                whole = int(answer) if fault is None else num_tokens
             except Exception as error:  # plug-in code
-                fault = answers.raised(error)
-        if fault is None:
-            return answer
-        self._fault("chunk", fault, req)
-        return num_tokens
+                fault, whole = answers.raised(error), num_tokens
+            if fault is not None:
+                self._fault("chunk", fault, req)
+            return whole
+
+        return chunk
 
     def outranks(self, req: Request, other: Request) -> bool:
         if "outranks" not in self._asked:
@@ -303,13 +313,24 @@ class Guard(Policy):
     def on_grant(self, req: Request, num_tokens: int, view: SchedView) -> None:
         if "on_grant" not in self._asked:
             return
-        timer = self._timer
-        begun = timer()
-        try:
-            self.inner.on_grant(req, num_tokens, view)
-        except Exception as error:  # plug-in code
-            self._fault("on_grant", answers.raised(error), req)
-        self._seconds[self._grant_label] += timer() - begun
+        self.grants_of(num_tokens, view)(req)
+
+    def grants_of(self, num_tokens: int, view: SchedView) -> Callable[[Request], None]:
+        """``on_grant`` for requests that get so many tokens each: reads once what they share."""
+        tell, timer, seconds, label = self.inner.on_grant, self._timer, self._seconds, self._label
+        asked, name = self._asked, label["on_grant"]
+
+        def on_grant(req: Request) -> None:
+            if not asked:  # left out meanwhile
+                return
+            begun = timer()
+            try:
+                tell(req, num_tokens, view)
+            except Exception as error:  # plug-in code
+                self._fault("on_grant", answers.raised(error), req)
+            seconds[name] += timer() - begun
+
+        return on_grant
 
     def takes_blocks(self, req: Request, other: Request) -> bool:
         if "takes_blocks" not in self._asked:

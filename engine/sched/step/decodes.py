@@ -189,17 +189,16 @@ class DecodeFastPath:
         table, kv, index, size = self._table, self._kv, step.index, self._kv.block_size
         considered, known = table.considered.at, table.num_tokens.at
         computed, pending = table.num_computed.at, table.num_pending.at
-        in_flight = table.in_flight.at
-        chunk = self._guard.chunk if self._asks_chunk else None
-        on_grant = self._guard.on_grant if self._asks_grant else None
-        view, granted, secure_next = self._view, step.plain.append, self._secure_next
+        chunk = self._guard.chunks_of(1, self._view) if self._asks_chunk else None
+        on_grant = self._guard.grants_of(1, self._view) if self._asks_grant else None
+        granted, secure_next = step.plain.append, self._secure_next
 
         def grant_one(req: Request) -> None:
             row = req.row
             if considered[row] == index:
                 return
             considered[row] = index
-            if chunk is not None and chunk(req, 1, view) < 1:
+            if chunk is not None and chunk(req) < 1:
                 return
             start = computed[row]
             within = start % size
@@ -212,8 +211,7 @@ class DecodeFastPath:
             if on_grant is not None:  # the hook sees the counts with this grant
                 computed[row] = start + 1
                 pending[row] += 1
-                in_flight[row] += 1
-                on_grant(req, 1, view)
+                on_grant(req)
 
         return grant_one
 
@@ -231,7 +229,9 @@ class DecodeFastPath:
         """Advance the counts of rows granted one by one."""
         if step.plain:
             step.plain_rows = self._roster.running_rows.sorted(step.plain)
-            if not self._asks_grant:
+            if self._asks_grant:
+                self._table.in_flight.all[step.plain_rows] += ONE
+            else:
                 self._advance(step.plain_rows)
             step.plain.clear()
 
