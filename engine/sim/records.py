@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from engine.messages.requests import CoreOutputs, Finished, Started
 from engine.messages.stats import SchedulerStats
 from engine.messages.step import Stretch
+from engine.sim.history import History
 from engine.sim.job import Job
 
 Floats = NDArray[np.float64]
@@ -217,10 +218,11 @@ class Tokens:
 
 class Seen:
     """What a run's outputs have told of its jobs. ``start``: when it began, on the outputs' clock,
-    in seconds."""
+    in seconds; ``keeps_history``: what happened to each request, too."""
 
-    def __init__(self, start: float = 0.0) -> None:
+    def __init__(self, start: float = 0.0, *, keeps_history: bool = False) -> None:
         self.requests = Requests()
+        self.history = History() if keeps_history else None
         self._tokens = Tokens(self.requests)
         self._start = start
         self._living: dict[str, tuple[int, Job]] = {}  # by id: place in the columns, and job
@@ -234,12 +236,17 @@ class Seen:
 
     def came(self, job: Job) -> None:
         """A job was taken."""
-        self._places[job.request_id] = place = self.requests.add(job)
+        self._places[job.request_id] = place = self._add(job)
         self._living[job.request_id] = (place, job)
 
     def refused(self, job: Job) -> None:
         """A job was not taken."""
-        self.requests.end(self.requests.add(job), REFUSED)
+        self.requests.end(self._add(job), REFUSED)
+
+    def _add(self, job: Job) -> int:
+        if self.history is not None:
+            self.history.came()
+        return self.requests.add(job)
 
     def stretched(self, stretch: Stretch) -> None:
         """Steps that were jumped over: each brought each of the stretch's requests a token."""
@@ -258,7 +265,7 @@ class Seen:
             if batch.finished:
                 self._tokens.settle()
                 self._tokens.forget()
-            ended += [(self._end(ids[end.index], end), time) for end in batch.finished]
+            ended += [(self._end(ids[end.index], end, time), time) for end in batch.finished]
         return ended
 
     def _scheduled(self, place: int, started: Started) -> None:
@@ -266,13 +273,18 @@ class Seen:
         if np.isnan(scheduled[place]):
             scheduled[place] = started.scheduled_time - self._start
             self.requests.counts("num_cached")[place] = started.num_cached_tokens
+        if self.history is not None:
+            self.history.told(place, started.events, started.waits, self._start)
 
-    def _end(self, name: str, end: Finished) -> Job:
+    def _end(self, name: str, end: Finished, time: float) -> Job:
         del self._places[name]
         place, job = self._living.pop(name)
         self.requests.end(place, DONE if end.reason in ("stop", "length") else end.reason)
         self.requests.counts("num_preempted")[place] = end.num_preemptions
         self.requests.wait(place, end.waits)
+        if self.history is not None:
+            self.history.told(place, end.events, end.waits, self._start)
+            self.history.ended(place, time)
         return job
 
 

@@ -28,6 +28,7 @@ from engine.messages.step import Column, StepPlan, Stretch
 from engine.sched.plugins.find import choose, find_policy, make_scheduler
 from engine.sched.predict.cost import StepShape
 from engine.sched.predict.profile import Profile
+from engine.sim.history import History, Work
 from engine.sim.job import Job
 from engine.sim.records import Floats, Requests, Seen
 from engine.sim.timing import timing
@@ -92,14 +93,16 @@ class Run:
     which step."""
     hook_seconds: float = 0.0
     """Real time in hooks of the policy: the one figure that differs from run to run."""
+    history: History | None = None
+    """What happened to each request, and when, if steps were asked for."""
 
     @property
     def policy(self) -> str:
         return str(self.head["policy"])
 
     def lines(self) -> Iterator[bytes]:
-        """The run as lines of JSON: head, requests, gaps, steps, totals. The same seed gives the
-        same bytes."""
+        """The run as lines of JSON: head, requests, gaps, steps and histories, totals. The same
+        seed gives the same bytes."""
         yield _line("run", self.head)
         for row in self.requests.rows():
             yield _line("request", row)
@@ -107,6 +110,11 @@ class Run:
             yield _line("gap", gap)
         for step in [] if self.steps is None else self.steps.tolist():
             yield _line("step", step)
+        if self.history is not None:
+            for row in self.history.rows():
+                yield _line("history", row)
+            for span in self.history.work.tolist():
+                yield _line("work", span)
         yield _line("totals", self.totals)
 
     def write(self, path: str | Path) -> None:
@@ -140,10 +148,11 @@ class Run:
             gaps=np.array(parts["gap"], dtype=np.float64).reshape(-1, 3),
             steps=np.array(parts["step"], dtype=np.float64) if parts["step"] else None,
             totals=totals,
+            history=History.read(parts["history"], parts["work"]) if parts["history"] else None,
         )
 
 
-PARTS = ("run", "request", "gap", "step", "totals")
+PARTS = ("run", "request", "gap", "step", "history", "work", "totals")
 
 
 def _line(part: str, value: Any) -> bytes:
@@ -165,8 +174,8 @@ def run(
     ``policy`` is given as to an engine, or as a ``Variant``; ``workload`` as an object, or by name
     as on the command line. Requests come at ``rate`` a second, or at ``load`` times what the
     engine can serve in order of arrival, or at the workload's own rate. ``steps`` keeps a row for
-    each step. Raises ``ConfigError`` for options that cannot work and for a policy under which
-    nothing is ever computed.
+    each step, and what happened to each request. Raises ``ConfigError`` for options that cannot
+    work and for a policy under which nothing is ever computed.
     """
     engine = engine or Engine()
     workload = find_workload(workload) if isinstance(workload, str) else workload
@@ -236,6 +245,7 @@ class Watched(TimedWorker):
     def __init__(self, *args: Any, kv: KVManager, keeps_steps: bool) -> None:
         super().__init__(*args)
         self._kv = kv
+        self.work = Work(len(self._ends)) if keeps_steps else None
         self.steps: list[tuple[float, ...]] | None = [] if keeps_steps else None
         self._hash = hashlib.blake2b(digest_size=16)
         self._ids: dict[int, str] = {}  # by slot
@@ -258,6 +268,8 @@ class Watched(TimedWorker):
             self._decided(plan.slots, plan.counts)
             self.kv_peak = max(self.kv_peak, self._kv.usage)  # blocks grow until a step ends
         launched = super().launch(plan)
+        if self.work is not None:
+            self.work.computed(plan)
         if self.steps is not None and plan.num_tokens:
             self._keep(plan, launched)
         return launched
@@ -265,7 +277,7 @@ class Watched(TimedWorker):
     def repeated(
         self, stretch: Stretch, launched: Sequence[float], seconds: Sequence[float]
     ) -> None:
-        self._decided(stretch.slots, np.ones_like(stretch.slots), stretch.num_steps)
+        self._decided(stretch.slots, np.ones_like(stretch.slots), stretch.num_planned)
 
     def _decided(self, slots: Column, counts: Column, num_steps: int = 1) -> None:
         decided = slots.tobytes() + counts.tobytes()
@@ -322,7 +334,7 @@ class _Run:
         self._core = EngineCore(scheduler, self._worker, engine.depth, stretches=jumps)
         self._source = workload.source(seed, rate)
         self._tells_length = engine.length_predictor == "oracle"
-        self._seen = Seen()
+        self._seen = Seen(keeps_history=keeps_steps)
         self._max_idle_looks = engine.max_idle_looks
         self._head = {
             "format": FORMAT,
@@ -392,7 +404,10 @@ class _Run:
     def _result(self) -> Run:
         stats = self._core.scheduler.make_stats()
         assert stats is not None
-        steps = self._worker.steps
+        steps, history, work = self._worker.steps, self._seen.history, self._worker.work
+        if history is not None and work is not None:
+            names = self._seen.requests.names["request_id"]
+            history.work = work.spans({name: place for place, name in enumerate(names)})
         totals = {
             "num_steps": stats.num_steps,
             "num_scheduled_tokens": stats.num_scheduled_tokens,
@@ -412,6 +427,7 @@ class _Run:
             steps=None if steps is None else np.array(steps, dtype=np.float64).reshape(-1, 8),
             totals=totals,
             hook_seconds=sum(stats.hook_seconds.values()),
+            history=history,
         )
 
 

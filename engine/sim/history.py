@@ -1,0 +1,180 @@
+"""What happened to each request, and when: kept beside the steps of a run, if these are.
+
+A core tells a request's events and the sums of its waits with its first output after each start,
+and at its end. What was added since it told before belongs to the stays in the queue that ended
+between, so each of them has its own causes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.messages.step import StepPlan
+
+Cells = NDArray[np.int64]
+Event = tuple[str, float]
+
+PREEMPTED = "preempted"
+
+
+class Stay(NamedTuple):
+    """A time in the queue."""
+
+    start: float
+    end: float
+    causes: dict[str, float]
+    """Seconds by cause, the largest first."""
+    is_again: bool = False
+    """The request had run before, and was preempted."""
+
+    @property
+    def cause(self) -> str:
+        """What it waited for most."""
+        return next(iter(self.causes), "")
+
+
+class History:
+    """By request, in order of arrival: what happened, its stays in the queue, and its work.
+
+    ``work`` [n, 4] are spans of steps: the request's place, the first step, the last one, and the
+    tokens of it that each of them computed. A step in between that is in no span left it out.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[list[Event]] = []
+        """"queued", "scheduled" and "preempted", with seconds since the start of the run."""
+        self.stays: list[list[Stay]] = []
+        self.work: Cells = np.empty((0, 4), dtype=np.int64)
+        self._told: dict[int, tuple[int, dict[str, float]]] = {}  # of the living: events, waits
+
+    def __len__(self) -> int:
+        return len(self.events)
+
+    def came(self) -> None:
+        """One more request; the refused, too."""
+        self.events.append([])
+        self.stays.append([])
+
+    def told(
+        self, place: int, events: Sequence[Event], waits: Mapping[str, float], start: float
+    ) -> None:
+        """All that has happened to a request, and its waits; ``start``: of the run, on the clock
+        that events have."""
+        num_told, before = self._told.get(place, (0, {}))
+        own = self.events[place]
+        own += [(name, time - start) for name, time in events[num_told:]]
+        added = {c: s - before.get(c, 0.0) for c, s in waits.items() if s > before.get(c, 0.0)}
+        begun = list(stays_of(own))
+        fresh = begun[len(self.stays[place]) :]
+        self.stays[place] += _shared_out(fresh, added)
+        self._told[place] = (len(events), dict(waits))
+
+    def ended(self, place: int, time: float) -> None:
+        """The request has ended; a stay that was not over is now."""
+        own, stays = self.events[place], self.stays[place]
+        if own and own[-1][0] != "scheduled":
+            _, waits = self._told.get(place, (0, {}))
+            rest = dict(waits)
+            for stay in stays:
+                for cause, seconds in stay.causes.items():
+                    rest[cause] = rest.get(cause, 0.0) - seconds
+            name, since = own[-1]
+            causes = _sorted({cause: seconds for cause, seconds in rest.items() if seconds > 0})
+            stays.append(Stay(since, time, causes, name == PREEMPTED))
+        self._told.pop(place, None)
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Each request's as plain data."""
+        for place, (events, stays) in enumerate(zip(self.events, self.stays, strict=True)):
+            yield {"place": place, "events": events, "stays": [list(stay) for stay in stays]}
+
+    @classmethod
+    def read(cls, rows: Iterable[dict[str, Any]], work: Sequence[Sequence[int]]) -> History:
+        """The history that such rows say."""
+        found = cls()
+        for row in rows:
+            found.events.append([(name, time) for name, time in row["events"]])
+            found.stays.append([Stay(*stay) for stay in row["stays"]])
+        found.work = np.array(work, dtype=np.int64).reshape(-1, 4)
+        return found
+
+
+def stays_of(events: Iterable[Event]) -> Iterator[Stay]:
+    """The stays in the queue that are over, without their causes."""
+    since: Event | None = None
+    for event in events:
+        if event[0] == "scheduled" and since is not None:
+            yield Stay(since[1], event[1], {}, since[0] == PREEMPTED)
+            since = None
+        elif event[0] != "scheduled":
+            since = event
+
+
+def _shared_out(stays: list[Stay], added: dict[str, float]) -> list[Stay]:
+    """Whose waits these are. All of a stay behind a preemption is charged to that one, so several
+    are told apart by their lengths."""
+    found = []
+    for place, stay in enumerate(stays):
+        names = [cause for cause in added if cause.startswith(PREEMPTED) is stay.is_again]
+        if stay.is_again and place < len(stays) - 1:
+            length = stay.end - stay.start
+            names = sorted(names, key=lambda cause: abs(added[cause] - length))[:1]
+            shares = {cause: min(added[cause], length) for cause in names}
+        else:
+            shares = {cause: added[cause] for cause in names}
+        for cause, seconds in shares.items():
+            added[cause] -= seconds
+        shares = {cause: seconds for cause, seconds in shares.items() if seconds > 0}
+        found.append(stay._replace(causes=_sorted(shares)))
+    return found
+
+
+def _sorted(causes: dict[str, float]) -> dict[str, float]:
+    return dict(sorted(causes.items(), key=lambda item: (-item[1], item[0])))
+
+
+class Work:
+    """Spans of steps in which a request got the same number of tokens, as steps come.
+
+    A step costs a few operations on columns of the engine's seats, whatever happens in it.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._ids: list[str] = [""] * num_slots
+        self._counts = np.zeros(num_slots, dtype=np.int64)  # tokens of the latest step, by slot
+        self._since = np.zeros(num_slots, dtype=np.int64)
+        self._step = 0
+        self._spans: list[tuple[str, int, int, int]] = []
+
+    def computed(self, plan: StepPlan) -> None:
+        """The next step."""
+        for new in plan.new:
+            self._close([new.slot])
+            self._ids[new.slot] = new.request_id
+        if not plan.num_tokens:
+            return
+        counts = np.zeros_like(self._counts)
+        counts[plan.slots] = plan.counts
+        changed = np.flatnonzero(counts != self._counts)
+        self._close(changed.tolist())
+        self._counts = counts
+        self._since[changed] = self._step
+        self._step += 1
+
+    def _close(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            if count := int(self._counts[slot]):
+                first = int(self._since[slot])
+                self._spans.append((self._ids[slot], first, self._step - 1, count))
+                self._counts[slot] = 0
+
+    def spans(self, places: Mapping[str, int]) -> Cells:
+        """[n, 4], as ``History.work``, in order of their beginning."""
+        self._close(range(len(self._ids)))
+        found = [(places[name], *span) for name, *span in self._spans]
+        found.sort(key=lambda span: (span[1], span[0]))
+        return np.array(found, dtype=np.int64).reshape(-1, 4)
