@@ -37,7 +37,7 @@ class RankedQueue(Sequence[Request]):
     def __init__(self) -> None:
         self._keys: list[tuple[object, ...]] | None = []  # None: ranks are in columns
         self._reqs: list[Request] = []
-        self._rows = array("q")
+        self._rows: array[int] | None = array("q")  # None until somebody asks for them
         self._packed: Rows | None = NO_ROWS  # the same, while nobody comes or goes
         self._late: list[Request] = []  # came with tuples since ranks were last given in columns
 
@@ -60,6 +60,8 @@ class RankedQueue(Sequence[Request]):
     @property
     def rows(self) -> Rows:
         """The rows of the table, in order of rank; read-only."""
+        if self._rows is None:
+            self._rows = array("q", [req.row for req in self._reqs])
         if self._packed is None:
             self._packed = np.array(self._rows, dtype=np.intp)
         return self._packed
@@ -74,7 +76,8 @@ class RankedQueue(Sequence[Request]):
             index = bisect_left(self._keys, key)
             self._keys.insert(index, key)
         self._reqs.insert(index, req)
-        self._rows.insert(index, req.row)
+        if self._rows is not None:
+            self._rows.insert(index, req.row)
         self._packed = None
 
     def remove(self, req: Request) -> None:
@@ -89,7 +92,8 @@ class RankedQueue(Sequence[Request]):
         if index == len(reqs) or reqs[index] is not req:
             index = reqs.index(req)
         del reqs[index]
-        del self._rows[index]
+        if self._rows is not None:
+            del self._rows[index]
         self._packed = None
         if self._keys is not None:
             del self._keys[index]
@@ -100,14 +104,13 @@ class RankedQueue(Sequence[Request]):
         """Give each request, in the order they are in, its new rank, and sort."""
         reqs, keys = self._reqs, []
         for req, rank in zip(reqs, ranks, strict=True):
-            req.rank = rank
+            req.own_rank = rank
             keys.append((*rank, req.arrival))
         by_arrival: dict[object, Request] = {req.arrival: req for req in reqs}
         keys.sort()
         self._keys = keys
         self._reqs = [by_arrival[key[-1]] for key in keys]
-        self._rows = array("q", [req.row for req in self._reqs])
-        self._packed = None
+        self._rows = self._packed = None
         self._late.clear()
 
     def rerank_columns(self, ranks: Sequence[Array], by_row: NDArray[np.object_]) -> None:
