@@ -253,6 +253,17 @@ class KVManager:
             num_enough, num_too_many = (middle, num_too_many) if is_enough else (num_enough, middle)
         return num_enough
 
+    def may_gain(self, req: Holder, rows: Sequence[int]) -> bool:
+        """Could what the requests in these rows publish next lengthen the prefix hit of ``req``?"""
+        if not self.caching:
+            return False
+        hashes = self._hashes(req)
+        for row in rows:
+            count, chain = int(self.num_published[row]), self._holdings[row].chain
+            if count < len(hashes) and chain[count - 1 : count] == hashes[count - 1 : count]:
+                return True
+        return False
+
     def repeat(
         self,
         reqs: Sequence[Holder],

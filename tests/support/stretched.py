@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Container
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from random import Random
 from typing import Any
@@ -22,11 +22,11 @@ from engine.sched.plugins.find import make_scheduler
 from engine.sched.policies import POLICIES
 from engine.sched.predict.cost import StepShape
 from engine.sched.scheduler import Scheduler
-from engine.sim.job import END
+from engine.sim.job import END, FILLER
 from engine.sim.worker import Cost, Launched, StepCost, TimedWorker, VirtualClock
 
 IDLE_SECONDS = 0.01
-FEATURES = ("deadlines", "aborts", "resets", "pauses", "clients", "salts", "late", "twins")
+FEATURES = ("deadlines", "aborts", "resets", "pauses", "clients", "salts", "turns", "twins")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,9 +256,13 @@ def draw_case(seed: int, policy: str | None = None) -> StretchCase:
     features = {name for name in FEATURES if rng.random() < 0.35}
     block_size = rng.choice((1, 2, 3, 4, 8, 16, 16))
     max_model_len = rng.choice((40, 150, 400))
-    num_tokens = rng.choice((1.1, 2, 4, 10)) * max_model_len
+    is_tight = rng.random() < 0.3  # seats for more than there are blocks for
+    num_tokens = rng.choice((1.1, 1.5, 2) if is_tight else (1.1, 2, 4, 10)) * max_model_len
     num_blocks = 2 + int(num_tokens) // block_size
     config = draw_config(rng, policy or rng.choice(sorted(POLICIES)), max_model_len)
+    if is_tight:
+        budget = max(20, config.max_num_batched_tokens)
+        config = replace(config, max_num_seqs=20, max_num_batched_tokens=budget)
     num_requests = rng.choice((3, 8, 20))
     gap = rng.choice((0.0, 0.02, 0.1, 0.5, 2.0))
     shared = [rng.randrange(2, 9) for _ in range(max_model_len)]
@@ -307,6 +311,9 @@ def _request(
     prompt = shared[:common] + [rng.randrange(2, 9) for _ in range(num_prompt - common)]
     if "twins" in features and rng.random() < 0.5:
         prompt = shared[:num_prompt]
+    if "turns" in features and rng.random() < 0.7:  # it goes on where others' answers do
+        common = rng.randint(1, min(num_prompt, 4))
+        prompt = shared[:common] + [FILLER] * (num_prompt - common)
     times = {}
     if "deadlines" in features:
         for deadline in ("deadline", "queue_deadline", "end_deadline"):

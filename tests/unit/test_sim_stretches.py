@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
 from typing import Any
 
@@ -49,12 +50,19 @@ class Engine:
         worker = TimedWorker(self.clock, ONE_SECOND, options["max_num_seqs"], self.lengths)
         self.core = EngineCore(self.scheduler, worker, stretches=True)
 
-    def add(self, name: str, num_output: int, max_tokens: int = 100, **fields: Any) -> None:
+    def add(
+        self,
+        name: str,
+        num_output: int,
+        max_tokens: int = 100,
+        prompt: Sequence[int] = (5, 6, 7),
+        **fields: Any,
+    ) -> None:
         self.lengths[name] = num_output
         params = SamplingParams(max_tokens=max_tokens)
         fields = {"arrival_time": self.clock.now, "eos_token_ids": [END], **fields}
         self.scheduler.add_request(
-            AddRequest(name, [5, 6, 7], params, seed=0, max_tokens=max_tokens, **fields)
+            AddRequest(name, list(prompt), params, seed=0, max_tokens=max_tokens, **fields)
         )
 
     def jump(self, until: float = inf) -> int:
@@ -113,6 +121,24 @@ def test_who_waits_for_a_seat_does_not_end_it() -> None:
     assert engine.jump() == 18
     engine.scheduler.set_pause_state(PauseState.PAUSED_NEW)
     assert engine.jump() == engine.jump() == 0
+
+
+def test_who_waits_for_blocks_does_not_end_it() -> None:
+    engine = Engine(num_blocks=6)
+    engine.add("a", 16, 16)
+    engine.core.step()
+    engine.add("b", 2, 2, prompt=[8] * 18)
+    assert engine.jump() == 0  # "a" fills its first block, which might have been that of "b"
+    assert engine.jump() == 13
+
+
+def test_who_waits_may_find_its_prompt_in_what_is_published() -> None:
+    engine = Engine(num_blocks=4)
+    engine.add("a", 9, 9)
+    engine.core.step()
+    engine.add("b", 2, 2, prompt=[5, 6, 7, *[FILLER] * 6])  # two blocks are free, it needs three
+    assert engine.jump() == 0  # the next step fills a block that it can share
+    assert engine.scheduler.get_request_counts().running == 2
 
 
 class Silent:

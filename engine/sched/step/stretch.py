@@ -15,7 +15,7 @@ import numpy as np
 
 from engine.messages.step import Stretch
 from engine.sched.plugins.hooks import Guard
-from engine.sched.request import ONE
+from engine.sched.request import ONE, Request
 from engine.sched.roster import Cause, RunningColumns
 from engine.sched.step.builder import Step
 from engine.sched.step.intake import Intake
@@ -118,6 +118,8 @@ class Stretches:
         roster.running_rows.note_repeats(counters.num_steps, num_before + num_more)
         step.index = counters.num_steps
         table.considered.all[rows] = step.index
+        if step.closed_by == Cause.BLOCKS:  # it was offered tokens
+            table.considered.at[roster.waiting[0].row] = step.index
         view = self._view
         view.step, self._step = step, None
         view.now = float(stretch.begins[-1] if num_more else stretch.ends[-1])
@@ -131,7 +133,22 @@ class Stretches:
         if not (len(roster.waiting) and roster.num_free_seats):
             return False
         is_full = len(roster.running) >= self._config.max_num_batched_tokens
-        return not (is_full or self._guard.overrides("limits"))
+        fits = self._kv.blocks_for(roster.waiting[0].num_tokens) <= self._kv.num_free
+        return fits and not (is_full or self._guard.overrides("limits"))
+
+    def _lacks_blocks(self, req: Request) -> bool:
+        """Is this request, the first that waits, refused for lack of blocks in each of the steps?
+
+        In them fewer blocks become free and none are given back, and what it finds in the cache
+        may become less. So it is refused again, unless a running request publishes more of its
+        prompt. ``keeps_headroom`` is not asked where not even the request itself fits.
+        """
+        if self._guard.overrides("admit") or not self._config.enable_chunked_prefill:
+            return False
+        kv = self._kv
+        if req.num_pending or kv.missing(req, req.num_tokens) <= kv.num_free:
+            return False
+        return not kv.may_gain(req, self._roster.running_rows.list)
 
     def _is_steady(self, num_in_flight: int) -> bool:
         """Do the same requests run in all steps in flight, is none of them a prompt, was all said
@@ -164,8 +181,15 @@ class Stretches:
             return None
         if not len(roster.waiting):
             return step
-        is_asked = guard.dynamic or guard.overrides("next_waiting") or step.tokens_left
-        return None if may_preempt or (step.admission_open and is_asked) else step
+        if may_preempt or not step.admission_open:
+            return None if may_preempt else step
+        if guard.dynamic or guard.overrides("next_waiting"):
+            return None
+        if step.tokens_left and not self._lacks_blocks(roster.waiting[0]):
+            return None
+        if step.tokens_left:
+            step.close(Cause.BLOCKS)
+        return step
 
     def _order(self) -> list[int]:
         """The place by rank of each running request, in order of rows."""
