@@ -367,6 +367,10 @@ class NewestFirst(FCFS):
     def rank(self, req, view):
         return (-req.arrival,)
 
+    def victim(self, candidates, req, view):
+        """The dearest one to compute again."""
+        return max(candidates, key=lambda other: other.num_computed)
+
 
 def test_the_command_warns_of_a_policy_that_collapses(
     by_path: str, capsys: pytest.CaptureFixture[str]

@@ -91,6 +91,8 @@ def test_every_hook_has_its_line() -> None:
 
 
 def test_its_commands_exist() -> None:
-    lines = re.findall(r"^metronome ((?:policies|verify|replay) [^#\n]*)", TEXT, re.MULTILINE)
+    lines = re.findall(
+        r"^metronome ((?:policies|simulate|compare|verify|replay) [^#\n]*)", TEXT, re.MULTILINE
+    )
     commands = {make_parser().parse_args(shlex.split(line)).command for line in lines}
-    assert commands == {"policies", "verify", "replay"}
+    assert commands == {"policies", "simulate", "compare", "verify", "replay"}
