@@ -100,11 +100,11 @@ def table_rows() -> list[Row]:
         Row("10,000 waiting, ranks that move, at once: us a step", "queue_at_once", "both_us",
             limit=2000, peer_load="queue_static"),
         Row("10,000 waiting, seats left, ranks that move, at once: us a step", "open_dynamic",
-            "both_us", limit=2000),
+            "both_us", limit=2000, peer_load="queue_static"),
         Row("10,000 waiting, seats left, longest prefix: us a step", "open_lpm", "both_us",
-            limit=5000),
+            limit=5000, peer_load="queue_static"),
         Row("10,000 waiting that may preempt, no seat left: us a step", "full_preempt", "both_us",
-            limit=5000),
+            limit=5000, peer_load="queue_static"),
     ]  # fmt: skip
     return rows
 
