@@ -84,15 +84,15 @@ def read_profile(path: str | Path) -> Profile:
     try:
         profile = msgspec.json.decode(Path(path).read_bytes(), type=Profile)
     except OSError as error:
-        raise ConfigError(f"cost profile {str(path)!r} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"cost_profile {str(path)!r} cannot be read: {error.strerror}") from error
     except msgspec.DecodeError as error:
         raise ConfigError(
-            f"cost profile {str(path)!r} is none: {error}; `metronome calibrate` writes one"
+            f"cost_profile {str(path)!r} is none: {error}; `metronome calibrate` writes one"
         ) from error
     expected = len(FEATURES) + len(profile.knots) + 1
     if profile.format != FORMAT or len(profile.coefficients) != expected:
         raise ConfigError(
-            f"cost profile {str(path)!r} is of format {profile.format} with "
+            f"cost_profile {str(path)!r} is of format {profile.format} with "
             f"{len(profile.coefficients)} coefficients; this version reads format {FORMAT} with "
             f"{expected} for its {len(profile.knots)} knots; calibrate anew"
         )
