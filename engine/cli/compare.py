@@ -68,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace) -> int:
     workload = lab.workload_of(parsed)
     engine = lab.engine_of(parsed, lab.log_of(workload))
+    _check(parsed)
     shown = _figures(parsed.figures)
     cells = compare(
         Experiment(
@@ -91,6 +92,12 @@ def run(parsed: argparse.Namespace) -> int:
     for cell in cells:
         print("", *described(cell, shown), sep="\n")
     return 0
+
+
+def _check(parsed: argparse.Namespace) -> None:
+    """Options that do not go together."""
+    lab.one_of(parsed, "json", "csv", "in which form figures are written")
+    lab.one_of(parsed, "loads", "rate", "how many requests come")
 
 
 def swept(text: str) -> tuple[str, list[Any]]:

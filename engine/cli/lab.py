@@ -116,6 +116,12 @@ def workload_of(parsed: argparse.Namespace) -> Workload:
     return find_workload(text, **told)
 
 
+def one_of(parsed: argparse.Namespace, first: str, second: str, what: str) -> None:
+    """Raise ``ConfigError`` where both options are given, of which each says ``what``."""
+    if all(getattr(parsed, name) not in (None, False) for name in (first, second)):
+        raise ConfigError(f"--{first} and --{second} both say {what}; give one of them")
+
+
 def log_of(workload: Workload) -> Log | None:
     """The step log that this workload was served in, if it was."""
     if not isinstance(workload, StepsLog):

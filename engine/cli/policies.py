@@ -73,6 +73,8 @@ def run(parsed: argparse.Namespace) -> int:
         print(*listed(), sep="\n")
         return 0
     workload = lab.workload_of(parsed)
+    lab.one_of(parsed, "json", "csv", "in which form figures are written")
+    lab.one_of(parsed, "load", "rate", "how many requests come")
     engine = lab.engine_of(parsed, lab.log_of(workload))
     [cell] = compare(
         Experiment(

@@ -124,6 +124,8 @@ def _check(parsed: argparse.Namespace) -> None:
         raise ConfigError("--load and --rate both say how many requests come; give one of them")
     if parsed.out is not None and not parsed.out.parent.is_dir():
         raise ConfigError(f"--out {str(parsed.out)!r} is in no directory that exists")
+    if parsed.out is not None and parsed.out.is_dir():
+        raise ConfigError(f"--out {str(parsed.out)!r} is a directory, must be a file")
     if parsed.real and parsed.steps:
         raise ConfigError("--steps is of simulated runs; --real has --step-log")
     if parsed.real and parsed.rate is None and parsed.profile is None:

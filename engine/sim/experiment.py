@@ -76,7 +76,8 @@ def in_processes(
 
     Raises ``EngineDeadError`` if one of them dies, and what ``work`` raises.
     """
-    if not 1 <= jobs <= (most := max(1, cpu_count() or 1)):
+    most = max(1, cpu_count() or 1)
+    if not 1 <= jobs <= most:
         raise ConfigError(f"--jobs is {jobs}, must be in 1..{most}, the processors here")
     if jobs == 1 or len(items) == 1:
         yield from map(work, items)
@@ -110,8 +111,17 @@ def with_option(
 ) -> tuple[Workload, Engine]:
     """Workload and engine with an option of either, or of the scheduler, at this value.
 
-    Raises ``ConfigError`` for one that none of them has.
+    Raises ``ConfigError`` for one that none of them has, and for a value that it cannot take.
     """
+    try:
+        return _with_option(name, value, workload, engine)
+    except (TypeError, AttributeError) as error:
+        raise ConfigError(f"option {name} cannot be {value!r}: {error}") from error
+
+
+def _with_option(
+    name: str, value: Any, workload: Workload, engine: Engine
+) -> tuple[Workload, Engine]:
     in_engine = {each.name for each in fields(Engine)} - {"scheduler", "cost"}
     in_workload = {each.name for each in fields(workload)}
     in_scheduler = {each.name for each in fields(SchedulerConfig)}

@@ -76,6 +76,10 @@ class Engine:
     max_idle_looks: int = 200_000
     """Looks in a row, 5 ms apart, at an engine that computes nothing, before it is given up."""
 
+    def __post_init__(self) -> None:
+        if not (isinstance(self.depth, int) and self.depth >= 1):
+            raise ConfigError(f"depth is {self.depth!r}, must be 1 or more steps in flight")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
@@ -118,9 +122,12 @@ class Run:
         yield _line("totals", self.totals)
 
     def write(self, path: str | Path) -> None:
-        """Write the run's file."""
-        with Path(path).open("wb") as file:
-            file.writelines(self.lines())
+        """Write the run's file. Raises ``ConfigError`` where that cannot be done."""
+        try:
+            with Path(path).open("wb") as file:
+                file.writelines(self.lines())
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
 
     @classmethod
     def read(cls, path: str | Path) -> Run:
@@ -131,17 +138,25 @@ class Run:
                 for line in file:
                     for name, value in msgspec.json.decode(line, type=dict[str, Any]).items():
                         parts[name].append(value)
-            head, totals = parts["run"][0], parts["totals"][0]
+            if not (parts["run"] and parts["totals"]):
+                raise ConfigError(f"{path} is no whole run file: it has no head or no end")
+            return cls._of(path, parts)
+        except ConfigError:
+            raise
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-        except (msgspec.DecodeError, KeyError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{path} is no run file: {error}") from error
-        except IndexError as error:
-            raise ConfigError(f"{path} is no whole run file: it has no head or no end") from error
+
+    @classmethod
+    def _of(cls, path: str | Path, parts: Mapping[str, Sequence[Any]]) -> Run:
+        head, totals = parts["run"][0], parts["totals"][0]
         if head.get("format") != FORMAT:
             raise ConfigError(
                 f"{path} is of format {head.get('format')}; this version reads {FORMAT}"
             )
+        if missing := {"policy"} - head.keys() | TOTALS - totals.keys():
+            raise ValueError(f"it lacks {', '.join(sorted(missing))}")
         return cls(
             head=head,
             requests=Requests.read(parts["request"]),
@@ -153,6 +168,11 @@ class Run:
 
 
 PARTS = ("run", "request", "gap", "step", "history", "work", "totals")
+TOTALS = {
+    *("num_steps", "num_scheduled_tokens", "prefix_hits", "num_preemptions", "num_policy_faults"),
+    *("num_rescued_steps", "kv_peak", "counters"),
+}
+"""What every run has counted."""
 
 
 def _line(part: str, value: Any) -> bytes:

@@ -8,6 +8,8 @@ Schedulers and KV
   stretched: Random engines and workloads on a virtual clock, run step by step and with stretches:
       two traces that must be equal to the last bit.
   timed: Runs on a clock of their own, for tests of what a policy prefers.
+  lab_policies: Policies that experiments are tried with, by dotted path: other processes must
+      find them.
   holders: Requests as the KV manager sees them, without a scheduler.
   data_plane: Fake data planes: what workers do with the parts of a plan, and what goes wrong if
       one is wrong.

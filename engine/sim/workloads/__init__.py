@@ -62,5 +62,5 @@ def find_workload(text: str, **options: Any) -> Workload:
             )
     try:
         return kind(**told)
-    except TypeError as error:
+    except (TypeError, AttributeError) as error:
         raise ConfigError(f"workload {name!r} cannot be made of {told}: {error}") from error

@@ -150,9 +150,9 @@ class Workload(ABC):
 
     def check(self, name: str, value: float, least: float, most: float = inf) -> None:
         """Raise ``ConfigError`` for an option out of its bounds."""
-        if not least <= value <= most:
+        if not (isinstance(value, int | float) and least <= value <= most):
             upto = "" if most == inf else f", and at most {most:g}"
-            raise ConfigError(f"{name} is {value:g}, must be {least:g} or more{upto}")
+            raise ConfigError(f"{name} is {value!r}, must be {least:g} or more{upto}")
 
     def __str__(self) -> str:
         told = [

@@ -1,0 +1,286 @@
+"""Policies side by side: the same requests for each, and what is more than chance."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from dataclasses import replace
+from math import inf, isnan, nan
+
+import pytest
+from support.lab_policies import Copy
+
+from engine.cli.main import main
+from engine.errors import ConfigError
+from engine.sim.compare import (
+    BETTER,
+    EQUAL,
+    NO_MEANS,
+    UNDECIDED,
+    WORSE,
+    Cell,
+    Experiment,
+    compare,
+)
+from engine.sim.experiment import distinct, seeds_from, with_option
+from engine.sim.figures import NAMES, figures
+from engine.sim.run import Engine, Variant, run
+from engine.sim.workloads import find_workload
+
+SMALL = find_workload("log-uniform(num_requests=60)")
+COPY = "support.lab_policies.Copy"
+
+
+def small(*policies: object, **fields: object) -> Experiment:
+    options = {"workload": SMALL, "loads": [0.7], "seeds": range(3)}
+    return Experiment(policies=policies, **{**options, **fields})
+
+
+def told(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    assert main(["compare", *args, "--requests", "60"]) == 0
+    return capsys.readouterr().out
+
+
+def mistake(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    """The one line that is said of it."""
+    assert main(["compare", *args]) == 2
+    said = capsys.readouterr()
+    assert not said.out and said.err.count("\n") == 1
+    return said.err.removeprefix("metronome: error: ").strip()
+
+
+def made_cell(ours: list[float], theirs: list[float], **fields: object) -> Cell:
+    """A cell whose runs differ in the time to the first token alone."""
+    whole = figures(run("fcfs", replace(SMALL, num_requests=5), rate=1.0))
+
+    def column(values: list[float]) -> list:
+        latencies = [whole.latency["ttft.mean"]._replace(value=value) for value in values]
+        return [
+            replace(whole, latency={} if isnan(each.value) else {"ttft.mean": each})
+            for each in latencies
+        ]
+
+    told = {"load": 0.7, "rate": 1.0, "capacity": None, "setting": ""}
+    columns = [column(theirs), column(ours)]
+    return Cell(names=["fcfs", "x"], figures=columns, **{**told, **fields})
+
+
+def verdict(ours: list[float], theirs: list[float], **fields: object) -> str:
+    return made_cell(ours, theirs, **fields).difference(1, "ttft.mean").verdict
+
+
+def test_a_policy_and_its_copy_are_equal_in_every_figure() -> None:
+    [cell] = compare(small("fcfs", Copy, Variant(COPY, {}), loads=[0.9]))
+    assert cell.names == ["fcfs", "Copy", f"{COPY}()"]
+    for place in (1, 2):
+        assert {cell.difference(place, name).verdict for name in NAMES} <= {EQUAL, NO_MEANS}
+        for ours, theirs in zip(cell.figures[place], cell.figures[0], strict=True):
+            same = {"policy": "", "hook_seconds": 0.0}
+            assert repr(replace(ours, **same)) == repr(replace(theirs, **same))
+
+
+def test_all_policies_get_the_same_requests_unless_asked_otherwise() -> None:
+    [paired] = compare(small("fcfs", "residual-sjf"))
+    assert {paired.difference(1, "num_steps").num_seeds} == {3}
+    for ours, theirs in zip(*paired.figures, strict=True):
+        assert ours.bounds == theirs.bounds and ours.window.num_warmup == theirs.window.num_warmup
+    [unpaired] = compare(small("fcfs", "fcfs", is_paired=False))
+    assert unpaired.names == ["fcfs", "fcfs #2"]
+    for ours, theirs in zip(*unpaired.figures, strict=True):
+        assert ours.bounds != theirs.bounds
+    assert unpaired.difference(1, "ttft.mean").verdict == UNDECIDED
+
+
+def test_a_difference_is_that_of_the_pairs() -> None:
+    """A tenth less with every seed is sure, however much the seeds differ from each other."""
+    theirs, ours = [1.0, 2.0, 4.0, 8.0], [0.9, 1.9, 3.9, 7.9]
+    found = made_cell(ours, theirs).difference(1, "ttft.mean")
+    assert found.verdict == BETTER and found.num_seeds == 4
+    assert found.by.value == pytest.approx(-0.1) and found.by.high < 0
+    assert found.relative == pytest.approx(-0.1 / 3.75)
+    assert verdict(theirs, ours) == WORSE
+    assert verdict(ours, theirs, is_paired=False) == UNDECIDED
+
+
+def test_an_interval_that_holds_nought_decides_nothing() -> None:
+    assert verdict([1.1, 0.9, 1.0], [1.0, 1.0, 1.0]) == UNDECIDED
+    assert verdict([1.1], [1.0]) == UNDECIDED  # one seed has no interval
+    assert verdict([1.0, 2.0], [1.0, 2.0]) == EQUAL
+
+
+def test_means_of_a_chosen_few_seeds_are_not_compared() -> None:
+    three = [1.0, 2.0, 3.0]
+    assert verdict([nan, 1.0, 2.0, 3.0], [0.5, *(v + 0.1 for v in three)]) == BETTER
+    assert verdict([nan, nan, 2.0, 3.0], [0.5, 0.5, 2.1, 3.1]) == NO_MEANS
+    found = made_cell([nan, 1.0, 2.0, 3.0], [9.0, 1.1, 2.1, 3.1]).difference(1, "ttft.mean")
+    assert found.num_seeds == 3 and found.theirs.value == pytest.approx(2.1)  # of the pairs
+
+
+def test_more_of_what_is_wanted_is_better() -> None:
+    cell = made_cell([1.0, 1.0], [2.0, 2.0])
+    assert cell.difference(1, "tokens_per_second").verdict == EQUAL
+    columns = [
+        [replace(each, tokens_per_second=rate + each.num_steps) for each in column]
+        for rate, column in zip((1.0, 2.0), cell.figures, strict=True)
+    ]
+    assert replace(cell, figures=columns).difference(1, "tokens_per_second").verdict == BETTER
+
+
+def test_loads_are_of_one_capacity_and_settings_have_their_own() -> None:
+    cells = compare(small("fcfs", loads=[0.5, 1.0], sweep=("max_num_seqs", [4, 32]), seeds=[0]))
+    assert [(cell.load, cell.setting) for cell in cells] == [
+        *((0.5, "max_num_seqs=4"), (1.0, "max_num_seqs=4")),
+        *((0.5, "max_num_seqs=32"), (1.0, "max_num_seqs=32")),
+    ]
+    few, _, many, _ = cells
+    assert few.capacity == cells[1].capacity and few.capacity < many.capacity
+    assert few.rate == pytest.approx(0.5 * few.capacity)
+
+
+def test_options_of_engine_workload_and_scheduler_are_swept() -> None:
+    engine = Engine()
+    assert with_option("num_blocks", 7, SMALL, engine)[1].num_blocks == 7
+    assert with_option("shared_prefix", 7, SMALL, engine)[0].shared_prefix == 7
+    swept = with_option("max_waiting_requests", 7, SMALL, engine)[1]
+    assert swept.scheduler == {"max_waiting_requests": 7}
+
+
+def test_columns_have_names_of_their_own() -> None:
+    assert distinct(["a", "b", "a", "a"]) == ["a", "b", "a #2", "a #3"]
+
+
+def test_seeds_are_counted_from_the_first() -> None:
+    assert [*seeds_from(5, 3)] == [5, 6, 7]
+
+
+def test_the_table_says_which_differences_are_chance(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = told(capsys, "fcfs", COPY, "--seeds", "3", "--figures", "ttft.mean,e2e.p99").split("\n")
+    assert (
+        lines[0]
+        == "log-uniform(num_requests=60): 3 seeds from 0 on, the same requests for each policy"
+    )
+    assert lines[4].startswith("load 0.9: ") and "fcfs can serve" in lines[4]
+    assert lines[5].split() == ["fcfs", COPY, "difference"]
+    name, _, _, _, _, *difference = lines[6].split()
+    assert name == "ttft.mean" and difference == ["+0.0", "%", "±0.0", "equal"]
+    assert lines[7].startswith("e2e.p99 ")
+
+
+def test_the_policies_of_a_workload_that_is_overloaded_have_no_means(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["compare", "fcfs", COPY, "--requests", "200", "--seeds", "2", "--loads", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "fcfs: overloaded with 2 of 2 seeds, of which it has no means" in out
+    assert "ttft.mean" not in out and "tokens_per_second" in out
+
+
+def test_figures_are_written_for_other_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("fcfs", "lpm", "--seeds", "2", "--sweep", "max_num_seqs=2,8")
+    rows = json.loads(told(capsys, *asked, "--json"))
+    assert [(row["policy"], row["seed"], row["setting"]) for row in rows] == [
+        (policy, seed, f"max_num_seqs={seats}")
+        for seats in (2, 8)
+        for policy in ("fcfs", "lpm")
+        for seed in (0, 1)
+    ]
+    assert set(NAMES) < set(rows[0])
+    again = list(csv.DictReader(io.StringIO(told(capsys, *asked, "--csv"))))
+    assert [float(row["makespan"]) for row in again] == [row["makespan"] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["fcsf"], "fcsf"),
+        (["edf(deadline"], "POLICY has 'edf(deadline', must be a name, or one with options as in"),
+        (["edf(no_such=5)"], "no_such"),
+        (["fcfs", "--seeds", "0"], "--seeds is 0, must be in 1..10000"),
+        (["fcfs", "--seed", "-1"], "--seed is -1, must be in 0..2147483647"),
+        (["fcfs", "--jobs", "0"], "--jobs is 0, must be in 1.."),
+        (["fcfs", "--jobs", "1000"], "--jobs is 1000, must be in 1.."),
+        (["fcfs", "--loads", "high"], "--loads has 'high', must be as in 0.6,0.8,0.9"),
+        (["fcfs", "--loads", "0.5,-1"], "load is -1.0, must be above 0, and at most 1000"),
+        (["fcfs", "--loads", "nan"], "load is nan, must be above 0"),
+        (["fcfs", "--rate", "0"], "--rate is 0, must be above 0"),
+        (["fcfs", "--rate", "nan"], "--rate is nan, must be above 0"),
+        (["fcfs", "--loads", "0.5", "--rate", "3"], "--loads and --rate both say"),
+        (
+            ["fcfs", "--sweep", "seats"],
+            "--sweep has 'seats', must be as in max_num_batched_tokens=",
+        ),
+        (["fcfs", "--sweep", "seats=1,2"], "option 'seats' is neither the engine's ("),
+        (["fcfs", "--sweep", "max_num_seqs=0"], "max_num_seqs"),
+        (["fcfs", "--sweep", "max_num_seqs=many"], "max_num_seqs"),
+        (["fcfs", "--sweep", "num_requests=0"], "num_requests is 0, must be 1 or more"),
+        (["fcfs", "--sweep", "num_requests=all"], "num_requests"),
+        (["fcfs", "--sweep", "users=5"], "option users cannot be 5"),
+        (["fcfs", "--sweep", "depth=two"], "depth is 'two', must be 1 or more"),
+        (["fcfs", "--sweep", "prompt_tokens=5"], "prompt_tokens is 5, must be two numbers"),
+        (["fcfs", "--figures", "ttft"], "figure 'ttft' is not known; there are: ttft.mean"),
+        (["fcfs", "--slo", "ttft"], "--slo has 'ttft', must be as in ttft<1,tpot<0.1"),
+        (["fcfs", "--workload", "log-unifrom"], "did you mean 'log-uniform'?"),
+        (
+            ["fcfs", "--workload", "closed-loop", "--loads", "0.5"],
+            "so it has no load; leave --load",
+        ),
+        (["fcfs", "--json", "--csv"], "--json and --csv both say in which form"),
+        (["fcfs", "--requests", "0"], "num_requests is 0"),
+        (["fcfs", "--max-num-seqs", "0"], "max_num_seqs"),
+        (["fcfs", "--num-kv-blocks", "0"], "num_kv_blocks"),
+        (["fcfs", "--depth", "0"], "depth"),
+        (["fcfs", "--num-kv-blocks", "1"], "num_kv_blocks is 1, must be in 2.."),
+        (["fcfs", "--num-kv-blocks", "2"], "can be served by this engine"),
+        (["fcfs", "--profile", "no.json"], "no.json"),
+        (["fcfs", "--cost", "no.json"], "--cost 'no.json' cannot be read"),
+        (["fcfs", "--length-predictor", "magic"], "magic"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    capsys: pytest.CaptureFixture[str], args: list[str], said: str
+) -> None:
+    assert said in mistake(capsys, *args)
+
+
+def test_no_policy_is_a_mistake() -> None:
+    with pytest.raises(ConfigError, match="there is no policy to compare; name one"):
+        compare(small())
+
+
+def called_different(number: int, num_seeds: int, num_requests: int) -> int:
+    """Of so many comparisons of fcfs with itself, on other requests: those that call it so."""
+    workload = find_workload(f"log-uniform(num_requests={num_requests},output_tokens=(4,64))")
+    found = 0
+    for place in range(number):
+        seeds = range(place * num_seeds, (place + 1) * num_seeds)
+        [cell] = compare(
+            small(
+                "fcfs",
+                "fcfs",
+                workload=workload,
+                seeds=seeds,
+                rate=20.0,
+                loads=None,
+                is_paired=False,
+            )
+        )
+        found += cell.difference(1, "ttft.mean").verdict in (BETTER, WORSE)
+    return found
+
+
+def test_chance_is_seldom_called_a_difference() -> None:
+    """Nineteen in twenty intervals hold 0; four and more of twenty miss it once in sixty times."""
+    assert called_different(20, num_seeds=4, num_requests=24) <= 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_chance_is_called_a_difference_in_at_most_a_tenth_of_the_cases() -> None:
+    assert called_different(100, num_seeds=5, num_requests=200) <= 10
+
+
+def test_an_infinite_rate_has_all_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "ttft.mean" in told(capsys, "fcfs", "lpm", "--seeds", "2", "--rate", "inf")
+    [cell] = compare(small("fcfs", rate=inf, loads=None, seeds=[0]))
+    assert cell.figures[0][0].window.state == "at once"

@@ -1,0 +1,169 @@
+"""``metronome simulate``: one run, its figures and its file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from engine.cli.main import main
+from engine.sim.figures import NAMES
+from engine.sim.run import Run
+
+FEW = ("--requests", "60")
+
+
+def told(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    assert main(["simulate", *args]) == 0
+    said = capsys.readouterr()
+    assert not said.err
+    return said.out
+
+
+def mistake(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    """The one line that is said of it."""
+    assert main(["simulate", *args]) == 2
+    said = capsys.readouterr()
+    assert not said.out and said.err.count("\n") == 1
+    return said.err.removeprefix("metronome: error: ").strip()
+
+
+def test_the_same_seed_writes_the_same_bytes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def written(name: str, *args: str) -> bytes:
+        told(capsys, "--policy", "vtc", *FEW, *args, "--out", str(tmp_path / name))
+        return (tmp_path / name).read_bytes()
+
+    first = written("a", "--seed", "5")
+    assert written("b", "--seed", "5") == first
+    assert written("c", "--seed", "6") != first
+    assert b"hook" not in first
+    with_steps = written("d", "--seed", "5", "--steps")
+    assert with_steps == written("e", "--seed", "5", "--steps")
+    assert b'"step"' in with_steps and b'"step"' not in first
+
+
+def test_a_file_tells_what_the_run_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "run.jsonl")
+    told_then = told(capsys, "--workload", "two-users", *FEW, "--out", path)
+    assert told_then.endswith(f"\nwritten to {path}\n")
+    told_later = told(capsys, "--read", path)
+    assert told_then.startswith(told_later.rstrip())
+    kept = told(capsys, "--read", path, "--slo", "ttft<1000")
+    assert "(100.0 %), goodput" in kept and "goodput" not in told_later
+
+
+def test_what_is_said_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = told(capsys, "--policy", "residual-sjf", *FEW, "--rate", "5").splitlines()
+    assert lines[0] == "residual-sjf on log-uniform(num_requests=60), seed 0, 5 a second"
+    assert lines[1].startswith("60 requests, 60 done; ") and "are warm-up" in lines[1]
+    assert lines[3].split() == ["seconds", "mean", "p50", "p90", "p99"]
+    rows = ["ttft", "tpot", "itl", "e2e", "normalised", "delay", "slowdown"]
+    assert [line.split()[0] for line in lines[4:11]] == rows
+
+
+def test_figures_are_told_to_other_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(told(capsys, *FEW, "--json"))
+    assert set(found["figures"]) == set(NAMES)
+    assert found["run"]["seed"] == 0 and found["outcomes"] == {"done": 60}
+    low, high = found["intervals"]["ttft.mean"]
+    assert low < found["figures"]["ttft.mean"] < high
+    assert found == json.loads(told(capsys, *FEW, "--json"))
+
+
+def test_a_run_that_is_overloaded_or_all_at_once_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    over = told(capsys, "--requests", "200", "--load", "2")
+    assert "overloaded: the queue grows to the end, so there are no means" in over
+    assert "ttft" not in over
+    assert "all came at once, all count" in told(capsys, *FEW, "--rate", "inf")
+
+
+def test_a_workload_comes_at_its_own_rate_if_that_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.jsonl"
+    told(capsys, "--workload", "azure-conv(scale=0.1)", *FEW, "--rate", "own", "--out", str(path))
+    assert Run.read(path).head["rate"] == pytest.approx(5.53, rel=0.01)
+
+
+def damaged(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "is no whole run file: it has no head or no end"),
+        ("not json\n", "is no run file"),
+        ('{"model":{}}\n', "is no run file"),
+        ("[1,2]\n", "is no run file"),
+        ('{"run":{"format":1}}\n', "is no whole run file: it has no head or no end"),
+        ('{"run":{"format":99}}\n{"totals":{}}\n', "is of format 99; this version reads 1"),
+        ('{"run":5}\n{"totals":{}}\n', "is no run file"),
+        ('{"run":{"format":1}}\n{"request":5}\n{"totals":{}}\n', "is no run file"),
+        ('{"run":{"format":1}}\n{"gap":[1]}\n{"totals":{}}\n', "is no run file"),
+        ('{"run":{"format":1}}\n{"totals":{}}\n', "is no run file"),
+    ],
+)
+def test_a_file_that_is_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
+) -> None:
+    line = mistake(capsys, "--read", damaged(tmp_path, text))
+    assert "bad.jsonl" in line and said in line
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--policy", "fcsf"], "fcsf"),
+        (["--policy", "edf(default_deadline)"], "--policy has 'edf(default_deadline)', must be"),
+        (["--policy", "edf(default_deadline='x')"], "default_deadline"),
+        (["--policy", ""], "policy"),
+        (["--load", "0.5", "--rate", "3"], "--load and --rate both say"),
+        (["--load", "0"], "load is 0.0, must be above 0"),
+        (["--rate", "fast"], "--rate is 'fast', must be a number above 0, or own"),
+        (["--rate", "-1"], "--rate is -1, must be above 0"),
+        (["--read", "no.jsonl"], "no.jsonl cannot be read"),
+        (["--read", "."], "cannot be read"),
+        (["--out", "no/where.jsonl"], "--out 'no/where.jsonl' is in no directory that exists"),
+        (["--out", "."], "--out '.' is a directory, must be a file"),
+        (["--slo", "fast"], "--slo has 'fast', must be as in ttft<1,tpot<0.1"),
+        (["--slo", "ttft>1"], "--slo has 'ttft>1', must be a limit of one of"),
+        (["--slo", ","], "--slo is empty"),
+        (["--seed", "-1"], "seed"),
+        (["--workload", "tiers(chat_share=2)"], "chat_share"),
+        (["--workload", "no-such.log"], "no-such.log"),
+        (["--workload", "jsonl(path='no.jsonl')"], "no.jsonl"),
+        (["--workload", "log-uniform(arrivals='gamma(cv=-1)')"], "cv is -1"),
+        (["--workload", "log-uniform(users=5)"], "users"),
+        (["--workload", "log-uniform(tiers=5)"], "tiers"),
+        (["--workload", "log-uniform(arrivals=5)"], "arrivals"),
+        (["--workload", "log-uniform(deadlines=5)"], "deadlines"),
+        (["--workload", "log-uniform(num_users='x')"], "num_users"),
+        (["--workload", "log-uniform(5)"], "must be a name, or one with options"),
+        (["--prompt-tokens", "10", "5"], "prompt_tokens"),
+        (["--prompt-tokens", "0", "5"], "prompt_tokens"),
+        (["--shared-prefix", "-1"], "shared_prefix is -1"),
+        (["--users", "-1"], "num_users"),
+        (["--max-model-len", "0"], "max_model_len"),
+        (["--block-size", "0"], "block_size"),
+        (["--length-predictor", "no.such.Thing"], "no.such"),
+        (["--profile", "llama-8b@toaster"], "toaster"),
+        (["--max-num-batched-tokens", "0"], "max_num_batched_tokens"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    args: list[str],
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert said in mistake(capsys, *FEW, *args)
