@@ -203,7 +203,9 @@ class Stretch:
     token: int = 0
     """What every request got in every step; it ends none of them."""
     growth: Growth = field(default_factory=Growth)
-    """Filled in by the scheduler."""
+    """Filled in by the scheduler, as is the next."""
+    kv_usage: float = 0.0
+    """Share of the KV pool in use behind the last step that was planned: the most of all."""
 
     @property
     def num_steps(self) -> int:

@@ -383,6 +383,7 @@ class _Run:
             outputs = core.step(source.next_time)
             if core.stretch is not None:
                 self._seen.stretched(core.stretch)
+                self._worker.kv_peak = max(self._worker.kv_peak, core.stretch.kv_usage)
             self._note(outputs.values())
             self._worker.rest()
             if not core.is_idle:

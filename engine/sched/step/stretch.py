@@ -102,6 +102,7 @@ class Stretches:
             num_planned,
             num_steps if num_before else num_planned,  # by when a block is full and written
         )
+        stretch.kv_usage = self._kv.usage
         table.num_tokens.all[rows] = known + np.int32(num_steps)
         table.num_computed.all[rows] = stretch.starts + np.int32(num_planned)
         if num_more:
