@@ -26,6 +26,7 @@ LAZY_IMPORTS = {
     "engine.server.run": "OpenTelemetry, which is optional, is imported only to trace",
     "engine.models.load": "transformers is imported only for what has no native family",
     "engine.rpc.gpus": "torch is asked for GPUs only where several cores start",
+    "engine.sim.report.images": "matplotlib, which is optional, is imported only to draw",
     "engine.verify.pytest_plugin": "pytest loads it in every project where the engine is installed",
 }
 

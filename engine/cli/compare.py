@@ -14,7 +14,7 @@ import ast
 from collections.abc import Iterable
 from typing import Any
 
-from engine.cli import lab
+from engine.cli import lab, seeing
 from engine.cli.policies import coming, loads_of, rows_of
 from engine.errors import ConfigError
 from engine.sim.compare import NO_MEANS, Cell, Difference, Experiment, compare
@@ -62,17 +62,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="all figures of all runs, as JSON")
     parser.add_argument("--csv", action="store_true", help="all figures of all runs, as CSV")
+    seeing.add_arguments(parser)
     lab.add_engine(parser)
 
 
 def run(parsed: argparse.Namespace) -> int:
+    is_seen = seeing.is_asked(parsed)
     workload = lab.workload_of(parsed)
     engine = lab.engine_of(parsed, lab.log_of(workload))
     _check(parsed)
     shown = _figures(parsed.figures)
+    policies = [lab.variant(text, "POLICY") for text in parsed.policies]
     cells = compare(
         Experiment(
-            policies=[lab.variant(text, "POLICY") for text in parsed.policies],
+            policies=policies,
             workload=workload,
             engine=engine,
             loads=_loads(parsed.loads) or loads_of(None, parsed.rate, workload),
@@ -84,6 +87,7 @@ def run(parsed: argparse.Namespace) -> int:
         ),
         jobs=parsed.jobs,
     )
+    seen = seeing.show_cells(parsed, cells, policies, workload, engine) if is_seen else []
     if parsed.json or parsed.csv:
         rows = [row for cell in cells for row in rows_of(cell, parsed.seed)]
         print(lab.as_json(rows) if parsed.json else lab.as_csv(rows))
@@ -91,6 +95,8 @@ def run(parsed: argparse.Namespace) -> int:
     print(*_head(parsed, workload, engine), sep="\n")
     for cell in cells:
         print("", *described(cell, shown), sep="\n")
+    if seen:
+        print("", *seen, sep="\n")
     return 0
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from math import isnan
 from typing import Any
 
-from engine.cli import lab
+from engine.cli import lab, seeing
 from engine.config.sched import SchedulerConfig
 from engine.sched.plugins.find import installed_policies
 from engine.sched.policies import POLICIES
@@ -65,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=int, default=1, metavar="J", help="processes; default: 1")
     parser.add_argument("--json", action="store_true", help="all figures, as JSON")
     parser.add_argument("--csv", action="store_true", help="all figures, as CSV")
+    seeing.add_arguments(parser)
     lab.add_engine(parser)
 
 
@@ -72,13 +73,15 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.list:
         print(*listed(), sep="\n")
         return 0
+    is_shown = seeing.is_asked(parsed)
     workload = lab.workload_of(parsed)
     lab.one_of(parsed, "json", "csv", "in which form figures are written")
     lab.one_of(parsed, "load", "rate", "how many requests come")
     engine = lab.engine_of(parsed, lab.log_of(workload))
+    policies = lab.variants(parsed.policies)
     [cell] = compare(
         Experiment(
-            policies=lab.variants(parsed.policies),
+            policies=policies,
             workload=workload,
             engine=engine,
             loads=loads_of(parsed.load, parsed.rate, workload),
@@ -88,6 +91,7 @@ def run(parsed: argparse.Namespace) -> int:
         ),
         jobs=parsed.jobs,
     )
+    shown = seeing.show_cells(parsed, [cell], policies, workload, engine) if is_shown else []
     if parsed.json or parsed.csv:
         found = rows_of(cell, parsed.seed)
         print(lab.as_json(found) if parsed.json else lab.as_csv(found))
@@ -95,6 +99,8 @@ def run(parsed: argparse.Namespace) -> int:
     print(*conditions(cell, workload, engine, parsed), "", sep="\n")
     print(*table(cell), "", sep="\n")
     print(*remarks(cell), sep="\n")
+    if shown:
+        print("", *shown, sep="\n")
     return 0
 
 

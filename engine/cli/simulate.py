@@ -23,7 +23,7 @@ from math import inf, isnan
 from pathlib import Path
 from typing import Any
 
-from engine.cli import lab
+from engine.cli import lab, seeing
 from engine.cli.policies import loads_of
 from engine.errors import ConfigError
 from engine.sim.estimate import Estimate
@@ -72,20 +72,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--read", type=Path, metavar="FILE", help="print the figures of this run, simulate nothing"
     )
     parser.add_argument("--json", action="store_true", help="the figures as JSON")
+    seeing.add_arguments(parser, has_one_run=True)
     lab.add_engine(parser)
 
 
 def run(parsed: argparse.Namespace) -> int:
+    parsed.steps = (seeing.is_asked(parsed) and not parsed.real) or parsed.steps
     whole = _simulated(parsed) if parsed.read is None else Run.read(parsed.read)
     found = figures(whole, slo=slo(parsed.slo) if parsed.slo else [])
     if parsed.out is not None:
         whole.write(parsed.out)
+    shown = seeing.show_run(parsed, whole)
     if parsed.json:
         print(lab.as_json(as_data(whole, found)))
         return 0
     print(*described(whole, found), sep="\n")
     if parsed.out is not None:
         print(f"\nwritten to {parsed.out}")
+    if shown:
+        print("", *shown, sep="\n")
     return 0
 
 

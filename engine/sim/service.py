@@ -57,31 +57,61 @@ class Service:
     the engine, each at its price."""
 
 
-def service(
+@dataclass(frozen=True, kw_only=True)
+class Curves:
+    """Service as time goes on, of those users who have most requests."""
+
+    users: list[str]
+    weights: Floats
+    times: Floats
+    """[points], seconds."""
+    waits: NDArray[np.bool_]
+    """[users, points]: whether the user has a request in the queue from each point on."""
+    served: Floats
+    """[users, points]: tokens at their prices, over the user's weight, up to each point."""
+
+
+def curves(
     requests: Requests, counted: NDArray[np.bool_], window: Window, engine: dict[str, Any]
-) -> Service | None:
-    """Who was served what; ``None`` where there is one user only. ``engine``: its options."""
+) -> Curves | None:
+    """Who was served how much when; ``None`` where there is one user only."""
     names = requests.text("user")
     found, sizes = np.unique(names[counted].astype(str), return_counts=True)
     if len(found) < 2:
         return None
-    users = [_user(requests, counted & (names == name), name) for name in found.tolist()]
     most = sorted(found[np.argsort(-sizes, kind="stable")][:MAX_USERS].tolist())
     weights = (engine.get("scheduler") or {}).get("user_weights") or {}
     prices = np.array([float(weights.get(name, 1.0)) for name in most])
     points = _points(requests, window)
-    waits = np.array([_waiting(requests, names == name, points) for name in most])
     served = np.array([_served(requests, names == name, points) for name in most])
-    served /= prices[:, None]
+    return Curves(
+        users=most,
+        weights=prices,
+        times=points,
+        waits=np.array([_waiting(requests, names == name, points) for name in most]),
+        served=served / prices[:, None],
+    )
+
+
+def service(
+    requests: Requests, counted: NDArray[np.bool_], window: Window, engine: dict[str, Any]
+) -> Service | None:
+    """Who was served what; ``None`` where there is one user only. ``engine``: its options."""
+    curve = curves(requests, counted, window, engine)
+    if curve is None:
+        return None
+    names = requests.text("user")
+    found = np.unique(names[counted].astype(str))
+    users = [_user(requests, counted & (names == name), name) for name in found.tolist()]
     seats = engine.get("max_num_batched_tokens", 0)
     if "num_blocks" in engine:
         seats = engine["num_blocks"] * engine["block_size"]
     longest = int(requests.counts("num_prompt").max(initial=0))
     return Service(
         users=users,
-        jain=_jain(points, waits, served, window),
-        gap=_gap(waits, served),
-        bound=2.0 * max(PROMPT_PRICE * longest, OUTPUT_PRICE * seats) / float(prices.min()),
+        jain=_jain(curve.times, curve.waits, curve.served, window),
+        gap=widest_gap(curve)[0],
+        bound=2.0 * max(PROMPT_PRICE * longest, OUTPUT_PRICE * seats) / float(curve.weights.min()),
     )
 
 
@@ -161,14 +191,18 @@ def _jain(points: Floats, waits: NDArray[np.bool_], served: Floats, window: Wind
     return sum(index * count for index, count in shares) / total if total else nan
 
 
-def _gap(waits: NDArray[np.bool_], served: Floats) -> float:
-    """Of all pairs and all times through which both wait."""
-    worst = nan
-    for one, other in combinations(range(len(waits)), 2):
-        both = waits[one] & waits[other]
-        ahead = served[one] - served[other]
+def widest_gap(curve: Curves) -> tuple[float, float, float]:
+    """Of all pairs and all times through which both wait, the widest; and between which times."""
+    worst, begin, end = nan, nan, nan
+    for one, other in combinations(range(len(curve.waits)), 2):
+        both = curve.waits[one] & curve.waits[other]
+        ahead = curve.served[one] - curve.served[other]
         changes = np.flatnonzero(np.diff(np.concatenate([[0], both.astype(np.int8), [0]])))
         for first, last in zip(changes[::2], changes[1::2], strict=True):
             part = ahead[first : last + 1]  # up to the point at which one waits no more
-            worst = float(np.fmax(worst, part.max() - part.min()))
-    return worst
+            gap = float(part.max() - part.min())
+            if not gap <= worst:
+                places = sorted((int(part.argmin()), int(part.argmax())))
+                worst = gap
+                begin, end = (float(curve.times[first + place]) for place in places)
+    return worst, begin, end

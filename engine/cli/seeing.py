@@ -1,0 +1,109 @@
+"""A page, plots and a trace of what was simulated: options that the simulating commands share."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ConfigError
+from engine.sim.compare import Cell
+from engine.sim.promises import slo
+from engine.sim.report import charts_of, points_from, write_plots, write_report, write_trace
+from engine.sim.run import Engine, Run
+from engine.sim.run import run as simulate
+from engine.sim.workloads import Workload
+
+MOST_RUNS = 6  # that a page shows from within: each adds megabytes
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, has_one_run: bool = False) -> None:
+    """``--report`` and ``--plots``; with one run ``--trace``, too."""
+    group = parser.add_argument_group("to look at")
+    group.add_argument(
+        "--report",
+        type=Path,
+        metavar="FILE",
+        help="write a page (HTML, needs no network): plots, and a timeline of who ran and who "
+        "waited for what",
+    )
+    group.add_argument(
+        "--plots",
+        type=Path,
+        metavar="DIR",
+        help="write each plot there as SVG and CSV, and as PNG if matplotlib is installed",
+    )
+    if has_one_run:
+        group.add_argument(
+            "--trace", type=Path, metavar="FILE", help="write a trace for Perfetto (JSON)"
+        )
+
+
+def is_asked(parsed: argparse.Namespace) -> bool:
+    """Whether anything is to be looked at, so that runs have to keep their steps. Raises
+    ``ConfigError`` for a place that is none, before anything takes time."""
+    asked = [getattr(parsed, name, None) for name in ("report", "trace")]
+    for name, path in zip(("report", "trace"), asked, strict=True):
+        if path is not None and not path.parent.is_dir():
+            raise ConfigError(f"--{name} {str(path)!r} is in no directory that exists")
+    if parsed.plots is not None and parsed.plots.exists() and not parsed.plots.is_dir():
+        raise ConfigError(f"--plots {str(parsed.plots)!r} is a file, must be a directory")
+    return any(path is not None for path in (*asked, parsed.plots))
+
+
+def show_run(parsed: argparse.Namespace, run: Run) -> list[str]:
+    """Write what was asked for of one run; what is to be said of it."""
+    limits = slo(parsed.slo) if parsed.slo else []
+    said = []
+    if parsed.report is not None:
+        title = f"{run.policy} on {run.head.get('workload')}"
+        write_report(parsed.report, [run], slo=limits, title=title)
+        said.append(f"report: {parsed.report}")
+    if parsed.plots is not None:
+        said += [f"plots: {parsed.plots}", *write_plots(parsed.plots, charts_of([run], slo=limits))]
+    if parsed.trace is not None:
+        write_trace(parsed.trace, run)
+        said.append(f"trace: {parsed.trace}, to be opened in Perfetto")
+    return said
+
+
+def show_cells(
+    parsed: argparse.Namespace,
+    cells: Sequence[Cell],
+    policies: Sequence[Any],
+    workload: Workload,
+    engine: Engine,
+) -> list[str]:
+    """The same of a comparison. Its first seed is run once more, with steps, at the highest load
+    at which no policy is overloaded."""
+    limits = slo(parsed.slo) if parsed.slo else []
+    cell = _shown(cells)
+    runs = [
+        simulate(policy, workload, engine, seed=parsed.seed, rate=cell.rate, steps=True)
+        for policy in policies[:MOST_RUNS]
+    ]
+    points = points_from(cells)
+    said = []
+    if len(policies) > MOST_RUNS:
+        said.append(f"of {len(policies)} policies the first {MOST_RUNS} have a timeline")
+    if parsed.report is not None:
+        title = f"{', '.join(cell.names)} on {workload}"
+        write_report(parsed.report, runs, points=points, slo=limits, title=title)
+        said.append(f"report: {parsed.report}")
+    if parsed.plots is not None:
+        charts = charts_of(runs, points=points, slo=limits)
+        said += [f"plots: {parsed.plots}", *write_plots(parsed.plots, charts)]
+    return said
+
+
+def _shown(cells: Sequence[Cell]) -> Cell:
+    """The one whose runs are shown."""
+
+    def is_steady(cell: Cell) -> bool:
+        places = range(len(cell.names))
+        return all(2 * cell.num_overloaded(p) <= len(cell.figures[p]) for p in places)
+
+    same = [cell for cell in cells if cell.setting == cells[0].setting]
+    ascending = sorted(same, key=lambda cell: cell.rate or 0.0)
+    return next((cell for cell in reversed(ascending) if is_steady(cell)), ascending[0])

@@ -1,0 +1,172 @@
+"""What the plots show, in sentences: who waited and why, who was preempted, where it collapsed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import isfinite
+
+import numpy as np
+
+from engine.sim.figures import MIN_THROUGHPUT, collapse
+from engine.sim.report.loads import by_policy, x_label
+from engine.sim.report.states import because, preempted_by, stays_in_queue
+from engine.sim.report.subjects import Point, Subject
+from engine.sim.report.timelines import bins, throughput, waiting
+from engine.sim.service import OUTPUT_PRICE, PROMPT_PRICE
+
+TAILS = {
+    "ttft.p99": "p99 of the time to first token",
+    "tpot.p99": "p99 of the time per output token",
+    "itl.p99": "p99 of the time between tokens",
+    "e2e.p99": "p99 of the time to last token",
+    "ttft.mean": "mean time to first token",
+    "e2e.mean": "mean time to last token",
+}
+NUM_VALLEYS = 60  # parts of a run among which the one with least output is sought
+MOST_TIMES = 6
+
+
+def of_run(subject: Subject) -> Iterator[str]:
+    """A run in a few sentences."""
+    found = subject.figures
+    if found.is_overloaded:
+        yield "Overloaded: the queue grew to the end, so there are no means for good."
+    if said := collapse(subject.label, found.recomputed, 1.0, 1.0):
+        yield f"{said}."
+    yield from _waits(subject)
+    yield from _preemptions(subject)
+    yield from _valley(subject)
+    yield from _least(subject)
+
+
+def _waits(subject: Subject) -> Iterator[str]:
+    requests = subject.run.requests
+    columns = requests.waits
+    total = sum(columns.values(), np.zeros(len(requests)))
+    if not len(total) or not total.any():
+        yield "No request waited."
+        return
+    sums: dict[str, float] = {}
+    for cause, column in columns.items():
+        kind = "having been preempted" if cause.startswith("preempted") else cause
+        sums[kind] = sums.get(kind, 0.0) + float(column.sum())
+    whole = sum(sums.values())
+    shares = sorted(sums.items(), key=lambda item: -item[1])
+    parts = ", ".join(f"{cause} {100 * each / whole:.0f} %" for cause, each in shares[:MOST_TIMES])
+    yield f"All requests together waited {whole:,.1f} s. Why: {parts}."
+    worst = int(np.argmax(total))
+    causes = {cause: float(column[worst]) for cause, column in columns.items()}
+    name = requests.names["request_id"][worst]
+    yield f"{name} waited longest: {total[worst]:.3f} s. Why: {because(causes)}."
+
+
+def _preemptions(subject: Subject) -> Iterator[str]:
+    requests = subject.run.requests
+    counts = requests.counts("num_preempted")
+    if not len(counts) or not counts.any():
+        yield "No request was preempted."
+        return
+    worst = int(np.argmax(counts))
+    name = requests.names["request_id"][worst]
+    said = f"{name} was preempted most: {counts[worst]} times"
+    if subject.run.history is not None:
+        stays = [stay for stay in stays_in_queue(subject.run, worst) if stay.is_again]
+        each = [f"at {s.start:.3f} s for {preempted_by(s.causes) or 'another'}" for s in stays]
+        said += f" ({', '.join(each[:MOST_TIMES])}{', …' if len(each) > MOST_TIMES else ''})"
+    yield f"{said}; all together {int(counts.sum())} times."
+
+
+def _valley(subject: Subject) -> Iterator[str]:
+    """Where least came out while requests waited."""
+    edges = bins(subject, NUM_VALLEYS)
+    if not len(edges):
+        return
+    rates = throughput(subject, edges)
+    window = subject.figures.window
+    inside = (edges[:-1] >= window.start) & (edges[1:] <= max(window.end, edges[1]))
+    number = waiting(subject, edges)
+    where = np.flatnonzero(inside & (number >= 1.0))
+    if not len(where) or not rates[inside].mean():
+        return
+    place = int(where[np.argmin(rates[where])])
+    mean = float(rates[inside].mean())
+    yield (
+        f"Output was lowest, while requests waited, from {edges[place]:.2f} to "
+        f"{edges[place + 1]:.2f} s: {rates[place]:,.0f} tokens a second, {rates[place] / mean:.2f} "
+        f"of the mean, with {number[place]:.1f} requests in the queue."
+    )
+
+
+def _least(subject: Subject) -> Iterator[str]:
+    """The user who got least."""
+    service = subject.figures.service
+    if service is None:
+        return
+    engine = subject.run.head.get("engine") or {}
+    weights = (engine.get("scheduler") or {}).get("user_weights") or {}
+
+    def served(place: int) -> float:
+        user = service.users[place]
+        tokens = PROMPT_PRICE * user.prompt_tokens + OUTPUT_PRICE * user.output_tokens
+        return tokens / float(weights.get(user.name, 1.0))
+
+    places = range(len(service.users))
+    least, most = min(places, key=served), max(places, key=served)
+    slow = max(places, key=lambda place: service.users[place].ttft)
+    users = service.users
+    yield (
+        f"User {users[least].name!r} got least service: {served(least):,.0f} (prompt tokens 1, "
+        f"generated ones 2, over the weight), {served(least) / max(1e-9, served(most)):.2f} of "
+        f"what {users[most].name!r} got. User {users[slow].name!r} waited longest for first "
+        f"tokens: {users[slow].ttft:.3f} s on the average."
+    )
+
+
+def of_points(points: Sequence[Point]) -> Iterator[str]:
+    """A comparison in a few sentences."""
+    lines, label = by_policy(points), x_label(points)
+    before, behind = ("load ", "") if label.startswith("load") else ("", " requests a second")
+    for x in sorted({x for pairs in lines.values() for x, _ in pairs}):
+        here = [point for pairs in lines.values() for at, point in pairs if at == x]
+        if len(here) > 1:
+            yield from _best(here, f"At {before}{x:.4g}{behind}")
+    for name, pairs in lines.items():
+        yield from _falls(name, pairs, label)
+
+
+def _best(here: Sequence[Point], where: str) -> Iterator[str]:
+    for figure, words in TAILS.items():
+        known = sorted(
+            (p for p in here if isfinite(p.value(figure))), key=lambda p: p.value(figure)
+        )
+        if len(known) < 2:
+            continue
+        first, second = known[:2]
+        rest = f"then {second.name}, {second.value(figure):.4g} s"
+        if first.values[figure].high > second.values[figure].low:
+            rest += " (their intervals overlap: it may be chance)"
+        yield f"{where} the best {words} has {first.name}, {first.value(figure):.4g} s; {rest}."
+    over = [point.name for point in here if point.is_overloaded]
+    if over:
+        yield f"{where} these are overloaded: {', '.join(over)}."
+    fcfs = next((p for p in here if p.policy == "fcfs"), None)
+    for point in here:
+        of_fcfs = fcfs.value("tokens_per_second") if fcfs else 0.0
+        said = collapse(
+            point.name, point.value("recomputed"), point.value("tokens_per_second"), of_fcfs
+        )
+        if said:
+            yield f"{where} {said}."
+
+
+def _falls(name: str, pairs: Sequence[tuple[float, Point]], label: str) -> Iterator[str]:
+    best, at = 0.0, 0.0
+    for x, point in pairs:
+        rate = point.value("tokens_per_second")
+        if rate < MIN_THROUGHPUT * best:
+            yield (
+                f"{name}'s throughput collapses at {x:.3g} ({label}): {rate:,.0f} tokens a second, "
+                f"where it had {best:,.0f} at {at:.3g}."
+            )
+        if rate > best:
+            best, at = rate, x

@@ -1,0 +1,122 @@
+"""Which plots there are of what was run, and how they are written."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from engine.errors import ConfigError
+from engine.sim.promises import Limit
+from engine.sim.report import distributions, loads, timelines
+from engine.sim.report.charts import Chart, shown
+from engine.sim.report.data import data_of
+from engine.sim.report.images import EXTRA, can_draw, write_png
+from engine.sim.report.page import page
+from engine.sim.report.subjects import Point, Subject, points_of, subjects
+from engine.sim.report.svg import svg
+from engine.sim.run import Run
+
+Section = tuple[str, str, Sequence[Chart]]
+
+
+def write_report(
+    path: str | Path,
+    runs: Sequence[Run],
+    *,
+    points: Sequence[Point] = (),
+    slo: Sequence[Limit] = (),
+    title: str = "Metronome: what a run looks like",
+    plots: str | Path | None = None,
+) -> list[str]:
+    """Write a page about these runs, and each of its plots into the directory ``plots``.
+
+    ``points`` are the figures of a comparison, one for each policy and load; without them each run
+    with a rate is one. Runs that kept their steps have a timeline of them. ``slo``: what was
+    promised to each request, in place of its own promises. Returns what is to be said about it.
+    Raises ``ConfigError`` where a file cannot be written.
+    """
+    found = subjects(runs, slo)
+    points = list(points) or points_of(found)
+    sections = list(_sections(found, points, slo))
+    charts = [chart for _, _, each in sections for chart in each]
+    text = page(title, found, sections, data_of(found, points, charts))
+    try:
+        Path(path).write_text(text, encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+    return [] if plots is None else write_plots(plots, charts)
+
+
+def charts_of(
+    runs: Sequence[Run], *, points: Sequence[Point] = (), slo: Sequence[Limit] = ()
+) -> list[Chart]:
+    """All plots of these runs that have something to show; arguments as of ``write_report``."""
+    found = subjects(runs, slo)
+    sections = _sections(found, list(points) or points_of(found), slo)
+    return [chart for _, _, each in sections for chart in each]
+
+
+def write_plots(
+    directory: str | Path, charts: Sequence[Chart], *, images: bool | None = None
+) -> list[str]:
+    """Write each plot as SVG and CSV, and as PNG: if ``images``, or by default where matplotlib is
+    installed.
+
+    Returns what is to be said: which files are missing, and why. Raises ``ConfigError`` where they
+    cannot be written.
+    """
+    has_images = can_draw() if images is None else images
+    if has_images and not can_draw():
+        raise ConfigError(f"PNG files are drawn by matplotlib: pip install '{EXTRA}'")
+    try:
+        where = Path(directory)
+        where.mkdir(parents=True, exist_ok=True)
+        for chart in charts:
+            text = svg(chart, is_file=True)
+            (where / f"{chart.key}.svg").write_text(text, encoding="utf-8", errors="replace")
+            with (where / f"{chart.key}.csv").open(
+                "w", encoding="utf-8", errors="replace", newline=""
+            ) as file:
+                csv.writer(file).writerows(chart.rows())
+            if has_images:
+                write_png(chart, where / f"{chart.key}.png")
+    except OSError as error:
+        raise ConfigError(f"{directory} cannot be written: {error.strerror}") from error
+    if has_images:
+        return []
+    return [f"no PNG files were written, for want of matplotlib: pip install '{EXTRA}'"]
+
+
+def _sections(
+    found: Sequence[Subject], points: Sequence[Point], slo: Sequence[Limit]
+) -> Iterator[Section]:
+    if len({point.rate for point in points}) > 1:
+        yield (
+            "Over load",
+            "How each policy does as more requests come: where it becomes slow, and where it "
+            "collapses. Bars are intervals of 95 %.",
+            shown([*loads.over_load(points), *loads.pareto(points), *loads.errors(points)]),
+        )
+    yield (
+        "How latencies spread",
+        "A mean hides those who wait long; these curves do not.",
+        shown(
+            [
+                *distributions.spread(found, slo),
+                *distributions.attainment_by_scale(found, slo),
+                *distributions.slowdowns(found),
+            ]
+        ),
+    )
+    yield (
+        "What it costs",
+        "Distance to the best possible, work done twice, and the policy's own time.",
+        shown([*distributions.bounds(found), *loads.pressure(points), *distributions.hooks(found)]),
+    )
+    for place, each in enumerate(found):
+        yield (
+            f"As time goes on: {each.label}",
+            "The run from its start to its end.",
+            shown(timelines.timelines(each, place)),
+        )
