@@ -39,7 +39,8 @@ class RankedQueue(Sequence[Request]):
         self._reqs: list[Request] = []
         self._rows: array[int] | None = array("q")  # None until somebody asks for them
         self._packed: Rows | None = NO_ROWS  # the same, while nobody comes or goes
-        self._late: list[Request] = []  # came with tuples since ranks were last given in columns
+        # By arrival, those that came with tuples since ranks were last given in columns.
+        self._late: dict[int, Request] = {}
 
     def __len__(self) -> int:
         return len(self._reqs)
@@ -71,7 +72,7 @@ class RankedQueue(Sequence[Request]):
         key = by_rank(req)
         if self._keys is None:
             index = bisect_left(self._reqs, key, key=by_rank)
-            self._late.append(req)
+            self._late[req.arrival] = req
         else:
             index = bisect_left(self._keys, key)
             self._keys.insert(index, key)
@@ -97,8 +98,8 @@ class RankedQueue(Sequence[Request]):
         self._packed = None
         if self._keys is not None:
             del self._keys[index]
-        elif len(self._late) > 2 * len(reqs) + 64:  # most have left
-            self._late = [req for req in reqs if req.own_rank is not None]
+        else:
+            self._late.pop(req.arrival, None)
 
     def rerank(self, ranks: Sequence[tuple[object, ...]]) -> None:
         """Give each request, in the order they are in, its new rank, and sort."""
@@ -120,7 +121,7 @@ class RankedQueue(Sequence[Request]):
         rows = self.rows
         table = self._reqs[0].table
         table.facts.set_ranks(rows, ranks)
-        for req in self._late if self._keys is None else self._reqs:
+        for req in self._late.values() if self._keys is None else self._reqs:
             req.own_rank = None
         self._late.clear()
         self._keys = None

@@ -13,6 +13,7 @@ from engine.sched.plugins.hooks import Last, RankCheck
 from engine.sched.policies.fcfs import FCFS
 from engine.sched.request import Request, Table
 from engine.sched.roster import RankedQueue
+from engine.verify.invariants import find_leak
 
 NAN = math.nan
 
@@ -116,3 +117,19 @@ def test_a_policy_that_writes_ranks_itself_loses_nobody():
     assert {name: len(tokens) for name, tokens in run.outputs.items()} == dict.fromkeys("012345", 5)
     assert not run.scheduler.has_unfinished_requests()
     assert run.scheduler.kv.num_free == run.scheduler.kv.num_usable
+
+
+def test_a_queue_in_columns_forgets_who_has_left():
+    queue, table = RankedQueue(), Table()
+    reqs = [make_request(str(i), [1, 2, 3], 5) for i in range(3)]
+    first, second, third = (Request(r, i, table, max_model_len=8) for i, r in enumerate(reqs))
+    queue.add(first)
+    by_row = np.full(table.num_rows, None, dtype=object)
+    by_row[first.row] = first
+    queue.rerank_columns([np.array([1.0])], by_row)
+    queue.add(second)
+    queue.add(third)
+    queue.remove(second)
+    queue.remove(third)
+    queue.remove(first)
+    assert find_leak(queue) is None
