@@ -49,6 +49,9 @@ _TILES = {
         4: {16: (32, 8, 1)},
     },
 }
+# Instead, where each element of x is looked up by itself, as experts with sorted inputs do: the
+# addresses take registers.
+_GATHERED_TILES = {"sm_90": {2: {16: (64, 4, 4), 32: (64, 4, 4), 64: (64, 8, 4)}}}
 
 
 def most_fused_rows(itemsize: int) -> int:
@@ -56,9 +59,11 @@ def most_fused_rows(itemsize: int) -> int:
     return _MOST_FUSED_ROWS if itemsize == 2 else _MOST_FUSED_ROWS_OF_FLOAT32
 
 
-def product_tile(arch: str, num_rows: int, itemsize: int) -> Tile:
-    """For so many rows of numbers of `itemsize` bytes."""
+def product_tile(arch: str, num_rows: int, itemsize: int, *, is_gathered: bool = False) -> Tile:
+    """For so many rows of numbers of `itemsize` bytes; is_gathered: each looked up by itself."""
     table = _TILES[arch][itemsize]
+    if is_gathered:
+        table = _GATHERED_TILES.get(arch, {}).get(itemsize, table)
     rows = next((rows for rows in table if num_rows <= rows), max(table))
     return Tile(rows, *table[rows])
 

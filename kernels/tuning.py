@@ -129,6 +129,9 @@ _PREFILL: _Table = {
 # Instead of _DECODE's, where programs are too few to hide each other's waiting for memory: one
 # sequence took 7.5 us of an H100 for 8.9, 64 took longer.
 _LONE_DECODE: _Table = {"sm_90": {Kind(2, 2, 128): {16: (64, 4, 3)}}}
+# Instead of _PREFILL's, where the keys of chunks are split and neither window, cap nor distance
+# takes registers: a processor holds two programs, of which one computes while the other multiplies.
+_SPLIT_PREFILL: _Table = {"sm_90": {Kind(2, 2, 128): {128: (32, 4, 3)}}}
 _KERNELS = {"decode": _DECODE, "prefill": _PREFILL}
 
 
@@ -141,14 +144,15 @@ def trying(kernel: str, arch: str, kind: Kind, tile: Tile) -> Iterator[None]:
     table = _KERNELS[kernel][arch]
     before = table[kind]
     table[kind] = dict(sorted({**before, tile.rows: tile[1:]}.items()))
-    lone = _LONE_DECODE.get(arch, {})
-    alone = lone.pop(kind, None)  # else it would be taken where decodes are few
+    special = [one.get(arch, {}) for one in (_LONE_DECODE, _SPLIT_PREFILL)]
+    kept = [one.pop(kind, None) for one in special]  # else they would be taken in its place
     try:
         yield
     finally:
         table[kind] = before
-        if alone is not None:
-            lone[kind] = alone
+        for one, rows in zip(special, kept, strict=True):
+            if rows is not None:
+                one[kind] = rows
 
 
 def pad_power(size: int, least: int = 16) -> int:
@@ -204,6 +208,12 @@ def prefill_tile(arch: str, kind: Kind, longest: int, *, is_fixed: bool) -> Tile
     return _entry(_rows_of(_PREFILL, arch, kind), wanted)
 
 
+def split_tile(arch: str, kind: Kind, tile: Tile) -> Tile:
+    """Instead of `tile`, of as many rows, where the keys are split."""
+    rows = _SPLIT_PREFILL.get(arch, {}).get(kind, {})
+    return Tile(tile.rows, *rows[tile.rows]) if tile.rows in rows else tile
+
+
 def decode_shares(arch: str, num_programs: int, num_blocks: int, max_seq_len: int) -> Shares | None:
     """For `num_programs` sequences times blocks of heads, `num_blocks` of these. None: each
     sequence is read by one program for each block.
@@ -221,9 +231,12 @@ def decode_shares(arch: str, num_programs: int, num_blocks: int, max_seq_len: in
     return Shares(max(1, num // num_blocks), least)
 
 
-def prefill_splits(arch: str, num_programs: int, max_seq_len: int, *, is_fixed: bool) -> Splits:
-    """For `num_programs` items of work times blocks of heads; one fills a processor."""
-    wanted = PROCESSORS[arch] // max(num_programs, 1)
+def prefill_splits(
+    arch: str, tile: Tile, num_programs: int, max_seq_len: int, *, is_fixed: bool
+) -> Splits:
+    """For `num_programs` items of work times blocks of heads. A processor holds one program of
+    eight warps, or two of four."""
+    wanted = max(1, 8 // tile.warps) * PROCESSORS[arch] // max(num_programs, 1)
     useful = max_seq_len // LEAST_PREFILL_KEYS
     if is_fixed or min(wanted, useful) < 2:
         return Splits(1, max_seq_len)

@@ -10,9 +10,14 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import PTXASError
+
 from tools import gpu_budget
-from tools.device_gate import DEVICES, Device, Verdict, compiling_for, judge
+from tools.device_gate import DEVICES, Device, Resources, Verdict, compiling_for, judge
 from tools.shipped import Shipped, shipped
+
+NOTHING = Resources(0, 0, 0, 0, 0)
 
 
 def main() -> int:
@@ -43,7 +48,10 @@ def compile_all(device: Device, options: argparse.Namespace) -> list[Verdict]:
     chosen = [one for one in every if one.dtype in device.dtypes and options.only in one.name]
     verdicts = []
     for one in chosen[:: options.every]:
-        verdict = judge(one, device)
+        try:
+            verdict = judge(one, device)
+        except (CompilationError, PTXASError) as error:
+            verdict = Verdict(one.name, "-", (0, 0), NOTHING, [f"is not compiled: {error!r}"])
         verdict.faults.extend(gpu_budget.over_budget(verdict, allowed))
         verdicts.append(verdict)
         if verdict.faults or options.verbose:

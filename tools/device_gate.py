@@ -124,7 +124,7 @@ def _of_nvidia(compiled: Any) -> Resources:
     ptx = compiled.asm["ptx"]
     products = ptx.count("wgmma.mma_async"), ptx.count("mma.sync")
     sizes = (int(found[1]), int(found[2]), compiled.metadata.shared)
-    loops = loops_of(disassembled(compiled.asm["cubin"]))
+    loops = loops_of(disassembled(compiled.asm["cubin"])) if any(products) else []
     pipelines = tuple(pipelines_of(compiled.asm["ttgir"]))
     in_loops = sum(loop.spills for loop in loops)
     return Resources(*sizes, *products, hot_loop(loops), pipelines, in_loops)

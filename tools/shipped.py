@@ -50,6 +50,8 @@ HEAD_DIMS = (32, 64, 80, 96, 128, 256)
 DECODES = {"decode": (1, 4), "drafts 32": (4, 8), "drafts 64": (8, 8), "decode 71": (1, 71)}
 PREFILLS = {"chunk 16": (9, 1), "chunk 32": (9, 3), "chunk 64": (12, 4), "prefill": (4096, 4)}
 FORMS = (*DECODES, *PREFILLS)
+# Chunks whose keys are split, in tiles of their own.
+SPLITS = {"split": (64, 4), "split 7": (32, 7)}
 SWITCHES = (("window", "sinks"), ("window", "softcap"), ("alibi",))
 NORMS = ("none", "head", "width")
 ROPES = ("none", "halves", "neighbours", "partial")
@@ -79,7 +81,7 @@ class Shipped(NamedTuple):
 
 
 def attention(dtype: str, head_dim: int, page: int, form: str, switches: frozenset[str]) -> Shipped:
-    query_len, group = {**DECODES, **PREFILLS}[form]
+    query_len, group = {**DECODES, **PREFILLS, **SPLITS}[form]
 
     def build() -> Launch:
         q_dtype, kv_dtype = DTYPES[dtype]
@@ -159,6 +161,10 @@ def around_the_cache() -> Iterator[Shipped]:
     for dtype, dim, form in product(("bf16", "bf16 over fp8"), (64, 128, 256), FORMS):
         for switches in SWITCHES:
             yield attention(dtype, dim, 16, form, frozenset(switches))
+    for dtype, dim, page, form in product(("bf16", "fp16"), (80, 128), (16, 64), SPLITS):
+        yield attention(dtype, dim, page, form, frozenset(("plain",)))
+    for page in (16, 64):
+        yield attention("bf16", 128, page, "split", frozenset(("sinks",)))
     for dtype, norm, rope in product(DTYPES, NORMS, ROPES):
         yield write(dtype, 128, norm, rope, 4096)
     for dtype, dim, norm in product(("bf16", "bf16 over fp8"), HEAD_DIMS, NORMS):

@@ -71,16 +71,9 @@ def mixed_launches(
     out: torch.Tensor,
 ) -> list[Launch]:
     """Both kernels over the same sequences: each leaves those to the other that it is not for."""
-    arch, num_seqs, num_heads = arch_of(q), len(meta.seq_lens), q.shape[1]
-    step, sizes = (q, kv_layer, meta, variant), (num_seqs, tuning.MAX_DECODE_TOKENS)
-    chunks = cut(q, kv_layer, meta)
-    # Most items may turn out empty: a lone chunk must not be left to few programs for their sake.
-    least_items = -(-len(q) * chunks.heads // chunks.tile.rows)
-    splits = tuning.prefill_splits(
-        arch, least_items * num_heads // chunks.heads, meta.max_seq_len, is_fixed=False
-    )
-    room = tuning.pad_power(max(1, tuning.MOST_PART_ROWS // len(q)), 1)
-    parts = Parts.of(out, splits._replace(num=min(splits.num, room)))
+    step, sizes = (q, kv_layer, meta, variant), (len(meta.seq_lens), tuning.MAX_DECODE_TOKENS)
+    chunks = cut(q, kv_layer, meta, variant)
+    parts = Parts.of(out, chunks.splits)
     return [
         *launches_of(step, sizes, out, fills=True),
         prefill_launch(step, chunks, parts),

@@ -25,6 +25,7 @@ from kernels.triton.tiles import (
     head_rows,
     kind_of,
     load_queries,
+    places_of,
     scale_of,
     start_state,
     store_rows,
@@ -77,8 +78,7 @@ def decode_kernel(  # noqa: PLR0913
         slopes = tl.load(slopes + head).to(tl.float32) * LOG2E
     bias = (scale_of(kv_scales, kv_head, S), slopes)
     state = attend_range(state, queries, cache, span, bias, tiles, bounds, S)
-    num_heads = S.KV_HEADS * S.GROUP
-    where = (row0 + token).to(tl.int64) * num_heads + head
+    where = places_of(row0, first_head, S)
     if items is None:
         store_rows(state, out, None, kv_scales, where, rows, kv_head, S)
     else:
@@ -86,7 +86,7 @@ def decode_kernel(  # noqa: PLR0913
         if slot < 0:
             store_rows(state, out, None, kv_scales, where, rows, kv_head, S)
         else:
-            where = (slot * most_tokens + token).to(tl.int64) * num_heads + head
+            where = places_of(slot * most_tokens, first_head, S)
             store_rows(state, parts, lse, kv_scales, where, rows, kv_head, S)
 
 
@@ -105,8 +105,10 @@ def decode_launches(
     """
     is_single = num_seqs == meta.num_decodes
     tokens = 1 if is_single else meta.max_query_len
-    # Single tokens are bound by memory: there, more programs a processor are worth more.
-    return launches_of((q, kv_layer, meta, variant), (num_seqs, tokens), out, fills=not is_single)
+    # Single tokens are bound by memory: there, more programs a processor are worth more, but for
+    # long rows of 8 bits, which are widened in registers.
+    fills = not is_single or kind_of(q, kv_layer) == (2, 1, 256)
+    return launches_of((q, kv_layer, meta, variant), (num_seqs, tokens), out, fills=fills)
 
 
 def tile_of(

@@ -27,6 +27,7 @@ from kernels.triton.tiles import (
     head_rows,
     kind_of,
     load_queries,
+    places_of,
     scale_of,
     split_of,
     start_state,
@@ -64,8 +65,6 @@ def prefill_kernel(  # noqa: PLR0913
     bounds = visible_tiles(first_pos, end_key - 1, S)
     split = tl.program_id(2)
     tiles = split_of(split, bounds, num_splits, min_tiles)
-    where = split.to(tl.int64) * num_rows + row0 - out_row0 + token0 + token
-    where = where * (S.KV_HEADS * S.GROUP) + head
     if split > 0 and tiles[0] >= bounds[3]:
         return  # its part of lse says so from the beginning
     kv_head = first_head // S.GROUP
@@ -77,6 +76,8 @@ def prefill_kernel(  # noqa: PLR0913
         slopes = tl.load(slopes + head).to(tl.float32) * LOG2E
     bias = (scale_of(kv_scales, kv_head, S), slopes)
     state = attend_range(state, queries, cache, span, bias, tiles, bounds, S)
+    where = places_of(row0 - out_row0 + token0, first_head, S)
+    where += split.to(tl.int64) * num_rows * (S.KV_HEADS * S.GROUP)
     store_rows(state, out, lse, kv_scales, where, rows, kv_head, S)
 
 
@@ -107,24 +108,49 @@ def make_work(meta: AttentionMeta, num_tokens: int, tokens_a_program: int) -> to
 
 
 class Chunks(NamedTuple):
-    """How chunks are cut: a program's tile and query heads, and its items of work."""
+    """How chunks are cut: a program's tile and query heads, items of work, parts of the keys."""
 
     tile: tuning.Tile
     heads: int
     work: torch.Tensor
+    splits: tuning.Splits
 
 
-def cut(q: torch.Tensor, kv_layer: torch.Tensor, meta: AttentionMeta) -> Chunks:
-    """All layers of a step share it."""
-    key = ("chunks", q.shape[1:], kv_layer.dtype)
+def cut(q: torch.Tensor, kv_layer: torch.Tensor, meta: AttentionMeta, variant: Variant) -> Chunks:
+    """All layers of a step share it that have or lack what takes registers."""
+    is_bare = not variant.window and not variant.softcap and variant.alibi is None
+    key = ("chunks", q.shape[1:], kv_layer.dtype, is_bare)
     if key not in meta.scratch:
-        arch, kind, group = arch_of(q), kind_of(q, kv_layer), q.shape[1] // kv_layer.shape[2]
-        rows = meta.max_query_len * group
-        tile = tuning.prefill_tile(arch, kind, rows, is_fixed=meta.batch_invariant)
-        heads = tuning.heads_a_program(group, tile.rows)
-        work = make_work(meta, len(q), tile.rows // heads)
-        meta.scratch[key] = Chunks(tile, heads, work)
+        meta.scratch[key] = _cut(q, kv_layer, meta, is_bare)
     found: Chunks = meta.scratch[key]
+    return found
+
+
+def _cut(q: torch.Tensor, kv_layer: torch.Tensor, meta: AttentionMeta, is_bare: bool) -> Chunks:
+    arch, kind, num_heads = arch_of(q), kind_of(q, kv_layer), q.shape[1]
+    group = num_heads // kv_layer.shape[2]
+    is_fixed = meta.batch_invariant
+    tile = tuning.prefill_tile(arch, kind, meta.max_query_len * group, is_fixed=is_fixed)
+    heads = tuning.heads_a_program(group, tile.rows)
+    work = _work(meta, len(q), tile.rows // heads)
+    # Most items of a recorded step may turn out empty: a lone chunk must not be left to few
+    # programs for their sake.
+    num_items = -(-len(q) * heads // tile.rows) if meta.is_mixed else len(work)
+    narrow = tuning.split_tile(arch, kind, tile) if is_bare else tile
+    num_programs = num_items * num_heads // heads
+    splits = tuning.prefill_splits(arch, narrow, num_programs, meta.max_seq_len, is_fixed=is_fixed)
+    if meta.is_mixed:
+        room = tuning.pad_power(max(1, tuning.MOST_PART_ROWS // len(q)), 1)
+        splits = splits._replace(num=min(splits.num, room))
+    return Chunks(narrow if splits.num > 1 else tile, heads, work, splits)
+
+
+def _work(meta: AttentionMeta, num_tokens: int, tokens_a_program: int) -> torch.Tensor:
+    """See `make_work`: once a step."""
+    key = ("work", tokens_a_program)
+    if key not in meta.scratch:
+        meta.scratch[key] = make_work(meta, num_tokens, tokens_a_program)
+    found: torch.Tensor = meta.scratch[key]
     return found
 
 
@@ -136,13 +162,9 @@ def prefill_launches(
     out: torch.Tensor,
 ) -> list[Launch]:
     """Of each sequence after the first num_decodes. q, out: [N, Hq, D]."""
-    chunks = cut(q, kv_layer, meta)
-    programs = len(chunks.work) * (q.shape[1] // chunks.heads)
-    splits = tuning.prefill_splits(
-        arch_of(q), programs, meta.max_seq_len, is_fixed=meta.batch_invariant
-    )
-    first = meta.num_decodes if splits.num > 1 else 0
-    parts = Parts.of(out[first:], splits, first_row=first)
+    chunks = cut(q, kv_layer, meta, variant)
+    first = meta.num_decodes if chunks.splits.num > 1 else 0
+    parts = Parts.of(out[first:], chunks.splits, first_row=first)
     return [prefill_launch((q, kv_layer, meta, variant), chunks, parts), *parts.merges]
 
 

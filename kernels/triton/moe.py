@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.quant_tuning import product_tile
+from kernels.quant_tuning import Tile, product_tile
 from kernels.quantized import Packed, Quantized, pack, stack
 from kernels.reference.grouped import Experts
 from kernels.triton.activation import act_mul
@@ -126,6 +126,16 @@ def block_rows(num_pairs: int, num_groups: int, itemsize: int) -> int:
     return 16 if a_group < 32 else 64 if a_group < 128 else 128
 
 
+def rows_a_program(x: torch.Tensor, rows: int, experts: Experts) -> int:
+    """As many of these pairs as a program of these experts takes."""
+    return tile_of(x, rows, experts).rows if isinstance(experts, Packed) else rows
+
+
+def tile_of(x: torch.Tensor, rows: int, experts: Packed) -> Tile:
+    is_gathered = experts.order is not None
+    return product_tile(arch_of(x), rows, x.element_size(), is_gathered=is_gathered)
+
+
 def mixture(
     x: torch.Tensor,
     gate_up: Experts,
@@ -140,8 +150,7 @@ def mixture(
         return out
     (num_groups, width), fan = sizes_of(gate_up), chosen.shape[1]
     rows = block_rows(chosen.numel(), num_groups, x.element_size())
-    if isinstance(gate_up, Packed) or isinstance(down, Packed):
-        rows = product_tile(arch_of(x), rows, x.element_size()).rows
+    rows = min(rows_a_program(x, rows, experts) for experts in (gate_up, down))
     groups = align(chosen, num_groups, rows)
     hidden = x.new_empty((chosen.numel(), width))
     experts_launch((x, gate_up, hidden), groups, None, fan).run()
@@ -179,7 +188,7 @@ def packed_launch(
     fan: int,
 ) -> Launch:
     a, out = tensors
-    tile = product_tile(arch_of(a), groups.block, a.element_size())
+    tile = tile_of(a, groups.block, experts)
     args = {
         "a": a,
         "values": experts.values,
@@ -258,8 +267,7 @@ def configurations() -> Iterator[Launch]:
 def of_experts(x: torch.Tensor, gate_up: Experts, down: Experts) -> Iterator[Launch]:
     chosen = torch.empty((len(x), 8), dtype=torch.int32, device="meta")
     rows = block_rows(chosen.numel(), 128, x.element_size())
-    if isinstance(gate_up, Packed):
-        rows = product_tile(arch_of(x), rows, x.element_size()).rows
+    rows = rows_a_program(x, rows, gate_up)
     groups, launches = align_launches(chosen.reshape(-1), 128, rows)
     hidden = x.new_empty((chosen.numel(), 1536))
     inner, parts = hidden[:, :768], x.new_empty((chosen.numel(), 2048))

@@ -84,8 +84,19 @@ def attention_args(
 def head_rows(first_head, num_tokens, S: tl.constexpr):
     """Token and query head of every row, and whether the row is one of the program's."""
     row = tl.arange(0, S.ROWS)
-    token = row // S.HEADS
-    return token, first_head + row % S.HEADS, token < num_tokens
+    return row // S.HEADS, first_head + row % S.HEADS, row < num_tokens * S.HEADS
+
+
+@triton.jit
+def places_of(first_token, first_head, S: tl.constexpr):
+    """Index of every row in what is [token, query head]; first_token: of row 0.
+
+    Worked out from there and not from what queries were read by: that would be kept through the
+    loops, in registers that they need.
+    """
+    row = first_token * S.HEADS + tl.arange(0, S.ROWS)
+    head = first_head + row % S.HEADS
+    return (row // S.HEADS).to(tl.int64) * (S.KV_HEADS * S.GROUP) + head
 
 
 @triton.jit
@@ -124,16 +135,23 @@ def blocks_at(table, tile, end_key, S: tl.constexpr):
 
 @triton.jit
 def cache_rows(stride_block, tile, blocks, S: tl.constexpr):
-    """Offsets [KEYS] of a tile's rows within one head of the cache."""
-    place = tile * S.KEYS + tl.arange(0, S.KEYS)
-    return blocks.to(tl.int64) * stride_block + (place % S.PAGE) * S.D
+    """Offset of a tile within one head of the cache; of each of its keys where it spans blocks."""
+    if S.PAGE % S.KEYS == 0:
+        rows = blocks.to(tl.int64) * stride_block + (tile * S.KEYS % S.PAGE) * S.D
+    else:
+        place = tile * S.KEYS + tl.arange(0, S.KEYS)
+        rows = blocks.to(tl.int64) * stride_block + (place % S.PAGE) * S.D
+    return rows
 
 
 @triton.jit
 def load_tile(base, rows, is_seen, S: tl.constexpr, MASKED: tl.constexpr):
     """[KEYS, PAD_D] of keys or values; nothing is read that no row sees."""
     dims = tl.arange(0, S.PAD_D)
-    where = base + rows[:, None] + dims[None, :]
+    if S.PAGE % S.KEYS == 0:  # the same distances in all tiles, worked out once
+        where = base + rows + ((tl.arange(0, S.KEYS) * S.D)[:, None] + dims[None, :])
+    else:
+        where = base + rows[:, None] + dims[None, :]
     if MASKED:
         tile = tl.load(where, mask=is_seen[:, None] & (dims < S.D)[None, :], other=0.0)
     elif S.D < S.PAD_D:

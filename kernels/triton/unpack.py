@@ -75,7 +75,7 @@ def byte_as_float(byte, dtype: tl.constexpr):
 
 @triton.jit
 def piece_of(raw, half: tl.constexpr, zero, dtype: tl.constexpr, S: tl.constexpr):
-    """Values minus their zeros [N], None for the middle: [N, PIECE] of dtype, exact.
+    """Values minus their zeros [N]: [N, PIECE] of dtype, exact.
 
     8-bit floats have no zeros.
     """
@@ -83,20 +83,15 @@ def piece_of(raw, half: tl.constexpr, zero, dtype: tl.constexpr, S: tl.constexpr
         value = raw.to(tl.float32)
     elif S.BITS == 4:
         value = nibble_as_float((raw >> (4 * half)) & 15, dtype)
-        if zero is None:
-            value -= nibble_as_float(tl.full([S.N], 8, tl.uint8), dtype)[:, None]
-        else:
-            value -= nibble_as_float(zero, dtype)[:, None]
+        value -= nibble_as_float(zero, dtype)[:, None]
     else:
-        value = byte_as_float(raw, dtype)
-        if zero is not None:
-            value -= byte_as_float(zero, dtype)[:, None]
+        value = byte_as_float(raw, dtype) - byte_as_float(zero, dtype)[:, None]
     return value.to(dtype)
 
 
 @triton.jit
 def of_group(tables, k, S: tl.constexpr):
-    """(scales [N] float32, zeros [N] or None) of the group of input k.
+    """(scales [N] float32, zeros [N]) of the group of input k; zeros None: the middle.
 
     tables: scales and zeros [G, num_outputs], outputs [N], num_outputs.
     """
@@ -104,7 +99,7 @@ def of_group(tables, k, S: tl.constexpr):
     place = tl.minimum(k // S.GROUP, S.GROUPS - 1) * num_outputs + outputs
     scale = tl.load(scales + place).to(tl.float32)
     if zeros is None:
-        return scale, None
+        return scale, tl.full([S.N], 1 << (S.BITS - 1), tl.uint8)
     else:
         return scale, tl.load(zeros + place)
 
@@ -182,8 +177,7 @@ def packed_sums(x, matrix, tables, steps, S: tl.constexpr):
             part = tl.full([S.N, S.M], 0.0, tl.float32)
             acc += add_step(part, raw, x, step, zero, S) * scale[:, None]
             scale = next_scale
-            if zero is not None:
-                zero = next_zero
+            zero = next_zero
     else:
         for step in range(first, last):
             acc = add_pieces(acc, bytes_of(matrix, step, S), x, tables, step, S)

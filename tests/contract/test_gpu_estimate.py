@@ -94,6 +94,14 @@ def test_the_estimate_is_near_what_an_h100_took() -> None:
         assert found == pytest.approx(measured, rel=0.25), label
 
 
+@pytest.mark.timeout(200)
+def test_a_short_turn_behind_a_long_context_takes_six_milliseconds() -> None:
+    """Of an H200, for the attention of all layers."""
+    shape = SHAPES["llama-3.1-8b"]
+    layer = Estimator(CARDS["h200"]).attention(shape, [(64, 100_000)])
+    assert shape.layers * layer <= 6e-3
+
+
 def test_a_loop_that_waits_for_all_its_copies_is_not_ahead() -> None:
     text = """
     %k = ttg.local_alloc : () -> !ttg.memdesc<{buffers}x64x128xbf16, #shared, #smem, mutable>

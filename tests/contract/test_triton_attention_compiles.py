@@ -63,6 +63,15 @@ def test_attention_compiles(case: dict[str, Any]) -> None:
     check(shipped.attention(at_home(case), *sizes, switches), case["device"])
 
 
+@pytest.mark.parametrize("form", shipped.SPLITS)
+@pytest.mark.parametrize("page", [16, 64])
+def test_a_processor_holds_two_programs_of_split_keys(form: str, page: int) -> None:
+    one = shipped.attention("bf16", 128, page, form, frozenset(("plain",)))
+    check(one, "sm_90")
+    verdict = judge(one, DEVICES["sm_90"])
+    assert verdict.tile == "128x32" and verdict.resources.programs(verdict.settings[0]) == 2
+
+
 @pytest.mark.parametrize("case", WRITES, ids=name_of)
 def test_write_compiles(case: dict[str, Any]) -> None:
     kinds = (case["norm"], case["rope"], case["num_tokens"])

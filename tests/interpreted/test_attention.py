@@ -15,6 +15,7 @@ from support.pairwise import pairwise
 
 from kernels import AttentionMeta, cpu, reference, tuning
 from kernels import triton as bodies
+from kernels.triton.attention import launches
 
 STEPS = {
     "decode": ((1, 0), (1, 16), (1, 300), (1, 31)),
@@ -135,6 +136,32 @@ def check(case: dict[str, Any], rng: torch.Generator) -> None:
     if q.dtype is torch.float32 and case["page"] == 16:
         close(cpu.paged_attention(q.contiguous(), kv, cache.meta, variant), wanted, tolerance)
     close(reference.paged_attention(q, kv, cache.meta, variant), wanted, tolerance)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "group", "page", "sinks"),
+    [
+        (torch.bfloat16, 128, 4, 64, False),
+        (torch.float16, 80, 5, 16, True),
+        (torch.bfloat16, 112, 8, 24, True),
+    ],
+    ids=str,
+)
+def test_chunks_behind_long_contexts_take_narrow_tiles(
+    dtype: torch.dtype, head_dim: int, group: int, page: int, sinks: bool, rng: torch.Generator
+) -> None:
+    cache = Cache(((1, 20), (33, 1100), (26, 0)), (KV_HEADS, head_dim), rng, page)
+    case = {"dtype": dtype, "head_dim": head_dim, "group": group, "sinks": sinks}
+    q = queries(cache.num_tokens, case, rng)
+    kv, variant = cache.kv.to(dtype), a_variant(case, q.shape[1], rng)
+    wanted = reference.paged_attention(q.double(), kv.double(), cache.meta, variant)
+    for meta in (cache.meta, as_recorded(cache.meta, len(q))):
+        # A step's plan is made by its first launches: these are not run.
+        unrun = dataclasses.replace(meta, scratch={})
+        found = launches(q, kv, unrun, variant, torch.empty_like(q))
+        (chunks,) = (one for one in found if "work" in one.args)
+        assert chunks.args["S"].KEYS == 32 and chunks.args["num_splits"] > 1
+        close(bodies.paged_attention(q, kv, meta, variant), wanted, TOLERANCE[dtype])
 
 
 def test_every_row_of_one_key_head(rng: torch.Generator) -> None:

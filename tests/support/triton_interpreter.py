@@ -134,11 +134,24 @@ def repair() -> None:
     Builder.create_fp_to_fp = create_fp_to_fp
     Builder.create_maxnumf = lambda self, left, right: self.binary_op(left, right, np.fmax)
     Builder.create_minnumf = lambda self, left, right: self.binary_op(left, right, np.fmin)
+    _count_by_one()
     _patch_once()
     _keep_types()
     # Computes each integer sum in 64 bits for an assert that is made in debug mode only.
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+
+def _count_by_one() -> None:
+    """Bounds of loops are arrays of one element, which numpy no longer takes for numbers: Triton
+    has heeded it since 3.7."""
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch(tensor, scope):
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    interpreter._patch_lang_tensor = patch
 
 
 def _patch_once() -> None:
