@@ -38,6 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser, *, has_one_run: bool = False)
         group.add_argument(
             "--trace", type=Path, metavar="FILE", help="write a trace for Perfetto (JSON)"
         )
+        group.add_argument(
+            "--beside",
+            type=Path,
+            nargs="+",
+            default=[],
+            metavar="FILE",
+            help="files of other runs, to lay over this one in report and plots",
+        )
 
 
 def is_asked(parsed: argparse.Namespace) -> bool:
@@ -47,6 +55,9 @@ def is_asked(parsed: argparse.Namespace) -> bool:
     for name, path in zip(("report", "trace"), asked, strict=True):
         if path is not None and not path.parent.is_dir():
             raise ConfigError(f"--{name} {str(path)!r} is in no directory that exists")
+    for path in getattr(parsed, "beside", []):
+        if not path.is_file():
+            raise ConfigError(f"--beside {str(path)!r} is no file; `simulate --out` writes one")
     if parsed.plots is not None and parsed.plots.exists() and not parsed.plots.is_dir():
         raise ConfigError(f"--plots {str(parsed.plots)!r} is a file, must be a directory")
     return any(path is not None for path in (*asked, parsed.plots))
@@ -55,13 +66,14 @@ def is_asked(parsed: argparse.Namespace) -> bool:
 def show_run(parsed: argparse.Namespace, run: Run) -> list[str]:
     """Write what was asked for of one run; what is to be said of it."""
     limits = slo(parsed.slo) if parsed.slo else []
+    runs = [run, *map(Run.read, parsed.beside)]
     said = []
     if parsed.report is not None:
         title = f"{run.policy} on {run.head.get('workload')}"
-        write_report(parsed.report, [run], slo=limits, title=title)
+        write_report(parsed.report, runs, slo=limits, title=title)
         said.append(f"report: {parsed.report}")
     if parsed.plots is not None:
-        said += [f"plots: {parsed.plots}", *write_plots(parsed.plots, charts_of([run], slo=limits))]
+        said += [f"plots: {parsed.plots}", *write_plots(parsed.plots, charts_of(runs, slo=limits))]
     if parsed.trace is not None:
         write_trace(parsed.trace, run)
         said.append(f"trace: {parsed.trace}, to be opened in Perfetto")
@@ -76,7 +88,7 @@ def show_cells(
     engine: Engine,
 ) -> list[str]:
     """The same of a comparison. Its first seed is run once more, with steps, at the highest load
-    at which no policy is overloaded."""
+    at which the first policy is not overloaded."""
     limits = slo(parsed.slo) if parsed.slo else []
     cell = _shown(cells)
     runs = [
@@ -100,10 +112,7 @@ def show_cells(
 def _shown(cells: Sequence[Cell]) -> Cell:
     """The one whose runs are shown."""
 
-    def is_steady(cell: Cell) -> bool:
-        places = range(len(cell.names))
-        return all(2 * cell.num_overloaded(p) <= len(cell.figures[p]) for p in places)
-
     same = [cell for cell in cells if cell.setting == cells[0].setting]
     ascending = sorted(same, key=lambda cell: cell.rate or 0.0)
-    return next((cell for cell in reversed(ascending) if is_steady(cell)), ascending[0])
+    steady = [cell for cell in ascending if 2 * cell.num_overloaded(0) <= len(cell.figures[0])]
+    return steady[-1] if steady else ascending[0]

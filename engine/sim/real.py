@@ -20,6 +20,7 @@ from engine.llm_engine import LLMEngine
 from engine.messages.params import SamplingParams
 from engine.messages.requests import RequestOutput
 from engine.messages.step import Column, Masks, StepPlan, StepResult
+from engine.sim.history import History
 from engine.sim.job import FIRST_TOKEN, Job
 from engine.sim.records import DONE, REFUSED, Requests, Tokens, totals_of
 from engine.sim.run import FORMAT, Engine, Run, Variant, name_of
@@ -164,6 +165,7 @@ class _RealRun:
         )
         self._requests = Requests()
         self._tokens = Tokens(self._requests)
+        self._history = History()
         self._places: dict[str, int] = {}
         self._jobs: dict[str, Job] = {}
         self._answers: dict[str, list[int]] = {}
@@ -195,6 +197,7 @@ class _RealRun:
 
     def _add(self, job: Job) -> None:
         place = self._requests.add(job)
+        self._history.came()
         self._lengths[job.request_id[:SHOWN_ID_CHARS]] = job.num_output
         tokens = job.tokens(self._answers)
         room = self._vocab_size - FIRST_TOKEN
@@ -246,6 +249,8 @@ class _RealRun:
         self._requests.counts("num_cached")[place] = output.num_cached_tokens
         self._requests.counts("num_preempted")[place] = metrics.num_preemptions
         self._requests.wait(place, metrics.waits)
+        self._history.told(place, metrics.events, metrics.waits, self._start)
+        self._history.ended(place, self._clock() - self._start)
         self._tokens.settle()
         self._tokens.forget()
         self._source.ended(self._jobs.pop(output.request_id), self._clock() - self._start)
@@ -261,4 +266,5 @@ class _RealRun:
             steps=None,
             totals=totals_of(stats, self._executor.kv_peak),
             hook_seconds=sum(stats.hook_seconds.values()),
+            history=self._history,
         )

@@ -98,7 +98,7 @@ class Run:
     hook_seconds: float = 0.0
     """Real time in hooks of the policy: the one figure that differs from run to run."""
     history: History | None = None
-    """What happened to each request, and when, if steps were asked for."""
+    """What happened to each request, and when, if steps were asked for; of real runs always."""
 
     @property
     def policy(self) -> str:

@@ -109,7 +109,7 @@ def service(
     longest = int(requests.counts("num_prompt").max(initial=0))
     return Service(
         users=users,
-        jain=_jain(curve.times, curve.waits, curve.served, window),
+        jain=_jain(curve, window),
         gap=widest_gap(curve)[0],
         bound=2.0 * max(PROMPT_PRICE * longest, OUTPUT_PRICE * seats) / float(curve.weights.min()),
     )
@@ -175,20 +175,28 @@ def _spread(begins: Floats, ends: Floats, amounts: Floats, points: Floats) -> Fl
     return total
 
 
-def _jain(points: Floats, waits: NDArray[np.bool_], served: Floats, window: Window) -> float:
+def jain_by_window(curve: Curves, window: Window) -> list[tuple[float, float, int]]:
+    """Of each fiftieth of the period through which two or more users waited: its middle (seconds),
+    Jain's index of what they were served in it, and how many they were."""
     edges = np.linspace(window.start, window.end, NUM_WINDOWS + 1)
-    places = np.searchsorted(points, edges)
-    shares: list[tuple[float, int]] = []
-    for first, last in pairwise(places.tolist()):
-        if last <= first or last >= len(points):
+    places = np.searchsorted(curve.times, edges)
+    found: list[tuple[float, float, int]] = []
+    for part, (first, last) in enumerate(pairwise(places.tolist())):
+        if last <= first or last >= len(curve.times):
             continue
-        through = waits[:, first:last].all(axis=1)
-        got = (served[:, last] - served[:, first])[through]
+        through = curve.waits[:, first:last].all(axis=1)
+        got = (curve.served[:, last] - curve.served[:, first])[through]
         squares = float((got * got).sum())
         if len(got) >= 2 and squares > 0.0:
-            shares.append((float(got.sum()) ** 2 / (len(got) * squares), len(got)))
-    total = sum(count for _, count in shares)
-    return sum(index * count for index, count in shares) / total if total else nan
+            middle = float(edges[part] + edges[part + 1]) / 2
+            found.append((middle, float(got.sum()) ** 2 / (len(got) * squares), len(got)))
+    return found
+
+
+def _jain(curve: Curves, window: Window) -> float:
+    shares = jain_by_window(curve, window)
+    total = sum(count for _, _, count in shares)
+    return sum(index * count for _, index, count in shares) / total if total else nan
 
 
 def widest_gap(curve: Curves) -> tuple[float, float, float]:

@@ -16,7 +16,7 @@ from engine.sim.estimate import Floats
 from engine.sim.report.charts import Cell, Chart
 from engine.sim.report.states import stays_in_queue
 from engine.sim.report.subjects import Point, Subject
-from engine.sim.report.summary import of_points, of_run
+from engine.sim.report.summary import of_points, of_run, rankings
 
 FORMAT = 1
 ELEMENT = "run-data"
@@ -33,6 +33,7 @@ def data_of(
         "format": FORMAT,
         "runs": [_run(each) for each in found],
         "points": [_point(point) for point in points],
+        "rankings": rankings(points),
         "comparison": list(of_points(points)),
         "charts": {chart.key: [_cells(row) for row in chart.rows()] for chart in charts},
     }

@@ -50,6 +50,14 @@ def over_load(points: Sequence[Point]) -> Iterator[Chart]:
         series=_series(points, "attainment"),
     )
     yield Lines(
+        key="load-goodput",
+        title="Goodput over load",
+        caption="Requests a second that got all that they were promised; higher is better.",
+        x_label=label,
+        y_label="requests a second",
+        series=_series(points, "goodput"),
+    )
+    yield Lines(
         key="load-recomputed",
         title="Work done twice, over load",
         caption="Of all computed tokens, the share that had been computed before: what preemption "

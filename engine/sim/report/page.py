@@ -103,8 +103,16 @@ def _said(facts: dict[str, str]) -> str:
 
 def _in_short(data: dict[str, Any]) -> Iterator[str]:
     yield "<h2>In short</h2>"
+    if data["rankings"]:
+        head, *rows = data["rankings"]
+        yield "<h3>Which policy is best at which load</h3>"
+        yield (
+            "<p>In order, the best first. Between two stands &lt; where their intervals are apart, "
+            "and ≈ where they overlap, so that the order may be chance (<code>metronome "
+            "compare</code> prints what pairs of runs say). Who is overloaded is left out.</p>"
+        )
+        yield from table(head, rows)
     if data["comparison"]:
-        yield "<h3>The policies beside each other</h3>"
         yield from _items(data["comparison"])
     for run in data["runs"]:
         yield f"<h3>{_text(run['label'])}</h3>"

@@ -32,7 +32,7 @@ def because(causes: Mapping[str, float]) -> str:
 
 
 def stays_in_queue(run: Run, place: int) -> list[Stay]:
-    """A request's times in the queue. Where no history was kept, the first one, with all causes."""
+    """A request's times in the queue. Where no history was kept, the first one alone."""
     if run.history is not None:
         return run.history.stays[place]
     requests = run.requests
@@ -40,7 +40,11 @@ def stays_in_queue(run: Run, place: int) -> list[Stay]:
     scheduled = float(requests.times("scheduled")[place])
     if isnan(scheduled):
         return []
-    causes = {cause: float(of[place]) for cause, of in requests.waits.items() if of[place] > 0}
+    causes = {
+        cause: float(of[place])
+        for cause, of in requests.waits.items()
+        if of[place] > 0 and not cause.startswith(AGAIN)
+    }
     return [
         Stay(*stay[:2], causes)
         for stay in stays_of([("queued", arrival), ("scheduled", scheduled)])

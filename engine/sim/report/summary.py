@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import isfinite
+from math import isfinite, nan
 
 import numpy as np
 
@@ -123,40 +123,55 @@ def _least(subject: Subject) -> Iterator[str]:
 
 
 def of_points(points: Sequence[Point]) -> Iterator[str]:
-    """A comparison in a few sentences."""
-    lines, label = by_policy(points), x_label(points)
-    before, behind = ("load ", "") if label.startswith("load") else ("", " requests a second")
-    for x in sorted({x for pairs in lines.values() for x, _ in pairs}):
-        here = [point for pairs in lines.values() for at, point in pairs if at == x]
-        if len(here) > 1:
-            yield from _best(here, f"At {before}{x:.4g}{behind}")
-    for name, pairs in lines.items():
+    """What else there is to say of a comparison: who was overloaded, and who collapsed."""
+    label = x_label(points)
+    for where, here in _by_load(points):
+        over = [point.name for point in here if point.is_overloaded]
+        if over:
+            yield f"At {where} these are overloaded: {', '.join(over)}."
+        fcfs = next((point for point in here if point.policy == "fcfs"), None)
+        of_fcfs = fcfs.value("tokens_per_second") if fcfs else nan
+        for point in here:
+            again, rate = point.value("recomputed"), point.value("tokens_per_second")
+            if said := collapse(point.name, again, rate, of_fcfs):
+                yield f"At {where} {said}."
+    for name, pairs in by_policy(points).items():
         yield from _falls(name, pairs, label)
 
 
-def _best(here: Sequence[Point], where: str) -> Iterator[str]:
-    for figure, words in TAILS.items():
-        known = sorted(
-            (p for p in here if isfinite(p.value(figure))), key=lambda p: p.value(figure)
-        )
-        if len(known) < 2:
-            continue
-        first, second = known[:2]
-        rest = f"then {second.name}, {second.value(figure):.4g} s"
-        if first.values[figure].high > second.values[figure].low:
-            rest += " (their intervals overlap: it may be chance)"
-        yield f"{where} the best {words} has {first.name}, {first.value(figure):.4g} s; {rest}."
-    over = [point.name for point in here if point.is_overloaded]
-    if over:
-        yield f"{where} these are overloaded: {', '.join(over)}."
-    fcfs = next((p for p in here if p.policy == "fcfs"), None)
-    for point in here:
-        of_fcfs = fcfs.value("tokens_per_second") if fcfs else 0.0
-        said = collapse(
-            point.name, point.value("recomputed"), point.value("tokens_per_second"), of_fcfs
-        )
-        if said:
-            yield f"{where} {said}."
+def rankings(points: Sequence[Point]) -> list[list[str]]:
+    """For each figure, at each load, the policies in order, the best first: rows of a table, the
+    head first; empty if there is one policy only. The overloaded have no place in it."""
+    loads = [(where, here) for where, here in _by_load(points) if len(here) > 1]
+    if not loads:
+        return []
+    head = ["seconds", *(f"at {where}" for where, _ in loads)]
+    rows = [
+        [words, *(_ranked(here, figure) for _, here in loads)] for figure, words in TAILS.items()
+    ]
+    return [head, *(row for row in rows if any(row[1:]))]
+
+
+def _by_load(points: Sequence[Point]) -> list[tuple[str, list[Point]]]:
+    lines, label = by_policy(points), x_label(points)
+    before, behind = ("load ", "") if label.startswith("load") else ("", " requests a second")
+    found: dict[float, list[Point]] = {}
+    for pairs in lines.values():
+        for x, point in pairs:
+            found.setdefault(x, []).append(point)
+    return [(f"{before}{x:.4g}{behind}", found[x]) for x in sorted(found)]
+
+
+def _ranked(here: Sequence[Point], figure: str) -> str:
+    known = [p for p in here if isfinite(p.value(figure)) and not p.is_overloaded]
+    ordered = sorted(known, key=lambda point: point.value(figure))
+    said = ""
+    for place, point in enumerate(ordered):
+        if place:
+            before = ordered[place - 1].values[figure]
+            said += " ≈ " if before.high > point.values[figure].low else " < "
+        said += f"{point.name} {point.value(figure):.4g}"
+    return said
 
 
 def _falls(name: str, pairs: Sequence[tuple[float, Point]], label: str) -> Iterator[str]:

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from engine.sim.estimate import Floats
-from engine.sim.report.charts import Bar, Bars, Chart, Gantt, Level, Lines, Series
+from engine.sim.report.charts import DOTS, Bar, Bars, Chart, Gantt, Level, Lines, Series
 from engine.sim.report.states import STATES, States, stays_in_queue
 from engine.sim.report.subjects import Subject
-from engine.sim.service import curves, widest_gap
+from engine.sim.service import curves, jain_by_window, widest_gap
 
 NUM_BINS = 240
 NUM_ROWS = 50  # of a Gantt chart
@@ -207,4 +207,16 @@ def _users(subject: Subject, place: int) -> Iterator[Chart]:
             for row, name in enumerate(curve.users)
         ],
         moments=moments,
+    )
+    parts = jain_by_window(curve, found.window)
+    yield Lines(
+        key=f"jain-{place + 1}",
+        title=f"How even service was: {subject.label}",
+        caption="Jain's index of what those users were served who waited all through each small "
+        "part of the run, where there were two or more: 1 is even, one over their number is all "
+        "for one of them.",
+        x_label="seconds since the start of the run",
+        y_label="Jain's index",
+        series=[Series(name="index", x=[p[0] for p in parts], y=[p[1] for p in parts], mark=DOTS)],
+        levels=[Level(1.0, "even")],
     )
