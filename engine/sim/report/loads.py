@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import isfinite, nan
 
+from engine.sim.figures import LATENCIES
 from engine.sim.report.charts import BOTH, DOTS, Chart, Level, Lines, Series
 from engine.sim.report.subjects import Point
 
@@ -86,10 +87,16 @@ def by_policy(points: Sequence[Point]) -> dict[str, list[tuple[float, Point]]]:
     return {name: sorted(each, key=lambda pair: pair[0]) for name, each in found.items()}
 
 
+def _has(point: Point, name: str) -> bool:
+    """Whether there is such a figure. Of latencies the overloaded have none: those seeds that were
+    not would say what was chosen."""
+    return isfinite(point.value(name)) and not (name in LATENCIES and point.is_overloaded)
+
+
 def _series(points: Sequence[Point], name: str) -> list[Series]:
     found = []
     for policy, pairs in by_policy(points).items():
-        known = [(x, point.values[name]) for x, point in pairs if isfinite(point.value(name))]
+        known = [(x, point.values[name]) for x, point in pairs if _has(point, name)]
         if known:
             found.append(
                 Series(
@@ -120,7 +127,9 @@ def pareto(points: Sequence[Point]) -> Iterator[Chart]:
         series = []
         for name, pairs in by_policy(points).items():
             both = [
-                (point.value("tokens_per_second"), point.value(f"{kind}.p99")) for _, point in pairs
+                (point.value("tokens_per_second"), point.value(f"{kind}.p99"))
+                for _, point in pairs
+                if _has(point, f"{kind}.p99")
             ]
             both = [pair for pair in both if isfinite(sum(pair))]
             if both:

@@ -32,6 +32,7 @@ COLUMNS = {
     "KV peak": "kv_peak",
 }
 MOST_LISTED = 12  # requests in each list
+MOST_CAUSES = 6  # of each of them
 
 
 def page(
@@ -111,7 +112,7 @@ def _in_short(data: dict[str, Any]) -> Iterator[str]:
             "and ≈ where they overlap, so that the order may be chance (<code>metronome "
             "compare</code> prints what pairs of runs say). Who is overloaded is left out.</p>"
         )
-        yield from table(head, rows)
+        yield from table(head, rows, kind="ranks")
     if data["comparison"]:
         yield from _items(data["comparison"])
     for run in data["runs"]:
@@ -146,9 +147,14 @@ def _table(found: Sequence[Subject]) -> Iterator[str]:
     )
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[str]:
-    """A table of texts and numbers."""
-    yield f"<table><tr>{''.join(f'<th>{_text(cell)}</th>' for cell in head)}</tr>"
+def table(
+    head: Sequence[str], rows: Sequence[Sequence[object]], kind: str = "numbers"
+) -> Iterator[str]:
+    """A table of texts and numbers; ``kind``: its class."""
+    yield (
+        f'<table class="{kind}"><tr>'
+        + f"{''.join(f'<th>{_text(cell)}</th>' for cell in head)}</tr>"
+    )
     for row in rows:
         yield f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in row)}</tr>"
     yield "</table>"
@@ -215,7 +221,7 @@ def _lists(found: Sequence[Subject]) -> Iterator[str]:
                     f"{requests.times('arrival')[p]:.3f}",
                     f"{total[p]:.3f}",
                     counts[p],
-                    because({cause: float(column[p]) for cause, column in waits.items()}),
+                    because({c: float(column[p]) for c, column in waits.items()}, MOST_CAUSES),
                 ]
                 for p in places
             ],

@@ -25,10 +25,14 @@ class State(NamedTuple):
     why: str = ""
 
 
-def because(causes: Mapping[str, float]) -> str:
-    """Causes and their seconds, the largest first."""
+def because(causes: Mapping[str, float], most: int | None = None) -> str:
+    """Causes and their seconds, the largest first; at ``most`` so many, and how many more."""
     ordered = sorted(causes.items(), key=lambda item: (-item[1], item[0]))
-    return ", ".join(f"{cause} {seconds:.3f} s" for cause, seconds in ordered if seconds > 5e-4)
+    known = [(cause, seconds) for cause, seconds in ordered if seconds > 5e-4]
+    said = [f"{cause} {seconds:.3f} s" for cause, seconds in known[:most]]
+    if len(known) > len(said):
+        said.append(f"and {len(known) - len(said)} more causes")
+    return ", ".join(said)
 
 
 def stays_in_queue(run: Run, place: int) -> list[Stay]:

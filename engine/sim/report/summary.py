@@ -57,7 +57,7 @@ def _waits(subject: Subject) -> Iterator[str]:
     worst = int(np.argmax(total))
     causes = {cause: float(column[worst]) for cause, column in columns.items()}
     name = requests.names["request_id"][worst]
-    yield f"{name} waited longest: {total[worst]:.3f} s. Why: {because(causes)}."
+    yield f"{name} waited longest: {total[worst]:.3f} s. Why: {because(causes, MOST_TIMES)}."
 
 
 def _preemptions(subject: Subject) -> Iterator[str]:

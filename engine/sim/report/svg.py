@@ -176,7 +176,8 @@ def _series(chart: Lines, each: Series, place: int, x: Scale, y: Scale) -> Itera
             yield f'<circle cx="{pair[0]:.1f}" cy="{pair[1]:.1f}" r="{radius:g}" fill="{hue}"/>'
     for a, low, high in zip(each.x, each.low, each.high, strict=False):
         if chart.is_shown(a, y.high) and low <= high:  # beyond the picture where it has no end
-            yield _line(x(a), y(max(y.low, low)), x(a), y(min(y.high, high)), hue)
+            beside = x(a) + 2 * place  # those of several lines stand side by side
+            yield _line(beside, y(max(y.low, low)), beside, y(min(y.high, high)), hue)
 
 
 def _near(values: Sequence[float], chart: Lines) -> list[float]:
