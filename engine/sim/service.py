@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 from math import nan
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -110,7 +110,7 @@ def service(
     return Service(
         users=users,
         jain=_jain(curve, window),
-        gap=widest_gap(curve)[0],
+        gap=widest_gap(curve).value,
         bound=2.0 * max(PROMPT_PRICE * longest, OUTPUT_PRICE * seats) / float(curve.weights.min()),
     )
 
@@ -199,9 +199,21 @@ def _jain(curve: Curves, window: Window) -> float:
     return sum(index * count for _, index, count in shares) / total if total else nan
 
 
-def widest_gap(curve: Curves) -> tuple[float, float, float]:
-    """Of all pairs and all times through which both wait, the widest; and between which times."""
-    worst, begin, end = nan, nan, nan
+class Gap(NamedTuple):
+    """How far two users' service came apart while both waited."""
+
+    value: float
+    """Tokens at their prices, over weights; NaN where no two ever waited together."""
+    begin: float
+    end: float
+    """Between which times (seconds) it did."""
+    ahead: str
+    behind: str
+
+
+def widest_gap(curve: Curves) -> Gap:
+    """Of all pairs and all times through which both wait, the widest."""
+    worst = Gap(nan, nan, nan, "", "")
     for one, other in combinations(range(len(curve.waits)), 2):
         both = curve.waits[one] & curve.waits[other]
         ahead = curve.served[one] - curve.served[other]
@@ -209,8 +221,9 @@ def widest_gap(curve: Curves) -> tuple[float, float, float]:
         for first, last in zip(changes[::2], changes[1::2], strict=True):
             part = ahead[first : last + 1]  # up to the point at which one waits no more
             gap = float(part.max() - part.min())
-            if not gap <= worst:
-                places = sorted((int(part.argmin()), int(part.argmax())))
-                worst = gap
-                begin, end = (float(curve.times[first + place]) for place in places)
-    return worst, begin, end
+            if not gap <= worst.value:
+                low, high = int(part.argmin()), int(part.argmax())
+                begin, end = (float(curve.times[first + place]) for place in sorted((low, high)))
+                names = (curve.users[one], curve.users[other])
+                worst = Gap(gap, begin, end, *(names if low < high else names[::-1]))
+    return worst

@@ -75,8 +75,8 @@ def _about(found: Sequence[Subject]) -> Iterator[str]:
     same = {n: v for n, v in facts[0].items() if all(f[n] == v for f in facts)} if facts else {}
     yield f'<p class="small">{_said(same)}</p>'
     for each, own in zip(found, facts, strict=True):
-        differs = {name: value for name, value in own.items() if name not in same}
-        yield f'<p class="small"><b>{_text(each.label)}</b>: {_said(differs)}</p>'
+        if differs := {name: value for name, value in own.items() if name not in same}:
+            yield f'<p class="small"><b>{_text(each.label)}</b>: {_said(differs)}</p>'
 
 
 def _facts(subject: Subject) -> dict[str, str]:

@@ -12,7 +12,7 @@ from engine.sim.report.loads import by_policy, x_label
 from engine.sim.report.states import because, preempted_by, stays_in_queue
 from engine.sim.report.subjects import Point, Subject
 from engine.sim.report.timelines import bins, throughput, waiting
-from engine.sim.service import OUTPUT_PRICE, PROMPT_PRICE
+from engine.sim.service import OUTPUT_PRICE, PROMPT_PRICE, curves, widest_gap
 
 TAILS = {
     "ttft.p99": "p99 of the time to first token",
@@ -90,6 +90,9 @@ def _valley(subject: Subject) -> Iterator[str]:
         return
     place = int(where[np.argmin(rates[where])])
     mean = float(rates[inside].mean())
+    if rates[place] >= mean:
+        yield f"Output never fell below its mean of {mean:,.0f} tokens a second while any waited."
+        return
     yield (
         f"Output was lowest, while requests waited, from {edges[place]:.2f} to "
         f"{edges[place + 1]:.2f} s: {rates[place]:,.0f} tokens a second, {rates[place] / mean:.2f} "
@@ -118,8 +121,16 @@ def _least(subject: Subject) -> Iterator[str]:
         f"User {users[least].name!r} got least service: {served(least):,.0f} (prompt tokens 1, "
         f"generated ones 2, over the weight), {served(least) / max(1e-9, served(most)):.2f} of "
         f"what {users[most].name!r} got. User {users[slow].name!r} waited longest for first "
-        f"tokens: {users[slow].ttft:.3f} s on the average."
+        f"tokens: {users[slow].ttft:.3f} s on the average. (Who asks for less gets less.)"
     )
+    curve = curves(subject.run.requests, subject.counted, subject.figures.window, engine)
+    gap = None if curve is None else widest_gap(curve)
+    if gap is not None and gap.value == gap.value:
+        yield (
+            f"While both waited, {gap.behind!r} fell behind {gap.ahead!r} most: by "
+            f"{gap.value:,.0f} between {gap.begin:.2f} and {gap.end:.2f} s, where fair queueing "
+            f"(VTC) promises {service.bound:,.0f} or less."
+        )
 
 
 def of_points(points: Sequence[Point]) -> Iterator[str]:

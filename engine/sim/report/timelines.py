@@ -181,16 +181,17 @@ def _users(subject: Subject, place: int) -> Iterator[Chart]:
     if curve is None or found.service is None:
         return
     chosen = np.unique(np.linspace(0, len(curve.times) - 1, NUM_CURVE).astype(int))
-    gap, begin, end = widest_gap(curve)
+    gap = widest_gap(curve)
     said = "No two users ever waited at the same time, so nothing can be said of fairness."
     moments: list[Level] = []
-    if gap == gap:
+    if gap.value == gap.value:
         said = (
-            f"While both waited, two users' service came apart by {gap:,.0f} at most (between "
-            f"{begin:.2f} and {end:.2f} s); fair queueing by tokens (VTC) would keep that below "
+            f"While both waited, {gap.ahead!r} was served {gap.value:,.0f} more than "
+            f"{gap.behind!r} at most (between {gap.begin:.2f} and {gap.end:.2f} s); fair queueing "
+            "by tokens (VTC) would keep that below "
             f"{found.service.bound:,.0f}. Jain's index is {found.service.jain:.3f}; 1 is even."
         )
-        moments = [Level(begin, "widest gap"), Level(end, "")]
+        moments = [Level(gap.begin, "widest gap"), Level(gap.end, "")]
     yield Lines(
         key=f"service-{place + 1}",
         title=f"Service by user: {subject.label}",
