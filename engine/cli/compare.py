@@ -2,8 +2,8 @@
 
     metronome compare fcfs residual-sjf vtc --seeds 20 --loads 0.6,0.8,0.9 --jobs 2
     metronome compare fcfs sarathi --workload azure-conv --sweep max_num_batched_tokens=256,512
-    metronome compare fcfs sarathi --capacity "ttft.p99<1,itl.p99<0.1"
-    metronome compare --worst residual-sjf,fcfs --figures e2e.p99 --seconds 120
+    metronome compare fcfs sarathi --seeds 3 --capacity "ttft.p99<1,itl.p99<0.1"
+    metronome compare --worst residual-sjf,fcfs --figure e2e.p99 --seconds 120
 
 The first policy is what the others are compared with. Differences are of pairs of runs with the
 same requests; behind ± stands half of an interval that holds the true value 19 times in 20.
@@ -14,34 +14,19 @@ from __future__ import annotations
 import argparse
 import ast
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
-from engine.cli import lab, seeing
+from engine.cli import capacity, lab, seeing, worst
 from engine.cli.policies import coming, loads_of, rows_of
 from engine.errors import ConfigError
-from engine.sim.capacity import EXAMPLE, capacities, conditions
-from engine.sim.compare import (
-    BETTER,
-    EQUAL,
-    NO_MEANS,
-    UNDECIDED,
-    WORSE,
-    Cell,
-    Difference,
-    Experiment,
-    compare,
-)
-from engine.sim.estimate import mean_over
+from engine.sim.capacity import EXAMPLE
+from engine.sim.compare import NO_MEANS, Cell, Difference, Experiment, compare
 from engine.sim.experiment import seeds_from
 from engine.sim.figures import NAMES
 from engine.sim.named import split
 from engine.sim.promises import slo
-from engine.sim.run import Engine, name_of
+from engine.sim.run import Engine
 from engine.sim.workloads import Workload
-from engine.sim.worst import Hunt, Place
-
-NUM_HUNTED = 200  # requests of each try, if nothing else is said
 
 SHOWN = (
     *("ttft.mean", "ttft.p99", "tpot.mean", "itl.p99", "e2e.mean", "e2e.p99", "normalised.mean"),
@@ -80,13 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{EXAMPLE!r}, to 1 %%",
     )
     parser.add_argument(
-        "--worst",
-        metavar="A,B",
-        help="instead: look for options of workload and engine at which A is worst beside B, by "
-        "the first of --figures (default: e2e.mean), from those given on",
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=60.0, metavar="T", help="of --worst; default: 60"
+        "--whole",
+        action="store_true",
+        help="all requests count, warm-up too, and those of a run that is overloaded",
     )
     parser.add_argument(
         "--unpaired",
@@ -95,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="all figures of all runs, as JSON")
     parser.add_argument("--csv", action="store_true", help="all figures of all runs, as CSV")
+    worst.add_arguments(parser)
     seeing.add_arguments(parser)
     lab.add_engine(parser)
 
@@ -105,27 +87,24 @@ def run(parsed: argparse.Namespace) -> int:
     engine = lab.engine_of(parsed, lab.log_of(workload))
     _check(parsed)
     shown = _figures(parsed.figures)
-    if parsed.worst:
-        print(*_worst(parsed, workload, engine), sep="\n")
-        return 0
-    if parsed.capacity:
-        print(*_head(parsed, workload, engine), "", *_capacity(parsed, workload, engine), sep="\n")
-        return 0
     policies = [lab.variant(text, "POLICY") for text in parsed.policies]
-    cells = compare(
-        Experiment(
-            policies=policies,
-            workload=workload,
-            engine=engine,
-            loads=_loads(parsed.loads) or loads_of(None, parsed.rate, workload),
-            rate=parsed.rate,
-            seeds=seeds_from(parsed.seed, parsed.seeds),
-            slo=slo(parsed.slo) if parsed.slo else [],
-            sweep=swept(parsed.sweep) if parsed.sweep else None,
-            is_paired=not parsed.unpaired,
-        ),
-        jobs=parsed.jobs,
+    if parsed.worst is not None:
+        return worst.run(parsed, policies, _loads(parsed.loads))
+    what = Experiment(
+        policies=policies,
+        workload=workload,
+        engine=engine,
+        loads=_loads(parsed.loads) or loads_of(None, parsed.rate, workload),
+        rate=parsed.rate,
+        seeds=seeds_from(parsed.seed, parsed.seeds),
+        slo=slo(parsed.slo) if parsed.slo else [],
+        sweep=swept(parsed.sweep) if parsed.sweep else None,
+        is_paired=not parsed.unpaired,
+        is_whole=parsed.whole,
     )
+    if parsed.capacity is not None:
+        return capacity.run(parsed, what)
+    cells = compare(what, jobs=parsed.jobs)
     seen = seeing.show_cells(parsed, cells, policies, workload, engine) if is_seen else []
     if parsed.json or parsed.csv:
         rows = [row for cell in cells for row in rows_of(cell, parsed.seed)]
@@ -143,60 +122,6 @@ def _check(parsed: argparse.Namespace) -> None:
     """Options that do not go together."""
     lab.one_of(parsed, "json", "csv", "in which form figures are written")
     lab.one_of(parsed, "loads", "rate", "how many requests come")
-
-
-def _capacity(parsed: argparse.Namespace, workload: Workload, engine: Engine) -> Iterable[str]:
-    """The highest rate of each policy, and whether it is another than the first's."""
-    policies = [lab.variant(text, "POLICY") for text in parsed.policies]
-    if not policies:
-        raise ConfigError("there is no policy to compare; name one, such as 'fcfs'")
-    found = capacities(
-        policies,
-        workload,
-        conditions(parsed.capacity),
-        engine,
-        seeds=seeds_from(parsed.seed, parsed.seeds),
-        slo=slo(parsed.slo) if parsed.slo else [],
-        jobs=parsed.jobs,
-    )
-    base = found[0]
-    rows = [(f"requests a second, {parsed.capacity}", "mean", "least", "most", "difference", "")]
-    for policy, each in zip(policies, found, strict=True):
-        by = mean_over([o - t for o, t in zip(each.by_seed, base.by_seed, strict=True)])
-        verdict = UNDECIDED if by.holds_zero else BETTER if by.value > 0 else WORSE
-        rows.append(
-            (
-                name_of(policy),
-                lab.interval(each.mean, 2),
-                f"{min(each.by_seed):.2f}",
-                f"{max(each.by_seed):.2f}",
-                "" if each is base else lab.interval(by, 2),
-                "" if each is base else EQUAL if each.by_seed == base.by_seed else verdict,
-            )
-        )
-    yield from lab.aligned(rows)
-
-
-def _worst(parsed: argparse.Namespace, workload: Workload, engine: Engine) -> Iterable[str]:
-    """Where the first of two policies is worst beside the second."""
-    pair = lab.variants(parsed.worst, "--worst")
-    if len(pair) != 2:
-        raise ConfigError(f"--worst has {parsed.worst!r}, must be two policies, as in vtc,fcfs")
-    loads = _loads(parsed.loads) or [lab.LOAD]
-    if parsed.requests is None and workload.num_requests == lab.NUM_REQUESTS:
-        workload = replace(workload, num_requests=NUM_HUNTED)
-    figure = (_figures(parsed.figures) if parsed.figures else ["e2e.mean"])[0]
-    hunt = Hunt(pair[0], pair[1], figure, seed=parsed.seed, seconds=parsed.seconds)
-    found = hunt.search(Place(workload=workload, engine=engine, load=loads[0]))
-    ours, theirs = map(name_of, pair)
-    yield f"{figure} of {ours} is {found.ratio:.2f} times as bad as that of {theirs} with:"
-    yield f"  {found.place.workload}, load {found.place.load:g}, seed {parsed.seed}"
-    yield f"  {lab.engine_line(found.place.engine)}"
-    changed = ", ".join(f"{name}={value!r}" for name, value in found.changed.items())
-    yield (
-        f"where the search began it was {found.start_ratio:.2f} times; what differs from there: "
-        f"{changed or 'nothing'} ({found.num_tries} tries)"
-    )
 
 
 def swept(text: str) -> tuple[str, list[Any]]:
@@ -233,6 +158,8 @@ def _figures(text: str | None) -> list[str]:
 def _head(parsed: argparse.Namespace, workload: Workload, engine: Engine) -> Iterable[str]:
     how = "other requests for each policy" if parsed.unpaired else "the same requests for each"
     yield f"{workload}: {parsed.seeds} seeds from {parsed.seed} on, {how} policy"
+    if parsed.whole:
+        yield "whole runs: warm-up counts, and so does all of an overloaded run"
     yield lab.engine_line(engine)
     yield lab.cost_line(engine)
 

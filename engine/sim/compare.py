@@ -47,6 +47,15 @@ class Difference:
         return self.by.value / abs(self.theirs.value) if self.theirs.value else 0.0
 
 
+def verdict(by: Estimate, *, is_equal: bool, is_better_small: bool) -> str:
+    """What a difference says; ``is_equal``: all values are the same to the last digit."""
+    if is_equal:
+        return EQUAL
+    if by.holds_zero:
+        return UNDECIDED
+    return BETTER if (by.value < 0) == is_better_small else WORSE
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cell:
     """Policies at one load and setting, over all seeds."""
@@ -94,11 +103,7 @@ class Cell:
     def _verdict(self, figure: str, by: Estimate, num_seeds: int, is_equal: bool) -> str:
         if not num_seeds or num_seeds < (1.0 - MAX_OVERLOADED) * len(self.figures[0]):
             return NO_MEANS
-        if is_equal:
-            return EQUAL
-        if by.holds_zero:
-            return UNDECIDED
-        return BETTER if (by.value < 0) == is_better_small(figure) else WORSE
+        return verdict(by, is_equal=is_equal, is_better_small=is_better_small(figure))
 
     def collapses(self) -> list[str]:
         """A line for each policy that does its work twice, or little of it."""
@@ -136,6 +141,8 @@ class Experiment:
     """An option of engine, workload or scheduler, and its values."""
     is_paired: bool = True
     """All policies get the same requests; otherwise each has seeds of its own."""
+    is_whole: bool = False
+    """All requests count, of runs that are overloaded too, in which no part is steady."""
 
 
 def compare(what: Experiment, *, jobs: int = 1) -> list[Cell]:
@@ -147,7 +154,7 @@ def compare(what: Experiment, *, jobs: int = 1) -> list[Cell]:
     if not what.policies:
         raise ConfigError("there is no policy to compare; name one, such as 'fcfs'")
     check_rate(what.rate)
-    blanks = [cell for setting in _swept(what) for cell in _cells(what, *setting)]
+    blanks = [cell for setting in variations(what) for cell in _cells(what, *setting)]
     settings = [replace(setting, seed=seed) for _, setting in blanks for seed in what.seeds]
     results = list(in_processes(measure, settings, jobs))
     parts = [results[n : n + len(what.seeds)] for n in range(0, len(results), len(what.seeds))]
@@ -186,11 +193,14 @@ def _cells(
                 rate=rate,
                 slo=tuple(what.slo),
                 is_paired=what.is_paired,
+                is_whole=what.is_whole,
             ),
         )
 
 
-def _swept(what: Experiment) -> list[tuple[str, Workload, Engine]]:
+def variations(what: Experiment) -> list[tuple[str, Workload, Engine]]:
+    """Workload and engine at each value of the option swept, and what was swept as
+    ``option=value``. Raises ``ConfigError``."""
     if what.sweep is None:
         return [("", what.workload, what.engine)]
     name, values = what.sweep

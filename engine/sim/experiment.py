@@ -40,6 +40,8 @@ class Setting:
     slo: tuple[Limit, ...] = ()
     is_paired: bool = True
     """All get the same requests; otherwise each has requests of its own seed."""
+    is_whole: bool = False
+    """All requests count, of runs that are overloaded too, in which no part is steady."""
 
     def seed_of(self, place: int) -> int:
         """The seed of the policy at this place."""
@@ -48,7 +50,7 @@ class Setting:
 
 def measure(setting: Setting) -> list[Figures]:
     """Figures of each policy; where they got the same requests, of the same ones of these: behind
-    the longest warm-up of any."""
+    the longest warm-up of any, or all."""
     runs = [
         run(
             policy,
@@ -60,7 +62,9 @@ def measure(setting: Setting) -> list[Figures]:
         for place, policy in enumerate(setting.policies)
     ]
     periods = [window(each.requests) for each in runs]
-    if setting.is_paired:
+    if setting.is_whole:
+        periods = [period.whole() for period in periods]
+    elif setting.is_paired:
         steady = [period for period in periods if period.num_warmup]
         periods = [reduce(Window.joined, steady, period) for period in periods]
     return [

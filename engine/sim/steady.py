@@ -48,6 +48,10 @@ class Window(NamedTuple):
     def seconds(self) -> float:
         return self.end - self.start
 
+    def whole(self) -> Window:
+        """All of the run."""
+        return Window(0.0, self.end, 0, AT_ONCE if self.state == AT_ONCE else STEADY)
+
     def joined(self, other: Window) -> Window:
         """What both have of the same requests: the later start."""
         return self if self.num_warmup >= other.num_warmup else self._begin(other)
@@ -101,8 +105,20 @@ def is_growing(inside: Floats) -> bool:
     """Whether more and more requests are in the engine."""
     if len(inside) < MIN_ARRIVALS:
         return False
-    parts = np.array_split(inside[len(inside) // 5 :], NUM_PARTS)
-    means = [float(part.mean()) for part in parts]
+    means = [float(part.mean()) for part in _parts(inside)]
     rising = sum(later > earlier for earlier, later in combinations(means, 2))
+    return rising >= MIN_RISING and growth(inside) >= MIN_SLOPE
+
+
+def growth(inside: Floats) -> float:
+    """How many requests stay in the engine for each that comes, from the first of the eight parts
+    to the last; 0 where there are too few to tell."""
+    if len(inside) < MIN_ARRIVALS:
+        return 0.0
+    parts = _parts(inside)
     between = sum(map(len, parts)) * (NUM_PARTS - 1) / NUM_PARTS
-    return rising >= MIN_RISING and means[-1] - means[0] >= MIN_SLOPE * between
+    return float(parts[-1].mean() - parts[0].mean()) / between
+
+
+def _parts(inside: Floats) -> list[Floats]:
+    return np.array_split(inside[len(inside) // 5 :], NUM_PARTS)

@@ -1,200 +1,312 @@
-"""Where one policy is worst beside another: a search over workloads and engines, made small again.
+"""Where one policy does worst beside another: a search over workloads and engines.
 
-First each option of engine, workload or load is scaled by itself, to a quarter and to four times as
-much. From the worst of these on it is hill climbing: one or two options are scaled at a time, and
-kept if the ratio of the two policies' figures has not become smaller. Then what does not
-matter is put back: each option to where it was, and requests halved, as long as nine tenths of the
-ratio are left. The same seed makes the same tries; time bounds how many.
+A *case* is a choice for each *knob*: options of the workload, sizes of the engine, the load. Hill
+climbing with a seed: from a random case, knobs are turned one or two at a time, and what is no
+better is left; after some turns in vain it begins at another random case, until time is up. What
+counts is by how much the figure is worse, as the logarithm of the ratio, in the mean over two seeds
+and over whole runs: where a queue grows without end there is no steady part, but the same requests
+were served worse or better all the same.
+
+The worst case is then made simple while it keeps most of that: knobs go back to what they were, as
+far as they can, and requests are left out.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass, fields, replace
-from math import inf, isfinite
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from math import exp, inf, isfinite, log
 from random import Random
 from typing import Any
 
 from engine.errors import ConfigError
-from engine.sim.experiment import with_option
-from engine.sim.figures import figures, is_better_small
-from engine.sim.run import Engine, Run, check, rate_at, run
-from engine.sim.steady import STEADY, Window
+from engine.sim.experiment import Setting, measure, with_option
+from engine.sim.figures import is_better_small
+from engine.sim.promises import Limit
+from engine.sim.run import Engine, rate_at
 from engine.sim.workloads import Workload
 
-ENGINE_OPTIONS = ("max_num_seqs", "max_num_batched_tokens", "num_blocks")
-FACTORS = (0.25, 0.5, 0.7, 1.5, 2.0, 4.0)
-FIRST_FACTORS = (0.25, 4.0)
-KEEPS = 0.9  # of the ratio, when the case is made smaller
-MIN_REQUESTS = 20
+LOAD = "load"
+NUM_REQUESTS = "num_requests"
+KNOBS: dict[str, tuple[Any, ...]] = {
+    LOAD: (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.3),
+    "max_num_seqs": (1, 2, 4, 8, 16, 32, 64, 128, 256),
+    "max_num_batched_tokens": (32, 64, 128, 256, 512, 1024, 2048, 4096),
+    "num_blocks": (64, 96, 128, 192, 256, 384, 512, 700, 1024, 2048, 4096),
+    "prompt_tokens": (
+        *((1, 16), (1, 64), (16, 256), (16, 1024), (16, 2048), (1, 4096)),
+        *((64, 64), (256, 256), (512, 512), (256, 1024), (1024, 1024), (1024, 4096)),
+    ),
+    "output_tokens": (
+        *((1, 1), (1, 16), (1, 64), (8, 128), (8, 512), (8, 1024)),
+        *((16, 16), (64, 64), (128, 128), (128, 512), (512, 512)),
+    ),
+    "scale": (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0),
+    "shared_prefix": (0, 64, 256, 1024),
+    "arrivals": (
+        *("gamma(cv=0.0)", "poisson", "gamma(cv=2.0)", "gamma(cv=4.0)", "onoff(on=5,off=5)"),
+        *("onoff(on=5,off=20)", "burst(every=20,seconds=2)", "ramp(first=0.2,last=1.8)"),
+    ),
+    "num_users": (0, 1, 2, 4, 16, 64),
+    "user_skew": (0.0, 1.0, 2.0),
+    "num_priorities": (0, 2, 8),
+    "deadlines": (None, (0.5, 5.0), (1.0, 60.0)),
+}
+"""What a knob may be turned to, of those options that workload and engine have."""
+NUM_DRAWS = 100  # of turns that cannot be, such as to prompts that no pool holds
+NUM_IN_VAIN = 20  # turns, before another random case is begun with
+SHARE_TURNED = 0.4  # of the knobs of a random case
+SHARE_KEPT = 0.8  # of how much worse it is, by a simpler case
+SHARE_SEARCHED = 0.7  # of the time; the rest makes the case simple
+LEAST_REQUESTS = 10
+TINY = 1e-3  # is added to both figures, so that one may be 0
+MAX_IDLE_LOOKS = 20_000
+
+Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where two policies are compared."""
+class Case:
+    """What two policies are given."""
 
     workload: Workload
     engine: Engine
-    load: float
-
-    def options(self) -> dict[str, Any]:
-        """What may be changed, by name."""
-        found: dict[str, Any] = {"load": self.load}
-        found |= {name: getattr(self.engine, name) for name in ENGINE_OPTIONS}
-        for option in fields(self.workload):
-            value = getattr(self.workload, option.name)
-            if option.name != "num_requests" and _scales(value):
-                found[option.name] = value
-        return found
-
-    def at(self, name: str, value: Any) -> Place:
-        """With this option at this value. Raises ``ConfigError``."""
-        if name == "load":
-            return replace(self, load=value)
-        workload, engine = with_option(name, value, self.workload, self.engine)
-        return replace(self, workload=workload, engine=engine)
+    load: float | None
+    """``None``: the workload comes as it does."""
+    seeds: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Worst:
-    """What was found."""
+class Score:
+    """What came of a case."""
 
-    place: Place
-    ratio: float
-    """By how much the first policy's figure is worse than the second's, as a factor."""
-    start_ratio: float
-    """The same where the search began."""
-    changed: dict[str, Any]
-    """Options that differ from there."""
+    worse: float
+    """Logarithm of how many times as bad the first policy was; -inf if the case says nothing."""
+    ours: float = 0.0
+    """Its figure, the mean over the seeds."""
+    theirs: float = 0.0
+    why: str = ""
+    """Why it never ended with the first policy, if so."""
+
+    @property
+    def times(self) -> float:
+        """How many times as bad it was."""
+        return exp(self.worse) if self.worse < inf else inf
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hunt:
+    """Which policy, beside which other, by which figure, from which case."""
+
+    policy: Any
+    beside: Any
+    figure: str
+    start: Case
+    slo: tuple[Limit, ...] = ()
+    pinned: frozenset[str] = frozenset()
+    """Knobs that stay as they are."""
+    seed: int = 0
+    seconds: float = 60.0
+    max_tries: float = inf
+    clock: Clock = field(default=time.monotonic)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """The worst case of a hunt."""
+
+    case: Case
+    score: Score
     num_tries: int
 
 
-class Hunt:
-    """A search for the worst of ``ours`` beside ``theirs``."""
-
-    def __init__(
-        self,
-        ours: Any,
-        theirs: Any,
-        figure: str = "e2e.mean",
-        *,
-        seed: int = 0,
-        seconds: float = 60.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._pair = (ours, theirs)
-        self._figure = figure
-        self._seed = seed
-        self._dice = Random(seed)
-        self._clock = clock
-        self._seconds = seconds
-        self._ends = clock() + seconds
-        self.num_tries = 0
-
-    def search(self, start: Place, max_tries: float = inf) -> Worst:
-        """From there to the worst place found. Raises ``ConfigError``."""
-        if not 0 < self._seconds < inf:
-            raise ConfigError(f"--seconds is {self._seconds:g}, must be above 0")
-        check(self._pair, start.workload, start.engine)
-        self._ends = self._clock() + self._seconds
-        here, first = start, self._ratio(start)
-        best = first
-        around = _around(start)
-        while self._clock() < self._ends and self.num_tries < max_tries:
-            there = next(around, None) or self._moved(here)
-            ratio = self._ratio(there)
-            if ratio > best or (ratio == best and here is not start):
-                here, best = there, ratio
-        here, best = self._small(here, start, best)
-        before = start.options()
-        return Worst(
-            place=here,
-            ratio=best,
-            start_ratio=first,
-            changed={n: v for n, v in here.options().items() if before.get(n) != v},
-            num_tries=self.num_tries,
+def find_worst(hunt: Hunt) -> Found:
+    """Search, then make simple. Raises ``ConfigError`` where no case could be tried."""
+    search = _Search(hunt)
+    worst = search.climb()
+    if not worst.score.worse > -inf:
+        raise ConfigError(
+            f"no case could be tried in {hunt.seconds:g} s; give more --seconds or fewer --requests"
         )
+    return search.simplest(worst)
 
-    def _moved(self, place: Place) -> Place:
-        """A place nearby."""
-        options = place.options()
-        for name in self._dice.sample(sorted(options), self._dice.choice([1, 1, 2])):
-            try:
-                place = place.at(name, self._scaled(options[name]))
-            except ConfigError:
-                continue  # there is nothing on that side
-        return place
 
-    def _scaled(self, value: Any) -> Any:
-        factor = self._dice.choice(FACTORS)
-        if isinstance(value, tuple):
-            ends = [_times(end, factor) if self._dice.random() < 0.7 else end for end in value]
-            return tuple(sorted(ends))
-        return _times(value, factor)
+class _Search:
+    def __init__(self, hunt: Hunt) -> None:
+        self._hunt = hunt
+        self._dice = Random(hunt.seed)
+        self._begun = hunt.clock()
+        self._num_tries = 0
+        self._scores: dict[str, Score] = {}
+        start = hunt.start
+        self._knobs = {
+            name: values
+            for name, values in KNOBS.items()
+            if name not in hunt.pinned and _has(start, name)
+        }
+        self._defaults = {name: choice(start, name) for name in self._knobs}
 
-    def _ratio(self, place: Place) -> float:
-        """How much worse ours is; -1 where it cannot be said."""
-        self.num_tries += 1
+    def climb(self) -> Found:
+        """The worst case met until time is up."""
+        best = here = self._tried(self._hunt.start)
+        in_vain = 0
+        while self._knobs and self._goes_on(SHARE_SEARCHED):
+            if in_vain >= NUM_IN_VAIN or not here.score.worse > -inf:
+                here, in_vain = self._tried(self._random()), 0
+            else:
+                there = self._tried(self._turned(here.case))
+                in_vain = 0 if there.score.worse > here.score.worse else in_vain + 1
+                here = there if there.score.worse >= here.score.worse else here
+            if here.score.worse > best.score.worse:
+                best = here
+        return replace(best, num_tries=len(self._scores))
+
+    def simplest(self, worst: Found) -> Found:
+        """The simplest case found until time is up that keeps most of how bad the worst is."""
+        least = worst.score.worse if worst.score.worse == inf else SHARE_KEPT * worst.score.worse
+        best, is_simpler = worst, worst.score.worse > 0
+        while is_simpler:
+            is_simpler = False
+            for name in (*self._knobs, NUM_REQUESTS):
+                for case in self._simpler(best.case, name):
+                    if not self._goes_on(1.0):
+                        break
+                    there = self._tried(case)
+                    if there.score.worse >= least:
+                        best, is_simpler = there, True
+                        break
+        return replace(best, num_tries=len(self._scores))
+
+    def _simpler(self, case: Case, name: str) -> Iterator[Case]:
+        """Fewer requests, or a knob back where it was, or nearer to it."""
+        now = choice(case, name)
+        if name == NUM_REQUESTS:
+            fewer = [n for n in (now // 2, now * 3 // 4) if LEAST_REQUESTS <= n < now]
+            yield from (_with(case, name, number) for number in fewer)
+            return
+        values, then = self._knobs[name], self._defaults[name]
+        if now == then:
+            return
+        yield from self._made(case, {name: then})
+        if now in values and then in values:
+            place, goal = values.index(now), values.index(then)
+            if abs(goal - place) > 1:
+                yield from self._made(case, {name: values[place + (1 if goal > place else -1)]})
+
+    def _random(self) -> Case:
+        def turned() -> dict[str, Any]:
+            return {
+                name: self._dice.choice(values)
+                for name, values in self._knobs.items()
+                if self._dice.random() < SHARE_TURNED
+            }
+
+        return self._sound(self._hunt.start, turned)
+
+    def _turned(self, case: Case) -> Case:
+        def turned() -> dict[str, Any]:
+            names = self._dice.sample(list(self._knobs), min(len(self._knobs), self._turns()))
+            return {name: self._neighbour(name, choice(case, name)) for name in names}
+
+        return self._sound(case, turned)
+
+    def _sound(self, case: Case, turned: Callable[[], dict[str, Any]]) -> Case:
+        """The case with knobs turned so that it can be; as it is, if hardly any can."""
+        for _ in range(NUM_DRAWS):
+            for each in self._made(case, turned()):
+                return each
+        return case
+
+    def _turns(self) -> int:
+        return self._dice.choice((1, 1, 2))
+
+    def _neighbour(self, name: str, value: Any) -> Any:
+        """Mostly the next one on its scale."""
+        values = self._knobs[name]
+        if value not in values or self._dice.random() < 0.3:
+            return self._dice.choice(values)
+        place = values.index(value) + self._dice.choice((-1, 1))
+        return values[min(max(place, 0), len(values) - 1)]
+
+    def _made(self, case: Case, turned: Mapping[str, Any]) -> Iterator[Case]:
+        """The case with knobs turned, if that can be."""
         try:
-            check(self._pair, place.workload, place.engine)
-            rate = None
-            if place.workload.natural_rate is not None:
-                rate = rate_at(place.load, place.workload, place.engine, self._seed)
-            ours, theirs = (
-                self._value(run(each, place.workload, place.engine, seed=self._seed, rate=rate))
-                for each in self._pair
-            )
+            for name, value in turned.items():
+                case = _with(case, name, value)
         except ConfigError:
-            return -1.0
-        if is_better_small(self._figure):
-            ratio = ours / theirs if theirs > 0 else -1.0
-        else:
-            ratio = theirs / ours if ours > 0 else -1.0
-        return ratio if isfinite(ratio) else -1.0
+            return
+        if case.workload.max_model_len <= (case.engine.num_blocks - 1) * case.engine.block_size:
+            yield case
 
-    def _value(self, found: Run) -> float:
-        """Of all requests: a place at which the queue grows is as good as another."""
-        last = found.requests.times("last")
-        end = max((t for t in last.tolist() if t == t), default=0.0)
-        return figures(found, period=Window(0.0, end, 0, STEADY)).value(self._figure)
+    def _tried(self, case: Case) -> Found:
+        self._num_tries += 1
+        key = repr((case.workload, case.engine, case.load))
+        if key not in self._scores:
+            self._scores[key] = score(self._hunt, case)
+        return Found(case=case, score=self._scores[key], num_tries=len(self._scores))
 
-    def _small(self, place: Place, start: Place, ratio: float) -> tuple[Place, float]:
-        """The same finding with less in it."""
-        least = KEEPS * ratio
-        before = start.options()
-        for name, value in place.options().items():
-            if name not in before or before[name] == value:
-                continue
-            there = place.at(name, before[name])
-            if (now := self._ratio(there)) >= least:
-                place, ratio = there, now
-        while (half := place.workload.num_requests // 2) >= MIN_REQUESTS:
-            there = replace(place, workload=replace(place.workload, num_requests=half))
-            if (now := self._ratio(there)) < least:
-                break
-            place, ratio = there, now
-        return place, ratio
+    def _goes_on(self, share: float) -> bool:
+        hunt = self._hunt
+        is_early = hunt.clock() - self._begun < share * hunt.seconds
+        return is_early and self._num_tries < share * hunt.max_tries
 
 
-def _around(place: Place) -> Iterator[Place]:
-    """Each option by itself, smaller and larger."""
-    for name, value in place.options().items():
-        for factor in FIRST_FACTORS:
-            is_many = isinstance(value, tuple)
-            scaled = tuple(_times(v, factor) for v in value) if is_many else _times(value, factor)
-            with suppress(ConfigError):
-                yield place.at(name, scaled)
+def score(hunt: Hunt, case: Case) -> Score:
+    """How much worse the policy does than the other."""
+    ours: list[float] = []
+    theirs: list[float] = []
+    engine, rate = replace(case.engine, max_idle_looks=MAX_IDLE_LOOKS), None
+    for seed in case.seeds:
+        try:
+            if case.load is not None and rate is None:
+                rate = rate_at(case.load, case.workload, engine, seed)
+            setting = Setting(
+                policies=(hunt.beside,),
+                workload=case.workload,
+                engine=engine,
+                seed=seed,
+                rate=rate,
+                slo=hunt.slo,
+                is_whole=True,
+            )
+            [other] = measure(setting)
+        except ConfigError:
+            return Score(worse=-inf)
+        try:
+            [own] = measure(replace(setting, policies=(hunt.policy,)))
+        except ConfigError as error:
+            return Score(worse=inf, why=str(error))
+        ours.append(own.value(hunt.figure))
+        theirs.append(other.value(hunt.figure))
+    both = zip(ours, theirs, strict=True)
+    worse = _mean([log((max(o, 0.0) + TINY) / (max(t, 0.0) + TINY)) for o, t in both])
+    if not isfinite(worse):
+        return Score(worse=-inf)
+    sign = 1.0 if is_better_small(hunt.figure) else -1.0
+    return Score(worse=sign * worse, ours=_mean(ours), theirs=_mean(theirs))
 
 
-def _scales(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return bool(value) and all(_scales(each) for each in value)
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
-def _times(value: Any, factor: float) -> Any:
-    if not value:  # what was off is on
-        return int(32 * factor) if isinstance(value, int) else factor
-    return max(1, round(value * factor)) if isinstance(value, int) else value * factor
+def _has(case: Case, name: str) -> bool:
+    if name == LOAD:
+        return case.load is not None
+    return any(name == each.name for part in (case.workload, case.engine) for each in fields(part))
+
+
+def choice(case: Case, name: str) -> Any:
+    """What a knob is turned to, or an option is; ``None`` if the case has none such."""
+    if name == LOAD:
+        return case.load
+    parts = (case.workload, case.engine)
+    return next((getattr(part, name) for part in parts if hasattr(part, name)), None)
+
+
+def _with(case: Case, name: str, value: Any) -> Case:
+    if name == LOAD:
+        return replace(case, load=value)
+    workload, engine = with_option(name, value, case.workload, case.engine)
+    return replace(case, workload=workload, engine=engine)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
-from engine.sched import Policy, Refuse
+from engine.sched import Defer, Policy, Refuse
 from engine.sched.policies import POLICIES
 
 LONG = 300  # tokens
@@ -40,3 +40,13 @@ class RefusesMost(Policy):
 
     def on_add(self, req, view):
         return None if req.request_id.endswith("0") else Refuse("not today")
+
+
+class NeverEnds(Policy):
+    """Lets no request into the queue, for ever."""
+
+    def rank(self, req, view):
+        return (req.arrival,)
+
+    def on_add(self, req, view):
+        return Defer(view.now + 1e9)
