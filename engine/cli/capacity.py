@@ -19,6 +19,8 @@ CONFLICTS = {
     "figures": "it shows rates",
     "unpaired": "all policies get the same requests",
     "whole": "it is of the steady part of a run",
+    "report": "it shows rates",
+    "plots": "it shows rates",
 }
 
 

@@ -30,6 +30,8 @@ CONFLICTS = {
     "figures": "it goes by one --figure",
     "json": "it prints a command line",
     "csv": "it prints a command line",
+    "report": "it prints a command line, whose run can be looked at",
+    "plots": "it prints a command line, whose run can be looked at",
 }
 ENGINE_FLAGS = {
     "max_num_seqs": "--max-num-seqs",

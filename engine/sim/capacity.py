@@ -4,7 +4,7 @@ By bisection on the logarithm of the rate, to 1 %, for each seed alone: at all r
 same requests in the same sequence, with the gaps between them scaled. A rate is kept if the run is
 not overloaded, hardly a request is refused, and every limit holds for the figures of its steady
 part. Before `steady.window` calls a run overloaded its queue may grow by 6 % of the arrivals; here
-2 % are too many, so where nothing else limits a policy the answer is at most 2 % too high.
+2 % that rise as steadily are too many, so a policy that nothing else limits is found 2 % too good.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from engine.sim.experiment import distinct, in_processes
 from engine.sim.figures import KINDS, NAMES, figures
 from engine.sim.promises import Limit, limits
 from engine.sim.run import Engine, check, name_of, rate_at, run
-from engine.sim.steady import growth, in_engine
+from engine.sim.steady import MIN_ARRIVALS, in_engine, is_growing
 from engine.sim.workloads import Workload
 
 EXAMPLE = "ttft.p99<1,itl.p99<0.1"
@@ -120,6 +120,12 @@ def capacities(what: Experiment, asked: Sequence[Limit], *, jobs: int = 1) -> li
             "there is no interval to speak of"
         )
     settings = variations(what)
+    for _, workload, _ in settings:
+        if workload.num_requests < MIN_ARRIVALS:
+            raise ConfigError(
+                f"num_requests is {workload.num_requests}, must be {MIN_ARRIVALS} or more for "
+                "--capacity: of fewer nobody can tell whether a queue grows"
+            )
     searches = [
         Search(
             policy=policy,
@@ -181,7 +187,7 @@ def not_kept(search: Search, rate: float) -> str:
     """What does not hold at this rate; empty if all does."""
     done = run(search.policy, search.workload, search.engine, seed=search.seed, rate=rate)
     found = figures(done, slo=search.slo)
-    if found.is_overloaded or growth(in_engine(done.requests)) > MAX_GROWTH:
+    if found.is_overloaded or is_growing(in_engine(done.requests), MAX_GROWTH):
         return GROWS
     own = any(limit.figure == MAX_REFUSED.figure for limit in search.limits)
     for limit in search.limits if own else (MAX_REFUSED, *search.limits):

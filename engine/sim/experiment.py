@@ -21,6 +21,8 @@ from engine.sim.steady import Window, window
 from engine.sim.workloads import Workload
 
 MAX_SEEDS = 10_000
+OF_POLICY = ("scheduling_policy", "policy_options")
+FLAGS = tuple(each.name for each in fields(Engine) if isinstance(each.default, bool))
 UNPAIRED_STRIDE = 100_003  # a policy's seeds begin so far behind those of the one before
 
 Item = TypeVar("Item")
@@ -128,7 +130,14 @@ def _with_option(
 ) -> tuple[Workload, Engine]:
     in_engine = {each.name for each in fields(Engine)} - {"scheduler", "cost"}
     in_workload = {each.name for each in fields(workload)}
-    in_scheduler = {each.name for each in fields(SchedulerConfig)}
+    in_scheduler = {each.name for each in fields(SchedulerConfig)} - {*OF_POLICY}
+    if name in OF_POLICY:
+        raise ConfigError(
+            f"option {name!r} is the policy's own; options of a policy stand behind its name, as "
+            "in edf(default_deadline=5)"
+        )
+    if name in FLAGS and not isinstance(value, bool):
+        raise ConfigError(f"{name} is {value!r}, must be True or False")
     if name in in_engine:
         return workload, replace(engine, **{name: value})
     if name in in_workload:

@@ -30,7 +30,7 @@ from engine.sched.predict.cost import StepShape
 from engine.sched.predict.profile import Profile
 from engine.sim.history import History, Work
 from engine.sim.job import Job
-from engine.sim.records import Floats, Requests, Seen
+from engine.sim.records import TOTALS, Floats, Requests, Seen
 from engine.sim.timing import timing
 from engine.sim.worker import Launched, StepCost, TimedWorker, VirtualClock
 from engine.sim.workloads import Workload, find_workload
@@ -155,7 +155,7 @@ class Run:
             raise ConfigError(
                 f"{path} is of format {head.get('format')}; this version reads {FORMAT}"
             )
-        if missing := {"policy"} - head.keys() | TOTALS - totals.keys():
+        if missing := {"policy"} - head.keys() | {*TOTALS, "kv_peak", "counters"} - totals.keys():
             raise ValueError(f"it lacks {', '.join(sorted(missing))}")
         return cls(
             head=head,
@@ -168,11 +168,6 @@ class Run:
 
 
 PARTS = ("run", "request", "gap", "step", "history", "work", "totals")
-TOTALS = {
-    *("num_steps", "num_scheduled_tokens", "prefix_hits", "num_preemptions", "num_policy_faults"),
-    *("num_rescued_steps", "kv_peak", "counters"),
-}
-"""What every run has counted."""
 
 
 def _line(part: str, value: Any) -> bytes:

@@ -101,23 +101,16 @@ def warmup(series: Floats) -> int:
     return int(np.argmin(errors[: fives // 2 + 1])) * FIVE
 
 
-def is_growing(inside: Floats) -> bool:
-    """Whether more and more requests are in the engine."""
+def is_growing(inside: Floats, slope: float = MIN_SLOPE) -> bool:
+    """Whether more and more requests are in the engine: of those that come at least ``slope``
+    stay."""
     if len(inside) < MIN_ARRIVALS:
         return False
-    means = [float(part.mean()) for part in _parts(inside)]
-    rising = sum(later > earlier for earlier, later in combinations(means, 2))
-    return rising >= MIN_RISING and growth(inside) >= MIN_SLOPE
-
-
-def growth(inside: Floats) -> float:
-    """How many requests stay in the engine for each that comes, from the first of the eight parts
-    to the last; 0 where there are too few to tell."""
-    if len(inside) < MIN_ARRIVALS:
-        return 0.0
     parts = _parts(inside)
+    means = [float(part.mean()) for part in parts]
+    rising = sum(later > earlier for earlier, later in combinations(means, 2))
     between = sum(map(len, parts)) * (NUM_PARTS - 1) / NUM_PARTS
-    return float(parts[-1].mean() - parts[0].mean()) / between
+    return rising >= MIN_RISING and means[-1] - means[0] >= slope * between
 
 
 def _parts(inside: Floats) -> list[Floats]:

@@ -86,7 +86,7 @@ def test_a_promise_is_a_limit() -> None:
 
 def told(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     assert (
-        main(["compare", *args, "--requests", "40", "--output-tokens", "2", "20", "--seeds", "3"])
+        main(["compare", *args, "--requests", "80", "--output-tokens", "2", "20", "--seeds", "3"])
         == 0
     )
     return capsys.readouterr().out
@@ -117,17 +117,19 @@ def test_the_table_of_capacities(capsys: pytest.CaptureFixture[str]) -> None:
         (["--capacity", "ttft.p99<x"], "--capacity has 'ttft.p99<x', must be as in"),
         (["--capacity", "fast"], "--capacity has 'fast', must be as in ttft.p99<1,itl.p99<0.1"),
         (["--capacity", ""], "--capacity is empty"),
+        (["--capacity", "ttft.p99<1", "--report", "x"], "--capacity and --report do not go"),
+        (["--capacity", "ttft.p99<1", "--requests", "79"], "num_requests is 79, must be 80 or"),
         (["--capacity", "ttft.p99<1", "--seeds", "2"], "--seeds is 2, must be 3 or more"),
         (["--capacity", "ttft.p99<1", "--loads", "0.5"], "--capacity and --loads do not go"),
         (["--capacity", "ttft.p99<1", "--rate", "5"], "--capacity and --rate do not go together"),
         (["--capacity", "ttft.p99<1", "--unpaired"], "--capacity and --unpaired do not go"),
         (["--capacity", "ttft.p99<1", "--workload", "closed-loop"], "so it has no load"),
-        (["--capacity", "goodput>1"], "and fcfs on log-uniform(num_requests=50) has no such"),
+        (["--capacity", "goodput>1"], "and fcfs on log-uniform(num_requests=90) has no such"),
     ],
 )
 def test_a_mistake_is_one_line(
     capsys: pytest.CaptureFixture[str], args: list[str], said: str
 ) -> None:
-    assert main(["compare", "fcfs", "--requests", "50", *args]) == 2
+    assert main(["compare", "fcfs", "--requests", "90", *args]) == 2
     told = capsys.readouterr()
     assert not told.out and told.err.count("\n") == 1 and said in told.err

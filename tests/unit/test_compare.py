@@ -215,6 +215,8 @@ def test_figures_are_written_for_other_programs(capsys: pytest.CaptureFixture[st
         (["fcfs", "--sweep", "max_num_seqs=many"], "max_num_seqs"),
         (["fcfs", "--sweep", "num_requests=0"], "num_requests is 0, must be 1 or more"),
         (["fcfs", "--sweep", "num_requests=all"], "num_requests"),
+        (["fcfs", "--sweep", "scheduling_policy=lpm"], "is the policy's own; options of a policy"),
+        (["fcfs", "--sweep", "enable_prefix_caching=maybe"], "is 'maybe', must be True or False"),
         (["fcfs", "--sweep", "users=5"], "option users cannot be 5"),
         (["fcfs", "--sweep", "depth=two"], "depth is 'two', must be 1 or more"),
         (["fcfs", "--sweep", "prompt_tokens=5"], "prompt_tokens is 5, must be two numbers"),

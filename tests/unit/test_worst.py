@@ -123,6 +123,7 @@ def test_the_command_says_what_it_found(capsys: pytest.CaptureFixture[str]) -> N
         (["fcfs", "lpm", "--seconds", "0"], "--seconds is 0, must be above 0"),
         (["fcfs", "lpm", "--seconds", "nan"], "--seconds is nan, must be above 0"),
         (["fcfs", "lpm", "--rate", "5"], "--worst and --rate do not go together"),
+        (["fcfs", "lpm", "--plots", "x"], "--worst and --plots do not go together"),
         (["fcfs", "lpm", "--csv"], "--worst and --csv do not go together"),
         (["fcfs", "lpm", "--capacity", "ttft.p99<1"], "--worst and --capacity do not go together"),
         (["fcfs", "lpm", "--loads", "0.5,0.9"], "--loads has 2 loads, must be one for --worst"),
