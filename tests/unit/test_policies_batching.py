@@ -183,6 +183,22 @@ def test_early_rejection_refuses_what_would_come_too_late():
     assert sorted(run.ended) == ["patient", "r0", "r1", "r2", "r3"]
 
 
+@pytest.mark.parametrize("short_of", [{"max_num_seqs": 2}, {"num_blocks": 12, "block_size": 16}])
+def test_early_rejection_foresees_that_seats_and_blocks_come_free_late(short_of):
+    run = timed_run(EarlyRejection(ttft=0.1), step_seconds=0.0, **short_of)
+    run.ask("known", 8, 40)
+    run.drain()
+    for index in range(2):
+        run.ask(f"r{index}", 48, 40)
+    run.step()
+    # One of the two ends every 20 steps of 5 ms; its own prompt takes one step.
+    with pytest.raises(RequestError, match="first token would take"):
+        run.ask("late", 128, 40)
+    run.ask("patient", 128, 40, hints={"ttft": 0.5})
+    run.drain()
+    assert sorted(run.ended) == ["known", "patient", "r0", "r1"]
+
+
 def test_early_rejection_knows_what_is_cached():
     run = timed_run(EarlyRejection(ttft=0.06), step_seconds=0.0, max_num_batched_tokens=64)
     prompt = list(range(640))

@@ -9,7 +9,7 @@ class EarlyRejection(Policy):
     """Refuses what would get its first token too late, before any work was put into it.
 
     The wait is predicted from the prompt tokens ahead of it, the decodes beside them and the cost
-    model. Order of arrival.
+    model; where seats or memory are short, from how long those lasted that ended. Order of arrival.
 
     ``ttft``: seconds to the first token that are acceptable; ``hints["ttft"]`` overrides it.
     """
@@ -31,12 +31,13 @@ class EarlyRejection(Policy):
         return Refuse(f"the first token would take {expected:.2f} s, {wanted:.2f} s are acceptable")
 
     def predicted_ttft(self, req: Request, view: SchedView) -> float:
-        """Seconds until all prompts that came before and this one are computed."""
+        """Seconds until all prompts that came before and this one are computed, or until enough
+        has ended that all of them have seats and memory, whichever is later."""
         running, waiting = view.columns(view.running), view.columns(view.waiting)
         num_decodes = int((running.num_uncomputed <= 1).sum())
-        ahead = int(running.num_uncomputed.sum()) - num_decodes
-        ahead += int((waiting.num_tokens - waiting.cached_prefix).sum())
-        ahead += req.num_tokens - view.kv.cached_prefix(req)
+        new = int((waiting.num_tokens - waiting.cached_prefix).sum())
+        new += req.num_tokens - view.kv.cached_prefix(req)
+        ahead = int(running.num_uncomputed.sum()) - num_decodes + new
         context = int(running.num_computed.sum())
         room = max(1, view.config.max_num_batched_tokens - num_decodes)
         num_full, rest = divmod(max(0, ahead), room)
@@ -45,4 +46,13 @@ class EarlyRejection(Policy):
             num_tokens = num_decodes + num_prompt
             return view.cost.step_seconds(num_decodes + 1, num_tokens, context, context)
 
-        return num_full * seconds(room) + (seconds(rest) if rest else 0.0)
+        prompts = num_full * seconds(room) + (seconds(rest) if rest else 0.0)
+        num_running, mean = len(running), view.lengths.mean()
+        if mean is None or not num_running:
+            return prompts
+        lacking = new - view.kv.num_free * view.kv.block_size
+        ends = max(
+            len(waiting) + 1 + num_running - view.config.max_num_seqs,
+            lacking * num_running / max(1, context),  # each end gives back a mean context
+        )
+        return max(prompts, ends * mean / num_running * seconds(0))
