@@ -1,87 +1,169 @@
-"""What the source of each shipped policy claims, as something that can be measured here.
+"""What the sources of shipped policies claim, as far as a figure of `docs/policies.md` says it too.
 
-A claim names a workload and an engine on which a figure of the policy is less or more than that of
-`fcfs` on the same requests. `tools/policies_measure.py` holds them; `docs/policies.md` shows how.
+A claim is a figure, the scene (`policies_scenes`) where it is to be seen, and in which direction it
+is to differ from that of fcfs. Its words are the source's, with the source's measure and numbers.
+`lacks` names what a source has and we do not; `costs` says why a policy computes much again or
+serves little, where it does.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import NamedTuple
+
+LOWER, HIGHER = "lower", "higher"
+
+
+class Claim(NamedTuple):
+    """That a figure differs from that of fcfs in this direction."""
+
+    scene: str
+    figure: str
+    direction: str
+    said: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Claim:
-    """`figure` of the policy (with `options`) is `less` or `more` than that of fcfs.
+class Claims:
+    """What is to be said of a policy."""
 
-    Of mean latency `e2e.bound` is what a run has that is overloaded: over all of it, over what no
-    scheduler can beat with these requests.
-    """
-
-    figure: str
-    direction: str
-    workload: str = "log-uniform"
-    load: float = 0.9
-    options: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the policy."""
-    engine: dict[str, Any] = field(default_factory=dict)
-    """Options of the engine beside those of the tables."""
+    claims: tuple[Claim, ...]
     lacks: str = ""
-    """What the policy has in its source and not here, if the claim may fail for want of it."""
+    costs: str = ""
 
 
-TIGHT = {"num_blocks": 350}
-ORACLE = {"length_predictor": "oracle"}
-MANY = "agents(num_users=4)"
-PROMPTS = "azure-code(tiers='all(ttft=2)')"
-AMPLE = {"max_num_seqs": 256, "num_blocks": 20_000}
-DUE = "log-uniform(deadlines=(1.0, 30.0))"
 SWAP = (
-    "its source swaps the KV of whoever is preempted out and in again; here it is computed anew, "
-    "as far as the prefix cache has lost it"
+    "a swap: its paper moves the KV of what it evicts to the host and back, here it is dropped and "
+    "computed again"
+)
+GUESSED = (
+    "where lengths are only guessed, whoever has just come looks shorter than many who run, so "
+    "requests evict each other again and again, and each time their KV is dropped"
 )
 
-CLAIMS: dict[str, Claim] = {
-    "andes": Claim(figure="e2e.bound", direction="less", load=1.2, lacks=SWAP),
-    "blendserve": Claim(
-        figure="makespan",
-        direction="less",
-        load=20.0,
-        engine=ORACLE,
-        lacks="its source packs phases that overlap on the device; steps cost the sum here",
+CLAIMS: dict[str, Claims] = {
+    "andes": Claims(
+        claims=(
+            Claim("log-uniform", "ttft.mean", LOWER, "readers wait less: QoE up to 4.7 times"),
+            Claim("tiers", "readers", HIGHER, "more readers who never wait for a token"),
+        ),
+        lacks=SWAP,
+        costs="whoever is ahead of its reader is evicted while others wait, though once at most, "
+        "and each time its KV is dropped",
     ),
-    "conserve": Claim(figure="attainment", direction="more", workload="tiers", load=1.0),
-    "dlpm": Claim(figure="gap", direction="less", workload="two-users", load=1.1),
-    "early-rejection": Claim(
-        figure="attainment",
-        direction="more",
-        workload=PROMPTS,
-        load=1.4,
-        options={"ttft": 1.5},
-        engine=AMPLE,
+    "blendserve": Claims(
+        claims=(Claim("offline", "tokens_per_second", HIGHER, "throughput up to 1.44 times"),),
+        lacks="time that computing and reading memory share: the cost of a step here is their sum, "
+        "so there is little to gain from a mix",
     ),
-    "edf": Claim(figure="attainment", direction="more", workload=DUE, load=1.2),
-    "fastserve": Claim(figure="e2e.bound", direction="less", load=1.2, lacks=SWAP),
-    "hrrn": Claim(figure="e2e.bound", direction="less", load=1.2),
-    "k-lpm": Claim(figure="prefix_hits", direction="more", workload=MANY, load=1.0, engine=TIGHT),
-    "least-computed": Claim(
-        figure="recomputed",
-        direction="less",
-        load=1.2,
-        engine=TIGHT,
-        lacks="its source compares it with a victim that had computed much; that of fcfs came last",
+    "conserve": Claims(
+        claims=(
+            Claim("tiers", "ttft of chat", LOWER, "online tail latency 2.9 times lower"),
+            Claim("tiers", "attainment", HIGHER, "online promises kept beside offline work"),
+        ),
     ),
-    "lpm": Claim(figure="prefix_hits", direction="more", workload=MANY, load=1.0, engine=TIGHT),
-    "ltr": Claim(figure="e2e.bound", direction="less", load=1.2, engine=ORACLE, lacks=SWAP),
-    "mc-sf": Claim(figure="e2e.bound", direction="less", load=1.2, engine=ORACLE),
-    "past-future": Claim(figure="preempted", direction="less", load=0.95, engine=TIGHT),
-    "plas": Claim(figure="e2e.mean", direction="less", workload="agents", load=1.0),
-    "prefill-first": Claim(figure="itl.p99", direction="more"),
-    "priority": Claim(figure="attainment", direction="more", workload="tiers", load=1.0),
-    "qoserve": Claim(figure="attainment", direction="more", workload="tiers", load=1.0),
-    "residual-sjf": Claim(figure="e2e.bound", direction="less", load=1.2),
-    "sarathi": Claim(figure="itl.p99", direction="less", options={"step_tokens": 128}),
-    "slai": Claim(figure="ttft.p50", direction="less"),
-    "trail": Claim(figure="e2e.bound", direction="less", load=1.2, engine=ORACLE, lacks=SWAP),
-    "vtc": Claim(figure="gap", direction="less", workload="two-users", load=1.1),
+    "dlpm": Claims(
+        claims=(
+            Claim("agents", "gap", LOWER, "users are served alike within a bound"),
+            Claim("agents", "prefix_hits", HIGHER, "while most of the cache's hits are kept"),
+            Claim("two-users", "gap", LOWER, "users are served alike within a bound"),
+        ),
+    ),
+    "early-rejection": Claims(
+        claims=(
+            Claim("tiers", "goodput", HIGHER, "75 % more requests within their promises"),
+            Claim("tiers", "ttft.mean", LOWER, "no work for what would come too late"),
+        ),
+        costs="it refuses what would come too late, so that there is less to serve",
+    ),
+    "edf": Claims(
+        claims=(Claim("tiers", "attainment", HIGHER, "no order keeps more deadlines, if all can"),),
+    ),
+    "fastserve": Claims(
+        claims=(
+            Claim("log-uniform", "ttft.mean", LOWER, "no head-of-line blocking by long jobs"),
+            Claim("log-uniform", "slowdown.mean", LOWER, "short jobs end early, unknown lengths"),
+        ),
+        lacks=SWAP,
+        costs="levels take seats from each other all the time, and each time KV is dropped",
+    ),
+    "hrrn": Claims(
+        claims=(Claim("log-uniform", "ttft.mean", LOWER, "short prompts first, none starves"),),
+    ),
+    "k-lpm": Claims(
+        claims=(
+            Claim("agents", "prefix_hits", HIGHER, "most of the hits of longest-match order"),
+            Claim("agents", "ttft.mean", LOWER, "lower time to first token than in order"),
+        ),
+    ),
+    "least-computed": Claims(
+        claims=(Claim("offline", "recomputed", LOWER, "24 to 30 % less computed again"),),
+    ),
+    "lpm": Claims(
+        claims=(
+            Claim("agents", "prefix_hits", HIGHER, "cached prefixes are used before they go"),
+            Claim("agents", "ttft.mean", LOWER, "so less is to be computed before a first token"),
+        ),
+    ),
+    "ltr": Claims(
+        claims=(
+            Claim("log-uniform", "ttft.mean", LOWER, "chat latency 2.8 times lower"),
+            Claim("log-uniform", "normalised.mean", LOWER, "the same, for each output token"),
+        ),
+        lacks=SWAP,
+        costs=GUESSED,
+    ),
+    "mc-sf": Claims(
+        claims=(
+            Claim("log-uniform", "e2e.mean", LOWER, "mean latency within 5 % of the best possible"),
+            Claim("log-uniform", "recomputed", LOWER, "memory is never overcommitted"),
+        ),
+    ),
+    "past-future": Claims(
+        claims=(
+            Claim("offline", "recomputed", LOWER, "hardly any eviction, memory nearly full"),
+            Claim("offline", "tpot.p99", LOWER, "goodput 2 to 3 times under heavy load"),
+        ),
+    ),
+    "plas": Claims(
+        claims=(Claim("agents", "programs", LOWER, "programs done 4 to 15 times as fast"),),
+    ),
+    "prefill-first": Claims(
+        claims=(
+            Claim("azure-conv", "ttft.p50", LOWER, "prompts first: the shortest time to a token"),
+            Claim("azure-conv", "itl.p99", HIGHER, "at the price of stalls between tokens"),
+        ),
+    ),
+    "priority": Claims(
+        claims=(Claim("tiers", "ttft of chat", LOWER, "the higher class does not wait"),),
+    ),
+    "qoserve": Claims(
+        claims=(Claim("tiers", "attainment", HIGHER, "a tenth of the violations at overload"),),
+    ),
+    "residual-sjf": Claims(
+        claims=(Claim("log-uniform", "ttft.mean", LOWER, "shorter prompts first"),),
+    ),
+    "sarathi": Claims(
+        claims=(Claim("azure-conv", "itl.p99", LOWER, "no prompt stalls a decode"),),
+    ),
+    "slai": Claims(
+        claims=(
+            Claim("azure-conv", "ttft.p50", LOWER, "median time to first token 53 % lower"),
+            Claim("tiers", "attainment", HIGHER, "26 % more capacity within promises"),
+        ),
+    ),
+    "trail": Claims(
+        claims=(
+            Claim("log-uniform", "ttft.mean", LOWER, "time to first token 1.7 to 2 times lower"),
+            Claim("log-uniform", "normalised.mean", LOWER, "mean latency, likewise"),
+        ),
+        lacks=SWAP,
+        costs=GUESSED,
+    ),
+    "vtc": Claims(
+        claims=(
+            Claim("two-users", "gap", LOWER, "users are served alike within a bound"),
+            Claim("two-users", "ttft of calm", LOWER, "who asks little does not wait"),
+        ),
+    ),
 }

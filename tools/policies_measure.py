@@ -1,119 +1,98 @@
-"""Measures all shipped policies on six workloads, and what the source of each claims.
+"""Measures the policies that ship on six workloads, and writes `docs/policies.md` from that.
 
-    python tools/policies_measure.py [--seeds 8] [--requests 1500] [--jobs 2] [--only vtc,lpm]
+    python tools/policies_measure.py --jobs 2                # what is missing: half an hour
+    python tools/policies_measure.py --jobs 2 --afresh       # all, whatever is kept
+    python tools/policies_measure.py --jobs 2 --seeds 20     # more seeds beside those kept
+    python tools/policies_measure.py --only my-own           # one that is new, beside the others
 
-Writes `benchmarks/results/policies.json`, and `docs/policies.md` from it. Under two hours on two
-cores. `python tools/policies_table.py` writes the page anew without measuring.
+Figures are kept after each seed in `benchmarks/results/policies.json`, and what is kept is not
+simulated again. `python tools/policies_table.py` writes the page without simulating.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
-from collections.abc import Iterable, Sequence
-from math import isfinite
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from engine.sched.policies import POLICIES
-from engine.sim.compare import Cell, Experiment, compare
-from engine.sim.run import Engine, Variant
-from engine.sim.workloads import find_workload
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools.policies_claims import CLAIMS, Claim
-from tools.policies_table import RESULTS, TARGET, table
+from tools.policies_figures import (
+    Kept,
+    policies_of,
+    read,
+    simulate,
+    with_policies,
+    with_seeds,
+    written,
+)
+from tools.policies_scenes import SCENES, Scene
+from tools.policies_table import RESULTS, TARGET, page
 
-WORKLOADS = ("log-uniform", "azure-conv", "tiers", "two-users", "conversations", "agents")
-LOAD = 0.9
-PREDICTOR = "history"
-FIGURES = ("ttft.mean", "ttft.p99", "itl.p99", "e2e.mean", "tokens_per_second", "recomputed")
-
-
-def measured(
-    policies: Sequence[str], workloads: Iterable[str], seeds: int, requests: int, jobs: int
-) -> dict[str, Any]:
-    """Every figure of every policy beside that of fcfs, and each claim."""
-    found: dict[str, Any] = {"seeds": seeds, "requests": requests, "workloads": {}, "claims": {}}
-    names = ["fcfs", *(name for name in policies if name != "fcfs")]
-    for text in workloads:
-        begun = time.monotonic()
-        [cell] = compare(
-            Experiment(
-                policies=names,
-                workload=find_workload(text, num_requests=requests),
-                engine=Engine(length_predictor=PREDICTOR),
-                loads=[LOAD],
-                seeds=range(seeds),
-            ),
-            jobs=jobs,
-        )
-        found["workloads"][text] = _table(cell)
-        print(f"{text}: {time.monotonic() - begun:.0f} s", flush=True)
-    for name in names[1:]:
-        found["claims"][name] = claimed(name, CLAIMS[name], seeds, requests, jobs)
-        print(f"{name}: {found['claims'][name]['verdict']}", flush=True)
-    return found
+NUM_REQUESTS, NUM_SEEDS = 1000, 8
 
 
-def claimed(name: str, claim: Claim, seeds: int, requests: int, jobs: int) -> dict[str, Any]:
-    """A claim, beside what was found."""
-    [cell] = compare(
-        Experiment(
-            policies=["fcfs", Variant(name, claim.options) if claim.options else name],
-            workload=find_workload(claim.workload, num_requests=requests),
-            engine=Engine(**{"length_predictor": PREDICTOR, **claim.engine}),
-            loads=[claim.load],
-            seeds=range(seeds),
-        ),
-        jobs=jobs,
-    )
-    by = cell.difference(1, claim.figure).by
-    holds = by.high < 0 if claim.direction == "less" else by.low > 0
-    opposite = by.low > 0 if claim.direction == "less" else by.high < 0
-    found = _row(cell, 1, (claim.figure, "tokens_per_second", "recomputed"))
-    verdict = "holds" if holds else "the opposite holds" if opposite else "undecided"
-    return {**found, "verdict": verdict}
+def simulated(
+    kept: Kept | None,
+    policies: Sequence[str],
+    *,
+    num_requests: int = NUM_REQUESTS,
+    num_seeds: int = NUM_SEEDS,
+    jobs: int = 1,
+    keep: Callable[[Kept], None] = lambda kept: None,
+    scenes: dict[str, Scene] | None = None,
+) -> Kept | None:
+    """What is kept with what is missing of these policies' figures, kept anew after each seed.
+
+    Of all policies seeds are added to those kept; of some, all kept seeds are simulated."""
+    scenes = SCENES if scenes is None else scenes
+    if kept is not None and kept["requests"] != num_requests:
+        raise SystemExit(f"figures of {kept['requests']} requests are kept: measure all afresh")
+    has_all = kept is None or set(policies) >= set(policies_of(kept))
+    done = 0 if kept is None or not has_all else kept["seeds"]
+    seeds = range(done, num_seeds if kept is None or has_all else kept["seeds"])
+    found: Kept | None = None
+    began = time.monotonic()
+    for more in simulate(scenes, policies, num_requests=num_requests, seeds=seeds, jobs=jobs):
+        found = more if found is None else with_seeds(found, more)
+        print(f"{found['seeds']} of {len(seeds)} seeds, {time.monotonic() - began:.0f} s")
+        if has_all:
+            keep(found if kept is None else with_seeds(kept, found))
+    if found is None or kept is None:
+        return found or kept
+    both = with_seeds(kept, found) if has_all else with_policies(kept, found)
+    keep(both)
+    return both
 
 
-def _table(cell: Cell) -> dict[str, Any]:
-    rows = {name: _row(cell, place, FIGURES) for place, name in enumerate(cell.names)}
-    return {"rate": cell.rate, "rows": rows}
-
-
-def _row(cell: Cell, place: int, names: Sequence[str]) -> dict[str, Any]:
-    """Mean and half of an interval of each figure, and of its difference from that of fcfs."""
-    row: dict[str, Any] = {"overloaded": cell.num_overloaded(place)}
-    for name in names:
-        each = cell.difference(place, name)
-        half = (each.by.high - each.by.low) / 2
-        row[name] = [_plain(each.ours.value), _plain(each.by.value), _plain(half), each.verdict]
-    return row
-
-
-def _plain(value: float) -> float | None:
-    return float(f"{value:.6g}") if isfinite(value) else None
+def _keep(kept: Kept) -> None:
+    RESULTS.write_text(written(kept), encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--seeds", type=int, default=8)
-    parser.add_argument("--requests", type=int, default=1500)
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--only", help="these policies alone, by name; nothing is written")
-    parser.add_argument("--workloads", default=",".join(WORKLOADS))
-    asked = parser.parse_args()
-    policies = asked.only.split(",") if asked.only else sorted(POLICIES)
-    workloads = [name for name in asked.workloads.split(",") if name]
-    found = measured(policies, workloads, asked.seeds, asked.requests, asked.jobs)
-    if asked.only:
-        print(json.dumps(found, indent=1))
-    else:
-        RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        TARGET.write_text(table(), encoding="utf-8")
+    parser.add_argument("--afresh", action="store_true", help="forget the figures that are kept")
+    parser.add_argument("--only", metavar="NAMES", help="measure these policies alone")
+    parser.add_argument(
+        "--requests", type=int, metavar="N", help=f"default: as kept, or {NUM_REQUESTS}"
+    )
+    parser.add_argument("--seeds", type=int, default=NUM_SEEDS, metavar="N")
+    parser.add_argument("--jobs", type=int, default=1, metavar="J")
+    parsed = parser.parse_args()
+    had = read(RESULTS) if RESULTS.exists() and not parsed.afresh else None
+    kept = simulated(
+        had,
+        parsed.only.split(",") if parsed.only else sorted(POLICIES),
+        num_requests=parsed.requests or (had["requests"] if had else NUM_REQUESTS),
+        num_seeds=parsed.seeds,
+        jobs=parsed.jobs,
+        keep=_keep,
+    )
+    TARGET.write_text(page(kept), encoding="utf-8")
 
 
 if __name__ == "__main__":

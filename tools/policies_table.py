@@ -1,16 +1,19 @@
-"""Writes `docs/policies.md`: each shipped policy, its source, its options.
+"""Writes `docs/policies.md`: the policies that ship, what their sources claim, and what came of it.
 
     python tools/policies_table.py [--check]
 
-All of it is read from the policies: the source from the first line of the module, what it does from
-that of the class, options and defaults from the constructor. `--check` only says whether the file
-is up to date.
+What a policy does, its source and its options are read from the policy; claims stand in
+`policies_claims`, workloads and engines in `policies_scenes`, figures are those that
+`policies_measure` has kept. `--check` only says whether the file is up to date.
 """
+
+from __future__ import annotations
 
 import argparse
 import inspect
-import json
 import sys
+from collections.abc import Iterator
+from math import isinf
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +22,19 @@ from engine.sim.figures import MAX_RECOMPUTED, MIN_THROUGHPUT
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools.policies_claims import CLAIMS
+from tools.policies_claims import CLAIMS, HIGHER, Claim, Claims
+from tools.policies_figures import BASE, Kept, Outcome, is_relative, outcome, policies_of, read
+from tools.policies_scenes import SCENES, SHOWN, Scene
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "docs" / "policies.md"
 RESULTS = ROOT / "benchmarks" / "results" / "policies.json"
+
+NO_REASON = "The reason is not known"
 HEAD = """# Policies that ship
 
-Written by `python tools/policies_table.py` from their docstrings.
+Written by `python tools/policies_table.py` from docstrings, and from figures that
+`python tools/policies_measure.py --jobs 2` has measured.
 
 `LLM(scheduling_policy="edf", policy_options={"default_deadline": 5.0})`; one file each in
 `engine/sched/policies/`, where the docstring says more. Times are seconds, lengths are tokens.
@@ -36,106 +44,48 @@ Written by `python tools/policies_table.py` from their docstrings.
 | name | what it does | where it is from | options and defaults |
 |---|---|---|---|
 """
-
-
-TITLES = {
-    "TTFT mean": "ttft.mean",
-    "TTFT p99": "ttft.p99",
-    "ITL p99": "itl.p99",
-    "E2E mean": "e2e.mean",
-    "tokens/s": "tokens_per_second",
-    "recomputed": "recomputed",
-}
-MEASURED = """
-## Measured
-
-Written by `python tools/policies_measure.py`: {seeds} seeds of {requests} requests at 0.9 of what
-`fcfs` can serve, on the engine that `metronome compare` has by default, lengths learnt
-(`--length-predictor history`). The first row of each table has figures (seconds, tokens a second,
-a share), the others how much more theirs are, on the same requests; behind ± is half of an interval
-that holds the true difference 19 times in 20, in brackets what may be chance, `=` the same to the
-last digit."""
 CLAIMED = """
-### What their sources claim
+## What their sources claim, and what came of it
 
-On the same requests as `fcfs`; load and options are those that the claim is about.
+All of this is simulated, on the scheduler that serves, with steps of made-up cost: signs and rough
+sizes are worth something, numbers are not those of any machine or paper. Each policy gets the same
+requests as `fcfs`. Behind ± stands half of an interval from {seeds} seeds that holds the true value
+19 times in 20; where it holds 0 the figure is undecided. Differences are in % of the figure of
+`fcfs`, by the mean of the logarithms of the seeds' ratios; those of shares are in points, `pt`. A
+source's words are its own, with its own measure.
 
-| policy | claim | where | found | | what it lacks here |
-|---|---|---|---|---|---|"""
+| policy | its source says | figure, workload | `{base}` | difference | |
+|---|---|---|---|---|---|
+"""
+TABLES = """
+## All policies on six workloads
 
+`=`: the same as `fcfs` to the last digit. In parentheses: undecided. `-`: no figure, as where too
+many seeds are overloaded: a mean would say how long the run was.
 
-def table() -> str:
-    rows = "".join(_row(name, policy) for name, policy in sorted(POLICIES.items()))
-    return HEAD + rows + (measured(json.loads(RESULTS.read_text())) if RESULTS.exists() else "")
+* `readers`: the share of requests whose reader, who wants a first token in a second and then takes
+  five a second, has the last in time.
+* `programs`: seconds that a program waited for answers, for each output token; mean over programs.
+* `gap`: by how much at most what two users were served differs while both wait (as VTC counts).
+* `recomputed`: of all computed tokens, those that had been computed before.
 
-
-def measured(found: dict[str, Any]) -> str:
-    """What was measured: a table for each workload, and what each source claims."""
-    lines = [MEASURED.format(seeds=found["seeds"], requests=found["requests"])]
-    for workload, of in found["workloads"].items():
-        rate = "" if of["rate"] is None else f", {of['rate']:.2f} requests a second"
-        lines += [f"\n### `{workload}`{rate}\n\n| policy | {' | '.join(TITLES)} | |"]
-        lines += ["|---" * (len(TITLES) + 2) + "|"]
-        lines += [_figures(name, row, found) for name, row in of["rows"].items()]
-    lines += [CLAIMED]
-    lines += [_claim(name, row) for name, row in found["claims"].items()]
-    return "\n".join(lines) + "\n"
-
-
-def _figures(name: str, row: dict[str, Any], found: dict[str, Any]) -> str:
-    cells = [_beside_fcfs(row, figure, name) for figure in TITLES.values()]
-    said = f"overloaded with {row['overloaded']} of {found['seeds']} seeds" * bool(
-        row["overloaded"]
-    )
-    return (
-        f"| `{name}` | {' | '.join(cells)} | {'; '.join(filter(None, [said, _why(name, row)]))} |"
-    )
+The others are figures of `metronome compare`. `ltr`, `trail`, `mc-sf` and `blendserve` go by
+predicted lengths: an oracle tells them on `log-uniform`; on `azure-conv` and `offline` they are
+learnt from requests that ended; elsewhere the longest possible is expected. `past-future` learns by
+itself.
+"""
 
 
-def _beside_fcfs(row: dict[str, Any], figure: str, name: str) -> str:
-    """A mean for fcfs, for others the difference from it in percent."""
-    value, by, half, verdict = row[figure]
-    if value is None:
-        return "-"
-    digits = 0 if value >= 1000 else 3
-    if name == "fcfs" or verdict == "equal":
-        return f"{value:.{digits}f}" if name == "fcfs" else "="
-    base = value - (by or 0.0)
-    if verdict == "no means" or not base:
-        return f"{value:.{digits}f}"
-    width = "" if half is None else f" ±{100 * half / abs(base):.1f}"
-    shown = f"{100 * by / abs(base):+.1f}{width} %"
-    return f"({shown})" if verdict == "undecided" else shown
-
-
-def _why(name: str, row: dict[str, Any]) -> str:
-    """Why a policy serves much less than fcfs, or computes much again."""
-    value, by = row["tokens_per_second"][:2]
-    share = 1.0 if by is None or not value else value / (value - by)
-    again = row["recomputed"][0] or 0.0
-    if share >= MIN_THROUGHPUT and again <= MAX_RECOMPUTED:
-        return ""
-    lacks = CLAIMS[name].lacks if name in CLAIMS else ""
-    said = f"{share:.2f} of fcfs's tokens a second, {100 * again:.0f} % computed again"
-    return f"{said}: {lacks or 'it refuses or holds back what it cannot serve in time'}"
-
-
-def _claim(name: str, row: dict[str, Any]) -> str:
-    claim = CLAIMS[name]
-    where = f"`{claim.workload}`, load {claim.load:g}"
-    options = {**claim.options, **claim.engine}
-    where += "".join(f", `{key}={value!r}`" for key, value in options.items())
-    shown = _beside_fcfs(row, claim.figure, name)
-    lacks = "" if row["verdict"] == "holds" else claim.lacks
-    cells = (
-        f"`{name}`",
-        f"{claim.direction} `{claim.figure}`",
-        where,
-        shown,
-        row["verdict"],
-        lacks,
-    )
-    return f"| {' | '.join(cells)} |"
+def page(kept: Kept | None, scenes: dict[str, Scene] | None = None) -> str:
+    """The whole page; without figures if none are kept."""
+    parts = [HEAD, *(_row(name, policy) for name, policy in sorted(POLICIES.items()))]
+    if kept is not None:
+        scenes = SCENES if scenes is None else scenes
+        parts += [CLAIMED.format(seeds=kept["seeds"], base=BASE), *_claims(kept)]
+        parts += [*_lacks(kept), *_collapses(kept), TABLES]
+        for name in kept["scenes"]:
+            parts += _scene(name, scenes[name], kept)
+    return "".join(parts)
 
 
 def _row(name: str, policy: type) -> str:
@@ -154,12 +104,141 @@ def _first_line(of: object) -> str:
     return (inspect.getdoc(of) or "").split("\n", 1)[0]
 
 
+def of_claim(kept: Kept, policy: str, claim: Claim) -> Outcome | None:
+    """What came of a claim; ``None`` where there is no figure."""
+    scene = kept["scenes"].get(claim.scene, {"policies": {}})
+    found = scene["policies"].get(policy)
+    return None if found is None else outcome(found, claim.figure)
+
+
+def verdict(found: Outcome | None, claim: Claim) -> str:
+    """Whether it is as claimed."""
+    if found is None:
+        return "no figure"
+    if found.is_equal:
+        return "equal"
+    if not found.is_decided:
+        return "undecided"
+    return "as claimed" if (found.by.value > 0) == (claim.direction == HIGHER) else "the other way"
+
+
+def _claims(kept: Kept) -> Iterator[str]:
+    for policy in policies_of(kept):
+        for claim in CLAIMS.get(policy, Claims(claims=())).claims:
+            found = of_claim(kept, policy, claim)
+            theirs = "-" if found is None else number(claim.figure, found.theirs)
+            said = (
+                f"| `{policy}` | {claim.said} | `{claim.figure}` {claim.direction}, "
+                f"`{claim.scene}` | {theirs} | {change(found)} | {verdict(found, claim)} |\n"
+            )
+            yield said
+
+
+def _lacks(kept: Kept) -> Iterator[str]:
+    """What policies lack here; of those none of whose claims is seen, too."""
+    lines = []
+    for policy in policies_of(kept):
+        claims = CLAIMS.get(policy)
+        if claims is None or policy == BASE:
+            continue
+        seen = any(verdict(of_claim(kept, policy, c), c) == "as claimed" for c in claims.claims)
+        if claims.lacks:
+            what = "" if seen else "is not seen to do what its source claims, and "
+            lines.append(f"* `{policy}` {what}lacks {claims.lacks}.\n")
+        elif not seen:
+            lines.append(f"* `{policy}` is not seen to do what its source claims.\n")
+    if lines:
+        yield from ("\nWhat is missing here:\n\n", *lines)
+
+
+def _collapses(kept: Kept) -> Iterator[str]:
+    """A line for each policy that serves little or computes much again, and where it does."""
+    where: dict[str, list[str]] = {}
+    for name, scene in kept["scenes"].items():
+        for policy, found in scene["policies"].items():
+            if policy != BASE and (said := _collapse(found)):
+                where.setdefault(policy, []).append(f"on `{name}` it {said}")
+    if where:
+        yield f"\nWho serves below {MIN_THROUGHPUT:g} of what `{BASE}` does, or computes above "
+        yield f"{100 * MAX_RECOMPUTED:.0f} % again:\n\n"
+    for policy, places in sorted(where.items()):
+        why = CLAIMS[policy].costs if policy in CLAIMS else ""
+        yield f"* `{policy}`: {', '.join(places)}. {f'The reason: {why}' if why else NO_REASON}.\n"
+
+
+def _collapse(found: dict[str, Any]) -> str:
+    rate, share = (outcome(found, each) for each in ("tokens_per_second", "recomputed"))
+    said = []
+    # What fcfs computes again, too, is not the policy's doing.
+    if share and share.ours > MAX_RECOMPUTED and share.ours > 1.25 * share.theirs:
+        said.append(f"computes {100 * share.ours:.0f} % again")
+    if rate and rate.ours < MIN_THROUGHPUT * rate.theirs:
+        said.append(f"serves {rate.ours / rate.theirs:.2f}")
+    return " and ".join(said)
+
+
+def _scene(name: str, scene: Scene, kept: Kept) -> Iterator[str]:
+    about = kept["scenes"][name]
+    load = "all at once" if about["load"] is None else f"load {about['load']:g}"
+    rate = "" if about["rate"] is None else f", {about['rate']:.3g} requests a second"
+    yield f"\n### `{name}`: {scene.shows}\n\n`{about['workload']}`, {load}{rate}; "
+    yield f"{about['engine']}; {about['cost']}.\n\n"
+    names = [*SHOWN, *scene.figures]
+    yield "| | " + " | ".join(f"`{each}`" for each in names) + " |\n"
+    yield "|---" * (len(names) + 1) + "|\n"
+    base = about["policies"][BASE]
+    found = [outcome(base, each) for each in names]
+    cells = [
+        "-" if each is None else number(figure, each.ours)
+        for figure, each in zip(names, found, strict=True)
+    ]
+    yield f"| `{BASE}` | " + " | ".join(cells) + " |\n"
+    for policy in sorted(about["policies"]):
+        if policy != BASE:
+            each = about["policies"][policy]
+            cells = [change(outcome(each, figure)) for figure in names]
+            over = f", overloaded in {n} of {kept['seeds']}" if (n := each["overloaded"]) else ""
+            yield f"| `{policy}`{over} | " + " | ".join(cells) + " |\n"
+    peak = outcome(base, "kv_peak")
+    if peak is not None:
+        yield f"\nAt most {100 * peak.ours:.0f} % of the KV blocks are in use with `{BASE}`.\n"
+
+
+def number(figure: str, value: float) -> str:
+    """A figure as such."""
+    if not is_relative(figure):
+        return f"{100 * value:.1f} %"
+    return f"{value:,.0f}" if abs(value) >= 999 else f"{value:.3g}"
+
+
+def change(found: Outcome | None) -> str:
+    """How a figure differs from that of fcfs."""
+    if found is None:
+        return "-"
+    if found.is_equal:
+        return "="
+    if not found.is_ratio and abs(found.by.value) > 1.0:  # of one that is 0 somewhere
+        return f"{found.by.value:+.3g}" if found.is_decided else f"({found.by.value:+.3g})"
+    unit = " %" if found.is_ratio else " pt"
+    low, value, high = (100.0 * end for end in (found.by.low, found.by.value, found.by.high))
+    half = (high - low) / 2.0
+    digits = 0 if abs(value) >= 10.0 else 1
+    within = "" if isinf(half) else f" ±{half:.{digits}f}"
+    said = f"{value:+.{digits}f}{within}{unit}"
+    return said if found.is_decided else f"({said})"
+
+
+def written_page() -> str:
+    """The page of the figures that are kept."""
+    return page(read(RESULTS) if RESULTS.exists() else None)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--check", action="store_true", help="say whether the file is up to date")
     if parser.parse_args().check:
-        sys.exit(0 if TARGET.read_text() == table() else f"{TARGET.name} is out of date")
-    TARGET.write_text(table())
+        sys.exit(0 if TARGET.read_text() == written_page() else f"{TARGET.name} is out of date")
+    TARGET.write_text(written_page())
 
 
 if __name__ == "__main__":

@@ -1,0 +1,96 @@
+"""On what `docs/policies.md` measures the policies that ship, and what their sources claim.
+
+A claim is a figure, where it is to be seen and in which direction it is to differ from that of
+fcfs. Figures are those of `engine.sim.figures`, and a few of `policies_figures` beside them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+from engine.sim.run import Engine
+
+SHOWN = (
+    *("ttft.mean", "ttft.p99", "tpot.p99", "itl.p99", "e2e.mean", "normalised.mean"),
+    *("tokens_per_second", "recomputed"),
+)
+"""Figures that every table has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """A workload, the engine that serves it, and how much of what it can serve comes."""
+
+    workload: str
+    engine: Engine
+    load: float
+    """Of what fcfs can serve; infinite: all at once."""
+    shows: str
+    """What is to be seen in it."""
+    figures: tuple[str, ...] = ()
+    """To show beside the others."""
+    size: float = 1.0
+    """Requests, as a multiple of those of the other scenes."""
+
+
+SCENES: dict[str, Scene] = {
+    "log-uniform": Scene(
+        workload="log-uniform",
+        engine=Engine(max_num_seqs=32, num_blocks=800, length_predictor="oracle"),
+        load=0.8,
+        shows="sizes of all kinds, seats and KV blocks short, lengths known beforehand",
+        figures=("ttft.p50", "slowdown.mean", "preempted", "readers"),
+        size=1.5,
+    ),
+    "azure-conv": Scene(
+        workload="azure-conv",
+        engine=Engine(
+            max_num_seqs=256,
+            max_num_batched_tokens=2048,
+            num_blocks=24_000,
+            length_predictor="history",
+        ),
+        load=0.55,
+        shows="seats and blocks enough: only the tokens of a step are short when many come at once",
+        figures=("ttft.p50",),
+        size=2.0,
+    ),
+    "tiers": Scene(
+        workload="tiers(arrivals='burst(every=10,seconds=2.5,times_as_many=3)')",
+        engine=Engine(max_num_seqs=32, max_num_batched_tokens=1024, num_blocks=900),
+        load=0.95,
+        shows="in bursts more comes than can be served: chats with promises and deadlines, of the "
+        "higher priority, beside long batch work",
+        figures=("attainment", "goodput", "ttft of chat", "ttft of batch", "readers", "refused"),
+    ),
+    "two-users": Scene(
+        workload="two-users(arrivals='gamma(cv=2)')",
+        engine=Engine(max_num_seqs=32, num_blocks=900),
+        load=0.95,
+        shows="a user with nine times the requests of the other",
+        figures=("gap", "jain", "ttft of calm", "ttft of flood"),
+    ),
+    "agents": Scene(
+        workload="agents(num_users=4,num_systems=16)",
+        engine=Engine(max_num_seqs=32, num_blocks=1000),
+        load=0.9,
+        shows="programs of four users, whose prompts begin with what was said before, and a cache "
+        "too small for all of it",
+        figures=("prefix_hits", "programs", "gap"),
+    ),
+    "offline": Scene(
+        workload="log-uniform(prompt_tokens=(16, 4096), output_tokens=(16, 1024))",
+        engine=Engine(
+            max_num_seqs=64,
+            num_blocks=1000,
+            enable_prefix_caching=False,
+            length_predictor="history",
+        ),
+        load=inf,
+        shows="all at once, KV blocks very short, what is preempted is computed again as a whole, "
+        "lengths guessed from those that ended",
+        figures=("makespan", "preempted"),
+        size=0.8,
+    ),
+}
