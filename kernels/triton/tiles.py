@@ -135,8 +135,13 @@ def blocks_at(table, tile, end_key, S: tl.constexpr):
 
 @triton.jit
 def cache_rows(stride_block, tile, blocks, S: tl.constexpr):
-    """Offset of a tile within one head of the cache; of each of its keys where it spans blocks."""
-    if S.PAGE % S.KEYS == 0:
+    """Offset of a tile within one head of the cache, or of each of its keys.
+
+    Distances within a block are the same in all tiles and worked out once: fewer instructions, but
+    more registers, of which decodes have none to spare if many programs are to wait for memory
+    together.
+    """
+    if S.PAGE % S.KEYS == 0 and S.ROWS >= 64:
         rows = blocks.to(tl.int64) * stride_block + (tile * S.KEYS % S.PAGE) * S.D
     else:
         place = tile * S.KEYS + tl.arange(0, S.KEYS)
@@ -148,7 +153,7 @@ def cache_rows(stride_block, tile, blocks, S: tl.constexpr):
 def load_tile(base, rows, is_seen, S: tl.constexpr, MASKED: tl.constexpr):
     """[KEYS, PAD_D] of keys or values; nothing is read that no row sees."""
     dims = tl.arange(0, S.PAD_D)
-    if S.PAGE % S.KEYS == 0:  # the same distances in all tiles, worked out once
+    if S.PAGE % S.KEYS == 0 and S.ROWS >= 64:
         where = base + rows + ((tl.arange(0, S.KEYS) * S.D)[:, None] + dims[None, :])
     else:
         where = base + rows[:, None] + dims[None, :]
