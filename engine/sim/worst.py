@@ -3,9 +3,9 @@
 A *case* is a choice for each *knob*: options of the workload, sizes of the engine, the load. Hill
 climbing with a seed: from a random case, knobs are turned one or two at a time, and what is no
 better is left; after some turns in vain it begins at another random case, until time is up. What
-counts is by how much the figure is worse, as the logarithm of the ratio, in the mean over two seeds
-and over whole runs: where a queue grows without end there is no steady part, but the same requests
-were served worse or better all the same.
+counts is how many times as bad the figure is, in the mean over two seeds and over whole runs: where
+a queue grows without end there is no steady part, but the same requests were served worse or better
+all the same.
 
 The worst case is then made simple while it keeps most of that: knobs go back to what they were, as
 far as they can, and requests are left out.
@@ -279,12 +279,12 @@ def score(hunt: Hunt, case: Case) -> Score:
             return Score(worse=inf, why=str(error))
         ours.append(own.value(hunt.figure))
         theirs.append(other.value(hunt.figure))
-    both = zip(ours, theirs, strict=True)
-    worse = _mean([log((max(o, 0.0) + TINY) / (max(t, 0.0) + TINY)) for o, t in both])
+    own_mean, other_mean = _mean(ours), _mean(theirs)
+    worse = log((max(own_mean, 0.0) + TINY) / (max(other_mean, 0.0) + TINY))
     if not isfinite(worse):
         return Score(worse=-inf)
     sign = 1.0 if is_better_small(hunt.figure) else -1.0
-    return Score(worse=sign * worse, ours=_mean(ours), theirs=_mean(theirs))
+    return Score(worse=sign * worse, ours=own_mean, theirs=other_mean)
 
 
 def _mean(values: Sequence[float]) -> float:
