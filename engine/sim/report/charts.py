@@ -63,6 +63,10 @@ class Lines(Chart):
     """Values of ``y``."""
     moments: Sequence[Level] = ()
     """Values of ``x``."""
+    is_share: bool = False
+    """``y`` is within 0..1, and so is its axis."""
+    is_apart: bool = False
+    """Dots of several series at one place stand side by side, so that none hides another."""
 
     def rows(self) -> Iterator[list[Cell]]:
         has_intervals = any(each.low for each in self.series)

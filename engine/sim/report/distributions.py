@@ -37,6 +37,7 @@ def spread(found: Sequence[Subject], slo: Sequence[Limit]) -> Iterator[Chart]:
             y_label="share of gaps" if kind == "itl" else "share of requests",
             series=[each for each in series if len(each.x)],
             log_x=True,
+            is_share=True,
             levels=[Level(0.5, "p50"), Level(0.99, "p99")],
             moments=[Level(limit.value, str(limit)) for limit in slo if limit.figure == kind],
         )
@@ -153,6 +154,7 @@ def attainment_by_scale(found: Sequence[Subject], slo: Sequence[Limit]) -> Itera
         y_label="share of requests",
         series=series,
         log_x=True,
+        is_share=True,
         moments=[Level(1.0, "as promised")],
     )
 

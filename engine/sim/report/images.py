@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from engine.sim.report.charts import BOTH, DOTS, STEPS, Bars, Chart, Gantt, Grid, Lines
-from engine.sim.report.svg import COLOURS
+from engine.sim.report.svg import COLOURS, RED
 
 EXTRA = "metronome-engine[plots]"
 
@@ -54,9 +54,11 @@ def _lines(chart: Lines, axes: Any) -> None:
             x, low, high = (np.array(part)[known] for part in (each.x, each.low, each.high))
             axes.vlines(x, low, high, color=style["color"], linewidth=0.8)
     for level in chart.levels:
-        axes.axhline(level.value, color="#aa0000", linewidth=0.6)
+        axes.axhline(level.value, color=RED, linewidth=0.6, label=level.name or None)
     for moment in chart.moments:
-        axes.axvline(moment.value, color="#aa0000", linewidth=0.6)
+        axes.axvline(moment.value, color=RED, linewidth=0.6, label=moment.name or None)
+    if chart.is_share:
+        axes.set_ylim(max(0.0, axes.get_ylim()[0]), min(1.0, axes.get_ylim()[1]))
     if chart.log_x:
         axes.set_xscale("log")
     if chart.log_y:
@@ -64,7 +66,7 @@ def _lines(chart: Lines, axes: Any) -> None:
     axes.set_xlabel(chart.x_label)
     axes.set_ylabel(chart.y_label)
     axes.grid(alpha=0.3)
-    if len(chart.series) > 1:
+    if len(chart.series) > 1 or chart.levels or chart.moments:
         axes.legend(fontsize=7)
 
 
@@ -75,7 +77,7 @@ def _bars(chart: Bars, axes: Any) -> None:
         where = places + width * (rank - (len(chart.bars) - 1) / 2)
         axes.bar(where, values, width, label=name, color=COLOURS[rank % len(COLOURS)])
     for level in chart.levels:
-        axes.axhline(level.value, color="#aa0000", linewidth=0.8)
+        axes.axhline(level.value, color=RED, linewidth=0.8)
     axes.set_xticks(places, chart.groups, rotation=20, ha="right", fontsize=7)
     axes.set_ylabel(chart.y_label)
     if len(chart.bars) > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import isfinite, nan
 
+from engine.sim.estimate import Estimate
 from engine.sim.figures import LATENCIES
 from engine.sim.report.charts import BOTH, DOTS, Chart, Level, Lines, Series
 from engine.sim.report.subjects import Point
@@ -20,18 +21,20 @@ CURVES = {
 def over_load(points: Sequence[Point]) -> Iterator[Chart]:
     """Latencies, throughput and kept promises."""
     label = x_label(points)
+    is_apart = _mark(points) == DOTS
     for kind, words in CURVES.items():
         for statistic in ("mean", "p50", "p99"):
             yield Lines(
                 key=f"load-{kind}-{statistic}",
                 title=f"{words.capitalize()}, {statistic}, over load",
-                caption="Lower is better. Where a line ends, the policy is overloaded beyond: the "
-                "queue grew without end, and a mean would only say how long the run was.",
+                caption="Lower is better. Where a policy has no dot, it is overloaded: the queue "
+                "grew without end, and a mean would only say how long the run was.",
                 x_label=label,
                 y_label=f"{kind.upper()} {statistic}, seconds",
                 series=_series(points, f"{kind}.{statistic}"),
                 log_y=True,
                 moments=_capacities(points),
+                is_apart=is_apart,
             )
     yield Lines(
         key="load-throughput",
@@ -41,6 +44,7 @@ def over_load(points: Sequence[Point]) -> Iterator[Chart]:
         x_label=label,
         y_label="output tokens a second",
         series=_series(points, "tokens_per_second"),
+        is_apart=is_apart,
     )
     yield Lines(
         key="load-attainment",
@@ -48,7 +52,9 @@ def over_load(points: Sequence[Point]) -> Iterator[Chart]:
         caption="The share of requests that got all that they were promised; higher is better.",
         x_label=label,
         y_label="share of requests",
-        series=_series(points, "attainment"),
+        series=_series(points, "attainment", is_share=True),
+        is_share=True,
+        is_apart=is_apart,
     )
     yield Lines(
         key="load-goodput",
@@ -57,6 +63,7 @@ def over_load(points: Sequence[Point]) -> Iterator[Chart]:
         x_label=label,
         y_label="requests a second",
         series=_series(points, "goodput"),
+        is_apart=is_apart,
     )
     yield Lines(
         key="load-recomputed",
@@ -65,7 +72,9 @@ def over_load(points: Sequence[Point]) -> Iterator[Chart]:
         "costs here.",
         x_label=label,
         y_label="share of tokens",
-        series=_series(points, "recomputed"),
+        series=_series(points, "recomputed", is_share=True),
+        is_share=True,
+        is_apart=is_apart,
     )
 
 
@@ -87,16 +96,44 @@ def by_policy(points: Sequence[Point]) -> dict[str, list[tuple[float, Point]]]:
     return {name: sorted(each, key=lambda pair: pair[0]) for name, each in found.items()}
 
 
+def by_load(points: Sequence[Point]) -> list[tuple[str, list[Point]]]:
+    """The points at each load, and how it is called."""
+    found: dict[float, list[Point]] = {}
+    has_loads = _has_loads(points)
+    for point in points:
+        x = point.load if has_loads else point.rate
+        if isfinite(x):
+            found.setdefault(x, []).append(point)
+    label = "load {:.4g}" if has_loads else "{:.4g} requests a second"
+    return [(label.format(x), found[x]) for x in sorted(found)]
+
+
 def _has(point: Point, name: str) -> bool:
     """Whether there is such a figure. Of latencies the overloaded have none: those seeds that were
     not would say what was chosen."""
     return isfinite(point.value(name)) and not (name in LATENCIES and point.is_overloaded)
 
 
-def _series(points: Sequence[Point], name: str) -> list[Series]:
-    found = []
+def _mark(points: Sequence[Point]) -> str:
+    """A line says something of what is between: not with two loads."""
+    return BOTH if len(by_load(points)) > 2 else DOTS
+
+
+def _within(value: Estimate) -> Estimate:
+    """A share, whose interval cannot be beyond 0 and 1 either, if it has ends at all."""
+    return Estimate(
+        value.value,
+        max(0.0, value.low) if isfinite(value.low) else value.low,
+        min(1.0, value.high) if isfinite(value.high) else value.high,
+    )
+
+
+def _series(points: Sequence[Point], name: str, *, is_share: bool = False) -> list[Series]:
+    found, mark = [], _mark(points)
     for policy, pairs in by_policy(points).items():
         known = [(x, point.values[name]) for x, point in pairs if _has(point, name)]
+        if is_share:
+            known = [(x, _within(value)) for x, value in known]
         if known:
             found.append(
                 Series(
@@ -105,7 +142,7 @@ def _series(points: Sequence[Point], name: str) -> list[Series]:
                     y=[each.value for _, each in known],
                     low=[each.low for _, each in known],
                     high=[each.high for _, each in known],
-                    mark=BOTH,
+                    mark=mark,
                 )
             )
     return found
@@ -117,7 +154,7 @@ def _capacities(points: Sequence[Point]) -> list[Level]:
     for name, pairs in by_policy(points).items():
         over = [x for x, point in pairs if point.is_overloaded]
         if over and not all(point.is_overloaded for _, point in pairs):
-            found.append(Level(over[0], f"{name} overloaded"))
+            found.append(Level(over[0], f"{name} overloaded from here on"))
     return found
 
 
@@ -134,12 +171,12 @@ def pareto(points: Sequence[Point]) -> Iterator[Chart]:
             both = [pair for pair in both if isfinite(sum(pair))]
             if both:
                 x, y = zip(*both, strict=True)
-                series.append(Series(name=name, x=x, y=y, mark=BOTH))
+                series.append(Series(name=name, x=x, y=y, mark=_mark(points)))
         yield Lines(
             key=f"pareto-{kind}",
             title=f"Throughput against the p99 of {CURVES[kind]}",
-            caption="Each dot is a policy at one load; right and low is best. A policy whose line "
-            "lies below and right of another's is better at every trade.",
+            caption="Each dot is a policy at one load; right and low is best. A policy whose dots "
+            "lie below and right of another's is better at every trade.",
             x_label="output tokens a second",
             y_label=f"{kind.upper()} p99, seconds",
             series=series,
@@ -163,6 +200,7 @@ def pressure(points: Sequence[Point]) -> Iterator[Chart]:
         x_label="largest share of the KV pool in use",
         y_label="share of tokens computed again",
         series=series,
+        is_share=True,
     )
 
 

@@ -12,6 +12,8 @@ from engine.sim.report.charts import BOTH, DOTS, STEPS, Bars, Chart, Gantt, Grid
 WIDTH, HEIGHT = 640, 360
 LEFT, RIGHT, TOP, BOTTOM = 64, 12, 12, 44
 ROW = 12  # of a Gantt chart
+SIDE = 30  # from a picture's sides to its first and last dots
+RED = "#aa0000"
 LEGEND = 18  # of a line of names
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555", "#8a5a00")
 """Those of Okabe and Ito, which are told apart by nearly everyone."""
@@ -39,13 +41,26 @@ class Scale(NamedTuple):
         """Round values, some five of them."""
         if self.is_log:
             powers = range(floor(log10(self.low)), ceil(log10(self.high)) + 1)
-            each = (1, 2, 5) if len(powers) < 4 else (1,)
-            found = [step * 10.0**power for power in powers for step in each]
-            return [tick for tick in found if self.low <= tick * 1.0001 and tick <= self.high]
+            for each in ((1,), (1, 2, 5)) if len(powers) >= 4 else ((1, 2, 5),):
+                found = [step * 10.0**power for power in powers for step in each]
+                found = [tick for tick in found if self.low <= tick * 1.0001 and tick <= self.high]
+                if len(found) > 2:
+                    return found
+            # it is not far from one end to the other
         step = 10.0 ** floor(log10((self.high - self.low) / 4))
         step *= next(n for n in (1, 2, 5, 10) if (self.high - self.low) / (step * n) <= 6)
         first = ceil(self.low / step - 1e-9)
         return [k * step for k in range(first, floor(self.high / step + 1e-9) + 1)]
+
+
+def labels(ticks: Sequence[float]) -> list[str]:
+    """Ticks in words, with so many digits that they differ."""
+    found = [number(tick) for tick in ticks]
+    for digits in range(4, 12):
+        if len(set(found)) == len(found):
+            break
+        found = [f"{tick:.{digits}g}" for tick in ticks]
+    return found
 
 
 def scale(values: Iterable[float], start: float, end: float, *, is_log: bool = False) -> Scale:
@@ -97,8 +112,8 @@ def _box(x: float, y: float, width: float, height: float, colour: str, said: str
     return f'<rect {size} fill="{colour}">{title}</rect>'
 
 
-def _legend(names: Sequence[str], top: float) -> tuple[float, list[str]]:
-    """Names with their colours; how high that is."""
+def _legend(names: Sequence[str], top: float, red: str = "") -> tuple[float, list[str]]:
+    """Names with their colours, and what red lines are; how high that is."""
     parts, x, y = [], float(LEFT), top
     for place, name in enumerate(names):
         shown = name if len(name) <= 40 else f"{name[:39]}…"
@@ -108,6 +123,10 @@ def _legend(names: Sequence[str], top: float) -> tuple[float, list[str]]:
         parts.append(_box(x, y - 8, 12, 8, colour(place)))
         parts.append(_text(x + 16, y, shown, "start"))
         x += width
+    if red:
+        y += LEGEND if names else 0
+        parts.append(_line(LEFT, y - 4, LEFT + 12, y - 4, RED))
+        parts.append(_text(LEFT + 16, y, red if len(red) <= 95 else f"{red[:94]}…", "start"))
     return y + LEGEND - top, parts
 
 
@@ -118,12 +137,14 @@ def colour(place: int) -> str:
 
 def _axes(x: Scale | None, y: Scale, x_label: str, y_label: str) -> Iterator[str]:
     floor_at = HEIGHT - BOTTOM
-    for tick in y.ticks():
+    ticks = y.ticks()
+    for tick, said in zip(ticks, labels(ticks), strict=True):
         yield _line(LEFT, y(tick), WIDTH - RIGHT, y(tick))
-        yield _text(LEFT - 5, y(tick) + 4, number(tick), "end")
-    for tick in x.ticks() if x else []:
+        yield _text(LEFT - 5, y(tick) + 4, said, "end")
+    ticks = x.ticks() if x else []
+    for tick, said in zip(ticks, labels(ticks), strict=True):
         yield _line(x(tick), TOP, x(tick), floor_at) if x else ""
-        yield _text(x(tick), floor_at + 15, number(tick)) if x else ""
+        yield _text(x(tick), floor_at + 15, said) if x else ""
     yield _line(LEFT, floor_at, WIDTH - RIGHT, floor_at, "#333333")
     yield _text((LEFT + WIDTH) / 2, floor_at + 32, x_label)
     middle = (TOP + floor_at) / 2
@@ -139,17 +160,20 @@ def _lines(chart: Lines) -> tuple[float, list[str]]:
     ]
     ends = _near([p[1] for p in points], chart)
     levels = [level.value for level in chart.levels]
-    x = scale([p[0] for p in points], LEFT, WIDTH - RIGHT, is_log=chart.log_x)
+    room = SIDE if any(each.mark in (DOTS, BOTH) for each in chart.series) else 0
+    x = scale([p[0] for p in points], LEFT + room, WIDTH - RIGHT - room, is_log=chart.log_x)
     tall = [*(p[1] for p in points), *ends, *levels]
     y = scale(tall, HEIGHT - BOTTOM, TOP, is_log=chart.log_y)
+    if chart.is_share and not chart.log_y:
+        y = y._replace(low=max(0.0, y.low), high=min(1.0, y.high))
     parts = list(_axes(x, y, chart.x_label, chart.y_label))
     for level in chart.levels:
         if chart.is_shown(1.0, level.value):
-            parts.append(_line(LEFT, y(level.value), WIDTH - RIGHT, y(level.value), "#aa0000"))
+            parts.append(_line(LEFT, y(level.value), WIDTH - RIGHT, y(level.value), RED))
             parts.append(_text(WIDTH - RIGHT, y(level.value) - 4, level.name, "end"))
     for row, moment in enumerate(chart.moments):
         if x.low <= moment.value <= x.high:
-            parts.append(_line(x(moment.value), TOP, x(moment.value), HEIGHT - BOTTOM, "#aa0000"))
+            parts.append(_line(x(moment.value), TOP, x(moment.value), HEIGHT - BOTTOM, RED))
             is_right = x(moment.value) > 0.7 * WIDTH
             at = x(moment.value) + (-3 if is_right else 3)
             parts.append(
@@ -157,27 +181,47 @@ def _lines(chart: Lines) -> tuple[float, list[str]]:
             )
     for place, each in enumerate(chart.series):
         parts += _series(chart, each, place, x, y)
-    height, names = _legend([each.name for each in chart.series], HEIGHT + 8)
+    red = [level.name for level in (*chart.levels, *chart.moments) if level.name]
+    said = f"red: {', '.join(dict.fromkeys(red))}" if red else ""
+    height, names = _legend([each.name for each in chart.series], HEIGHT + 8, said)
     return HEIGHT + height, parts + names
 
 
 def _series(chart: Lines, each: Series, place: int, x: Scale, y: Scale) -> Iterator[str]:
     hue = colour(place)
+    beside = 0.0
+    if chart.is_apart and len(chart.series) > 1:
+        number_of = len(chart.series)
+        beside = min(7.0, 2 * SIDE / number_of) * (place - (number_of - 1) / 2)
     pairs = [
-        (x(a), y(b)) if chart.is_shown(a, b) else None for a, b in zip(each.x, each.y, strict=True)
+        (x(a) + beside, y(b)) if chart.is_shown(a, b) else None
+        for a, b in zip(each.x, each.y, strict=True)
     ]
     if each.mark != DOTS:
         dash = DASHES[place // len(COLOURS) % len(DASHES)]
         style = f'stroke="{hue}" stroke-width="1.6" stroke-dasharray="{dash}" fill="none"'
         yield f'<path d="{_path(pairs, each.mark == STEPS)}" {style}/>'
     if each.mark in (DOTS, BOTH):
-        radius = 2.0 if each.mark == DOTS else 3.0
+        radius = 3.0 if each.mark == BOTH or chart.is_apart else 2.0
         for pair in filter(None, pairs):
             yield f'<circle cx="{pair[0]:.1f}" cy="{pair[1]:.1f}" r="{radius:g}" fill="{hue}"/>'
+    if not chart.is_apart:
+        beside = 2.0 * place  # those of several lines stand side by side
     for a, low, high in zip(each.x, each.low, each.high, strict=False):
-        if chart.is_shown(a, y.high) and low <= high:  # beyond the picture where it has no end
-            beside = x(a) + 2 * place  # those of several lines stand side by side
-            yield _line(beside, y(max(y.low, low)), beside, y(min(y.high, high)), hue)
+        if chart.is_shown(a, y.high) and low <= high and (isfinite(low) or isfinite(high)):
+            yield from _whisker(x(a) + beside, low, high, y, hue)
+
+
+def _whisker(x: float, low: float, high: float, y: Scale, hue: str) -> Iterator[str]:
+    """An interval; an arrow where it goes on beyond the picture, else a short line across."""
+    bottom, top = y(min(y.high, max(y.low, low))), y(max(y.low, min(y.high, high)))
+    yield _line(x, bottom, x, top, hue)
+    for at, is_cut, back in ((bottom, low < y.low, -5.0), (top, high > y.high, 5.0)):
+        if is_cut:
+            shape = f"M{x - 3:.1f} {at + back:.1f}L{x:.1f} {at:.1f}L{x + 3:.1f} {at + back:.1f}"
+            yield f'<path class="cut" d="{shape}" stroke="{hue}" fill="none"/>'
+        else:
+            yield _line(x - 2, at, x + 2, at, hue)
 
 
 def _near(values: Sequence[float], chart: Lines) -> list[float]:
@@ -224,7 +268,7 @@ def _bars(chart: Bars) -> tuple[float, list[str]]:
                 parts.append(_box(left, top, width - 1, tall, colour(rank), said))
                 parts.append(_text(left + width / 2, top - 2, number(value), more=' font-size="8"'))
     for level in chart.levels:
-        parts.append(_line(LEFT, y(level.value), WIDTH - RIGHT, y(level.value), "#aa0000"))
+        parts.append(_line(LEFT, y(level.value), WIDTH - RIGHT, y(level.value), RED))
         parts.append(_text(WIDTH - RIGHT, y(level.value) - 4, level.name, "end"))
     height, names = _legend(list(chart.bars), HEIGHT + 8)
     return HEIGHT + height, parts + names
