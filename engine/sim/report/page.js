@@ -21,6 +21,8 @@ function because(causes) {
     .map(([cause, seconds]) => cause + " " + seconds.toFixed(3) + " s").join(", ");
 }
 
+function inMs(seconds) { return seconds < 0.1 ? (1000 * seconds).toFixed(1) + " ms" : seconds.toFixed(3) + " s"; }
+
 function prepared(raw) { // what is looked up often, once for a run
   const found = Object.assign({}, raw);
   found.staysOf = new Map();
@@ -164,9 +166,11 @@ function tell() { // the story of one request
   const of = run.requests, lines = [[of.arrival[place], "came: " + of.prompt[place] + " prompt tokens (" + of.cached[place] + " found in the cache), "
     + of.output[place] + " output tokens" + (of.user[place] ? ", user " + of.user[place] : "")]];
   for (const stay of run.staysOf.get(place) || []) {
+    const late = stay[3] ? 0 : stay[1] - of.arrival[place], long = stay[2] - stay[1];
     if (stay[3]) lines.push([stay[1], "was preempted"]);
-    lines.push([stay[1], "waited " + (stay[2] - stay[1]).toFixed(3) + " s. Why: " + (because(stay[4]) || "for the next step only")]);
-    lines.push([stay[2], "began to be computed"]);
+    if (late > 1e-6) lines[0][1] += "; a step was being computed, which ended " + inMs(late) + " later";
+    if (long > 1e-6) lines.push([stay[1], "waited " + inMs(long) + (late > 1e-6 ? " from the end of that step on" : "") + ". Why: " + (because(stay[4]) || "next step")]);
+    lines.push([stay[2], long > 1e-6 ? "began to be computed" : "began with the next step, without further waiting"]);
   }
   if (of.first[place] !== null) lines.push([of.first[place], "had its first token"]);
   if (of.last[place] !== null) lines.push([of.last[place], "had its last token; outcome: " + of.outcome[place]]);

@@ -10,7 +10,7 @@ from engine.sim.estimate import Floats
 from engine.sim.report.charts import DOTS, Bar, Bars, Chart, Gantt, Level, Lines, Series
 from engine.sim.report.states import STATES, States, stays_in_queue
 from engine.sim.report.subjects import Subject
-from engine.sim.service import curves, jain_by_window, widest_gap
+from engine.sim.service import NUM_WINDOWS, curves, jain_by_window, widest_gap
 
 NUM_BINS = 240
 NUM_ROWS = 50  # of a Gantt chart
@@ -175,6 +175,11 @@ def _pressure(subject: Subject, place: int) -> Iterator[Chart]:
     )
 
 
+def promises(subject: Subject) -> bool:
+    """Whether the policy is the one that promises VTC's bound of the gap."""
+    return subject.run.policy.partition("(")[0] == "vtc"
+
+
 def _users(subject: Subject, place: int) -> Iterator[Chart]:
     run, found = subject.run, subject.figures
     curve = curves(run.requests, subject.counted, found.window, run.head.get("engine") or {})
@@ -187,10 +192,17 @@ def _users(subject: Subject, place: int) -> Iterator[Chart]:
     if gap.value == gap.value:
         said = (
             f"While both waited, {gap.ahead!r} was served {gap.value:,.0f} more than "
-            f"{gap.behind!r} at most (between {gap.begin:.2f} and {gap.end:.2f} s); fair queueing "
-            "by tokens (VTC) would keep that below "
-            f"{found.service.bound:,.0f}. Jain's index is {found.service.jain:.3f}; 1 is even."
+            f"{gap.behind!r} at most (between {gap.begin:.2f} and {gap.end:.2f} s)."
         )
+        if promises(subject):
+            said += f" vtc promises to keep that below {found.service.bound:,.0f}."
+        if found.service.jain == found.service.jain:
+            said += f" Jain's index is {found.service.jain:.3f}; 1 is even."
+        else:
+            said += (
+                " Jain's index has no value: no two users waited all through any of the "
+                f"{NUM_WINDOWS} parts of the run."
+            )
         moments = [Level(gap.begin, "widest gap"), Level(gap.end, "")]
     yield Lines(
         key=f"service-{place + 1}",
@@ -220,4 +232,5 @@ def _users(subject: Subject, place: int) -> Iterator[Chart]:
         y_label="Jain's index",
         series=[Series(name="index", x=[p[0] for p in parts], y=[p[1] for p in parts], mark=DOTS)],
         levels=[Level(1.0, "even")],
+        is_share=True,
     )
