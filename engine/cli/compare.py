@@ -20,7 +20,7 @@ from engine.cli import capacity, lab, seeing, worst
 from engine.cli.policies import coming, loads_of, rows_of
 from engine.errors import ConfigError
 from engine.sim.capacity import EXAMPLE
-from engine.sim.compare import NO_MEANS, Cell, Difference, Experiment, compare
+from engine.sim.compare import NO_MEANS, Cell, Difference, Experiment, compare, variations
 from engine.sim.experiment import seeds_from
 from engine.sim.figures import NAMES
 from engine.sim.named import split
@@ -105,7 +105,8 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.capacity is not None:
         return capacity.run(parsed, what)
     cells = compare(what, jobs=parsed.jobs)
-    seen = seeing.show_cells(parsed, cells, policies, workload, engine) if is_seen else []
+    first = variations(what)[0][1:]  # a page shows runs of the first setting
+    seen = seeing.show_cells(parsed, cells, policies, *first) if is_seen else []
     if parsed.json or parsed.csv:
         rows = [row for cell in cells for row in rows_of(cell, parsed.seed)]
         print(lab.as_json(rows) if parsed.json else lab.as_csv(rows))

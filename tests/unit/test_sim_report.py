@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
-from math import isnan
+from math import inf, isnan
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -34,9 +34,10 @@ from engine.sim.report import (
     write_report,
     write_trace,
 )
-from engine.sim.report.charts import Lines
+from engine.sim.report.charts import Lines, Series
 from engine.sim.report.distributions import cdf
 from engine.sim.report.states import STATES, States
+from engine.sim.report.svg import HEIGHT, WIDTH, labels, scale, svg
 from engine.sim.run import FORMAT, Engine, Run, run
 from engine.sim.workloads import find_workload
 
@@ -149,7 +150,9 @@ def test_the_page_answers_in_words(runs: list[Run], written: Path) -> None:
     assert "at 12 requests a second" in said
     best, *_ = sorted(runs, key=lambda had: figures(had).value("ttft.p99"))
     ranked = said.split("p99 of the time to first token")[1]
-    assert ranked.startswith(f"{best.policy} {figures(best).value('ttft.p99'):.4g} ≈ ")
+    assert ranked.startswith(f"{best.policy}: {figures(best).value('ttft.p99'):.4g} (")
+    assert re.search(r"\nvtc: .*; undecided against fcfs, [+-][\d.]+ %, of one pair", said)
+    assert "Figures of single runs: seed 0 at 12 requests a second" in said
     assert re.search(r"Output was lowest, while requests waited, from [\d.]+ to [\d.]+ s", said)
 
 
@@ -281,7 +284,76 @@ def test_a_comparison_has_curves_over_load(tmp_path: Path) -> None:
     ]
     for row, (name, load, value) in zip(rows[1:], wanted, strict=True):
         assert (row[0], row[1]) == (name, load) and row[2] == pytest.approx(value, abs=1e-8)
-    assert read_report(path)["rankings"][0] == ["seconds", "at load 0.5", "at load 0.9"]
+    assert read_report(path)["rankings"][0] == [
+        "seconds",
+        "at load 0.5, 1 seed",
+        "at load 0.9, 1 seed",
+    ]
+
+
+def test_a_comparison_says_which_of_its_runs_are_shown_and_what_pairs_say(tmp_path: Path) -> None:
+    workload, engine = find_workload("log-uniform(num_requests=100,num_users=3)"), TIGHT
+    names, seeds, loads = ["fcfs", "lpm", "residual-sjf", "vtc"], range(4), [0.6, 3.0]
+    cells = compare(
+        Experiment(policies=names, workload=workload, engine=engine, loads=loads, seeds=seeds)
+    )
+    rate = cells[0].rate
+    shown = [run(name, workload, engine, rate=rate, steps=True) for name in ("fcfs", "vtc")]
+    path = tmp_path / "out.html"
+    write_report(path, shown, points=points_from(cells), plots=tmp_path / "plots")
+    said = Page(path.read_text()).text
+    which = f"seed 0 at load 0.6 ({rate:.3g} requests a second), of 4 seeds and 2 loads"
+    assert f"Figures of single runs: {which}" in said
+    over = cells[1].num_overloaded(0)
+    assert over > 1
+    assert f"This is one run: {which}; its state is 'steady'." in said
+    assert f"{over} of 4 at load 3" in said
+    report = read_report(path)
+    head, *rows = report["rankings"]
+    assert head == ["seconds", "at load 0.6, 4 seeds", "at load 3, 4 seeds"]
+    figures_of = dict(zip(("ttft.p99", "tpot.p99", "itl.p99", "e2e.p99"), rows, strict=False))
+    for figure, (_, low, high) in figures_of.items():
+        assert "fcfs = lpm: " in low and f"fcfs: overloaded with {over} of 4 seeds" in high
+        for place, name in enumerate(names[2:], 2):
+            found = cells[0].difference(place, figure)
+            [line] = [each for each in low.splitlines() if name in each]
+            assert f"{found.ours.value:.4g} ±" in line
+            assert found.verdict in line and line.endswith(
+                ("fcfs", f"±{100 * (found.by.high - found.by.value) / found.theirs.value:.1f}")
+            )
+    # VTC's bound is its own promise.
+    assert "vtc promises" not in " ".join(report["runs"][0]["summary"])
+    assert "vtc promises" in " ".join(report["runs"][1]["summary"])
+    assert "nan" not in said.split("Jain's index")[1][:20]
+    charts = {c.key: c for c in charts_of(shown, points=points_from(cells)) if isinstance(c, Lines)}
+    assert {each.mark for each in charts["load-throughput"].series} == {"dots"}
+    for each in charts["load-recomputed"].series:
+        assert min(each.low) >= 0.0 and max(each.high) <= 1.0
+
+
+@pytest.mark.parametrize("low", [0.36, 0.971, 2.0, 1234.5])
+@pytest.mark.parametrize("width", [1.0001, 1.04, 1.3, 2.5, 30.0])
+@pytest.mark.parametrize("is_log", [False, True])
+def test_every_axis_has_ticks_that_differ(low: float, width: float, is_log: bool) -> None:
+    found = scale([low, low * width], 0.0, 100.0, is_log=is_log)
+    ticks = found.ticks()
+    assert len(ticks) > 1 and len(set(labels(ticks))) == len(ticks)
+    assert all(-0.5 <= found(tick) <= 100.5 for tick in ticks)
+
+
+def test_bars_of_intervals_end_in_the_picture_and_say_so() -> None:
+    """An arrow stands where one goes on beyond."""
+    series = Series(
+        name="a", x=[1, 2, 3], y=[1.0, 2.0, 3.0], low=[-900, 1.9, -inf], high=[2, 2.1, inf]
+    )
+    chart = Lines(key="k", title="t", caption="c", x_label="x", y_label="y", series=[series])
+    tree = ElementTree.fromstring(svg(chart, is_file=True))
+    paths = [(e.get("class"), e.get("d") or "") for e in tree.iter() if e.tag.endswith("path")]
+    assert [name for name, _ in paths].count("cut") == 1
+    for _, path in paths:
+        places = [float(n) for n in re.findall(r"-?[\d.]+", path)]
+        assert all(0 <= place <= WIDTH for place in places[::2])
+        assert all(0 <= place <= HEIGHT for place in places[1::2])
 
 
 def test_states_follow_each_other(runs: list[Run]) -> None:

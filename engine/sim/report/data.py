@@ -14,9 +14,10 @@ import numpy as np
 from engine.errors import ConfigError
 from engine.sim.estimate import Floats
 from engine.sim.report.charts import Cell, Chart
+from engine.sim.report.ranking import rankings
 from engine.sim.report.states import stays_in_queue
 from engine.sim.report.subjects import Point, Subject
-from engine.sim.report.summary import of_points, of_run, rankings
+from engine.sim.report.summary import of_points, of_run
 
 FORMAT = 1
 ELEMENT = "run-data"
@@ -98,6 +99,13 @@ def _point(point: Point) -> dict[str, Any]:
         "rate": _plain(point.rate),
         "load": _plain(point.load),
         "is_overloaded": point.is_overloaded,
+        "num_seeds": point.num_seeds,
+        "num_overloaded": point.num_overloaded,
+        "compared_with": point.base,
+        "differences": {
+            name: [*map(_plain, each.by), each.verdict, each.num_seeds]
+            for name, each in point.differences.items()
+        },
         "values": {name: list(map(_plain, each)) for name, each in point.values.items()},
     }
 
@@ -113,6 +121,7 @@ def _run(subject: Subject) -> dict[str, Any]:
         work = spans.tolist()
     return {
         "label": subject.label,
+        "where": subject.where,
         "head": run.head,
         "decisions": run.totals.get("decisions", ""),
         "summary": list(of_run(subject)),

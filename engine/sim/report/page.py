@@ -31,6 +31,12 @@ COLUMNS = {
     "recomputed": "recomputed",
     "KV peak": "kv_peak",
 }
+CAUSES = (
+    "<b>seats</b>: as many requests were in computation as may be at once (max_num_seqs); <b>token "
+    "budget</b>: the step had all of its tokens (max_num_batched_tokens); <b>KV blocks</b>: too "
+    "few were free; <b>policy order</b>: the policy let it wait, or others go first; <b>preempted "
+    "by</b> another: that one took its place; <b>next step</b>: nothing but the end of a step."
+)
 MOST_LISTED = 12  # requests in each list
 MOST_CAUSES = 6  # of each of them
 
@@ -87,7 +93,7 @@ def _facts(subject: Subject) -> dict[str, str]:
         "workload": head.get("workload"),
         "seed": head.get("seed"),
         "requests a second": number(subject.rate) if isfinite(subject.rate) else None,
-        "seats": engine.get("max_num_seqs"),
+        "seats (requests that can be in computation at once)": engine.get("max_num_seqs"),
         "tokens a step": engine.get("max_num_batched_tokens"),
         "KV blocks": engine.get("num_blocks"),
         "tokens a block": engine.get("block_size"),
@@ -108,16 +114,25 @@ def _in_short(data: dict[str, Any]) -> Iterator[str]:
         head, *rows = data["rankings"]
         yield "<h3>Which policy is best at which load</h3>"
         yield (
-            "<p>In order, the best first. Between two stands &lt; where their intervals are apart, "
-            "and ≈ where they overlap, so that the order may be chance (<code>metronome "
-            "compare</code> prints what pairs of runs say). Who is overloaded is left out.</p>"
+            "<p>In the order of means over all seeds, the lowest first; the order alone may be "
+            "chance. Behind ± stands half of an interval that holds the true value 19 times in "
+            "20, or in brackets its ends. Behind the semicolon stands what <code>metronome "
+            "compare</code> says of the difference from the first policy, of pairs of runs with "
+            "the same requests (with <code>--unpaired</code>, of means): better or worse (more "
+            "than chance, but for one time in 20), undecided (it may be chance: more seeds would "
+            "tell), or equal in each of the runs. Policies with the same values stand on one "
+            "line, with = between them.</p>"
         )
         yield from table(head, rows, kind="ranks")
     if data["comparison"]:
         yield from _items(data["comparison"])
     for run in data["runs"]:
-        yield f"<h3>{_text(run['label'])}</h3>"
+        yield f"<h3>{_text(run['label'])}{_text(_comma(run['where']))}</h3>"
         yield from _items(run["summary"])
+
+
+def _comma(said: str) -> str:
+    return f", {said}" if said else ""
 
 
 def _items(sentences: Iterable[str]) -> Iterator[str]:
@@ -127,7 +142,14 @@ def _items(sentences: Iterable[str]) -> Iterator[str]:
 def _table(found: Sequence[Subject]) -> Iterator[str]:
     if not found:
         return
-    yield "<h2>Figures</h2>"
+    alike = {each.where for each in found}
+    which = alike.pop() if len(alike) == 1 else ""
+    yield f"<h2>Figures of single runs{_text(f': {which}' if which else '')}</h2>"
+    if any(", of " in each.where for each in found):
+        yield (
+            "<p>These are not the means over seeds that stand above, and the state is that of this "
+            "run alone: a policy may be overloaded at a higher load, or with other seeds.</p>"
+        )
     yield (
         "<p>Seconds, of the requests that count (the warm-up is left out). TTFT: to the first "
         "token. TPOT: for each further token, mean of a request. ITL: between two tokens. E2E: to "
@@ -135,10 +157,10 @@ def _table(found: Sequence[Subject]) -> Iterator[str]:
         "times for each request. Recomputed: the share of tokens that were computed again.</p>"
     )
     yield from table(
-        ["run", *COLUMNS, "state"],
+        ["run", *COLUMNS, "state of this run"],
         [
             [
-                each.label,
+                each.label if which else f"{each.label}{_comma(each.where)}",
                 *(_cell(each.figures.value(name)) for name in COLUMNS.values()),
                 each.figures.window.state,
             ]
@@ -175,8 +197,9 @@ def _timeline(found: Sequence[Subject]) -> Iterator[str]:
     yield f"""<h2>Timeline</h2>
 <p>Move the slider, or click into the curves: below stands which requests are computed in the step
 at that time and with how many tokens, and who waits, since when and for what. The causes of a wait
-are those of the whole time from coming (or being preempted) to the next start. The address of this
-page with <code>#run=0&amp;time=6.5&amp;request=r17</code> behind it shows just that.</p>
+are those of the whole time from coming (or being preempted) to the next start: {CAUSES}
+The address of this page with <code>#run=0&amp;time=6.5&amp;request=r17</code> behind it shows
+just that.</p>
 <div class="panel">
 <label>run <select id="run">{options}</select></label>
 <label>time, s <input id="when" type="number" step="any" min="0" style="width:8em"></label>
@@ -211,7 +234,7 @@ def _lists(found: Sequence[Subject]) -> Iterator[str]:
         longest = sorted(range(len(total)), key=lambda p: (-total[p], p))[:MOST_LISTED]
         most = sorted(range(len(total)), key=lambda p: (-counts[p], p))[:MOST_LISTED]
         places = [p for p in dict.fromkeys([*longest, *most]) if total[p] or counts[p]]
-        yield f"<h3>{_text(each.label)}</h3>"
+        yield f"<h3>{_text(each.label)}{_text(_comma(each.where))}</h3>"
         yield from table(
             ["request", "user", "came, s", "waited, s", "preempted, times", "why it waited"],
             [

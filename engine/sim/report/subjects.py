@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite, nan
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.sim.compare import Cell
-from engine.sim.estimate import Estimate
-from engine.sim.figures import NAMES, Figures, figures
+from engine.sim.compare import Cell, Difference, verdict
+from engine.sim.estimate import Estimate, mean_over
+from engine.sim.figures import NAMES, Figures, figures, is_better_small
 from engine.sim.promises import Limit
 from engine.sim.run import Run
 
@@ -24,6 +24,10 @@ class Subject:
     label: str
     run: Run
     figures: Figures
+    where: str = ""
+    """Which of all simulated runs it is: its seed and load, and of how many."""
+    elsewhere: str = ""
+    """How many of the policy's runs in the comparison are overloaded, by load."""
 
     @property
     def counted(self) -> NDArray[np.bool_]:
@@ -53,6 +57,15 @@ class Point:
     """The rate over what fcfs can serve, where that is known."""
     kind: str = "simulated"
     is_overloaded: bool = False
+    num_seeds: int = 1
+    num_overloaded: int = 0
+    """Of the seeds."""
+    setting: str = ""
+    """What was swept, as ``option=value``."""
+    base: str = ""
+    """The policy that it is compared with; empty for that one."""
+    differences: Mapping[str, Difference] = field(default_factory=dict)
+    """By figure, from that one: of pairs of runs with the same requests."""
 
     def value(self, name: str) -> float:
         """A figure; NaN where there is none."""
@@ -65,18 +78,73 @@ class Point:
         return self.policy if self.kind == "simulated" else f"{self.policy} ({self.kind})"
 
 
-def subjects(runs: Sequence[Run], slo: Sequence[Limit]) -> list[Subject]:
-    """The runs with their figures, under names that tell them apart."""
+def subjects(
+    runs: Sequence[Run], slo: Sequence[Limit], points: Sequence[Point] = ()
+) -> list[Subject]:
+    """The runs with their figures, under names that tell them apart; ``points``: of the comparison
+    from which they are, if they are from one."""
     found = [figures(run, slo=slo) for run in runs]
     return [
-        Subject(label=label, run=run, figures=each)
+        Subject(
+            label=label,
+            run=run,
+            figures=each,
+            where=_where(run, points),
+            elsewhere=_elsewhere(run, points),
+        )
         for label, run, each in zip(_labels(runs), runs, found, strict=True)
     ]
 
 
+def _where(run: Run, points: Sequence[Point]) -> str:
+    """As in "seed 0 at load 0.6, of 3 seeds and 2 loads"."""
+    seed, rate = run.head.get("seed"), run.head.get("rate")
+    mine = next((p for p in points if p.rate == rate and p.kind == kind(run)), None)
+    said = "" if seed is None else f"seed {seed}"
+    if mine is not None and isfinite(mine.load):
+        said += f" at load {mine.load:g} ({_rate(run)[:-2]} requests a second)"
+    elif rate is not None and rate < 1e299:
+        said += f" at {_rate(run)[:-2]} requests a second"
+    if mine is None:
+        return said.strip()
+    if mine.setting:
+        said += f" with {mine.setting}"
+    numbers = (
+        (mine.num_seeds, "seeds"),
+        (len({p.rate for p in points if p.setting == mine.setting}), "loads"),
+        (len({p.setting for p in points}), "settings"),
+    )
+    several = [f"{number} {name}" for number, name in numbers if number > 1]
+    return f"{said}, of {' and '.join(several)}".strip() if several else said.strip()
+
+
+def _elsewhere(run: Run, points: Sequence[Point]) -> str:
+    """As in "2 of 3 at load 0.9"."""
+    mine = [p for p in points if p.policy in (run.policy, f"{run.policy}, {p.setting}")]
+    return ", ".join(
+        f"{p.num_overloaded} of {p.num_seeds} at {place_of(p)}"
+        f"{f' with {p.setting}' if p.setting else ''}"
+        for p in mine
+        if p.num_overloaded
+    )
+
+
+def which_runs(found: Sequence[Subject]) -> str:
+    """Where all runs that are shown are alike in it: which they are."""
+    alike = {each.where for each in found}
+    return f"Single runs are shown: {alike.pop()}." if len(alike) == 1 and alike != {""} else ""
+
+
+def place_of(point: Point) -> str:
+    """Where on the axis of loads it is."""
+    if isfinite(point.load):
+        return f"load {point.load:.4g}"
+    return f"{point.rate:.4g} requests a second"
+
+
 def _labels(runs: Sequence[Run]) -> list[str]:
     labels = [run.policy for run in runs]
-    for more in (_kind, _rate, _seed, _workload):
+    for more in (kind, _rate, _seed, _workload):
         labels = _apart(labels, [more(run) for run in runs])
     return _apart(labels, [f"#{place + 1}" for place in range(len(runs))])
 
@@ -92,7 +160,8 @@ def _apart(labels: list[str], more: list[str]) -> list[str]:
     return found
 
 
-def _kind(run: Run) -> str:
+def kind(run: Run) -> str:
+    """ "simulated" or "real"."""
     return str(run.head.get("kind", "simulated"))
 
 
@@ -111,6 +180,9 @@ def _workload(run: Run) -> str:
 
 def points_of(found: Sequence[Subject]) -> list[Point]:
     """A point for each run that had a rate."""
+    bases: dict[tuple[object, ...], Subject] = {}
+    for each in found:
+        bases.setdefault(_requests_of(each), each)
     return [
         Point(
             policy=each.run.policy,
@@ -119,12 +191,40 @@ def points_of(found: Sequence[Subject]) -> list[Point]:
                 name: each.figures.latency.get(name, Estimate(value, nan, nan))
                 for name, value in each.figures.values().items()
             },
-            kind=_kind(each.run),
+            kind=kind(each.run),
             is_overloaded=each.figures.is_overloaded,
+            num_overloaded=int(each.figures.is_overloaded),
+            base="" if base is each else base.run.policy,
+            differences={} if base is each else _of_one_pair(each.figures, base.figures),
         )
         for each in found
+        for base in (bases[_requests_of(each)],)
         if isfinite(each.rate)
     ]
+
+
+def _requests_of(subject: Subject) -> tuple[object, ...]:
+    """What two runs have alike that served the same requests."""
+    head = subject.run.head
+    return (kind(subject.run), *(str(head.get(n)) for n in ("workload", "seed", "rate")))
+
+
+def _of_one_pair(ours: Figures, theirs: Figures) -> dict[str, Difference]:
+    """Differences of one run from one other, which can be equal, but say no more."""
+    found = {}
+    for name in NAMES:
+        one, other = ours.value(name), theirs.value(name)
+        if isfinite(one - other):
+            by = mean_over([one - other])
+            found[name] = Difference(
+                figure=name,
+                ours=mean_over([one]),
+                theirs=mean_over([other]),
+                by=by,
+                verdict=verdict(by, is_equal=one == other, is_better_small=is_better_small(name)),
+                num_seeds=1,
+            )
+    return found
 
 
 def points_from(cells: Sequence[Cell]) -> list[Point]:
@@ -142,6 +242,11 @@ def points_from(cells: Sequence[Cell]) -> list[Point]:
                     load=nan if cell.load is None else cell.load,
                     values=values,
                     is_overloaded=2 * cell.num_overloaded(place) > len(several),
+                    num_seeds=len(several),
+                    num_overloaded=cell.num_overloaded(place),
+                    setting=cell.setting,
+                    base=cell.names[0] if place else "",
+                    differences={n: cell.difference(place, n) for n in NAMES if place},
                 )
             )
     return found

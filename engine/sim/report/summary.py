@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import isfinite, nan
+from math import nan
 
 import numpy as np
 
 from engine.sim.figures import MIN_THROUGHPUT, collapse
-from engine.sim.report.loads import by_policy, x_label
+from engine.sim.report.loads import by_load, by_policy, x_label
 from engine.sim.report.states import because, preempted_by, stays_in_queue
 from engine.sim.report.subjects import Point, Subject
-from engine.sim.report.timelines import bins, throughput, waiting
+from engine.sim.report.timelines import bins, promises, throughput, waiting
 from engine.sim.service import OUTPUT_PRICE, PROMPT_PRICE, curves, widest_gap
 
-TAILS = {
-    "ttft.p99": "p99 of the time to first token",
-    "tpot.p99": "p99 of the time per output token",
-    "itl.p99": "p99 of the time between tokens",
-    "e2e.p99": "p99 of the time to last token",
-    "ttft.mean": "mean time to first token",
-    "e2e.mean": "mean time to last token",
-}
 NUM_VALLEYS = 60  # parts of a run among which the one with least output is sought
 MOST_TIMES = 6
 
@@ -29,6 +21,7 @@ MOST_TIMES = 6
 def of_run(subject: Subject) -> Iterator[str]:
     """A run in a few sentences."""
     found = subject.figures
+    yield from _which(subject)
     if found.is_overloaded:
         yield "Overloaded: the queue grew to the end, so there are no means for good."
     if said := collapse(subject.label, found.recomputed, 1.0, 1.0):
@@ -39,12 +32,22 @@ def of_run(subject: Subject) -> Iterator[str]:
     yield from _least(subject)
 
 
+def _which(subject: Subject) -> Iterator[str]:
+    """Of a comparison a page shows some runs only; their figures are not those of the others."""
+    if not subject.where:
+        return
+    said = f"This is one run: {subject.where}; its state is {subject.figures.window.state!r}."
+    if subject.elsewhere:
+        said += f" Of its runs these are overloaded: {subject.elsewhere}."
+    yield said
+
+
 def _waits(subject: Subject) -> Iterator[str]:
     requests = subject.run.requests
     columns = requests.waits
     total = sum(columns.values(), np.zeros(len(requests)))
     if not len(total) or not total.any():
-        yield "No request waited."
+        yield "No request waited for more than the end of the step in which it came."
         return
     sums: dict[str, float] = {}
     for cause, column in columns.items():
@@ -126,17 +129,17 @@ def _least(subject: Subject) -> Iterator[str]:
     curve = curves(subject.run.requests, subject.counted, subject.figures.window, engine)
     gap = None if curve is None else widest_gap(curve)
     if gap is not None and gap.value == gap.value:
+        bound = f" vtc promises {service.bound:,.0f} or less." if promises(subject) else ""
         yield (
             f"While both waited, {gap.behind!r} fell behind {gap.ahead!r} most: by "
-            f"{gap.value:,.0f} between {gap.begin:.2f} and {gap.end:.2f} s, where fair queueing "
-            f"(VTC) promises {service.bound:,.0f} or less."
+            f"{gap.value:,.0f} between {gap.begin:.2f} and {gap.end:.2f} s.{bound}"
         )
 
 
 def of_points(points: Sequence[Point]) -> Iterator[str]:
     """What else there is to say of a comparison: who was overloaded, and who collapsed."""
     label = x_label(points)
-    for where, here in _by_load(points):
+    for where, here in by_load(points):
         over = [point.name for point in here if point.is_overloaded]
         if over:
             yield f"At {where} these are overloaded: {', '.join(over)}."
@@ -148,41 +151,6 @@ def of_points(points: Sequence[Point]) -> Iterator[str]:
                 yield f"At {where} {said}."
     for name, pairs in by_policy(points).items():
         yield from _falls(name, pairs, label)
-
-
-def rankings(points: Sequence[Point]) -> list[list[str]]:
-    """For each figure, at each load, the policies in order, the best first: rows of a table, the
-    head first; empty if there is one policy only. The overloaded have no place in it."""
-    loads = [(where, here) for where, here in _by_load(points) if len(here) > 1]
-    if not loads:
-        return []
-    head = ["seconds", *(f"at {where}" for where, _ in loads)]
-    rows = [
-        [words, *(_ranked(here, figure) for _, here in loads)] for figure, words in TAILS.items()
-    ]
-    return [head, *(row for row in rows if any(row[1:]))]
-
-
-def _by_load(points: Sequence[Point]) -> list[tuple[str, list[Point]]]:
-    lines, label = by_policy(points), x_label(points)
-    before, behind = ("load ", "") if label.startswith("load") else ("", " requests a second")
-    found: dict[float, list[Point]] = {}
-    for pairs in lines.values():
-        for x, point in pairs:
-            found.setdefault(x, []).append(point)
-    return [(f"{before}{x:.4g}{behind}", found[x]) for x in sorted(found)]
-
-
-def _ranked(here: Sequence[Point], figure: str) -> str:
-    known = [p for p in here if isfinite(p.value(figure)) and not p.is_overloaded]
-    ordered = sorted(known, key=lambda point: point.value(figure))
-    said = ""
-    for place, point in enumerate(ordered):
-        if place:
-            before = ordered[place - 1].values[figure]
-            said += " ≈ " if before.high > point.values[figure].low else " < "
-        said += f"{point.name} {point.value(figure):.4g}"
-    return said
 
 
 def _falls(name: str, pairs: Sequence[tuple[float, Point]], label: str) -> Iterator[str]:

@@ -13,7 +13,7 @@ from engine.sim.report.charts import Chart, shown
 from engine.sim.report.data import data_of
 from engine.sim.report.images import EXTRA, can_draw, write_png
 from engine.sim.report.page import page
-from engine.sim.report.subjects import Point, Subject, points_of, subjects
+from engine.sim.report.subjects import Point, Subject, points_of, subjects, which_runs
 from engine.sim.report.svg import svg
 from engine.sim.run import Run
 
@@ -36,7 +36,7 @@ def write_report(
     promised to each request, in place of its own promises. Returns what is to be said about it.
     Raises ``ConfigError`` where a file cannot be written.
     """
-    found = subjects(runs, slo)
+    found = subjects(runs, slo, points)
     points = list(points) or points_of(found)
     sections = list(_sections(found, points, slo))
     charts = [chart for _, _, each in sections for chart in each]
@@ -52,7 +52,7 @@ def charts_of(
     runs: Sequence[Run], *, points: Sequence[Point] = (), slo: Sequence[Limit] = ()
 ) -> list[Chart]:
     """All plots of these runs that have something to show; arguments as of ``write_report``."""
-    found = subjects(runs, slo)
+    found = subjects(runs, slo, points)
     sections = _sections(found, list(points) or points_of(found), slo)
     return [chart for _, _, each in sections for chart in each]
 
@@ -95,7 +95,8 @@ def _sections(
         yield (
             "Over load",
             "How each policy does as more requests come: where it becomes slow, and where it "
-            "collapses. Bars are intervals of 95 %.",
+            "collapses. Of all seeds: dots are means, bars intervals of 95 %; an arrow at the end "
+            "of a bar says that it goes on beyond the picture. No bar: one seed alone.",
             shown([*loads.over_load(points), *loads.pareto(points)]),
         )
     yield (
@@ -105,7 +106,7 @@ def _sections(
     )
     yield (
         "How latencies spread",
-        "A mean hides those who wait long; these curves do not.",
+        f"A mean hides those who wait long; these curves do not. {which_runs(found)}",
         shown(
             [
                 *distributions.spread(found, slo),
@@ -116,12 +117,13 @@ def _sections(
     )
     yield (
         "What it costs",
-        "Distance to the best possible, work done twice, and the policy's own time.",
+        "Distance to the best possible, work done twice, and the policy's own time. "
+        f"{which_runs(found)}",
         shown([*distributions.bounds(found), *loads.pressure(points), *distributions.hooks(found)]),
     )
     for place, each in enumerate(found):
         yield (
-            f"As time goes on: {each.label}",
+            f"As time goes on: {each.label}{f', {each.where}' if each.where else ''}",
             "The run from its start to its end.",
             shown(timelines.timelines(each, place)),
         )
