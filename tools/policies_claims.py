@@ -71,7 +71,7 @@ CLAIMS: dict[str, Claims] = {
     ),
     "early-rejection": Claims(
         claims=(
-            Claim("tiers", "goodput", HIGHER, "75 % more requests within their promises"),
+            Claim("tiers", "goodput", HIGHER, "more requests within their promises"),
             Claim("tiers", "ttft.mean", LOWER, "no work for what would come too late"),
         ),
         costs="it refuses what would come too late, so that there is less to serve",
@@ -122,11 +122,11 @@ CLAIMS: dict[str, Claims] = {
     "past-future": Claims(
         claims=(
             Claim("offline", "recomputed", LOWER, "hardly any eviction, memory nearly full"),
-            Claim("offline", "tpot.p99", LOWER, "goodput 2 to 3 times under heavy load"),
+            Claim("offline", "tpot.p99", LOWER, "so no stalls: goodput 2 to 3 times"),
         ),
     ),
     "plas": Claims(
-        claims=(Claim("agents", "programs", LOWER, "programs done 4 to 15 times as fast"),),
+        claims=(Claim("agents", "programs", LOWER, "4 to 15 times the programs, as fast"),),
     ),
     "prefill-first": Claims(
         claims=(
@@ -154,8 +154,8 @@ CLAIMS: dict[str, Claims] = {
     ),
     "trail": Claims(
         claims=(
-            Claim("log-uniform", "ttft.mean", LOWER, "time to first token 1.7 to 2 times lower"),
-            Claim("log-uniform", "normalised.mean", LOWER, "mean latency, likewise"),
+            Claim("log-uniform", "ttft.mean", LOWER, "the shortest remainders first"),
+            Claim("log-uniform", "normalised.mean", LOWER, "lower mean latency"),
         ),
         lacks=SWAP,
         costs=GUESSED,

@@ -154,14 +154,20 @@ def simulate(
     num_requests: int,
     seeds: range,
     jobs: int = 1,
+    beside: Kept | None = None,
 ) -> Iterator[Kept]:
-    """The figures of policies on all scenes, as they are kept, for one seed after the other."""
+    """The figures of policies on all scenes, as they are kept, for one seed after the other.
+
+    Raises ``SystemExit``, before anything is simulated, if they could not stand ``beside`` those.
+    """
     heads, parts = {}, []
     for name, scene in scenes.items():
         workload = workload_of(scene, num_requests)
         rate = rate_of(scene, workload, 0)
         heads[name] = described(scene, workload, rate)
         parts.append(Part(scene, tuple(policies), num_requests, rate, 0))
+    if beside is not None:
+        _check(beside, {"format": FORMAT, "requests": num_requests, "scenes": heads})
     items = [part._replace(seed=seed) for seed in seeds for part in parts]
     results = iter(in_processes(measured, items, jobs))
     for _ in seeds:

@@ -50,14 +50,14 @@ def simulated(
 
     Of all policies seeds are added to those kept; of some, all kept seeds are simulated."""
     scenes = SCENES if scenes is None else scenes
-    if kept is not None and kept["requests"] != num_requests:
-        raise SystemExit(f"figures of {kept['requests']} requests are kept: measure all afresh")
     has_all = kept is None or set(policies) >= set(policies_of(kept))
     done = 0 if kept is None or not has_all else kept["seeds"]
     seeds = range(done, num_seeds if kept is None or has_all else kept["seeds"])
     found: Kept | None = None
     began = time.monotonic()
-    for more in simulate(scenes, policies, num_requests=num_requests, seeds=seeds, jobs=jobs):
+    for more in simulate(
+        scenes, policies, num_requests=num_requests, seeds=seeds, jobs=jobs, beside=kept
+    ):
         found = more if found is None else with_seeds(found, more)
         print(f"{found['seeds']} of {len(seeds)} seeds, {time.monotonic() - began:.0f} s")
         if has_all:
