@@ -125,10 +125,9 @@ def compare(parsed: argparse.Namespace) -> None:
 def _simulated(
     names: list[str], logs: dict[str, Path], samples: dict[str, list[Sample]], policy: str
 ) -> list[dict[str, float]]:
-    """The same jobs with profiles of the other windows of all logs."""
-    load = names[0].partition("@")[0]
-    others = [s for name, each in samples.items() if name.startswith(load) for s in halves(each)[0]]
-    profile = fit(others, load)
+    """The same jobs with a profile of the even windows of their logs: what a policy's hooks take
+    is a part of its steps."""
+    profile = fit([s for name in names for s in halves(samples[name])[0]], names[0])
     log = read_log(logs[names[0]])
     head = Run.read(logs[names[0]].with_suffix(".jsonl")).head
     engine = engine_of(log.header, profile)

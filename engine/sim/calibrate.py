@@ -246,9 +246,7 @@ def _fit_host(samples: Sequence[Sample]) -> tuple[HostCost, list[float]]:
         return HostCost(), []
     sizes = np.array([(1.0, s.ended, s.added, s.added_tokens) for s in busy], dtype=np.float64)
     measured = np.array([sample.host for sample in busy])
-    typical = float(np.median(measured))
-    weights = np.minimum(measured, 10 * typical)
-    found = _non_negative(sizes / typical, weights / typical)
+    found = relative_fit(sizes, measured)
     found *= measured.sum() / max(1e-12, float((sizes @ found).sum()))
     step, sequence, request, token = found.tolist()
     host = HostCost(step=step, sequence=sequence, request=request, token=token)

@@ -21,7 +21,7 @@ from engine.messages.params import SamplingParams
 from engine.messages.requests import RequestOutput
 from engine.messages.step import Column, Masks, StepPlan, StepResult
 from engine.sim.history import History
-from engine.sim.job import FIRST_TOKEN, Job
+from engine.sim.job import FIRST_TOKEN, Job, Span, tokens_of
 from engine.sim.records import DONE, REFUSED, Requests, Tokens, totals_of
 from engine.sim.run import FORMAT, Engine, Run, Variant, name_of
 from engine.sim.workloads import Workload
@@ -184,6 +184,7 @@ class _RealRun:
     def finish(self) -> Run:
         """All requests to their ends."""
         source, engine = self._source, self._engine
+        tokens_of([Span("", 1)])  # the table of all texts is drawn before the clock runs
         self._start = self._clock()
         while source.next_time < inf or engine.has_unfinished_requests():
             now = self._clock() - self._start
