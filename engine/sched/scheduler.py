@@ -32,8 +32,14 @@ from engine.sched.interface import (
     SchedulerInterface,
     StepOutputs,
 )
-from engine.sched.plugins.faults import FaultLog, ReentryGuard, not_reentrant
-from engine.sched.plugins.hooks import DECIDING, SHAPING, Guard
+from engine.sched.plugins.hooks import (
+    DECIDING,
+    SHAPING,
+    FaultLog,
+    Guard,
+    ReentryGuard,
+    not_reentrant,
+)
 from engine.sched.plugins.resources import Resources
 from engine.sched.policy import Admission, Policy
 from engine.sched.predict.headroom import Judgement

@@ -38,8 +38,8 @@ CANARIES = (
     Canary(
         "keep the hash of a block that is taken",
         POOL,
-        "            if hashes[block] is not None:\n                self.cache.unpublish(block)\n",
-        "",
+        "            self.cache.unpublish_each(lost)\n",
+        "            pass\n",
     ),
     Canary(
         "adopt a free block and leave it free",

@@ -12,8 +12,9 @@ import numpy as np
 
 from engine.messages.step import Masks
 from engine.sched.policy import Admission, Defer, Limits, Refuse
-from engine.sched.request import Array
+from engine.sched.request import Array, Request, Status
 from engine.sched.resource import Fit, OnRefuse
+from engine.sched.view import View
 
 UNBOUNDED = 2**31 - 1
 MOST_COUNTED = 2**63 - 1  # what a message can carry
@@ -159,4 +160,40 @@ def wrong_fit(answer: object, most: int) -> str | None:
         return f"returns {answer!r}, must allow 0 to {most} tokens and hold some or none"
     if not isinstance(answer.cause, str) or not isinstance(answer.on_refuse, OnRefuse | None):
         return f"returns {answer!r}, whose cause must be a str, its on_refuse an OnRefuse"
+    return None
+
+
+def as_sortable(column: Array) -> Array:
+    """The same numbers as int64 or float64."""
+    return column.astype(np.float64 if column.dtype.kind == "f" else np.int64, copy=False)
+
+
+def wrong_list(answer: object, num_requests: int) -> str | None:
+    """Of ranks of all at once that are no arrays. Tuples are checked one by one."""
+    if isinstance(answer, list) and len(answer) == num_requests:
+        return None
+    return (
+        f"returns {shown(answer)}, must be arrays, or a list of a tuple for each of "
+        f"{num_requests} requests"
+    )
+
+
+def wrong_victims(view: View, named: object) -> str | None:
+    if not isinstance(named, list):
+        return wrong_iterable(named)
+    for req in named:
+        if not (isinstance(req, Request) and view.knows(req)):
+            return f"names {req!r}, which is not a request here"
+        if req.status is not Status.RUNNING:
+            return f"names {req!r}, which is not running"
+    return None
+
+
+def wrong_next(view: View, req: object) -> str | None:
+    if req is None:
+        return None
+    if not (isinstance(req, Request) and req.is_waiting and view.knows(req)):
+        return f"names {req!r}, which does not wait"
+    if req.considered == view.step.index:
+        return f"names {req!r}, which was offered in this step"
     return None

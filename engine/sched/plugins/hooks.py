@@ -1,5 +1,7 @@
 """Asks a policy for the mechanism, checks each answer, and answers where the policy cannot.
 
+FaultLog       faults of all plug-ins, and the time spent in their hooks
+ReentryGuard   a hook that calls the scheduler gets an error (``not_reentrant``)
 Guard          the hooks of a policy, made safe
 RankCheck      are ranks such that any two can be compared?
 
@@ -12,27 +14,28 @@ after ``max_faults`` faults the policy is disabled for good and requests run in 
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import partial, wraps
 from itertools import islice, product
 from math import inf
 from numbers import Real
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.sched.plugins import answers
-from engine.sched.plugins.faults import FaultLog
 from engine.sched.policy import Admission, Limits, Policy, SchedView, Verdict, rank_of_one
 from engine.sched.predict.cost import StepShape
-from engine.sched.request import Array, Request, Status
+from engine.sched.request import Request
 from engine.sched.roster import RankedQueue
 from engine.sched.step.builder import Step
 from engine.sched.view import View
 
 logger = logging.getLogger("engine.sched")
 NO_LIMITS = Limits()
+SLOW_SECONDS = 1.0  # of planning one step, from which on the log names the hook that took them
 WITHOUT_NAN = {bool, int, str}
 
 HOOKS = (
@@ -47,6 +50,93 @@ SHAPING = ("limits", "order", "chunk")
 # Hooks that decide which requests run; a policy without any of them gets the default order.
 MAKING_ROOM = ("takes_blocks", "outranks", "victim")
 DECIDING = frozenset(("limits", "order", "next_waiting", "admit", "chunk", "victim"))
+
+
+class FaultLog:
+    """Faults of plug-ins and the time spent in their hooks."""
+
+    def __init__(self, max_faults: int, timer: Callable[[], float]) -> None:
+        self.max_faults = max_faults
+        self.timer = timer
+        self.messages: list[str] = []  # the first hundred
+        self.num_faults = 0
+        self.reentry = ReentryGuard()
+        self.seconds: defaultdict[str, float] = defaultdict(float)  # by hook
+        self._begun = 0.0
+        self._seconds_before: dict[str, float] = {}  # when the step began
+        self._slowest = SLOW_SECONDS
+
+    def begin_step(self) -> None:
+        """A step is planned from now on."""
+        self.reentry.begin("schedule")
+        self._begun, self._seconds_before = self.timer(), dict(self.seconds)
+
+    def end_step(self) -> None:
+        """The plan is made. A slow hook, which delays every request, is logged once, and again
+        when it has become twice as slow: it cannot be interrupted."""
+        self.reentry.end()
+        if self.timer() - self._begun < self._slowest:
+            return
+        before = self._seconds_before
+        spent = {hook: now - before.get(hook, 0.0) for hook, now in self.seconds.items()}
+        hook = max(spent, key=spent.__getitem__, default="")
+        if hook and spent[hook] >= self._slowest:
+            self._slowest = 2 * spent[hook]
+            logger.warning("%s took %.1f s in one step; all requests waited", hook, spent[hook])
+
+    def note(self, culprit: str, request: Request | None, what: str) -> None:
+        """Keep and log one fault."""
+        about = f", request {request.request_id}" if request is not None else ""
+        self.num_faults += 1
+        if len(self.messages) < 100:
+            self.messages.append(f"{culprit}{about}: {what}")
+            logger.warning("%s; answered by default", self.messages[-1])
+
+
+class ReentryGuard:
+    """Knows which method of the scheduler is running. A second one within it raises
+    ``RuntimeError``, which counts as a fault of the hook that called it."""
+
+    def __init__(self) -> None:
+        self._doing = ""
+
+    def begin(self, what: str) -> None:
+        if self._doing:
+            raise RuntimeError(
+                f"{what}() was called within {self._doing}(); call it between two steps "
+                "instead (only wake() and watch_again() may be called at any time)"
+            )
+        self._doing = what
+
+    def end(self) -> None:
+        self._doing = ""
+
+
+class GuardsReentry(Protocol):
+    """Does one thing at a time: see ``not_reentrant``."""
+
+    @property
+    def reentry(self) -> ReentryGuard: ...
+
+
+S = TypeVar("S", bound=GuardsReentry)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def not_reentrant(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """A method of a scheduler that a hook may not call from within another one."""
+
+    @wraps(method)
+    def alone(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        guard = self.reentry
+        guard.begin(method.__name__)
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            guard.end()
+
+    return alone
 
 
 class Default(Policy):
@@ -65,6 +155,8 @@ class Guard(Policy):
         self.is_left_out = False
         self.uses_ledger = bool(inner.uses_ledger)  # read once: started late, it misses grants
         self._view = view
+        self._wrong_victims = partial(answers.wrong_victims, view)
+        self._wrong_next = partial(answers.wrong_next, view)
         self._name = type(inner).__name__
         self._label = {hook: f"{self._name}.{hook}" for hook in (*HOOKS, "stable_for")}
         if type(inner).rank is rank_of_one:
@@ -143,7 +235,7 @@ class Guard(Policy):
         rank = None
         if not self.is_left_out:  # else the queues are still in order of its ranks
             rank = self._ask("rank", self._ranks.wrong, req, view)
-        return rank if rank is not None else _former(req)
+        return rank if rank is not None else req.rank or (Last(),)
 
     def rerank(self, queue: RankedQueue, by_row: NDArray[np.object_]) -> None:
         """Ask for the ranks of a queue and sort it by them. It stays in order if they are wrong."""
@@ -155,7 +247,7 @@ class Guard(Policy):
             return
         columns = answers.as_columns(answer)
         if columns is not None:
-            queue.rerank_columns([as_sortable(column) for column in columns], by_row)
+            queue.rerank_columns([answers.as_sortable(column) for column in columns], by_row)
             return
         checked = [self._checked(*each, "ranks") for each in zip(queue, answer, strict=True)]
         queue.rerank(checked)
@@ -178,7 +270,7 @@ class Guard(Policy):
             broken = reqs[len(ranks)]
             if not self.is_left_out:
                 self._fault("rank", fault, broken)
-            ranks.append(_former(broken))
+            ranks.append(broken.rank or (Last(),))
             ranks += [self.rank(req, view) for req in reqs[len(ranks) :]]
         return ranks
 
@@ -405,49 +497,16 @@ class Guard(Policy):
         fault = None if self.is_left_out else self._ranks.wrong(rank)
         if fault is not None:
             self._fault(hook, fault, req)
-        return _former(req) if self.is_left_out or fault is not None else rank
+        # One that cannot be ranked keeps the rank it had.
+        return (req.rank or (Last(),)) if self.is_left_out or fault is not None else rank
 
     def _wrong_ranks(self, num_requests: int, answer: object) -> str | None:
         """Of all at once. Tuples are checked one by one."""
         columns = answers.as_columns(answer)
         if columns is None:
-            if isinstance(answer, list) and len(answer) == num_requests:
-                return None
-            return (
-                f"returns {answers.shown(answer)}, must be arrays, or a list of a tuple for each "
-                f"of {num_requests} requests"
-            )
+            return answers.wrong_list(answer, num_requests)
         fault = answers.wrong_columns(columns, num_requests)
         return fault or self._ranks.wrong_places(len(columns))
-
-    def _wrong_victims(self, named: object) -> str | None:
-        if not isinstance(named, list):
-            return answers.wrong_iterable(named)
-        for req in named:
-            if not (isinstance(req, Request) and self._view.knows(req)):
-                return f"names {req!r}, which is not a request here"
-            if req.status is not Status.RUNNING:
-                return f"names {req!r}, which is not running"
-        return None
-
-    def _wrong_next(self, req: object) -> str | None:
-        if req is None:
-            return None
-        if not (isinstance(req, Request) and req.is_waiting and self._view.knows(req)):
-            return f"names {req!r}, which does not wait"
-        if req.considered == self._view.step.index:
-            return f"names {req!r}, which was offered in this step"
-        return None
-
-
-def as_sortable(column: Array) -> Array:
-    """The same numbers as int64 or float64."""
-    return column.astype(np.float64 if column.dtype.kind == "f" else np.int64, copy=False)
-
-
-def _former(req: Request) -> tuple[Any, ...]:
-    """The rank that a request keeps if its policy cannot rank it."""
-    return req.rank or (Last(),)
 
 
 class _Overruled(Default):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from engine.messages.requests import AddRequest
 from engine.messages.step import Masks, StepPlan, StepResult
 from engine.sched.plugins import answers
-from engine.sched.plugins.faults import FaultLog
+from engine.sched.plugins.hooks import FaultLog
 from engine.sched.request import SERIAL, WATCHED, Request, Status
 from engine.sched.resource import Fit, OnRefuse, Resource
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.messages.stats import SchedulerStats
-from engine.sched.plugins.faults import FaultLog
+from engine.sched.plugins.hooks import FaultLog
 from engine.sched.plugins.resources import Resources
 from engine.sched.roster import Roster
 from engine.sched.step.settle import Counters
