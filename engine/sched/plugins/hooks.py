@@ -155,8 +155,6 @@ class Guard(Policy):
         self.is_left_out = False
         self.uses_ledger = bool(inner.uses_ledger)  # read once: started late, it misses grants
         self._view = view
-        self._wrong_victims = partial(answers.wrong_victims, view)
-        self._wrong_next = partial(answers.wrong_next, view)
         self._name = type(inner).__name__
         self._label = {hook: f"{self._name}.{hook}" for hook in (*HOOKS, "stable_for")}
         if type(inner).rank is rank_of_one:
@@ -499,6 +497,12 @@ class Guard(Policy):
             self._fault(hook, fault, req)
         # One that cannot be ranked keeps the rank it had.
         return (req.rank or (Last(),)) if self.is_left_out or fault is not None else rank
+
+    def _wrong_victims(self, named: object) -> str | None:
+        return answers.wrong_victims(self._view, named)
+
+    def _wrong_next(self, req: object) -> str | None:
+        return answers.wrong_next(self._view, req)
 
     def _wrong_ranks(self, num_requests: int, answer: object) -> str | None:
         """Of all at once. Tuples are checked one by one."""
