@@ -69,19 +69,13 @@ class Job:
         """Tokens of its prompt."""
         return sum(span.length for span in self.prompt)
 
-    def request(
-        self,
-        max_tokens: int,
-        *,
-        tell_length: bool = False,
-        answers: Mapping[str, Sequence[int]] | None = None,
-    ) -> AddRequest:
-        """What the scheduler sees. ``max_tokens`` is what it asks for, ``answers`` are tokens
-        that requests generated, by id, where they were not simulated."""
+    def request(self, max_tokens: int, *, tell_length: bool = False) -> AddRequest:
+        """What the scheduler sees where answers are simulated. ``max_tokens``: what it asks for,
+        unless the job says that itself."""
         max_tokens = self.max_tokens or max_tokens
         return AddRequest(
             self.request_id,
-            self.tokens(answers),
+            self.tokens(),
             SamplingParams(max_tokens=max_tokens),
             seed=0,
             arrival_time=self.arrival,
@@ -95,7 +89,8 @@ class Job:
         )
 
     def tokens(self, answers: Mapping[str, Sequence[int]] | None = None) -> list[int]:
-        """The token ids of its prompt; ``answers`` as in ``request``."""
+        """The token ids of its prompt. ``answers``: tokens that requests generated, by id, where
+        they were not simulated."""
         return tokens_of(self.prompt, answers, self.texts)
 
     def told(self, tell_length: bool = False) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.config.args import EngineArgs
 from engine.core.engine_core import Executor
@@ -23,7 +24,7 @@ from engine.messages.step import Column, Masks, StepPlan, StepResult
 from engine.sim.history import History
 from engine.sim.job import FIRST_TOKEN, Job, Span, tokens_of
 from engine.sim.records import DONE, REFUSED, Requests, Tokens, totals_of
-from engine.sim.run import FORMAT, Engine, Run, Variant, name_of
+from engine.sim.run import FORMAT, Engine, Run, Variant, name_of, weights_for
 from engine.sim.workloads import Workload
 
 STOP = 0  # the token that ends a request here, wherever the model would have ended it
@@ -31,10 +32,10 @@ OTHER = 1  # in its place where the model draws it too early
 
 
 class Launched(NamedTuple):
-    """A step under way, and which of its tokens are the last of their requests."""
+    """A step under way, and for which of its rows a token would be the last."""
 
     ticket: Any
-    ends: Column
+    ends: NDArray[np.bool_]  # [rows]
 
 
 class ForcedLengths:
@@ -63,17 +64,17 @@ class ForcedLengths:
             self._ends[new.slot] = 2**31 - 1 if length is None else new.num_prompt + length
         self.kv_peak = max(self.kv_peak, self._kv_usage())
         known = plan.starts + plan.counts + 1
-        ends = (known >= self._ends[plan.slots])[plan.samples == 1]
-        return Launched(self._inner.launch(plan), ends)
+        return Launched(self._inner.launch(plan), known >= self._ends[plan.slots])
 
     def collect(self, ticket: Launched) -> StepResult:
         result = self._inner.collect(ticket.ticket)
-        if len(result.token_ids) != len(ticket.ends):
+        if (result.counts > 1).any():
             raise ConfigError(
                 "lengths can be forced for one token a request and step only; switch off drafts"
             )
         tokens = np.where(result.token_ids == STOP, OTHER, result.token_ids)
-        result.token_ids = np.where(ticket.ends, STOP, tokens).astype(np.int32)
+        ends = ticket.ends[result.counts == 1]  # a row that failed has none
+        result.token_ids = np.where(ends, STOP, tokens).astype(np.int32)
         return result
 
     def preview(self, ticket: Launched) -> Column | None:
@@ -122,6 +123,7 @@ def engine_args(policy: Any, workload: Workload, engine: Engine, **options: Any)
         "length_predictor": engine.length_predictor,
         "enable_prefix_caching": engine.enable_prefix_caching,
         "max_model_len": workload.max_model_len,
+        "user_weights": weights_for(name, dict(policy_options), workload),
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
         **engine.scheduler,
@@ -147,13 +149,7 @@ class _RealRun:
             raise ConfigError("a real run needs its core in this process; leave core options out")
         self._engine = engine
         self._source = workload.source(seed, rate)
-        self._params = SamplingParams(
-            max_tokens=workload.max_output,
-            temperature=0.0,
-            ignore_eos=True,
-            stop_token_ids=[STOP],
-            output_kind="delta",
-        )
+        self._max_tokens = workload.max_output
         self._vocab_size = client.decided.vocab_size
         self._tells_length = described.length_predictor == "oracle"
         self._lengths: dict[str, int] = {}
@@ -204,13 +200,24 @@ class _RealRun:
         room = self._vocab_size - FIRST_TOKEN
         prompt = [FIRST_TOKEN + token % room if token >= FIRST_TOKEN else token for token in tokens]
         try:
-            self._engine.add_request(job.request_id, prompt, self._params, **self._options(job))
+            self._engine.add_request(
+                job.request_id, prompt, self._params(job), **self._options(job)
+            )
         except RequestError:
             self._requests.end(place, REFUSED)
             self._source.ended(job, self._clock() - self._start)
             return
         self._places[job.request_id] = place
         self._jobs[job.request_id] = job
+
+    def _params(self, job: Job) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=job.max_tokens or self._max_tokens,
+            temperature=0.0,
+            ignore_eos=True,
+            stop_token_ids=[STOP],
+            output_kind="delta",
+        )
 
     def _options(self, job: Job) -> RequestOptions:
         options: RequestOptions = {

@@ -30,7 +30,7 @@ from engine.sched.predict.cost import StepShape
 from engine.sched.predict.profile import Profile
 from engine.sim.history import History, Work
 from engine.sim.job import Job
-from engine.sim.records import TOTALS, Floats, Requests, Seen
+from engine.sim.records import TOTALS, Floats, Requests, Seen, totals_of
 from engine.sim.timing import timing
 from engine.sim.worker import Launched, StepCost, TimedWorker, VirtualClock
 from engine.sim.workloads import Workload, find_workload
@@ -237,9 +237,6 @@ def scheduler_config(policy: Any, workload: Workload, engine: Engine) -> Schedul
     """Options of the scheduler. Raises ``ConfigError`` for those that cannot work."""
     policy, options = policy if isinstance(policy, Variant) else (policy, {})
     CacheConfig(block_size=engine.block_size, num_kv_blocks=engine.num_blocks)
-    weights = workload.user_weights
-    if weights and not find_policy(policy, options).uses_ledger:
-        weights = {}  # it would only be warned about
     return SchedulerConfig(
         **{
             "max_num_batched_tokens": engine.max_num_batched_tokens,
@@ -248,10 +245,16 @@ def scheduler_config(policy: Any, workload: Workload, engine: Engine) -> Schedul
             "scheduling_policy": policy,
             "policy_options": options,
             "length_predictor": engine.length_predictor,
-            **({"user_weights": weights} if weights else {}),
+            "user_weights": weights_for(policy, options, workload),
             **engine.scheduler,
         }
     )
+
+
+def weights_for(policy: Any, options: dict[str, Any], workload: Workload) -> dict[str, float]:
+    """Shares of the workload's users, for a policy that uses them: another would warn of them."""
+    weights = workload.user_weights
+    return weights if weights and find_policy(policy, options).uses_ledger else {}
 
 
 class Watched(TimedWorker):
@@ -263,7 +266,6 @@ class Watched(TimedWorker):
         self.work = Work(len(self._ends)) if keeps_steps else None
         self.steps: list[tuple[float, ...]] | None = [] if keeps_steps else None
         self._hash = hashlib.blake2b(digest_size=16)
-        self._ids: dict[int, str] = {}  # by slot
         self._same = b""  # who computed how many tokens in the latest step
         self._num_same = 0  # steps in a row that did
         self.kv_peak = 0.0
@@ -425,15 +427,8 @@ class _Run:
             names = self._seen.requests.names["request_id"]
             history.work = work.spans({name: place for place, name in enumerate(names)})
         totals = {
-            "num_steps": stats.num_steps,
-            "num_scheduled_tokens": stats.num_scheduled_tokens,
-            "prefix_hits": stats.prefix_hits,
-            "num_preemptions": stats.num_preemptions,
-            "num_policy_faults": stats.num_policy_faults,
-            "num_rescued_steps": stats.num_rescued_steps,
-            "kv_peak": self._worker.kv_peak,
+            **totals_of(stats, self._worker.kv_peak),
             "busy_seconds": self._worker.busy_seconds,
-            "counters": dict(stats.counters),
             "decisions": self._worker.decisions,
         }
         return Run(
