@@ -58,6 +58,6 @@ def test_drafts_are_refused() -> None:
 
 
 def test_weights_of_users_reach_a_policy_that_uses_them() -> None:
-    workload = find_workload('log-uniform(num_users=0,users="ann(share=3),bob(weight=2)")')
+    workload = find_workload('log-uniform(users="ann(share=3),bob(weight=2)")')
     weights = [engine_args(name, workload, Engine()).user_weights for name in ("vtc", "fcfs")]
     assert weights == [workload.user_weights, {}] and weights[0]["bob"] == 2.0

@@ -108,10 +108,12 @@ class Workload(ABC):
     @property
     def tags(self) -> Tags:
         """What its options say of users, tiers, deadlines and priorities."""
+        counts_by_default = self.num_users == type(self).num_users
         return Tags(
             users=read_users(self.users),
             tiers=read_tiers(self.tiers),
-            num_users=self.num_users,
+            # Who names users did not ask for those that a kind counts by default.
+            num_users=0 if self.users and counts_by_default else self.num_users,
             user_skew=self.user_skew,
             deadlines=self.deadlines,
             num_priorities=self.num_priorities,
