@@ -10,7 +10,11 @@ from support.timed import TimedRun, timed_run
 
 from engine.sched.policies import POLICIES
 from engine.sched.policies.andes import Andes
+from engine.sched.policies.blendserve import BlendServe
+from engine.sched.policies.dlpm import DLPM
+from engine.sched.policies.fastserve import FastServe
 from engine.sched.policies.hrrn import HRRN
+from engine.sched.policies.k_lpm import KLPM
 from engine.sched.policies.lpm import LPM
 from engine.sched.policies.ltr import LTR
 from engine.sched.policies.mc_sf import MCSF
@@ -125,7 +129,55 @@ class OneVTC(VTC):
         return min(heads.values(), key=lambda req: key[req.user], default=None)
 
 
-class Both(LPM):
+class OneKLPM(KLPM):
+    def next_waiting(self, view):
+        waiting = view.unoffered
+        if self.num_started % self.k == 0:
+            return waiting[0] if waiting else None
+        return max(
+            waiting, key=lambda req: (view.kv.cached_prefix(req), -req.arrival), default=None
+        )
+
+
+class OneDLPM(DLPM):
+    def next_waiting(self, view):
+        waiting = view.unoffered
+        if not waiting:
+            return None
+        credit = {user: self.credit(user, view) for user in dict.fromkeys(r.user for r in waiting)}
+        most, refill = max(credit.values()), 0.0
+        if most <= 0:
+            refill = self.quantum * (-most // self.quantum + 1)
+        for user in credit:
+            self.given[user] += refill
+        able = [req for req in waiting if credit[req.user] + refill > 0]
+        if view.now - able[0].arrival_time >= self.max_wait:
+            return able[0]
+        return max(able, key=lambda req: (view.kv.cached_prefix(req), -req.arrival))
+
+
+class OneBlendServe(BlendServe):
+    def next_waiting(self, view):
+        waiting, share = view.unoffered, view.own("share")
+        if waiting and view.now - waiting[0].arrival_time >= self.max_wait:
+            return waiting[0]
+        running = [share[req] for req in view.running]
+        mean = sum(running) / len(running) if running else self.blend
+        pick = min if mean > self.blend else max
+        return pick(waiting, key=share.__getitem__, default=None)
+
+
+class OneFastServe(FastServe):
+    def rank(self, req, view):
+        if req.is_waiting:
+            if view.now - view.own("served")[req] >= self.max_wait:
+                view.own("level")[req] = view.own("used")[req] = 0.0
+                view.own("served")[req] = view.now
+            view.own("seated")[req] = req.num_output
+        return (view.own("level")[req], req.arrival)
+
+
+class LooksUp(LPM):
     """Every request is looked up in each step, whatever the watch of the cache remembers."""
 
     def ranks(self, reqs, view):
@@ -149,7 +201,12 @@ PAIRS = {
     "andes": OneAndes,
     "qoserve": OneQoServe,
     "vtc": OneVTC,
+    "k-lpm": OneKLPM,
+    "dlpm": OneDLPM,
+    "blendserve": OneBlendServe,
+    "fastserve": OneFastServe,
 }
+OPTIONS = {"dlpm": {"quantum": 16.0}}  # so small that some users have no credit left
 
 
 def overloaded(policy, rng: random.Random, depth: int, num_requests: int) -> list[object]:
@@ -201,14 +258,14 @@ def overloaded(policy, rng: random.Random, depth: int, num_requests: int) -> lis
 @pytest.mark.parametrize("name", PAIRS)
 def test_plans_are_those_of_ranks_one_by_one(name: str, num_runs: int, seed: int) -> None:
     for index in range(num_runs):
-        depth, begins = 1 + index % 2, seed + index
-        at_once = overloaded(POLICIES[name](), random.Random(begins), depth, 40)
-        assert at_once == overloaded(PAIRS[name](), random.Random(begins), depth, 40)
+        depth, begins, options = 1 + index % 2, seed + index, OPTIONS.get(name, {})
+        at_once = overloaded(POLICIES[name](**options), random.Random(begins), depth, 40)
+        assert at_once == overloaded(PAIRS[name](**options), random.Random(begins), depth, 40)
 
 
 def test_a_remembered_prefix_is_the_one_that_a_lookup_finds(seed: int) -> None:
     for index in range(4):
-        overloaded(Both(), random.Random(seed + index), 1 + index % 2, 60)
+        overloaded(LooksUp(), random.Random(seed + index), 1 + index % 2, 60)
 
 
 def test_places_are_sorted_as_tuples_are(seed: int) -> None:

@@ -145,6 +145,30 @@ def test_columns_say_what_requests_say():
     run.drain()
 
 
+def test_a_remembered_prefix_is_forgotten_with_the_cache_and_with_its_request():
+    run = timed_run(FCFS(), num_blocks=32, block_size=4, max_num_seqs=1)
+    shared = list(range(1, 17))
+    run.ask("first", shared)
+    run.drain()
+    run.ask("busy", 4, 99)
+    run.step()
+    run.ask("same", [*shared, 0])
+    view = run.scheduler.view
+
+    def remembered() -> list[int]:
+        return view.columns(view.waiting).cached_prefix.tolist()
+
+    assert remembered() == [16]
+    row = view.waiting[0].row
+    run.scheduler.finish_requests(["same"], "abort")
+    run.ask("other", [0, *shared])  # as long, in the same row
+    assert view.waiting[0].row == row and remembered() == [0]
+    run.ask("again", [*shared, 0])
+    assert remembered() == [0, 16]
+    run.scheduler.finish_requests(["busy"], "abort")
+    assert run.scheduler.reset_prefix_cache() and remembered() == [0, 0]
+
+
 def test_numbers_of_a_policy_begin_anew_with_each_request_of_a_row():
     class Marks(FCFS):
         def on_add(self, req, view):
