@@ -277,7 +277,7 @@ class Policy(ABC):  # noqa: B024 - ``rank`` is abstract, see below
         """May ``req`` take seat and blocks from ``other``? Asked for a waiting request of a policy
         with ``waiting_may_preempt``, which evicts by choice; and by the default of
         ``takes_blocks``."""
-        return (*req.rank, req.arrival) < (*other.rank, other.arrival)
+        return self.precedes(req, other)
 
     def takes_blocks(self, req: Request, other: Request) -> bool:
         """May ``req``, which runs and lacks blocks for its next tokens, take those of ``other``?
@@ -337,12 +337,19 @@ Policy.rank.__isabstractmethod__ = True  # type: ignore[attr-defined]
 update_abstractmethods(Policy)
 
 
+def as_columns(answer: object) -> tuple[Array, ...] | None:
+    """The places of ranks that were given as arrays, or ``None`` if they were not."""
+    if isinstance(answer, np.ndarray):
+        return (answer,)
+    if isinstance(answer, tuple) and answer and all(isinstance(a, np.ndarray) for a in answer):
+        return answer
+    return None
+
+
 def rank_of_one(self: Policy, req: Request, view: SchedView) -> tuple[Any, ...]:
     """``rank`` of a policy that writes ``ranks``."""
     answer: Any = self.ranks((req,), view)
-    if isinstance(answer, np.ndarray):
-        answer = (answer,)
-    if isinstance(answer, tuple) and all(isinstance(place, np.ndarray) for place in answer):
-        return tuple(place.item() for place in answer)
+    if (columns := as_columns(answer)) is not None:
+        return tuple(place.item() for place in columns)
     rank: tuple[Any, ...] = answer[0]
     return rank

@@ -9,8 +9,8 @@ import numpy as np
 
 from engine.messages.step import StepPlan
 from engine.sched.interface import PauseState
-from engine.sched.plugins.answers import as_columns
 from engine.sched.plugins.hooks import SHAPING
+from engine.sched.policy import as_columns
 from engine.sched.request import Request, Status
 from engine.sched.roster import by_rank
 from engine.sched.scheduler import Scheduler

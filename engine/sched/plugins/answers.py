@@ -14,10 +14,9 @@ from engine.messages.step import Masks
 from engine.sched.policy import Admission, Defer, Limits, Refuse
 from engine.sched.request import Array, Request, Status
 from engine.sched.resource import Fit, OnRefuse
-from engine.sched.view import View
+from engine.sched.view import MOST_COUNTED, View
 
 UNBOUNDED = 2**31 - 1
-MOST_COUNTED = 2**63 - 1  # what a message can carry
 
 
 def shown(value: object) -> str:
@@ -45,15 +44,6 @@ def _line_of(error: Exception) -> str:
 
 
 def no_answer(answer: object) -> None:
-    return None
-
-
-def as_columns(answer: object) -> tuple[Array, ...] | None:
-    """The places of ranks that were given as arrays, or ``None`` if they were not."""
-    if isinstance(answer, np.ndarray):
-        return (answer,)
-    if isinstance(answer, tuple) and answer and all(isinstance(a, np.ndarray) for a in answer):
-        return answer
     return None
 
 

@@ -26,7 +26,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.sched.plugins import answers
-from engine.sched.policy import Admission, Limits, Policy, SchedView, Verdict, rank_of_one
+from engine.sched.policy import (
+    Admission,
+    Limits,
+    Policy,
+    SchedView,
+    Verdict,
+    as_columns,
+    rank_of_one,
+)
 from engine.sched.predict.cost import StepShape
 from engine.sched.request import Request
 from engine.sched.roster import RankedQueue
@@ -243,7 +251,7 @@ class Guard(Policy):
         answer = self._ask("ranks", partial(self._wrong_ranks, len(queue)), queue, self._view)
         if answer is None:
             return
-        columns = answers.as_columns(answer)
+        columns = as_columns(answer)
         if columns is not None:
             queue.rerank_columns([answers.as_sortable(column) for column in columns], by_row)
             return
@@ -282,7 +290,8 @@ class Guard(Policy):
         if "evict" not in self._asked:
             return ()
         # A policy may yield a request twice; the limit stops an endless generator.
-        named = self._ask("evict", self._wrong_victims, view, at_most=len(view.running) + 1)
+        wrong = partial(answers.wrong_victims, self._view)
+        named = self._ask("evict", wrong, view, at_most=len(view.running) + 1)
         return dict.fromkeys(named or ())
 
     def order(self, view: SchedView) -> Iterator[Request]:
@@ -317,7 +326,8 @@ class Guard(Policy):
     def next_waiting(self, view: SchedView) -> Request | None:
         if "next_waiting" not in self._asked:
             return super().next_waiting(view)
-        best: Request | None = self._answer("next_waiting", self._wrong_next, view)
+        wrong = partial(answers.wrong_next, self._view)
+        best: Request | None = self._answer("next_waiting", wrong, view)
         return best
 
     def admit(self, req: Request, view: SchedView) -> Admission:
@@ -456,11 +466,7 @@ class Guard(Policy):
         return getattr(Policy, hook)(self, *args)
 
     def _ask(
-        self,
-        hook: str,
-        wrong: Callable[[Any], str | None],
-        *args: Any,
-        at_most: int | None = None,
+        self, hook: str, wrong: Callable[[Any], str | None], *args: Any, at_most: int | None = None
     ) -> Any:
         """The hook's answer; ``None`` and ``_failed`` if it raises or its answer is invalid.
 
@@ -498,15 +504,9 @@ class Guard(Policy):
         # One that cannot be ranked keeps the rank it had.
         return (req.rank or (Last(),)) if self.is_left_out or fault is not None else rank
 
-    def _wrong_victims(self, named: object) -> str | None:
-        return answers.wrong_victims(self._view, named)
-
-    def _wrong_next(self, req: object) -> str | None:
-        return answers.wrong_next(self._view, req)
-
     def _wrong_ranks(self, num_requests: int, answer: object) -> str | None:
         """Of all at once. Tuples are checked one by one."""
-        columns = answers.as_columns(answer)
+        columns = as_columns(answer)
         if columns is None:
             return answers.wrong_list(answer, num_requests)
         fault = answers.wrong_columns(columns, num_requests)

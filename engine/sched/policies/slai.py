@@ -21,10 +21,9 @@ class SLAI(Policy):
 
     The tokens saved go to prompts, shortest first. Once no prompt can run, all decodes do.
 
-    ``tbt``: seconds between tokens, overridden by ``hints["tbt"]`` and by the ``tbt`` of a
-    request; ``guard``: seconds before that
-    at which a decode becomes due, at least as long as a step takes. ``max_wait``: seconds after
-    which a prompt waits no longer for shorter ones.
+    ``tbt``: seconds between tokens, overridden by ``hints["tbt"]`` and by the ``tbt`` of a request;
+    ``guard``: seconds before that at which a decode becomes due, at least as long as a step takes.
+    ``max_wait``: seconds after which a prompt waits no longer for shorter ones.
     """
 
     dynamic = True

@@ -144,10 +144,8 @@ class HistoryPredictor:
         return req.max_total - req.num_prompt if mean is None else bounded(req, mean)
 
     def predict_all(self, columns: Columns) -> NDArray[np.int64]:
-        longest, means = (
-            columns.max_total - columns.num_prompt,
-            self.lengths.means(columns.num_output),
-        )
+        longest = columns.max_total - columns.num_prompt
+        means = self.lengths.means(columns.num_output)
         guess = np.minimum(longest, np.maximum(columns.num_output + 1, np.rint(means)))
         return np.where(np.isnan(means), longest, guess).astype(np.int64)
 
