@@ -13,6 +13,7 @@ from support.lab_policies import Copy
 
 from engine.cli.main import main
 from engine.errors import ConfigError
+from engine.sched import Limits, Policy
 from engine.sim.compare import (
     BETTER,
     EQUAL,
@@ -90,6 +91,24 @@ def test_all_policies_get_the_same_requests_unless_asked_otherwise() -> None:
     for ours, theirs in zip(*unpaired.figures, strict=True):
         assert ours.bounds != theirs.bounds
     assert unpaired.difference(1, "ttft.mean").verdict == UNDECIDED
+
+
+class Slow(Policy):
+    """Fills steps to a quarter only."""
+
+    def rank(self, req, view):
+        return (req.arrival,)
+
+    def limits(self, view):
+        return Limits(max_tokens=32)
+
+
+def test_pairs_see_what_is_worse() -> None:
+    engine = Engine(max_num_seqs=8, max_num_batched_tokens=128, num_blocks=120)
+    [cell] = compare(small("fcfs", Slow, engine=engine, loads=[0.4], seeds=range(6)))
+    found = cell.difference(1, "ttft.mean")
+    assert found.verdict == WORSE and found.by.low > 0 and found.relative > 0
+    assert cell.difference(0, "ttft.mean", base=1).verdict == BETTER
 
 
 def test_a_difference_is_that_of_the_pairs() -> None:
@@ -222,6 +241,8 @@ def test_figures_are_written_for_other_programs(capsys: pytest.CaptureFixture[st
         (["fcfs", "--sweep", "prompt_tokens=5"], "prompt_tokens is 5, must be two numbers"),
         (["fcfs", "--figures", "ttft"], "figure 'ttft' is not known; there are: ttft.mean"),
         (["fcfs", "--slo", "ttft"], "--slo has 'ttft', must be as in ttft<1,tpot<0.1"),
+        (["fcfs", "--slo", "ttft<soon"], "--slo has 'ttft<soon', must be as in"),
+        (["fcfs", "--slo", "speed<1"], "--slo has 'speed<1', must be a limit of one of: ttft"),
         (["fcfs", "--workload", "log-unifrom"], "did you mean 'log-uniform'?"),
         (
             ["fcfs", "--workload", "closed-loop", "--loads", "0.5"],
