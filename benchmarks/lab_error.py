@@ -1,7 +1,7 @@
 """How far the simulator is from the engine: the same jobs in real time and on a virtual clock.
 
     python benchmarks/lab_error.py run --out DIR [--model DIR] [--requests 300] [--repeats 4]
-    python benchmarks/lab_error.py judge DIR
+    python benchmarks/lab_error.py judge DIR [--json FILE]
 
 ``run`` serves the jobs with seven policies, each several times in processes of its own that take
 turns, as a backlog at four times the capacity and at a load of 0.7, and keeps run files and step
@@ -20,8 +20,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from machine import describe
 
 from engine.sim.calibrate import Sample, fit, halves, judge, samples_of
 from engine.sim.real import run_real
@@ -38,7 +40,12 @@ WORKLOAD = (
 ENGINE = Engine(max_num_seqs=32, max_num_batched_tokens=256, num_blocks=420, block_size=16)
 NOISE_SEEDS = 8
 SEED = 1
+ABOUT = "about.json"
 LOADS = {"backlog": 4.0, "load 0.7": 0.7}
+
+
+Rows = dict[tuple[str, str], tuple[list[dict[str, float]], list[dict[str, float]]]]
+"""By load and policy: figures of the real runs, and of the simulated ones."""
 
 
 def figures(run: Run) -> dict[str, float]:
@@ -92,7 +99,9 @@ def measure(parsed: argparse.Namespace) -> None:
     at_once = serve("fcfs", 1e6, "capacity")
     ends = np.sort(at_once.requests.times("last"))
     capacity = 0.6 * len(ends) / (ends[int(0.8 * len(ends))] - ends[int(0.2 * len(ends))])
-    (out / "capacity.json").write_text(json.dumps({"capacity": capacity}))
+    about = {"model": Path(parsed.model or "metronome-3m").name, "requests": parsed.requests}
+    about |= {"repeats": parsed.repeats, "capacity": capacity, "machine": describe()}
+    (out / ABOUT).write_text(json.dumps(about))
     print(f"capacity {capacity:.2f} requests a second")
     for repeat in range(parsed.repeats):
         for load, factor in LOADS.items():
@@ -110,16 +119,21 @@ def compare(parsed: argparse.Namespace) -> None:
     samples = {name: samples_of(path) for name, path in logs.items()}
     even = [sample for each in samples.values() for sample in halves(each)[0]]
     odd = [sample for each in samples.values() for sample in halves(each)[1]]
-    for regime, judged in judge(fit(even, out.name), odd).items():
-        print(f"steps not fitted, {regime}: {judged}")
-    rows: dict[tuple[str, str], tuple[list[dict[str, float]], list[dict[str, float]]]] = {}
+    judged = judge(fit(even, out.name), odd).items()
+    said = [f"steps not fitted, {regime}: {each}" for regime, each in judged]
+    rows: Rows = {}
     for load in LOADS:
         for policy in POLICIES:
             names = [name for name in logs if name.startswith(f"{load}@{policy}@")]
             real = [figures(Run.read(out / f"{name}.jsonl")) for name in names]
             rows[load, policy] = (real, _simulated(names, logs, samples, policy))
-    _print_cells(rows)
-    _print_signs(rows)
+    cells, told = _cells(rows)
+    said += [told, *_signs(rows)]
+    print("\n".join(said))
+    if parsed.json:
+        about = json.loads((out / ABOUT).read_text())
+        whole = {**about, "said": said, "cells": cells}
+        parsed.json.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
 
 def _simulated(
@@ -140,9 +154,9 @@ def _simulated(
     return found
 
 
-def _print_cells(rows: dict[tuple[str, str], tuple[list[dict[str, float]], ...]]) -> None:
-    num_good = num_cells = 0
-    worst = 0.0
+def _cells(rows: Rows) -> tuple[list[dict[str, Any]], str]:
+    """Each figure's error beside its bar, printed as it is found, and what that comes to."""
+    cells: list[dict[str, Any]] = []
     for (load, policy), (real, simulated) in rows.items():
         for figure in real[0]:
             values = [each[figure] for each in real]
@@ -152,21 +166,30 @@ def _print_cells(rows: dict[tuple[str, str], tuple[list[dict[str, float]], ...]]
             is_tail = figure.endswith("p99")
             bar = max(0.08, spread) if is_tail else max(0.03, spread / 2)
             has_bar = not (is_tail and policy in TIME_DRIVEN)
-            if has_bar:
-                num_cells += 1
-                num_good += abs(error) <= bar
-                worst = max(worst, abs(error) / bar)
-            mark = "" if not has_bar else "ok" if abs(error) <= bar else "OFF"
+            verdict = "" if not has_bar else "ok" if abs(error) <= bar else "OFF"
+            cells.append(
+                {
+                    "load": load, "policy": policy, "figure": figure, "real": mean,
+                    "error": error, "real_against_real": spread, "bar": bar,
+                    "verdict": verdict,
+                }
+            )
             print(
                 f"{load:9} {policy:15} {figure:10} real {mean:9.4f} simulated {100 * error:+6.1f} %"
-                f"  real against real {100 * spread:5.1f} %  bar {100 * bar:5.1f} %  {mark}"
+                f"  real against real {100 * spread:5.1f} %  bar {100 * bar:5.1f} %  {verdict}"
             )
-    print(f"{num_good} of {num_cells} cells within their bars; the farthest at {worst:.2f} of its")
+    barred = [cell for cell in cells if cell["verdict"]]
+    num_good = sum(cell["verdict"] == "ok" for cell in barred)
+    worst = max(abs(cell["error"]) / cell["bar"] for cell in barred)
+    return cells, (
+        f"{num_good} of {len(barred)} cells within their bars; the farthest at {worst:.2f} of its"
+    )
 
 
-def _print_signs(rows: dict[tuple[str, str], tuple[list[dict[str, float]], ...]]) -> None:
+def _signs(rows: Rows) -> list[str]:
     """Pairs of policies that really differ: does the simulator say so?"""
-    num_pairs = num_right = 0
+    wrong: list[str] = []
+    num_pairs = 0
     of: Callable[[list[dict[str, float]], str], float]
     of = lambda runs, figure: float(np.mean([each[figure] for each in runs]))  # noqa: E731
     for load in LOADS:
@@ -181,11 +204,10 @@ def _print_signs(rows: dict[tuple[str, str], tuple[list[dict[str, float]], ...]]
                 if abs(gap) <= 2 * spread:
                     continue
                 num_pairs += 1
-                is_right = gap * (of(simulated, figure) - of(simulateds, figure)) > 0
-                num_right += is_right
-                if not is_right:
-                    print(f"wrong sign: {load} {one_policy} against {other}, {figure}")
-    print(f"{num_right} of {num_pairs} pairs that differ have the right sign")
+                if gap * (of(simulated, figure) - of(simulateds, figure)) <= 0:
+                    wrong.append(f"wrong sign: {load} {one_policy} against {other}, {figure}")
+    num_right = num_pairs - len(wrong)
+    return [*wrong, f"{num_right} of {num_pairs} pairs that differ have the right sign"]
 
 
 def main() -> None:
@@ -199,7 +221,9 @@ def main() -> None:
         command.add_argument("--repeats", type=int, default=4)
         command.add_argument("--policy", default="fcfs")
         command.add_argument("--rate", type=float, default=1.0)
-    commands.add_parser("judge").add_argument("out")
+    judged = commands.add_parser("judge")
+    judged.add_argument("out")
+    judged.add_argument("--json", type=Path)
     parsed = parser.parse_args()
     {"run": measure, "one": one, "judge": compare}[parsed.command](parsed)
 

@@ -185,6 +185,7 @@ def fit(
         if (chosen := regimes == each).any()
     }
     predicted *= np.array([factors[each] for each in regimes])
+    kept, ratios = _ratios(measured, predicted, regimes)
     host, host_noise = _fit_host(samples)
     return Profile(
         name=name,
@@ -193,7 +194,7 @@ def fit(
         coefficients=coefficients.tolist(),
         factors=factors,
         host=host,
-        noise=_ratios(measured, predicted),
+        noise=list(zip(regimes[kept].tolist(), ratios, strict=True)),
         host_noise=host_noise,
         source=source or {},
         report=report or {},
@@ -250,17 +251,22 @@ def _fit_host(samples: Sequence[Sample]) -> tuple[HostCost, list[float]]:
     found *= measured.sum() / max(1e-12, float((sizes @ found).sum()))
     step, sequence, request, token = found.tolist()
     host = HostCost(step=step, sequence=sequence, request=request, token=token)
-    return host, _ratios(measured, sizes @ found)
+    _, ratios = _ratios(measured, sizes @ found, np.zeros(len(measured)))
+    return host, ratios
 
 
-def _ratios(measured: Floats, predicted: Floats) -> list[float]:
-    """Measured through predicted, in order of time, thinned by leaving out whole stretches; their
-    mean, weighted by time, is 1."""
-    ratios = measured / np.maximum(predicted, 1e-12)
-    if len(ratios) > MAX_NOISE:
-        windows = len(ratios) // WINDOW
-        kept = np.linspace(0, windows - 1, MAX_NOISE // WINDOW).astype(int)
-        chosen = np.concatenate([np.arange(w * WINDOW, (w + 1) * WINDOW) for w in kept])
-        ratios, predicted = ratios[chosen], predicted[chosen]
-    ratios /= float(np.average(ratios, weights=predicted))
-    return [round(float(ratio), 4) for ratio in ratios]
+def _ratios(
+    measured: Floats, predicted: Floats, kinds: NDArray[Any]
+) -> tuple[NDArray[np.intp], list[float]]:
+    """Which are kept, and measured through predicted of these: in order of time, thinned by leaving
+    out whole stretches. Their mean, weighted by time, is 1 in each kind."""
+    kept = np.arange(len(measured))
+    if len(kept) > MAX_NOISE:
+        windows = np.linspace(0, len(kept) // WINDOW - 1, MAX_NOISE // WINDOW).astype(int)
+        kept = np.concatenate([np.arange(w * WINDOW, (w + 1) * WINDOW) for w in windows])
+    expected, kinds = np.maximum(predicted[kept], 1e-12), kinds[kept]
+    ratios = measured[kept] / expected
+    for kind in np.unique(kinds):
+        chosen = kinds == kind
+        ratios[chosen] /= float(np.average(ratios[chosen], weights=expected[chosen]))
+    return kept, [round(float(ratio), 4) for ratio in ratios]

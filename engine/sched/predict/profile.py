@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from engine.errors import ConfigError
 from engine.sched.predict.cost import UNLIMITED, StepShape
 
-FORMAT = 1
+FORMAT = 2
 FEATURES = ("step", "prompt", "sequence", "decode", "context", "attention")
 """What is charged once each: a step, one that has prompt tokens, a row, a row of one token, a token
 in the cache of a row, a pair of a new token and one that it attends to. Behind them come the tokens
@@ -57,8 +57,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     between two, and above the last."""
     factors: dict[str, float] = {}
     host: HostCost = HostCost()
-    noise: list[float] = []
-    """Measured through predicted seconds of steps in order of time, as far as kept; mean 1."""
+    noise: list[tuple[str, float]] = []
+    """Of steps in order of time, as far as kept: regime, and measured through predicted seconds,
+    of which the mean in each regime is 1. Short steps are the more uneven ones."""
     host_noise: list[float] = []
     """The same of the seconds between two steps."""
     source: dict[str, Any] = {}
