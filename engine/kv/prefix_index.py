@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
 from typing import Protocol
 
@@ -228,19 +228,19 @@ class PrefixIndex:
     ) -> None:
         """``publish`` of one block after the other: the next of the request at each of these
         places, which begin with the ``nth`` of each table. Their tokens are all known."""
-        blocks, hashes, nth = [], [], nth.copy()
+        counts = [0] * len(nth)
         for place in places:
-            index, holding = nth[place], holdings[place]
-            nth[place] = index + 1
-            chain = holding.chain
-            if len(chain) <= index:  # else it was hashed when it was looked up
-                if chain:
-                    self._chains.extend_each((chain,), (reqs[place],))
-                else:
-                    self._chains.extend(chain, reqs[place], self._block_size)
-            blocks.append(holding.tables[0][index])
-            hashes.append(chain[index])
-        if blocks:
+            counts[place] += 1
+        coming: dict[int, Iterator[tuple[int, bytes]]] = {}
+        for place, (first, count) in enumerate(zip(nth, counts, strict=True)):
+            if count:
+                holding, end = holdings[place], first + count
+                self._chains.extend(holding.chain, reqs[place], end * self._block_size)
+                coming[place] = zip(
+                    holding.tables[0][first:end], holding.chain[first:end], strict=True
+                )
+        if places:
+            blocks, hashes = zip(*[next(coming[place]) for place in places], strict=True)
             self._cache.publish_each(blocks, hashes)
 
     def hashes(self, req: Holder, holding: RequestBlocks | None) -> list[bytes]:

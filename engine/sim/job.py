@@ -76,7 +76,7 @@ class Job:
         return AddRequest(
             self.request_id,
             self.tokens(),
-            SamplingParams(max_tokens=max_tokens),
+            _params(max_tokens),
             seed=0,
             arrival_time=self.arrival,
             max_tokens=max_tokens,
@@ -108,6 +108,12 @@ class Job:
         if tell_length:
             hints["output_tokens"] = self.num_output
         return hints
+
+
+@lru_cache
+def _params(max_tokens: int) -> SamplingParams:
+    """What all requests that ask for so many tokens share: to check it takes as long as a step."""
+    return SamplingParams(max_tokens=max_tokens)
 
 
 def tokens_of(

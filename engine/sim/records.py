@@ -176,9 +176,11 @@ class Tokens:
         """Each of these requests got a token at each of these times."""
         self.came(ids, places, float(ends[0]))
         if len(ends) > 1:
-            gaps = np.diff(ends)
-            counts = np.full(len(gaps), float(len(ids)))
-            self._gaps.frombytes(np.column_stack([ends[1:], gaps, counts]).tobytes())
+            rows = np.empty((len(ends) - 1, 3))
+            rows[:, 0] = ends[1:]
+            rows[:, 1] = gaps = ends[1:] - ends[:-1]
+            rows[:, 2] = len(ids)
+            self._gaps.frombytes(rows.tobytes())
             self._longest = max(self._longest, float(gaps.max()))
             self._time = float(ends[-1])
 
@@ -186,9 +188,7 @@ class Tokens:
         """Others than before."""
         self.settle()
         self._ids = ids
-        self._members = members = np.fromiter(
-            (places[name] for name in ids), dtype=np.intp, count=len(ids)
-        )
+        self._members = members = np.array([places[name] for name in ids], dtype=np.intp)
         first, last = self._requests.times("first"), self._requests.times("last")
         longest = self._requests.times("longest_gap")
         before = last[members]
