@@ -169,8 +169,13 @@ def _cells(rows: Rows) -> tuple[list[dict[str, Any]], str]:
             verdict = "" if not has_bar else "ok" if abs(error) <= bar else "OFF"
             cells.append(
                 {
-                    "load": load, "policy": policy, "figure": figure, "real": mean,
-                    "error": error, "real_against_real": spread, "bar": bar,
+                    "load": load,
+                    "policy": policy,
+                    "figure": figure,
+                    "real": mean,
+                    "error": error,
+                    "real_against_real": spread,
+                    "bar": bar,
                     "verdict": verdict,
                 }
             )
