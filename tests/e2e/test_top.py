@@ -173,6 +173,8 @@ class Terminal:
         self._main, side = pty.openpty()
         about = {**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "40"}
         command = [*METRONOME, "top", "--connect", address, "--interval", "0.2"]
+        # A shell starts what runs in its background deaf to Ctrl-C, and children inherit that.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         self.process = subprocess.Popen(command, stdout=side, stderr=side, stdin=side, env=about)
         os.close(side)
         self.text = ""
