@@ -79,22 +79,24 @@ def slowdowns(found: Sequence[Subject]) -> Iterator[Chart]:
     columns = 1 + max((EDGES.index(cell.prompt[0]) for cell in cells), default=-1)
     lines = 1 + max((EDGES.index(cell.output[0]) for cell in cells), default=-1)
     for place, each in enumerate(found):
-        values = [[nan] * columns for _ in range(lines)]
-        for cell in each.figures.slowdown:
-            row, column = EDGES.index(cell.output[0]), EDGES.index(cell.prompt[0])
-            values[row][column] = cell.mean
-        yield Grid(
-            key=f"slowdown-{place + 1}",
-            title=f"Slowdown by size: {each.label}",
-            caption="How many times as long as alone on an idle engine requests took, by the "
-            "tokens of their prompts and outputs; 1 is best. Dark cells are those sizes that pay.",
-            x_label="prompt tokens",
-            y_label="output tokens",
-            columns=names[:columns],
-            lines=names[:lines],
-            values=values,
-            unit="mean slowdown",
-        )
+        for name, unit in (("mean", "mean slowdown"), ("p99", "slowdown, 99th percentile")):
+            values = [[nan] * columns for _ in range(lines)]
+            for cell in each.figures.slowdown:
+                row, column = EDGES.index(cell.output[0]), EDGES.index(cell.prompt[0])
+                values[row][column] = getattr(cell, name)
+            yield Grid(
+                key=f"slowdown-{place + 1}" if name == "mean" else f"slowdown-p99-{place + 1}",
+                title=f"Slowdown by size, {name}: {each.label}",
+                caption="How many times as long as alone on an idle engine requests took, by the "
+                "tokens of their prompts and outputs; 1 is best. Dark cells are those sizes that "
+                "pay.",
+                x_label="prompt tokens",
+                y_label="output tokens",
+                columns=names[:columns],
+                lines=names[:lines],
+                values=values,
+                unit=unit,
+            )
 
 
 def _range(first: int, last: int | None) -> str:

@@ -148,14 +148,14 @@ function show() {
   at("slider").value = Math.round(1000 * now / run.end);
   at("state").textContent = (isInside
     ? "Step " + (place + 1) + " of " + run.num_steps + ", from " + step[0].toFixed(4) + " to " + step[1].toFixed(4) + " s: "
-      + step[3] + " tokens (" + step[4] + " of them decodes) of " + step[2] + " requests; " + (100 * step[5]).toFixed(1) + " % of the KV pool in use"
+      + step[2] + " requests are computed, " + step[3] + " tokens (" + step[4] + " of them decodes); " + (100 * step[5]).toFixed(1) + " % of the KV pool in use"
     : "No step is computed at this time" + (run.steps.length ? "" : " (the run kept no steps)"))
     + "; " + waiting.length + " requests wait.";
   fill("running", ["request", "tokens in this step", "what"], running.map(([request, tokens]) => {
     const first = run.requests.first[request];
     return [run.requests.id[request], tokens, tokens === 1 && first !== null && first < now ? "decode" : "prompt"];
   }));
-  fill("waiting", ["request", "since", "until", "why"], waiting.map((stay) => [
+  fill("waiting", ["request", "since", "until", "why, in all of this wait"], waiting.map((stay) => [
     run.requests.id[stay[0]], stay[1].toFixed(3), stay[2].toFixed(3), because(stay[4])]));
   drawStrip(); drawGantt();
 }
@@ -167,7 +167,7 @@ function tell() { // the story of one request
     + of.output[place] + " output tokens" + (of.user[place] ? ", user " + of.user[place] : "")]];
   for (const stay of run.staysOf.get(place) || []) {
     const late = stay[3] ? 0 : stay[1] - of.arrival[place], long = stay[2] - stay[1];
-    if (stay[3]) lines.push([stay[1], "was preempted"]);
+    if (stay[3]) lines.push([stay[1], "was " + (Object.keys(stay[4]).find((cause) => cause.startsWith("preempted by ")) || "preempted")]);
     if (late > 1e-6) lines[0][1] += "; a step was being computed, which ended " + inMs(late) + " later";
     if (long > 1e-6) lines.push([stay[1], "waited " + inMs(long) + (late > 1e-6 ? " from the end of that step on" : "") + ". Why: " + (because(stay[4]) || "next step")]);
     lines.push([stay[2], long > 1e-6 ? "began to be computed" : "began with the next step, without further waiting"]);

@@ -13,6 +13,7 @@ from engine.sim.report.states import because, preempted_by, stays_in_queue
 from engine.sim.report.subjects import Point, Subject
 from engine.sim.report.timelines import bins, promises, throughput, waiting
 from engine.sim.service import OUTPUT_PRICE, PROMPT_PRICE, curves, widest_gap
+from engine.sim.steady import AT_ONCE
 
 NUM_VALLEYS = 60  # parts of a run among which the one with least output is sought
 MOST_TIMES = 6
@@ -22,6 +23,7 @@ def of_run(subject: Subject) -> Iterator[str]:
     """A run in a few sentences."""
     found = subject.figures
     yield from _which(subject)
+    yield from _period(subject)
     if found.is_overloaded:
         yield "Overloaded: the queue grew to the end, so there are no means for good."
     if said := collapse(subject.label, found.recomputed, 1.0, 1.0):
@@ -39,6 +41,24 @@ def _which(subject: Subject) -> Iterator[str]:
     said = f"This is one run: {subject.where}; its state is {subject.figures.window.state!r}."
     if subject.elsewhere:
         said += f" Of its runs these are overloaded: {subject.elsewhere}."
+    yield said
+
+
+def _period(subject: Subject) -> Iterator[str]:
+    """Of whom the figures are."""
+    found, window = subject.figures, subject.figures.window
+    if found.is_overloaded:
+        return
+    if window.state == AT_ONCE:
+        yield f"All requests came at once; {found.num_counted} of {found.num_requests} count."
+        return
+    said = (
+        f"Steady: the queue does not grow. {found.num_counted} of {found.num_requests} requests "
+        f"count, those that came from {window.start:.2f} to {window.end:.2f} s, with their ends; "
+        f"{window.num_warmup} came before, while the engine filled."
+    )
+    if window.is_short:
+        said += " Half of the run is that, so the means may not be those of a longer one."
     yield said
 
 
