@@ -34,7 +34,7 @@ from engine.sim.report import (
     write_report,
     write_trace,
 )
-from engine.sim.report.charts import Lines, Series
+from engine.sim.report.charts import Grid, Lines, Series
 from engine.sim.report.distributions import cdf
 from engine.sim.report.states import STATES, States
 from engine.sim.report.svg import HEIGHT, WIDTH, labels, scale, svg
@@ -140,6 +140,8 @@ def test_the_page_answers_in_words(runs: list[Run], written: Path) -> None:
     """Without a script, too: read as text."""
     said = Page(written.read_text()).text
     requests = runs[0].requests
+    found = figures(runs[0])
+    assert f"{found.num_counted} of {found.num_requests} requests count" in said
     counts = requests.counts("num_preempted")
     most = requests.names["request_id"][int(np.argmax(counts))]
     assert f"{most} was preempted most: {counts.max()} times" in said
@@ -231,6 +233,9 @@ def test_every_plot_is_a_file_that_can_be_read(runs: list[Run], written: Path) -
     assert len(set(keys)) == len(keys)
     wanted = "cdf-ttft slowdown-1 bounds kv-1 tokens-2 gantt-1 preemptions-1 service-2 pressure"
     assert {*wanted.split(), "attainment-scale", "hooks", "requests-1"} <= set(keys)
+    grids = {chart.key: np.ravel(chart.values) for chart in charts if isinstance(chart, Grid)}
+    cells = list(zip(grids["slowdown-1"], grids["slowdown-p99-1"], strict=True))
+    assert all(p99 >= 1.0 for _, p99 in cells if p99 == p99) and any(a < b for a, b in cells)
     numbers = read_report(written)["charts"]
     for chart in charts:
         tree = ElementTree.parse(written.parent / "plots" / f"{chart.key}.svg")

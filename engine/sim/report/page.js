@@ -165,6 +165,7 @@ function tell() { // the story of one request
   if (place < 0) { fill("story", ["", "no such request in this run"], []); return; }
   const of = run.requests, lines = [[of.arrival[place], "came: " + of.prompt[place] + " prompt tokens (" + of.cached[place] + " found in the cache), "
     + of.output[place] + " output tokens" + (of.user[place] ? ", user " + of.user[place] : "")]];
+  if (of.first[place] !== null) lines.push([of.first[place], "had its first token"]); // before a preemption at that moment
   for (const stay of run.staysOf.get(place) || []) {
     const late = stay[3] ? 0 : stay[1] - of.arrival[place], long = stay[2] - stay[1];
     if (stay[3]) lines.push([stay[1], "was " + (Object.keys(stay[4]).find((cause) => cause.startsWith("preempted by ")) || "preempted")]);
@@ -172,7 +173,6 @@ function tell() { // the story of one request
     if (long > 1e-6) lines.push([stay[1], "waited " + inMs(long) + (late > 1e-6 ? " from the end of that step on" : "") + ". Why: " + (because(stay[4]) || "next step")]);
     lines.push([stay[2], long > 1e-6 ? "began to be computed" : "began with the next step, without further waiting"]);
   }
-  if (of.first[place] !== null) lines.push([of.first[place], "had its first token"]);
   if (of.last[place] !== null) lines.push([of.last[place], "had its last token; outcome: " + of.outcome[place]]);
   lines.sort((a, b) => a[0] - b[0]);
   fill("story", ["seconds", "what happened"], lines.map(([time, what]) => [time.toFixed(4), what]));
