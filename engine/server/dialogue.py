@@ -15,7 +15,8 @@ from engine.messages.structured import StructuredOutputsParams
 from engine.server.asked import ChatRequest
 from engine.server.errors import ApiError
 from engine.server.speech.forms import form_behind_thinking, form_with_tools
-from engine.server.speech.tools import check_family, tools_of
+from engine.server.speech.generic import in_words, takes_system
+from engine.server.speech.tools import tools_of
 from engine.server.speech.turns import Event, Speech, ToolCall, Turn
 from engine.text.plain_specials import has_special_tokens, render_plainly
 from engine.text.tokenizer import Tokenizer
@@ -77,6 +78,14 @@ class Voice(NamedTuple):
     def tokenizer(self) -> Tokenizer | None:
         return self.model.engine.tokenizer
 
+    def in_words(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """A conversation for a chat template that knows no tools."""
+        tokenizer = self.model.engine.get_tokenizer()
+        has_system = not tools or takes_system(tokenizer, self.model.chat_template)
+        return in_words(messages, tools, has_system=has_system)
+
 
 class Said(NamedTuple):
     """What is new of one sequence."""
@@ -101,8 +110,6 @@ class Dialogue:
         self._params = asked.sampling(max_tokens=most, logprobs=num_logprobs)
         self._messages = [plain_message(message) for message in asked.messages]
         self._tools = tools_of(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
-        if self._tools is not None:
-            check_family(voice.speech)
         self._prompt: TextPrompt = {}
         self._turns: dict[int, Turn] = {}
         self.num_thinking_tokens = 0
@@ -147,9 +154,12 @@ class Dialogue:
         if asked.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", asked.reasoning_effort)
         variables["add_generation_prompt"] = asked.add_generation_prompt
-        if self._tools is not None:
-            variables["tools"] = self._tools.told
-        prompt = await self._voice.model.render(self._messages, **variables)
+        messages, told = self._messages, self._tools.told if self._tools else []
+        if self._voice.speech.is_generic:
+            messages = self._voice.in_words(messages, told)
+        elif told:
+            variables["tools"] = told
+        prompt = await self._voice.model.render(messages, **variables)
         if asked.cache_salt is not None:
             prompt["cache_salt"] = asked.cache_salt
         return prompt

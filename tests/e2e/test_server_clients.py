@@ -122,10 +122,19 @@ def test_wrong_tools(client: Any, asked: Any, message: str) -> None:
 def test_a_template_of_no_family() -> None:
     with served("--served-model-name", MODEL, *COMMON) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-        with pytest.raises(openai.BadRequestError, match=r"hermes.*--chat-template"):
-            client.chat.completions.create(model=MODEL, messages=ASK, tools=[TOOL])
-        said = client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=4)
+        asked = {"model": MODEL, "messages": ASK, "seed": 1}
+        said = client.chat.completions.create(max_tokens=4, **asked)
         assert said.choices[0].message.content is not None
+        listed = client.chat.completions.create(tools=[TOOL], max_tokens=4, **asked)
+        assert listed.usage.prompt_tokens > said.usage.prompt_tokens + 40
+        choice = {"type": "function", "function": {"name": "weather"}}
+        called = client.chat.completions.create(tools=[TOOL], tool_choice=choice, **asked)
+        (call,) = called.choices[0].message.tool_calls
+        check(json.loads(call.function.arguments))
+        messages = [*ASK, called.choices[0].message.model_dump(exclude_none=True)]
+        messages += [{"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
+        after = client.chat.completions.create(**{**asked, "messages": messages}, max_tokens=4)
+        assert after.usage.prompt_tokens > said.usage.prompt_tokens + 20
 
 
 def test_special_tokens_of_a_user_are_letters(client: Any) -> None:

@@ -14,7 +14,8 @@ from tokenizers import Tokenizer as RustTokenizer
 from engine.messages.requests import CompletionOutput
 from engine.server.errors import ApiError
 from engine.server.speech.families import FAMILIES, TOOL_FAMILIES
-from engine.server.speech.tools import check_family, kinds_of, tools_of
+from engine.server.speech.generic import call_text
+from engine.server.speech.tools import kinds_of, tools_of
 from engine.server.speech.turns import Speech, Turn
 from engine.text.plain_specials import has_special_tokens, render_plainly
 from engine.text.tokenizer import RustBackend, Tokenizer
@@ -39,6 +40,7 @@ WRITTEN = {
     "hermes": "<think>\nLet me\n\nsee.\n</think>\n\nSure: \n<tool_call>\n"
     f'{{"name": "weather", "arguments": {JSON}}}\n</tool_call>\n<tool_call>\n'
     f'{{"name": "weather", "arguments": {JSON}}}\n</tool_call>',
+    "generic": f"<think>Let me\n\nsee.</think>Sure:\n{call_text(*CALLED)}\n{call_text(*CALLED)}",
     "qwen-coder": "<think>Let me\n\nsee.</think>Sure:\n<tool_call>\n<function=weather>\n"
     "<parameter=city>\nRome <b>\n</parameter>\n<parameter=days>\n3\n</parameter>\n</function>\n"
     "</tool_call>\n<tool_call>\n<function=weather>\n<parameter=city>\nRome <b>\n</parameter>\n"
@@ -257,9 +259,13 @@ def test_wrong_tools(tools: Any, choice: Any, message: str) -> None:
     assert told.value.status == 400
 
 
-def test_a_template_of_no_family(tokenizer: Tokenizer) -> None:
-    with pytest.raises(ApiError, match=r"hermes.*leave tools out"):
-        check_family(Speech(tokenizer, "{{ messages }}"))
+@pytest.mark.parametrize("thinking", ["", "<think>"])
+def test_a_template_of_no_family_has_calls_as_text(tokenizer: Tokenizer, thinking: str) -> None:
+    speech = Speech(tokenizer, "{{ messages }}" + thinking)
+    assert speech.is_generic
+    ids = tokenizer.encode("Sure:\n" + call_text("weather", CALLED[1]))
+    turn, _ = read(tokenizer, speech, ids, [1] * len(ids))
+    assert calls_in(turn) == [CALLED] and turn.content == "Sure:"
 
 
 def test_special_tokens_in_a_message_are_letters() -> None:

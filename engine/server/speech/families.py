@@ -38,7 +38,7 @@ class Family:
     name: str
     signs: tuple[str, ...]  # all of them are in the chat template
     fields: dict[str, dict[str, Any]]
-    calls: Calls | None = None
+    calls: Calls
     thinking: tuple[str, str] | None = None
     short_ids: bool = False  # nine letters and digits is all that their templates take
 
@@ -53,6 +53,11 @@ THINKING = {"open": THINK[0], "close": THINK[1]}
 NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 LAX = {"content": "json", "content_args": {"allow_non_json": True}, "repeats": True}
 CONTENT: dict[str, Any] = {}
+GENERIC = "generic"
+"""The family of a chat template that writes no calls that are known here: the tools are listed in
+the system's text, and calls are plain text in the form that is shown there (``generic.py``)."""
+GENERIC_FIELD = {"open": "<tool_call>", "close": "</tool_call>", **LAX}
+GENERIC_CALLS = Calls("<tool_call>\n", "\n</tool_call>")
 
 FAMILIES = (
     Family(
@@ -225,15 +230,21 @@ FAMILIES = (
         },
         Calls("", "", key="parameters", between="; "),
     ),
-    Family("thinking", ("<think>",), {"thinking": THINKING, "content": CONTENT}, None, THINK),
-    Family("thinking", ("</think>",), {"thinking": THINKING, "content": CONTENT}, None, THINK),
+    *(
+        Family(
+            GENERIC,
+            signs,
+            {"thinking": THINKING, "tool_calls": GENERIC_FIELD, "content": CONTENT},
+            GENERIC_CALLS,
+            THINK,
+        )
+        for signs in (THINK[:1], THINK[1:])
+    ),
+    Family(GENERIC, (), {"tool_calls": GENERIC_FIELD, "content": CONTENT}, GENERIC_CALLS),
 )
-TOOL_FAMILIES = tuple(family.name for family in FAMILIES if family.calls is not None)
+TOOL_FAMILIES = tuple(dict.fromkeys(family.name for family in FAMILIES))
 
 
-def family_of(chat_template: str) -> Family | None:
-    """The first family whose signs are in the chat template."""
-    for family in FAMILIES:
-        if all(sign in chat_template for sign in family.signs):
-            return family
-    return None
+def family_of(chat_template: str) -> Family:
+    """The first family whose signs are in the chat template; the last one has none."""
+    return next(f for f in FAMILIES if all(sign in chat_template for sign in f.signs))

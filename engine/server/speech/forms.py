@@ -18,17 +18,15 @@ from engine.server.speech.turns import Speech
 WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 DEFINITIONS: tuple[str, ...] = ("$defs", "definitions")
 ANY = "/(?s:.*)/"
-PLAIN_CALLS = Calls("", "")
 
 
 def form_with_tools(speech: Speech, tools: Tools, prompt: str) -> StructuredOutputsParams | None:
     """What the tools of a request demand; ``None``: nothing."""
     if tools.choice != "required" and not tools.has_strict:
         return None
-    reader, family = speech.reader(has_tools=True), speech.family
+    reader, calls = speech.reader(has_tools=True), speech.calls
     assert reader is not None
     rules = Rules(reader.markers)
-    calls = family.calls if family and family.calls else PLAIN_CALLS
     names = [rules.add("call", _call(rules, calls, tool)) for tool in tools.all]
     call = rules.add("calls", " | ".join(names))
     if tools.choice == "required":

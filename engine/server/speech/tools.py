@@ -9,8 +9,6 @@ import re
 from typing import Any, Literal, NamedTuple
 
 from engine.server.errors import ApiError
-from engine.server.speech.families import TOOL_FAMILIES
-from engine.server.speech.turns import Speech
 
 MAX_TOOLS = 512
 MAX_DEPTH = 16  # of references in a schema that are followed
@@ -34,12 +32,23 @@ class Kinds(NamedTuple):
     values: list[Any]
 
 
+Mode = Literal["auto", "required"]
+
+
+class Choice(NamedTuple):
+    """What ``tool_choice`` leaves of the tools."""
+
+    names: list[str]
+    mode: Mode
+    is_single: bool = False
+
+
 class Tools(NamedTuple):
     """What may be called, and whether something must be."""
 
     all: list[Tool]
-    choice: Literal["auto", "required"]
-    is_single: bool  # one call in an answer
+    choice: Mode
+    is_single: bool  # one call in an answer at most
 
     @property
     def told(self) -> list[dict[str, Any]]:
@@ -73,23 +82,11 @@ def tools_of(
     names = [tool.name for tool in tools]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ApiError(400, f"tools has {twice[0]!r} twice: names must differ", param="tools")
-    allowed, must = _choice(choice, names)
-    if not allowed:
+    chosen = _choice(choice, names)
+    if not chosen.names:
         return None
-    chosen = [tool for tool in tools if tool.name in allowed]
-    return Tools(chosen, "required" if must else "auto", parallel is False)
-
-
-def check_family(speech: Speech) -> None:
-    """Raises ``ApiError`` if nobody knows how this model writes tool calls."""
-    if not speech.has_tools:
-        raise ApiError(
-            400,
-            "tools are given, but the model's chat template is of no family whose tool calls are "
-            f"known ({', '.join(TOOL_FAMILIES)}): leave tools out, or start the server with a "
-            "--chat-template of one of them",
-            param="tools",
-        )
+    allowed = [tool for tool in tools if tool.name in chosen.names]
+    return Tools(allowed, chosen.mode, chosen.is_single or parallel is False)
 
 
 def _tool(given: dict[str, Any]) -> Tool:
@@ -136,20 +133,19 @@ def _tool(given: dict[str, Any]) -> Tool:
     return Tool(name, parameters, function.get("strict") is True, told)
 
 
-def _choice(choice: Any, names: list[str]) -> tuple[list[str], bool]:
-    """Tools that may be called, and whether one of them must be."""
+def _choice(choice: Any, names: list[str]) -> Choice:
+    """What may be called, and whether it must be: a tool that is named, once."""
     if choice is None or choice in CHOICES:
-        return ([] if choice == "none" else names), choice == "required"
+        allowed = [] if choice == "none" else names
+        return Choice(allowed, "required" if choice == "required" else "auto")
     if isinstance(choice, dict) and choice.get("type") == "function":
-        function = choice.get("function")
-        name = function.get("name") if isinstance(function, dict) else None
-        return _known([name], names), True
+        return Choice(_known([_listed(choice)], names), "required", is_single=True)
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        about = choice.get("allowed_tools")
+        about = choice.get("allowed_tools", choice)
         if isinstance(about, dict) and about.get("mode") in ("auto", "required"):
             given = about.get("tools")
             listed = [_listed(each) for each in given] if isinstance(given, list) else []
-            return _known(listed, names), about["mode"] == "required"
+            return Choice(_known(listed, names), about["mode"])
     raise ApiError(
         400,
         f"tool_choice is {choice!r:.80}, must be none, auto, required, or "

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from engine.messages.requests import CompletionOutput
-from engine.server.speech.families import Family, family_of
+from engine.server.speech.families import GENERIC, GENERIC_CALLS, GENERIC_FIELD, Family, family_of
 from engine.server.speech.markers import MarkedText, Markers
 from engine.text.tokenizer import Tokenizer
 
@@ -57,31 +57,33 @@ class Speech:
 
     def __init__(self, tokenizer: Tokenizer, chat_template: str) -> None:
         own = tokenizer.response_template
-        family = None if own else family_of(chat_template)
-        self.family: Family | None = family
-        """``None``: the tokenizer describes itself, or there is nothing to read."""
-        self.has_tools = bool(own and TOOL_FIELD in own["fields"]) or bool(family and family.calls)
+        family = family_of(chat_template)
+        has_own_calls = own is not None and TOOL_FIELD in own["fields"]
+        self.family: Family | None = None if own else family
+        """``None``: the tokenizer describes itself."""
+        self.is_generic = not has_own_calls and (own is not None or family.name == GENERIC)
+        """Whether the chat template knows no tools, so that texts must do for them."""
+        self.calls = GENERIC_CALLS if self.is_generic else family.calls
+        """How calls are written when they are forced."""
         self._is_own = own is not None
         self.thinking: tuple[str, str] | None = None
         """What opens thinking and what closes it, if the model thinks."""
-        template = own
-        if family is not None:
+        if own is None:
             if family.thinking and any(sign in chat_template for sign in family.thinking):
                 self.thinking = family.thinking
             template = family.template(thinks=self.thinking is not None or not family.thinking)
-        self._with_tools: Reader | None = None
+        else:
+            template = {**own, "fields": {TOOL_FIELD: GENERIC_FIELD, **own["fields"]}}
+        self._with_tools = Reader(
+            tokenizer,
+            _fitted(tokenizer, template),
+            self.calls.before + self.calls.begin,
+            is_ours=not has_own_calls,
+        )
         self._without: Reader | None = None
-        if template is not None:
-            calls = family.calls if family else None
-            opener = calls.before + calls.begin if calls else ""
-            self._with_tools = Reader(
-                tokenizer, _fitted(tokenizer, template), opener, is_ours=own is None
-            )
-            fields = {k: v for k, v in template["fields"].items() if k != TOOL_FIELD}
-            if fields.keys() - {"content"}:
-                self._without = Reader(
-                    tokenizer, _fitted(tokenizer, {**template, "fields": fields})
-                )
+        fields = {k: v for k, v in template["fields"].items() if k != TOOL_FIELD}
+        if fields.keys() - {"content"}:
+            self._without = Reader(tokenizer, _fitted(tokenizer, {**template, "fields": fields}))
 
     def reader(self, *, has_tools: bool) -> Reader | None:
         """``None``: all is text."""
