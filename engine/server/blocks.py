@@ -13,7 +13,7 @@ from engine.frontend.streams import Reader
 from engine.messages.requests import RequestOutput
 from engine.server.answers import Answer, Counted
 from engine.server.dialogue import Dialogue
-from engine.server.speech.turns import Event, Text, ToolCall
+from engine.server.speech.events import CallArguments, CallBegin, CallEnd, Event, Text
 
 Told = dict[str, Any]
 
@@ -23,11 +23,11 @@ Kind = Literal["thinking", "text", "call"]
 class Block:
     """A part of an answer."""
 
-    def __init__(self, kind: Kind, index: int, call: ToolCall | None = None) -> None:
+    def __init__(self, kind: Kind, index: int, call: CallBegin | None = None) -> None:
         self.kind = kind
         self.index = index
         self.call = call
-        self.parts: list[str] = []  # of its text
+        self.parts: list[str] = []  # of its text, or of the JSON text of the call's arguments
 
     @property
     def text(self) -> str:
@@ -50,22 +50,26 @@ class Blocks:
         self._open: Block | None = None
 
     def take(self, events: Iterable[Event]) -> Iterator[Change]:
-        """A call begins and ends at once; texts of one kind are one block."""
+        """Texts of one kind are one block; so are the arguments of a call, which may be empty."""
         for event in events:
-            if isinstance(event, ToolCall):
+            if isinstance(event, CallBegin):
                 yield from self.end()
-                block = self._begin("call", event)
-                yield Change("begin", block)
-                yield Change("more", block, event.arguments)
+                yield Change("begin", self._begin("call", event))
+            elif isinstance(event, CallEnd):
                 yield from self.end()
-                continue
-            kind: Kind = "text" if isinstance(event, Text) else "thinking"
-            if self._open is None or self._open.kind != kind:
-                yield from self.end()
-                yield Change("begin", self._begin(kind))
-            assert self._open is not None
-            self._open.parts.append(event.text)
-            yield Change("more", self._open, event.text)
+            elif isinstance(event, CallArguments):
+                yield self._add(event.text)
+            else:
+                kind: Kind = "text" if isinstance(event, Text) else "thinking"
+                if self._open is None or self._open.kind != kind:
+                    yield from self.end()
+                    yield Change("begin", self._begin(kind))
+                yield self._add(event.text)
+
+    def _add(self, text: str) -> Change:
+        assert self._open is not None
+        self._open.parts.append(text)
+        return Change("more", self._open, text)
 
     def end(self) -> Iterator[Change]:
         """Nothing follows."""
@@ -73,7 +77,7 @@ class Blocks:
         if block is not None:
             yield Change("end", block)
 
-    def _begin(self, kind: Kind, call: ToolCall | None = None) -> Block:
+    def _begin(self, kind: Kind, call: CallBegin | None = None) -> Block:
         block = self._open = Block(kind, len(self.all), call)
         self.all.append(block)
         return block

@@ -11,9 +11,17 @@ from engine.frontend.streams import Reader
 from engine.messages.requests import CompletionOutput, RequestOutput
 from engine.server.answers import TEXT, Frame, OpenAIAnswer, reason_of
 from engine.server.asked import ChatRequest
-from engine.server.dialogue import Dialogue, Said, Voice, told_call
+from engine.server.dialogue import Dialogue, Said, Voice
 from engine.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
-from engine.server.speech.turns import Text, Thinking, ToolCall, Turn
+from engine.server.speech.events import (
+    CallArguments,
+    CallBegin,
+    Event,
+    Text,
+    Thinking,
+    ToolCall,
+)
+from engine.server.speech.turns import Turn
 
 
 class Choice:
@@ -99,17 +107,15 @@ class Chat(OpenAIAnswer):
         return chat_logprobs(said.completion, self._num_logprobs, self._token_names)
 
     def _delta(self, said: Said, num_calls: int) -> dict[str, Any]:
-        """num_calls: that were told before."""
+        """num_calls: those that began before."""
         content = "".join(e.text for e in said.events if isinstance(e, Text))
         thinking = "".join(e.text for e in said.events if isinstance(e, Thinking))
-        calls = [event for event in said.events if isinstance(event, ToolCall)]
         delta: dict[str, Any] = {"content": content} if content else {}
         if thinking and self._has_thinking:
             delta |= told_thinking(thinking)
+        calls = call_deltas(said.events, num_calls)
         if calls:
-            delta["tool_calls"] = [
-                {"index": num_calls + n, **told_call(call)} for n, call in enumerate(calls)
-            ]
+            delta["tool_calls"] = calls
         return delta
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
@@ -122,7 +128,7 @@ class Chat(OpenAIAnswer):
         if turn.thinking and self._has_thinking:
             message |= told_thinking(turn.thinking)
         if turn.calls:
-            message["tool_calls"] = [told_call(call) for call in turn.calls]
+            message["tool_calls"] = [whole_call(call) for call in turn.calls]
         logprobs = None
         if choice.logprobs is not None:
             logprobs = {"content": choice.logprobs, "refusal": None}
@@ -158,3 +164,28 @@ def chat_reason(completion: CompletionOutput, turn: Turn) -> str | None:
 def told_thinking(thinking: str) -> dict[str, str]:
     """Under the two names that clients know."""
     return {"reasoning": thinking, "reasoning_content": thinking}
+
+
+def whole_call(call: ToolCall) -> dict[str, Any]:
+    """A tool call of a whole answer."""
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
+
+
+def call_deltas(events: list[Event], num_calls: int) -> list[dict[str, Any]]:
+    """What is new of tool calls, an entry for each; num_calls: those that began before."""
+    deltas: list[dict[str, Any]] = []
+    for event in events:
+        if isinstance(event, CallBegin):
+            function = {"name": event.name, "arguments": ""}
+            new = {"index": num_calls, "id": event.id, "type": "function", "function": function}
+            deltas.append(new)
+            num_calls += 1
+        elif isinstance(event, CallArguments):
+            if not deltas:
+                deltas.append({"index": num_calls - 1, "function": {"arguments": ""}})
+            deltas[-1]["function"]["arguments"] += event.text
+    return deltas

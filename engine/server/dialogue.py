@@ -14,10 +14,11 @@ from engine.messages.requests import CompletionOutput, RequestOutput
 from engine.messages.structured import StructuredOutputsParams
 from engine.server.asked import ChatRequest
 from engine.server.errors import ApiError
+from engine.server.speech.events import Event
 from engine.server.speech.forms import form_behind_thinking, form_with_tools
 from engine.server.speech.generic import in_words, takes_system
 from engine.server.speech.tools import tools_of
-from engine.server.speech.turns import Event, Speech, ToolCall, Turn
+from engine.server.speech.turns import Speech, Turn
 from engine.text.plain_specials import has_special_tokens, render_plainly
 from engine.text.tokenizer import Tokenizer
 
@@ -283,12 +284,3 @@ def _plain_call(call: Any) -> dict[str, Any]:
         with contextlib.suppress(ValueError, RecursionError):  # a model may have written it so
             arguments = json.loads(arguments)
     return {**call, "function": {**function, "arguments": arguments}}
-
-
-def told_call(call: ToolCall) -> dict[str, Any]:
-    """As chat completions have it."""
-    return {
-        "id": call.id,
-        "type": "function",
-        "function": {"name": call.name, "arguments": call.arguments},
-    }

@@ -113,7 +113,7 @@ def from_change(change: Change) -> Told:
 
 
 def whole_block(block: Block) -> Told:
-    arguments = json.loads(block.call.arguments) if block.call is not None else {}
+    arguments = arguments_of(block.text) if block.call is not None else {}
     return block_told(block, block.text, arguments)
 
 
@@ -124,3 +124,12 @@ def block_told(block: Block, text: str, arguments: Told) -> Told:
     if block.kind == "thinking":
         return {"type": "thinking", "thinking": text, "signature": ""}
     return {"type": "text", "text": text, "citations": None}
+
+
+def arguments_of(text: str) -> Told:
+    """What there is of the arguments of a call, which may be cut."""
+    try:
+        arguments = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return arguments if isinstance(arguments, dict) else {}

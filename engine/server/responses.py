@@ -21,7 +21,7 @@ from engine.server.dialogue import Dialogue, Said, Voice
 from engine.server.errors import ApiError, as_api_error
 from engine.server.logprobs import TokenNames, chat_logprobs
 from engine.server.responses_asked import Message, ResponsesRequest, chat_of, messages_of
-from engine.server.speech.turns import Text
+from engine.server.speech.events import Text
 
 MAX_STORED = 1024
 MAX_STORED_BYTES = 64 << 20
@@ -177,7 +177,7 @@ class Responses(BlockAnswer):
     def _done(self, block: Block, what: str, place: Told) -> Iterator[Told]:
         item = self._item(block, self._end_status)
         if block.call is not None:
-            about = {"arguments": block.call.arguments, "name": block.call.name}
+            about = {"arguments": block.text, "name": block.call.name}
             yield self._event(f"response.{what}.done", **place, **about)
         else:
             extra = {"logprobs": self._logprobs} if block.kind == "text" else {}
@@ -195,7 +195,7 @@ class Responses(BlockAnswer):
                 **item,
                 "call_id": block.call.id,
                 "name": block.call.name,
-                "arguments": block.call.arguments if is_done else "",
+                "arguments": block.text if is_done else "",
             }
         content = [self._part(block, block.text, self._logprobs)] if is_done else []
         if block.kind == "thinking":

@@ -11,13 +11,21 @@ import importlib
 import json
 import logging
 import re
-import secrets
-import string
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from engine.messages.requests import CompletionOutput
+from engine.server.speech.events import (
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    Event,
+    Text,
+    Thinking,
+    ToolCall,
+    new_call_id,
+)
 from engine.server.speech.families import GENERIC, GENERIC_CALLS, GENERIC_FIELD, Family, family_of
 from engine.server.speech.markers import MarkedText, Markers
 from engine.text.tokenizer import Tokenizer
@@ -27,29 +35,6 @@ THINKING_FIELDS = ("thinking", "reasoning_content", "reasoning")
 TOOL_FIELD = "tool_calls"
 BRACE = "{"
 HALVES = re.compile("[\ud800-\udfff]")
-
-
-class Text(NamedTuple):
-    """Some text of the answer."""
-
-    text: str
-
-
-class Thinking(NamedTuple):
-    """Some text before it."""
-
-    text: str
-
-
-class ToolCall(NamedTuple):
-    """A whole call; arguments are JSON."""
-
-    id: str
-    name: str
-    arguments: str
-
-
-Event = Text | Thinking | ToolCall
 
 
 class Speech:
@@ -178,6 +163,7 @@ class Turn(ABC):
         self._content: list[str] = []
         self._thinking: list[str] = []
         self.calls: list[ToolCall] = []
+        self._is_left_out = False  # the call that is open
         self.num_thinking: int | None = 0
         """Tokens of thinking; ``None`` if they cannot be counted."""
 
@@ -202,12 +188,20 @@ class Turn(ABC):
                 self._content.append(event.text)
             elif isinstance(event, Thinking):
                 self._thinking.append(event.text)
-            elif max_calls is None or len(self.calls) < max_calls:
-                self.calls.append(event)
-            else:
+            elif not self._keep(event, max_calls):
                 continue
             events.append(event)
         return events
+
+    def _keep(self, event: CallBegin | CallArguments | CallEnd, max_calls: int | None) -> bool:
+        """Whether it belongs to a call that is within the limit."""
+        if isinstance(event, CallBegin):
+            self._is_left_out = max_calls is not None and len(self.calls) >= max_calls
+            if not self._is_left_out:
+                self.calls.append(ToolCall(event.id, event.name))
+        elif isinstance(event, CallArguments) and not self._is_left_out:
+            self.calls[-1].parts.append(event.text)
+        return not self._is_left_out
 
     @abstractmethod
     def _read(self, completion: CompletionOutput) -> Iterator[Event]:
@@ -330,7 +324,10 @@ class ReadTurn(Turn):
             calls = []
         if not calls:
             yield from self._as_text(written)
-        yield from calls
+        for called, arguments in calls:
+            yield CallBegin(new_call_id(is_short=self._short_ids), called)
+            yield CallArguments(arguments)
+            yield CallEnd()
 
     def _written(self, name: str) -> str:
         """The call that is open, as it was written."""
@@ -338,8 +335,8 @@ class ReadTurn(Turn):
             return ""
         return self._reader.opener.replace("{name}", name) + self._markers.plain(self._call)
 
-    def _calls(self, value: Any, name: str) -> list[ToolCall]:
-        """Raises ``ValueError`` for numbers that JSON does not have."""
+    def _calls(self, value: Any, name: str) -> list[tuple[str, str]]:
+        """Names and arguments. Raises ``ValueError`` for numbers that JSON does not have."""
         found: list[tuple[str, dict[str, Any] | None]] = [*calls_of(value, self._names)]
         if self._reader.is_json:  # read again: an escape may look like a marker
             plain = self._markers.plain(self._call)
@@ -349,8 +346,7 @@ class ReadTurn(Turn):
             if arguments is None:
                 return []
             told = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-            short = self._short_ids
-            calls.append(ToolCall(call_id(short=short), self._clean(called), self._clean(told)))
+            calls.append((self._clean(called), self._clean(told)))
         return calls
 
     def _clean(self, text: str) -> str:
@@ -421,13 +417,6 @@ def _values_in(text: str) -> list[Any]:
         if text[end : at if at >= 0 else None].strip(" \n\t;,"):
             return []
     return values
-
-
-def call_id(*, short: bool) -> str:
-    if short:
-        letters = string.ascii_letters + string.digits
-        return "".join(secrets.choice(letters) for _ in range(9))
-    return f"call_{secrets.token_hex(12)}"
 
 
 def _fitted(tokenizer: Tokenizer, template: dict[str, Any]) -> dict[str, Any]:
