@@ -29,7 +29,21 @@ class ModelError(ConfigError):
 
 
 class RequestError(EngineError, ValueError):
-    """A request that can never be served as asked."""
+    """A request that can never be served as asked.
+
+    ``param`` names the field to blame, as the class of the engine that has it calls it (a field of
+    ``SamplingParams`` or of ``AddRequest``, an option of a request, ``prompt``, ``messages``);
+    ``None``: no single one. ``code`` is a stable word for the kind of error, for programs: the text
+    may change.
+    """
+
+    code: str | None = None
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        if code is not None:
+            self.code = code
 
 
 class RequestTypeError(RequestError, TypeError):
@@ -39,6 +53,8 @@ class RequestTypeError(RequestError, TypeError):
 class PromptTooLongError(RequestError):
     """A prompt that leaves no room for output."""
 
+    code = "context_length_exceeded"
+
 
 class RefusedError(RequestError):
     """A good request that is not taken now: the queue is full, or the policy says so.
@@ -46,8 +62,17 @@ class RefusedError(RequestError):
     ``retry_after`` estimates when to try again, in seconds; ``None`` if nothing is known.
     """
 
-    def __init__(self, message: str, retry_after: float | None = None) -> None:
-        super().__init__(message)
+    code = "queue_full"
+
+    def __init__(
+        self,
+        message: str,
+        retry_after: float | None = None,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+    ) -> None:
+        super().__init__(message, param=param, code=code)
         self.retry_after = retry_after
 
 

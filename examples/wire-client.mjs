@@ -149,7 +149,7 @@ const fail = (why) => {
   process.exit(1);
 };
 const core = dealer(path, take, fail);
-core.send(["hello", 2, readFileSync(`${path}-token`), "wire-client.mjs"]);
+core.send(["hello", 3, readFileSync(`${path}-token`), "wire-client.mjs"]);
 
 function take([kind, ...fields]) {
   if (kind === "welcome") submit(fields);
@@ -168,8 +168,8 @@ function submit([, , idPrefix, , , , eosTokenIds, , , time]) {
 function show([, tokenIds, , , , finished = []]) {
   for (const token of tokenIds) console.log(token);
   core.send(["credit", 1]);
-  for (const [, reason, , message = ""] of finished) {
-    console.log(`finished: ${reason} ${message}`.trim());
+  for (const [, reason, , message = "", , , , , , code] of finished) {
+    console.log(["finished:", reason, code && `(${code})`, message].filter(Boolean).join(" "));
     core.send(["bye"]);
     core.end();
     process.exit(reason === "error" ? 1 : 0);

@@ -28,6 +28,7 @@ from engine.messages.requests import (
     RequestOutput,
     Started,
     TokenLogprobs,
+    code_of,
 )
 from engine.messages.text import TextDelta
 from engine.observe.histograms import Latencies
@@ -86,7 +87,9 @@ class OutputProcessor:
         if submission.request_id in self._requests:
             raise RequestError(
                 f"request id {submission.request_id!r} is in use by an unfinished request; choose "
-                "another, or abort that one first"
+                "another, or abort that one first",
+                param="request_id",
+                code="request_id_in_use",
             )
         live = RequestState(submission, self._tokenizer, self._texts is None)
         self._requests[submission.request_id] = live
@@ -564,6 +567,7 @@ class OutputSequence:
             None if end is None else end.reason,
             None if end is None else end.stop_reason,
             None if end is None else end.message or None,
+            None if end is None else code_of(end.reason, end.code),
         )
 
     def _stop_at(self, string: str, delta: TextDelta) -> None:

@@ -62,7 +62,8 @@ class RemoteKV(Resource):
             self._failed[req.request_id] = why
         if req.request_id in self._failed and self.kv_load_failure_policy == "fail":
             why = self._failed[req.request_id]
-            return Fit(0, f"its KV could not be loaded: {why}", OnRefuse.FAIL)
+            message = f"its KV could not be loaded: {why}"
+            return Fit(0, message, OnRefuse.FAIL, code="kv_transfer_failed")
         if not self._wants_load(req):
             return Fit(num_tokens)
         if req.request_id in self._kv.lent:

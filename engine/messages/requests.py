@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 import msgspec
 from msgspec.structs import replace
@@ -20,8 +20,6 @@ INT32_MAX = 2**31 - 1
 PLAIN = (type(None), bool, int, float, str, bytes)
 MAX_PLAIN_DEPTH = 64
 MAX_ID_CHARS = 4096  # every output has the id of its request
-LOST_CORE = "the core that ran this request has died"  # how the error of such a request begins
-NO_TOKEN = "no token is left"  # how the error begins of a request that allows itself none
 INT64 = range(-(2**63), 2**63)
 """Fields of a request that ask for a feature, and the part of a plan that serves it."""
 
@@ -68,6 +66,31 @@ class AddRequest(msgspec.Struct, array_like=True, frozen=True, tag="add"):
 
 
 FinishReason = Literal["stop", "length", "abort", "error", "deadline"]
+ErrorCode = Literal[
+    "aborted",  # by its client, or by a core or server that ends
+    "core_died",  # the core that ran it is gone; another may take it
+    "deadline_exceeded",  # not started, or not finished, by its deadline
+    "invalid_grammar",  # its grammar cannot be used
+    "kv_transfer_failed",  # KV that another engine had computed could not be loaded
+    "no_token_is_allowed",  # its own parameters mask every token
+    "request_failed",  # whatever else went wrong; the message says what
+]
+"""Why a sequence ended without being complete. Programs read these words; messages are for people
+and may change."""
+ERROR_CODES = frozenset(get_args(ErrorCode))
+CODE_OF_REASON: dict[FinishReason, ErrorCode] = {
+    "abort": "aborted",
+    "error": "request_failed",
+    "deadline": "deadline_exceeded",
+}
+
+
+def code_of(reason: FinishReason, code: str | None = None) -> ErrorCode | None:
+    """The code of an end: ``code`` if it is one, else that of the reason; ``None`` for an end that
+    is complete."""
+    if reason in CODE_OF_REASON and code in ERROR_CODES:
+        return cast(ErrorCode, code)
+    return CODE_OF_REASON.get(reason)
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
@@ -109,6 +132,7 @@ class Finished(msgspec.Struct, array_like=True, gc=False):
     events: list[tuple[str, float]] = []  # what happened to it, and when
     kv_transfer_params: dict[str, Any] | None = None  # from the KV connector
     counters: dict[str, int] = {}  # what features counted of it, named as in the statistics
+    code: ErrorCode | None = None  # what went wrong, for programs; None means that of the reason
 
 
 class CoreOutputs(msgspec.Struct, array_like=True, gc=False):
@@ -169,6 +193,7 @@ class CompletionOutput(msgspec.Struct, gc=False):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None  # what went wrong, for finish reasons "error" and "deadline"
+    code: ErrorCode | None = None  # the same for programs, and for "abort"
 
     @property
     def finished(self) -> bool:
@@ -295,7 +320,9 @@ def check_request(request: AddRequest, vocab_size: int, capabilities: Collection
 def in_use(request_id: str) -> RequestError:
     """The error for an id that a request still has, as far as its client was told."""
     return RequestError(
-        f"request id {request_id!r:.80} is in use; wait until it has finished or choose another"
+        f"request id {request_id!r:.80} is in use; wait until it has finished or choose another",
+        param="request_id",
+        code="request_id_in_use",
     )
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.messages.params import SamplingParams
-from engine.messages.requests import MediaItem, TokenLogprobs
+from engine.messages.requests import ErrorCode, MediaItem, TokenLogprobs
 
 Column = NDArray[np.int32]
 
@@ -277,6 +277,11 @@ class StepResult(msgspec.Struct, array_like=True):
     kv_transfer: KVReport | None = None
     measured_seconds: float = 0.0  # of steps since this was last told, this one among them
     floor_seconds: float = 0.0  # that memory and arithmetic need for those at least
+    codes: dict[int, str] = {}  # ErrorCode of rows in errors; "request_failed" where there is none
+
+    def fail(self, index: int, message: str, code: ErrorCode = "request_failed") -> None:
+        """The request of this row fails, for this reason and no other."""
+        self.errors[index], self.codes[index] = message, code
 
 
 def check_parts(plan: StepPlan, capabilities: frozenset[str]) -> None:

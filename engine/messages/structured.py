@@ -14,7 +14,6 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 Backend = Literal["auto", "guidance", "xgrammar"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 OF_XGRAMMAR = ("json", "json_object", "grammar")  # what that library is offered for
-WRONG_GRAMMAR = "the grammar cannot be used"  # how the error of a request begins, of its own fault
 MAX_GRAMMAR_CHARS = 1 << 20
 # Compiling an expression takes time by the square of its length, and following a long literal time
 # for each token of all that run beside it.

@@ -14,18 +14,21 @@ import msgspec
 
 from engine.messages.requests import AddRequest, CoreOutputs
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_HELLO_BYTES = 64 << 10  # of a client's first message, which any program may send
 MAX_CALL_BYTES = 1 << 20  # of a call, its answer, and whatever carries no requests
 MAX_SUBMIT_REQUESTS = 4096  # in one message, so that all can be answered in one
 
 
 class Failure(msgspec.Struct, array_like=True, frozen=True):
-    """Why something asked for was not done. ``kind`` is the class of the error."""
+    """Why something was not done. ``kind`` is the class of the error; ``param`` and ``code`` are
+    those of ``RequestError``."""
 
     kind: str
     message: str
     retry_after: float | None = None  # seconds, of refusals that may be retried
+    param: str | None = None
+    code: str | None = None
 
 
 class Refusal(msgspec.Struct, array_like=True, frozen=True):

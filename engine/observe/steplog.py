@@ -122,6 +122,7 @@ class Settled(msgspec.Struct, array_like=True, tag="result"):
     seconds: float
     drafts: DraftPart | None = None
     kv_transfer: KVReport | None = None
+    codes: dict[int, str] = {}
 
 
 Record = Adding | Added | Ended | Woken | Paused | Reset | Taken | Judged | Planned | Settled
@@ -202,6 +203,7 @@ def settled(plan: StepPlan, result: StepResult, times: list[float]) -> Settled:
         result.seconds,
         result.drafts,
         result.kv_transfer,
+        result.codes,
     )
 
 
@@ -215,6 +217,7 @@ def result_of(record: Settled, plan: StepPlan) -> StepResult:
         seconds=record.seconds,
         drafts=record.drafts,
         kv_transfer=record.kv_transfer,
+        codes=record.codes,
     )
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from engine.errors import (
     ConfigError,
     EngineDeadError,
     EngineError,
     ModelError,
     PolicyError,
+    PromptTooLongError,
     RefusedError,
     RequestError,
     RequestTypeError,
@@ -23,6 +26,7 @@ KINDS: dict[str, type[EngineError]] = {
         EngineError,
         ModelError,
         PolicyError,
+        PromptTooLongError,
         RefusedError,
         RequestError,
         RequestTypeError,
@@ -42,8 +46,12 @@ def failure_of(error: Exception, default: type[EngineError] = EngineError) -> Fa
     """An error as data; one that is not the engine's own becomes a ``default``."""
     if type(error).__name__ not in KINDS:
         return Failure(default.__name__, plain_text(f"{type(error).__name__}: {error}"))
+    failure = Failure(type(error).__name__, plain_text(str(error)))
+    if not isinstance(error, RequestError):
+        return failure
     retry_after = error.retry_after if isinstance(error, RefusedError) else None
-    return Failure(type(error).__name__, plain_text(str(error)), retry_after)
+    param, code = (None if text is None else plain_text(text) for text in (error.param, error.code))
+    return replace(failure, retry_after=retry_after, param=param, code=code)
 
 
 def error_of(failure: Failure) -> EngineError:
@@ -51,8 +59,11 @@ def error_of(failure: Failure) -> EngineError:
     kind = KINDS.get(failure.kind)
     if kind is None:
         return EngineError(f"{failure.kind}: {failure.message}")
-    if kind is RefusedError:
-        return RefusedError(failure.message, failure.retry_after)
+    param, code = failure.param, failure.code
+    if issubclass(kind, RefusedError):
+        return kind(failure.message, failure.retry_after, param=param, code=code)
+    if issubclass(kind, RequestError):
+        return kind(failure.message, param=param, code=code)
     return kind(failure.message)
 
 

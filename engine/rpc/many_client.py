@@ -16,7 +16,6 @@ import zmq
 from engine.core.client import CoreClient, NumCores
 from engine.errors import ConfigError, EngineDeadError
 from engine.messages.requests import (
-    LOST_CORE,
     AddRequest,
     CoreOutputs,
     Finished,
@@ -158,8 +157,11 @@ class ManyCoresClient(CoreClient):
             self._poller.unregister(source)
         names = self._balancer.remove(index)
         logger.error("%s; its %d requests fail, the other cores go on", death, len(names))
-        message = f"{LOST_CORE}: {death}"
-        ends = [Finished(place, "error", message=message) for place in range(len(names))]
+        message = f"the core that ran this request has died: {death}"
+        ends = [
+            Finished(place, "error", message=message, code="core_died")
+            for place in range(len(names))
+        ]
         nothing = [0] * len(names)
         self._lost.append(CoreOutputs(names, [], nothing, time.monotonic(), finished=ends))
 

@@ -260,7 +260,8 @@ class Dispatcher:
         """Queue a request of this client. Returns why it was not taken, ``None`` if it was."""
         try:
             if self.ending.at is not None:
-                raise RefusedError("the engine core is shutting down and takes no more requests")
+                message = "the engine core is shutting down and takes no more requests"
+                raise RefusedError(message, code="shutting_down")
             self._core.add(msgspec.structs.replace(request, client_index=session.index))
         except EngineDeadError:
             raise

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.messages.requests import NO_TOKEN
 from engine.messages.step import Column, NewSeq
 from engine.sample.edits import EditTables, PenaltyTables, SamplingSpec, Upload
 from engine.sample.logprobs import Scored, score
@@ -70,6 +69,7 @@ class Drawing(NamedTuple):
     sound: torch.Tensor | None  # of these [E] bool: were they finite
     seats: torch.Tensor | None  # [R] of the penalties
     raw: list[RawRows]
+    barred: set[int]  # rows with an error whose own parameters mask all tokens
     masks: RowMasks | None = None  # that the draw is to lay on rows, as nothing else edits them
 
 
@@ -167,14 +167,14 @@ class Sampler:
         ``Drawing.masks``, and the host can read the logits behind it.
         """
         if not (self._edited or self._num_logprobs or masks):
-            return Drawing({}, [], [], None, None, [])
+            return Drawing({}, [], [], None, None, [], set())
         slots = draws.slots.tolist()
         raw = self._copy_raw(rows.logits, slots)
         edited = [row for row, slot in enumerate(slots) if slot in self._edited]
         if masks is not None:
             edited = sorted({*edited, *np.flatnonzero(masks.of_row >= 0).tolist()})
         if not edited:
-            return Drawing({}, [], [], None, None, raw)
+            return Drawing({}, [], [], None, None, raw, set())
         # Looked at before the edits, which would hide NaN or infinity of the model. A mask that is
         # all that edits a row is better left to the draw, which looks at little else than what is
         # allowed: a pass over all logits to write it down, or to look at them, takes as long as a
@@ -201,7 +201,7 @@ class Sampler:
         if sound is not None:
             first = rows.logits[places, 0]
             rows.logits[places, 0] = torch.where(sound, first, torch.nan)
-        return Drawing(errors, edited, checked, sound, seats, raw, late)
+        return Drawing(errors, edited, checked, sound, seats, raw, set(), late)
 
     def can_preview(self, slot: int) -> bool:
         """Whether a token that is drawn from the logits as they are is the one that is drawn among
@@ -288,6 +288,7 @@ class Sampler:
             position = int(draws.positions[row])
             if row in drawing.edited and bool((logits[row] == -torch.inf).all()):
                 drawing.errors[row] = why_none_left(position)
+                drawing.barred.add(row)
             elif row in drawing.checked:
                 drawing.errors[row] = (
                     f"after a logits processor the logits for position {position} "
@@ -319,7 +320,7 @@ def why_unsound(position: int, what: str = "hold NaN or +inf, or are all -inf") 
 def why_none_left(position: int) -> str:
     """Error text for logits that were sound before they were edited."""
     return (
-        f"{NO_TOKEN} for position {position}: allowed_token_ids, bad_words, min_tokens, "
+        f"no token is left for position {position}: allowed_token_ids, bad_words, min_tokens, "
         "a grammar and logits processors mask all tokens"
     )
 

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from engine.config.sched import SchedulerConfig
 from engine.kv.manager import KVManager
-from engine.messages.requests import AddRequest
+from engine.messages.requests import AddRequest, ErrorCode
 from engine.messages.step import Masks, StepPlan, StepResult
 from engine.sched.interface import RequestCounts
 from engine.sched.policy import API_VERSION
@@ -31,7 +31,7 @@ class Fit(NamedTuple):
     ``on_refuse`` is what it means for a waiting request that gets none (``None``: what the resource
     says of itself). ``hold``: a request that is parked keeps blocks for this many tokens meanwhile;
     if they cannot be had it stays in the queue and admission closes. ``by`` is filled in by the
-    mechanism: the resource that refused.
+    mechanism: the resource that refused. ``code`` is that of a request that fails.
     """
 
     num_tokens: int
@@ -39,6 +39,7 @@ class Fit(NamedTuple):
     on_refuse: OnRefuse | None = None
     hold: int = 0
     by: Resource | None = None
+    code: ErrorCode = "request_failed"
 
 
 class AttachedScheduler(Protocol):

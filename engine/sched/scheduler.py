@@ -48,9 +48,10 @@ from engine.sched.resource import Fit, OnRefuse, Resource
 from engine.sched.roster import Cause, Roster
 from engine.sched.step.builder import Step, pad_drafts, prefill_cap, room_beside_decodes, seal
 from engine.sched.step.decodes import FEW, DecodeFastPath
+from engine.sched.step.ends import end_of
 from engine.sched.step.intake import Intake, TimerKind
 from engine.sched.step.preempt import cut_to_blocks, promised_to_others, victims_for
-from engine.sched.step.settle import Counters, Settler, end_of
+from engine.sched.step.settle import Counters, Settler
 from engine.sched.step.stats import make_stats
 from engine.sched.step.stretch import STEP_PARTS, Stretches
 from engine.sched.view import View
@@ -308,7 +309,7 @@ class Scheduler(SchedulerInterface):
     def _refuse(self, req: Request, fit: Fit, step: Step) -> None:
         """The request gets no tokens in this step. Only a waiting one can close admission."""
         if fit.on_refuse is OnRefuse.FAIL:
-            self.settler.end(req, "error", fit.cause)
+            self.settler.end(req, "error", fit.cause, fit.code)
         elif not req.is_waiting:
             return
         elif fit.on_refuse is OnRefuse.CLOSE:

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from engine.frontend.streams import Reader
-from engine.messages.requests import LOST_CORE, NO_TOKEN, CompletionOutput, RequestOutput
-from engine.messages.structured import WRONG_GRAMMAR
+from engine.messages.requests import CompletionOutput, RequestOutput, code_of
 from engine.server.asked import Asked
-from engine.server.errors import ApiError, as_api_error
+from engine.server.errors import as_api_error, error_of_end
 from engine.server.streams import DONE, event_of
 
 TEXT = b"<text>"
@@ -155,17 +154,7 @@ class OpenAIAnswer(Answer):
 def reason_of(completion: CompletionOutput) -> str | None:
     """Why the text has ended. Raises ``ApiError`` for an end that is no answer."""
     reason = completion.finish_reason
-    if reason in (None, "stop", "length"):
+    code = None if reason is None else code_of(reason, completion.code)
+    if code is None:
         return reason
-    if reason == "deadline":
-        raise ApiError(408, completion.error or "the time for this request is over")
-    if reason == "abort":
-        raise ApiError(503, "the request was aborted: the server is ending", code="aborted")
-    error = completion.error or "the request failed"
-    if error.startswith(WRONG_GRAMMAR):
-        raise ApiError(400, error, code="invalid_grammar")
-    if error.startswith(NO_TOKEN):
-        raise ApiError(400, error, code="no_token_is_allowed")
-    if error.startswith(LOST_CORE):
-        raise ApiError(503, LOST_CORE, code="core_died")
-    raise ApiError(500, error, code="request_failed")
+    raise error_of_end(code, completion.error)

@@ -13,13 +13,31 @@ from starlette.responses import Response
 from engine.errors import (
     ConfigError,
     EngineDeadError,
-    PromptTooLongError,
     RefusedError,
     RequestError,
 )
+from engine.messages.requests import ErrorCode
 
 INSIDE = re.compile(r"0x[0-9a-fA-F]{6,}|(?<![\w:/])/[\w.+-]+(?:/[\w.+-]+)+")
 """Addresses and paths, of which clients are not told."""
+
+STATUS_OF_END: dict[ErrorCode, int] = {
+    "aborted": 503,
+    "core_died": 503,
+    "deadline_exceeded": 408,
+    "invalid_grammar": 400,
+    "kv_transfer_failed": 500,
+    "no_token_is_allowed": 400,
+    "request_failed": 500,
+}
+"""HTTP status of a request that the engine took and could not complete."""
+TEXT_OF_END: dict[ErrorCode, str] = {
+    "aborted": "the request was aborted: the server is ending",
+    "core_died": "the core that ran this request has died: send it again",
+    "deadline_exceeded": "the time for this request is over",
+}
+"""What a client reads of it where the engine has no text, or one for the operator alone."""
+FOR_OPERATORS: tuple[ErrorCode, ...] = ("aborted", "core_died")
 
 FOR_NOW = (429, 503)
 RETRY_SECONDS = 1.0  # that they tell if nothing better is known
@@ -95,14 +113,24 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RefusedError):
-        return ApiError(503, str(error), code="queue_full", retry_after=error.retry_after)
-    if isinstance(error, PromptTooLongError):
-        return ApiError(400, str(error), code="context_length_exceeded")
-    if isinstance(error, RequestError | ConfigError):  # the latter: without a tokenizer
+        retry_after = error.retry_after
+        return ApiError(
+            503, str(error), param=error.param, code=error.code, retry_after=retry_after
+        )
+    if isinstance(error, RequestError):
+        return ApiError(400, str(error), param=error.param, code=error.code)
+    if isinstance(error, ConfigError):  # without a tokenizer
         return ApiError(400, str(error))
     if isinstance(error, EngineDeadError):
         return ApiError(503, "the engine is not running", code="engine_dead", retry_after=10.0)
     return ApiError(500, "the server failed; its log says why")
+
+
+def error_of_end(code: ErrorCode, text: str | None) -> ApiError:
+    """The error for a request that ended with this code; ``text``: what the engine says of it."""
+    if text is None or code in FOR_OPERATORS:
+        text = TEXT_OF_END.get(code, "the request failed")
+    return ApiError(STATUS_OF_END[code], text, code=code)
 
 
 def log_unforeseen(error: BaseException) -> None:

@@ -13,7 +13,6 @@ import numpy as np
 from engine.errors import EngineError
 from engine.messages.requests import AddRequest
 from engine.messages.step import Column, MaskPart, Masks, StepPlan, StepResult
-from engine.messages.structured import WRONG_GRAMMAR
 from engine.sched.request import Request
 from engine.sched.resource import AttachedScheduler, Fit, OnRefuse, Resource
 from engine.sched.step.builder import Step
@@ -217,7 +216,8 @@ class GrammarReadiness(Resource):
         if req.add.grammar is None:
             return Fit(num_tokens)
         if what := self._faulty.get(req.request_id):
-            return Fit(0, f"{WRONG_GRAMMAR}: {what}", OnRefuse.FAIL)
+            message = f"the grammar cannot be used: {what}"
+            return Fit(0, message, OnRefuse.FAIL, code="invalid_grammar")
         return Fit(num_tokens if req.request_id in self._matchers else 0)
 
     def parked(self, req: Request) -> None:
@@ -267,7 +267,7 @@ class GrammarReadiness(Resource):
             tokens = result.token_ids[first : ends[index]].tolist()
             is_known = tokens == [self._allowed.pop(req.request_id, None)]
             if not is_known and (refusal := self._refusal(req, tokens)):
-                result.errors[index] = refusal
+                result.fail(index, refusal)
 
     def shutdown(self) -> None:
         self._compiler.shutdown()
@@ -351,7 +351,7 @@ class GrammarReadiness(Resource):
         for index in plan.masks.rows.tolist():
             req = self._owner(plan, index)
             if req is not None and (why := self._broken.get(req.request_id)):
-                result.errors[index] = why
+                result.fail(index, why)
 
     def _is_over(self, request_id: str, compilation: Compilation) -> bool:
         """Has the compilation ended, successfully or not?"""

@@ -356,6 +356,7 @@ class Runner:
             [group.rows for group in scores],
             fetched,
             step.prompt_logprobs,
+            drawing.barred,
         )
 
     def forget_scored(self, slot: int) -> None:

@@ -4,7 +4,7 @@ decodes the whole step, of all others the layers below the last."""
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -282,6 +282,7 @@ class Homebound(NamedTuple):
     scored: list[list[int]]  # rows of the draws, of each group of log-probabilities
     fetched: Fetched  # tokens; were the checked ones sound, if any; three columns for each group
     prompt_logprobs: PromptLogprobs = NO_SCORES
+    barred: Collection[int] = ()  # rows with an error whose own parameters mask all tokens
 
 
 @dataclass(slots=True)
@@ -365,7 +366,7 @@ def _copy(place: torch.Tensor, made: Callable[[], torch.Tensor]) -> None:
 def _read(part: Homebound | Failed, result: StepResult) -> tuple[Column, Column]:
     """Enter the results of a part. Returns the plan rows of tokens that stand, and the tokens."""
     if isinstance(part, Failed):
-        result.errors[part.first] = part.message
+        result.fail(part.first, part.message)
         return EMPTY, EMPTY
     part.fetched.done.synchronize()
     draws, columns = part.draws, iter(part.fetched.tensors)
@@ -377,8 +378,7 @@ def _read(part: Homebound | Failed, result: StepResult) -> tuple[Column, Column]
     if draws.is_padded:
         stands &= draws.slots >= 0
     if not is_whole:
-        for row, message in _failures(part, drawn, sound).items():
-            result.errors.setdefault(int(rows[row]), message)
+        _fail(part, drawn, sound, rows, result)
     for scored in part.scored:
         entries = Scored(*(next(columns) for _ in range(3))).entries()
         for row, entry in zip(scored, entries, strict=True):
@@ -391,14 +391,21 @@ def _read(part: Homebound | Failed, result: StepResult) -> tuple[Column, Column]
     return rows[stands], drawn[stands]
 
 
-def _failures(part: Homebound, drawn: Column, sound: list[bool]) -> dict[int, str]:
-    """Why rows of the draws have no token. ``sound``: were the checked ones.
+def _fail(
+    part: Homebound, drawn: Column, sound: list[bool], rows: Column, result: StepResult
+) -> None:
+    """Enter why rows of the draws have no token. ``sound``: were the checked ones; ``rows``: of the
+    plan. A row of the plan keeps its first error.
 
     Errors behind a rejected draft are ignored: those rows were not needed.
     """
-    failed = {}
     was_sound = dict(zip(part.checked, sound, strict=True))
     for row in np.flatnonzero((drawn == -1) & (part.draws.slots >= 0)).tolist():
-        why = why_none_left if was_sound.get(row, False) else why_unsound
-        failed[row] = part.errors.get(row) or why(int(part.draws.positions[row]))
-    return failed
+        index, position = int(rows[row]), int(part.draws.positions[row])
+        if index in result.errors:
+            continue
+        is_barred = row in part.barred
+        if (why := part.errors.get(row)) is None:
+            is_barred = was_sound.get(row, False)
+            why = (why_none_left if is_barred else why_unsound)(position)
+        result.fail(index, why, "no_token_is_allowed" if is_barred else "request_failed")

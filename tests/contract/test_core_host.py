@@ -69,11 +69,11 @@ def test_strangers_are_told_so(raw: RawClient, hello: Any, message: str) -> None
 
 def test_another_version_is_told_so(core: HostedCore, raw: RawClient) -> None:
     """Also the one before, whose hello looks the same; what it says next is not read."""
-    for version in (1, 3):
+    for version in (2, 4):
         raw.send(Hello(version, core.address.token))
         answer = raw.receive()
         assert isinstance(answer, Fault)
-        told = f"the client uses version {version} of the protocol, this core uses version 2"
+        told = f"the client uses version {version} of the protocol, this core uses version 3"
         assert told in answer.message
     raw.send_bytes(b"\x93\xa5abort\x02\x92\xa1a\xa1b")  # of version 1, from no client
     assert isinstance(raw.receive(), Fault)

@@ -75,7 +75,10 @@ BATCH = CoreOutputs(
     [1, 2],
     2.5,
     started=[Started(0, 16, 2.0, 1, {"seats": 0.25}, [("queued", 1.0), ("scheduled", 2.0)])],
-    finished=[Finished(1, "stop", 6, waits={"seats": 0.5}, events=[("queued", 1.0)])],
+    finished=[
+        Finished(1, "stop", 6, waits={"seats": 0.5}, events=[("queued", 1.0)]),
+        Finished(0, "error", None, "it fell over", code="request_failed"),
+    ],
     logprobs={0: [TokenLogprobs([1, 2], [-0.5, -1.0], 1)]},
 )
 TO_CORE: dict[str, Any] = {
@@ -87,10 +90,12 @@ TO_CORE: dict[str, Any] = {
     "credit": Credit(128),
     "bye": Bye(),
 }
+TOO_LONG = Failure("PromptTooLongError", "no", None, "prompt", "context_length_exceeded")
 TO_CLIENT: dict[str, Any] = {
     "welcome": Welcome(PROTOCOL_VERSION, 0, "", 256, 2048, 1000, [2], 400, 16, 1.5, "/models/tiny"),
     "submitted": Submitted(0, 1.5),
     "submitted, one refused": Submitted(1, 1.5, [Refusal(0, Failure("RefusedError", "full", 0.5))]),
+    "submitted, one too long": Submitted(2, 1.5, [Refusal(0, TOO_LONG)]),
     "answer": Answer(3, True),
     "answer, statistics": Answer(4, msgspec.to_builtins(STATS)),
     "answer, failed": Answer(3, None, Failure("ConfigError", "no")),

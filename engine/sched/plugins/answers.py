@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from engine.messages.requests import ERROR_CODES
 from engine.messages.step import Masks
 from engine.sched.policy import Admission, Defer, Limits, Refuse
 from engine.sched.request import Array, Request, Status
@@ -17,6 +18,7 @@ from engine.sched.resource import Fit, OnRefuse
 from engine.sched.view import MOST_COUNTED, View
 
 UNBOUNDED = 2**31 - 1
+ALLOWED = Fit(0)[1:]  # what follows the number where nothing is refused
 
 
 def shown(value: object) -> str:
@@ -141,7 +143,7 @@ def wrong_extra(answer: object, most: int) -> str | None:
 
 
 def wrong_fit(answer: object, most: int) -> str | None:
-    if answer.__class__ is Fit and answer == (most, "", None, 0, None):  # what most answers are
+    if answer.__class__ is Fit and answer == (most, *ALLOWED):  # what most answers are
         return None
     if not isinstance(answer, Fit):
         return f"returns {answer!r}, must be a Fit"
@@ -150,6 +152,8 @@ def wrong_fit(answer: object, most: int) -> str | None:
         return f"returns {answer!r}, must allow 0 to {most} tokens and hold some or none"
     if not isinstance(answer.cause, str) or not isinstance(answer.on_refuse, OnRefuse | None):
         return f"returns {answer!r}, whose cause must be a str, its on_refuse an OnRefuse"
+    if not isinstance(answer.code, str) or answer.code not in ERROR_CODES:
+        return f"returns {answer!r}, whose code must be one of {', '.join(sorted(ERROR_CODES))}"
     return None
 
 

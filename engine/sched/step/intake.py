@@ -44,7 +44,8 @@ class Intake:
             verdict = policy.on_add(req, view)
             if isinstance(verdict, Refuse):
                 self.settler.counters.num_refused += 1
-                raise RefusedError(f"request {add.request_id!r} was refused: {verdict.reason}")
+                message = f"request {add.request_id!r} was refused: {verdict.reason}"
+                raise RefusedError(message, code="refused")
         except RequestError:
             self._kv.finish(req)  # the policy may have looked it up in the cache
             roster.table.give_back(req.row)

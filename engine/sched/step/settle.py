@@ -12,13 +12,14 @@ from itertools import accumulate
 import numpy as np
 
 from engine.kv.manager import KVManager
-from engine.messages.requests import CoreOutputs, Finished, FinishReason, Started
+from engine.messages.requests import CoreOutputs, Finished, FinishReason
 from engine.messages.step import EMPTY, Column, StepPlan, StepResult
 from engine.sched.plugins.resources import Resources
 from engine.sched.policy import Policy
 from engine.sched.predict.ledger import Ledger
 from engine.sched.request import ONE, Counts, Request, Status, TableColumn
 from engine.sched.roster import NO_ROWS, Roster, Rows
+from engine.sched.step.ends import End, end_of, start_of
 from engine.sched.view import View
 
 FEW = 8  # rows for which nothing is made that only later steps of the same requests would use
@@ -46,7 +47,7 @@ class Settler:
         self.counters = Counters()
         self.ledger = view.ledger if policy.uses_ledger else None
         self.appender = Appender(roster, kv, self.ledger)
-        self._ended: list[tuple[Request, FinishReason, str]] = []  # outside of any result
+        self._ended: list[End] = []  # outside of any result
         self._to_restart: set[int] = set()  # rows, once the transfer into their blocks is over
 
     def settle(self, plan: StepPlan, result: StepResult) -> dict[int, CoreOutputs]:
@@ -65,8 +66,8 @@ class Settler:
                 self.view.lengths.add(outputs.reqs[index].num_output)
                 self.finish(outputs.reqs[index])
                 outputs.finish(index, *stop)
-        for req, message in failed:
-            outputs.end(req, "error", message)
+        for end in failed:
+            outputs.end(end)
         if outputs.has_ends or len(outputs.reqs) < len(plan.rows):
             self._retire(plan.rows)
         return self._to_clients(outputs)
@@ -82,11 +83,14 @@ class Settler:
         """Have requests ended of which no client was told yet?"""
         return bool(self._ended)
 
-    def end(self, req: Request, reason: FinishReason, message: str) -> None:
-        """End the request now, for a reason outside of any step result; its client is notified."""
+    def end(
+        self, req: Request, reason: FinishReason, message: str, code: str | None = None
+    ) -> None:
+        """End the request now, for a reason outside of any step result; its client is notified.
+        ``code``: None means that of the reason."""
         self.finish(req)
         self.counters.num_failed += reason == "error"
-        self._ended.append((req, reason, message))
+        self._ended.append(End(req, reason, message, code))
 
     def expire(self, req: Request, missed: str) -> None:
         """The request was not ``missed`` ("started", "finished") by its deadline."""
@@ -122,7 +126,8 @@ class Settler:
         whose blocks a transfer fills ends: the end of the transfer will not be reported."""
         for req in self.resources.take_orphans():
             if self.kv.is_loading(req):
-                self.end(req, "error", "the resource that was loading its KV was disabled")
+                message = "the resource that was loading its KV was disabled"
+                self.end(req, "error", message, "kv_transfer_failed")
             else:
                 yield req
 
@@ -165,7 +170,7 @@ class Settler:
         current = (table.generation.all[rows] == plan.generations) & (table.slot.all[rows] >= 0)
         table.num_computed.all[rows] -= np.where(current & (num_drafts > 0), rejected, 0)
 
-    def _fail(self, plan: StepPlan, result: StepResult) -> list[tuple[Request, str]]:
+    def _fail(self, plan: StepPlan, result: StepResult) -> list[End]:
         """End only the rows with an error; the blocks they wrote leave the prefix cache."""
         failed = []
         for index, message in result.errors.items():
@@ -179,7 +184,7 @@ class Settler:
                 continue
             self.finish(req)
             self.counters.num_failed += 1
-            failed.append((req, message))
+            failed.append(End(req, "error", message, result.codes.get(index)))
         return failed
 
     def restart(self, row: int) -> None:
@@ -201,8 +206,8 @@ class Settler:
 
     def _to_clients(self, outputs: OutputColumns) -> dict[int, CoreOutputs]:
         ended, self._ended = self._ended, []
-        for req, reason, message in ended:
-            outputs.end(req, reason, message)
+        for end in ended:
+            outputs.end(end)
         return outputs.by_client()
 
     def _retire(self, rows: Rows) -> None:
@@ -481,13 +486,13 @@ class OutputColumns:
         """The request at this place of the columns has ended."""
         self._finished[index] = end_of(self.reqs[index], index, reason, stop_reason)
 
-    def end(self, req: Request, reason: FinishReason, message: str) -> None:
-        """The request has ended without a token."""
+    def end(self, end: End) -> None:
+        """A request has ended without a token."""
         # Members are shared with later steps: their lists are copied, not changed.
         self.reqs, self._ids, self._only_client = [*self.reqs], [*self._ids], None
         self._places = self._places or [NOWHERE] * len(self.reqs)
-        index = self.add(req, [], NOWHERE, is_first=False)
-        self._finished[index] = end_of(req, index, reason, message=message)
+        index = self.add(end.req, [], NOWHERE, is_first=False)
+        self._finished[index] = end_of(end.req, index, end.reason, end=end)
 
     def by_client(self) -> dict[int, CoreOutputs]:
         """One ``CoreOutputs`` for each client that has something in this step."""
@@ -550,38 +555,3 @@ class OutputColumns:
             out.logprobs[index] = result.logprobs[at][:num]  # drafts may stand behind a stop token
         if at in result.prompt_logprobs:
             out.prompt_logprobs[index] = result.prompt_logprobs[at]
-
-
-def start_of(req: Request, index: int, now: float) -> Started:
-    """History of a running request; a copy, since it goes on changing."""
-    history = req.history
-    return Started(
-        index,
-        history.num_cached,
-        history.scheduled_time or now,
-        history.num_preempted,
-        dict(history.waits),
-        list(history.events),
-    )
-
-
-def end_of(
-    req: Request,
-    index: int,
-    reason: FinishReason,
-    stop_reason: int | None = None,
-    message: str = "",
-) -> Finished:
-    """The end of a request, and what has happened to it."""
-    history = req.history
-    return Finished(
-        index,
-        reason,
-        stop_reason,
-        message,
-        num_preemptions=history.num_preempted,
-        waits=history.waits,
-        events=history.events,
-        kv_transfer_params=history.kv_transfer_params,
-        counters=history.counters,
-    )
