@@ -16,12 +16,13 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add_options(parser, EngineArgs)
 
 
-def engine_args(parsed: argparse.Namespace) -> EngineArgs:
-    """The engine asked for. Quieter than in a program: what a command prints is its result."""
+def engine_args(parsed: argparse.Namespace, log_level: str = "warning") -> EngineArgs:
+    """The engine that the options describe. ``log_level`` holds unless an option or the environment
+    names another: quieter than in a program, since what a command prints is its result."""
     args = read_options(parsed, EngineArgs)
     if args.log_level is not None:
         return args
-    return replace(args, log_level=default_log_level("warning"))  # type: ignore[arg-type]
+    return replace(args, log_level=default_log_level(log_level))  # type: ignore[arg-type]
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:

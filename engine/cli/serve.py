@@ -144,7 +144,7 @@ def run(parsed: argparse.Namespace) -> int:
         tls=Tls(parsed.ssl_certfile, parsed.ssl_keyfile, parsed.ssl_ca_certs),
     )
     _take_model(parsed)
-    serve(core_apart(engine_args(parsed), parsed), options)
+    serve(core_apart(engine_args(parsed, "info"), parsed), options)
     return 0
 
 

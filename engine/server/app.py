@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from importlib.metadata import version
 from typing import TypeVar
 
@@ -30,6 +29,7 @@ from engine.server.keys import Guard, owner_of
 from engine.server.limits import Limits, check_limits
 from engine.server.messages import Messages, count_tokens
 from engine.server.messages_asked import MessagesRequest
+from engine.server.names import ServedNames
 from engine.server.operations import Operations
 from engine.server.responses import Responses, ResponseStore
 from engine.server.responses_asked import ResponsesRequest
@@ -61,15 +61,15 @@ class Api:
     def __init__(
         self,
         engine: AsyncLLMEngine,
-        names: Sequence[str],
+        names: ServedNames,
         limits: Limits,
         chat_template: str | None,
     ) -> None:
-        """names: of the model, the first in answers; chat_template: instead of the model's own."""
+        """chat_template: instead of the model's own."""
         self._engine = engine
         self._model = ChatModel(engine, chat_template)
         self._store = ResponseStore()
-        self._names = tuple(names)
+        self._names = names
         self._limits = limits
         self._bodies = Bodies(limits.max_body_bytes)
         self._max_model_len = engine.max_model_len
@@ -97,20 +97,20 @@ class Api:
     async def completions(self, request: Request) -> ASGIApp:
         """Texts behind one prompt or several."""
         asked = await self._read(request, CompletionRequest)
-        answer = Completion(self._engine, asked, self._names[0])
+        answer = Completion(self._engine, asked, self._names.first)
         return await self._answer(request, asked.stream, answer)
 
     async def chat(self, request: Request) -> ASGIApp:
         """Answers to a conversation."""
         asked = await self._read(request, ChatRequest)
-        answer = Chat(await self._model.voice(), asked, self._names[0])
+        answer = Chat(await self._model.voice(), asked, self._names.first)
         return await self._answer(request, asked.stream, answer)
 
     async def responses(self, request: Request) -> ASGIApp:
         """A response, which may be stored and gone on with."""
         asked = await self._read(request, ResponsesRequest)
         owner = owner_of(request.scope)
-        answer = Responses(await self._model.voice(), asked, self._names[0], self._store, owner)
+        answer = Responses(await self._model.voice(), asked, self._names.first, self._store, owner)
         return await self._answer(request, asked.stream, answer)
 
     async def response(self, request: Request) -> ASGIApp:
@@ -127,7 +127,7 @@ class Api:
     async def messages(self, request: Request) -> ASGIApp:
         """A message, in Anthropic's form."""
         asked = await self._read(request, MessagesRequest)
-        answer = Messages(await self._model.voice(), asked, self._names[0])
+        answer = Messages(await self._model.voice(), asked, self._names.first)
         return await self._answer(request, asked.stream, answer)
 
     async def count_tokens(self, request: Request) -> ASGIApp:
@@ -139,7 +139,7 @@ class Api:
     async def models(self, request: Request) -> ASGIApp:
         """The names that the model is served under."""
         return json_response(
-            {"object": "list", "data": [self._about(name) for name in self._names]}
+            {"object": "list", "data": [self._about(name) for name in self._names.listed]}
         )
 
     async def model(self, request: Request) -> ASGIApp:
@@ -166,7 +166,7 @@ class Api:
 
     async def document(self, request: Request) -> ASGIApp:
         """This document."""
-        return json_response(document_of(request.app.routes, self._names))
+        return json_response(document_of(request.app.routes, self._names.listed))
 
     # -- helpers
 
@@ -189,10 +189,10 @@ class Api:
 
     def _check_model(self, name: str | None) -> None:
         """``None``: the request names no model, and need not."""
-        if name is not None and name not in self._names:
+        if name is not None and not self._names.has(name):
             raise ApiError(
                 404,
-                f"model is {name!r:.80}, there are: {', '.join(self._names)}",
+                f"model is {name!r:.80}, there are: {', '.join(self._names.listed)}",
                 param="model",
                 code="model_not_found",
             )
@@ -203,14 +203,14 @@ class Api:
             "object": "model",
             "created": self._began,
             "owned_by": "metronome",
-            "root": self._names[0],
+            "root": self._names.first,
             "max_model_len": self._max_model_len,
         }
 
 
 def make_app(
     engine: AsyncLLMEngine,
-    names: Sequence[str],
+    names: ServedNames,
     operations: Operations,
     limits: Limits | None = None,
     chat_template: str | None = None,
@@ -244,7 +244,7 @@ def make_app(
 
 def routes_of(
     engine: AsyncLLMEngine,
-    names: Sequence[str],
+    names: ServedNames,
     operations: Operations,
     limits: Limits,
     chat_template: str | None = None,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import socket
 import ssl
@@ -18,15 +17,19 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 import uvloop
+from starlette.types import ASGIApp
 
 from engine.async_engine import AsyncLLMEngine
 from engine.config.args import EngineArgs
 from engine.errors import ConfigError
+from engine.frontend.session import Session
 from engine.server.app import make_app
 from engine.server.drain import Drain
 from engine.server.http.protocol import BoundedProtocol, HttpLimits
 from engine.server.keys import KeyRing
 from engine.server.limits import Limits
+from engine.server.listening import Listening, bound, check_port
+from engine.server.names import names_of
 from engine.server.operations import Operations
 from engine.server.readers import SlowReaders, cut
 
@@ -100,6 +103,8 @@ class ServerOptions:
         most = self.limits.max_requests_per_key
         if most is not None and not self.api_keys and self.api_key_file is None:
             raise ConfigError(f"max_requests_per_key is {most} without any key: give --api-key")
+        if self.uds is None:
+            check_port(self.port)
         for name in ("health_timeout", "reader_timeout", "max_queue_seconds"):
             value = getattr(self, name)
             if value is not None and not 0.0 < value < float("inf"):
@@ -107,48 +112,56 @@ class ServerOptions:
 
 
 def serve(args: EngineArgs, options: ServerOptions) -> None:
-    """Serve until SIGINT or SIGTERM; then requests that are open go on to their ends."""
+    """Serve until SIGINT or SIGTERM; then requests that are open go on to their ends.
+
+    The address is bound before the model is loaded, and listens once it is. Raises ``ConfigError``
+    for an address that cannot be bound.
+    """
     keys = KeyRing(options.api_keys, options.api_key_file, options.admin_api_key)
     tracing = make_tracing(options.otlp_traces_endpoint)
-    with _ending_while_starting():
-        engine = AsyncLLMEngine.from_engine_args(args)
-    try:
-        seats = args.max_num_seqs * args.data_parallel_size
-        most = args.max_waiting_requests or max(MIN_QUEUE, QUEUE_PER_SEAT * seats)
-        engine.limit_queue(most, options.max_queue_seconds, num_seats=seats)
-        names = options.served_model_name or [str(args.model)]
-        operations = Operations(engine, keys, names[0], options.health_timeout)
-        app = make_app(engine, names, operations, options.limits, options.chat_template)
-        if tracing is not None:
-            app = tracing.begin(engine, names[0], app)
-        drain = Drain(app, engine, args.drain_timeout)
-        protocol: Any = partial(BoundedProtocol, limits=options.http)
-        scheme = "http" if options.tls.certfile is None else "https"
-        place = options.uds or f"{scheme}://{options.host}:{options.port}"
-        logger.warning("%s is served at %s", names[0], place)
-        config = uvicorn.Config(
-            drain,
-            host=options.host,
-            port=options.port,
-            uds=options.uds,
-            http=protocol,
-            ws="none",
-            lifespan="off",
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            backlog=BACKLOG,
-            **options.tls.options(),
-            timeout_graceful_shutdown=1,
-        )
-        server = Server(config, drain)
-        readers = SlowReaders(engine, server.server_state.connections, options.reader_timeout)
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(server, readers))
-    finally:
-        engine.shutdown(END_SECONDS)
-        if tracing is not None:
-            tracing.end()
+    config = args.create_config()
+    with bound(options.host, options.port, options.uds) as listening:
+        with _ending_while_starting():
+            engine = AsyncLLMEngine(Session.open(config))
+        try:
+            names = names_of(config.model.model, options.served_model_name)
+            limit_queue(engine, args, options.max_queue_seconds)
+            operations = Operations(engine, keys, names.first, options.health_timeout)
+            app = make_app(engine, names, operations, options.limits, options.chat_template)
+            if tracing is not None:
+                app = tracing.begin(engine, names.first, app)
+            drain = Drain(app, engine, args.drain_timeout)
+            server = Server(_uvicorn_config(drain, options), drain, listening, names.first)
+            readers = SlowReaders(engine, server.server_state.connections, options.reader_timeout)
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(_serve(server, readers))
+        finally:
+            engine.shutdown(END_SECONDS)
+            if tracing is not None:
+                tracing.end()
+
+
+def limit_queue(engine: AsyncLLMEngine, args: EngineArgs, max_seconds: float | None) -> None:
+    """Refuse requests while the queue is full."""
+    seats = args.max_num_seqs * args.data_parallel_size
+    most = args.max_waiting_requests or max(MIN_QUEUE, QUEUE_PER_SEAT * seats)
+    engine.limit_queue(most, max_seconds, num_seats=seats)
+
+
+def _uvicorn_config(app: ASGIApp, options: ServerOptions) -> uvicorn.Config:
+    protocol: Any = partial(BoundedProtocol, limits=options.http)
+    return uvicorn.Config(
+        app,
+        http=protocol,
+        ws="none",
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        backlog=BACKLOG,
+        **options.tls.options(),
+        timeout_graceful_shutdown=1,
+    )
 
 
 def make_tracing(endpoint: str | None) -> Tracing | None:
@@ -167,9 +180,14 @@ def make_tracing(endpoint: str | None) -> Tracing | None:
 class Server(uvicorn.Server):
     """Drains when it is told to end, and ends with status 0; uvicorn's own ends by the signal."""
 
-    def __init__(self, config: uvicorn.Config, drain: Drain) -> None:
+    def __init__(
+        self, config: uvicorn.Config, drain: Drain, listening: Listening, name: str
+    ) -> None:
+        """name: of the model, for the log."""
         super().__init__(config)
         self._drain = drain
+        self._listening = listening
+        self._name = name
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -186,11 +204,15 @@ class Server(uvicorn.Server):
             asyncio.get_running_loop().remove_signal_handler(number)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Connections have the send buffer of the socket that accepts them."""
-        await super().startup(sockets)
-        for listener in (each for server in self.servers for each in server.sockets):
-            with socket.socket(fileno=os.dup(listener.fileno())) as made:
-                made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+        """Listen at the sockets that are bound, and log where. Connections have the send buffer of
+        the socket that accepts them."""
+        for each in self._listening.sockets:
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+        self._listening.prepare()
+        await super().startup(self._listening.sockets)
+        scheme = "http" if self.config.ssl_certfile is None else "https"
+        places = " and ".join(self._listening.places(scheme))
+        logger.info("%s is served at %s", self._name, places)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Connections are taken until all requests have ended, so that they can be refused."""

@@ -36,11 +36,12 @@ def test_every_route_is_described() -> None:
     from engine.server.http.openapi import ApiRoute, document_of
     from engine.server.keys import KeyRing
     from engine.server.limits import Limits
+    from engine.server.names import ServedNames
     from engine.server.operations import Operations
 
     engine: Any = SimpleNamespace(max_model_len=64, measure=lambda: None, add_observer=print)
     operations = Operations(engine, KeyRing(), "box", 1.0)
-    routes = routes_of(engine, ["box"], operations, Limits())
+    routes = routes_of(engine, ServedNames(("box",)), operations, Limits())
     assert len(routes) > 10
     paths = document_of(routes, ["box"])["paths"]
     for route in routes:

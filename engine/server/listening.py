@@ -1,0 +1,230 @@
+"""The address of a server: bound before anything is loaded, listening once the model is ready.
+
+In between clients get "connection refused", and no other program can take the address.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from engine.errors import ConfigError
+
+MAX_PORT = 65535
+UDS_MODE = 0o666  # every user may connect; the directory of the file says who reaches it
+PORT_TRIES = 20  # of port 0, when a host has two addresses that must have the same port
+MIN_FREE_PORT = 1024  # ports below it take privileges
+
+
+@dataclass(frozen=True)
+class Listening:
+    """Sockets that are bound, and do not listen yet."""
+
+    sockets: list[socket.socket]
+    uds: str | None = None
+
+    def places(self, scheme: str) -> list[str]:
+        """What clients connect to: URLs with the ports that were taken, or the socket file."""
+        if self.uds is not None:
+            return [f"{scheme}+unix:{self.uds}"]
+        return [_url(scheme, *each.getsockname()[:2]) for each in self.sockets]
+
+    def prepare(self) -> None:
+        """Call it directly before the sockets listen: the port can be bound again at once when
+        this server has ended, although connections of it may still be closing."""
+        for each in self.sockets:
+            if each.family != socket.AF_UNIX:
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+
+
+@contextlib.contextmanager
+def bound(host: str, port: int, uds: str | None) -> Iterator[Listening]:
+    """Sockets bound to all addresses of ``host``, or to the file ``uds``, which is removed at the
+    end. Raises ``ConfigError`` for an address that cannot be bound."""
+    if uds is not None:
+        with _bound_file(uds) as listener:
+            yield Listening([listener], uds)
+        return
+    listeners = _bound_port(host, port)
+    try:
+        yield Listening(listeners)
+    finally:
+        for each in listeners:
+            each.close()
+
+
+def check_port(port: int) -> None:
+    """Raises ``ConfigError`` for a port that cannot exist."""
+    if not 0 <= port <= MAX_PORT:
+        raise ConfigError(f"port is {port}, must be in 0..{MAX_PORT} (0: any free port)")
+
+
+def _bound_port(host: str, port: int) -> list[socket.socket]:
+    addresses = _addresses_of(host)
+    for _ in range(PORT_TRIES if port == 0 and len(addresses) > 1 else 1):
+        try:
+            return _bind_all(addresses, port)
+        except OSError as error:
+            last = error
+            if error.errno != errno.EADDRINUSE:
+                break
+    raise _cannot_bind(host, port, last)
+
+
+def _addresses_of(host: str) -> list[tuple[socket.AddressFamily, str]]:
+    """Family and address of a host, each once."""
+    try:
+        found = socket.getaddrinfo(
+            host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(
+            f"host is {host!r:.200}, which cannot be resolved ({error}): give an address of this "
+            "machine, as 127.0.0.1 or 0.0.0.0"
+        ) from error
+    return list(dict.fromkeys((family, str(place[0])) for family, _, _, _, place in found))
+
+
+def _bind_all(addresses: list[tuple[socket.AddressFamily, str]], port: int) -> list[socket.socket]:
+    """A socket for each address, all with one port. Addresses that this machine lacks are left
+    out, unless it lacks all, as that of IPv6 under ``localhost``."""
+    listeners: list[socket.socket] = []
+    missing: OSError | None = None
+    with contextlib.ExitStack() as failing:
+        for family, address in addresses:
+            try:
+                listeners.append(_bind(family, address, port))
+            except OSError as error:
+                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                    raise
+                missing = error
+                continue
+            failing.callback(listeners[-1].close)
+            port = listeners[0].getsockname()[1]
+        if missing is not None and not listeners:
+            raise missing
+        failing.pop_all()
+    return listeners
+
+
+def _bind(family: socket.AddressFamily, address: str, port: int) -> socket.socket:
+    """A bound socket that no other program can share.
+
+    ``SO_REUSEADDR`` is set for the second try only, which is needed while connections of an
+    earlier server are closing, and is taken back: two sockets that both have it, and do not listen
+    yet, may be bound to the same port.
+    """
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if family == socket.AF_INET6:
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        try:
+            made.bind((address, port))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made.bind((address, port))
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+def _cannot_bind(host: str, port: int, error: OSError) -> ConfigError:
+    if error.errno == errno.EADDRINUSE:
+        return ConfigError(
+            f"port is {port}, which another program uses at {host}: end that program, or choose "
+            "another with --port"
+        )
+    if error.errno == errno.EACCES and 0 < port < MIN_FREE_PORT:
+        return ConfigError(
+            f"port is {port}, which this user may not bind: choose one from {MIN_FREE_PORT} on"
+        )
+    reason = os.strerror(error.errno or 0)
+    return ConfigError(
+        f"host is {host!r:.200}, where port {port} cannot be bound ({reason}): give an address of "
+        "this machine, as 127.0.0.1 or 0.0.0.0"
+    )
+
+
+@contextlib.contextmanager
+def _bound_file(path: str) -> Iterator[socket.socket]:
+    """A socket bound to a file, in place of one whose server is gone."""
+    _remove_stale(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        try:
+            listener.bind(path)
+            os.chmod(path, UDS_MODE)
+            made = os.stat(path)
+        except (OSError, ValueError) as error:  # a ValueError for a null character
+            raise _cannot_make(path, error) from error
+        try:
+            yield listener
+        finally:
+            with contextlib.suppress(OSError):
+                if os.path.samestat(made, os.stat(path)):  # it is still ours
+                    os.unlink(path)
+    finally:
+        listener.close()
+
+
+def _remove_stale(path: str) -> None:
+    """Remove the socket file of a server that is gone. Raises ``ConfigError`` if something else is
+    there."""
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        raise _cannot_make(path, error) from error
+    if not stat.S_ISSOCK(mode):
+        raise ConfigError(
+            f"uds is {path!r:.200}, which exists and is no socket file: choose another path"
+        )
+    if _is_in_use(path):
+        raise ConfigError(
+            f"uds is {path!r:.200}, which another server uses: end that server, or choose another "
+            "path"
+        )
+    try:
+        os.unlink(path)
+    except OSError as error:
+        raise _cannot_make(path, error) from error
+
+
+def _is_in_use(path: str) -> bool:
+    """Whether a process has bound this socket file, be it listening or not.
+
+    A datagram socket gets "wrong type" from a stream socket that exists, and "refused" for a file
+    whose socket is gone.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            return False
+        except OSError as error:
+            if error.errno == errno.EPROTOTYPE:
+                return True
+            raise _cannot_make(path, error) from error
+    return True
+
+
+def _cannot_make(path: str, error: Exception) -> ConfigError:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return ConfigError(
+        f"uds is {path!r:.200}, where no socket file can be made ({reason}): choose a path in a "
+        "directory that exists and that this user may write to"
+    )
+
+
+def _url(scheme: str, host: str, port: int) -> str:
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
