@@ -21,6 +21,11 @@ def connects(address: tuple[str, int]) -> bool:
     return True
 
 
+def refused(said: str, host: str = "127.0.0.1", port: int = 0, uds: str | None = None) -> None:
+    with pytest.raises(ConfigError, match=said), bound(host, port, uds):
+        pass
+
+
 def port_of(listener: socket.socket) -> int:
     return int(listener.getsockname()[1])
 
@@ -31,9 +36,7 @@ def test_a_port_is_kept_before_it_listens() -> None:
         port = port_of(listener)
         assert listening.places("http") == [f"http://127.0.0.1:{port}"]
         assert not connects(("127.0.0.1", port))
-        with pytest.raises(ConfigError, match=f"port is {port}, which another program uses"):
-            with bound("127.0.0.1", port, None):
-                pass
+        refused(f"port is {port}, which another program uses", port=port)
         with socket.socket() as other:  # nor by a program that shares ports
             other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             with pytest.raises(OSError, match="in use"):
@@ -54,9 +57,7 @@ def test_a_port_is_free_again_while_connections_of_its_last_server_close() -> No
             assert client.recv(1) == b""
     with bound("127.0.0.1", port, None) as again:
         assert port_of(again.sockets[0]) == port
-        with pytest.raises(ConfigError, match="another program uses"):
-            with bound("127.0.0.1", port, None):
-                pass
+        refused("another program uses", port=port)
 
 
 def test_all_addresses_of_a_host_have_one_port() -> None:
@@ -69,8 +70,7 @@ def test_an_address_of_ipv6_is_in_brackets() -> None:
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:  # this machine has none: then it is refused in words
-        with pytest.raises(ConfigError, match="host is '::1'"), bound("::1", 0, None):
-            pass
+        refused("host is '::1'", "::1")
         return
     with bound("::1", 0, None) as listening:
         (place,) = listening.places("https")
@@ -98,9 +98,7 @@ def test_a_living_socket_file_is_refused(tmp_path: Path, is_listening: bool) -> 
     with bound("", 0, path) as listening:
         if is_listening:
             listening.sockets[0].listen()
-        with pytest.raises(ConfigError, match="which another server uses"):
-            with bound("", 0, path):
-                pass
+        refused("which another server uses", uds=path)
         assert stat.S_ISSOCK(os.stat(path).st_mode)
 
 
@@ -117,9 +115,7 @@ def test_a_socket_file_of_a_server_that_is_gone_is_replaced(tmp_path: Path) -> N
 def test_a_file_is_not_removed(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("kept")
-    with pytest.raises(ConfigError, match="exists and is no socket file"):
-        with bound("", 0, str(path)):
-            pass
+    refused("exists and is no socket file", uds=str(path))
     assert path.read_text() == "kept"
 
 
