@@ -110,6 +110,7 @@ def test_a_socket_file_of_a_server_that_is_gone_is_replaced(tmp_path: Path) -> N
         listening.sockets[0].listen()
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(path)
+            assert client.getpeername() == path
 
 
 def test_a_file_is_not_removed(tmp_path: Path) -> None:
