@@ -6,7 +6,6 @@ import csv
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -55,7 +54,8 @@ def runs() -> list[Run]:
 @pytest.fixture(scope="module")
 def written(runs: list[Run], tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("report") / "out.html"
-    write_report(path, runs, slo=LIMITS, title="two & three", plots=path.parent / "plots")
+    write_report(path, runs, slo=LIMITS, title="two & three")
+    write_plots(path.parent / "plots", charts_of(runs, slo=LIMITS), images=False)
     return path
 
 
@@ -190,7 +190,8 @@ def test_names_cannot_become_markup(tmp_path: Path) -> None:
         history=history,
     )
     path = tmp_path / "out.html"
-    write_report(path, [made, made], title=evil, plots=tmp_path / "plots")
+    write_report(path, [made, made], title=evil)
+    write_plots(tmp_path / "plots", charts_of([made, made]), images=False)
     page = Page(path.read_text())
     assert page.names["script"] == 2 and not page.names["img"]
     assert evil in page.text
@@ -305,7 +306,7 @@ def test_a_comparison_says_which_of_its_runs_are_shown_and_what_pairs_say(tmp_pa
     rate = cells[0].rate
     shown = [run(name, workload, engine, rate=rate, steps=True) for name in ("fcfs", "vtc")]
     path = tmp_path / "out.html"
-    write_report(path, shown, points=points_from(cells), plots=tmp_path / "plots")
+    write_report(path, shown, points=points_from(cells))
     said = Page(path.read_text()).text
     which = f"seed 0 at load 0.6 ({rate:.3g} requests a second), of 4 seeds and 2 loads"
     assert f"Figures of single runs: {which}" in said
@@ -407,14 +408,6 @@ def test_a_file_of_a_run_without_steps_has_a_page_too(tmp_path: Path) -> None:
     write_trace(tmp_path / "trace.json", read)
 
 
-def test_images_are_drawn_where_there_is_what_draws_them(runs: list[Run], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    charts = charts_of(runs[:1], slo=LIMITS)
-    assert write_plots(tmp_path, charts) == []
-    for chart in charts:
-        assert (tmp_path / f"{chart.key}.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_what_draws_images_is_named_where_it_is_missing(tmp_path: Path, runs: list[Run]) -> None:
     [said] = write_plots(tmp_path, charts_of(runs[:1])[:1], images=False)
     assert "metronome-engine[plots]" in said
@@ -426,29 +419,6 @@ def test_what_is_no_report_is_said_to_be_none(text: str, tmp_path: Path) -> None
     (tmp_path / "x.html").write_text(text)
     with pytest.raises(ConfigError, match="is no report"):
         read_report(tmp_path / "x.html")
-
-
-SIZE = ("--requests", "60", "--rate", "12", "--num-kv-blocks", "250")
-
-
-@pytest.mark.parametrize(
-    "command",
-    [("simulate",), ("policies",), ("compare", "fcfs", "lpm", "--seeds", "2")],
-    ids=lambda command: command[0],
-)
-def test_commands_write_them(
-    command: Sequence[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "out.html"
-    asked = ["--report", str(out), "--plots", str(tmp_path / "plots")]
-    if command[0] == "simulate":
-        asked += ["--trace", str(tmp_path / "trace.json")]
-    assert main([*command, *SIZE, *asked]) == 0
-    assert f"report: {out}" in capsys.readouterr().out
-    shown = read_report(out)["runs"]
-    assert len(shown) == (1 if command[0] == "simulate" else 2) and shown[0]["steps"]
-    assert (tmp_path / "plots" / "cdf-ttft.csv").is_file()
-    assert (tmp_path / "trace.json").is_file() is (command[0] == "simulate")
 
 
 def test_a_place_that_is_none_is_said_before_anything_runs(

@@ -27,14 +27,13 @@ def write_report(
     points: Sequence[Point] = (),
     slo: Sequence[Limit] = (),
     title: str = "Metronome: what a run looks like",
-    plots: str | Path | None = None,
-) -> list[str]:
-    """Write a page about these runs, and each of its plots into the directory ``plots``.
+) -> None:
+    """Write a page about these runs.
 
     ``points`` are the figures of a comparison, one for each policy and load; without them each run
     with a rate is one. Runs that kept their steps have a timeline of them. ``slo``: what was
-    promised to each request, in place of its own promises. Returns what is to be said about it.
-    Raises ``ConfigError`` where a file cannot be written.
+    promised to each request, in place of its own promises. Raises ``ConfigError`` where a file
+    cannot be written.
     """
     found = subjects(runs, slo, points)
     points = list(points) or points_of(found)
@@ -45,7 +44,6 @@ def write_report(
         Path(path).write_text(text, encoding="utf-8", errors="replace")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
-    return [] if plots is None else write_plots(plots, charts)
 
 
 def charts_of(
@@ -63,14 +61,14 @@ def write_plots(
     """Write each plot as SVG and CSV, and as PNG: if ``images``, or by default where matplotlib is
     installed.
 
-    Returns what is to be said: which files are missing, and why. Raises ``ConfigError`` where they
-    cannot be written.
+    Returns notes for the user: which files are missing, and why. Raises ``ConfigError`` where the
+    SVG and CSV files cannot be written.
     """
     has_images = can_draw() if images is None else images
     if has_images and not can_draw():
         raise ConfigError(f"PNG files are drawn by matplotlib: pip install '{EXTRA}'")
+    where = Path(directory)
     try:
-        where = Path(directory)
         where.mkdir(parents=True, exist_ok=True)
         for chart in charts:
             text = svg(chart, is_file=True)
@@ -79,13 +77,22 @@ def write_plots(
                 "w", encoding="utf-8", errors="replace", newline=""
             ) as file:
                 csv.writer(file).writerows(chart.rows())
-            if has_images:
-                write_png(chart, where / f"{chart.key}.png")
     except OSError as error:
         raise ConfigError(f"{directory} cannot be written: {error.strerror}") from error
-    if has_images:
-        return []
-    return [f"no PNG files were written, for want of matplotlib: pip install '{EXTRA}'"]
+    if not has_images:
+        return [f"no PNG files were written, for want of matplotlib: pip install '{EXTRA}'"]
+    return _write_images(where, charts)
+
+
+def _write_images(where: Path, charts: Sequence[Chart]) -> list[str]:
+    """Write each plot as PNG. matplotlib needs a place for its list of fonts: without one the user
+    gets a note, since the SVG files show the same."""
+    try:
+        for chart in charts:
+            write_png(chart, where / f"{chart.key}.png")
+    except OSError as error:
+        return [f"no PNG files were written: {error.strerror or error}"]
+    return []
 
 
 def _sections(
