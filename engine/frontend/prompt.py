@@ -24,6 +24,7 @@ from engine.errors import (
     WireError,
 )
 from engine.frontend.text_workers import TextPool
+from engine.messages.finite import check_finite
 from engine.messages.params import SamplingParams, check_params_for_vocab, is_finite
 from engine.messages.requests import AddRequest
 from engine.messages.structured import grammar_of
@@ -196,7 +197,9 @@ class InputProcessor:
                 "structured_outputs is given, but neither the model's configuration nor its "
                 "tokenizer names a token that ends text: set eos_token_id in config.json"
             )
-        return grammar_of(params.structured_outputs)
+        grammar = grammar_of(params.structured_outputs)
+        check_finite(grammar)
+        return grammar
 
     def _parts(self, prompt: Prompt) -> TextPrompt:
         if isinstance(prompt, str):

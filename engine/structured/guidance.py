@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from engine.messages.finite import without_endless
 from engine.messages.step import Column
 from engine.messages.structured import OF_XGRAMMAR, Grammar, grammar_from
 from engine.structured import xgrammars
@@ -475,6 +476,7 @@ def of_schema(schema: Any, grammar: Grammar, name: str) -> dict[str, Any]:
     options: JsonCompileOptions = {"whitespace_pattern": grammar.whitespace or WHITESPACE}
     if grammar.is_dense:
         options = {"whitespace_flexible": False}
+    schema = without_endless(schema, is_closed=grammar.is_closed)
     text = json_text(prepared(schema, grammar.is_closed))
     made = LLMatcher.grammar_from_json_schema(text, overrides=options)
     (asked,) = msgspec.json.decode(made)["grammars"]

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from engine.messages.finite import without_endless
 from engine.messages.step import Column
 from engine.messages.structured import OF_XGRAMMAR, Grammar
 from engine.structured.decide import GrammarError
@@ -57,7 +58,9 @@ def source_of(form: Grammar) -> Any:
         return _grammar(form.text)
     if form.whitespace is not None:
         raise SchemaError("whitespace_pattern is not offered with xgrammar: leave it out")
-    schema = {"type": "object"} if form.kind == "json_object" else readable(form.text)
+    if form.kind == "json_object":
+        return narrowed({"type": "object"}, is_closed=form.is_closed)
+    schema = without_endless(readable(form.text), is_closed=form.is_closed)
     return narrowed(schema, is_closed=form.is_closed)
 
 

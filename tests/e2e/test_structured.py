@@ -338,3 +338,22 @@ def test_options_that_do_not_go_together() -> None:
 def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
     with make(skip_tokenizer_init=True) as engine, pytest.raises(RequestError, match="tokenizer"):
         engine.add_request("0", {"prompt_token_ids": [5, 6]}, params("choice"))
+
+
+def test_a_schema_without_an_end_is_refused_before_anything_runs(engine: LLMEngine) -> None:
+    kind: dict[str, Any] = {"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]}
+    form = StructuredOutputsParams(json=kind)
+    with pytest.raises(RequestError, match="json of structured_outputs has no value that ends"):
+        engine.add_request("0", "A small example:", SamplingParams(structured_outputs=form))
+    assert not engine.has_unfinished_requests()
+    optional = {
+        "type": "object",
+        "properties": {"kind": {"$ref": "#/$defs/kind"}, "n": {"enum": [1, 2]}},
+        "additionalProperties": False,
+        "$defs": {"kind": {**kind, "properties": {"x": {"$ref": "#/$defs/kind"}}}},
+    }
+    form = StructuredOutputsParams(json=optional)
+    for seed in range(4):
+        asked = SamplingParams(seed=seed, max_tokens=60, structured_outputs=form)
+        (found,) = answers(engine, [asked])
+        assert found.finish_reason == "stop" and "kind" not in json.loads(found.text)

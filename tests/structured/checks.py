@@ -13,6 +13,7 @@ import numpy as np
 from engine import LLMEngine, RequestError, SamplingParams, StructuredOutputsParams
 from engine.assets import BOX_MODEL
 from engine.config.model import ModelConfig, read_model_info
+from engine.messages.finite import check_finite
 from engine.messages.structured import grammar_of
 from engine.structured.decide import WORD, Matcher
 from engine.structured.guidance import MAX_SECONDS, GrammarError, GuidanceCompilation, guidance_of
@@ -40,7 +41,9 @@ class Bench:
         By llguidance, unless the fields say otherwise.
         """
         params = StructuredOutputsParams(**{"backend": "guidance", **fields})
-        compilation = self._compiler.submit(grammar_of(params), self.eos)
+        grammar = grammar_of(params)
+        check_finite(grammar)
+        compilation = self._compiler.submit(grammar, self.eos)
         compilation.wait()
         return compilation
 

@@ -1,4 +1,4 @@
-"""Three hundred JSON schemas by group: those of tools and interfaces by hand, the rest in families.
+"""JSON schemas by group: those of tools and interfaces by hand, the rest in families.
 
 A family is a small function of a fixed seed. `REFUSED` are schemas with keywords that nobody
 enforces here: each must be refused with the word beside it.
@@ -433,6 +433,85 @@ BY_HAND: dict[str, list[Schema]] = {
     "limits": LIMITS,
 }
 
+# Schemas that only a value without end would satisfy.
+_A: Schema = {"$ref": "#/$defs/a"}
+_B: Schema = {"$ref": "#/$defs/b"}
+_C: Schema = {"$ref": "#/$defs/c"}
+
+
+def _holds(schema: Any, **more: Any) -> Schema:
+    """An object that must hold such a value."""
+    return {"type": "object", "properties": {"x": schema}, "required": ["x"], **more}
+
+
+def _at_a(a: Any, **definitions: Any) -> Schema:
+    return {**_A, "$defs": {"a": a, **definitions}}
+
+
+def _list_of(**more: Any) -> Schema:
+    return _at_a({"type": "array", **more})
+
+
+ENDLESS: dict[str, Schema] = {
+    "itself": _at_a(_A),
+    "each other": _at_a(_B, b=_C, c=_A),
+    "the document": {"$ref": "#"},
+    "by allOf": _at_a({"allOf": [{"type": "object"}, {"allOf": [_A]}]}),
+    "by anyOf": _at_a({"anyOf": [_A, {"oneOf": [_A, {"allOf": [_A]}]}]}),
+    "a property that is itself": _holds({"$ref": "#/properties/x"}),
+    "an object that must hold its kind": _at_a(_holds(_A)),
+    "the same in definitions": {
+        "definitions": {"a": _holds({"$ref": "#/definitions/a"})},
+        **_holds({"$ref": "#/definitions/a"}),
+    },
+    "two that hold each other": _at_a(_holds(_B), b=_holds(_A)),
+    "three, one by a list": _at_a(
+        _holds(_B), b={"type": "array", "items": _C, "minItems": 2}, c=_holds(_A)
+    ),
+    "all choices hold their kind": _at_a({"anyOf": [_holds(_A), _list_of(minItems=1, items=_A)]}),
+    "required here, named there": _at_a(
+        {"type": "object", "allOf": [{"required": ["x"]}, {"properties": {"x": _A}}]}
+    ),
+    "required beside the reference": {
+        "$defs": {"a": {"type": "object", "properties": {"x": {"$ref": "#"}}}},
+        "$ref": "#/$defs/a", "required": ["x"],
+    },
+    "the end is forbidden": _at_a(
+        {"anyOf": [{"type": "null"}, _holds(_A)], "type": "object"}
+    ),
+    "a list of at least one": _list_of(items=_A, minItems=1),
+    "a prefix": _list_of(prefixItems=[{"type": "null"}, _A], minItems=2),
+    "a prefix of older drafts": _list_of(items=[_A], minItems=1),
+    "behind a prefix": _list_of(prefixItems=[{"type": "null"}], items=_A, minItems=2),
+    "behind a prefix of older drafts": _list_of(
+        items=[{"type": "null"}], additionalItems=_A, minItems=2
+    ),
+    "must contain its kind": _list_of(contains=_A),
+    "additional properties": _at_a(
+        {"type": "object", "additionalProperties": _A, "minProperties": 1}
+    ),
+    "additional by its name": _at_a(
+        {"type": "object", "required": ["y"], "additionalProperties": _A}
+    ),
+    "by the pattern of its name": _at_a(
+        {"type": "object", "required": ["item"], "patternProperties": {"^i": _A}}
+    ),
+    "all that is named holds its kind": _at_a(
+        {"type": "object", "properties": {"x": _A, "y": _A, "z": {"type": "null"}},
+         "additionalProperties": False, "minProperties": 2}
+    ),
+    "a dynamic reference": {
+        "$dynamicAnchor": "node", **_holds({"$dynamicRef": "#node"}),
+    },
+    "an anchor": {"$anchor": "node", **_holds({"$ref": "#node"})},
+    "an address": {
+        "$id": "https://example.org/a.json", "$defs": {"a": _holds({"$ref": "a.json#/$defs/a"})},
+        "$ref": "https://example.org/a.json#/$defs/a",
+    },
+    "not, of everything": _at_a({"anyOf": [{"not": {}}, _holds(_A)]}),
+    "nothing else": _at_a({"anyOf": [False, _holds(_A)]}),
+}  # fmt: skip
+
 # What is asked, and the word with which it must be refused.
 REFUSED: list[tuple[str, Any]] = [
     ("uniqueItems", array(INTEGER, uniqueItems=True)),
@@ -450,6 +529,7 @@ REFUSED: list[tuple[str, Any]] = [
     ("iri", obj({"a": {"type": "string", "format": "iri"}})),
     ("backreference", pattern("^(a|b)\\1$")),
     ("example.org", {"$ref": "https://example.org/other.json"}),
+    *(("no value that ends", schema) for schema in ENDLESS.values()),
 ]
 
 

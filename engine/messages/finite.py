@@ -1,0 +1,450 @@
+"""Has a JSON schema a value that comes to an end?
+
+    {"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]}
+
+asks for an object within an object within an object. A model would write until its tokens are used
+up, so such a schema is refused before anything runs. What has a value is found as a least fixed
+point: places in which one can stop at once have, then those that need only such places, and so on;
+what is never reached has none. A place is a set of schemas that hold for the same value.
+
+What is not looked at (patterns, ranges, ``if``, most of ``not``) counts as satisfied: a schema that
+has a value is never refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import msgspec
+
+from engine.errors import RequestError
+from engine.messages.references import REFERENCES, References
+from engine.messages.structured import Grammar, grammar_from
+
+Schema = dict[str, Any]
+Path = tuple[str | int, ...]
+Place = frozenset[int]  # schemas by their number
+MOST_STEPS = 20_000  # beyond them nothing is said against a schema
+SCALARS = {"null", "boolean", "integer", "number", "string"}
+EVERY_TYPE = SCALARS | {"array", "object"}
+CHOICES = ("anyOf", "oneOf")
+# Keywords with schemas: by name, in a list, alone. Definitions are used by references only.
+BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
+IN_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+ALONE = ("items", "additionalItems", "additionalProperties")
+SAYS_NOTHING = {"title", "description", "$comment", "default", "examples"}
+
+
+class Link(NamedTuple):
+    """A schema by its number, and the one that led to it for the same value."""
+
+    number: int
+    led: Link | None = None
+
+
+class Way(NamedTuple):
+    """One way to a value: all of these places have one, and so have enough of the others."""
+
+    needed: tuple[Place, ...]
+    others: tuple[Place, ...] = ()
+    num_others: int = 0
+
+
+@dataclass
+class Reading:
+    """Schemas of one value that are being put together."""
+
+    waiting: list[Link]
+    seen: set[int] = field(default_factory=set)
+    said: list[Schema] = field(default_factory=list)
+
+    def with_one_of(self, options: list[Link]) -> list[Reading]:
+        """The same with each of these."""
+        return [Reading([*self.waiting, each], set(self.seen), [*self.said]) for each in options]
+
+
+class TooLargeError(Exception):
+    """It would take too long to find out."""
+
+
+@lru_cache(maxsize=32)
+def check_finite(grammar: str) -> None:
+    """Raise ``RequestError`` if a schema of the grammar, as ``grammar_of`` made it, has no value
+    that ends."""
+    if not any(key in grammar for key in REFERENCES):
+        return  # nothing comes back to itself
+    form = grammar_from(grammar)
+    try:
+        found = msgspec.json.decode(form.text)
+    except (ValueError, RecursionError):  # the compiler says what is wrong
+        return
+    if form.kind == "json":
+        _refuse("the json of structured_outputs", found, form)
+    elif form.kind == "structural_tag":
+        for number, each in enumerate(found["structures"]):
+            what = f"the schema of structures[{number}] in structural_tag of structured_outputs"
+            _refuse(what, each["schema"], form)
+
+
+def _refuse(what: str, schema: Any, form: Grammar) -> None:
+    if why := endless(schema, is_closed=form.is_closed):
+        raise RequestError(f"{what} {why}")
+
+
+def endless(schema: Any, *, is_closed: bool = False) -> str:
+    """Why no value that ends satisfies the schema, in words that follow its name; "" if one does,
+    or if that is not known.
+
+    is_closed: no properties but those that it names.
+    """
+    places = Places(schema, is_closed=is_closed)
+    start = places.place([schema])
+    try:
+        ways = places.reachable([start])
+    except TooLargeError:
+        return ""
+    with_value = _least_fixed_point(ways)
+    if start in with_value:
+        return ""
+    path = places.path(_cycle(start, ways, with_value))
+    return (
+        f"has no value that ends: nothing satisfies {path:.80}. What must be, or hold, another of "
+        "its kind needs a way to end, as a property that is not required, or null in anyOf"
+    )
+
+
+def without_endless(schema: Any, *, is_closed: bool = False) -> Any:
+    """The schema without the parts that only a value without end could satisfy: a model that went
+    into one, as into a property that is not required, would never come out.
+
+    What a reference leads into is left as it is.
+    """
+    if not any(key in str(schema) for key in REFERENCES):
+        return schema
+    places = Places(schema, is_closed=is_closed)
+    parts = {path: part for path, part in _parts(schema) if isinstance(part, dict)}
+    starts = {path: places.place([part]) for path, part in parts.items()}
+    try:
+        with_value = _least_fixed_point(places.reachable([*starts.values()]))
+    except TooLargeError:
+        return schema
+    found = {path for path, start in starts.items() if start not in with_value}
+    found -= _led_into(places.references, parts)
+    return _replaced(schema, found) if found else schema
+
+
+def _parts(schema: Any) -> Iterator[tuple[Path, Any]]:
+    """The schemas within a schema that may be left out, and where they stand."""
+    waiting: list[tuple[Path, Any]] = [((), schema)]
+    while waiting:
+        path, found = waiting.pop()
+        for key, value in found.items() if isinstance(found, dict) else ():
+            inner: list[tuple[Path, Any]] = []
+            if key in BY_NAME and isinstance(value, dict):
+                inner = [((*path, key, name), each) for name, each in value.items()]
+            elif key in IN_LISTS and isinstance(value, list):
+                inner = [((*path, key, at), each) for at, each in enumerate(value)]
+            elif key in ALONE:
+                inner = [((*path, key), value)]
+            yield from inner
+            waiting += inner
+
+
+def _led_into(references: References, parts: dict[Path, Any]) -> set[Path]:
+    """Parts in which something is referred to."""
+    targets = {id(each) for part in references.schemas for each in references.targets(part)}
+    found: set[Path] = set()
+    for path, part in parts.items():
+        if id(part) in targets:
+            found.update(path[:length] for length in range(len(path)))
+    return found
+
+
+def _replaced(schema: Any, paths: set[Path]) -> Any:
+    """A copy in which what stands there allows nothing."""
+    whole = msgspec.json.decode(msgspec.json.encode(schema))
+    for path in sorted(paths, key=len, reverse=True):  # what is inside another before that
+        holder = whole
+        for step in path[:-1]:
+            holder = holder[step]
+        holder[path[-1]] = False
+    return whole
+
+
+def _least_fixed_point(ways: dict[Place, list[Way]]) -> set[Place]:
+    """The places that have a value that ends."""
+    users: dict[Place, list[Place]] = defaultdict(list)
+    for place, found in ways.items():
+        for each in {each for way in found for each in (*way.needed, *way.others)}:
+            users[each].append(place)
+    with_value: set[Place] = set()
+    waiting = deque(reversed(ways))
+    while waiting:
+        place = waiting.popleft()
+        if place not in with_value and any(_is_open(way, with_value) for way in ways[place]):
+            with_value.add(place)
+            waiting.extend(users[place])
+    return with_value
+
+
+def _is_open(way: Way, with_value: set[Place]) -> bool:
+    if any(each not in with_value for each in way.needed):
+        return False
+    return sum(each in with_value for each in way.others) >= way.num_others
+
+
+def _cycle(start: Place, ways: dict[Place, list[Way]], with_value: set[Place]) -> Place:
+    """A place without a value that comes back to itself, or where the search for one ends."""
+    place, seen = start, set[Place]()
+    while place not in seen:
+        seen.add(place)
+        closed = (
+            each
+            for way in ways[place]
+            for each in (*way.needed, *way.others)
+            if each not in with_value
+        )
+        place = next(closed, place)
+    return place
+
+
+class Places:
+    """The places of one document, and the ways to a value of each."""
+
+    def __init__(self, document: Any, *, is_closed: bool) -> None:
+        self.references = References(document)
+        self._is_closed = is_closed
+        self._schemas: list[Any] = []
+        self._numbers: dict[int, int] = {}
+        self._steps = 0
+
+    def place(self, schemas: list[Any]) -> Place:
+        """Where all of these schemas hold; ``True`` holds everywhere."""
+        return frozenset(self._number(each) for each in schemas if each is not True)
+
+    def path(self, place: Place) -> str:
+        """Of a schema there, or of what it refers to."""
+        paths = self.references.paths
+        for number in sorted(place):
+            schema = self._schemas[number]
+            targets = self.references.targets(schema) if isinstance(schema, dict) else []
+            for each in (*targets, schema):
+                if id(each) in paths:
+                    return paths[id(each)]
+        return "#"
+
+    def reachable(self, starts: list[Place]) -> dict[Place, list[Way]]:
+        """The ways of all places to which these lead."""
+        ways: dict[Place, list[Way]] = {}
+        waiting = [*starts]
+        while waiting:
+            place = waiting.pop()
+            if place in ways:
+                continue
+            ways[place] = [way for said in self._meanings(place) for way in self._ways(said)]
+            waiting += [e for way in ways[place] for e in (*way.needed, *way.others)]
+        return ways
+
+    def _number(self, schema: Any) -> int:
+        """Equal only to itself: schemas of a document are told apart by where they stand."""
+        if id(schema) not in self._numbers:
+            self._numbers[id(schema)] = len(self._schemas)
+            self._schemas.append(schema)  # kept, so that no other gets its id
+        return self._numbers[id(schema)]
+
+    def _count(self, num: int = 1) -> None:
+        self._steps += num
+        if self._steps > MOST_STEPS:
+            raise TooLargeError
+
+    def _meanings(self, place: Place) -> Iterator[list[Schema]]:
+        """What schemas say together without references, ``allOf`` and choices, for each choice.
+
+        One that leads back to itself without a value in between says nothing that could be
+        satisfied, and a choice that does is none.
+        """
+        readings = [Reading([Link(number) for number in place])]
+        while readings:
+            reading = readings.pop()
+            choices = self._read(reading)
+            if choices is None:
+                continue
+            if not choices:
+                yield reading.said
+                continue
+            found = [reading]
+            for options in choices:
+                found = [more for each in found for more in each.with_one_of(options)]
+                self._count(len(found))
+            readings += found
+
+    def _read(self, reading: Reading) -> list[list[Link]] | None:
+        """Read on up to the next schema with choices, which are returned; none at the end. ``None``
+        if nothing satisfies it."""
+        while reading.waiting:
+            self._count()
+            link = reading.waiting.pop()
+            schema = self._schemas[link.number]
+            if link.number in reading.seen:
+                if self._is_in(link.number, link.led):
+                    return None
+                continue
+            reading.seen.add(link.number)
+            if schema is False:
+                return None
+            if not isinstance(schema, dict):
+                continue
+            if _is_all(schema.get("not")):
+                return None
+            reading.said.append(schema)
+            parts = [*self.references.targets(schema), *_list(schema.get("allOf"))]
+            reading.waiting += self._links(parts, link)
+            choices = [_list(schema[key]) for key in CHOICES if _list(schema.get(key))]
+            if choices:
+                return [self._links(options, link) for options in choices]
+        return []
+
+    def _links(self, schemas: list[Any], led: Link) -> list[Link]:
+        return [Link(self._number(each), led) for each in schemas]
+
+    def _is_in(self, number: int, led: Link | None) -> bool:
+        """Whether it is one of those that led there."""
+        while led is not None:
+            self._count()
+            if led.number == number:
+                return True
+            led = led.led
+        return False
+
+    def _ways(self, said: list[Schema]) -> Iterator[Way]:
+        """To a value of which all this holds."""
+        self._count()
+        if any("enum" in each or "const" in each for each in said):
+            if all(each.get("enum", True) != [] for each in said):
+                yield Way(())
+            return
+        types = set(EVERY_TYPE)
+        for each in said:
+            types &= _types(each)
+        if types & SCALARS:
+            yield Way(())
+        if "array" in types:
+            yield from self._arrays(said)
+        if "object" in types:
+            yield from self._objects(said)
+
+    def _arrays(self, said: list[Schema]) -> Iterator[Way]:
+        contained = [each["contains"] for each in said if "contains" in each]
+        counts = [_int(each.get("minContains"), 1) for each in said if "contains" in each]
+        least = max([0, *counts, *(_int(each.get("minItems"), 0) for each in said)])
+        most = min((_int(each.get("maxItems"), least) for each in said), default=least)
+        if most < least:
+            return
+        num_named = max(0, *(len(_prefix(each)) for each in said)) if said else 0
+        items = [
+            self.place([_item(each, at) for each in said])
+            for at in range(min(least, num_named + 1))
+        ]
+        any_item = [_item(each, num_named) for each in said]
+        held = zip(contained, counts, strict=True)
+        items += [self.place([*any_item, each]) for each, count in held if count and not num_named]
+        yield Way(tuple(items))
+
+    def _objects(self, said: list[Schema]) -> Iterator[Way]:
+        names = {n for each in said for n in _list(each.get("required")) if isinstance(n, str)}
+        least = max([0, *(_int(each.get("minProperties"), 0) for each in said)])
+        most = min((_int(each.get("maxProperties"), least) for each in said), default=least)
+        if most < len(names) and any("maxProperties" in each for each in said):
+            return
+        needed = tuple(self.place(self._property(said, name)) for name in sorted(names))
+        missing = least - len(names)
+        if missing <= 0:
+            yield Way(needed)
+            return
+        named = {n for each in said for n in _dict(each.get("properties"))} - names
+        others = tuple(self.place(self._property(said, name)) for name in sorted(named))
+        yield Way(needed, others, missing)
+        # Or by names that nothing says: as many as it takes.
+        unnamed = [self._additional(each) for each in said]
+        if not any("patternProperties" in each for each in said):
+            yield Way((*needed, self.place(unnamed)))
+        else:
+            yield Way(needed)
+
+    def _property(self, said: list[Schema], name: str) -> list[Any]:
+        """What holds for a property of this name."""
+        found = []
+        for each in said:
+            properties = _dict(each.get("properties"))
+            own = [properties[name]] if name in properties else []
+            patterns = _dict(each.get("patternProperties"))
+            own += [p for pattern, p in patterns.items() if _matches(pattern, name)]
+            found += own or [True if _is_unsure(patterns) else self._additional(each)]
+        return found
+
+    def _additional(self, schema: Schema) -> Any:
+        is_open = "properties" not in schema and "patternProperties" not in schema
+        if self._is_closed and not (is_open and schema.get("type") != "object"):
+            return schema.get("additionalProperties", False)
+        return schema.get("additionalProperties", True)
+
+
+def _is_all(schema: Any) -> bool:
+    """Whether every value satisfies it."""
+    return schema is True or (isinstance(schema, dict) and schema.keys() <= SAYS_NOTHING)
+
+
+def _types(schema: Schema) -> set[str]:
+    given = schema.get("type", list(EVERY_TYPE))
+    found = {given} if isinstance(given, str) else {e for e in _list(given) if isinstance(e, str)}
+    if not found or not found <= EVERY_TYPE:
+        return EVERY_TYPE  # somebody else says that there is no such type
+    return {*found, "integer"} if "number" in found else found
+
+
+def _prefix(schema: Schema) -> list[Any]:
+    """What the first items are, by either name."""
+    return _list(schema.get("prefixItems")) or _list(schema.get("items"))
+
+
+def _item(schema: Schema, at: int) -> Any:
+    prefix = _prefix(schema)
+    if at < len(prefix):
+        return prefix[at]
+    is_old = isinstance(schema.get("items"), list)
+    return schema.get("additionalItems" if is_old else "items", True)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    try:
+        return re.search(pattern, name) is not None
+    except re.error:
+        return False
+
+
+def _is_unsure(patterns: dict[str, Any]) -> bool:
+    """Whether a pattern might match what it is not seen to."""
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error:
+            return True
+    return False
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _int(value: Any, other: int) -> int:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return int(value) if is_number else other

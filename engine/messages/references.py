@@ -1,0 +1,87 @@
+"""What references within a JSON schema mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import unquote, urldefrag, urljoin
+
+Schema = dict[str, Any]
+VALUES = ("enum", "const", "default", "examples")  # keywords that hold values, no schemas
+REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+ANCHORS = ("$anchor", "$dynamicAnchor", "$id", "id")
+
+
+class References:
+    """A document in which references are looked up: by path, by anchor and by ``$id``."""
+
+    def __init__(self, document: Any) -> None:
+        self._roots: dict[str, Any] = {"": document}
+        self._named: dict[str, Any] = {}
+        self._bases: dict[int, str] = {}
+        self.paths: dict[int, str] = {}
+        """Where each schema stands, by its ``id()``."""
+        self.schemas: list[Schema] = []
+        """All of them, and objects that may be one."""
+        for schema, base, path in _schemas(document):
+            self.schemas.append(schema)
+            self._bases[id(schema)] = base
+            self.paths[id(schema)] = path
+            if "$id" in schema or "id" in schema:
+                self._roots.setdefault(base, schema)
+            for key in ANCHORS:
+                if isinstance(name := schema.get(key), str):
+                    name = name if key.endswith("id") else f"#{name}"
+                    self._named.setdefault(_joined(base, name), schema)
+
+    def targets(self, schema: Schema) -> list[Any]:
+        """What a schema refers to; without what lies in another file, or nowhere."""
+        found = []
+        for key in REFERENCES:
+            if isinstance(reference := schema.get(key), str):
+                found += self._at(_joined(self._bases.get(id(schema), ""), reference))
+        return found
+
+    def _at(self, reference: str) -> list[Any]:
+        """What it points to, or nothing."""
+        if reference in self._named:
+            return [self._named[reference]]
+        base, path = urldefrag(reference)
+        if base not in self._roots or (path and not path.startswith("/")):
+            return []
+        found = self._roots[base]
+        for part in path.split("/")[1:]:
+            name = unquote(part).replace("~1", "/").replace("~0", "~")
+            if isinstance(found, dict) and name in found:
+                found = found[name]
+            elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+                found = found[int(name)]
+            else:
+                return []
+        return [found]
+
+
+def _schemas(document: Any) -> Iterator[tuple[Schema, str, str]]:
+    """All objects that may be schemas, with the address of their document and their path in it."""
+    waiting: list[tuple[Any, str, str]] = [(document, "", "#")]
+    while waiting:
+        found, base, path = waiting.pop()
+        if isinstance(found, list):
+            waiting += [(each, base, f"{path}/{at}") for at, each in enumerate(found)]
+        if not isinstance(found, dict):
+            continue
+        for key in ("$id", "id"):
+            if isinstance(found.get(key), str) and not found[key].startswith("#"):
+                base = urldefrag(_joined(base, found[key]))[0]
+        yield found, base, path
+        waiting += [
+            (each, base, f"{path}/{key}") for key, each in found.items() if key not in VALUES
+        ]
+
+
+def _joined(base: str, reference: str) -> str:
+    """The address to which a reference leads from there."""
+    try:
+        return urljoin(base, reference)
+    except ValueError:  # no address at all
+        return reference
