@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from hashlib import blake2b
 from itertools import combinations_with_replacement
-from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 from engine.config.sched import SchedulerConfig
+from engine.ipc.pool import workers
 from engine.kv.manager import KVManager
 from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest
@@ -313,7 +312,7 @@ def explore_all(scenarios: Sequence[Scenario], jobs: int = 1) -> Iterator[Explor
     if jobs == 1:
         yield from map(explore, scenarios)
         return
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+    with workers(jobs) as pool:
         yield from pool.map(explore, scenarios, chunksize=4)
 
 

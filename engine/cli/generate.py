@@ -41,9 +41,12 @@ def _stream_one(prompts: list[str], params: SamplingParams, args: EngineArgs) ->
     with LLMEngine.from_engine_args(args) as engine, profiled(engine, args):
         engine.add_request("0", prompts[0], params)
         write_out(prompts[0])
-        figures = stream(engine, "0").figures
+        answer = stream(engine, "0")
     print()
-    return figures
+    if answer.is_interrupted:
+        print(f"\n[{answer.figures}]")
+        raise KeyboardInterrupt
+    return answer.figures
 
 
 def _complete_many(prompts: list[str], params: SamplingParams, args: EngineArgs) -> Figures:

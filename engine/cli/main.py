@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from engine.cli.interrupts import INTERRUPTED, Interrupts
+
+if __name__ == "__main__":  # before the imports, which take a second
+    interrupts = Interrupts.install()
+
 import argparse
 import difflib
 import io
@@ -45,7 +50,6 @@ COMMANDS = {
     "verify": verify,
 }
 USAGE_ERROR = 2  # as argparse has it
-INTERRUPTED = 130  # as shells have it
 BROKEN_PIPE = 141  # likewise
 
 
@@ -106,4 +110,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(interrupts.run(main))

@@ -37,6 +37,7 @@ class Answer:
 
     text: str
     figures: Figures
+    is_interrupted: bool = False
 
 
 def stream(
@@ -51,10 +52,12 @@ def stream(
     pieces: list[str] = []
     num_output = 0
     last: RequestOutput | None = None
+    is_interrupted = False
     while engine.has_unfinished_requests():
         try:
             outputs = engine.step()
         except KeyboardInterrupt:
+            is_interrupted = True
             engine.abort_request(request_id)
             continue
         for output in outputs:
@@ -67,7 +70,8 @@ def stream(
     error = last.outputs[0].error
     if error is not None:
         raise RequestError(f"the request failed: {error}")
-    return Answer("".join(pieces), replace(times_of(last), num_output_tokens=num_output))
+    figures = replace(times_of(last), num_output_tokens=num_output)
+    return Answer("".join(pieces), figures, is_interrupted)
 
 
 def times_of(output: RequestOutput) -> Figures:

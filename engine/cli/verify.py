@@ -7,11 +7,10 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import cache
 from itertools import count, islice
 from math import inf
-from multiprocessing import get_context
 from os import cpu_count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from engine.config.cli import json_object
 from engine.core.simulated import SimulatedHalves
 from engine.errors import ConfigError
+from engine.ipc.pool import workers
 from engine.sched.plugins.find import find_policy
 from engine.sim.compare import Experiment, compare
 from engine.sim.figures import MAX_RECOMPUTED, MIN_THROUGHPUT, Figures
@@ -205,16 +205,13 @@ def _batches(hunt: Hunt, parsed: argparse.Namespace) -> Iterator[Report]:
     if parsed.jobs == 1:
         while True:
             yield _run_batch(hunt, list(islice(seeds, BATCH)))
-    with ProcessPoolExecutor(parsed.jobs, mp_context=get_context("spawn")) as pool:
+    with workers(parsed.jobs) as pool:
         waiting: set[Future[Report]] = set()
-        try:
-            while True:
-                while len(waiting) < 2 * parsed.jobs:
-                    waiting.add(pool.submit(_run_batch, hunt, list(islice(seeds, BATCH))))
-                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-                yield from (future.result() for future in done)
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+        while True:
+            while len(waiting) < 2 * parsed.jobs:
+                waiting.add(pool.submit(_run_batch, hunt, list(islice(seeds, BATCH))))
+            done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+            yield from (future.result() for future in done)
 
 
 def _run_batch(hunt: Hunt, seeds: list[int]) -> Report:

@@ -211,6 +211,9 @@ def _limits(
     )
 
 
+Handler = Callable[[int, FrameType | None], object]
+
+
 class HeldInterrupt:
     """Inside, an interrupt is only noted; ``KeyboardInterrupt`` is raised on leaving.
 
@@ -218,16 +221,17 @@ class HeldInterrupt:
     """
 
     def __init__(self) -> None:
-        self._is_holding = False
+        self._held: Handler | None = None  # the handler before
         self._is_noted = False
 
     def __enter__(self) -> HeldInterrupt:
-        if (
-            threading.current_thread() is threading.main_thread()
-            and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        ):
-            signal.signal(signal.SIGINT, self._note)
-            self._is_holding = True
+        if threading.current_thread() is threading.main_thread():
+            handler = signal.getsignal(signal.SIGINT)
+            # Python's own, and that of the command, raise KeyboardInterrupt.
+            can_be_held = getattr(handler, "can_be_held", handler is signal.default_int_handler)
+            if callable(handler) and can_be_held:
+                self._held = handler
+                signal.signal(signal.SIGINT, self._note)
         return self
 
     def __exit__(
@@ -236,8 +240,8 @@ class HeldInterrupt:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._is_holding:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if self._held is not None:
+            signal.signal(signal.SIGINT, self._held)
         if self._is_noted and error is None:
             raise KeyboardInterrupt
 

@@ -72,7 +72,7 @@ class Child:
                 resource_tracker.ensure_running()  # it lets interrupts through when it is started
                 self.line, theirs = context.Pipe()
                 failing.callback(self.line.close)
-                with theirs, _without_interrupts(), environment_for_child(environment):
+                with theirs, without_interrupts(), environment_for_child(environment):
                     self._process = context.Process(
                         target=target, args=(theirs, *args), name=name, daemon=True
                     )
@@ -222,7 +222,7 @@ def _named(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def _without_interrupts() -> Iterator[None]:
+def without_interrupts() -> Iterator[None]:
     """A process that is started here never gets one: that at a terminal is for its parent alone."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

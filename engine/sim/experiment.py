@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, fields, replace
 from functools import reduce
 from math import inf
-from multiprocessing import get_context
 from os import cpu_count
 from typing import Any, TypeVar
 
 from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError, EngineDeadError
+from engine.ipc.pool import workers
 from engine.sim.figures import Figures, figures
 from engine.sim.promises import Limit
 from engine.sim.run import Engine, run
@@ -88,7 +87,7 @@ def in_processes(
     if jobs == 1 or len(items) == 1:
         yield from map(work, items)
         return
-    with ProcessPoolExecutor(min(jobs, len(items)), mp_context=get_context("spawn")) as pool:
+    with workers(min(jobs, len(items))) as pool:
         pending = [pool.submit(work, item) for item in items]
         try:
             for future in pending:
@@ -98,9 +97,6 @@ def in_processes(
                 "a process that simulated has died, killed or for want of memory; its part of the "
                 "figures is lost: run it again, with fewer --jobs if memory is short"
             ) from error
-        finally:
-            for future in pending:
-                future.cancel()
 
 
 def seeds_from(first: int, count: int) -> range:

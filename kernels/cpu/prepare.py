@@ -7,6 +7,7 @@ whatever the threads.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -69,6 +70,17 @@ def prepare_rest(kind: AttentionKind | None) -> None:
     logits.prepare()
 
 
+def help_with(kind: AttentionKind | None) -> None:
+    """``prepare_rest`` in the second process, which ends with the first one."""
+
+    def watch() -> None:
+        sys.stdin.buffer.read()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+    prepare_rest(kind)
+
+
 def _rest(kind: AttentionKind | None) -> list[Kernel]:
     attention = [] if kind is None else [chunk_kernel(*kind), single_kernel(*kind)]
     return [slots.GROW, slots.PREPARE, slots.ADVANCE, *attention]
@@ -87,14 +99,15 @@ def _start_helper(
     places = [str(Path(__file__).parents[2]), *filter(None, sys.path)]
     code = (
         f"import sys; sys.path[:] = {places}; "
-        f"from kernels.cpu.prepare import AttentionKind, prepare_rest; prepare_rest({kind})"
+        f"from kernels.cpu.prepare import AttentionKind, help_with; help_with({kind})"
     )
     try:
         helper = subprocess.Popen(
             [sys.executable, "-P", "-c", code],
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,  # nothing is written to it; its end is that of this process
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            process_group=0,  # an interrupt at the terminal is for this process alone
         )
     except OSError:
         return None

@@ -232,15 +232,16 @@ def test_chat_without_a_template(
 def test_interrupt_ends_an_answer(
     run: Run, client: FakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C during a step waits for its end; the answer so far stands."""
+    """Ctrl-C during a step waits for its end; the answer so far stands, and the status says it."""
 
     def interrupt() -> None:
         if client.num_steps == 2:
             signal.raise_signal(signal.SIGINT)
 
     client.pace = interrupt
-    status, out, _ = run("generate", "x", "--max-tokens", "90", "--ignore-eos")
-    assert status == 0 and "3 output tokens" in out
+    status, out, err = run("generate", "x", "--max-tokens", "90", "--ignore-eos")
+    assert status == 130 and "3 output tokens" in out
+    assert err == "metronome: interrupted\n"
 
 
 @pytest.mark.usefixtures("can_interrupt")

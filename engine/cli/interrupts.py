@@ -1,0 +1,175 @@
+"""An interrupt ends the command with one line at any moment, imports included.
+
+Imports little, so that its handlers stand before anything that takes time is loaded.
+"""
+
+from __future__ import annotations
+
+import atexit
+import io
+import os
+import signal
+import sys
+import threading
+from types import FrameType
+from typing import TYPE_CHECKING, BinaryIO, NoReturn, cast
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from _typeshed import ReadableBuffer
+
+INTERRUPTED = 130  # as shells have it
+INTERRUPTION = (INTERRUPTED, "interrupted")
+TERMINATION = (143, "ended by SIGTERM")
+END_SECONDS = 4.0  # that child processes and open files have to come to an end
+IMPORTING = "<frozen importlib._bootstrap>"  # the file of the frames that import
+
+
+class Terminated(SystemExit):
+    """SIGTERM has come."""
+
+
+class Interrupts:
+    """Handles SIGINT and SIGTERM for the whole command.
+
+    While the command runs, they raise ``KeyboardInterrupt`` and ``Terminated``. Before and after
+    that, and while a module is imported (libraries turn an exception there into errors of their
+    own), the process ends at once.
+    """
+
+    can_be_held = True  # it raises KeyboardInterrupt, so it may as well be raised a little later
+
+    def __init__(self) -> None:
+        self.is_running = False
+        self._is_reported = False
+
+    @classmethod
+    def install(cls) -> Interrupts:
+        """From here on both signals come here. One that the caller has us ignore is ignored."""
+        _prepare_streams()
+        self = cls()
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, self)
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._terminate)
+        sys.unraisablehook = self._unraisable
+        return self
+
+    def run(self, command: Callable[[], int]) -> int:
+        """Run the command and return its exit status."""
+        self.is_running = True
+        try:
+            status = command()
+        except KeyboardInterrupt:
+            self.end(*INTERRUPTION)
+        except Terminated:
+            self.end(*TERMINATION)
+        self.is_running = False
+        if status == INTERRUPTED:  # which has been reported
+            self.end(INTERRUPTED)
+        return status
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.is_running and not _is_importing(frame):
+            raise KeyboardInterrupt
+        self.end(*INTERRUPTION)
+
+    def end(self, status: int, why: str = "") -> NoReturn:
+        """End the process: child processes first, then files, and no thread is waited for."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if why and not self._is_reported:
+            self._is_reported = True
+            _write_line(f"metronome: {why}\n")
+        _be_silent()
+        _leave(status)
+
+    def _terminate(self, number: int, frame: FrameType | None) -> None:
+        if self.is_running and not _is_importing(frame):
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            raise Terminated
+        self.end(*TERMINATION)
+
+    def _unraisable(self, lost: sys.UnraisableHookArgs) -> None:
+        """An interrupt that came within a destructor or a callback of C cannot be raised there."""
+        if isinstance(lost.exc_value, KeyboardInterrupt):
+            self.end(*INTERRUPTION)
+        if isinstance(lost.exc_value, Terminated):
+            self.end(*TERMINATION)
+        sys.__unraisablehook__(lost)
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename == IMPORTING:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _leave(status: int) -> NoReturn:
+    """Do what is registered for the end of the process, for a limited time."""
+    late = threading.Timer(END_SECONDS, os._exit, (status,))
+    late.daemon = True
+    late.start()
+    for step in (_kill_workers, _flush, atexit._run_exitfuncs, _flush):
+        _try(step)
+    os._exit(status)
+
+
+def _try(step: Callable[[], object]) -> None:
+    try:
+        step()
+    except BaseException:  # nothing may keep the process from its end
+        return
+
+
+def _kill_workers() -> None:
+    """Those of process pools: they are waited for at the end of a process otherwise."""
+    if (multiprocessing := sys.modules.get("multiprocessing")) is not None:
+        for child in multiprocessing.active_children():
+            if not child.daemon:
+                child.kill()
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+
+
+def _be_silent() -> None:
+    """What is torn down has nothing more to report: neither threads, nor logs, nor libraries."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
+def _write_line(text: str) -> None:
+    try:
+        os.write(2, text.encode())
+    except OSError:  # nobody reads it
+        return
+
+
+class Lossy(io.FileIO):
+    """A file whose reader may be gone and whose disk may be full: what it cannot take is lost."""
+
+    def write(self, data: ReadableBuffer) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return len(memoryview(data))
+
+
+def _prepare_streams() -> None:
+    """Have all three standard streams, and standard error never fail: it only reports.
+
+    Without them a file that is opened later would become standard error, which libraries write to.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    raw = cast(BinaryIO, Lossy(2, "w", closefd=False))
+    sys.stderr = io.TextIOWrapper(raw, errors="backslashreplace", write_through=True)
